@@ -1,0 +1,86 @@
+# make demo and make test need nothing but Python >= 3.11, a C++ compiler and a network (or a pip that finds wheels).
+#
+# PYTHON=...      the interpreter to start from                        (default: python3)
+# VENV=...        where the environment is built                       (default: .venv)
+# NO_VENV=1       install nothing: run in PYTHON's own environment, which already has torch
+# WHEELS=...      with NO_VENV=1: a folder of wheels for what PYTHON lacks besides torch
+# PIP_ARGS=...    handed to pip install
+# ARGS=...        handed to the demo, to pytest (make test, make test-gpu) or to the benchmark
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+NO_VENV ?=
+WHEELS ?=
+PIP_ARGS ?=
+ARGS ?=
+TORCH := torch==2.13.0
+
+ifeq ($(NO_VENV),)
+  RUN := $(VENV)/bin/python
+  READY := $(VENV)/.ready
+else
+  RUN := PYTHONPATH="build/site:$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+  READY := build/site/.ready
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types imports wheel bench require-gpu test-gpu bench-gpu clean
+
+help:  ## say what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@sed -n 's/^# \([A-Z_]*=\)/    \1/p' Makefile
+
+setup: $(READY)  ## build the environment (every other target does this by itself)
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  f"Python >= 3.11 is needed, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=/path/to/python3.11")'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt $(TORCH)
+	$(VENV)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+build/site/.ready: pyproject.toml tools/site_folder.py
+	$(PYTHON) tools/site_folder.py build/site $(WHEELS)
+	@touch $@
+
+demo: $(READY)  ## train a 38M-parameter GPT on real text, with all the memory and with half of it
+	$(RUN) -m examples.train_text $(ARGS)
+
+test: $(READY)  ## run the tests (those for a GPU: make test-gpu)
+	$(RUN) -m pytest --ignore=tests/gpu $(ARGS)
+
+check: lint types imports test wheel  ## ruff, mypy, import-linter, the tests, and the built wheel in a clean environment
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+
+types: $(READY)
+	$(RUN) -m mypy
+
+imports: $(READY)
+	$(VENV)/bin/lint-imports
+
+wheel: $(READY)
+	rm -rf build/dist build/clean
+	$(RUN) -m build --wheel --no-isolation --outdir build/dist .
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt $(TORCH) build/dist/*.whl
+	cd "$${TMPDIR:-/tmp}" && "$(CURDIR)/build/clean/bin/python" -P "$(CURDIR)/tests/smoke/smoke.py"
+	rm -rf build/clean
+
+bench: $(READY)  ## measure on the CPU; a table and a JSON file under benchmarks/results
+	$(RUN) -m benchmarks $(ARGS)
+
+require-gpu: $(READY)
+	@$(RUN) tools/require_gpu.py
+
+test-gpu: require-gpu  ## run the tests for a GPU; fails where there is none
+	$(RUN) -m pytest tests/gpu $(ARGS)
+
+bench-gpu: require-gpu  ## measure on the GPU; fails where there is none
+	$(RUN) -m benchmarks --device cuda $(ARGS)
+
+clean:  ## remove what make built, the environment too
+	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf benchmarks/out $(if $(NO_VENV),,$(VENV))

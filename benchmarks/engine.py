@@ -1,0 +1,99 @@
+"""The migration engine against raw direct I/O: the same bytes, the same files, the same number of threads."""
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+
+from benchmarks.results import Figure
+from benchmarks.turns import Scale
+from runtime.engine import Engine
+from runtime.storage.posix import PosixStore
+from runtime.storage.store import Slot
+
+SLOT_BYTES = 32 << 20
+SLOTS = 16
+CHUNK_BYTES = 8 << 20
+THREADS = 4
+DIRECTIONS = ("device->storage", "storage->device")
+
+Timed = Callable[[str], float]
+
+
+def raw(slots: Sequence[Slot], address: int, pool: ThreadPoolExecutor) -> Timed:
+    """Times plain pread/pwrite calls of CHUNK_BYTES over the slots' extents, from and to `address`."""
+
+    def transfer(task: tuple[str, int, int, int, int]) -> None:
+        direction, descriptor, offset, place, length = task
+        buffer = (ctypes.c_char * length).from_address(place)
+        call = os.pwritev if direction == DIRECTIONS[0] else os.preadv
+        if call(descriptor, [buffer], offset) != length:
+            raise OSError(f"a transfer of {length} bytes was cut short")
+
+    def timed(direction: str) -> float:
+        tasks = []
+        place = address
+        for slot in slots:
+            for extent in slot.extents:
+                for start in range(0, extent.length_bytes, CHUNK_BYTES):
+                    length = min(CHUNK_BYTES, extent.length_bytes - start)
+                    tasks.append(
+                        (direction, extent.file_descriptor, extent.offset_bytes + start, place, length)
+                    )
+                    place += length
+        started = time.perf_counter()
+        list(pool.map(transfer, tasks))
+        return time.perf_counter() - started
+
+    return timed
+
+
+def through(engine: Engine, slots: Sequence[Slot], address: int) -> Timed:
+    """Times the same bytes through the engine: all of them queued, then waited for."""
+
+    def timed(direction: str) -> float:
+        link = engine.links[direction]
+        started = time.perf_counter()
+        transfers = [
+            link.submit(slot, address + index * SLOT_BYTES, lambda transfer: None)
+            for index, slot in enumerate(slots)
+        ]
+        for transfer in transfers:
+            transfer.wait()
+        return time.perf_counter() - started
+
+    return timed
+
+
+def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
+    """Bytes per second of both in each direction, in turns, and their ratio."""
+    total = SLOT_BYTES * SLOTS
+    memory = mmap.mmap(-1, total)
+    memory.write(os.urandom(1 << 20) * (total >> 20))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    samples: dict[str, list[float]] = {}
+    store = PosixStore([scale.output], budget_bytes=None)
+    slots = [store.allocate(SLOT_BYTES, f"benchmark {index}") for index in range(SLOTS)]
+    engine = Engine(store, threads=THREADS, chunk_bytes=CHUNK_BYTES)
+    with ThreadPoolExecutor(THREADS) as pool:
+        ways = {"raw": raw(slots, address, pool), "engine": through(engine, slots, address)}
+        for turn in range(scale.rounds + 2):
+            for direction in DIRECTIONS:
+                for way in sorted(ways, reverse=bool(turn % 2)):
+                    seconds = ways[way](direction)
+                    if turn:  # the first turn allocates the file's blocks
+                        samples.setdefault(f"{way} {direction}", []).append(total / seconds)
+    engine.close()
+    direct = "direct I/O" if store.direct else "buffered: this file system refuses direct I/O"
+    store.close()
+    figures = []
+    for direction in DIRECTIONS:
+        rates = {way: median(samples[f"{way} {direction}"]) for way in ways}
+        for way, rate in rates.items():
+            figures.append(Figure(name=f"{way}, {direction}", value=rate / 1e9, unit="GB/s", note=direct))
+        ratio = rates["engine"] / rates["raw"]
+        figures.append(Figure(name=f"engine / raw, {direction}", value=ratio, unit="", aim=">= 0.90"))
+    return tuple(figures), samples

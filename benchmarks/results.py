@@ -1,0 +1,99 @@
+"""What a benchmark found: figures with their aims, as a table and as a JSON file."""
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from pydantic import BaseModel, ConfigDict
+from rich.table import Table
+
+
+class Figure(BaseModel):
+    """One measured number; `aim` is what it should be ("<= 1.03", ">= 0.90") or empty."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    value: float | None
+    unit: str
+    aim: str = ""
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the aim is reached; None without a value or an aim."""
+        if self.value is None or not self.aim:
+            return None
+        relation, limit = self.aim.split()
+        return self.value <= float(limit) if relation == "<=" else self.value >= float(limit)
+
+
+class Result(BaseModel):
+    """One part's figures and the raw numbers behind them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    part: str
+    seconds: float
+    figures: tuple[Figure, ...]
+    samples: dict[str, list[float]] = {}
+    settings: dict[str, Any] = {}
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Every figure of every part."""
+    shown = Table(title="teraio benchmark")
+    for heading in ("part", "figure", "value", "aim", "met", "note"):
+        shown.add_column(heading, justify="right" if heading == "value" else "left")
+    words = {None: "", True: "[green]yes[/green]", False: "[red]no[/red]"}
+    for result in results:
+        for index, figure in enumerate(result.figures):
+            last = index == len(result.figures) - 1
+            value = "-" if figure.value is None else f"{figure.value:,.4g} {figure.unit}".strip()
+            part = result.part if index == 0 else ""
+            cells = (part, figure.name, value, figure.aim, words[figure.met], figure.note)
+            shown.add_row(*cells, end_section=last)
+    return shown
+
+
+def save(results: Sequence[Result], folder: Path, device: str) -> Path:
+    """Writes `<date>-<machine>-<parts>.json` into `folder` and returns its path; an earlier file is kept."""
+    now = datetime.now(UTC)
+    parts = "-".join(result.part for result in results)
+    machine = f"{_processor_name()}x{psutil.cpu_count()}" if device == "cpu" else torch.cuda.get_device_name()
+    name = "".join(letter if letter.isalnum() else "_" for letter in machine).strip("_").lower()
+    packages = ("teraio", "torch", "numpy", "pulp", "highspy")
+    content = {
+        "format": "teraio.benchmark",
+        "version": 1,
+        "measured_at": now.isoformat(timespec="seconds"),
+        "command": ["python", "-m", "benchmarks", *sys.argv[1:]],
+        "machine": {
+            "name": machine,
+            "cores": psutil.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "system": platform.platform(),
+            "device": device,
+        },
+        "versions": {"python": platform.python_version()}
+        | {package: version(package) for package in packages},
+        "results": [result.model_dump() for result in results],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{now:%Y-%m-%dT%H%M%S}-{name}-{parts}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def _processor_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()

@@ -1,0 +1,85 @@
+"""Workers that take turns: what slows the machine down for a while slows all of them down alike."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.gpt import GPTConfig
+from examples.training import Setting, Step
+from examples.worker import Worker, WorkerFailed
+
+EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
+"""Environment in which the C library returns every freed tensor to the system at once: exact peaks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How large the measured models are, and where to write."""
+
+    device: str
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    rounds: int
+    output: Path
+
+    def setting(self, backend: str = "teraio", *, layers: int = 0, checkpointed_layers: int = 0) -> Setting:
+        """A training of this scale, of `layers` layers if given."""
+        model = GPTConfig(
+            layers=layers or self.layers,
+            width=self.width,
+            heads=self.heads,
+            context=self.context,
+            checkpointed_layers=checkpointed_layers,
+        )
+        return Setting.model_validate(
+            {"backend": backend, "model": model, "batch": self.batch, "device": self.device}
+        )
+
+
+@contextmanager
+def workers(
+    settings: Mapping[str, Setting], output: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Worker]]:
+    """One worker for each setting, by name; all are ended in the end."""
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(Worker(setting, output / f"{name.replace(' ', '-')}.log", environment))
+            for name, setting in settings.items()
+        }
+
+
+def warm_up(worker: Worker, steps: int) -> str:
+    """Takes `steps` steps, waits for a plan if one is being made, goes on; returns the phase at the end."""
+    for _ in range(steps):
+        worker.step()
+    worker.wait_for_plan()
+    worker.step()
+    return worker.step().phase
+
+
+def take_turns(running: Mapping[str, Worker], rounds: int, turn: int = 3) -> dict[str, list[Step]]:
+    """`rounds` times `turn` steps of each worker in turn; the first step of a turn is not counted."""
+    taken: dict[str, list[Step]] = {name: [] for name in running}
+    for _ in range(rounds):
+        for name, worker in running.items():
+            taken[name] += [worker.step() for _ in range(turn)][1:]
+    return taken
+
+
+def tensor_peak(setting: Setting, name: str, output: Path, steps: int = 3) -> int:
+    """Bytes that `setting`'s tensors take at most: the resident peak less the process without tensors."""
+    with workers({name: setting}, output, EXACT_MEMORY) as running:
+        worker = running[name]
+        worker.step()
+        worker.reset_peak()
+        for _ in range(steps - 1):
+            worker.step()
+        report = worker.finish()
+    return report.peak_bytes - report.rest_bytes
+
+
+__all__ = ["EXACT_MEMORY", "Scale", "WorkerFailed", "take_turns", "tensor_peak", "warm_up", "workers"]

@@ -1,0 +1,1 @@
+"""Programs that show teraio at work: `python -m examples.train_text`."""

@@ -1,0 +1,113 @@
+"""A training in a process of its own, so that its memory peak is its own; driven line by line over pipes.
+
+Several workers can take turns, step for step, which makes ratios between them fair.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from examples.training import Report, Setting, Step, Training
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class WorkerFailed(Exception):
+    """A worker ended early; `reason` is the last line it wrote, usually the exception's."""
+
+    def __init__(self, log: Path) -> None:
+        lines = log.read_text().strip().splitlines() or ["no message"]
+        self.reason = lines[-1]
+        super().__init__("\n".join([*lines[-12:], f"(all of it in {log})"]))
+
+
+class Worker:
+    """The parent's handle. Calls block until the worker answers, and raise WorkerFailed if it ended."""
+
+    def __init__(self, setting: Setting, log: Path, environment: Mapping[str, str] | None = None) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "examples.worker"],
+                cwd=ROOT,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self._ask(setting.model_dump_json())
+
+    def step(self) -> Step:
+        """Takes one step."""
+        return Step.model_validate(self._ask(json.dumps("step")))
+
+    def reset_peak(self) -> None:
+        """Forgets the memory peak so far."""
+        self._ask(json.dumps("reset_peak"))
+
+    def wait_for_plan(self) -> None:
+        """Returns when no plan is being made."""
+        self._ask(json.dumps("wait_for_plan"))
+
+    def finish(self) -> Report:
+        """Ends the training and the process."""
+        report = Report.model_validate(self._ask(json.dumps("finish")))
+        self.close()
+        return report
+
+    def close(self) -> None:
+        """Ends the process if it still runs: it sees the end of its input and leaves cleanly."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        self._process.wait()
+
+    def _ask(self, line: str) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):  # it has ended: the empty answer below says so
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            self.close()
+            raise WorkerFailed(self._log)
+        return json.loads(answer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def serve() -> None:
+    """The worker's side: a setting, then a command a line; only answers go to the real standard output."""
+    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
+        os.dup2(2, 1)  # what libraries print must not mix with the answers
+        training = Training(Setting.model_validate_json(sys.stdin.readline()))
+        answers.write("null\n")
+        for line in sys.stdin:
+            command = json.loads(line)
+            if command == "step":
+                answers.write(training.step().model_dump_json() + "\n")
+            elif command == "finish":
+                answers.write(training.finish().model_dump_json() + "\n")
+                return
+            else:
+                {"reset_peak": training.reset_peak, "wait_for_plan": training.wait_for_plan}[command]()
+                answers.write("null\n")
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,56 @@
+"""Plans without torch: `plan(trace, budgets)` decides, `simulate(trace, plan)` replays.
+
+The function `plan` and the module `planner.plan` (the schema) share a name: `from planner import plan` is the
+function, `from planner.plan import Plan` reaches the module.
+"""
+
+from planner.errors import (
+    BudgetError,
+    InfeasiblePlanError,
+    OptionsError,
+    PlanError,
+    SolverError,
+    StorageError,
+    StorageFullError,
+    StorageIOError,
+    TeraioError,
+    TraceError,
+    UnsupportedError,
+)
+from planner.lifetimes import InactivePeriod, floor, inactive_periods
+from planner.plan import Budgets, Move, Offload, Plan, Prefetch
+from planner.policies import plan
+from planner.simulate import StageTimes, Timeline, Transfer, simulate
+from planner.trace import Block, Hardware, Link, Stage, Trace
+
+__all__ = [
+    "Block",
+    "BudgetError",
+    "Budgets",
+    "Hardware",
+    "InactivePeriod",
+    "InfeasiblePlanError",
+    "Link",
+    "Move",
+    "Offload",
+    "OptionsError",
+    "Plan",
+    "PlanError",
+    "Prefetch",
+    "SolverError",
+    "Stage",
+    "StageTimes",
+    "StorageError",
+    "StorageFullError",
+    "StorageIOError",
+    "TeraioError",
+    "Timeline",
+    "Trace",
+    "TraceError",
+    "Transfer",
+    "UnsupportedError",
+    "floor",
+    "inactive_periods",
+    "plan",
+    "simulate",
+]

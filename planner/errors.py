@@ -1,0 +1,142 @@
+"""Every error that teraio raises on purpose, in one tree.
+
+::
+
+    TeraioError
+    ├── OptionsError             an option is unknown, ill-typed or contradicts another
+    ├── BudgetError              the device budget is below what one stage needs
+    ├── UnsupportedError         the program uses something that teraio cannot manage
+    ├── FileFormatError          a file that teraio wrote or reads is not what it should be
+    │   ├── TraceError           ... a trace
+    │   └── PlanError            ... a plan, or a plan that belongs to another trace
+    ├── InfeasiblePlanError      a plan cannot be carried out (over a budget, deadlocked, inconsistent)
+    ├── SolverError              no solver is installed, or it failed
+    └── StorageError             the storage tier
+        ├── StorageFullError     not enough free space, or the storage budget is used up
+        └── StorageIOError       a read or write of a spill file failed
+
+A message says what was found, what was allowed and what to do.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = [
+    "BudgetError",
+    "FileFormatError",
+    "InfeasiblePlanError",
+    "OptionsError",
+    "PlanError",
+    "SolverError",
+    "StorageError",
+    "StorageFullError",
+    "StorageIOError",
+    "TeraioError",
+    "TraceError",
+    "UnsupportedError",
+]
+
+
+class TeraioError(Exception):
+    """Root of all errors that teraio raises on purpose."""
+
+
+class OptionsError(TeraioError):
+    """An option is unknown, ill-typed, out of range or contradicts another."""
+
+
+class BudgetError(TeraioError):
+    """The device budget is below the smallest one that works.
+
+    Attributes:
+        smallest_bytes: the smallest device budget that works, in bytes.
+        budget_bytes: the device budget that was given, in bytes.
+        stage: name of the stage that sets the smallest budget.
+    """
+
+    def __init__(self, *, smallest_bytes: int, budget_bytes: int, stage: str) -> None:
+        self.smallest_bytes = smallest_bytes
+        self.budget_bytes = budget_bytes
+        self.stage = stage
+        super().__init__(
+            f"the device budget of {budget_bytes:,} bytes is too small: stage {stage!r} needs "
+            f"{smallest_bytes:,} bytes at once; give a memory_budget of at least {smallest_bytes} bytes"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_budget_error, (self.smallest_bytes, self.budget_bytes, self.stage))
+
+
+def _rebuild_budget_error(smallest_bytes: int, budget_bytes: int, stage: str) -> BudgetError:
+    return BudgetError(smallest_bytes=smallest_bytes, budget_bytes=budget_bytes, stage=stage)
+
+
+class UnsupportedError(TeraioError):
+    """The program does something that teraio cannot manage; the message names the remedy."""
+
+
+class FileFormatError(TeraioError):
+    """A file has the wrong format or version, is damaged, or contradicts itself.
+
+    The message names the file and the place in it (line and column, or the path of the field).
+    """
+
+
+class TraceError(FileFormatError):
+    """A trace is malformed: bad file, unknown version, or contents that contradict each other."""
+
+
+class PlanError(FileFormatError):
+    """A plan is malformed (bad file, unknown version), or it was made for another trace."""
+
+
+class InfeasiblePlanError(TeraioError):
+    """A plan cannot be carried out within its budgets.
+
+    Attributes:
+        stage: name of the stage that cannot run, or None where no one stage is to blame.
+        block: name of the block that is in the way, or None.
+    """
+
+    def __init__(self, message: str, *, stage: str | None = None, block: str | None = None) -> None:
+        self.stage = stage
+        self.block = block
+        super().__init__(message)
+
+
+class SolverError(TeraioError):
+    """No solver is available, or the solver failed to give any solution."""
+
+
+class StorageError(TeraioError):
+    """Something is wrong with the storage tier."""
+
+
+class StorageFullError(StorageError):
+    """There is not enough free space, or the storage budget is used up."""
+
+
+class StorageIOError(StorageError):
+    """A read or write of a spill file failed; nothing that was read is used.
+
+    Attributes:
+        path: the file. block: name of the block. errno: the operating system's error number.
+    """
+
+    def __init__(self, *, path: str, block: str, errno: int, action: str = "access") -> None:
+        self.path = path
+        self.block = block
+        self.errno = errno
+        self.action = action
+        super().__init__(
+            f"cannot {action} block {block!r} in {path}: [errno {errno}] {os.strerror(errno)}; check the drive "
+            "and its free space, then restart from the last checkpoint"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_storage_io_error, (self.path, self.block, self.errno, self.action))
+
+
+def _rebuild_storage_io_error(path: str, block: str, errno: int, action: str) -> StorageIOError:
+    return StorageIOError(path=path, block=block, errno=errno, action=action)

@@ -1,0 +1,309 @@
+"""The integer program over coarse time, one function per constraint family.
+
+Symbols: segments k with duration τ_k; classes c of blocks with periods p = (a, b) in segments; tiers t.
+
+* y_{p,t} ∈ {0, 1}: the class waits in t during p. d_{p,t} ∈ [0, y]: the part that finds a valid copy there.
+* O_{p,t,k}, I_{p,t,k} ∈ [0, 1]: fractions copied out and in by the end of segment k; both ascend.
+* δ_k ≥ 0: stall before segment k. e_k ≥ 0: bytes that leave during that stall. v_k ≥ 0: bytes that the coarse
+  model cannot place in segment k; they are paid like moves on demand, and the exact stage places them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pulp
+
+from planner.classes import BlockClass, ClassPeriod
+from planner.plan import WaitingTier
+from planner.problem import Problem, Route
+from planner.segments import Segment
+
+__all__ = ["CoarseModel", "build_model"]
+
+Terms = list[tuple[pulp.LpVariable, float]]
+
+
+@dataclass(slots=True, kw_only=True)
+class PeriodVariables:
+    """Variables of one class, period and tier. `out[i]` and `into[i]` are for segments `begin` + 1 + i.
+
+    Copies out happen in the first few segments of a period and copies in in the last few: beyond these windows
+    the same variable stands for several segments (out), or None for zero (into).
+    """
+
+    block_class: BlockClass
+    period: ClassPeriod
+    route: Route
+    chosen: pulp.LpVariable
+    found: pulp.LpVariable | None
+    out: list[pulp.LpVariable]
+    into: list[pulp.LpVariable | None]
+
+    @property
+    def out_seconds(self) -> float:
+        """Time that copying the class out takes on the link."""
+        return _seconds(self.block_class, self.route, outward=True)
+
+    @property
+    def in_seconds(self) -> float:
+        """Time that copying the class in takes on the link."""
+        return _seconds(self.block_class, self.route, outward=False)
+
+
+@dataclass(slots=True, kw_only=True)
+class CoarseModel:
+    """The program and the variables that a solution is read from."""
+
+    program: pulp.LpProblem
+    segments: tuple[Segment, ...]
+    stall: list[pulp.LpVariable]
+    leaving: list[pulp.LpVariable]
+    unplaced: list[pulp.LpVariable]
+    periods: list[PeriodVariables] = field(default_factory=list)
+
+
+def _seconds(block_class: BlockClass, route: Route, *, outward: bool) -> float:
+    link = route.outward if outward else route.inward
+    return len(block_class.blocks) * link.latency_seconds + block_class.size_bytes / link.bytes_per_second
+
+
+def build_model(
+    problem: Problem,
+    segments: tuple[Segment, ...],
+    classes: tuple[BlockClass, ...],
+    *,
+    write_weight: float,
+    window: int,
+) -> CoarseModel:
+    """The whole program; changes nothing that it is given."""
+    program = pulp.LpProblem("teraio", pulp.LpMinimize)
+    numbers = range(len(segments))
+    model = CoarseModel(
+        program=program,
+        segments=segments,
+        stall=[program.add_variable(f"stall_{k}", lowBound=0) for k in numbers],
+        leaving=[program.add_variable(f"leaving_{k}", lowBound=0) for k in numbers],
+        unplaced=[program.add_variable(f"unplaced_{k}", lowBound=0) for k in numbers],
+    )
+    for number, block_class in enumerate(classes):
+        for position, period in enumerate(block_class.periods):
+            for route in problem.routes:
+                name = f"{number}_{position}_{route.tier}"
+                model.periods.append(_variables(program, name, block_class, period, route, window))
+    add_objective(problem, model, write_weight)
+    add_one_tier_each(model)
+    add_copy_order(model)
+    add_valid_copies(model)
+    add_memory(problem, model)
+    for route in problem.routes:
+        add_link_time(model, route)
+        add_capacity(model, route)
+    return model
+
+
+def _variables(
+    program: pulp.LpProblem, name: str, block_class: BlockClass, period: ClassPeriod, route: Route, window: int
+) -> PeriodVariables:
+    span = range(period.begin + 1, period.end)
+    first_in = max(len(span) - window, 0)
+    clean_possible = period.rank > 0 or block_class.frozen
+    out = [program.add_variable(f"o_{name}_{k}", 0, 1) for k in ([] if block_class.frozen else span[:window])]
+    return PeriodVariables(
+        block_class=block_class,
+        period=period,
+        route=route,
+        chosen=program.add_variable(f"y_{name}", 0, 1, cat=pulp.LpBinary),
+        found=program.add_variable(f"d_{name}", 0, 1) if clean_possible else None,
+        out=[] if block_class.frozen else out + out[-1:] * (len(span) - len(out)),
+        into=[None] * first_in + [program.add_variable(f"i_{name}_{k}", 0, 1) for k in span[first_in:]],
+    )
+
+
+def _add(program: pulp.LpProblem, terms: Terms, sense: int, right: float) -> None:
+    """Add Σ terms (sense) right."""
+    program.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense=sense, rhs=right))
+
+
+def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> None:
+    """min Σ τ_k + Σ δ_k + λ · seconds of copying out + λ/10 · seconds of copying in + Σ v_k · (1/rate_out + 1/rate_in)."""
+    ideal = model.program.add_variable("ideal", 1, 1)
+    terms: Terms = [(ideal, sum(segment.seconds for segment in model.segments))]
+    terms += [(stall, 1.0) for stall in model.stall]
+    route = problem.routes[0]
+    per_byte = 1 / route.outward.bytes_per_second + 1 / route.inward.bytes_per_second
+    scale = _scale(problem)
+    terms += [(variable, per_byte * scale) for variable in model.unplaced]
+    for entry in model.periods:
+        terms.append((entry.chosen, write_weight / 10 * entry.in_seconds))
+        if entry.out:
+            terms.append((entry.out[-1], write_weight * entry.out_seconds))
+    model.program.setObjective(pulp.LpAffineExpression(terms))
+
+
+def add_one_tier_each(model: CoarseModel) -> None:
+    """Σ_t y_{p,t} ≤ 1."""
+    by_period: dict[tuple[int, ...], Terms] = defaultdict(list)
+    for entry in model.periods:
+        by_period[entry.period.indices].append((entry.chosen, 1.0))
+    for terms in by_period.values():
+        if len(terms) > 1:
+            _add(model.program, terms, pulp.LpConstraintLE, 1)
+
+
+def add_copy_order(model: CoarseModel) -> None:
+    """O_k ≥ O_{k−1}, I_k ≥ I_{k−1}, O_{b−1} + d = y, I_k ≤ O_{k−1} + d (frozen: d = y). I_b = y by the deadline."""
+    for entry in model.periods:
+        program, found = model.program, entry.found
+        for variables in (entry.out, entry.into):
+            for earlier, later in zip(variables, variables[1:], strict=False):
+                if later is not earlier and earlier is not None and later is not None:
+                    _add(program, [(later, 1.0), (earlier, -1.0)], pulp.LpConstraintGE, 0)
+        valid: Terms = [(entry.chosen, -1.0)]
+        if entry.out:
+            valid.append((entry.out[-1], 1.0))
+        if found is not None:
+            valid.append((found, 1.0))
+        _add(program, valid, pulp.LpConstraintEQ, 0)
+        for position, into in enumerate(entry.into):
+            if into is None:
+                continue
+            if entry.out and position > 0 and entry.out[position - 1] is entry.out[-1]:
+                # The copy out is done by then: I_{b−1} ≤ y says the same.
+                if position == len(entry.into) - 1:
+                    _add(program, [(into, 1.0), (entry.chosen, -1.0)], pulp.LpConstraintLE, 0)
+                continue
+            terms: Terms = [(into, 1.0)]
+            if entry.out and position > 0:
+                terms.append((entry.out[position - 1], -1.0))
+            if found is not None:
+                terms.append((found, -1.0))
+            _add(program, terms, pulp.LpConstraintLE, 0)
+
+
+def add_valid_copies(model: CoarseModel) -> None:
+    """d_p ≤ Σ O_{p',end} over the earlier periods p' of the same class, epoch and tier."""
+    families: dict[tuple[object, ...], list[PeriodVariables]] = defaultdict(list)
+    for entry in model.periods:
+        if not entry.block_class.frozen:
+            key = (entry.block_class.blocks, entry.period.epoch, entry.route.tier)
+            families[key].append(entry)
+    for family in families.values():
+        family.sort(key=lambda entry: entry.period.rank)
+        for position, entry in enumerate(family):
+            if entry.found is not None:
+                terms: Terms = [(entry.found, 1.0)] + [(p.out[-1], -1.0) for p in family[:position]]
+                _add(model.program, terms, pulp.LpConstraintLE, 0)
+
+
+def _scale(problem: Problem) -> float:
+    """Bytes are counted in shares of the budget, so that the numbers stay near one."""
+    return float(max(problem.budgets.device_bytes, 1))
+
+
+def add_memory(problem: Problem, model: CoarseModel) -> None:
+    """base_k − Σ size · (O_{k−1} + d − I_k) ≤ budget + e_k + v_k, base_k the largest over the segment's stages."""
+    count, scale = len(model.segments), _scale(problem)
+    rows: list[Terms] = [[(model.leaving[k], -1.0), (model.unplaced[k], -1.0)] for k in range(count)]
+    for entry in model.periods:
+        share = entry.block_class.size_bytes / scale
+        for position in range(len(entry.into)):
+            row = rows[(entry.period.begin + 1 + position) % count]
+            into = entry.into[position]
+            if into is not None:
+                row.append((into, share))
+            if entry.out and position > 0:
+                row.append((entry.out[position - 1], -share))
+            if entry.found is not None:
+                row.append((entry.found, -share))
+    for segment, row in zip(model.segments, rows, strict=True):
+        base = max(problem.live_bytes[segment.first : segment.last + 1])
+        _add(model.program, row, pulp.LpConstraintLE, (problem.budgets.device_bytes - base) / scale)
+    leaving: list[Terms] = [[(model.leaving[k], scale)] for k in range(count)]
+    for entry in model.periods:
+        for position, (variable, previous) in enumerate(zip(entry.out, [None, *entry.out], strict=False)):
+            row = leaving[(entry.period.begin + 1 + position) % count]
+            if variable is previous:
+                break
+            row.append((variable, -float(entry.block_class.size_bytes)))
+            if previous is not None:
+                row.append((previous, float(entry.block_class.size_bytes)))
+    rate = sum(route.outward.bytes_per_second for route in problem.routes)
+    for k in range(count):
+        # What leaves during a stall is part of what leaves in the segment, and the links limit it.
+        _add(model.program, [(v, c / scale) for v, c in leaving[k]], pulp.LpConstraintLE, 0)
+        terms: Terms = [(model.leaving[k], 1.0), (model.stall[k], -rate / scale)]
+        _add(model.program, terms, pulp.LpConstraintLE, 0)
+
+
+def add_link_time(model: CoarseModel, route: Route) -> None:
+    """Σ seconds · ΔO_k ≤ τ_k + δ_k and Σ seconds · ΔI_k ≤ τ_k + δ_k; what comes in at b itself: ≤ δ_b."""
+    count = len(model.segments)
+    outward: list[Terms] = [[] for _ in range(count)]
+    inward: list[Terms] = [[] for _ in range(count)]
+    late: list[Terms] = [[] for _ in range(count)]
+    for entry in model.periods:
+        if entry.route.tier != route.tier:
+            continue
+        begin = entry.period.begin + 1
+        _add_steps(outward, entry.out, begin, entry.out_seconds)
+        _add_steps(inward, entry.into, begin, entry.in_seconds)
+        last = entry.into[-1]
+        assert last is not None  # the window is never empty
+        for rows in (inward, late):
+            row = rows[entry.period.end % count]
+            row.append((entry.chosen, entry.in_seconds))
+            row.append((last, -entry.in_seconds))
+    for k, segment in enumerate(model.segments):
+        for rows, free in ((outward, segment.seconds), (inward, segment.seconds), (late, 0.0)):
+            if rows[k]:
+                _add(model.program, [*rows[k], (model.stall[k], -1.0)], pulp.LpConstraintLE, free)
+
+
+def _add_steps(
+    rows: list[Terms], variables: Sequence[pulp.LpVariable | None], begin: int, seconds: float
+) -> None:
+    previous = None
+    for position, variable in enumerate(variables):
+        if variable is not previous and variable is not None:
+            row = rows[(begin + position) % len(rows)]
+            row.append((variable, seconds))
+            if previous is not None:
+                row.append((previous, -seconds))
+        previous = variable
+
+
+def add_capacity(model: CoarseModel, route: Route) -> None:
+    """Σ size · z_{c,t} ≤ budget_t at every segment in which the copy can exist, with z_{c,t} ≥ y_{p,t}."""
+    if route.budget_bytes is None:
+        return
+    count, scale = len(model.segments), float(max(route.budget_bytes, 1))
+    rows: list[Terms] = [[] for _ in range(count)]
+    by_class: dict[tuple[int, ...], list[PeriodVariables]] = defaultdict(list)
+    for entry in model.periods:
+        if entry.route.tier == route.tier:
+            by_class[entry.block_class.blocks].append(entry)
+    for number, entries in enumerate(by_class.values()):
+        place = model.program.add_variable(f"z_{route.tier}_{number}", 0, 1)
+        for entry in entries:
+            terms: Terms = [(place, 1.0), (entry.chosen, -1.0)]
+            _add(model.program, terms, pulp.LpConstraintGE, 0)
+        block_class: BlockClass = entries[0].block_class
+        first = 0 if block_class.persistent else block_class.first_segment
+        last = count - 1 if block_class.persistent else block_class.last_segment
+        for k in range(first, last + 1):
+            rows[k].append((place, block_class.size_bytes / scale))
+    for row in rows:
+        if row:
+            _add(model.program, row, pulp.LpConstraintLE, route.budget_bytes / scale)
+
+
+def chosen_tiers(model: CoarseModel) -> dict[int, WaitingTier]:
+    """Period index → tier, read from a solution."""
+    tiers: dict[int, WaitingTier] = {}
+    for entry in model.periods:
+        if (entry.chosen.value() or 0.0) > 0.5:
+            tiers.update(dict.fromkeys(entry.period.indices, entry.route.tier))
+    return tiers

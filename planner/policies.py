@@ -1,0 +1,66 @@
+"""`plan`: one signature for every policy, from the integer program down to keeping everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from planner.errors import BudgetError, OptionsError
+from planner.evict import evict_furthest
+from planner.exact import finish, optimise
+from planner.plan import Budgets, Plan
+from planner.problem import Problem, build_plan
+from planner.trace import Trace
+
+__all__ = ["POLICIES", "plan"]
+
+DEFAULT_WRITE_WEIGHT = 0.005
+
+
+def plan(
+    trace: Trace,
+    budgets: Budgets,
+    *,
+    policy: str = "ilp",
+    time_limit_seconds: float = 30.0,
+    write_weight: float = DEFAULT_WRITE_WEIGHT,
+) -> Plan:
+    """Decide which blocks wait where and when they move; the result has been replayed in the simulator.
+
+    Policies: `"ilp"`: the integer program, made exact; `"belady"`: on demand, furthest next use first, as a pager
+    without a plan would do it; `"keep-all"`: no moves. `write_weight`: seconds of iteration time that one
+    second of copying out is worth (drives wear out). Blocks for about `time_limit_seconds` at the most.
+
+    Raises BudgetError (the budget is below what one stage needs, or below everything with keep-all),
+    InfeasiblePlanError (the lower tiers are too small), OptionsError (no such policy). Never SolverError: where
+    the solver fails, a greedy plan is returned and `plan.solver.status` says "failed".
+    """
+    if policy not in POLICIES:
+        raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
+    return POLICIES[policy](trace, budgets, time_limit_seconds, write_weight)
+
+
+def _ilp(trace: Trace, budgets: Budgets, time_limit_seconds: float, write_weight: float) -> Plan:
+    return optimise(
+        Problem.of(trace, budgets), time_limit_seconds=time_limit_seconds, write_weight=write_weight
+    )
+
+
+def _belady(trace: Trace, budgets: Budgets, time_limit_seconds: float, write_weight: float) -> Plan:
+    problem = Problem.of(trace, budgets)
+    return finish(problem, build_plan(problem, evict_furthest(problem, {}, early=False), policy="belady"))
+
+
+def _keep_all(trace: Trace, budgets: Budgets, time_limit_seconds: float, write_weight: float) -> Plan:
+    problem = Problem.of(trace, budgets)
+    if not problem.everything_fits:
+        worst = max(range(problem.stage_count), key=problem.live_bytes.__getitem__)
+        raise BudgetError(
+            smallest_bytes=problem.live_bytes[worst],
+            budget_bytes=budgets.device_bytes,
+            stage=trace.stages[worst].name,
+        )
+    return finish(problem, build_plan(problem, {}, policy="keep-all"))
+
+
+Policy = Callable[[Trace, Budgets, float, float], Plan]
+POLICIES: dict[str, Policy] = {"ilp": _ilp, "belady": _belady, "keep-all": _keep_all}

@@ -1,0 +1,88 @@
+"""When each copy in starts: late enough that it fits, early enough that nothing waits for it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from planner.plan import WaitingTier
+from planner.problem import Decisions, Problem
+
+__all__ = ["StageClock", "schedule"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageClock:
+    """When each stage is reached, in seconds from the iteration's begin, and how long the iteration takes."""
+
+    reached_seconds: tuple[float, ...]
+    iteration_seconds: float
+
+    @classmethod
+    def ideal(cls, problem: Problem) -> StageClock:
+        """The clock of an iteration that never waits."""
+        durations = [stage.duration_seconds for stage in problem.trace.stages]
+        ends = list(accumulate(durations))
+        return cls(reached_seconds=(0.0, *ends[:-1]), iteration_seconds=ends[-1])
+
+    def time(self, stage: int) -> float:
+        """When a stage (numbered on over the iteration's end) is reached."""
+        turns, stage = divmod(stage, len(self.reached_seconds))
+        return turns * self.iteration_seconds + self.reached_seconds[stage]
+
+    def stage_at(self, seconds: float) -> int:
+        """The last stage (numbered on, perhaps negative) that is reached by `seconds`."""
+        if self.iteration_seconds <= 0:
+            return 0
+        turns, rest = divmod(seconds, self.iteration_seconds)
+        return int(turns) * len(self.reached_seconds) + bisect_right(self.reached_seconds, rest) - 1
+
+
+def schedule(problem: Problem, decisions: Decisions, clock: StageClock, *, lead: float) -> Decisions:
+    """Choose the stage at which each prefetch is queued.
+
+    Begins with every prefetch on demand (which always fits), then, earliest deadline first, moves each forward in
+    time to where it must begin if its link serves all in order of deadline and `lead` times its own transfer
+    time is kept as a reserve; as far as the budget holds at every stage that it would then occupy.
+    """
+    result = {
+        index: replace(decision, start=problem.periods[index].before) for index, decision in decisions.items()
+    }
+    occupied = problem.occupancy(result)
+    targets: dict[int, int] = {}
+    for route in problem.routes:
+        targets.update(_latest_starts(problem, result, clock, route.tier, lead))
+    stages, budget = problem.stage_count, problem.budgets.device_bytes
+    for index in sorted(targets, key=lambda i: (problem.periods[i].before % stages, targets[i])):
+        size, start = problem.periods[index].size_bytes, problem.periods[index].before
+        lowest = max(targets[index], result[index].leave + 1)
+        while start > lowest and occupied[(start - 1) % stages] + size <= budget:
+            start -= 1
+            occupied[start % stages] += size
+        result[index] = replace(result[index], start=start)
+    return result
+
+
+def _latest_starts(
+    problem: Problem, decisions: Decisions, clock: StageClock, tier: WaitingTier, lead: float
+) -> dict[int, int]:
+    """Per period of one tier: the latest stage at which its prefetch may be queued and still be in time.
+
+    Backwards over two iterations, so that those early in the iteration see the queue of the one before.
+    """
+    link, stages = problem.route(tier).inward, problem.stage_count
+    mine = [index for index, decision in decisions.items() if decision.tier == tier]
+    mine.sort(key=lambda index: -(problem.periods[index].before % stages))
+    begin_next = float("inf")
+    starts: dict[int, int] = {}
+    for turn in (1, 0):
+        for index in mine:
+            period = problem.periods[index]
+            shift = turn * stages - (period.before // stages) * stages
+            seconds = link.seconds(period.size_bytes)
+            finish = min(clock.time(period.before + shift), begin_next)
+            earliest = clock.time(decisions[index].leave + 1 + shift)
+            begin_next = max(finish - seconds, earliest)
+            starts[index] = clock.stage_at(begin_next - lead * seconds) - shift
+    return starts

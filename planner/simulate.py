@@ -1,0 +1,345 @@
+"""Replay a plan exactly, event by event: the judge of every plan. Shares no code with the formulation.
+
+[Note: execution semantics] These rules are the runtime's too.
+
+* Stage s is *reached* when stage s − 1 has ended. At that instant, in this order: dead blocks and workspace of s − 1
+  are freed, blocks whose move has no offload are dropped, offloads with start s − 1 are queued, prefetches with
+  start s are queued (each link's queue in the order of the plan's moves). Then s waits for its inputs and for room.
+* While a reached stage waits, its outputs and workspace count as taken when a prefetch asks for room; so a prefetch
+  never takes the room that the next stage needs. s starts when its inputs are resident and its outputs and workspace fit.
+* A link serves its queue strictly in order, one block at a time, latency + size / rate each. A prefetch reserves its
+  memory when the link begins it; at the head of the queue it waits for room, and for the block's own copy out.
+* A block that is copied out counts until the copy is done. A copy keeps its place in the lower tier until the block dies;
+  that of a persistent block for ever.
+* The iteration is cyclic. Times are those of the steady state: iterations are replayed until two in a row agree.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from planner.errors import InfeasiblePlanError
+from planner.plan import Plan
+from planner.replay import Program, compile_program
+from planner.trace import Link, Trace
+
+__all__ = ["StageTimes", "Timeline", "Transfer", "simulate"]
+
+_MOST_ITERATIONS = 8
+_SAME = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """One stage in the steady state, in seconds from the end of the iteration before."""
+
+    reached_seconds: float
+    start_seconds: float
+    end_seconds: float
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long the stage waited for its inputs and for room."""
+        return self.start_seconds - self.reached_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One block over one link in the steady state. `move` is the index in the plan's moves."""
+
+    move: int
+    block: int
+    link: str
+    queued_seconds: float
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What a plan does in one iteration of the steady state. Keys: tier names and `"device->storage"` and the like."""
+
+    iteration_seconds: float
+    stages: tuple[StageTimes, ...]
+    transfers: tuple[Transfer, ...]
+    peak_bytes: dict[str, int]
+    moved_bytes: dict[str, int]
+    storage_written_bytes: int
+
+    @property
+    def stall_seconds(self) -> float:
+        """Sum of the stalls of all stages."""
+        return sum(stage.stall_seconds for stage in self.stages)
+
+
+def simulate(trace: Trace, plan: Plan) -> Timeline:
+    """Replay `plan` on `trace` by the rules of [Note: execution semantics].
+
+    Raises PlanError when the plan was made for another trace, and InfeasiblePlanError, naming stage and block, when
+    a move does not fit the trace, a budget is exceeded, the iteration is not cyclic, or stages and links wait for
+    each other for ever.
+    """
+    return _Replay(trace, plan, compile_program(trace, plan)).run()
+
+
+@dataclass(slots=True)
+class _Job:
+    """One queued transfer."""
+
+    move: int
+    block: int
+    size: int
+    inward: bool
+    tier: str
+    queued: float
+
+
+@dataclass(slots=True)
+class _Channel:
+    """A link and its queue."""
+
+    link: Link
+    queue: deque[_Job] = field(default_factory=deque)
+    active: _Job | None = None
+    began: float = 0.0
+
+
+class _Replay:
+    """State of one replay. Block states: on the device, in transit (either way), or away."""
+
+    def __init__(self, trace: Trace, plan: Plan, program: Program) -> None:
+        self.trace = trace
+        self.plan = plan
+        self.program = program
+        self.device_budget = plan.budgets.device_bytes
+        self.lower_budget = {"host": plan.budgets.host_bytes, "storage": plan.budgets.storage_bytes}
+        self.channels = {link.name: _Channel(link) for link in trace.hardware.links}
+        self.state: list[Literal["device", "leaving", "coming", "away"]] = ["away"] * len(trace.blocks)
+        self.copies: list[set[str]] = [set() for _ in trace.blocks]
+        self.places: list[set[str]] = [set() for _ in trace.blocks]
+        self.used = {"device": 0, "host": 0, "storage": 0}
+        self.peak = dict(self.used)
+        self.now = 0.0
+        self.iteration = 0
+        self.iteration_began = 0.0
+        self.reached_at = 0.0
+        self.waiting_bytes = 0  # outputs and workspace of the stage that is reached and has not started
+        self.events: list[tuple[float, int, str]] = []  # (time, tie-break, link name or "" for the stage)
+        self.sequence = 0
+        self.times: list[StageTimes] = []
+        self.transfers: list[Transfer] = []
+        self.moved: dict[str, int] = {}
+
+    def run(self) -> Timeline:
+        """Replay iterations until two agree."""
+        self._begin()
+        previous: Timeline | None = None
+        for self.iteration in range(_MOST_ITERATIONS):
+            timeline = self._one_iteration()
+            if previous is not None and abs(previous.iteration_seconds - timeline.iteration_seconds) <= _SAME * max(
+                timeline.iteration_seconds, 1e-12
+            ):
+                break
+            previous = timeline
+        return timeline
+
+    def _begin(self) -> None:
+        """Put every persistent block where the plan says it waits."""
+        for block in self.trace.blocks:
+            if not block.persistent:
+                continue
+            for tier in self.program.persistent_places[block.id]:
+                self._take_place(block.id, tier, stage=0)
+            where = self.program.initial[block.id]
+            if where == "device":
+                self.state[block.id] = "device"
+                self.used["device"] += block.size_bytes
+            # Copies made in the iteration before are taken as valid; later iterations check that they are made.
+            self.copies[block.id] = set(self.program.persistent_places[block.id])
+        if self.used["device"] > self.device_budget:
+            raise InfeasiblePlanError(
+                f"{self.used['device']:,} bytes wait on the device when the iteration begins; the budget is "
+                f"{self.device_budget:,} bytes: move more blocks over the iteration's end",
+                stage=self.trace.stages[0].name,
+            )
+        self.peak["device"] = self.used["device"]
+
+    def _one_iteration(self) -> Timeline:
+        self.times, self.transfers, self.moved = [], [], {}
+        began = self.now
+        self.iteration_began = began
+        for stage in range(len(self.trace.stages)):
+            self._reach(stage)
+            while not self._can_start(stage):
+                self._next_event(stage)
+            self._run_stage(stage)
+        return Timeline(
+            iteration_seconds=self.now - began,
+            stages=tuple(self.times),
+            transfers=tuple(self.transfers),
+            peak_bytes=dict(self.peak),
+            moved_bytes=dict(self.moved),
+            storage_written_bytes=sum(size for name, size in self.moved.items() if name.endswith("->storage")),
+        )
+
+    def _reach(self, stage: int) -> None:
+        self.reached_at = self.now
+        self.waiting_bytes = self.program.need_bytes[stage]
+        for index in self.program.prefetches[stage]:
+            self._queue(index, inward=True)
+        self._dispatch()
+
+    def _can_start(self, stage: int) -> bool:
+        if self.used["device"] + self.waiting_bytes > self.device_budget:
+            return False
+        return all(self.state[block] == "device" for block in self.program.inputs[stage])
+
+    def _run_stage(self, stage: int) -> None:
+        """Run the stage and, meanwhile, the links; then do all that happens at its end."""
+        start = self.now
+        self._take_device(self.waiting_bytes)
+        self.waiting_bytes = 0
+        end = start + self.trace.stages[stage].duration_seconds
+        while self.events and self.events[0][0] <= end:
+            self._complete_transfer()
+        self.now = end
+        self.times.append(
+            StageTimes(
+                reached_seconds=self.reached_at - self.iteration_began,
+                start_seconds=start - self.iteration_began,
+                end_seconds=end - self.iteration_began,
+            )
+        )
+        for block in self.program.born[stage]:
+            self.state[block] = "device"
+        for block in self.program.written[stage]:
+            self.copies[block].clear()
+        self.used["device"] -= self.trace.stages[stage].workspace_bytes
+        for block in self.program.dying[stage]:
+            self._die(block)
+        for index in self.program.drops[stage]:
+            self._drop(index)
+        for index in self.program.offloads[stage]:
+            self._queue(index, inward=False)
+        self._dispatch()
+
+    def _die(self, block: int) -> None:
+        size = self.trace.blocks[block].size_bytes
+        self.state[block] = "away"
+        self.used["device"] -= size
+        for tier in self.places[block]:
+            self.used[tier] -= size
+        self.places[block].clear()
+        self.copies[block].clear()
+
+    def _drop(self, index: int) -> None:
+        move = self.plan.moves[index]
+        block = self.trace.blocks[move.block]
+        if move.tier not in self.copies[block.id] and block.id not in self.program.frozen:
+            raise InfeasiblePlanError(
+                f"block {block.name!r} is dropped after stage {self.trace.stages[move.after].name!r} although no valid "
+                f"copy waits in the {move.tier} tier: give the move an offload",
+                stage=self.trace.stages[move.after].name,
+                block=block.name,
+            )
+        self.state[block.id] = "away"
+        self.used["device"] -= block.size_bytes
+
+    def _queue(self, index: int, *, inward: bool) -> None:
+        move = self.plan.moves[index]
+        job = _Job(
+            move=index,
+            block=move.block,
+            size=self.trace.blocks[move.block].size_bytes,
+            inward=inward,
+            tier=move.tier,
+            queued=self.now,
+        )
+        name = f"{move.tier}->device" if inward else f"device->{move.tier}"
+        self.channels[name].queue.append(job)
+        if not inward:
+            self.state[move.block] = "leaving"
+
+    def _dispatch(self) -> None:
+        """Let every idle link begin the head of its queue if it can."""
+        for name, channel in self.channels.items():
+            if channel.active is not None or not channel.queue:
+                continue
+            job = channel.queue[0]
+            if job.inward:
+                if self.state[job.block] != "away":
+                    continue
+                if self.used["device"] + self.waiting_bytes + job.size > self.device_budget:
+                    continue
+                self._take_device(job.size)
+                self.state[job.block] = "coming"
+            else:
+                self._take_place(job.block, job.tier, stage=len(self.times) % len(self.trace.stages))
+            channel.queue.popleft()
+            channel.active = job
+            channel.began = self.now
+            self.sequence += 1
+            heapq.heappush(self.events, (self.now + channel.link.seconds(job.size), self.sequence, name))
+
+    def _complete_transfer(self) -> None:
+        """Take the earliest transfer to its end, and go on from there."""
+        self.now, _, name = heapq.heappop(self.events)
+        channel = self.channels[name]
+        job = channel.active
+        assert job is not None  # a channel with an event is active
+        channel.active = None
+        self.moved[name] = self.moved.get(name, 0) + job.size
+        if job.inward:
+            self.state[job.block] = "device"
+        else:
+            self.state[job.block] = "away"
+            self.used["device"] -= job.size
+            self.copies[job.block].add(job.tier)
+        began = self.iteration_began
+        self.transfers.append(
+            Transfer(
+                move=job.move,
+                block=job.block,
+                link=name,
+                queued_seconds=job.queued - began,
+                start_seconds=channel.began - began,
+                end_seconds=self.now - began,
+            )
+        )
+        self._dispatch()
+
+    def _next_event(self, stage: int) -> None:
+        if self.events:
+            self._complete_transfer()
+            return
+        missing = [block for block in self.program.inputs[stage] if self.state[block] != "device"]
+        name = self.trace.stages[stage].name
+        waits = f"for block {self.trace.blocks[missing[0]].name!r}" if missing else f"for {self.waiting_bytes:,} bytes"
+        raise InfeasiblePlanError(
+            f"stage {name!r} waits for ever {waits}: {self.used['device']:,} of {self.device_budget:,} device bytes are "
+            "taken and no transfer is under way; move more blocks, or start prefetches later",
+            stage=name,
+            block=self.trace.blocks[missing[0]].name if missing else None,
+        )
+
+    def _take_device(self, size: int) -> None:
+        self.used["device"] += size
+        self.peak["device"] = max(self.peak["device"], self.used["device"])
+
+    def _take_place(self, block: int, tier: str, *, stage: int) -> None:
+        if tier in self.places[block]:
+            return
+        self.places[block].add(tier)
+        self.used[tier] += self.trace.blocks[block].size_bytes
+        self.peak[tier] = max(self.peak[tier], self.used[tier])
+        limit = self.lower_budget[tier]
+        if limit is not None and self.used[tier] > limit:
+            raise InfeasiblePlanError(
+                f"the {tier} tier would hold {self.used[tier]:,} bytes; its budget is {limit:,} bytes: raise it, or move "
+                f"fewer blocks (the last was {self.trace.blocks[block].name!r})",
+                stage=self.trace.stages[stage].name,
+                block=self.trace.blocks[block].name,
+            )

@@ -1,0 +1,154 @@
+"""Runs programs: straight through, or stage by stage under the pager while an observer keeps the timeline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from runtime.block import Block
+from runtime.pager import Pager
+from runtime.program import Constant, Program, Stage
+
+
+class Observer(Protocol):
+    """Keeps the timeline of an iteration; called by the training thread only, never inside a stage."""
+
+    def region_begins(self, identity: Hashable, stage_count: int) -> None:
+        """A program, or an optimizer step, of so many stages is about to run."""
+
+    def stage_begins(self) -> None:
+        """The next stage's inputs are on the device and its memory is reserved: time to ask for prefetches."""
+
+    def stage_ended(
+        self,
+        *,
+        name: str,
+        phase: str,
+        seconds: float,
+        workspace_bytes: int,
+        read: Sequence[Block],
+        made: Sequence[Block],
+        written: Sequence[Block],
+        next_uses: dict[Block, int],
+    ) -> None:
+        """The stage ran for `seconds` (waiting not counted).
+
+        It read `read`, brought `made` into being, changed `written`; `next_uses` gives, where the region uses a
+        block again, after how many stages.
+        """
+
+    def region_ended(self) -> None:
+        """The region is about to return to user code, or failed."""
+
+
+def run_plain(program: Program, arguments: list[Any]) -> list[Any]:
+    """Run a program without any management. Takes over `arguments` (boxed call)."""
+    slots = _slots(program, arguments)
+    for stage in program.stages:
+        _run_stage(stage, slots)
+    return _results(program, slots)
+
+
+def run_managed(program: Program, arguments: list[Any], pager: Pager, observer: Observer) -> list[Any]:
+    """Run a program under the pager's budget. Takes over `arguments`; blocks while inputs are fetched.
+
+    Raises BudgetError and StorageError; then nothing stays held, and all blocks keep their contents.
+    """
+    pager.enter()
+    slots = _slots(program, arguments)
+    try:
+        blocks: list[Block | None] = [None] * program.slot_count
+        for index in range(program.input_count):
+            blocks[index] = _block(program, slots, index, pager, user_visible=True)
+        observer.region_begins(program.identity, len(program.stages))
+        for number, stage in enumerate(program.stages):
+            _run_stage_managed(program, number, stage, slots, blocks, pager, observer)
+        results = _results(program, slots)
+        for index in program.user_results:
+            if isinstance(results[index], torch.Tensor) and (block := pager.known_block(results[index])) is not None:
+                block.user_visible = True
+        return results
+    finally:
+        observer.region_ended()
+        slots.clear()
+        pager.fence()
+
+
+def _slots(program: Program, arguments: list[Any]) -> list[Any]:
+    slots = arguments + [None] * (program.slot_count - program.input_count)
+    arguments.clear()
+    return slots
+
+
+def _run_stage(stage: Stage, slots: list[Any]) -> None:
+    values = [slots[i] for i in stage.inputs]
+    for i in stage.frees:
+        slots[i] = None
+    made = stage.run(values)
+    for i, value in zip(stage.outputs, made, strict=True):
+        slots[i] = value
+
+
+def _run_stage_managed(
+    program: Program,
+    number: int,
+    stage: Stage,
+    slots: list[Any],
+    blocks: list[Block | None],
+    pager: Pager,
+    observer: Observer,
+) -> None:
+    read = list(dict.fromkeys(b for i in stage.inputs if (b := blocks[i]) is not None))
+    pager.acquire(read, stage.output_bytes + stage.workspace_bytes, stage.name)
+    written: list[Block] = []
+    try:
+        observer.stage_begins()
+        begin = time.perf_counter()
+        _run_stage(stage, slots)
+        seconds = time.perf_counter() - begin
+        for i in stage.outputs:
+            blocks[i] = _block(program, slots, i, pager, user_visible=False)
+        written = [b for i in stage.mutates if (b := blocks[i]) is not None]
+    finally:
+        pager.retire(read, written)
+    made = [b for i in stage.outputs if (b := blocks[i]) is not None and b not in read]
+    observer.stage_ended(
+        name=stage.name,
+        phase=stage.phase,
+        seconds=seconds,
+        workspace_bytes=stage.workspace_bytes,
+        read=read,
+        made=list(dict.fromkeys(made)),
+        written=written,
+        next_uses=_next_uses(stage, number, blocks),
+    )
+    for i in stage.frees:
+        blocks[i] = None
+
+
+def _next_uses(stage: Stage, number: int, blocks: list[Block | None]) -> dict[Block, int]:
+    """After how many stages the region uses a block again; aliases of one storage are one block."""
+    soonest: dict[Block, int] = {}
+    for slot, following in zip((*stage.inputs, *stage.outputs), stage.next_uses, strict=True):
+        block = blocks[slot]
+        if block is not None and following >= 0:
+            soonest[block] = min(soonest.get(block, following - number), following - number)
+    return soonest
+
+
+def _block(program: Program, slots: list[Any], index: int, pager: Pager, *, user_visible: bool) -> Block | None:
+    value = slots[index]
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return pager.block_of(
+        value, name=program.slot_names[index], kind=program.slot_kinds[index], user_visible=user_visible
+    )
+
+
+def _results(program: Program, slots: list[Any]) -> list[Any]:
+    results = [r.value if isinstance(r, Constant) else slots[r] for r in program.results]
+    slots.clear()
+    return results

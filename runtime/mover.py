@@ -1,0 +1,120 @@
+"""Carries blocks of the CPU device tier to their slots and back; knows memory and files, nothing of budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from planner.errors import StorageError
+from runtime.block import Block
+from runtime.cpu_memory import CpuMemory, Span
+from runtime.engine import Engine, Transfer
+from runtime.storage.store import Store
+
+Done = Callable[[StorageError | None], None]
+"""Called once, in an I/O thread, when a copy has ended; with the error if it failed."""
+
+
+class Mover(Protocol):
+    """What the pager needs of a device tier. Copies return at once; the other calls are short."""
+
+    def span(self, storage: torch.UntypedStorage) -> Span | None:
+        """The part of `storage` that can leave the device, None if it has to stay."""
+
+    def copy_out(self, block: Block, done: Done) -> None:
+        """Begin to write a block to its slot. Raises StorageFullError if there is no room for a slot."""
+
+    def release(self, block: Block) -> None:
+        """Give the memory of a block back whose slot is valid; the slot stands in for it from now on."""
+
+    def copy_in(self, block: Block, done: Done) -> None:
+        """Begin to read a block from its slot into fresh memory, beside what stands in for it."""
+
+    def install(self, block: Block) -> None:
+        """Put the memory that `copy_in` filled in place."""
+
+    def hurry(self, block: Block) -> None:
+        """A copy of this block that has not begun goes to the front of its link."""
+
+    def settle(self, block: Block) -> None:
+        """User code may have touched what stands in for a block: take it out of the resident set again."""
+
+    def forget(self, block: Block) -> None:
+        """The block is gone: free its slot."""
+
+
+class CpuMover:
+    """A `Mover` between main memory and spill files, see [Note: Pages leave, addresses stay]."""
+
+    def __init__(self, memory: CpuMemory, store: Store, engine: Engine) -> None:
+        self._memory = memory
+        self._store = store
+        self._engine = engine
+        self._alive: dict[Block, torch.UntypedStorage] = {}
+        self._arrived: dict[Block, Span] = {}
+        self._transfers: dict[Block, Transfer] = {}
+
+    def span(self, storage: torch.UntypedStorage) -> Span | None:
+        return self._memory.span(storage)
+
+    def copy_out(self, block: Block, done: Done) -> None:
+        span = _span(block)
+        if block.slot is None:
+            block.slot = self._store.allocate(span.length_bytes, block.name)
+        self._begin(self._engine.write, block, span.address, done)
+
+    def release(self, block: Block) -> None:
+        if block.slot is None:
+            raise StorageError(f"{block} was released without a copy; this is a bug in teraio, please report it")
+        self._memory.map_files(_span(block), block.slot.extents)
+
+    def copy_in(self, block: Block, done: Done) -> None:
+        area = self._memory.new_pages(_span(block).length_bytes)
+        self._arrived[block] = area
+
+        def landed(error: StorageError | None) -> None:
+            if error is not None:
+                self._memory.drop_pages(self._arrived.pop(block))
+            done(error)
+
+        self._begin(self._engine.read, block, area.address, landed)
+
+    def install(self, block: Block) -> None:
+        self._memory.move_pages(self._arrived.pop(block), _span(block))
+
+    def hurry(self, block: Block) -> None:
+        transfer = self._transfers.get(block)
+        if transfer is not None:
+            transfer.promote()
+
+    def settle(self, block: Block) -> None:
+        self._memory.forget_cached(_span(block))
+
+    def forget(self, block: Block) -> None:
+        if block.slot is not None:
+            self._store.release(block.slot)
+            block.slot = None
+
+    def _begin(self, submit: Callable[..., Transfer], block: Block, address: int, done: Done) -> None:
+        """Hand a copy to the engine; the storage stays alive until it has ended, also if everyone else lets go of it."""
+        storage = block.storage()
+        if storage is None or block.slot is None:
+            raise StorageError(f"{block} has no memory to copy; this is a bug in teraio, please report it")
+        self._alive[block] = storage
+
+        def ended(transfer: Transfer) -> None:
+            self._transfers.pop(block, None)
+            try:
+                done(transfer.error)
+            finally:
+                self._alive.pop(block, None)
+
+        self._transfers[block] = submit(block.slot, address, ended)
+
+
+def _span(block: Block) -> Span:
+    if block.span is None:
+        raise StorageError(f"{block} cannot move; this is a bug in teraio, please report it")
+    return block.span

@@ -1,0 +1,72 @@
+"""What the executor runs: a compiled graph as a flat list of stages over numbered slots. Data only, made once per graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Phase = Literal["forward", "backward", "optimizer", "user"]
+Kind = Literal["parameter", "gradient", "optimizer_state", "activation", "buffer"]
+
+StageFunction = Callable[[list[Any]], Sequence[Any]]
+"""Boxed call: takes a list of values and empties it, so that what is not needed any more is freed while it runs."""
+
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of a graph.
+
+    name: unique in its graph, from the modules it came from (`forward/layers.3.attn`).
+    inputs, outputs: slots read and filled. frees: slots whose last use in the graph is this stage.
+    next_uses: for every slot of `inputs` and then `outputs` the next stage of the graph that reads it, -1 if none does.
+    input_bytes: memory of all inputs, estimated. output_bytes: new memory that the outputs take. workspace_bytes: peak beyond inputs and outputs.
+    mutates: inputs (slots) that the stage writes in place, such as batch norm's running statistics.
+    """
+
+    name: str
+    phase: Phase
+    run: StageFunction
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    frees: tuple[int, ...]
+    next_uses: tuple[int, ...]
+    input_bytes: int
+    output_bytes: int
+    workspace_bytes: int
+    mutates: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A graph output that is no tensor of a slot: None or a number."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """A compiled forward or backward graph.
+
+    identity: distinguishes graphs within a process, in order of compilation.
+    slot_names, slot_kinds: one for every slot; the graph's inputs take the first `input_count` slots.
+    results: for each output of the graph a slot, or a constant.
+    user_results: positions in `results` that user code sees at once (model outputs, gradients).
+    kept_bytes: memory of all results, and of parameters and buffers: what outlives the run, estimated.
+    """
+
+    identity: int
+    name: str
+    phase: Phase
+    stages: tuple[Stage, ...]
+    input_count: int
+    slot_names: tuple[str, ...]
+    slot_kinds: tuple[Kind, ...]
+    results: tuple[int | Constant, ...]
+    user_results: tuple[int, ...]
+    kept_bytes: int
+
+    @property
+    def slot_count(self) -> int:
+        return len(self.slot_names)

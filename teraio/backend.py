@@ -1,0 +1,86 @@
+"""The entry point that `torch.compile(model, backend="teraio")` finds by its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from runtime.program import Kind, Phase, Program
+from teraio import registry
+from teraio.options import parse_options
+from teraio.lifecycle import Lifecycle
+
+
+def teraio(
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile a captured graph so that it trains within a memory budget. Called by torch.compile.
+
+    gm, example_inputs: from Dynamo. options: see `teraio.options.Options`.
+    Blocks for the compilation of the forward and the backward graph. Raises OptionsError, BudgetError if no schedule
+    can satisfy the budget, StorageFullError if the spill files would not fit.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    runtime = registry.runtime_for(parse_options(options), _device(example_inputs))
+    inputs = _describe_inputs(gm, example_inputs)
+    programs: list[Program] = []
+
+    def compile_graph(graph: GraphModule, fake_inputs: Sequence[Any], **settings: Any) -> Callable[[list[Any]], Any]:
+        program = _compile(runtime, graph, inputs, settings)
+        programs.append(program)
+        return runtime.callable(program)
+
+    # The backward graph is compiled with the forward one, so that a budget that is too small is found before training
+    # starts. Caches of whole graphs would bring back functions that are not cut into stages.
+    with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
+        compiled = compile_fx(gm, example_inputs, inner_compile=compile_graph)
+    runtime.check(programs)
+    return compiled
+
+
+def _compile(
+    runtime: Lifecycle, graph: GraphModule, inputs: list[tuple[str, Kind]], settings: Mapping[str, Any]
+) -> Program:
+    phase: Phase = "backward" if settings.get("is_backward") else "forward"
+    kept = ("is_backward", "is_inference", "graph_id", "get_decomp_fn", "boxed_forward_device_index", "cudagraphs")
+    count = sum(node.op == "placeholder" for node in graph.graph.nodes)
+    known = inputs if phase == "forward" and count == len(inputs) else []
+    return runtime.stage_compiler.compile(
+        graph, phase=phase, options={k: settings[k] for k in kept if k in settings}, inputs=known
+    )
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return value.device
+    return torch.device("cpu")
+
+
+def _describe_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[tuple[str, Kind]]:
+    """Names (`layers.0.attn.weight`) and kinds of the graph's inputs, from the places where Dynamo found them."""
+    described: list[tuple[str, Kind]] = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            example = example_inputs[len(described)] if len(described) < len(example_inputs) else None
+            kind: Kind = "activation"
+            if isinstance(example, torch.nn.Parameter):
+                kind = "parameter"
+            elif "_buffers_" in node.name:
+                kind = "buffer"
+            described.append((_readable(node.name), kind))
+    return described
+
+
+def _readable(name: str) -> str:
+    """`L_self_modules_layers_modules_0_parameters_weight_` -> `layers.0.weight`; other names stay as they are."""
+    if "_parameters_" not in name and "_buffers_" not in name:
+        return name.strip("_")
+    path = re.sub(r"^L_\w+?_(?=modules_|parameters_|buffers_)", "", name).strip("_")
+    return re.sub(r"_?(?:modules|parameters|buffers)_", ".", path).strip(".")

@@ -1,0 +1,108 @@
+"""The tiers of this machine as far as the options allow them: device memory, spill files, and the links between."""
+
+from __future__ import annotations
+
+import platform
+
+import psutil
+import torch
+
+import planner
+from planner.errors import UnsupportedError
+from runtime.cpu_memory import CpuMemory
+from runtime.engine import Engine, LinkRates
+from runtime.mover import CpuMover, Mover
+from runtime.storage.posix import PosixStore
+from teraio.options import Options
+
+_RESERVE = 0.1
+
+
+class Machine:
+    """Opens the storage tier if something may have to move, and measures its links.
+
+    budget_bytes: the device budget, None where nothing limits it. mover: None where blocks have nowhere to go.
+    Raises UnsupportedError, StorageError.
+    """
+
+    def __init__(self, options: Options, device: torch.device) -> None:
+        if options.host_budget is not None:
+            raise UnsupportedError(
+                "host_budget: there is no host tier yet, and on CPU the device is main memory already; leave it out "
+                "and give storage"
+            )
+        if device.type != "cpu" and options.memory_budget is not None:
+            raise UnsupportedError(
+                f"memory_budget on {device}: blocks of {device.type} devices cannot move yet, only those of the CPU; "
+                "leave memory_budget out to run without a limit"
+            )
+        self.mover: Mover | None = None
+        self._store: PosixStore | None = None
+        self._engine: Engine | None = None
+        self._rates: LinkRates | None = None
+        self._device = device
+        self.budget_bytes = options.memory_budget
+        if device.type == "cpu" and options.storage:
+            if self.budget_bytes is None:
+                self.budget_bytes = int(psutil.virtual_memory().available * (1 - _RESERVE))
+            self._open(options)
+
+    def _open(self, options: Options) -> None:
+        memory = CpuMemory()
+        self._store = PosixStore(options.storage, budget_bytes=options.storage_budget)
+        self._engine = Engine(self._store)
+        self._rates = self._engine.measure()
+        self.mover = CpuMover(memory, self._store, self._engine)
+
+    def ensure_spill_room(self, size_bytes: int) -> None:
+        """Reserve room in the spill files. Raises StorageFullError if there is not enough."""
+        if self._store is not None and size_bytes > 0:
+            self._store.ensure_capacity(size_bytes)
+
+    def hardware(self) -> planner.Hardware:
+        """Capacities and measured link rates, for the trace."""
+        links: tuple[planner.Link, ...] = ()
+        if self._rates is not None:
+            links = (
+                planner.Link(
+                    from_tier="device",
+                    to_tier="storage",
+                    bytes_per_second=self._rates.write_bytes_per_second,
+                    latency_seconds=self._rates.write_latency_seconds,
+                ),
+                planner.Link(
+                    from_tier="storage",
+                    to_tier="device",
+                    bytes_per_second=self._rates.read_bytes_per_second,
+                    latency_seconds=self._rates.read_latency_seconds,
+                ),
+            )
+        memory = psutil.virtual_memory().total
+        if self._device.type == "cuda":
+            memory = torch.cuda.get_device_properties(self._device).total_memory
+        return planner.Hardware(
+            name=f"{platform.node()} {self._device.type}",
+            device_memory_bytes=memory,
+            storage_bytes=self._store.capacity_bytes if self._store is not None else 0,
+            links=links,
+        )
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes moved since the start, by link."""
+        if self._engine is None:
+            return {"device->storage": 0, "storage->device": 0}
+        return {
+            "device->storage": self._engine.write_link.moved_bytes,
+            "storage->device": self._engine.read_link.moved_bytes,
+        }
+
+    def spill_directories(self) -> tuple[str, ...]:
+        """Where the spill files are."""
+        return tuple(map(str, self._store.directories)) if self._store is not None else ()
+
+    def close(self) -> None:
+        """Stop the I/O threads and remove the spill files. Blocks until copies in flight have ended."""
+        if self._engine is not None:
+            self._engine.close()
+        if self._store is not None:
+            self._store.close()

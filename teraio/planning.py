@@ -1,0 +1,92 @@
+"""Planning in the background: the solver runs in a process of its own while training goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import planner
+from planner.worker import NO_PLAN
+
+_GRACE_SECONDS = 120.0
+
+
+class PlanningJob:
+    """One solve under way. Starts at once, blocks nobody; `result` is there when `done` is set.
+
+    time_limit_seconds: for the solver; reading, building and checking come on top of it.
+    """
+
+    def __init__(self, trace: planner.Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> None:
+        self._done = threading.Event()
+        self._result: planner.Plan | planner.TeraioError | None = None
+        self._process: subprocess.Popen[str] | None = None
+        self._cancelled = False
+        self._thread = threading.Thread(
+            target=self._work, args=(trace, budgets, time_limit_seconds), name="teraio-planning", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_seconds: float | None) -> bool:
+        """Block until the plan is there or the time is over; True if it is there."""
+        return self._done.wait(timeout_seconds)
+
+    def result(self) -> planner.Plan:
+        """The plan. Raises the TeraioError that planning ended with."""
+        if isinstance(self._result, planner.Plan):
+            return self._result
+        raise self._result or planner.SolverError("planning was cancelled")
+
+    def cancel(self) -> None:
+        """Stop the solver. Blocks until it has gone."""
+        self._cancelled = True
+        if self._process is not None:
+            self._process.kill()
+        self._thread.join()
+
+    def _work(self, trace: planner.Trace, budgets: planner.Budgets, seconds: float) -> None:
+        try:
+            with tempfile.TemporaryDirectory(prefix="teraio-plan-") as folder:
+                self._result = self._solve(Path(folder), trace, budgets, seconds)
+        except planner.TeraioError as error:
+            self._result = error
+        except OSError as error:
+            self._result = planner.SolverError(f"planning could not be started: {error}")
+        finally:
+            self._done.set()
+
+    def _solve(self, folder: Path, trace: planner.Trace, budgets: planner.Budgets, seconds: float) -> planner.Plan:
+        trace_path, plan_path = folder / "trace.json", folder / "plan.json"
+        trace.save(trace_path)
+        storage = "-" if budgets.storage_bytes is None else str(budgets.storage_bytes)
+        command = [sys.executable, "-m", "planner.worker", str(trace_path), str(plan_path)]
+        command += [str(budgets.device_bytes), storage, str(seconds)]
+        home = Path(planner.__file__).parents[1]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])}
+        self._process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        if self._cancelled:
+            self._process.kill()
+        try:
+            _, errors = self._process.communicate(timeout=seconds + _GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            raise planner.SolverError(
+                f"planning took longer than {seconds + _GRACE_SECONDS:.0f} s; raise solver_time_limit"
+            ) from None
+        if self._process.returncode == NO_PLAN:
+            raise planner.SolverError(errors.strip().splitlines()[-1] if errors.strip() else "no plan was found")
+        if self._process.returncode != 0:
+            raise planner.SolverError(f"the planning process ended with status {self._process.returncode}: {errors[-400:].strip()}")
+        return planner.Plan.load(plan_path)

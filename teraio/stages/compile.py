@@ -1,0 +1,257 @@
+"""Turn a captured graph into a `Program`: cut it, compile every distinct stage once, lay out the slots."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch.fx import GraphModule, Node
+
+from runtime.program import Constant, Kind, Phase, Program, Stage, StageFunction
+from teraio.stages import work
+from teraio.stages.cut import CutPolicy, assign, can_cut
+from teraio.stages.split import Piece, split
+
+Codegen = Callable[[GraphModule, Sequence[Any], dict[str, Any]], StageFunction]
+"""Compiles one piece: (module, fake inputs, compile options) -> boxed function."""
+
+
+def inductor_codegen(module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> StageFunction:
+    """Compile a piece with Inductor. Blocks for seconds; source: `torch._inductor.compile_fx.compile_fx_inner`."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with _fresh_tracing_context():
+        return cast(StageFunction, compile_fx_inner(module, inputs, **options))
+
+
+def eager_codegen(module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> StageFunction:
+    """Run a piece operator by operator: no compilation, for debugging and quick tests."""
+    interpreter = torch.fx.Interpreter(module)
+
+    def run(values: list[Any]) -> Sequence[Any]:
+        with torch.no_grad():
+            return cast(Sequence[Any], interpreter.boxed_run(values))
+
+    return run
+
+
+@contextlib.contextmanager
+def _fresh_tracing_context() -> Iterator[None]:
+    """A piece is not the whole graph: metadata that counts the graph's inputs (donated buffers, strides) must not apply."""
+    outer = TracingContext.try_get()
+    fake_mode = outer.fake_mode if outer is not None else None
+    inner = TracingContext(fake_mode)
+    inner.output_strides = []
+    with tracing(inner):
+        yield
+
+
+class StageCompiler:
+    """Compiles graphs to programs and remembers compiled stages by structure, for as long as it lives."""
+
+    def __init__(self, *, codegen: str, policy: CutPolicy | None = None) -> None:
+        self._codegen: Codegen = inductor_codegen if codegen == "inductor" else eager_codegen
+        self._policy = policy or CutPolicy()
+        self._compiled: dict[str, StageFunction] = {}
+        self._graphs = 0
+
+    @property
+    def distinct_stages(self) -> int:
+        """How many stages were really compiled so far."""
+        return len(self._compiled)
+
+    def compile(
+        self, gm: GraphModule, *, phase: Phase, options: dict[str, Any], inputs: Sequence[tuple[str, Kind]] = ()
+    ) -> Program:
+        """Cut and compile `gm` (its nodes carry fake values in `meta["val"]`).
+
+        options: for the compiler of the pieces. inputs: names and kinds of the graph's first inputs, if known.
+        """
+        identity = self._graphs
+        self._graphs += 1
+        prefix = phase if identity < 2 else f"{phase}#{identity}"
+        pieces = self._pieces(gm)
+        functions = [self._function(piece, options) for piece in pieces]
+        _report_strides(gm)
+        return _lay_out(gm, pieces, functions, inputs, identity=identity, phase=phase, prefix=prefix)
+
+    def _pieces(self, gm: GraphModule) -> list[Piece]:
+        operators = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+        if can_cut(gm.graph) is not None:
+            return split(gm, dict.fromkeys(operators, 0))
+        return split(gm, assign(gm.graph, device_type=_device_type(gm), policy=self._policy))
+
+    def _function(self, piece: Piece, options: dict[str, Any]) -> StageFunction:
+        static = set(options.get("static_input_nodes", ()))
+        positions = [i for i, node in enumerate(piece.inputs) if node in static]
+        key = f"{piece.key} {positions}"
+        if key not in self._compiled:
+            fake = [node.meta["val"] for node in piece.inputs]
+            kept = {k: v for k, v in options.items() if k != "static_input_nodes"}
+            self._compiled[key] = self._codegen(piece.module, fake, {**kept, "static_input_idxs": positions})
+        return self._compiled[key]
+
+
+def _device_type(gm: GraphModule) -> str:
+    for node in gm.graph.nodes:
+        for tensor in work.fake_tensors(node.meta.get("val")):
+            if tensor.device.type != "cpu":
+                return tensor.device.type
+    return "cpu"
+
+
+def _report_strides(gm: GraphModule) -> None:
+    """AOTAutograd asks for the strides of the whole graph's outputs; stages keep those of the fake tensors."""
+    context = TracingContext.try_get()
+    if context is None or context.output_strides is None:
+        return
+    (output,) = (n for n in gm.graph.nodes if n.op == "output")
+    for result in output.args[0]:
+        value = result.meta.get("val") if isinstance(result, Node) else None
+        strides = tuple(str(s) for s in value.stride()) if isinstance(value, torch.Tensor) else None
+        context.output_strides.append(strides)
+
+
+def _lay_out(
+    gm: GraphModule,
+    pieces: list[Piece],
+    functions: list[StageFunction],
+    inputs: Sequence[tuple[str, Kind]],
+    *,
+    identity: int,
+    phase: Phase,
+    prefix: str,
+) -> Program:
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    (output,) = (n for n in gm.graph.nodes if n.op == "output")
+    slots: dict[Node, int] = {n: i for i, n in enumerate(placeholders)}
+    uses: dict[int, list[int]] = {}
+    for number, piece in enumerate(pieces):
+        for node in piece.outputs:
+            slots[node] = len(slots)
+        for node in (*piece.inputs, *piece.outputs):
+            uses.setdefault(slots[node], []).append(number)
+    results = tuple(slots[r] if isinstance(r, Node) else Constant(r) for r in output.args[0])
+    kept = {r for r in results if isinstance(r, int)}
+    names = _unique([f"{prefix}/{piece.path}" for piece in pieces])
+    stages = []
+    for number, (piece, function) in enumerate(zip(pieces, functions, strict=True)):
+        touched = [slots[n] for n in (*piece.inputs, *piece.outputs)]
+        stage = Stage(
+            name=names[number],
+            phase=phase,
+            run=function,
+            inputs=tuple(slots[n] for n in piece.inputs),
+            outputs=tuple(slots[n] for n in piece.outputs),
+            frees=tuple(s for s in dict.fromkeys(touched) if uses[s][-1] == number and s not in kept),
+            next_uses=tuple(next((u for u in uses[s] if u > number), -1) for s in touched),
+            input_bytes=_distinct_bytes(piece.inputs),
+            output_bytes=_new_bytes(piece),
+            workspace_bytes=_workspace_bytes(piece),
+            mutates=tuple(slots[n] for n in piece.inputs if _is_mutated(piece, n)),
+        )
+        stages.append(stage)
+    return Program(
+        identity=identity,
+        name=prefix,
+        phase=phase,
+        stages=tuple(stages),
+        input_count=len(placeholders),
+        slot_names=(*(name for name, _ in inputs), *(f"{prefix}/{n.name}" for n in list(slots)[len(inputs) :])),
+        slot_kinds=(*(kind for _, kind in inputs), *(_kind(s, phase, s in kept) for s in range(len(inputs), len(slots)))),
+        results=results,
+        user_results=_user_results(output, phase),
+        kept_bytes=_distinct_bytes([r for r in output.args[0] if isinstance(r, Node)]),
+    )
+
+
+def _kind(slot: int, phase: Phase, is_result: bool) -> Kind:
+    """What a slot holds, as far as the graph tells."""
+    return "gradient" if phase == "backward" and is_result else "activation"
+
+
+def _user_results(output: Node, phase: Phase) -> tuple[int, ...]:
+    """All results of a backward graph; of a forward graph those that come before what is saved for backward."""
+    count = len(output.args[0])
+    if phase == "backward":
+        return tuple(range(count))
+    visible = output.meta.get("user_visible_output_idxs", range(count))
+    return tuple(range(max(visible, default=count - 1) + 1))
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Number names that occur more than once (`forward/root:1`)."""
+    seen: dict[str, int] = {}
+    unique = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        unique.append(name if seen[name] == 1 else f"{name}:{seen[name]}")
+    return unique
+
+
+def _is_mutated(piece: Piece, node: Node) -> bool:
+    copies = [n for n in piece.module.graph.nodes if n.op == "placeholder"]
+    twin = copies[piece.inputs.index(node)]
+    for user in twin.users:
+        target = user.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and user.args and user.args[0] is twin:
+            return True
+    return False
+
+
+def _roots(module: GraphModule) -> dict[Node, Node]:
+    """For every node of a piece the node whose storage it shares (itself if it owns new memory)."""
+    roots: dict[Node, Node] = {}
+    for node in module.graph.nodes:
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        shares = source is not None and (work.is_view(node) or work.is_getitem(node))
+        roots[node] = roots[source] if shares and source is not None else node
+    return roots
+
+
+def _distinct_bytes(nodes: Sequence[Node]) -> int:
+    """Bytes of the storages of `nodes`, as far as the fake tensors tell; shared ones count once."""
+    storages: dict[int, int] = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            key = value.untyped_storage()._cdata
+            storages[key] = max(storages.get(key, 0), work.storage_bytes(value))
+    return sum(storages.values())
+
+
+def _new_bytes(piece: Piece) -> int:
+    (output,) = (n for n in piece.module.graph.nodes if n.op == "output")
+    roots = _roots(piece.module)
+    fresh: dict[tuple[Node, Any], int] = {}
+    for node in output.args[0]:
+        root = roots[node]
+        if root.op != "placeholder":
+            part = node.args[1] if work.is_getitem(node) and not work.is_view(root) else None
+            size = work.output_bytes(node)
+            fresh[root, part] = max(fresh.get((root, part), 0), size)
+    return sum(fresh.values())
+
+
+def _workspace_bytes(piece: Piece) -> int:
+    """Upper estimate by the lifetimes of intermediate results, run operator by operator; fused code needs less."""
+    roots = _roots(piece.module)
+    nodes = list(piece.module.graph.nodes)
+    last: dict[Node, int] = {}
+    for number, node in enumerate(nodes):
+        for source in node.all_input_nodes:
+            last[roots[source]] = number
+    result_roots = {roots[n] for n in nodes[-1].args[0]}
+    live = peak = 0
+    dying: dict[int, int] = {}
+    for number, node in enumerate(nodes):
+        if node.op in ("call_function", "call_module") and roots[node] is node and node not in result_roots:
+            size = work.output_bytes(node)
+            live += size
+            dying[last.get(node, number)] = dying.get(last.get(node, number), 0) + size
+        peak = max(peak, live)
+        live -= dying.pop(number, 0)
+    return peak

@@ -1,0 +1,139 @@
+"""Split a graph, after `cut.assign`, into one small graph per stage, and tell structurally equal ones apart from others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from teraio.stages import work
+from teraio.stages.cut import layer_of, module_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One stage of a graph, not yet compiled.
+
+    module: takes `inputs` in order, returns a tuple of `outputs` in order.
+    inputs, outputs: nodes of the graph that was split.
+    key: equal for pieces that may share one compiled function.
+    path: the modules it came from, for names (`layers.3.attn`).
+    """
+
+    module: GraphModule
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    key: str
+    path: str
+
+
+def split(gm: GraphModule, stage_of: Mapping[Node, int]) -> list[Piece]:
+    """The pieces of `gm` in order of execution. Reads `gm`, changes nothing."""
+    members: dict[int, list[Node]] = {}
+    for node in gm.graph.nodes:
+        if node in stage_of:
+            members.setdefault(stage_of[node], []).append(node)
+    return [_piece(gm, members[stage], stage_of, stage) for stage in sorted(members)]
+
+
+def _piece(gm: GraphModule, nodes: list[Node], stage_of: Mapping[Node, int], stage: int) -> Piece:
+    inside = set(nodes)
+    inputs: dict[Node, None] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source not in inside:
+                inputs[source] = None
+    for symbol in _free_symbol_placeholders(gm, [*inputs, *nodes]):
+        inputs.setdefault(symbol, None)
+    outputs = [n for n in nodes if any(user not in inside for user in n.users)]
+    graph, copies = Graph(), dict[Node, Node]()
+    for source in inputs:
+        copies[source] = graph.placeholder(f"input_{len(copies)}")
+        copies[source].meta = dict(source.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    result = graph.output(tuple(copies[n] for n in outputs))
+    result.meta["user_visible_output_idxs"] = list(range(len(outputs)))
+    module = GraphModule(gm, graph)
+    module.meta = {k: v for k, v in gm.meta.items() if k != "dynamo_flat_name_to_original_fqn"}
+    return Piece(
+        module=module, inputs=tuple(inputs), outputs=tuple(outputs), key=_key(module), path=_path(nodes)
+    )
+
+
+def _free_symbol_placeholders(gm: GraphModule, nodes: list[Node]) -> list[Node]:
+    """Placeholders of the symbolic sizes that occur in the shapes of `nodes`; a piece takes them as inputs too."""
+    by_symbol: dict[Any, Node] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.SymInt):
+            by_symbol.setdefault(value.node.expr, node)
+    if not by_symbol:
+        return []
+    found: dict[Node, None] = {}
+    for node in nodes:
+        for tensor in work.fake_tensors(node.meta.get("val")):
+            for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset()):
+                if isinstance(size, torch.SymInt):
+                    for symbol in size.node.expr.free_symbols:
+                        if symbol in by_symbol:
+                            found[by_symbol[symbol]] = None
+    return list(found)
+
+
+def _key(module: GraphModule) -> str:
+    """A digest of everything that compiling `module` depends on: operators, wiring, constants, dtypes and layouts."""
+    index: dict[Node, str] = {}
+    lines = []
+    for node in module.graph.nodes:
+        index[node] = f"%{len(index)}"
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(index[n]))
+        target = node.target if node.op in ("call_function",) else node.op
+        if node.op == "get_attr":
+            target = f"get_attr {id(_attribute(module, str(node.target)))}"
+        lines.append(f"{node.op} {target} {arguments} {_layout(node.meta.get('val'))}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class _Reference:
+    """Prints as a node's position, so that names do not enter the digest."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _attribute(module: GraphModule, target: str) -> Any:
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _layout(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}{list(value.stride())}+{value.storage_offset()}@{value.device}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_layout(v) for v in value)})"
+    return str(value) if isinstance(value, (int, float, torch.SymInt)) else type(value).__name__
+
+
+def _path(nodes: list[Node]) -> str:
+    """`layers.3.attn` if one module did the work, `layers.3.{qkv,proj}` for several in a layer, `layers.0..layers.1` beyond."""
+    working = [n for n in nodes if work.flops(n) > 0] or [n for n in nodes if module_path(n)] or nodes
+    paths = list(dict.fromkeys(p for p in map(module_path, working) if p))
+    if not paths:
+        return "root"
+    if len(paths) == 1:
+        return paths[0]
+    layers = list(dict.fromkeys(layer_of(p) for p in paths))
+    if len(layers) > 1:
+        return f"{layers[0]}..{layers[-1]}"
+    inner = [p.removeprefix(layers[0]).lstrip(".") for p in paths]
+    return f"{layers[0]}.{{{','.join(i or 'self' for i in inner)}}}"

@@ -1,0 +1,105 @@
+"""How much a graph node costs: floating-point operations and bytes touched, turned into estimated seconds.
+
+Only relative sizes matter (they decide where graphs are cut and how stages are named); measured times replace them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
+
+_SECONDS_PER_FLOP = {"cpu": 1e-11, "cuda": 4e-15}
+_SECONDS_PER_BYTE = {"cpu": 1e-10, "cuda": 5e-13}
+_VIEW_NAMES = frozenset(
+    "view reshape _unsafe_view permute t transpose unsqueeze squeeze expand slice select as_strided alias detach "
+    "unbind split split_with_sizes diagonal unfold".split()
+)
+_CREATION_NAMES = frozenset("full scalar_tensor iota arange zeros ones empty".split())
+
+
+def fake_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The (fake) tensors inside a node's `meta["val"]`, which may be a tensor, a number or a nest of them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from fake_tensors(item)
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the smallest storage that holds `tensor` from its storage offset on; symbolic sizes use their hint."""
+    sizes, strides = [_hint(s) for s in tensor.shape], [_hint(s) for s in tensor.stride()]
+    if 0 in sizes:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def output_bytes(node: Node) -> int:
+    """Bytes of all tensors that `node` produces."""
+    return sum(storage_bytes(t) for t in fake_tensors(node.meta.get("val")))
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint if size.node.hint is not None else 1)
+
+
+def packet_name(node: Node) -> str:
+    """The operator's base name (`mm` for `aten.mm.default`), or "" where the target is no operator."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1]
+    return ""
+
+
+def is_view(node: Node) -> bool:
+    """True for operators whose result shares its input's storage and costs nothing."""
+    return packet_name(node) in _VIEW_NAMES
+
+
+def is_getitem(node: Node) -> bool:
+    return node.target is operator.getitem
+
+
+def is_creation(node: Node) -> bool:
+    """True for operators without tensor inputs that make a constant; cheap enough to repeat where it is used."""
+    return packet_name(node) in _CREATION_NAMES and not node.all_input_nodes
+
+
+def flops(node: Node) -> float:
+    """Floating-point operations of a matmul, convolution or attention node; 0 for everything else."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return 0.0
+    name = packet_name(node)
+    if "scaled_dot_product" in name and "for_cpu" in name:
+        first = 1 if "backward" in name else 0
+        query, key = _value(node.args[first]), _value(node.args[first + 1])
+        forward = 4.0 * math.prod(_hint(s) for s in query.shape) * _hint(key.shape[-2])
+        return 2.5 * forward if "backward" in name else forward
+    formula = flop_registry.get(target._overloadpacket)
+    if formula is None:
+        return 0.0
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value)
+    return float(_hint(cast(Any, formula)(*args, **kwargs, out_val=node.meta.get("val"))))
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, Node) else argument
+
+
+def seconds(node: Node, device_type: str) -> float:
+    """Estimated duration of `node` on `device_type` ("cpu" or "cuda"), from a simple roofline."""
+    if node.op != "call_function" or is_view(node) or is_getitem(node):
+        return 0.0
+    device = device_type if device_type in _SECONDS_PER_FLOP else "cuda"
+    touched = output_bytes(node) + sum(output_bytes(n) for n in node.all_input_nodes)
+    return max(flops(node) * _SECONDS_PER_FLOP[device], touched * _SECONDS_PER_BYTE[device])

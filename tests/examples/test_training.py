@@ -1,0 +1,69 @@
+"""The demo's parts: real and repeatable text, a model that learns it, memory as the system sees it."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.gpt import GPT, GPTConfig
+from examples.memory import resident_bytes
+from examples.text import batches, standard_library_text
+from examples.training import Setting
+from examples.worker import Worker, WorkerFailed
+
+TINY = GPTConfig(layers=2, width=32, heads=2, context=64)
+
+
+def test_the_text_is_python_and_the_same_every_time() -> None:
+    text = standard_library_text(200_000)
+    assert len(text) == 200_000
+    assert b"def __init__(self" in bytes(text.tolist())
+    assert torch.equal(text, standard_library_text(200_000))
+
+
+def test_targets_are_the_next_bytes() -> None:
+    text = standard_library_text(10_000)
+    for tokens, targets in itertools.islice(batches(text, batch=3, context=16, seed=7), 4):
+        assert tokens.shape == targets.shape == (3, 16)
+        assert torch.equal(tokens[:, 1:], targets[:, :-1])
+
+
+def test_checkpointed_layers_give_the_same_loss_and_gradients() -> None:
+    text = standard_library_text(10_000)
+    tokens, targets = next(batches(text, batch=2, context=64, seed=1))
+    results = []
+    for checkpointed in (0, 2):
+        torch.manual_seed(0)
+        config = GPTConfig(layers=2, width=32, heads=2, context=64, checkpointed_layers=checkpointed)
+        model = GPT(config)
+        loss = model(tokens, targets)
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_a_worker_trains_in_its_own_process(tmp_path: Path) -> None:
+    setting = Setting(backend="eager", model=TINY, batch=4, learning_rate=3e-3, text_bytes=100_000)
+    with Worker(setting, tmp_path / "log") as worker:
+        losses = [worker.step().loss for _ in range(12)]
+        worker.reset_peak()
+        report = worker.finish()
+    assert losses[-1] < losses[0] - 0.5
+    assert report.parameters == sum(parameter.numel() for parameter in GPT(TINY).parameters())
+    assert report.peak_bytes >= report.rest_bytes > 0
+    assert report.status is None
+
+
+def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
+    setting = Setting(backend="inductor", options={"no_such_option": 1}, model=TINY)
+    log = tmp_path / "log"
+    with pytest.raises(WorkerFailed, match="no_such_option") as caught, Worker(setting, log) as worker:
+        worker.step()
+    assert "no_such_option" in caught.value.reason
+
+
+def test_resident_bytes_see_an_allocation() -> None:
+    before = resident_bytes()["RssAnon"]
+    kept = torch.ones(32 << 20, dtype=torch.uint8)
+    assert resident_bytes()["RssAnon"] - before > 0.9 * len(kept)

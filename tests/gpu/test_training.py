@@ -1,0 +1,46 @@
+"""A model on the GPU trains by the backend's name and gives eager's losses."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+WIDTH, LAYERS, ROWS, STEPS = 1024, 6, 2048, 6
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> None:
+    """Every test compiles anew."""
+    torch._dynamo.reset()
+
+
+def losses(compile_model: Callable[[torch.nn.Module], Callable[[torch.Tensor], torch.Tensor]]) -> list[float]:
+    """The losses of STEPS steps of a small network on the GPU that starts from a fixed seed."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()) for _ in range(LAYERS)]
+    model = torch.nn.Sequential(*layers).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, targets = torch.randn(ROWS, WIDTH, device="cuda"), torch.randn(ROWS, WIDTH, device="cuda")
+    run = compile_model(model)
+    seen = []
+    for _ in range(STEPS):
+        loss = torch.nn.functional.mse_loss(run(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+def test_losses_equal_eager_when_everything_fits() -> None:
+    expected = losses(lambda model: model)
+    found = losses(lambda model: torch.compile(model, backend="teraio"))
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_losses_equal_eager_under_a_budget(tmp_path: Path) -> None:
+    expected = losses(lambda model: model)
+    options = {"memory_budget": "112MiB", "storage": str(tmp_path)}
+    found = losses(lambda model: torch.compile(model, backend="teraio", options=options))
+    assert found == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,154 @@
+"""Random traces, budgets and plans, and a trace in the shape of a transformer. Loaded by path (see conftest)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from planner import Budgets, Plan, Trace, floor, simulate
+from planner.lifetimes import live_bytes
+from planner.problem import Decision, Decisions, Problem, build_plan
+from planner.evict import evict_furthest
+
+KINDS = ("parameter", "gradient", "optimizer_state", "activation", "buffer")
+
+
+def hardware(*, host: bool = False, rate: float = 100.0, latency: float = 0.0) -> dict[str, Any]:
+    """Links device <-> storage at `rate` bytes per second, and device <-> host at four times that."""
+    pairs = [("device", "storage", rate), ("storage", "device", rate)]
+    if host:
+        pairs += [("device", "host", 4 * rate), ("host", "device", 4 * rate)]
+    return {
+        "name": "made up",
+        "device_memory_bytes": 10**9,
+        "links": [
+            {"from": a, "to": b, "bytes_per_second": r, "latency_seconds": latency} for a, b, r in pairs
+        ],
+    }
+
+
+@st.composite
+def traces(draw: st.DrawFn, *, most_stages: int = 12, most_blocks: int = 14) -> Trace:
+    """Any valid trace with links to storage, sometimes to host too."""
+    count = draw(st.integers(1, most_stages))
+    seconds = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0])
+    stages = [
+        {
+            "id": number,
+            "name": f"stage{number}",
+            "phase": draw(st.sampled_from(["forward", "backward", "optimizer", "user"])),
+            "duration_seconds": draw(seconds),
+            "workspace_bytes": draw(st.sampled_from([0, 0, 7, 30])),
+        }
+        for number in range(count)
+    ]
+    stage_sets = st.lists(st.integers(0, count - 1), max_size=4, unique=True).map(sorted)
+    blocks: list[dict[str, Any]] = []
+    for _ in range(draw(st.integers(0, most_blocks))):
+        reads, writes = draw(stage_sets), draw(stage_sets)
+        if not reads and not writes:
+            continue
+        number = len(blocks)
+        blocks.append(
+            {
+                "id": number,
+                "name": f"block{number}",
+                "kind": draw(st.sampled_from(KINDS)),
+                "size_bytes": draw(st.integers(0, 60)),
+                "persistent": draw(st.booleans()),
+                "reads": reads,
+                "writes": writes,
+                "movable": draw(st.integers(0, 5)) > 0,
+            }
+        )
+    machine = hardware(host=draw(st.booleans()), latency=draw(st.sampled_from([0.0, 0.05])))
+    return Trace.model_validate({"name": "random", "hardware": machine, "stages": stages, "blocks": blocks})
+
+
+@st.composite
+def problems(draw: st.DrawFn, **sizes: int) -> tuple[Trace, Budgets]:
+    """A trace and a device budget between its floor and what it needs to move nothing."""
+    trace = draw(traces(**sizes))
+    smallest, _ = floor(trace)
+    return trace, Budgets(device_bytes=draw(st.integers(smallest, max(live_bytes(trace)))))
+
+
+def random_plan(trace: Trace, budgets: Budgets, rng: random.Random) -> Plan:
+    """A plan that nobody would choose but that can be carried out: random moves, starts and tiers.
+
+    Replayed in the simulator before it is returned. Raises BudgetError below the floor.
+    """
+    problem = Problem.of(trace, budgets)
+    decisions: Decisions = {}
+    for index, period in enumerate(problem.periods):
+        if rng.random() < 0.5:
+            leave = rng.randint(period.after, period.before - 1)
+            route = rng.choice(problem.routes)
+            decisions[index] = Decision(tier=route.tier, leave=leave, start=period.before)
+    decisions = evict_furthest(problem, decisions, early=rng.random() < 0.5)
+    occupied = problem.occupancy(decisions)
+    for index in rng.sample(sorted(decisions), len(decisions)):
+        decision, size = decisions[index], problem.periods[index].size_bytes
+        start = decision.start
+        lowest = rng.randint(decision.leave + 1, start)
+        while start > lowest and occupied[(start - 1) % problem.stage_count] + size <= budgets.device_bytes:
+            start -= 1
+            occupied[start % problem.stage_count] += size
+        decisions[index] = Decision(tier=decision.tier, leave=decision.leave, start=start)
+    plan = build_plan(problem, decisions, policy="random")
+    simulate(trace, plan)
+    return plan
+
+
+def transformer_trace(
+    *,
+    layers: int,
+    stages_per_layer: int = 6,
+    seconds: float = 0.01,
+    rate: float = 2e9,
+    size: int = 2**24,
+    states: bool = False,
+) -> Trace:
+    """A training step in the shape of a transformer: forward, backward, one optimizer stage per layer.
+
+    Per forward stage: one parameter of `size` bytes and two activations, kept for the backward; per backward stage one
+    gradient, used by the layer's optimizer stage. Backward stages take twice `seconds`.
+    """
+    forward = layers * stages_per_layer
+    stages: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
+
+    def stage(name: str, phase: str, duration: float) -> None:
+        stages.append(
+            {
+                "id": len(stages), "name": name, "phase": phase,
+                "duration_seconds": duration, "workspace_bytes": size // 4,
+            }
+        )  # fmt: skip
+
+    def block(name: str, kind: str, bytes_: int, persistent: bool, reads: list[int], writes: list[int]) -> None:
+        blocks.append(
+            {
+                "id": len(blocks), "name": name, "kind": kind, "size_bytes": bytes_, "persistent": persistent,
+                "reads": reads, "writes": writes,
+            }
+        )  # fmt: skip
+
+    for f in range(forward):
+        stage(f"forward/layers.{f // stages_per_layer}.{f % stages_per_layer}", "forward", seconds)
+    for f in reversed(range(forward)):
+        stage(f"backward/layers.{f // stages_per_layer}.{f % stages_per_layer}", "backward", 2 * seconds)
+    for layer in range(layers):
+        stage(f"optimizer/{layer}", "optimizer", seconds)
+    for f in range(forward):
+        b, o = 2 * forward - 1 - f, 2 * forward + f // stages_per_layer
+        block(f"parameter.{f}", "parameter", size, True, [f, b, o], [o])
+        block(f"gradient.{f}", "gradient", size, False, [o], [b])
+        block(f"activation.{f}", "activation", size, False, sorted({f + 1, b}), [f])
+        block(f"saved.{f}", "activation", size * 3 // 4, False, [b], [f])
+        if states:
+            block(f"state.{f}", "optimizer_state", 2 * size, True, [o], [o])
+    machine = hardware(rate=rate, latency=1e-4)
+    return Trace.model_validate({"name": "transformer", "hardware": machine, "stages": stages, "blocks": blocks})

@@ -1,0 +1,310 @@
+"""Train a case three ways (eager; teraio without a budget; teraio under one) and compare what came out.
+
+The budgeted run must equal the unbudgeted one bit for bit: the same stages ran, on other pages. Against eager
+the arithmetic differs (decompositions, fusion): tensors must agree within `EAGER_TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import teraio
+
+EAGER_TOLERANCE = 1e-4
+"""Largest allowed |a - b| against eager, as a fraction of the tensor's largest |b| (plus `EAGER_FLOOR`)."""
+EAGER_FLOOR = 1e-6
+"""Absolute part of the tolerance, for tensors that are all but zero."""
+
+PLAN_AFTER = 3
+PLANNED_STEPS = 6
+SEED = 7
+MIB = 1 << 20
+
+Batch = tuple[Tensor, Tensor]
+
+compiled_input_needs_grad = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
+"""For cases where a compiled part's output enters another one: Dynamo reads its `.grad`, and PyTorch warns of that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is trained, and how.
+
+    make_model, make_optimizer: called after seeding, so that all runs start alike.
+    make_batches: the batches of the steps, in order; called once per run with the number of steps.
+    step: one iteration of the user's loop, which ends with an optimizer step; records what is compared.
+    compile_parts: names of children to compile one by one; empty compiles the whole model as one.
+    compile_options: further keyword arguments of `torch.compile`.
+    planned: train until the plan has taken over, and check that it did; else the run stays on demand.
+    """
+
+    make_model: Callable[[], nn.Module]
+    make_batches: Callable[[int], list[Batch]]
+    step: Callable[[Run, Batch, int], None] = field(default_factory=lambda: plain_step)
+    make_optimizer: Callable[[nn.Module], Optimizer] = field(default_factory=lambda: sgd)
+    make_scheduler: Callable[[Optimizer], Any] | None = None
+    compute_loss: Callable[[nn.Module, Batch], Tensor] = field(default_factory=lambda: cross_entropy)
+    steps: int = 3
+    compile_parts: tuple[str, ...] = ()
+    compile_options: Mapping[str, Any] = field(default_factory=dict)
+    planned: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One training run, as a case's step sees it; `record*` keep copies of what is compared later."""
+
+    case: Case
+    module: nn.Module
+    model: nn.Module
+    optimizer: Optimizer
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    observed: list[tuple[str, Tensor]] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The loss of `batch` through the compiled model."""
+        return self.case.compute_loss(self.model, batch)
+
+    def record_loss(self, loss: Tensor) -> None:
+        self.losses.append(loss.detach().clone())
+
+    def record_gradients(self) -> None:
+        """Copy the gradient of every parameter that has one."""
+        found = {n: p.grad.detach().clone() for n, p in self.module.named_parameters() if p.grad is not None}
+        self.gradients.append(found)
+
+    def record(self, name: str, value: Tensor) -> None:
+        self.observed.append((name, value.detach().clone()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run computed, in order, and `progress`: teraio's status after every step (empty under eager)."""
+
+    losses: tuple[Tensor, ...]
+    gradients: tuple[dict[str, Tensor], ...]
+    observed: tuple[tuple[str, Tensor], ...]
+    parameters: dict[str, Tensor]
+    progress: tuple[tuple[Any, ...], ...]
+
+    def named(self) -> dict[str, Tensor]:
+        """Losses, gradients, observations, parameters and buffers, each under a name of its own."""
+        named = {f"loss {i}": loss for i, loss in enumerate(self.losses)}
+        for i, gradients in enumerate(self.gradients):
+            named |= {f"gradient {i} of {name}": value for name, value in gradients.items()}
+        named |= {f"observation {i}, {name}": value for i, (name, value) in enumerate(self.observed)}
+        return named | {f"final {name}": value for name, value in self.parameters.items()}
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross entropy of `model(inputs)` [..., classes] against `targets` [...]."""
+    inputs, targets = batch
+    return nn.functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+
+def sgd(module: nn.Module) -> Optimizer:
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+def plain_step(run: Run, batch: Batch, index: int) -> None:
+    """Forward, backward, update; records the loss and all gradients."""
+    run.optimizer.zero_grad()
+    loss = run.loss(batch)
+    loss.backward()
+    run.record_loss(loss)
+    run.record_gradients()
+    run.optimizer.step()
+
+
+def train(case: Case, *, backend: str | None, options: Mapping[str, Any] | None = None) -> Result:
+    """Run `case` under `backend` (None: eager, nothing compiled) with `options`, from a fresh process state.
+
+    Leaves no runtime behind. Raises what the case's step raises.
+    """
+    teraio.reset()
+    torch._dynamo.reset()
+    torch.manual_seed(SEED)
+    module = case.make_model()
+    model = module
+    if backend is not None:
+        model = _compiled(case, module, {"backend": backend, "options": dict(options or {})})
+    run = Run(case=case, module=module, model=model, optimizer=case.make_optimizer(module))
+    scheduler = case.make_scheduler(run.optimizer) if case.make_scheduler else None
+    steps = PLANNED_STEPS if case.planned else case.steps
+    batches = case.make_batches(steps)
+    torch.manual_seed(SEED + 1)
+    progress = []
+    for index, batch in enumerate(batches):
+        case.step(run, batch, index)
+        if scheduler is not None:
+            scheduler.step()
+        if case.planned and index + 1 == PLAN_AFTER:
+            teraio.wait_for_plan(timeout_seconds=60)
+        progress.append(tuple(teraio.status()))
+    return _finish(run, progress)
+
+
+def _compiled(case: Case, module: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
+    arguments = {**arguments, **case.compile_options}
+    for name in case.compile_parts:
+        module.get_submodule(name).compile(**arguments)
+    return module if case.compile_parts else torch.compile(module, **arguments)
+
+
+def _finish(run: Run, progress: list[tuple[Any, ...]]) -> Result:
+    """Copy the parameters and drop the runtimes, which must change no parameter and leave no spill files."""
+    parameters = {name: value.detach().clone() for name, value in _state(run.module)}
+    teraio.reset()
+    after = dict(_state(run.module))
+    changed = [name for name, value in parameters.items() if not torch.equal(value, after[name])]
+    _require(not changed, f"teraio.reset() changed {changed}")
+    left = [d for statuses in progress for s in statuses for d in s.spill_directories if Path(d).exists()]
+    _require(not left, f"teraio.reset() left the spill directories {left}")
+    return Result(
+        losses=tuple(run.losses),
+        gradients=tuple(run.gradients),
+        observed=tuple(run.observed),
+        parameters=parameters,
+        progress=tuple(progress),
+    )
+
+
+def _state(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return chain(module.named_parameters(), module.named_buffers())
+
+
+def budget_between(unbudgeted: Result, fraction: float) -> int:
+    """The bytes at `fraction` of the way from the floor to the unconstrained peak.
+
+    If the unconstrained run reported no floor, 0.6 of its peak.
+    """
+    statuses = unbudgeted.progress[-1]
+    peak = max(s.device_peak_bytes for s in statuses)
+    floors = [s.floor_bytes for s in statuses if s.floor_bytes is not None]
+    if not floors:
+        return int(0.6 * peak)
+    _require(
+        max(floors) < peak, f"no room between the floor {max(floors)} and the peak {peak}: enlarge the model"
+    )
+    return int(max(floors) + fraction * (peak - max(floors)))
+
+
+def check_parity(case: Case, tmp_path: Path, *, codegen: str = "eager", fraction: float = 0.3) -> Result:
+    """Run `case` all three ways, compare, and return the budgeted result.
+
+    fraction: where the budget lies between the smallest possible one (0) and the unconstrained peak (1).
+    The budgeted run must have moved blocks both ways, have stayed under its budget, and, for a planned case,
+    have run by a plan.
+    """
+    eager = train(case, backend=None)
+    unbudgeted = train(case, backend="teraio", options={"codegen": codegen, "storage": str(tmp_path)})
+    budget = budget_between(unbudgeted, fraction)
+    options = budgeted_options(case, tmp_path, budget=budget, codegen=codegen)
+    budgeted = train(case, backend="teraio", options=options)
+    moved = moved_bytes(unbudgeted.progress[-1])
+    _require(not any(moved.values()), f"the run without a budget moved {moved}")
+    check_exact(budgeted, unbudgeted)
+    check_close(budgeted, eager)
+    check_budget(budgeted, budget)
+    if case.planned:
+        check_planned(budgeted)
+    return budgeted
+
+
+def budgeted_options(case: Case, tmp_path: Path, *, budget: int, codegen: str) -> dict[str, Any]:
+    return {
+        "codegen": codegen,
+        "memory_budget": budget,
+        "storage": str(tmp_path),
+        "storage_budget": 1024 * MIB,
+        "profile_iterations": 2 if case.planned else 1000,
+        "solver_time_limit": 10,
+    }
+
+
+def check_exact(result: Result, reference: Result) -> None:
+    """Raises AssertionError unless all tensors of `result` equal those of `reference` bit for bit."""
+    _compare(result, reference, torch.equal, "bit for bit")
+
+
+def check_close(result: Result, reference: Result, tolerance: float = EAGER_TOLERANCE) -> None:
+    """Raises AssertionError unless all tensors agree within `tolerance` of their largest element."""
+
+    def close(a: Tensor, b: Tensor) -> bool:
+        if a.shape != b.shape or not a.is_floating_point():
+            return torch.equal(a, b)
+        limit = tolerance * float(b.abs().max()) + EAGER_FLOOR
+        return bool(((a - b).abs() <= limit).all())  # all(): NaN must not pass
+
+    _compare(result, reference, close, f"within {tolerance}")
+
+
+def _compare(result: Result, reference: Result, same: Callable[[Tensor, Tensor], bool], how: str) -> None:
+    ours, theirs = result.named(), reference.named()
+    _require(bool(theirs) and bool(reference.losses), "the reference recorded nothing to compare")
+    _require(ours.keys() == theirs.keys(), f"recorded by one run only: {sorted(ours.keys() ^ theirs.keys())}")
+    wrong = [
+        f"{name}: {_difference(value, theirs[name])}"
+        for name, value in ours.items()
+        if not same(value, theirs[name])
+    ]
+    listed = "\n  ".join(wrong[:12])
+    _require(not wrong, f"{len(wrong)} of {len(ours)} tensors are not equal {how}:\n  {listed}")
+
+
+def _difference(value: Tensor, other: Tensor) -> str:
+    if value.shape != other.shape:
+        return f"shape {tuple(value.shape)} in place of {tuple(other.shape)}"
+    return f"differs by up to {float((value.double() - other.double()).abs().max()):.3g}"
+
+
+def moved_bytes(statuses: Iterable[Any]) -> dict[str, int]:
+    """Bytes moved since the start per link, over all runtimes."""
+    total: dict[str, int] = {"device->storage": 0, "storage->device": 0}
+    for status in statuses:
+        for link, moved in status.moved_bytes.items():
+            total[link] = total.get(link, 0) + moved
+    return total
+
+
+def check_budget(result: Result, budget: int) -> None:
+    """Raises AssertionError unless all runtimes stayed under `budget` bytes and blocks moved out and back."""
+    statuses = result.progress[-1]
+    _require(bool(statuses), "there is no runtime: the model was not compiled by teraio")
+    for status in statuses:
+        _require(status.device_budget_bytes == budget, f"budget {status.device_budget_bytes}, not {budget}")
+        peak = status.device_peak_bytes
+        _require(0 < peak <= budget, f"device peak {peak} against a budget of {budget} bytes")
+    for link in ("device->storage", "storage->device"):
+        moved = moved_bytes(statuses)
+        _require(moved[link] > 0, f"nothing moved {link} under {budget} bytes: {moved}")
+
+
+def check_planned(result: Result) -> None:
+    """Raises AssertionError unless the last iteration ran by a plan, and blocks still moved under it."""
+    before, last = result.progress[-2], result.progress[-1]
+    phases = [s.phase for s in last]
+    _require(all(phase == "planned" for phase in phases), f"phases after {PLANNED_STEPS} steps: {phases}")
+    _require(
+        all(s.predicted_iteration_seconds is not None for s in last), "the plan in force predicts no duration"
+    )
+    then, now = moved_bytes(before), moved_bytes(last)
+    _require(now["device->storage"] > then["device->storage"], f"nothing left the device by the plan: {then}")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)

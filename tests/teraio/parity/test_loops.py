@@ -1,0 +1,208 @@
+"""Parity over what users do between forward, backward and update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from .harness import Batch, Case, Run, check_parity, plain_step
+from .models import Chain, Transformer, features, features_of_changing_size, tokens
+
+
+def accumulate(run: Run, batch: Batch, index: int) -> None:
+    """Two forward and backward passes per update."""
+    inputs, targets = batch
+    run.optimizer.zero_grad()
+    for part, wanted in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+        loss = run.loss((part, wanted)) / 2
+        loss.backward()
+        run.record_loss(loss)
+        run.record_gradients()
+    run.optimizer.step()
+
+
+def test_gradient_accumulation(tmp_path: Path) -> None:
+    check_parity(
+        Case(
+            make_model=Transformer, make_batches=lambda n: tokens(n, batch=16), step=accumulate, planned=True
+        ),
+        tmp_path,
+    )
+
+
+def accumulate_unevenly(run: Run, batch: Batch, index: int) -> None:
+    """One, two or three passes per update: iterations that do not repeat."""
+    run.optimizer.zero_grad()
+    for _ in range(1 + index % 3):
+        loss = run.loss(batch)
+        loss.backward()
+        run.record_loss(loss)
+    run.record_gradients()
+    run.optimizer.step()
+
+
+def test_a_changing_number_of_passes_after_the_plan(tmp_path: Path) -> None:
+    """The plan's iteration does not come: paging falls back to on demand, and the result stays."""
+
+    def step(run: Run, batch: Batch, index: int) -> None:
+        (plain_step if index < 4 else accumulate_unevenly)(run, batch, index)
+
+    case = Case(make_model=lambda: Chain(depth=6), make_batches=features, step=step, planned=True)
+    check_parity(case, tmp_path)
+
+
+def evaluate_then_train(run: Run, batch: Batch, index: int) -> None:
+    """A pass in evaluation mode without gradients before every step: dropout is off in it and on after it."""
+    run.module.eval()
+    with torch.no_grad():
+        run.record("loss in evaluation", run.loss(batch))
+        run.record("logits in evaluation", run.model(batch[0]))
+    run.module.train()
+    plain_step(run, batch, index)
+
+
+def test_evaluation_between_steps(tmp_path: Path) -> None:
+    with torch._inductor.config.patch(fallback_random=True):
+        case = Case(
+            make_model=lambda: Transformer(dropout=0.1), make_batches=tokens, step=evaluate_then_train
+        )
+        check_parity(case, tmp_path)
+
+
+def evaluate_mid_step(run: Run, batch: Batch, index: int) -> None:
+    """A validation pass every other step, between forward and backward, while the saved activations wait."""
+    run.optimizer.zero_grad()
+    loss = run.loss(batch)
+    if index % 2:
+        with torch.no_grad():
+            run.record("loss in between", run.loss(batch))
+    loss.backward()
+    run.record_loss(loss)
+    run.record_gradients()
+    run.optimizer.step()
+
+
+def test_evaluation_between_forward_and_backward(tmp_path: Path) -> None:
+    case = Case(
+        make_model=lambda: Chain(depth=6), make_batches=features, step=evaluate_mid_step, planned=True
+    )
+    check_parity(case, tmp_path)
+
+
+@pytest.mark.parametrize("dynamic", [None, False], ids=["automatic-dynamic", "static"])
+def test_changing_batch_size(tmp_path: Path, dynamic: bool | None) -> None:
+    case = Case(
+        make_model=Chain,
+        make_batches=features_of_changing_size,
+        compile_options={"dynamic": dynamic},
+        steps=6,
+    )
+    check_parity(case, tmp_path)
+
+
+def backward_twice(run: Run, batch: Batch, index: int) -> None:
+    """The second backward reads the activations that the first one kept, and adds to the gradients."""
+    run.optimizer.zero_grad()
+    loss = run.loss(batch)
+    loss.backward(retain_graph=True)
+    run.record_gradients()
+    if index % 2 == 0:
+        loss.backward()
+        run.record_gradients()
+    run.record_loss(loss)
+    run.optimizer.step()
+
+
+def test_retain_graph(tmp_path: Path) -> None:
+    check_parity(Case(make_model=Transformer, make_batches=tokens, step=backward_twice), tmp_path)
+
+
+def two_losses_at_once(run: Run, batch: Batch, index: int) -> None:
+    """Two forward passes, then both backwards, in the order of the passes and in the reverse one by turns."""
+    inputs, targets = batch
+    run.optimizer.zero_grad()
+    losses = [run.loss((inputs, targets)), run.loss((inputs.flip(0), targets))]
+    for loss in losses if index % 2 else reversed(losses):
+        loss.backward()
+        run.record_loss(loss)
+    run.record_gradients()
+    run.optimizer.step()
+
+
+def test_interleaved_forward_and_backward_passes(tmp_path: Path) -> None:
+    check_parity(Case(make_model=Chain, make_batches=features, step=two_losses_at_once), tmp_path)
+
+
+def clip(run: Run, batch: Batch, index: int) -> None:
+    """Clip the norm of all gradients between backward and update."""
+    run.optimizer.zero_grad()
+    loss = run.loss(batch)
+    loss.backward()
+    run.record("norm", torch.nn.utils.clip_grad_norm_(run.module.parameters(), 0.05))
+    run.record_loss(loss)
+    run.record_gradients()
+    run.optimizer.step()
+
+
+def test_gradient_clipping(tmp_path: Path) -> None:
+    result = check_parity(
+        Case(make_model=Transformer, make_batches=tokens, step=clip, planned=True), tmp_path
+    )
+    assert all(float(norm) > 0.05 for name, norm in result.observed if name == "norm"), "nothing was clipped"
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zeroing_gradients(tmp_path: Path, set_to_none: bool) -> None:
+    def step(run: Run, batch: Batch, index: int) -> None:
+        run.optimizer.zero_grad(set_to_none=set_to_none)
+        for parameter in run.module.parameters() if index else ():
+            assert (parameter.grad is None) == set_to_none
+            assert set_to_none or not bool(parameter.grad.any())
+        loss = run.loss(batch)
+        loss.backward()
+        run.record_loss(loss)
+        run.record_gradients()
+        run.optimizer.step()
+
+    case = Case(make_model=lambda: Chain(depth=6), make_batches=features, step=step, planned=True)
+    check_parity(case, tmp_path)
+
+
+def test_outputs_kept_over_steps(tmp_path: Path) -> None:
+    """Logits that the user holds on to neither change nor vanish while later steps page."""
+
+    def step(run: Run, batch: Batch, index: int) -> None:
+        run.optimizer.zero_grad()
+        logits = run.model(batch[0])
+        loss = torch.nn.functional.cross_entropy(logits, batch[1])
+        held: list[tuple[Tensor, Tensor]] = run.kept.setdefault("held", [])
+        held.append((logits, logits.detach().clone()))
+        loss.backward()
+        run.record_loss(loss)
+        run.record_gradients()
+        run.optimizer.step()
+        for logits, copy in held:
+            assert torch.equal(logits, copy)
+            run.record("held logits", logits)
+
+    check_parity(Case(make_model=Chain, make_batches=features, step=step), tmp_path)
+
+
+def gradients_by_function(run: Run, batch: Batch, index: int) -> None:
+    """`torch.autograd.grad` in place of `backward`: gradients that belong to the user alone."""
+    parameters = list(run.module.parameters())
+    loss = run.loss(batch)
+    gradients = torch.autograd.grad(loss, parameters)
+    run.record_loss(loss)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    del gradients
+    run.record_gradients()
+    run.optimizer.step()
+
+
+def test_autograd_grad(tmp_path: Path) -> None:
+    check_parity(Case(make_model=Chain, make_batches=features, step=gradients_by_function), tmp_path)

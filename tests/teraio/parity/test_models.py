@@ -1,0 +1,200 @@
+"""Parity over kinds of models: the same losses, gradients and parameters with a budget as without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from .harness import Batch, Case, Run, check_parity, compiled_input_needs_grad, plain_step, sgd
+from .models import Aliases, Chain, ConvNet, Transformer, features, images, tokens
+
+
+def adamw_in_two_groups(module: nn.Module) -> Optimizer:
+    """Weight decay for matrices only. A large eps keeps noise in tiny gradients from becoming whole updates."""
+    matrices = [p for p in module.parameters() if p.ndim >= 2]
+    vectors = [p for p in module.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-3, eps=1e-4)
+
+
+def warm_up(optimizer: Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: min(1.0, (epoch + 1) / 4))
+
+
+@pytest.fixture
+def eager_dropout() -> Iterator[None]:
+    """Draw dropout masks as eager does, so that compiled and eager runs see the same ones."""
+    with torch._inductor.config.patch(fallback_random=True):
+        yield
+
+
+def test_transformer_with_parameter_groups_and_schedule(tmp_path: Path) -> None:
+    case = Case(
+        make_model=lambda: Transformer(layers=3),
+        make_batches=tokens,
+        make_optimizer=adamw_in_two_groups,
+        make_scheduler=warm_up,
+        planned=True,
+    )
+    check_parity(case, tmp_path)
+
+
+def test_transformer_compiled_by_inductor(tmp_path: Path) -> None:
+    check_parity(
+        Case(make_model=Transformer, make_batches=tokens, planned=True),
+        tmp_path,
+        codegen="inductor",
+        fraction=0.4,
+    )
+
+
+def test_chain_compiled_by_inductor(tmp_path: Path) -> None:
+    check_parity(Case(make_model=Chain, make_batches=features), tmp_path, codegen="inductor")
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    case = Case(make_model=lambda: Transformer(tied=True, width=384), make_batches=tokens, planned=True)
+    result = check_parity(case, tmp_path)
+    assert "head.weight" not in result.parameters, "one tensor, so one name"
+
+
+@pytest.mark.usefixtures("eager_dropout")
+def test_dropout_draws_the_same_masks(tmp_path: Path) -> None:
+    check_parity(
+        Case(make_model=lambda: Transformer(dropout=0.2), make_batches=tokens, planned=True), tmp_path
+    )
+
+
+@pytest.mark.usefixtures("eager_dropout")
+def test_dropout_compiled_by_inductor(tmp_path: Path) -> None:
+    check_parity(
+        Case(make_model=lambda: Chain(dropout=0.3), make_batches=features), tmp_path, codegen="inductor"
+    )
+
+
+def loss_over_views(model: nn.Module, batch: Batch) -> Tensor:
+    """Uses the three outputs that alias each other, one of them after it was written to in place."""
+    inputs, targets = batch
+    logits, hidden, every_other, transposed = model(inputs)
+    doubled = hidden * 2
+    doubled[:, 1::2] += 1
+    return functional.cross_entropy(logits, targets) + 1e-2 * (
+        doubled.mean() + every_other.square().mean() - transposed.std()
+    )
+
+
+def test_views_and_aliases(tmp_path: Path) -> None:
+    case = Case(make_model=Aliases, make_batches=features, compute_loss=loss_over_views, planned=True)
+    result = check_parity(case, tmp_path)
+    assert bool(result.parameters["memory"].any()), "the buffer that the forward pass writes stayed zero"
+
+
+def test_batch_norm_buffers(tmp_path: Path) -> None:
+    result = check_parity(Case(make_model=ConvNet, make_batches=images, planned=True), tmp_path)
+    assert int(result.parameters["features.0.1.num_batches_tracked"]) == len(result.losses)
+    assert bool(result.parameters["features.0.1.running_mean"].any())
+
+
+def frozen_chain() -> Chain:
+    model = Chain(depth=6)
+    for layer in (model.first, model.layers[0], model.layers[3]):
+        layer.requires_grad_(False)
+    return model
+
+
+def test_frozen_layers(tmp_path: Path) -> None:
+    result = check_parity(Case(make_model=frozen_chain, make_batches=features, planned=True), tmp_path)
+    names = result.gradients[0].keys()
+    assert "layers.2.weight" in names
+    assert not names & {"first.weight", "layers.0.weight", "layers.3.weight"}
+
+
+def freeze_and_thaw(run: Run, batch: Batch, index: int) -> None:
+    """Layer 1 trains in the first and the last step only."""
+    layer = run.module.get_submodule("layers.1")
+    layer.requires_grad_(index in (0, 3))
+    plain_step(run, batch, index)
+
+
+def test_a_layer_frozen_for_two_steps(tmp_path: Path) -> None:
+    result = check_parity(
+        Case(make_model=Chain, make_batches=features, step=freeze_and_thaw, steps=4), tmp_path
+    )
+    assert ["layers.1.weight" in g for g in result.gradients] == [True, False, False, True]
+
+
+@compiled_input_needs_grad
+def test_a_graph_break(tmp_path: Path) -> None:
+    torch._dynamo.utils.counters.clear()
+    case = Case(make_model=lambda: Chain(depth=6, break_at=3), make_batches=features, planned=True)
+    check_parity(case, tmp_path)
+    assert torch._dynamo.utils.counters["graph_break"], "the graph did not break"
+
+
+class Adversaries(nn.Module):
+    """Two models that are compiled by themselves: a coder and its judge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coder = Chain(inputs=64, outputs=512, depth=3)
+        self.judge = Chain(inputs=512, outputs=256, depth=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.judge(self.coder(x))
+
+
+@compiled_input_needs_grad
+def test_two_compiled_models_in_a_row(tmp_path: Path) -> None:
+    case = Case(make_model=Adversaries, make_batches=features, compile_parts=("coder", "judge"), planned=True)
+    check_parity(case, tmp_path)
+
+
+def train_in_turns(run: Run, batch: Batch, index: int) -> None:
+    """An iteration of one model, then one of the other, each with its own optimizer."""
+    inputs, targets = batch
+    optimizers = run.kept.setdefault("optimizers", [sgd(child) for child in run.module.children()])
+    coder, judge = run.module.get_submodule("coder"), run.module.get_submodule("judge")
+    for optimizer, objective in (
+        (optimizers[0], lambda: functional.cross_entropy(judge(coder(inputs)), targets)),
+        (optimizers[1], lambda: functional.cross_entropy(judge(coder(inputs).detach()), targets.flip(0))),
+    ):
+        optimizer.zero_grad()
+        loss = objective()
+        loss.backward()
+        run.record_loss(loss)
+        run.record_gradients()
+        optimizer.step()
+
+
+@compiled_input_needs_grad
+def test_two_compiled_models_with_an_optimizer_each(tmp_path: Path) -> None:
+    case = Case(
+        make_model=Adversaries, make_batches=features, compile_parts=("coder", "judge"), step=train_in_turns
+    )
+    check_parity(case, tmp_path)
+
+
+def test_two_independent_compiled_models(tmp_path: Path) -> None:
+    """Nothing is shared: the second model is compiled and trains while the first one's blocks wait in storage."""
+
+    def step(run: Run, batch: Batch, index: int) -> None:
+        inputs, targets = batch
+        optimizers = run.kept.setdefault("optimizers", [sgd(child) for child in run.module.children()])
+        for child, optimizer, x in zip(
+            run.module.children(), optimizers, (inputs, inputs.repeat(1, 8)), strict=True
+        ):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(child(x), targets)
+            loss.backward()
+            run.record_loss(loss)
+            optimizer.step()
+        run.record_gradients()
+
+    case = Case(make_model=Adversaries, make_batches=features, compile_parts=("coder", "judge"), step=step)
+    check_parity(case, tmp_path)

@@ -1,0 +1,62 @@
+"""Makes a folder that, put on PYTHONPATH, stands in for `pip install -e .` where nothing can be downloaded.
+
+python tools/site_folder.py FOLDER [WHEELS]
+
+The folder gets teraio's metadata (torch then finds the backend by name) and, unpacked, the wheels in WHEELS.
+Fails, with a list, if a dependency is still missing then.
+"""
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+
+def write_metadata(folder: Path, project: dict[str, Any]) -> None:
+    """Writes the `.dist-info` of `project` (a pyproject's table) into `folder`."""
+    metadata = folder / f"{project['name']}-{project['version']}.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    header = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (metadata / "METADATA").write_text(header)
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+def missing(requirements: list[str]) -> list[str]:
+    """The requirements of which no version at all is installed."""
+    absent = []
+    for requirement in requirements:
+        name = requirement.split(">=")[0].split("[")[0].strip()
+        try:
+            distribution(name)
+        except PackageNotFoundError:
+            absent.append(requirement)
+    return absent
+
+
+def main(folder: Path, wheels: Path | None) -> int:
+    """Fills `folder`; returns 1 if dependencies are missing."""
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    if wheels is not None:
+        found = sorted(str(path) for path in wheels.glob("*.whl"))
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade"]
+        subprocess.run([*pip, "--target", str(folder), *found], check=True)
+    write_metadata(folder, project)
+    sys.path.insert(0, str(folder))
+    needed = [*project["dependencies"], "pytest>=8.3", "pytest-timeout>=2.3"]
+    if absent := missing(needed):
+        print(
+            f"{sys.executable} lacks {', '.join(absent)}.\n"
+            "Install them, or put their wheels in a folder and name it: make ... NO_VENV=1 WHEELS=folder",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None))
