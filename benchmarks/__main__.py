@@ -58,7 +58,7 @@ def main(
     results: Annotated[Path, typer.Option(help="For the JSON file.")] = ROOT / "benchmarks" / "results",
 ) -> None:
     """Measure teraio; print a table and write a JSON file. Status 1 if a part could not be measured."""
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=150)
     known = parts()
     if unknown := [name for name in chosen or [] if name not in known]:
         raise typer.BadParameter(f"no part {', '.join(unknown)}; there are {', '.join(known)}")

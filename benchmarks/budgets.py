@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.results import Figure
-from benchmarks.turns import Scale, WorkerFailed, take_turns, tensor_peak, warm_up, workers
+from benchmarks.turns import Scale, ratios, spread, take_turns, tensor_peak, warm_up, workers
 from examples.training import Report, Setting
-from examples.worker import Worker
+from examples.worker import Worker, WorkerFailed
 
 AIMS = {70: ">= 0.97", 50: ">= 0.95", 30: ">= 0.90"}
 
@@ -101,9 +101,11 @@ def throughput(measured: Sweep) -> tuple[Figure, ...]:
     for percent, aim in AIMS.items():
         for kind, aimed in (("teraio", aim), ("checkpoint", "")):
             name = f"{kind} {percent} %"
-            seconds = measured.median_seconds(name)
-            value = base / seconds if base and seconds else None
-            figures.append(Figure(name=name, value=value, unit="", aim=aimed, note=measured.notes[name]))
+            value, note = None, measured.notes[name]
+            if name in measured.seconds and "unconstrained" in measured.seconds:
+                by_round = ratios(measured.seconds["unconstrained"], measured.seconds[name])
+                value, note = median(by_round), f"{note}; {spread(by_round)}"
+            figures.append(Figure(name=name, value=value, unit="", aim=aimed, note=note))
     return tuple(figures)
 
 

@@ -10,7 +10,7 @@ from statistics import median
 
 from benchmarks.results import Figure
 from benchmarks.turns import Scale
-from runtime.engine import Engine
+from runtime.engine import Engine, Transfer
 from runtime.storage.posix import PosixStore
 from runtime.storage.store import Slot
 
@@ -54,13 +54,14 @@ def raw(slots: Sequence[Slot], address: int, pool: ThreadPoolExecutor) -> Timed:
 def through(engine: Engine, slots: Sequence[Slot], address: int) -> Timed:
     """Times the same bytes through the engine: all of them queued, then waited for."""
 
+    def ended(transfer: Transfer) -> None:
+        pass  # waiting tells
+
     def timed(direction: str) -> float:
-        link = engine.links[direction]
+        submit = engine.write if direction == DIRECTIONS[0] else engine.read
+        places = range(address, address + SLOT_BYTES * len(slots), SLOT_BYTES)
         started = time.perf_counter()
-        transfers = [
-            link.submit(slot, address + index * SLOT_BYTES, lambda transfer: None)
-            for index, slot in enumerate(slots)
-        ]
+        transfers = [submit(slot, place, ended) for slot, place in zip(slots, places, strict=True)]
         for transfer in transfers:
             transfer.wait()
         return time.perf_counter() - started
@@ -77,7 +78,7 @@ def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
     samples: dict[str, list[float]] = {}
     store = PosixStore([scale.output], budget_bytes=None)
     slots = [store.allocate(SLOT_BYTES, f"benchmark {index}") for index in range(SLOTS)]
-    engine = Engine(store, threads=THREADS, chunk_bytes=CHUNK_BYTES)
+    engine = Engine(store, threads=THREADS)
     with ThreadPoolExecutor(THREADS) as pool:
         ways = {"raw": raw(slots, address, pool), "engine": through(engine, slots, address)}
         for turn in range(scale.rounds + 2):

@@ -4,13 +4,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from examples.gpt import GPTConfig
 from examples.training import Setting, Step
-from examples.worker import Worker, WorkerFailed
-
-EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
-"""Environment in which the C library returns every freed tensor to the system at once: exact peaks."""
+from examples.worker import EXACT_MEMORY, Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +68,18 @@ def take_turns(running: Mapping[str, Worker], rounds: int, turn: int = 3) -> dic
     return taken
 
 
+def ratios(over: list[float], under: list[float], turn: int = 3) -> list[float]:
+    """Each round's median of `over` by that of `under`; how they spread shows the machine's noise."""
+    counted = turn - 1
+    rounds = [slice(start, start + counted) for start in range(0, len(over), counted)]
+    return [median(over[taken]) / median(under[taken]) for taken in rounds]
+
+
+def spread(values: list[float]) -> str:
+    """The least and the greatest of the rounds, as a note."""
+    return f"rounds from {min(values):.2f} to {max(values):.2f}"
+
+
 def tensor_peak(setting: Setting, name: str, output: Path, steps: int = 3) -> int:
     """Bytes that `setting`'s tensors take at most: the resident peak less the process without tensors."""
     with workers({name: setting}, output, EXACT_MEMORY) as running:
@@ -80,6 +90,3 @@ def tensor_peak(setting: Setting, name: str, output: Path, steps: int = 3) -> in
             worker.step()
         report = worker.finish()
     return report.peak_bytes - report.rest_bytes
-
-
-__all__ = ["EXACT_MEMORY", "Scale", "WorkerFailed", "take_turns", "tensor_peak", "warm_up", "workers"]

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from examples.gpt import GPTConfig
 from examples.report import Run, faults, losses_table, mebibytes, summary_table
 from examples.training import Setting
-from examples.worker import Worker, WorkerFailed
+from examples.worker import EXACT_MEMORY, Worker, WorkerFailed
 
 RESERVE_BYTES = 96 << 20
 """For what only the second run holds: the plan's solver, the engine's threads and queues."""
@@ -35,7 +35,7 @@ def train(setting: Setting, name: str, iterations: int, folder: Path, console: C
     )
     log = folder / f"{name.replace(' ', '-')}.log"
     steps = []
-    with Progress(*columns, console=console) as progress, Worker(setting, log) as worker:
+    with Progress(*columns, console=console) as progress, Worker(setting, log, EXACT_MEMORY) as worker:
         task = progress.add_task(name, total=iterations, last="compiling")
         for _ in range(iterations):
             step = worker.step()
@@ -101,7 +101,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for all files.")] = Path("demo-output"),
 ) -> None:
     """Train a GPT on the sources of Python's standard library, with all the memory and with half of it."""
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=120)
     output = output.resolve()
     started = time.perf_counter()
     setting = Setting(model=GPTConfig(layers=layers), batch=batch)

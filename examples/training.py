@@ -25,6 +25,8 @@ class Setting(BaseModel):
     seed: int = 1
     text_bytes: int = 4 << 20
     device: Literal["cpu", "cuda"] = "cpu"
+    ready_compiler: bool = False
+    """Compile something trivial first, so that the first step does not pay for the compiler's start."""
 
 
 class Step(BaseModel):
@@ -57,6 +59,8 @@ class Training:
     """A model, its optimizer and its text, ready to take steps."""
 
     def __init__(self, setting: Setting) -> None:
+        if setting.ready_compiler:
+            _start_compiler(setting.device)
         torch.manual_seed(setting.seed)
         text = standard_library_text(setting.text_bytes)
         self._setting = setting
@@ -124,3 +128,10 @@ class Training:
         teraio = sys.modules.get("teraio") if self._setting.backend == "teraio" else None
         known = teraio.status() if teraio is not None else ()
         return known[0].phase if known else ""
+
+
+def _start_compiler(device: str) -> None:
+    """Has Inductor load its modules and prepare its headers, forward and backward."""
+    values = torch.ones(64, 64, device=device, requires_grad=True)
+    torch.compile(lambda given: (given.sin() @ given).sum())(values).backward()
+    torch._dynamo.reset()

@@ -17,6 +17,9 @@ from examples.training import Report, Setting, Step, Training
 
 ROOT = Path(__file__).resolve().parent.parent
 
+EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
+"""Environment in which the C library gives every freed tensor back at once, so that peaks hold no leftovers."""
+
 
 class WorkerFailed(Exception):
     """A worker ended early; `reason` is the last line it wrote, usually the exception's."""

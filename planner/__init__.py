@@ -20,7 +20,8 @@ from planner.errors import (
 from planner.lifetimes import InactivePeriod, floor, inactive_periods
 from planner.plan import Budgets, Move, Offload, Plan, Prefetch
 from planner.policies import plan
-from planner.simulate import StageTimes, Timeline, Transfer, simulate
+from planner.simulate import simulate
+from planner.timeline import StageTimes, Timeline, Transfer
 from planner.trace import Block, Hardware, Link, Stage, Trace
 
 __all__ = [

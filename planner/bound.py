@@ -10,10 +10,10 @@ __all__ = ["lower_bound_seconds"]
 def lower_bound_seconds(problem: Problem) -> float:
     """The largest of: the sum of the stage durations, and what must cross the links in one iteration.
 
-    At a stage whose live bytes exceed the budget by x, at least x bytes of idle blocks must be absent. Each of
-    them is copied in once before its next use, so x bytes cross the inward links; and those that some stage
-    writes are also copied out at least once between two writes, so x less the bytes of never-written
-    blocks around the stage cross the outward links. Several tiers work side by side: their rates add up.
+    At a stage whose live bytes exceed the budget by x, at least x bytes of idle blocks must be absent. Each
+    is copied in once before its next use, so x bytes cross the inward links; and those that some stage
+    writes are also copied out at least once between two writes, so x less the bytes of never-written blocks
+    around the stage cross the outward links. Several tiers work side by side: their rates add up.
     """
     compute = problem.trace.ideal_seconds
     if not problem.routes:

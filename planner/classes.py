@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from planner.problem import Problem
 from planner.segments import Segment
+from planner.trace import Link
 
 __all__ = ["BlockClass", "ClassPeriod", "classes_of"]
 
@@ -35,6 +36,10 @@ class BlockClass:
     first_segment: int
     last_segment: int
     periods: tuple[ClassPeriod, ...]
+
+    def seconds(self, link: Link) -> float:
+        """Time that all members together occupy a link."""
+        return len(self.blocks) * link.latency_seconds + self.size_bytes / link.bytes_per_second
 
 
 def classes_of(

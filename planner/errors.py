@@ -130,8 +130,8 @@ class StorageIOError(StorageError):
         self.errno = errno
         self.action = action
         super().__init__(
-            f"cannot {action} block {block!r} in {path}: [errno {errno}] {os.strerror(errno)}; check the drive "
-            "and its free space, then restart from the last checkpoint"
+            f"cannot {action} block {block!r} in {path}: [errno {errno}] {os.strerror(errno)}; "
+            "check the drive and its free space, then restart from the last checkpoint"
         )
 
     def __reduce__(self) -> tuple[object, ...]:

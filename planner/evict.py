@@ -42,15 +42,15 @@ def evict_furthest(problem: Problem, decisions: Decisions, *, early: bool) -> De
                 break
         else:
             raise InfeasiblePlanError(
-                f"stage {problem.trace.stages[stage].name!r} would occupy {occupied[stage]:,} device bytes of "
-                f"{budget:,}: the lower tiers have no room for more; raise storage_budget or host_budget",
+                f"stage {problem.trace.stages[stage].name!r} would occupy {occupied[stage]:,} device bytes "
+                f"of {budget:,}: the lower tiers have no room for more; raise storage_budget or host_budget",
                 stage=problem.trace.stages[stage].name,
             )
     return result
 
 
 def _furthest_first(problem: Problem, decisions: Decisions, stage: int) -> list[tuple[int, int]]:
-    """Periods around `stage` whose block is on the device then, with the stage's position in the period's count."""
+    """Periods around `stage` whose block is on the device then, with the stage numbered as in the period."""
     found = []
     for index in problem.covering[stage]:
         period = problem.periods[index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.bound import lower_bound_seconds
 from planner.classes import classes_of
@@ -11,17 +11,19 @@ from planner.errors import InfeasiblePlanError, SolverError
 from planner.evict import evict_furthest, prune
 from planner.formulation import build_model
 from planner.plan import Plan, Predicted, SolverReport
-from planner.problem import Decision, Decisions, Problem, build_plan
+from planner.problem import Decision, Decisions, Problem, build_plan, in_units
 from planner.schedule import StageClock, schedule
 from planner.segments import segments_of
-from planner.simulate import Timeline, simulate
+from planner.simulate import simulate
 from planner.solve import Solution, solve
+from planner.timeline import Timeline
 
 __all__ = ["finish", "optimise"]
 
 _SEGMENTS = 96
+_UNITS_PER_ITERATION = 100.0  # solvers have absolute tolerances: keep numbers near one
 _WINDOW = 12
-_GAP, _GAP_OF_SMALL = 0.01, 0.003
+_GAP, _GAP_OF_SMALL = 0.01, 0.005
 _SMALL_STAGES = 64
 _CLEARLY_BETTER = 0.999
 _ROUNDS = 3
@@ -37,7 +39,7 @@ class _Candidate:
 
 
 def optimise(problem: Problem, *, time_limit_seconds: float, write_weight: float) -> Plan:
-    """The plan of the integer program, made exact; with a greedy one in reserve, so that there always is a plan."""
+    """The plan of the integer program, made exact; a greedy one is in reserve, so there always is one."""
     if problem.everything_fits:
         return finish(problem, build_plan(problem, {}, policy="ilp"))
     began = time.perf_counter()
@@ -75,10 +77,19 @@ def _solve_coarse(problem: Problem, time_limit_seconds: float, write_weight: flo
     segments = segments_of(problem, _SEGMENTS)
     largest = max(problem.budgets.device_bytes // 100, 1)
     classes = classes_of(problem, segments, largest_bytes=largest)
-    model = build_model(problem, segments, classes, write_weight=write_weight, window=_WINDOW)
+    unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
+    model = build_model(
+        in_units(problem, unit),
+        tuple(replace(segment, seconds=segment.seconds / unit) for segment in segments),
+        classes,
+        write_weight=write_weight,
+        window=_WINDOW,
+    )
     built = time.perf_counter() - began
     gap = _GAP_OF_SMALL if problem.stage_count <= _SMALL_STAGES else _GAP
-    return solve(model, time_limit_seconds=time_limit_seconds, gap=gap, build_seconds=built)
+    return solve(
+        model, time_limit_seconds=time_limit_seconds, gap=gap, build_seconds=built, unit_seconds=unit
+    )
 
 
 def _decisions(problem: Problem, solution: Solution) -> Decisions:
@@ -98,7 +109,7 @@ def _costs(problem: Problem, decisions: Decisions) -> dict[int, float]:
 def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float) -> _Candidate:
     """Schedule by the ideal clock, replay, schedule again by the replayed clock, and so on; keep the best.
 
-    Longer leads come first, and shorter ones must be clearly better: a lead absorbs what measured times leave out.
+    Longer leads come first, and shorter ones must be clearly better: a lead absorbs what was not measured.
     """
     best: _Candidate | None = None
     for lead in _LEADS:
@@ -123,12 +134,14 @@ def _replayed(problem: Problem, decisions: Decisions, write_weight: float) -> _C
     timeline = simulate(problem.trace, plan)
     cost = timeline.iteration_seconds
     for route in problem.routes:
-        cost += write_weight * timeline.moved_bytes.get(route.outward.name, 0) / route.outward.bytes_per_second
+        cost += (
+            write_weight * timeline.moved_bytes.get(route.outward.name, 0) / route.outward.bytes_per_second
+        )
     return _Candidate(decisions=decisions, plan=plan, timeline=timeline, cost=cost)
 
 
 def finish(problem: Problem, plan: Plan, timeline: Timeline | None = None) -> Plan:
-    """Add the simulator's predictions, and per offload the stage by whose end the copy is predicted to be out."""
+    """Add the simulator's predictions, and per offload the stage by whose end the copy is out."""
     if timeline is None:
         timeline = simulate(problem.trace, plan)
     plan = plan.model_copy(update={"moves": _with_free_after(problem, plan, timeline)})

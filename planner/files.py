@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -24,12 +25,24 @@ class FrozenModel(BaseModel):
         validate_by_alias=True,
     )
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields replaced (not validated). What was derived and cached is derived again."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
+
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def read_model(
-    path: str | os.PathLike[str], model: type[ModelT], *, format_name: str, version: int, error: type[FileFormatError]
+    path: str | os.PathLike[str],
+    model: type[ModelT],
+    *,
+    format_name: str,
+    version: int,
+    error: type[FileFormatError],
 ) -> ModelT:
     """Read and validate a JSON file.
 
@@ -39,7 +52,9 @@ def read_model(
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as problem:
-        raise error(f"{path}: not a text file (byte {problem.start}); expected a {format_name} JSON file") from problem
+        raise error(
+            f"{path}: not a text file (byte {problem.start}); expected a {format_name} JSON file"
+        ) from problem
     except OSError as problem:
         raise error(f"{path}: cannot be read: {problem.strerror}") from problem
     try:
@@ -57,18 +72,25 @@ def read_model(
 
 
 def _check_header(
-    path: str | os.PathLike[str], content: object, *, format_name: str, version: int, error: type[FileFormatError]
+    path: str | os.PathLike[str],
+    content: object,
+    *,
+    format_name: str,
+    version: int,
+    error: type[FileFormatError],
 ) -> None:
     if not isinstance(content, dict):
-        raise error(f"{path}: expected a JSON object with format {format_name!r}, found {type(content).__name__}")
+        raise error(
+            f"{path}: expected a JSON object with format {format_name!r}, found {type(content).__name__}"
+        )
     found = content.get("format")
     if found != format_name:
         raise error(f"{path}: field 'format' is {found!r}; this reader takes {format_name!r} only")
     found_version = content.get("version")
     if found_version != version or isinstance(found_version, bool):
         raise error(
-            f"{path}: {format_name} version {found_version!r} is not known; this release reads version {version} "
-            "only: use a matching release of teraio or write the file again"
+            f"{path}: {format_name} version {found_version!r} is not known; this release reads version "
+            f"{version} only: use a matching release of teraio or write the file again"
         )
 
 

@@ -6,6 +6,9 @@ Symbols: segments k with duration τ_k; classes c of blocks with periods p = (a,
 * O_{p,t,k}, I_{p,t,k} ∈ [0, 1]: fractions copied out and in by the end of segment k; both ascend.
 * δ_k ≥ 0: stall before segment k. e_k ≥ 0: bytes that leave during that stall. v_k ≥ 0: bytes that the coarse
   model cannot place in segment k; they are paid like moves on demand, and the exact stage places them.
+
+A period frees nothing in the segments of its two uses, so the coarse objective is pessimistic: where segments
+hold several stages the exact plan is often faster. The solver's bound is one on this model only.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from dataclasses import dataclass, field
 import pulp
 
 from planner.classes import BlockClass, ClassPeriod
-from planner.plan import WaitingTier
 from planner.problem import Problem, Route
 from planner.segments import Segment
 
@@ -30,8 +32,8 @@ Terms = list[tuple[pulp.LpVariable, float]]
 class PeriodVariables:
     """Variables of one class, period and tier. `out[i]` and `into[i]` are for segments `begin` + 1 + i.
 
-    Copies out happen in the first few segments of a period and copies in in the last few: beyond these windows
-    the same variable stands for several segments (out), or None for zero (into).
+    Copies out happen in the first few segments of a period and copies in in the last few: beyond these
+    windows one variable stands for several segments (out), or None for zero (into).
     """
 
     block_class: BlockClass
@@ -45,12 +47,12 @@ class PeriodVariables:
     @property
     def out_seconds(self) -> float:
         """Time that copying the class out takes on the link."""
-        return _seconds(self.block_class, self.route, outward=True)
+        return self.block_class.seconds(self.route.outward)
 
     @property
     def in_seconds(self) -> float:
         """Time that copying the class in takes on the link."""
-        return _seconds(self.block_class, self.route, outward=False)
+        return self.block_class.seconds(self.route.inward)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,11 +65,6 @@ class CoarseModel:
     leaving: list[pulp.LpVariable]
     unplaced: list[pulp.LpVariable]
     periods: list[PeriodVariables] = field(default_factory=list)
-
-
-def _seconds(block_class: BlockClass, route: Route, *, outward: bool) -> float:
-    link = route.outward if outward else route.inward
-    return len(block_class.blocks) * link.latency_seconds + block_class.size_bytes / link.bytes_per_second
 
 
 def build_model(
@@ -105,7 +102,12 @@ def build_model(
 
 
 def _variables(
-    program: pulp.LpProblem, name: str, block_class: BlockClass, period: ClassPeriod, route: Route, window: int
+    program: pulp.LpProblem,
+    name: str,
+    block_class: BlockClass,
+    period: ClassPeriod,
+    route: Route,
+    window: int,
 ) -> PeriodVariables:
     span = range(period.begin + 1, period.end)
     first_in = max(len(span) - window, 0)
@@ -128,7 +130,7 @@ def _add(program: pulp.LpProblem, terms: Terms, sense: int, right: float) -> Non
 
 
 def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> None:
-    """min Σ τ_k + Σ δ_k + λ · seconds of copying out + λ/10 · seconds of copying in + Σ v_k · (1/rate_out + 1/rate_in)."""
+    """min Σ τ_k + Σ δ_k + λ · seconds out + λ/10 · seconds in + Σ v_k · (1/rate_out + 1/rate_in)."""
     ideal = model.program.add_variable("ideal", 1, 1)
     terms: Terms = [(ideal, sum(segment.seconds for segment in model.segments))]
     terms += [(stall, 1.0) for stall in model.stall]
@@ -154,7 +156,7 @@ def add_one_tier_each(model: CoarseModel) -> None:
 
 
 def add_copy_order(model: CoarseModel) -> None:
-    """O_k ≥ O_{k−1}, I_k ≥ I_{k−1}, O_{b−1} + d = y, I_k ≤ O_{k−1} + d (frozen: d = y). I_b = y by the deadline."""
+    """O_k ≥ O_{k−1}, I_k ≥ I_{k−1}, O_{b−1} + d = y, I_k ≤ O_{k−1} + d (frozen: d = y), I_b = y."""
     for entry in model.periods:
         program, found = model.program, entry.found
         for variables in (entry.out, entry.into):
@@ -204,7 +206,10 @@ def _scale(problem: Problem) -> float:
 
 
 def add_memory(problem: Problem, model: CoarseModel) -> None:
-    """base_k − Σ size · (O_{k−1} + d − I_k) ≤ budget + e_k + v_k, base_k the largest over the segment's stages."""
+    """base_k − Σ size · (O_{k−1} + d − I_k) ≤ budget + e_k + v_k; base_k: largest of the segment's stages.
+
+    And e_k ≤ rate · δ_k, e_k ≤ Σ size · ΔO_k.
+    """
     count, scale = len(model.segments), _scale(problem)
     rows: list[Terms] = [[(model.leaving[k], -1.0), (model.unplaced[k], -1.0)] for k in range(count)]
     for entry in model.periods:
@@ -298,12 +303,3 @@ def add_capacity(model: CoarseModel, route: Route) -> None:
     for row in rows:
         if row:
             _add(model.program, row, pulp.LpConstraintLE, route.budget_bytes / scale)
-
-
-def chosen_tiers(model: CoarseModel) -> dict[int, WaitingTier]:
-    """Period index → tier, read from a solution."""
-    tiers: dict[int, WaitingTier] = {}
-    for entry in model.periods:
-        if (entry.chosen.value() or 0.0) > 0.5:
-            tiers.update(dict.fromkeys(entry.period.indices, entry.route.tier))
-    return tiers

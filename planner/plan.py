@@ -6,7 +6,7 @@ import json
 import os
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from planner.errors import PlanError
 from planner.files import FrozenModel, read_model, write_atomic
@@ -30,21 +30,21 @@ class Budgets(FrozenModel):
 
 
 class Offload(FrozenModel):
-    """Copy out: queued when stage `start` has ended; predicted to be done before stage `free_after` + 1 starts."""
+    """Copy out: queued when stage `start` has ended; predicted to be out before `free_after` + 1 starts."""
 
     start: Id
     free_after: Id
 
 
 class Prefetch(FrozenModel):
-    """Copy in: queued when stage `start` is reached (its predecessor has ended); needed by stage `ready_by`."""
+    """Copy in: queued when stage `start` is reached (the one before has ended); needed by `ready_by`."""
 
     start: Id
     ready_by: Id
 
 
 class Move(FrozenModel):
-    """One inactive period's decision: the block leaves the device after stage `after` and is back for `before`.
+    """One inactive period's decision: the block leaves the device after `after` and is back for `before`.
 
     Stage numbers run on over the iteration's end: a number ≥ the number of stages is in the next iteration.
     `offload` is None where a valid copy waits in `tier`: the block is dropped when stage `after` has ended.
@@ -63,8 +63,9 @@ class Move(FrozenModel):
         order = (self.after, leaves, self.prefetch.start - 1, self.prefetch.ready_by - 1, self.before - 1)
         if list(order) != sorted(order):
             raise ValueError(
-                f"move of block {self.block}: need after ≤ offload.start < prefetch.start ≤ ready_by ≤ before; found "
-                f"{self.after}, {leaves}, {self.prefetch.start}, {self.prefetch.ready_by}, {self.before}"
+                f"move of block {self.block}: need after ≤ offload.start < prefetch.start ≤ ready_by "
+                f"≤ before, found {self.after}, {leaves}, {self.prefetch.start}, {self.prefetch.ready_by}, "
+                f"{self.before}"
             )
         return self
 
@@ -118,7 +119,10 @@ class Predicted(FrozenModel):
 
 
 class Plan(FrozenModel):
-    """Decisions for one trace. `moves` are in the order in which each link's queue serves those of one stage."""
+    """Decisions for one trace.
+
+    `moves` are in queue order: of those that start at the same stage, a link serves the first one first.
+    """
 
     format: Literal["teraio.plan"] = "teraio.plan"
     version: Literal[1] = 1

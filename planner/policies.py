@@ -26,13 +26,13 @@ def plan(
 ) -> Plan:
     """Decide which blocks wait where and when they move; the result has been replayed in the simulator.
 
-    Policies: `"ilp"`: the integer program, made exact; `"belady"`: on demand, furthest next use first, as a pager
-    without a plan would do it; `"keep-all"`: no moves. `write_weight`: seconds of iteration time that one
-    second of copying out is worth (drives wear out). Blocks for about `time_limit_seconds` at the most.
+    Policies: `"ilp"`: the integer program, made exact; `"belady"`: on demand, furthest next use first, as a
+    pager without a plan would do it; `"keep-all"`: no moves. `write_weight`: seconds of iteration time that
+    one second of copying out is worth (drives wear out). Blocks for about `time_limit_seconds` at the most.
 
     Raises BudgetError (the budget is below what one stage needs, or below everything with keep-all),
-    InfeasiblePlanError (the lower tiers are too small), OptionsError (no such policy). Never SolverError: where
-    the solver fails, a greedy plan is returned and `plan.solver.status` says "failed".
+    InfeasiblePlanError (the lower tiers are too small), OptionsError (no such policy). Never SolverError:
+    where the solver fails, a greedy plan is returned and `plan.solver.status` says "failed".
     """
     if policy not in POLICIES:
         raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.errors import BudgetError
 from planner.lifetimes import InactivePeriod, inactive_periods, live_bytes, stage_floors
 from planner.plan import Budgets, Move, Offload, Placement, Plan, Prefetch, WaitingTier
 from planner.trace import Link, Trace
 
-__all__ = ["Decision", "Decisions", "Problem", "Route", "build_plan", "copies_out"]
+__all__ = ["Decision", "Decisions", "Problem", "Route", "build_plan", "copies_out", "in_units"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +134,25 @@ def _routes(trace: Trace, budgets: Budgets) -> tuple[Route, ...]:
     return tuple(sorted(routes, key=lambda route: -route.inward.bytes_per_second))
 
 
+def in_units(problem: Problem, unit_seconds: float) -> Problem:
+    """The same problem with the links' rates and latencies per `unit_seconds`; the trace is left as it is."""
+    routes = []
+    for route in problem.routes:
+        outward, inward = (
+            link.model_copy(
+                update={
+                    "bytes_per_second": link.bytes_per_second * unit_seconds,
+                    "latency_seconds": link.latency_seconds / unit_seconds,
+                }
+            )
+            for link in (route.outward, route.inward)
+        )
+        routes.append(replace(route, outward=outward, inward=inward))
+    return replace(problem, routes=tuple(routes))
+
+
 def copies_out(problem: Problem, decisions: Decisions) -> set[int]:
-    """Periods whose move must copy out: the first of each block, epoch and tier. The others find a valid copy."""
+    """Periods whose move must copy out: the first of each block, epoch and tier. Others find a valid copy."""
     first: dict[tuple[int, int, str], int] = {}
     for index in decisions:
         period = problem.periods[index]
@@ -148,7 +165,7 @@ def copies_out(problem: Problem, decisions: Decisions) -> set[int]:
 
 
 def build_plan(problem: Problem, decisions: Decisions, *, policy: str) -> Plan:
-    """The plan that carries out `decisions`, without predictions. Queues serve the earliest deadline first."""
+    """The plan that carries out `decisions`, not yet with predictions; earliest deadlines first."""
     dirty = copies_out(problem, decisions)
     stages = problem.stage_count
     initial = {block.id: "device" for block in problem.trace.blocks if block.persistent}
@@ -181,5 +198,5 @@ def build_plan(problem: Problem, decisions: Decisions, *, policy: str) -> Plan:
 
 
 def _deadline(move: Move, stages: int) -> int:
-    """The stage before which the block must be back, counted on from the stage at which the prefetch starts."""
+    """The stage before which the block must be back, counted on from the stage where the prefetch starts."""
     return move.before - move.prefetch.start + move.prefetch.start % stages

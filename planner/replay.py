@@ -1,15 +1,16 @@
-"""A plan laid out by stage for the simulator, after checking that its moves fit the trace."""
+"""What the simulator replays: a plan laid out by stage, checked against the trace; links with queues."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.errors import InfeasiblePlanError, PlanError
 from planner.plan import Move, Plan
-from planner.trace import Block, Trace
+from planner.trace import Block, Link, Trace
 
-__all__ = ["Program", "compile_program"]
+__all__ = ["Channel", "Job", "Program", "compile_program"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +30,37 @@ class Program:
     frozen: frozenset[int]
 
 
+@dataclass(slots=True)
+class Job:
+    """One queued transfer."""
+
+    move: int
+    block: int
+    size: int
+    inward: bool
+    tier: str
+    queued: float
+
+
+@dataclass(slots=True)
+class Channel:
+    """A link and its queue."""
+
+    link: Link
+    queue: deque[Job] = field(default_factory=deque)
+    active: Job | None = None
+    began: float = 0.0
+
+
 def compile_program(trace: Trace, plan: Plan) -> Program:
-    """Lay the plan out by stage. Raises PlanError (another trace) or InfeasiblePlanError (a move does not fit)."""
+    """Lay the plan out by stage.
+
+    Raises PlanError (made for another trace) or InfeasiblePlanError (a move does not fit the trace).
+    """
     if plan.trace_fingerprint != trace.fingerprint:
         raise PlanError(
-            f"the plan was made for trace {plan.trace_fingerprint}, this one is {trace.fingerprint}: plan again"
+            f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: "
+            "plan again"
         )
     count = len(trace.stages)
     program = Program(
@@ -91,23 +118,26 @@ def _gaps(block: Block, count: int) -> Iterator[tuple[int, int]]:
 
 def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]]) -> None:
     if move.block >= len(trace.blocks):
-        raise InfeasiblePlanError(f"a move names block {move.block}; the trace has {len(trace.blocks)} blocks")
+        raise InfeasiblePlanError(
+            f"a move names block {move.block}; the trace has {len(trace.blocks)} blocks"
+        )
     block = trace.blocks[move.block]
+    what = f"block {block.name!r} is moved"
     if not block.movable:
-        raise InfeasiblePlanError(f"block {block.name!r} is moved although it is not movable", block=block.name)
+        raise InfeasiblePlanError(f"{what} although it is not movable", block=block.name)
     if (move.after, move.before) not in set(_gaps(block, len(trace.stages))):
         raise InfeasiblePlanError(
-            f"block {block.name!r} is moved between stages {move.after} and {move.before}, which are not consecutive "
-            f"uses of it; its uses are {list(block.uses)}",
+            f"{what} between stages {move.after} and {move.before}, which are not consecutive uses of it; "
+            f"its uses are {list(block.uses)}",
             block=block.name,
         )
     if (move.block, move.after) in seen:
-        raise InfeasiblePlanError(f"block {block.name!r} is moved twice after stage {move.after}", block=block.name)
+        raise InfeasiblePlanError(f"{what} twice after stage {move.after}", block=block.name)
     seen.add((move.block, move.after))
     for pair in (("device", move.tier), (move.tier, "device")):
         if trace.hardware.link(*pair) is None:
             raise InfeasiblePlanError(
-                f"block {block.name!r} is moved to the {move.tier} tier, but there is no link {pair[0]}->{pair[1]}",
+                f"{what} to the {move.tier} tier, but there is no link {pair[0]}->{pair[1]}",
                 block=block.name,
             )
 
@@ -117,15 +147,17 @@ def _check_initial(trace: Trace, plan: Plan, program: Program) -> None:
     given: dict[int, str] = {}
     for placement in plan.initial:
         if placement.block >= len(trace.blocks):
-            raise InfeasiblePlanError(f"initial names block {placement.block}; the trace has {len(trace.blocks)} blocks")
+            raise InfeasiblePlanError(
+                f"initial names block {placement.block}; the trace has {len(trace.blocks)} blocks"
+            )
         given[placement.block] = placement.tier
     for block in trace.blocks:
         found = given.get(block.id, "device")
         wanted = program.initial[block.id] if block.persistent else "device"
         if found != wanted:
             raise InfeasiblePlanError(
-                f"block {block.name!r} waits in the {found} tier when the iteration begins, but the moves leave it in "
-                f"{wanted}: the plan is not cyclic",
+                f"block {block.name!r} waits in the {found} tier when the iteration begins, but the moves "
+                f"leave it in {wanted}: the plan is not cyclic",
                 stage=trace.stages[0].name,
                 block=block.name,
             )

@@ -1,4 +1,4 @@
-"""How full the lower tiers get: a copy keeps its place until the block dies, a persistent block's for ever."""
+"""How full the lower tiers get: a copy keeps its place until the block dies; a persistent one, for ever."""
 
 from __future__ import annotations
 

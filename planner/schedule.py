@@ -42,9 +42,9 @@ class StageClock:
 def schedule(problem: Problem, decisions: Decisions, clock: StageClock, *, lead: float) -> Decisions:
     """Choose the stage at which each prefetch is queued.
 
-    Begins with every prefetch on demand (which always fits), then, earliest deadline first, moves each forward in
-    time to where it must begin if its link serves all in order of deadline and `lead` times its own transfer
-    time is kept as a reserve; as far as the budget holds at every stage that it would then occupy.
+    Begins with every prefetch on demand (which always fits), then, earliest deadline first, moves each
+    forward in time to where it must begin if its link serves all in order of deadline and `lead` times its
+    own transfer time is kept as a reserve; as far as the budget holds at every stage that it would occupy.
     """
     result = {
         index: replace(decision, start=problem.periods[index].before) for index, decision in decisions.items()

@@ -44,8 +44,6 @@ def segments_of(problem: Problem, most: int) -> tuple[Segment, ...]:
         firsts.pop(best)
     borders = [*firsts, len(stages)]
     return tuple(
-        Segment(
-            first=first, last=end - 1, seconds=sum(stage.duration_seconds for stage in stages[first:end])
-        )
+        Segment(first=first, last=end - 1, seconds=sum(stage.duration_seconds for stage in stages[first:end]))
         for first, end in zip(borders, borders[1:], strict=False)
     )

@@ -2,109 +2,45 @@
 
 [Note: execution semantics] These rules are the runtime's too.
 
-* Stage s is *reached* when stage s − 1 has ended. At that instant, in this order: dead blocks and workspace of s − 1
-  are freed, blocks whose move has no offload are dropped, offloads with start s − 1 are queued, prefetches with
-  start s are queued (each link's queue in the order of the plan's moves). Then s waits for its inputs and for room.
-* While a reached stage waits, its outputs and workspace count as taken when a prefetch asks for room; so a prefetch
-  never takes the room that the next stage needs. s starts when its inputs are resident and its outputs and workspace fit.
-* A link serves its queue strictly in order, one block at a time, latency + size / rate each. A prefetch reserves its
-  memory when the link begins it; at the head of the queue it waits for room, and for the block's own copy out.
-* A block that is copied out counts until the copy is done. A copy keeps its place in the lower tier until the block dies;
-  that of a persistent block for ever.
-* The iteration is cyclic. Times are those of the steady state: iterations are replayed until two in a row agree.
+* Stage s is *reached* when stage s − 1 has ended. At that instant, in this order: dead blocks and workspace
+  of s − 1 are freed, blocks whose move has no offload are dropped, offloads with start s − 1 are queued,
+  prefetches with start s are queued (each queue in the order of the plan's moves). Then s waits.
+* s starts when its inputs are resident and its outputs and workspace fit. From the time it is reached they
+  count as taken whenever a prefetch asks for room: no prefetch takes the room that the next stage needs.
+* A link serves its queue strictly in order, one block at a time, latency + size / rate each. A prefetch
+  reserves its memory when the link begins it; at the head of the queue it waits for room, and for the block's
+  own copy out.
+* A block that is copied out counts until the copy is done. A copy keeps its place in the lower tier until the
+  block dies; that of a persistent block for ever.
+* The iteration is cyclic. Times are those of the steady state: iterations are replayed until two in a row
+  agree.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from dataclasses import dataclass, field
 from typing import Literal
 
 from planner.errors import InfeasiblePlanError
 from planner.plan import Plan
-from planner.replay import Program, compile_program
-from planner.trace import Link, Trace
+from planner.replay import Channel, Job, Program, compile_program
+from planner.timeline import StageTimes, Timeline, Transfer
+from planner.trace import Trace
 
-__all__ = ["StageTimes", "Timeline", "Transfer", "simulate"]
+__all__ = ["simulate"]
 
 _MOST_ITERATIONS = 8
 _SAME = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimes:
-    """One stage in the steady state, in seconds from the end of the iteration before."""
-
-    reached_seconds: float
-    start_seconds: float
-    end_seconds: float
-
-    @property
-    def stall_seconds(self) -> float:
-        """How long the stage waited for its inputs and for room."""
-        return self.start_seconds - self.reached_seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """One block over one link in the steady state. `move` is the index in the plan's moves."""
-
-    move: int
-    block: int
-    link: str
-    queued_seconds: float
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """What a plan does in one iteration of the steady state. Keys: tier names and `"device->storage"` and the like."""
-
-    iteration_seconds: float
-    stages: tuple[StageTimes, ...]
-    transfers: tuple[Transfer, ...]
-    peak_bytes: dict[str, int]
-    moved_bytes: dict[str, int]
-    storage_written_bytes: int
-
-    @property
-    def stall_seconds(self) -> float:
-        """Sum of the stalls of all stages."""
-        return sum(stage.stall_seconds for stage in self.stages)
-
-
 def simulate(trace: Trace, plan: Plan) -> Timeline:
     """Replay `plan` on `trace` by the rules of [Note: execution semantics].
 
-    Raises PlanError when the plan was made for another trace, and InfeasiblePlanError, naming stage and block, when
-    a move does not fit the trace, a budget is exceeded, the iteration is not cyclic, or stages and links wait for
-    each other for ever.
+    Raises PlanError when the plan was made for another trace, and InfeasiblePlanError, naming stage and
+    block, when a move does not fit the trace, a budget is exceeded, the iteration is not cyclic, or stages
+    and links wait for each other for ever.
     """
     return _Replay(trace, plan, compile_program(trace, plan)).run()
-
-
-@dataclass(slots=True)
-class _Job:
-    """One queued transfer."""
-
-    move: int
-    block: int
-    size: int
-    inward: bool
-    tier: str
-    queued: float
-
-
-@dataclass(slots=True)
-class _Channel:
-    """A link and its queue."""
-
-    link: Link
-    queue: deque[_Job] = field(default_factory=deque)
-    active: _Job | None = None
-    began: float = 0.0
 
 
 class _Replay:
@@ -116,7 +52,7 @@ class _Replay:
         self.program = program
         self.device_budget = plan.budgets.device_bytes
         self.lower_budget = {"host": plan.budgets.host_bytes, "storage": plan.budgets.storage_bytes}
-        self.channels = {link.name: _Channel(link) for link in trace.hardware.links}
+        self.channels = {link.name: Channel(link) for link in trace.hardware.links}
         self.state: list[Literal["device", "leaving", "coming", "away"]] = ["away"] * len(trace.blocks)
         self.copies: list[set[str]] = [set() for _ in trace.blocks]
         self.places: list[set[str]] = [set() for _ in trace.blocks]
@@ -139,9 +75,9 @@ class _Replay:
         previous: Timeline | None = None
         for self.iteration in range(_MOST_ITERATIONS):
             timeline = self._one_iteration()
-            if previous is not None and abs(previous.iteration_seconds - timeline.iteration_seconds) <= _SAME * max(
-                timeline.iteration_seconds, 1e-12
-            ):
+            if previous is not None and abs(
+                previous.iteration_seconds - timeline.iteration_seconds
+            ) <= _SAME * max(timeline.iteration_seconds, 1e-12):
                 break
             previous = timeline
         return timeline
@@ -157,7 +93,7 @@ class _Replay:
             if where == "device":
                 self.state[block.id] = "device"
                 self.used["device"] += block.size_bytes
-            # Copies made in the iteration before are taken as valid; later iterations check that they are made.
+            # Copies made in the iteration before are taken as valid; later iterations check that they are.
             self.copies[block.id] = set(self.program.persistent_places[block.id])
         if self.used["device"] > self.device_budget:
             raise InfeasiblePlanError(
@@ -182,7 +118,9 @@ class _Replay:
             transfers=tuple(self.transfers),
             peak_bytes=dict(self.peak),
             moved_bytes=dict(self.moved),
-            storage_written_bytes=sum(size for name, size in self.moved.items() if name.endswith("->storage")),
+            storage_written_bytes=sum(
+                size for name, size in self.moved.items() if name.endswith("->storage")
+            ),
         )
 
     def _reach(self, stage: int) -> None:
@@ -240,8 +178,8 @@ class _Replay:
         block = self.trace.blocks[move.block]
         if move.tier not in self.copies[block.id] and block.id not in self.program.frozen:
             raise InfeasiblePlanError(
-                f"block {block.name!r} is dropped after stage {self.trace.stages[move.after].name!r} although no valid "
-                f"copy waits in the {move.tier} tier: give the move an offload",
+                f"block {block.name!r} is dropped after stage {self.trace.stages[move.after].name!r} "
+                f"although no valid copy waits in the {move.tier} tier: give the move an offload",
                 stage=self.trace.stages[move.after].name,
                 block=block.name,
             )
@@ -250,7 +188,7 @@ class _Replay:
 
     def _queue(self, index: int, *, inward: bool) -> None:
         move = self.plan.moves[index]
-        job = _Job(
+        job = Job(
             move=index,
             block=move.block,
             size=self.trace.blocks[move.block].size_bytes,
@@ -317,10 +255,14 @@ class _Replay:
             return
         missing = [block for block in self.program.inputs[stage] if self.state[block] != "device"]
         name = self.trace.stages[stage].name
-        waits = f"for block {self.trace.blocks[missing[0]].name!r}" if missing else f"for {self.waiting_bytes:,} bytes"
+        waits = (
+            f"for block {self.trace.blocks[missing[0]].name!r}"
+            if missing
+            else f"for {self.waiting_bytes:,} bytes"
+        )
         raise InfeasiblePlanError(
-            f"stage {name!r} waits for ever {waits}: {self.used['device']:,} of {self.device_budget:,} device bytes are "
-            "taken and no transfer is under way; move more blocks, or start prefetches later",
+            f"stage {name!r} waits for ever {waits}: {self.used['device']:,} of {self.device_budget:,} "
+            "device bytes are taken and no transfer is under way: move more blocks, or prefetch later",
             stage=name,
             block=self.trace.blocks[missing[0]].name if missing else None,
         )
@@ -338,8 +280,8 @@ class _Replay:
         limit = self.lower_budget[tier]
         if limit is not None and self.used[tier] > limit:
             raise InfeasiblePlanError(
-                f"the {tier} tier would hold {self.used[tier]:,} bytes; its budget is {limit:,} bytes: raise it, or move "
-                f"fewer blocks (the last was {self.trace.blocks[block].name!r})",
+                f"the {tier} tier would hold {self.used[tier]:,} bytes; its budget is {limit:,} bytes: raise "
+                f"it, or move fewer blocks (the last was {self.trace.blocks[block].name!r})",
                 stage=self.trace.stages[stage].name,
                 block=self.trace.blocks[block].name,
             )

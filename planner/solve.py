@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from dataclasses import dataclass
 
 import pulp
 
 from planner.errors import SolverError
-from planner.formulation import CoarseModel, chosen_tiers
+from planner.formulation import CoarseModel
 from planner.plan import SolverReport, WaitingTier
 
 __all__ = ["Solution", "solve"]
@@ -25,30 +26,36 @@ class Solution:
     report: SolverReport
 
 
-def solve(model: CoarseModel, *, time_limit_seconds: float, gap: float, build_seconds: float) -> Solution:
-    """Solve with HiGHS, or CBC where HiGHS is not installed. Blocks for `time_limit_seconds` at the most (CBC may overrun).
+def solve(
+    model: CoarseModel, *, time_limit_seconds: float, gap: float, build_seconds: float, unit_seconds: float
+) -> Solution:
+    """Solve with HiGHS, or with CBC where HiGHS is not installed.
 
-    The objective counts the ideal iteration time too. Raises SolverError when no solver is installed, or when the
-    limit passes without any solution.
+    Blocks for about `time_limit_seconds` at the most (CBC may overrun it). The objective counts the ideal
+    iteration time too. The model counts time in `unit_seconds`, the report in seconds. Raises SolverError
+    when no solver is installed, or the limit passes with no solution.
     """
     name, solver = _pick_solver(time_limit_seconds, gap)
     began = time.perf_counter()
     try:
         model.program.solve(solver)
     except pulp.PulpSolverError as problem:
-        raise SolverError(f"{name} failed: {problem}; give a longer solver_time_limit or another policy") from problem
+        raise SolverError(
+            f"{name} failed: {problem}; give a longer solver_time_limit or another policy"
+        ) from problem
     seconds = time.perf_counter() - began
     # `status` says Optimal even after a time limit; only `sol_status` tells a proof from a mere solution.
     proved = model.program.sol_status == pulp.LpSolutionOptimal
     if not proved and model.program.sol_status != pulp.LpSolutionIntegerFeasible:
         raise SolverError(
-            f"{name} found no solution in {time_limit_seconds} s ({pulp.LpSolution[model.program.sol_status]}); "
+            f"{name} found no solution in {time_limit_seconds} s "
+            f"({pulp.LpSolution[model.program.sol_status]}); "
             "give a longer solver_time_limit"
         )
-    objective = float(pulp.value(model.program.objective))
-    bound = _dual_bound(name, model)
+    objective = float(pulp.value(model.program.objective)) * unit_seconds
+    bound = _dual_bound(name, model, unit_seconds)
     return Solution(
-        tiers=chosen_tiers(model),
+        tiers=_chosen_tiers(model),
         report=SolverReport(
             name=name,
             status="optimal" if proved else "feasible",
@@ -65,15 +72,30 @@ def _pick_solver(time_limit_seconds: float, gap: float) -> tuple[str, pulp.LpSol
     highs = pulp.HiGHS(msg=False, timeLimit=time_limit_seconds, gapRel=gap, threads=_THREADS)
     if highs.available():
         return "HiGHS", highs
-    cbc = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_seconds, gapRel=gap, threads=_THREADS)
-    if cbc.available():
-        return "CBC", cbc
+    # PuLP bundles CBC until its version 4; COIN_CMD is one on the path.
+    for cbc_class in (pulp.COIN_CMD, getattr(pulp, "PULP_CBC_CMD", None)):
+        if cbc_class is None:
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            cbc = cbc_class(msg=False, timeLimit=time_limit_seconds, gapRel=gap, threads=_THREADS)
+        if cbc.available():
+            return "CBC", cbc
     raise SolverError("no solver is installed: install highspy (pip install highspy), or use policy='belady'")
 
 
-def _dual_bound(name: str, model: CoarseModel) -> float | None:
+def _dual_bound(name: str, model: CoarseModel, unit_seconds: float) -> float | None:
     """The bound that the solver proved on the objective, or None where it does not tell (CBC does not)."""
     if name != "HiGHS":
         return None
     bound = float(model.program.solverModel.getInfo().mip_dual_bound)
-    return bound if math.isfinite(bound) else None
+    return bound * unit_seconds if math.isfinite(bound) else None
+
+
+def _chosen_tiers(model: CoarseModel) -> dict[int, WaitingTier]:
+    """Period index → tier, read from a solution."""
+    tiers: dict[int, WaitingTier] = {}
+    for entry in model.periods:
+        if (entry.chosen.value() or 0.0) > 0.5:
+            tiers.update(dict.fromkeys(entry.period.indices, entry.route.tier))
+    return tiers

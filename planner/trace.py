@@ -1,4 +1,4 @@
-"""The trace: what was measured in one iteration. Schema, validation, file. `traces/README.md` is the prose."""
+"""The trace: what was measured in one iteration. Schema, validation, file; prose: `traces/README.md`."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ class Block(FrozenModel):
     def _uses_ordered(self) -> Self:
         for label, stages in (("reads", self.reads), ("writes", self.writes)):
             if list(stages) != sorted(set(stages)):
-                raise ValueError(f"block {self.id} {label} must ascend without repetition, found {list(stages)}")
+                raise ValueError(
+                    f"block {self.id} {label} must ascend without repetition, found {list(stages)}"
+                )
         if not self.reads and not self.writes:
             raise ValueError(f"block {self.id} has no use: leave out what no stage reads or writes")
         return self
@@ -175,7 +177,9 @@ class Trace(FrozenModel):
         stages, blocks = len(self.stages), len(self.blocks)
         for block in self.blocks:
             if block.uses[-1] >= stages:
-                raise ValueError(f"block {block.id} is used by stage {block.uses[-1]}; the last stage is {stages - 1}")
+                raise ValueError(
+                    f"block {block.id} is used by stage {block.uses[-1]}; the last stage is {stages - 1}"
+                )
         for subgroup in self.subgroups:
             _check_ids(f"subgroup {subgroup.id}", (subgroup.stage,), stages, "stage")
             _check_ids(f"subgroup {subgroup.id}", subgroup.blocks, blocks, "block")
@@ -190,8 +194,8 @@ class Trace(FrozenModel):
         trace = read_model(path, cls, format_name=FORMAT, version=VERSION, error=TraceError)
         if trace.stored_fingerprint not in (None, "", trace.fingerprint):
             raise TraceError(
-                f"{path}: the content does not match its fingerprint {trace.stored_fingerprint}; it was changed "
-                "after it was written: remove the field 'fingerprint' if the change was meant"
+                f"{path}: the content does not match its fingerprint {trace.stored_fingerprint}; it was "
+                "changed after it was written: remove the field 'fingerprint' if the change was meant"
             )
         return trace.model_copy(update={"stored_fingerprint": None})
 
@@ -219,4 +223,6 @@ def _check_consecutive(label: str, ids: list[int]) -> None:
 def _check_ids(owner: str, ids: tuple[int, ...], count: int, what: str) -> None:
     for identifier in ids:
         if identifier >= count:
-            raise ValueError(f"{owner} refers to {what} {identifier}; there are {count} ({what} ids are 0 to {count - 1})")
+            raise ValueError(
+                f"{owner} refers to {what} {identifier}; there are {count} ({what} ids are 0 to {count - 1})"
+            )

@@ -1,7 +1,8 @@
-"""Makes one plan in a process of its own: `python -m planner.worker TRACE PLAN DEVICE_BYTES STORAGE_BYTES SECONDS`.
+"""Makes one plan in a process of its own.
 
-The solver's memory and its time on the interpreter lock stay out of the training process. STORAGE_BYTES is "-" for no
-limit. Exit status 0 if the plan was written; 3 with one line on standard error if no plan can be made.
+`python -m planner.worker TRACE PLAN DEVICE_BYTES STORAGE_BYTES SECONDS`: the solver's memory and its time on
+the interpreter lock stay out of the training process. STORAGE_BYTES is "-" for no limit. Exit status 0 if the
+plan was written; 3 with one line on standard error if no plan can be made.
 """
 
 from __future__ import annotations

@@ -64,12 +64,30 @@ class CpuMemory:
         self._libc.mallopt(_M_MMAP_THRESHOLD, smallest_bytes)
         self._libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
         self._libc.mallopt(_M_MMAP_MAX, 1 << 30)
+        self._plugs: list[int] = []
+        self.plug_heap()
         probe = torch.empty(2 * smallest_bytes, dtype=torch.uint8)
         if self.span(probe.untyped_storage()) is None:
             raise UnsupportedError(
                 "a memory budget on CPU needs glibc's malloc, but tensors come from another allocator; "
                 "start without LD_PRELOAD of jemalloc or tcmalloc and without THP_MEM_ALLOC_ENABLE, or leave out memory_budget"
             )
+
+    def plug_heap(self) -> None:
+        """Make large allocations be mappings again, after the heap has got holes of that size.
+
+        glibc serves an allocation of any size from a hole if there is one. So holes are given back to the operating
+        system and then filled with allocations that nobody touches. That costs address space, not memory.
+        """
+        self._libc.malloc_trim(0)
+        while True:
+            address = self._libc.malloc(self.smallest_bytes)
+            if address is None:
+                return
+            if ctypes.c_size_t.from_address(address - 8).value & _IS_MMAPPED:
+                self._libc.free(address)
+                return
+            self._plugs.append(address)
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         """The whole pages of `storage` if its memory is a mapping of its own, else None."""
@@ -132,6 +150,9 @@ def _load_libc() -> ctypes.CDLL:
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = libc.malloc_trim.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc

@@ -85,14 +85,14 @@ class CpuMover:
         self._memory.move_pages(self._arrived.pop(block), _span(block))
 
     def hurry(self, block: Block) -> None:
-        transfer = self._transfers.get(block)
-        if transfer is not None:
-            transfer.promote()
+        if block in self._transfers:
+            self._transfers[block].promote()
 
     def settle(self, block: Block) -> None:
         self._memory.forget_cached(_span(block))
 
     def forget(self, block: Block) -> None:
+        self._transfers.pop(block, None)
         if block.slot is not None:
             self._store.release(block.slot)
             block.slot = None
@@ -105,7 +105,6 @@ class CpuMover:
         self._alive[block] = storage
 
         def ended(transfer: Transfer) -> None:
-            self._transfers.pop(block, None)
             try:
                 done(transfer.error)
             finally:

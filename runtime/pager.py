@@ -123,10 +123,10 @@ class Pager:
     def retire(self, blocks: Sequence[Block], written: Sequence[Block]) -> None:
         """The stage is done: what it held may move again, copies of what it wrote are invalid. Never blocks."""
         with self._changed:
-            self._note_peak()
             for block in written:
                 _touch(block)
             self._release(blocks)
+            self._note_peak()
 
     def _release(self, blocks: Sequence[Block]) -> None:
         for block in blocks:

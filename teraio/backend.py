@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from planner.errors import TeraioError
 from runtime.program import Kind, Phase, Program
 from teraio import registry
 from teraio.options import parse_options
@@ -21,9 +22,26 @@ def teraio(
     """Compile a captured graph so that it trains within a memory budget. Called by torch.compile.
 
     gm, example_inputs: from Dynamo. options: see `teraio.options.Options`.
-    Blocks for the compilation of the forward and the backward graph. Raises OptionsError, BudgetError if no schedule
-    can satisfy the budget, StorageFullError if the spill files would not fit.
+    Blocks for the compilation of the forward and the backward graph. OptionsError, BudgetError (no schedule can satisfy
+    the budget) and StorageFullError (the spill files would not fit) are raised by the first call of the result: what a
+    backend raises itself would reach the user wrapped up in an error of Dynamo's, or not at all.
     """
+    try:
+        return _compile_graphs(gm, example_inputs, options)
+    except TeraioError as error:
+        return _raiser(error)
+
+
+def _raiser(error: TeraioError) -> Callable[..., Any]:
+    def refuse(*arguments: Any) -> Any:
+        raise error
+
+    return refuse
+
+
+def _compile_graphs(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None
+) -> Callable[..., Any]:
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 

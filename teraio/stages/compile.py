@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -202,16 +203,6 @@ def _is_mutated(piece: Piece, node: Node) -> bool:
     return False
 
 
-def _roots(module: GraphModule) -> dict[Node, Node]:
-    """For every node of a piece the node whose storage it shares (itself if it owns new memory)."""
-    roots: dict[Node, Node] = {}
-    for node in module.graph.nodes:
-        source = node.all_input_nodes[0] if node.all_input_nodes else None
-        shares = source is not None and (work.is_view(node) or work.is_getitem(node))
-        roots[node] = roots[source] if shares and source is not None else node
-    return roots
-
-
 def _distinct_bytes(nodes: Sequence[Node]) -> int:
     """Bytes of the storages of `nodes`, as far as the fake tensors tell; shared ones count once."""
     storages: dict[int, int] = {}
@@ -223,35 +214,50 @@ def _distinct_bytes(nodes: Sequence[Node]) -> int:
     return sum(storages.values())
 
 
+StorageKey = tuple[Node, int | None]
+"""The node that owns a storage, and which of its results, if it has several."""
+
+
+def _storages(module: GraphModule) -> dict[Node, StorageKey]:
+    """For every node of a piece the storage that its result lies in."""
+    keys: dict[Node, StorageKey] = {}
+    for node in module.graph.nodes:
+        keys[node] = (node, None)
+        if node.all_input_nodes and work.is_getitem(node) and not work.is_view(node.all_input_nodes[0]):
+            keys[node] = (node.all_input_nodes[0], node.args[1])
+        elif node.all_input_nodes and (work.is_view(node) or work.is_getitem(node)):
+            keys[node] = keys[node.all_input_nodes[0]]
+    return keys
+
+
+def _storage_bytes(key: StorageKey) -> int:
+    owner, part = key
+    value = owner.meta.get("val")
+    return sum(work.storage_bytes(t) for t in work.fake_tensors(value if part is None else value[part]))
+
+
 def _new_bytes(piece: Piece) -> int:
+    """Bytes of the storages that the outputs lie in, inputs' storages apart."""
+    storages = _storages(piece.module)
     (output,) = (n for n in piece.module.graph.nodes if n.op == "output")
-    roots = _roots(piece.module)
-    fresh: dict[tuple[Node, Any], int] = {}
-    for node in output.args[0]:
-        root = roots[node]
-        if root.op != "placeholder":
-            part = node.args[1] if work.is_getitem(node) and not work.is_view(root) else None
-            size = work.output_bytes(node)
-            fresh[root, part] = max(fresh.get((root, part), 0), size)
-    return sum(fresh.values())
+    return sum(_storage_bytes(key) for key in {storages[n] for n in output.args[0]} if key[0].op != "placeholder")
 
 
 def _workspace_bytes(piece: Piece) -> int:
     """Upper estimate by the lifetimes of intermediate results, run operator by operator; fused code needs less."""
-    roots = _roots(piece.module)
+    storages = _storages(piece.module)
     nodes = list(piece.module.graph.nodes)
-    last: dict[Node, int] = {}
+    last: dict[StorageKey, int] = {}
+    first: dict[StorageKey, int] = {}
     for number, node in enumerate(nodes):
-        for source in node.all_input_nodes:
-            last[roots[source]] = number
-    result_roots = {roots[n] for n in nodes[-1].args[0]}
-    live = peak = 0
-    dying: dict[int, int] = {}
-    for number, node in enumerate(nodes):
-        if node.op in ("call_function", "call_module") and roots[node] is node and node not in result_roots:
-            size = work.output_bytes(node)
-            live += size
-            dying[last.get(node, number)] = dying.get(last.get(node, number), 0) + size
-        peak = max(peak, live)
-        live -= dying.pop(number, 0)
-    return peak
+        for source in (*node.all_input_nodes, node):
+            last[storages[source]] = number
+            first.setdefault(storages[source], number)
+    outputs = {storages[n] for n in nodes[-1].args[0]}
+    change = [0] * (len(nodes) + 1)
+    for key, begin in first.items():
+        several = key[1] is None and isinstance(key[0].meta.get("val"), (tuple, list))
+        if key[0].op == "call_function" and key not in outputs and not several:
+            change[begin] += _storage_bytes(key)
+            change[last[key] + 1] -= _storage_bytes(key)
+    return max(itertools.accumulate(change))

@@ -1,4 +1,4 @@
-"""Random traces, budgets and plans, and a trace in the shape of a transformer. Loaded by path (see conftest)."""
+"""Random traces, budgets and plans, and a trace in the shape of a transformer. Loaded by path."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from planner import Budgets, Plan, Trace, floor, simulate
+from planner.evict import evict_furthest
 from planner.lifetimes import live_bytes
 from planner.problem import Decision, Decisions, Problem, build_plan
-from planner.evict import evict_furthest
 
 KINDS = ("parameter", "gradient", "optimizer_state", "activation", "buffer")
 
@@ -113,8 +113,8 @@ def transformer_trace(
 ) -> Trace:
     """A training step in the shape of a transformer: forward, backward, one optimizer stage per layer.
 
-    Per forward stage: one parameter of `size` bytes and two activations, kept for the backward; per backward stage one
-    gradient, used by the layer's optimizer stage. Backward stages take twice `seconds`.
+    Per forward stage: one parameter of `size` bytes and two activations, kept for the backward; per backward
+    stage one gradient, used by the layer's optimizer stage. Backward stages take twice `seconds`.
     """
     forward = layers * stages_per_layer
     stages: list[dict[str, Any]] = []
@@ -128,7 +128,9 @@ def transformer_trace(
             }
         )  # fmt: skip
 
-    def block(name: str, kind: str, bytes_: int, persistent: bool, reads: list[int], writes: list[int]) -> None:
+    def block(
+        name: str, kind: str, bytes_: int, persistent: bool, reads: list[int], writes: list[int]
+    ) -> None:
         blocks.append(
             {
                 "id": len(blocks), "name": name, "kind": kind, "size_bytes": bytes_, "persistent": persistent,
@@ -151,4 +153,6 @@ def transformer_trace(
         if states:
             block(f"state.{f}", "optimizer_state", 2 * size, True, [o], [o])
     machine = hardware(rate=rate, latency=1e-4)
-    return Trace.model_validate({"name": "transformer", "hardware": machine, "stages": stages, "blocks": blocks})
+    return Trace.model_validate(
+        {"name": "transformer", "hardware": machine, "stages": stages, "blocks": blocks}
+    )

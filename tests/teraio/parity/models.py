@@ -35,16 +35,22 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Byte-level language model: tokens [batch, time] to logits [batch, time, 256]."""
+    """Language model, of bytes unless told otherwise: tokens [batch, time] to logits [batch, time, vocabulary]."""
 
     def __init__(
-        self, *, layers: int = 2, width: int = 256, dropout: float = 0.0, tied: bool = False
+        self,
+        *,
+        layers: int = 2,
+        width: int = 256,
+        vocabulary: int = VOCABULARY,
+        dropout: float = 0.0,
+        tied: bool = False,
     ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
+        self.embed = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(Layer(width, 4, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         if tied:
             nn.init.normal_(self.embed.weight, std=0.02)
             self.head.weight = self.embed.weight
@@ -145,7 +151,7 @@ def tokens(steps: int, *, batch: int = 8, time: int = 128) -> list[Batch]:
     return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in drawn]
 
 
-def features(steps: int, *, batch: int = 1024, inputs: int = 64, classes: int = VOCABULARY) -> list[Batch]:
+def features(steps: int, *, batch: int = 640, inputs: int = 64, classes: int = VOCABULARY) -> list[Batch]:
     """Normal features [batch, inputs] and random classes [batch]."""
     generator = torch.Generator().manual_seed(12)
     return [
@@ -158,8 +164,8 @@ def features(steps: int, *, batch: int = 1024, inputs: int = 64, classes: int = 
 
 
 def features_of_changing_size(steps: int) -> list[Batch]:
-    """Batches of 1024, 768 and 512 rows in turn."""
-    return [features(step + 1, batch=(1024, 768, 512)[step % 3])[-1] for step in range(steps)]
+    """Batches of 768, 640 and 576 rows in turn."""
+    return [features(step + 1, batch=(768, 640, 576)[step % 3])[-1] for step in range(steps)]
 
 
 def images(steps: int) -> list[Batch]:

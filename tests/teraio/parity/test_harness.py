@@ -106,7 +106,7 @@ def test_a_run_without_runtimes_is_seen(result: Result) -> None:
 @pytest.mark.parametrize(
     ("status", "message"),
     [
-        (Reported(phase="demand"), "demand"),
+        (Reported(phase="demand"), "no plan took over; phases after each step: .*demand"),
         (Reported(predicted_iteration_seconds=None), "predicts no duration"),
         (Reported(), "nothing left the device by the plan"),
     ],

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .harness import Batch, Case, Run, check_parity, compiled_input_needs_grad, plain_step
+from .harness import PLANNED_STEPS, Batch, Case, Run, check_parity, compiled_input_needs_grad, plain_step
 from .models import Chain, features
 
-BROKEN_STEPS = (1, 4)
-"""One while blocks are paged on demand; in planned cases, one under the plan."""
+BROKEN_STEPS = (1, PLANNED_STEPS + 1)
+"""One on demand and, in planned cases, one under the plan, which the first one delays by a step."""
+STEPS = PLANNED_STEPS + 3
 
 
 class Interrupted(Exception):
@@ -43,7 +44,7 @@ class _Burn(torch.autograd.Function):
 
 
 class FusedChain(nn.Module):
-    """Two compiled halves with a fuse between, whose backward runs after one half's and before the other's."""
+    """Two compiled halves with a fuse between, whose backward runs between those of the halves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,6 +80,7 @@ def test_an_exception_in_backward(tmp_path: Path) -> None:
         compile_parts=("lower", "upper"),
         step=break_backward,
         planned=True,
+        steps=STEPS,
     )
     result = check_parity(case, tmp_path)
     broken = result.gradients[BROKEN_STEPS[0]]
@@ -103,7 +105,11 @@ def break_accumulation(run: Run, batch: Batch, index: int) -> None:
 
 def test_an_exception_in_a_gradient_hook(tmp_path: Path) -> None:
     case = Case(
-        make_model=lambda: Chain(depth=6), make_batches=features, step=break_accumulation, planned=True
+        make_model=lambda: Chain(depth=6),
+        make_batches=features,
+        step=break_accumulation,
+        planned=True,
+        steps=STEPS,
     )
     check_parity(case, tmp_path)
 
@@ -119,20 +125,24 @@ def break_after_forward(run: Run, batch: Batch, index: int) -> None:
 
 def test_an_exception_between_forward_and_backward(tmp_path: Path) -> None:
     case = Case(
-        make_model=lambda: Chain(depth=6), make_batches=features, step=break_after_forward, planned=True
+        make_model=lambda: Chain(depth=6),
+        make_batches=features,
+        step=break_after_forward,
+        planned=True,
+        steps=STEPS,
     )
     check_parity(case, tmp_path)
 
 
 class Lookup(nn.Module):
-    """Two halves with a table looked up between: a row that it does not have raises amid the forward graph."""
+    """Two halves with a table lookup between: a row that it does not have raises amid the forward graph."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lower = Chain(outputs=512, depth=3)
         self.table = nn.Embedding(64, 512)
         self.upper = Chain(inputs=512, depth=3)
-        self.row = torch.zeros(1024, dtype=torch.int64)
+        self.row = torch.zeros(640, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.upper(self.lower(x) + self.table(self.row))
@@ -166,6 +176,10 @@ def break_before_the_update(run: Run, batch: Batch, index: int) -> None:
 
 def test_an_exception_before_the_update(tmp_path: Path) -> None:
     case = Case(
-        make_model=lambda: Chain(depth=6), make_batches=features, step=break_before_the_update, planned=True
+        make_model=lambda: Chain(depth=6),
+        make_batches=features,
+        step=break_before_the_update,
+        planned=True,
+        steps=STEPS,
     )
     check_parity(case, tmp_path)

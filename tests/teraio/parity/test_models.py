@@ -16,7 +16,7 @@ from .models import Aliases, Chain, ConvNet, Transformer, features, images, toke
 
 
 def adamw_in_two_groups(module: nn.Module) -> Optimizer:
-    """Weight decay for matrices only. A large eps keeps noise in tiny gradients from becoming whole updates."""
+    """Weight decay for matrices only; a large eps, or noise in tiny gradients would become whole updates."""
     matrices = [p for p in module.parameters() if p.ndim >= 2]
     vectors = [p for p in module.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3}]
@@ -59,7 +59,7 @@ def test_chain_compiled_by_inductor(tmp_path: Path) -> None:
 
 
 def test_tied_weights(tmp_path: Path) -> None:
-    case = Case(make_model=lambda: Transformer(tied=True, width=384), make_batches=tokens, planned=True)
+    case = Case(make_model=lambda: Transformer(tied=True, vocabulary=1024), make_batches=tokens, planned=True)
     result = check_parity(case, tmp_path)
     assert "head.weight" not in result.parameters, "one tensor, so one name"
 
@@ -181,7 +181,7 @@ def test_two_compiled_models_with_an_optimizer_each(tmp_path: Path) -> None:
 
 
 def test_two_independent_compiled_models(tmp_path: Path) -> None:
-    """Nothing is shared: the second model is compiled and trains while the first one's blocks wait in storage."""
+    """Nothing is shared: the second model compiles and trains while the first one's blocks wait."""
 
     def step(run: Run, batch: Batch, index: int) -> None:
         inputs, targets = batch

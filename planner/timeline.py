@@ -1,0 +1,53 @@
+"""What a replay of a plan yields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["StageTimes", "Timeline", "Transfer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """One stage in the steady state, in seconds from the end of the iteration before."""
+
+    reached_seconds: float
+    start_seconds: float
+    end_seconds: float
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long the stage waited for its inputs and for room."""
+        return self.start_seconds - self.reached_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One block over one link in the steady state. `move` is the index in the plan's moves."""
+
+    move: int
+    block: int
+    link: str
+    queued_seconds: float
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What a plan does in one iteration of the steady state.
+
+    Keys of `peak_bytes` are tiers, of `moved_bytes` links (`"device->storage"` and the like).
+    """
+
+    iteration_seconds: float
+    stages: tuple[StageTimes, ...]
+    transfers: tuple[Transfer, ...]
+    peak_bytes: dict[str, int]
+    moved_bytes: dict[str, int]
+    storage_written_bytes: int
+
+    @property
+    def stall_seconds(self) -> float:
+        """Sum of the stalls of all stages."""
+        return sum(stage.stall_seconds for stage in self.stages)

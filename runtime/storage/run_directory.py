@@ -1,0 +1,207 @@
+"""A private directory for the files of one run, which goes when the run ends, however it ends.
+
+[Note: How a run directory ends]
+`close`, the interpreter's exit (also after an exception) and the default action of SIGINT, SIGTERM and SIGHUP
+remove it. Handlers that the program has installed stay as they are: if they end the process, its exit removes
+the directory. A run that was killed leaves it behind, and the next one under the same parent removes it: a
+process holds the lock of its directories as long as it lives, so a free lock means that nobody is left.
+Forked children remove nothing.
+
+[Note: The lock is taken last but checked twice]
+Between the creation of a directory and its lock, another process may find the lock free and remove both. So
+whoever has got a lock looks whether the path still leads to what it has locked, and otherwise lets go: the
+creator begins anew under another name, the cleaner goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import logging
+import os
+import re
+import secrets
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+
+from planner.errors import StorageError
+
+SPILL_SUFFIX = ".spill"
+_LOCK_NAME = "lock"
+_NAME = re.compile(r"teraio-\d+-[0-9a-f]{16}")
+_ATTEMPTS = 100
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_log = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """A directory `teraio-<pid>-<random>` (mode 0700) under `parent`, see [Note: How a run directory ends].
+
+    Only files ending in SPILL_SUFFIX may be put into it. Leftovers of dead runs under `parent` are removed
+    first. Raises StorageError if `parent` is no directory, or one that cannot be written to or locked in.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        if not parent.is_dir():
+            found = "is not a directory" if parent.exists() else "does not exist"
+            raise StorageError(
+                f"storage {str(parent)!r} {found}; create it, or give a directory on a fast drive"
+            )
+        self._process = os.getpid()
+        try:
+            remove_leftovers(parent)
+            self.path, self._lock = _create(parent.absolute())
+        except OSError as error:
+            raise StorageError(
+                f"storage {str(parent)!r} cannot be used: {error.strerror} (errno {error.errno}); "
+                "give a directory that you can write to, on a file system with file locks"
+            ) from error
+        atexit.register(self.remove)
+        _guard_signals(self)
+
+    def remove(self) -> None:
+        """Remove the directory and its files; files that are open stay usable. Does nothing in a forked
+        child.
+
+        Blocks while the file system frees them. What cannot be removed is left, with a warning in the log.
+        """
+        if os.getpid() != self._process:
+            return
+        try:
+            _delete(self.path)
+        except OSError as error:
+            _log.warning("cannot remove the spill directory %s: %s; please remove it", self.path, error)
+
+    def close(self) -> None:
+        """Remove the directory and let go of its lock. May be called again."""
+        self.remove()
+        atexit.unregister(self.remove)
+        _unguard_signals(self)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def remove_leftovers(parent: Path) -> tuple[Path, ...]:
+    """Remove the run directories under `parent` that belong to this user and to no living process. Gives
+    their paths."""
+    removed = []
+    for path in _run_directories(parent):
+        try:
+            lock = _take_lock(path)
+            if lock is None:
+                continue
+            try:
+                _delete(path)
+            finally:
+                os.close(lock)
+        except OSError as error:
+            _log.warning(
+                "cannot remove the spill directory %s of a killed run: %s; please remove it", path, error
+            )
+        else:
+            _log.info("removed the spill directory %s, which a killed run had left", path)
+            removed.append(path)
+    return tuple(removed)
+
+
+def _run_directories(parent: Path) -> list[Path]:
+    found = []
+    for entry in os.scandir(parent):
+        try:
+            if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                    found.append(Path(entry.path))
+        except FileNotFoundError:  # its owner has just removed it
+            continue
+    return found
+
+
+def _create(parent: Path) -> tuple[Path, int]:
+    for _ in range(_ATTEMPTS):
+        path = parent / f"teraio-{os.getpid()}-{secrets.token_hex(8)}"
+        path.mkdir(mode=0o700)
+        lock = _take_lock(path)
+        if lock is not None:
+            return path, lock
+    raise StorageError(
+        f"other processes removed {_ATTEMPTS} new directories in {parent}; give another storage directory"
+    )
+
+
+def _take_lock(directory: Path) -> int | None:
+    """Lock a run directory if nobody else has, see [Note: The lock is taken last but checked twice].
+
+    Gives the descriptor that holds the lock, None if another has it or the directory is gone. Never blocks.
+    """
+    lock_path = directory / _LOCK_NAME
+    try:
+        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), os.stat(lock_path)):
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
+
+
+def _delete(directory: Path) -> None:
+    """Remove the files of a run, its lock last, and the directory. Others may be at it too: what is gone is
+    gone."""
+    try:
+        for name in os.listdir(directory):
+            if name.endswith(SPILL_SUFFIX):
+                (directory / name).unlink(missing_ok=True)
+        (directory / _LOCK_NAME).unlink(missing_ok=True)
+        directory.rmdir()
+    except FileNotFoundError:
+        return
+
+
+class _SignalGuard:
+    """A signal handler that removes run directories and then lets the default action end the process.
+
+    One guard serves all directories of a process; the interpreter's table of handlers is where it is found
+    again.
+    """
+
+    def __init__(self) -> None:
+        self.directories: list[RunDirectory] = []
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        for directory in list(self.directories):
+            directory.remove()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _guard_signals(directory: RunDirectory) -> None:
+    """Guard the signals whose default action would end the process and leave the directory behind."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    for number in _SIGNALS:
+        handler = signal.getsignal(number)
+        if handler is signal.SIG_DFL and in_main_thread:
+            handler = _SignalGuard()
+            signal.signal(number, handler)
+        if isinstance(handler, _SignalGuard):
+            handler.directories.append(directory)
+
+
+def _unguard_signals(directory: RunDirectory) -> None:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    for number in _SIGNALS:
+        guard = signal.getsignal(number)
+        if isinstance(guard, _SignalGuard) and directory in guard.directories:
+            guard.directories.remove(directory)
+            if not guard.directories and in_main_thread:
+                signal.signal(number, signal.SIG_DFL)
