@@ -5,6 +5,7 @@ Several workers can take turns, step for step, which makes ratios between them f
 
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,22 +19,29 @@ from examples.training import Report, Setting, Step, Training
 ROOT = Path(__file__).resolve().parent.parent
 
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
-"""Environment in which the C library gives every freed tensor back at once, so that peaks hold no leftovers."""
+"""Environment in which the C library gives freed tensors back at once, so that peaks hold no leftovers."""
 
 
 class WorkerFailed(Exception):
     """A worker ended early; `reason` is the last line it wrote, usually the exception's."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, reason: str = "") -> None:
         lines = log.read_text().strip().splitlines() or ["no message"]
-        self.reason = lines[-1]
-        super().__init__("\n".join([*lines[-12:], f"(all of it in {log})"]))
+        self.reason = reason or lines[-1]
+        super().__init__("\n".join([*lines[-12:], *([reason] if reason else []), f"(all of it in {log})"]))
 
 
 class Worker:
-    """The parent's handle. Calls block until the worker answers, and raise WorkerFailed if it ended."""
+    """The parent's handle. Calls block until the worker answers; WorkerFailed if it ended or hangs."""
 
-    def __init__(self, setting: Setting, log: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        patience_seconds: float = 300.0,
+    ) -> None:
+        self._patience_seconds = patience_seconds
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         with log.open("w") as errors:
@@ -79,6 +87,11 @@ class Worker:
         with suppress(BrokenPipeError):  # it has ended: the empty answer below says so
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
+        ready, _, _ = select.select([self._process.stdout], [], [], self._patience_seconds)
+        if not ready:
+            self._process.kill()
+            self.close()
+            raise WorkerFailed(self._log, f"the worker gave no answer for {self._patience_seconds:g} s")
         answer = self._process.stdout.readline()
         if not answer:
             self.close()

@@ -65,6 +65,7 @@ class CpuMemory:
         self._libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
         self._libc.mallopt(_M_MMAP_MAX, 1 << 30)
         self._plugs: list[int] = []
+        self._saw_holes = False
         self.plug_heap()
         probe = torch.empty(2 * smallest_bytes, dtype=torch.uint8)
         if self.span(probe.untyped_storage()) is None:
@@ -79,6 +80,7 @@ class CpuMemory:
         glibc serves an allocation of any size from a hole if there is one. So holes are given back to the operating
         system and then filled with allocations that nobody touches. That costs address space, not memory.
         """
+        self._saw_holes = False
         self._libc.malloc_trim(0)
         while True:
             address = self._libc.malloc(self.smallest_bytes)
@@ -92,17 +94,23 @@ class CpuMemory:
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         """The whole pages of `storage` if its memory is a mapping of its own, else None."""
         address, size = storage.data_ptr(), storage.nbytes()
-        if size < self.smallest_bytes or address % PAGE_BYTES < _HEADER_BYTES:
+        if size < self.smallest_bytes:
             return None
-        before = ctypes.c_size_t.from_address(address - 16).value
-        head = ctypes.c_size_t.from_address(address - 8).value
-        chunk_bytes = (head & ~_FLAG_BITS) + before
-        start = address - _HEADER_BYTES - before
-        if not head & _IS_MMAPPED or start % PAGE_BYTES or chunk_bytes % PAGE_BYTES or chunk_bytes < size:
+        if not _is_own_mapping(address, size):
+            self._saw_holes = True
             return None
         first = -(-address // PAGE_BYTES) * PAGE_BYTES
         last = (address + size) // PAGE_BYTES * PAGE_BYTES
         return Span(first, last - first)
+
+    def in_place(self, storage: torch.UntypedStorage) -> bool:
+        """Whether `storage` can leave as it is, or is too small to leave at all."""
+        return storage.nbytes() < self.smallest_bytes or self.span(storage) is not None
+
+    def tidy(self) -> None:
+        """Plug the heap again if allocations have come from its holes."""
+        if self._saw_holes:
+            self.plug_heap()
 
     def map_files(self, span: Span, ranges: Sequence[FileRange]) -> None:
         """Give the pages of `span` back and show the file ranges there instead; together they are as long as the span."""
@@ -138,6 +146,18 @@ class CpuMemory:
         if result in (None, ctypes.c_void_p(-1).value):
             raise _os_error("mmap", length)
         return int(result)
+
+
+def _is_own_mapping(address: int, size: int) -> bool:
+    """Whether the allocation at `address` is a mapping of its own, from the header that glibc keeps before it."""
+    if address % PAGE_BYTES < _HEADER_BYTES:
+        return False  # not glibc's, and what lies before it may not be readable
+    lead = ctypes.c_size_t.from_address(address - 16).value
+    head = ctypes.c_size_t.from_address(address - 8).value
+    chunk = head & ~_FLAG_BITS
+    start = address - _HEADER_BYTES - lead
+    fits = lead < PAGE_BYTES and size < chunk <= size + 2 * PAGE_BYTES
+    return bool(head & _IS_MMAPPED) and fits and start % PAGE_BYTES == 0 and (chunk + lead) % PAGE_BYTES == 0
 
 
 def _load_libc() -> ctypes.CDLL:

@@ -19,8 +19,8 @@ class Observer(Protocol):
     def region_begins(self, identity: Hashable, stage_count: int) -> None:
         """A program, or an optimizer step, of so many stages is about to run."""
 
-    def stage_begins(self) -> None:
-        """The next stage's inputs are on the device and its memory is reserved: time to ask for prefetches."""
+    def stage_reached(self) -> Sequence[Block]:
+        """The stage before has ended. Returns what to prefetch from now on, in order."""
 
     def stage_ended(
         self,
@@ -62,6 +62,8 @@ def run_managed(program: Program, arguments: list[Any], pager: Pager, observer: 
     try:
         blocks: list[Block | None] = [None] * program.slot_count
         for index in range(program.input_count):
+            if program.slot_kinds[index] != "activation":
+                pager.make_movable(slots[index])
             blocks[index] = _block(program, slots, index, pager, user_visible=True)
         observer.region_begins(program.identity, len(program.stages))
         for number, stage in enumerate(program.stages):
@@ -102,10 +104,9 @@ def _run_stage_managed(
     observer: Observer,
 ) -> None:
     read = list(dict.fromkeys(b for i in stage.inputs if (b := blocks[i]) is not None))
-    pager.acquire(read, stage.output_bytes + stage.workspace_bytes, stage.name)
+    pager.acquire(read, stage.output_bytes + stage.workspace_bytes, stage.name, then_fetch=observer.stage_reached())
     written: list[Block] = []
     try:
-        observer.stage_begins()
         begin = time.perf_counter()
         _run_stage(stage, slots)
         seconds = time.perf_counter() - begin

@@ -23,6 +23,12 @@ class Mover(Protocol):
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         """The part of `storage` that can leave the device, None if it has to stay."""
 
+    def relocate(self, tensor: torch.Tensor) -> None:
+        """Move the data of `tensor` to memory that can leave the device, unless it is there or others share it."""
+
+    def tidy(self) -> None:
+        """A compiled region begins: time for housekeeping."""
+
     def copy_out(self, block: Block, done: Done) -> None:
         """Begin to write a block to its slot. Raises StorageFullError if there is no room for a slot."""
 
@@ -58,6 +64,20 @@ class CpuMover:
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         return self._memory.span(storage)
+
+    def relocate(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        # One reference is the tensor's, one is ours. Aliases that user code made would be left behind, so they forbid it.
+        if self._memory.in_place(storage) or torch._C._storage_Use_Count(storage._cdata) > 2:
+            return
+        self._memory.plug_heap()
+        fresh = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+        fresh.copy_(storage)
+        empty = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = empty.set_(fresh, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+
+    def tidy(self) -> None:
+        self._memory.tidy()
 
     def copy_out(self, block: Block, done: Done) -> None:
         span = _span(block)

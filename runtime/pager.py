@@ -84,6 +84,11 @@ class Pager:
             block.user_visible = True
         return block
 
+    def make_movable(self, tensor: torch.Tensor) -> None:
+        """Put a parameter or buffer that is seen for the first time where it can leave from, if need be and possible."""
+        if self._mover is not None and self.known_block(tensor) is None:
+            self._mover.relocate(tensor)
+
     def known_block(self, tensor: torch.Tensor) -> Block | None:
         """The block of `tensor`'s storage, if it has one."""
         return self._blocks.get(tensor.untyped_storage()._cdata)
@@ -95,9 +100,12 @@ class Pager:
 
     # -- around a stage
 
-    def acquire(self, blocks: Sequence[Block], new_bytes: int, what: str) -> None:
+    def acquire(
+        self, blocks: Sequence[Block], new_bytes: int, what: str, *, then_fetch: Sequence[Block] = ()
+    ) -> None:
         """Bring `blocks` to the device, reserve `new_bytes` for outputs and workspace, and hold both until `retire`.
 
+        then_fetch: prefetches to ask for once that is under way, see `prefetch`.
         Blocks until everything has landed. Raises BudgetError if it cannot fit, StorageError if a copy failed.
         """
         with self._changed:
@@ -112,6 +120,7 @@ class Pager:
                         self._mover.hurry(block)
                 self._reserved = new_bytes
                 self._note_peak()
+                self._waiting.extend(b for b in then_fetch if b.state in (State.AWAY, State.LEAVING))
                 self._pump()
                 while any(block.state is State.ARRIVING or block.state is State.AWAY for block in blocks):
                     self._raise_failure()
@@ -156,6 +165,8 @@ class Pager:
             self._raise_failure()
             self._sweep()
             self._in_user_code = False
+            if self._mover is not None:
+                self._mover.tidy()
             for block in self._blocks.values():
                 if block.user_visible and block.state is State.AWAY and self._mover is not None:
                     self._mover.settle(block)

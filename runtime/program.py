@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,10 +53,11 @@ class Program:
     slot_names, slot_kinds: one for every slot; the graph's inputs take the first `input_count` slots.
     results: for each output of the graph a slot, or a constant.
     user_results: positions in `results` that user code sees at once (model outputs, gradients).
-    kept_bytes: memory of all results, and of parameters and buffers: what outlives the run, estimated.
+    kept_bytes: memory of all results, what outlives the run, estimated.
+    resize: for graphs with symbolic sizes, gives the same program with the byte counts of a call's arguments.
     """
 
-    identity: int
+    identity: Hashable
     name: str
     phase: Phase
     stages: tuple[Stage, ...]
@@ -66,6 +67,7 @@ class Program:
     results: tuple[int | Constant, ...]
     user_results: tuple[int, ...]
     kept_bytes: int
+    resize: Callable[[Program, Sequence[Any]], Program] | None = None
 
     @property
     def slot_count(self) -> int:

@@ -76,7 +76,8 @@ class Lifecycle:
         def call(arguments: list[Any]) -> list[Any]:
             if self._phase == "fits":
                 return run_plain(program, arguments)
-            return run_managed(program, arguments, self._pager, self._timeline)
+            sized = program if program.resize is None else program.resize(program, arguments)
+            return run_managed(sized, arguments, self._pager, self._timeline)
 
         call._boxed_call = True  # type: ignore[attr-defined]
         self._programs += 1

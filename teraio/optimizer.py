@@ -88,9 +88,8 @@ class OptimizerSteps:
         read = list(dict.fromkeys((*own, *gradients)))
         workspace = _workspace_bytes(optimizer, parameters)
         name = f"optimizer/subgroup.{number}"
-        self._pager.acquire(read, workspace, name)
+        self._pager.acquire(read, workspace, name, then_fetch=self._observer.stage_reached())
         try:
-            self._observer.stage_begins()
             begin = time.perf_counter()
             for group, narrowed in zip(optimizer.param_groups, subgroup, strict=True):
                 group["params"] = narrowed

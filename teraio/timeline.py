@@ -159,16 +159,17 @@ class Timeline:
                 return
         self.deviations += 1
 
-    def stage_begins(self) -> None:
-        if self._in_step and self._hints is not None:
-            self._fetch(self._position)
+    def stage_reached(self) -> Sequence[Block]:
+        return self._to_fetch(self._position) if self._in_step else ()
+
+    def _to_fetch(self, position: int) -> list[Block]:
+        if self._hints is None:
+            return []
+        return [self._by_id[i] for i in self._hints.fetch_at[position] if i in self._by_id]
 
     def _fetch(self, position: int) -> None:
-        if self._hints is not None:
-            for trace_id in self._hints.fetch_at[position]:
-                block = self._by_id.get(trace_id)
-                if block is not None:
-                    self._pager.prefetch(block)
+        for block in self._to_fetch(position):
+            self._pager.prefetch(block)
 
     def stage_ended(
         self,

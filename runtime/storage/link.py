@@ -178,7 +178,7 @@ class Link:
             raise failure
 
     def _piece_bytes_of(self, slot: Slot) -> int:
-        """One piece for each thread, but none too small: every piece costs a turn with the interpreter's lock."""
+        """One piece for each thread, but none too small: each waits for the interpreter's lock."""
         return max(self._piece_bytes, align_up(-(-slot.size_bytes // len(self._threads))))
 
     # -- the I/O threads

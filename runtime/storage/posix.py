@@ -204,8 +204,8 @@ class PosixStore:
         wanted = self.capacity_bytes + total
         if self._budget_bytes is not None and total and wanted > self._budget_bytes:
             return (
-                f"spill files of {wanted:,} bytes are needed ({self._used_bytes:,} in use), but storage_budget "
-                f"allows {self._budget_bytes:,}; raise storage_budget or memory_budget"
+                f"spill files of {wanted:,} bytes are needed ({self._used_bytes:,} in use), but the "
+                f"storage_budget allows {self._budget_bytes:,}; raise storage_budget or memory_budget"
             )
         needed: dict[int, int] = {}
         for file, size in zip(self._files, more, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -149,9 +150,7 @@ def _lay_out(
             outputs=tuple(slots[n] for n in piece.outputs),
             frees=tuple(s for s in dict.fromkeys(touched) if uses[s][-1] == number and s not in kept),
             next_uses=tuple(next((u for u in uses[s] if u > number), -1) for s in touched),
-            input_bytes=_distinct_bytes(piece.inputs),
-            output_bytes=_new_bytes(piece),
-            workspace_bytes=_workspace_bytes(piece),
+            **_sizes(piece, {}),
             mutates=tuple(slots[n] for n in piece.inputs if _is_mutated(piece, n)),
         )
         stages.append(stage)
@@ -165,8 +164,46 @@ def _lay_out(
         slot_kinds=(*(kind for _, kind in inputs), *(_kind(s, phase, s in kept) for s in range(len(inputs), len(slots)))),
         results=results,
         user_results=_user_results(output, phase),
-        kept_bytes=_distinct_bytes([r for r in output.args[0] if isinstance(r, Node)]),
+        kept_bytes=_distinct_bytes([r for r in output.args[0] if isinstance(r, Node)], {}),
+        resize=_Resizer(placeholders, pieces) if _is_symbolic(placeholders) else None,
     )
+
+
+def _sizes(piece: Piece, symbols: work.Symbols) -> dict[str, int]:
+    return {
+        "input_bytes": _distinct_bytes(piece.inputs, symbols),
+        "output_bytes": _new_bytes(piece, symbols),
+        "workspace_bytes": _workspace_bytes(piece, symbols),
+    }
+
+
+def _is_symbolic(placeholders: Sequence[Node]) -> bool:
+    for node in placeholders:
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            return True
+    return False
+
+
+class _Resizer:
+    """Gives a program with symbolic sizes the byte counts of one call's arguments; remembers every size it has seen."""
+
+    def __init__(self, placeholders: list[Node], pieces: list[Piece]) -> None:
+        self._placeholders = placeholders
+        self._pieces = pieces
+        self._known: dict[tuple[int, ...], Program] = {}
+
+    def __call__(self, program: Program, arguments: Sequence[Any]) -> Program:
+        symbols = work.symbol_values(self._placeholders, arguments)
+        key = tuple(symbols.values())
+        if key not in self._known:
+            stages = tuple(
+                replace(stage, **_sizes(piece, symbols))
+                for stage, piece in zip(program.stages, self._pieces, strict=True)
+            )
+            self._known[key] = replace(program, identity=(program.identity, key), stages=stages)
+        return self._known[key]
 
 
 def _kind(slot: int, phase: Phase, is_result: bool) -> Kind:
@@ -203,14 +240,14 @@ def _is_mutated(piece: Piece, node: Node) -> bool:
     return False
 
 
-def _distinct_bytes(nodes: Sequence[Node]) -> int:
+def _distinct_bytes(nodes: Sequence[Node], symbols: work.Symbols) -> int:
     """Bytes of the storages of `nodes`, as far as the fake tensors tell; shared ones count once."""
     storages: dict[int, int] = {}
     for node in nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             key = value.untyped_storage()._cdata
-            storages[key] = max(storages.get(key, 0), work.storage_bytes(value))
+            storages[key] = max(storages.get(key, 0), work.storage_bytes(value, symbols))
     return sum(storages.values())
 
 
@@ -230,20 +267,21 @@ def _storages(module: GraphModule) -> dict[Node, StorageKey]:
     return keys
 
 
-def _storage_bytes(key: StorageKey) -> int:
+def _storage_bytes(key: StorageKey, symbols: work.Symbols) -> int:
     owner, part = key
     value = owner.meta.get("val")
-    return sum(work.storage_bytes(t) for t in work.fake_tensors(value if part is None else value[part]))
+    return sum(work.storage_bytes(t, symbols) for t in work.fake_tensors(value if part is None else value[part]))
 
 
-def _new_bytes(piece: Piece) -> int:
+def _new_bytes(piece: Piece, symbols: work.Symbols) -> int:
     """Bytes of the storages that the outputs lie in, inputs' storages apart."""
     storages = _storages(piece.module)
     (output,) = (n for n in piece.module.graph.nodes if n.op == "output")
-    return sum(_storage_bytes(key) for key in {storages[n] for n in output.args[0]} if key[0].op != "placeholder")
+    owned = {storages[n] for n in output.args[0]}
+    return sum(_storage_bytes(key, symbols) for key in owned if key[0].op != "placeholder")
 
 
-def _workspace_bytes(piece: Piece) -> int:
+def _workspace_bytes(piece: Piece, symbols: work.Symbols) -> int:
     """Upper estimate by the lifetimes of intermediate results, run operator by operator; fused code needs less."""
     storages = _storages(piece.module)
     nodes = list(piece.module.graph.nodes)
@@ -258,6 +296,6 @@ def _workspace_bytes(piece: Piece) -> int:
     for key, begin in first.items():
         several = key[1] is None and isinstance(key[0].meta.get("val"), (tuple, list))
         if key[0].op == "call_function" and key not in outputs and not several:
-            change[begin] += _storage_bytes(key)
-            change[last[key] + 1] -= _storage_bytes(key)
+            change[begin] += _storage_bytes(key, symbols)
+            change[last[key] + 1] -= _storage_bytes(key, symbols)
     return max(itertools.accumulate(change))

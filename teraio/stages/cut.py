@@ -55,8 +55,8 @@ def can_cut(graph: Graph) -> str | None:
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return f"it contains the higher-order operator {node.target}"
-        if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat)) and node.op != "placeholder":
-            return f"it computes the symbolic size {node.name}"
+        if work.is_size(node) and any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes):
+            return f"it computes the size {node.name} from a tensor"
     return None
 
 
@@ -91,7 +91,7 @@ def _walk(nodes: list[Node], device_type: str, policy: CutPolicy) -> dict[Node, 
                 current += 1
                 since_cut = _take_back_views(nodes, index, stage_of, current)
             layer = here
-        stage_of[node] = stage_of[node.all_input_nodes[0]] if work.is_getitem(node) else current
+        stage_of[node] = current
         since_cut += cost[node]
     return stage_of
 

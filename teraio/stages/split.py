@@ -42,19 +42,22 @@ def split(gm: GraphModule, stage_of: Mapping[Node, int]) -> list[Piece]:
 
 def _piece(gm: GraphModule, nodes: list[Node], stage_of: Mapping[Node, int], stage: int) -> Piece:
     inside = set(nodes)
+    sizes = _sizes_needed(nodes, inside)
     inputs: dict[Node, None] = {}
-    for node in nodes:
+    for node in (*sizes, *nodes):
         for source in node.all_input_nodes:
-            if source not in inside:
+            if source not in inside and source not in sizes:
                 inputs[source] = None
     for symbol in _free_symbol_placeholders(gm, [*inputs, *nodes]):
         inputs.setdefault(symbol, None)
-    outputs = [n for n in nodes if any(user not in inside for user in n.users)]
+    outputs = [
+        n for n in nodes if any(u not in inside and not (work.is_size(n) and u.op != "output") for u in n.users)
+    ]
     graph, copies = Graph(), dict[Node, Node]()
     for source in inputs:
         copies[source] = graph.placeholder(f"input_{len(copies)}")
         copies[source].meta = dict(source.meta)
-    for node in nodes:
+    for node in (*sizes, *nodes):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     result = graph.output(tuple(copies[n] for n in outputs))
     result.meta["user_visible_output_idxs"] = list(range(len(outputs)))
@@ -63,6 +66,21 @@ def _piece(gm: GraphModule, nodes: list[Node], stage_of: Mapping[Node, int], sta
     return Piece(
         module=module, inputs=tuple(inputs), outputs=tuple(outputs), key=_key(module), path=_path(nodes)
     )
+
+
+def _sizes_needed(nodes: list[Node], inside: set[Node]) -> dict[Node, None]:
+    """Computations of symbolic sizes in other pieces that this one needs, in order; it repeats them."""
+    found: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        for source in node.all_input_nodes:
+            if work.is_size(source) and source not in inside and source not in found:
+                visit(source)
+                found[source] = None
+
+    for node in nodes:
+        visit(node)
+    return found
 
 
 def _free_symbol_placeholders(gm: GraphModule, nodes: list[Node]) -> list[Node]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
+import sympy
 import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
@@ -32,9 +34,14 @@ def fake_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from fake_tensors(item)
 
 
-def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the smallest storage that holds `tensor` from its storage offset on; symbolic sizes use their hint."""
-    sizes, strides = [_hint(s) for s in tensor.shape], [_hint(s) for s in tensor.stride()]
+Symbols = Mapping[Any, int]
+"""Values of symbolic sizes (sympy symbols). Where one is missing, the hint from compilation stands in."""
+
+
+def storage_bytes(tensor: torch.Tensor, symbols: Symbols = MappingProxyType({})) -> int:
+    """Bytes of the smallest storage that holds `tensor` from its storage offset on."""
+    sizes = [_number(s, symbols) for s in tensor.shape]
+    strides = [_number(s, symbols) for s in tensor.stride()]
     if 0 in sizes:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -42,14 +49,36 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 
 def output_bytes(node: Node) -> int:
-    """Bytes of all tensors that `node` produces."""
+    """Bytes of all tensors that `node` produces; symbolic sizes count with their hint."""
     return sum(storage_bytes(t) for t in fake_tensors(node.meta.get("val")))
 
 
-def _hint(size: int | torch.SymInt) -> int:
+def _number(size: int | torch.SymInt, symbols: Symbols = MappingProxyType({})) -> int:
     if isinstance(size, int):
         return size
+    expression = size.node.expr
+    if symbols and expression.free_symbols <= symbols.keys():
+        return int(expression.xreplace({s: sympy.Integer(symbols[s]) for s in expression.free_symbols}))
     return int(size.node.hint if size.node.hint is not None else 1)
+
+
+def symbol_values(placeholders: Sequence[Node], arguments: Sequence[Any]) -> dict[Any, int]:
+    """The values of all symbolic sizes that occur bare in a graph's inputs, from the arguments of one call."""
+    values: dict[Any, int] = {}
+    for node, argument in zip(placeholders, arguments, strict=True):
+        fake = node.meta.get("val")
+        pairs: list[tuple[Any, Any]] = [(fake, argument)]
+        if isinstance(fake, torch.Tensor) and isinstance(argument, torch.Tensor):
+            pairs = list(zip((*fake.shape, *fake.stride()), (*argument.shape, *argument.stride()), strict=True))
+        for symbolic, actual in pairs:
+            if isinstance(symbolic, torch.SymInt) and symbolic.node.expr.is_Symbol:
+                values[symbolic.node.expr] = int(actual)
+    return values
+
+
+def is_size(node: Node) -> bool:
+    """True for nodes that compute symbolic sizes from symbolic sizes."""
+    return node.op == "call_function" and isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def packet_name(node: Node) -> str:
@@ -83,13 +112,13 @@ def flops(node: Node) -> float:
     if "scaled_dot_product" in name and "for_cpu" in name:
         first = 1 if "backward" in name else 0
         query, key = _value(node.args[first]), _value(node.args[first + 1])
-        forward = 4.0 * math.prod(_hint(s) for s in query.shape) * _hint(key.shape[-2])
+        forward = 4.0 * math.prod(_number(s) for s in query.shape) * _number(key.shape[-2])
         return 2.5 * forward if "backward" in name else forward
     formula = flop_registry.get(target._overloadpacket)
     if formula is None:
         return 0.0
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value)
-    return float(_hint(cast(Any, formula)(*args, **kwargs, out_val=node.meta.get("val"))))
+    return float(_number(cast(Any, formula)(*args, **kwargs, out_val=node.meta.get("val"))))
 
 
 def _value(argument: Any) -> Any:

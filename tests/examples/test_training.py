@@ -63,6 +63,11 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
     assert "no_such_option" in caught.value.reason
 
 
+def test_a_worker_that_hangs_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="no answer for 0.01 s"):
+        Worker(Setting(backend="eager", model=TINY), tmp_path / "log", patience_seconds=0.01)
+
+
 def test_resident_bytes_see_an_allocation() -> None:
     before = resident_bytes()["RssAnon"]
     kept = torch.ones(32 << 20, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Parity runs compute on one thread: small models gain nothing from more, and waiting threads would slow the machine."""
+"""Parity runs compute on one thread: small models gain little from more, and spinning threads cost much."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ the arithmetic differs (decompositions, fusion): tensors must agree within `EAGE
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -266,11 +267,10 @@ def _difference(value: Tensor, other: Tensor) -> str:
 
 def moved_bytes(statuses: Iterable[Any]) -> dict[str, int]:
     """Bytes moved since the start per link, over all runtimes."""
-    total: dict[str, int] = {"device->storage": 0, "storage->device": 0}
+    total = Counter({"device->storage": 0, "storage->device": 0})
     for status in statuses:
-        for link, moved in status.moved_bytes.items():
-            total[link] = total.get(link, 0) + moved
-    return total
+        total.update(status.moved_bytes)
+    return dict(total)
 
 
 def check_budget(result: Result, budget: int) -> None:

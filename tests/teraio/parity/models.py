@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Language model, of bytes unless told otherwise: tokens [batch, time] to logits [batch, time, vocabulary]."""
+    """Language model (of bytes by default): tokens [batch, time] to logits [batch, time, vocabulary]."""
 
     def __init__(
         self,

@@ -48,9 +48,9 @@ class FusedChain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lower = Chain(outputs=512, depth=3)
+        self.lower = Chain(outputs=512, depth=2)
         self.fuse = Fuse()
-        self.upper = Chain(inputs=512, depth=3)
+        self.upper = Chain(inputs=512, depth=2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.upper(self.fuse(self.lower(x)))
@@ -105,7 +105,7 @@ def break_accumulation(run: Run, batch: Batch, index: int) -> None:
 
 def test_an_exception_in_a_gradient_hook(tmp_path: Path) -> None:
     case = Case(
-        make_model=lambda: Chain(depth=6),
+        make_model=lambda: Chain(depth=5),
         make_batches=features,
         step=break_accumulation,
         planned=True,
@@ -125,7 +125,7 @@ def break_after_forward(run: Run, batch: Batch, index: int) -> None:
 
 def test_an_exception_between_forward_and_backward(tmp_path: Path) -> None:
     case = Case(
-        make_model=lambda: Chain(depth=6),
+        make_model=lambda: Chain(depth=5),
         make_batches=features,
         step=break_after_forward,
         planned=True,
@@ -139,9 +139,9 @@ class Lookup(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lower = Chain(outputs=512, depth=3)
+        self.lower = Chain(outputs=512, depth=2)
         self.table = nn.Embedding(64, 512)
-        self.upper = Chain(inputs=512, depth=3)
+        self.upper = Chain(inputs=512, depth=2)
         self.row = torch.zeros(640, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def break_before_the_update(run: Run, batch: Batch, index: int) -> None:
 
 def test_an_exception_before_the_update(tmp_path: Path) -> None:
     case = Case(
-        make_model=lambda: Chain(depth=6),
+        make_model=lambda: Chain(depth=5),
         make_batches=features,
         step=break_before_the_update,
         planned=True,

@@ -102,7 +102,7 @@ def test_batch_norm_buffers(tmp_path: Path) -> None:
 
 
 def frozen_chain() -> Chain:
-    model = Chain(depth=6)
+    model = Chain(depth=5)
     for layer in (model.first, model.layers[0], model.layers[3]):
         layer.requires_grad_(False)
     return model
@@ -132,7 +132,7 @@ def test_a_layer_frozen_for_two_steps(tmp_path: Path) -> None:
 @compiled_input_needs_grad
 def test_a_graph_break(tmp_path: Path) -> None:
     torch._dynamo.utils.counters.clear()
-    case = Case(make_model=lambda: Chain(depth=6, break_at=3), make_batches=features, planned=True)
+    case = Case(make_model=lambda: Chain(depth=5, break_at=3), make_batches=features, planned=True)
     check_parity(case, tmp_path)
     assert torch._dynamo.utils.counters["graph_break"], "the graph did not break"
 

@@ -31,7 +31,7 @@ Step = Callable[[Run, Batch, int], None]
 
 
 def deep_chain() -> Chain:
-    return Chain(depth=6)
+    return Chain(depth=5)
 
 
 def chain_case(step: Step, *, planned: bool = False, steps: int = 3) -> Case:

@@ -1,0 +1,67 @@
+"""Stores to run the contract suite over, and the helpers beside them as modules of their own (tests are no package)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.storage.posix import PosixStore
+
+for _name in ("memory", "gate"):
+    if f"storage_{_name}" not in sys.modules:
+        _spec = importlib.util.spec_from_file_location(
+            f"storage_{_name}", Path(__file__).with_name(f"{_name}.py")
+        )
+        assert _spec is not None and _spec.loader is not None
+        _module = importlib.util.module_from_spec(_spec)
+        sys.modules[f"storage_{_name}"] = _module
+        _spec.loader.exec_module(_module)
+
+MakeStore = Callable[..., PosixStore]
+
+
+@pytest.fixture(params=["one directory", "two directories", "three directories", "memory", "buffered"])
+def make_store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeStore]:
+    """A maker of stores; each test runs over every kind. "buffered": the file system refuses direct I/O."""
+    count = {"two directories": 2, "three directories": 3}.get(request.param, 1)
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if request.param == "memory" else tmp_path) as base:
+        parents = [Path(base, str(number)) for number in range(count)]
+        for parent in parents:
+            parent.mkdir()
+        if request.param == "buffered":
+            refuse_direct_io(monkeypatch)
+        stores: list[PosixStore] = []
+
+        def make(budget_bytes: int | None = None) -> PosixStore:
+            stores.append(PosixStore(parents, budget_bytes=budget_bytes))
+            return stores[-1]
+
+        yield make
+        for store in stores:
+            store.close()
+        assert all(not list(parent.iterdir()) for parent in parents)
+
+
+def refuse_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the operating system refuse O_DIRECT, as file systems without direct I/O do."""
+    real = os.open
+
+    def open_(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument", path)
+        return real(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", open_)
+
+
+@pytest.fixture
+def store(make_store: MakeStore) -> PosixStore:
+    return make_store()

@@ -1,0 +1,158 @@
+"""What a store says when the drive is full, broken, or not there at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from storage_memory import Memory
+
+from planner.errors import StorageError, StorageFullError, StorageIOError
+from runtime.storage.posix import PosixStore
+
+MIB = 1 << 20
+Call = Callable[..., int]
+
+
+@pytest.fixture
+def plain_store(tmp_path: Path) -> Iterator[PosixStore]:
+    store = PosixStore([tmp_path], budget_bytes=None)
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_an_io_error_names_file_block_and_errno(
+    plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    slot = plain_store.allocate(MIB, "layers.3.weight")
+    memory = Memory(MIB)
+    monkeypatch.setattr(os, "pwritev" if call == "write" else "preadv", fail)
+    with pytest.raises(StorageIOError) as raised:
+        getattr(plain_store, call)(slot, memory.address)
+    assert raised.value.path == str(slot.extents[0].path)
+    assert raised.value.block == "layers.3.weight"
+    assert raised.value.errno == errno.EIO
+    for part in (f"cannot {call} block 'layers.3.weight'", raised.value.path, "[errno 5]"):
+        assert part in str(raised.value)
+
+
+def test_a_file_that_was_truncated_is_an_error_not_zeros(plain_store: PosixStore) -> None:
+    slot = plain_store.allocate(2 * MIB, "weights")
+    memory = Memory(2 * MIB, random=True)
+    plain_store.write(slot, memory.address)
+    os.truncate(slot.extents[0].path, MIB)
+    with pytest.raises(StorageIOError, match="beyond the end of the file block 'weights'"):
+        plain_store.read(slot, memory.address)
+
+
+def test_a_real_refusal_of_the_operating_system(plain_store: PosixStore) -> None:
+    slot = plain_store.allocate(MIB, "weights")
+    with pytest.raises(StorageIOError) as raised:
+        plain_store.write(slot, 1 << 60)  # no such memory
+    assert raised.value.errno == errno.EFAULT
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_short_transfers_are_continued(
+    plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    real: Call = getattr(os, call)
+    lengths: list[int] = []
+
+    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        lengths.append(min(len(buffers[0]), 3 * 4096))
+        return real(descriptor, [buffers[0][: lengths[-1]]], offset)
+
+    monkeypatch.setattr(os, call, short)
+    slot = plain_store.allocate(MIB, "weights")
+    memory, read = Memory(MIB, random=True), Memory(MIB)
+    plain_store.write(slot, memory.address)
+    plain_store.read(slot, read.address)
+    assert read.content == memory.content
+    assert len(lengths) > MIB // (3 * 4096)
+
+
+def test_too_little_free_space_is_found_before_anything_is_reserved(
+    plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = os.fstatvfs
+
+    def nearly_full(descriptor: int) -> os.statvfs_result:
+        fields = list(real(descriptor))
+        fields[4] = 5 * MIB // fields[1]  # f_bavail, in f_frsize
+        return os.statvfs_result(fields)
+
+    monkeypatch.setattr(os, "fstatvfs", nearly_full)
+    assert plain_store.limit_bytes == 5 * MIB
+    with pytest.raises(StorageFullError) as raised:
+        plain_store.ensure_capacity(6 * MIB)
+    for part in ("6,291,456 more bytes", str(tmp_path), "5,242,880 bytes free", "raise memory_budget"):
+        assert part in str(raised.value)
+    assert plain_store.capacity_bytes == 0
+    plain_store.allocate(5 * MIB, "what just fits")  # less than a whole step of growth
+    assert plain_store.capacity_bytes == 5 * MIB
+
+
+def test_directories_on_one_drive_share_its_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parents = [tmp_path / "a", tmp_path / "b"]
+    for parent in parents:
+        parent.mkdir()
+    store = PosixStore(parents, budget_bytes=None)
+    free = os.statvfs(tmp_path)
+    with pytest.raises(StorageFullError):
+        store.ensure_capacity(free.f_bavail * free.f_frsize + 64 * MIB)  # each half would fit
+    assert store.capacity_bytes == 0
+    store.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_drive_that_fills_up_while_room_is_reserved(
+    plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageFullError, match="more bytes are needed in"):
+        plain_store.allocate(MIB, "weights")
+    assert plain_store.capacity_bytes == plain_store.used_bytes == 0
+
+
+def test_a_limit_on_file_size_is_named(plain_store: PosixStore) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
+    try:
+        with pytest.raises(StorageIOError, match="reserve room for block 'weights'") as raised:
+            plain_store.allocate(2 * MIB, "weights")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.errno == errno.EFBIG
+    assert plain_store.capacity_bytes == 0
+    plain_store.allocate(2 * MIB, "weights")
+
+
+def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="does not exist; create it"):
+        PosixStore([tmp_path / "absent"], budget_bytes=None)
+    with pytest.raises(StorageError, match="is not a directory"):
+        PosixStore([tmp_path / "file"], budget_bytes=None)
+    with pytest.raises(StorageError, match="one or several different directories"):
+        PosixStore([tmp_path, f"{tmp_path}/."], budget_bytes=None)
+    with pytest.raises(StorageError, match="one or several different directories"):
+        PosixStore([], budget_bytes=None)
+    with pytest.raises(StorageError, match=r"cannot be used: .*errno"):
+        PosixStore(["/proc"], budget_bytes=None)
+    with pytest.raises(StorageError, match="does not exist"):
+        PosixStore([tmp_path, tmp_path / "absent"], budget_bytes=None)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]  # the good one was given back

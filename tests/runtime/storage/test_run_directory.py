@@ -1,0 +1,233 @@
+"""A run's files go when the run ends, however it ends. Real processes, real signals."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.storage.posix import PosixStore
+from runtime.storage.run_directory import RunDirectory, remove_leftovers
+
+PRELUDE = """
+import os, signal, sys, time
+from runtime.storage.posix import PosixStore
+store = PosixStore([sys.argv[1]], budget_bytes=None)
+store.allocate(1 << 20, "weights")
+def say(word):
+    print(word, flush=True)
+"""
+
+Start = Callable[[str], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a process with a store under `tmp_path` that goes on as told, and waits for its first line."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(code: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PRELUDE + code, str(tmp_path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def left(parent: Path) -> list[str]:
+    return [entry.name for entry in parent.iterdir()]
+
+
+WAIT = "say('ready'); time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("say('ready')", 0),
+        ("say('ready'); sys.exit(3)", 3),
+        ("say('ready'); raise ValueError('in the middle')", 1),
+    ],
+)
+def test_it_goes_at_exit_and_after_exceptions(start: Start, tmp_path: Path, code: str, status: int) -> None:
+    process = start(code)
+    assert process.wait(30) == status
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_it_goes_with_signals_and_the_status_is_theirs(
+    start: Start, tmp_path: Path, number: signal.Signals
+) -> None:
+    process = start(WAIT)
+    assert len(left(tmp_path)) == 1
+    process.send_signal(number)
+    assert process.wait(30) == -number
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("setup", ["", "signal.signal(signal.SIGINT, signal.SIG_DFL);"])
+def test_it_goes_with_an_interrupt(start: Start, tmp_path: Path, setup: str) -> None:
+    code = PRELUDE.replace("store = ", setup + "\nstore = ") if setup else PRELUDE
+    command = [sys.executable, "-c", code + WAIT, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT
+    assert left(tmp_path) == []
+
+
+def test_it_goes_with_a_signal_while_the_process_waits_for_a_lock(start: Start, tmp_path: Path) -> None:
+    process = start("import threading; say('ready'); threading.Event().wait()")
+    process.terminate()
+    assert process.wait(30) == -signal.SIGTERM
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_programs_own_handler_is_called(start: Start, tmp_path: Path, when: str) -> None:
+    handler = """
+def handler(number, frame):
+    say('handled')
+    sys.exit(7)
+signal.signal(signal.SIGTERM, handler)
+"""
+    again = "store = PosixStore([sys.argv[1]], budget_bytes=None)\n" if when == "before" else ""
+    setup = "store.close()\n" if when == "before" else ""
+    process = start(setup + handler + again + WAIT)
+    process.terminate()
+    assert process.communicate(timeout=30)[0] == "handled\n"
+    assert process.returncode == 7
+    assert left(tmp_path) == []
+
+
+def test_what_a_killed_run_left_goes_at_the_next_start(start: Start, tmp_path: Path) -> None:
+    living = start(WAIT)
+    (of_the_living,) = left(tmp_path)
+    killed = start(WAIT)
+    killed.kill()
+    killed.wait(30)
+    (of_the_killed,) = set(left(tmp_path)) - {of_the_living}
+    assert (tmp_path / of_the_killed / "blocks.spill").exists()
+    store = PosixStore([tmp_path], budget_bytes=None)
+    assert set(left(tmp_path)) == {of_the_living, store.directories[0].name}
+    store.close()
+    living.terminate()
+    assert living.wait(30) == -signal.SIGTERM
+    assert left(tmp_path) == []
+
+
+def test_a_forked_child_keeps_the_parents_files(start: Start, tmp_path: Path) -> None:
+    process = start("""
+def leave(way):
+    if way == "close":
+        store.close()
+    if way == "signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+    sys.exit(0)
+for way in ("exit", "close", "signal"):
+    child = os.fork()
+    if child == 0:
+        leave(way)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == (-signal.SIGTERM if way == "signal" else 0), (way, status)
+    assert store.directories[0].is_dir() and list(store.directories[0].glob("*.spill")), way
+say("ready")
+time.sleep(60)
+""")
+    assert len(left(tmp_path)) == 1
+    process.terminate()
+    process.wait(30)
+    assert process.stderr is not None and process.stderr.read() == ""
+    assert left(tmp_path) == []
+
+
+def test_many_that_start_at_once_do_not_remove_each_others(tmp_path: Path) -> None:
+    code = PRELUDE + """
+for _ in range(30):
+    other = PosixStore([sys.argv[1]], budget_bytes=None)
+    assert store.directories[0].is_dir() and (other.directories[0] / "lock").exists()
+    other.close()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    outcomes = [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
+    assert outcomes == [("", 0)] * 4
+    assert left(tmp_path) == []
+
+
+def test_a_directory_that_is_not_locked_yet_and_gone_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process's clean-up comes between the creation of the directory and its lock."""
+    real = Path.mkdir
+    made: list[Path] = []
+
+    def mkdir(path: Path, mode: int = 0o777) -> None:
+        real(path, mode)
+        made.append(path)
+        if len(made) == 1:
+            assert remove_leftovers(tmp_path) == (path,)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    directory = RunDirectory(tmp_path)
+    assert directory.path == made[1] and directory.path.is_dir() and not made[0].exists()
+    directory.close()
+
+
+def test_its_lock_is_held_until_it_is_closed(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+    with open(directory.path / "lock") as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert remove_leftovers(tmp_path) == ()
+    directory.close()
+    directory.close()
+    assert left(tmp_path) == []
+
+
+def test_only_what_looks_like_a_leftover_is_touched(tmp_path: Path) -> None:
+    results = tmp_path / "teraio-2024-results"
+    results.mkdir()
+    (results / "loss.csv").touch()
+    (tmp_path / f"teraio-1-{'0' * 16}").symlink_to(results)
+    mixed = tmp_path / f"teraio-2-{'0' * 16}"
+    mixed.mkdir()
+    (mixed / "blocks.spill").touch()
+    (mixed / "notes.txt").touch()
+    assert remove_leftovers(tmp_path) == ()
+    assert (results / "loss.csv").exists() and (mixed / "notes.txt").exists()
+    assert not (mixed / "blocks.spill").exists()
+
+
+def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
+    one, two = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    assert callable(signal.getsignal(signal.SIGTERM))
+    one.close()
+    assert callable(signal.getsignal(signal.SIGTERM))
+    two.close()
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)] == before
+
+
+def test_it_can_be_made_in_another_thread(tmp_path: Path) -> None:
+    made: list[RunDirectory] = []
+    thread = threading.Thread(target=lambda: made.append(RunDirectory(tmp_path)))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    made[0].close()
+    assert os.listdir(tmp_path) == []
