@@ -76,6 +76,11 @@ class Block:
         return f"<Block {self.name} {self.kind} {self.size_bytes} bytes {self.state.name}>"
 
     @property
+    def key(self) -> int:
+        """Identifies the storage; not given to another one as long as the block exists."""
+        return int(self.weak.cdata)
+
+    @property
     def dead(self) -> bool:
         """True once nobody holds the storage any more."""
         return bool(self.weak.expired())

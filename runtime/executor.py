@@ -106,6 +106,7 @@ def _run_stage_managed(
     read = list(dict.fromkeys(b for i in stage.inputs if (b := blocks[i]) is not None))
     pager.acquire(read, stage.output_bytes + stage.workspace_bytes, stage.name, then_fetch=observer.stage_reached())
     written: list[Block] = []
+    last_used: list[Block] = []
     try:
         begin = time.perf_counter()
         _run_stage(stage, slots)
@@ -113,8 +114,9 @@ def _run_stage_managed(
         for i in stage.outputs:
             blocks[i] = _block(program, slots, i, pager, user_visible=False)
         written = [b for i in stage.mutates if (b := blocks[i]) is not None]
+        last_used = list(dict.fromkeys(b for i in stage.frees if (b := blocks[i]) is not None))
     finally:
-        pager.retire(read, written)
+        pager.retire(read, written, last_used=last_used)
     made = [b for i in stage.outputs if (b := blocks[i]) is not None and b not in read]
     observer.stage_ended(
         name=stage.name,

@@ -74,11 +74,11 @@ class Pager:
         if block is None or block.size_bytes != storage.nbytes():
             with self._changed:
                 if block is not None:
-                    self._forget(storage._cdata, block)
+                    self._forget(block)
                 span = self._mover.span(storage) if self._mover is not None else None
                 block = Block(storage=storage, name=name, kind=kind, user_visible=user_visible, span=span)
                 block.born = self.iteration
-                self._blocks[storage._cdata] = block
+                self._blocks[block.key] = block
                 self._used += block.size_bytes
         elif user_visible:
             block.user_visible = True
@@ -129,9 +129,15 @@ class Pager:
                 self._release(blocks)
                 raise
 
-    def retire(self, blocks: Sequence[Block], written: Sequence[Block]) -> None:
-        """The stage is done: what it held may move again, copies of what it wrote are invalid. Never blocks."""
+    def retire(self, blocks: Sequence[Block], written: Sequence[Block], *, last_used: Sequence[Block] = ()) -> None:
+        """The stage is done: what it held may move again, copies of what it wrote are invalid. Never blocks.
+
+        last_used: blocks that nobody may hold any more; those count as free at once.
+        """
         with self._changed:
+            for block in last_used:
+                if block.dead:
+                    self._forget(block)
             for block in written:
                 _touch(block)
             self._release(blocks)
@@ -322,13 +328,13 @@ class Pager:
     # -- bookkeeping (lock held)
 
     def _sweep(self) -> None:
-        for cdata, block in [item for item in self._blocks.items() if item[1].dead]:
-            self._forget(cdata, block)
+        for block in [b for b in self._blocks.values() if b.dead]:
+            self._forget(block)
 
-    def _forget(self, cdata: int, block: Block) -> None:
-        if block.state is State.LEAVING or block.state is State.ARRIVING:
+    def _forget(self, block: Block) -> None:
+        if block.state is State.LEAVING or block.state is State.ARRIVING or self._blocks.get(block.key) is not block:
             return
-        del self._blocks[cdata]
+        del self._blocks[block.key]
         if block.state is State.ON_DEVICE:
             self._used -= block.size_bytes
         if self._mover is not None:

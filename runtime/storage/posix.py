@@ -95,7 +95,7 @@ class PosixStore:
             # What one file has more than its share, the others need not have.
             excess = self.capacity_bytes + sum(more) - align_up(size_bytes)
             for index in range(len(more)):
-                less = min(more[index], max(0, excess))
+                less = min(more[index], excess)
                 more[index] -= less
                 excess -= less
             self._grow(more, "all blocks")

@@ -16,6 +16,7 @@ creator begins anew under another name, the cleaner goes on.
 from __future__ import annotations
 
 import atexit
+import errno
 import fcntl
 import logging
 import os
@@ -91,21 +92,37 @@ def remove_leftovers(parent: Path) -> tuple[Path, ...]:
     removed = []
     for path in _run_directories(parent):
         try:
-            lock = _take_lock(path)
-            if lock is None:
-                continue
-            try:
-                _delete(path)
-            finally:
-                os.close(lock)
+            dead = _remove_if_dead(path)
         except OSError as error:
             _log.warning(
-                "cannot remove the spill directory %s of a killed run: %s; please remove it", path, error
+                "cannot remove the spill directory %s of a dead run: %s; please remove it", path, error
             )
-        else:
-            _log.info("removed the spill directory %s, which a killed run had left", path)
+            continue
+        if dead:
+            _log.info("removed the spill directory %s, which no process held any more", path)
             removed.append(path)
     return tuple(removed)
+
+
+def _remove_if_dead(directory: Path) -> bool:
+    """Remove a run directory whose lock is free or gone. Nothing is created in it: its owner may be removing
+    it."""
+    lock = _take_lock(directory, create=False)
+    if lock is not None:
+        try:
+            _delete(directory)
+        finally:
+            os.close(lock)
+        return True
+    try:
+        directory.rmdir()  # works only without a lock in it, nor anything else
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
 
 
 def _run_directories(parent: Path) -> list[Path]:
@@ -124,7 +141,7 @@ def _create(parent: Path) -> tuple[Path, int]:
     for _ in range(_ATTEMPTS):
         path = parent / f"teraio-{os.getpid()}-{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
-        lock = _take_lock(path)
+        lock = _take_lock(path, create=True)
         if lock is not None:
             return path, lock
     raise StorageError(
@@ -132,14 +149,14 @@ def _create(parent: Path) -> tuple[Path, int]:
     )
 
 
-def _take_lock(directory: Path) -> int | None:
+def _take_lock(directory: Path, *, create: bool) -> int | None:
     """Lock a run directory if nobody else has, see [Note: The lock is taken last but checked twice].
 
     Gives the descriptor that holds the lock, None if another has it or the directory is gone. Never blocks.
     """
     lock_path = directory / _LOCK_NAME
     try:
-        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        lock = os.open(lock_path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
     except FileNotFoundError:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Stores to run the contract suite over, and the helpers beside them as modules of their own (tests are no package)."""
+"""Stores to run the contract suite over, and the helpers beside this as modules (tests are no package)."""
 
 from __future__ import annotations
 

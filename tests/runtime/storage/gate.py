@@ -10,8 +10,9 @@ from runtime.storage.store import Extent, Piece, Slot
 
 def slot(name: str, size_bytes: int = 4096, extents: int = 1) -> Slot:
     """A slot without a file."""
+    length = size_bytes // extents
     parts = tuple(
-        Extent(file_descriptor=-1, path=Path(f"/nowhere/{n}"), offset_bytes=0, length_bytes=size_bytes // extents)
+        Extent(file_descriptor=-1, path=Path(f"/nowhere/{n}"), offset_bytes=0, length_bytes=length)
         for n in range(extents)
     )
     return Slot(name=name, size_bytes=size_bytes, extents=parts)

@@ -119,13 +119,17 @@ def test_directories_on_one_drive_share_its_free_space(
 def test_a_drive_that_fills_up_while_room_is_reserved(
     plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    def full(*_: int) -> None:
+    real = os.posix_fallocate
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        real(descriptor, offset, length // 2)
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StorageFullError, match="more bytes are needed in"):
         plain_store.allocate(MIB, "weights")
     assert plain_store.capacity_bytes == plain_store.used_bytes == 0
+    assert (plain_store.directories[0] / "blocks.spill").stat().st_size == 0
 
 
 def test_a_limit_on_file_size_is_named(plain_store: PosixStore) -> None:

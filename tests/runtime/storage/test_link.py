@@ -1,4 +1,4 @@
-"""The queue of one direction: order, cancelling, promoting, errors, the end. The gate holds every piece in place."""
+"""The queue of one direction: order, cancelling, promoting, errors, the end. A gate holds every piece."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_all_threads_work_on_the_first_block_and_then_go_on_to_the_next(
     make_link: MakeLink, gate: Gate
 ) -> None:
     link = make_link(threads=3)
-    first = link.submit(slot("first", 4 * PIECE, extents=2), 0, nothing)  # a piece is 2 pages here: 1 per extent
+    first = link.submit(slot("first", 4 * PIECE, extents=2), 0, nothing)  # two pieces
     second = link.submit(slot("second", 3 * PIECE), 0, nothing)
     assert sorted(gate.wait_until_begun(3)) == ["first", "first", "second"]
     gate.let()
@@ -180,6 +180,18 @@ def test_closing_lets_everything_end_that_was_submitted(make_link: MakeLink, gat
         link.submit(slot("g"), 0, nothing)
 
 
+def test_at_the_end_of_the_process_what_has_not_begun_is_dropped(make_link: MakeLink, gate: Gate) -> None:
+    link = make_link()
+    ended: list[str] = []
+    begun, queued = (link.submit(slot(name), 0, lambda t: ended.append(t.slot.name)) for name in "ab")
+    gate.wait_until_begun(1)
+    link.close(drop_queued=True, timeout_seconds=0.01)  # does not wait for ever for what cannot end
+    gate.let()
+    link.close()
+    assert gate.begun == ended == ["a"]
+    assert begun.done and not queued.done
+
+
 def test_a_callback_may_submit_the_next_block(make_link: MakeLink, gate: Gate) -> None:
     link = make_link()
     gate.let()
@@ -214,18 +226,21 @@ def test_counters(make_link: MakeLink, gate: Gate) -> None:
     assert link.bytes_per_second == link.moved_bytes / busy
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_is_told_and_its_parent_goes_on(make_link: MakeLink, gate: Gate) -> None:
     link = make_link()
     waiting = link.submit(slot("a"), 0, nothing)
     gate.wait_until_begun(1)
     child = os.fork()
     if child == 0:  # the lock may be held by a thread that the child does not have
+        status = 43
         try:
             link.close()
             link.submit(slot("b"), 0, nothing)
         except StorageError as error:
-            os._exit(42 if "forked child" in str(error) else 43)
-        os._exit(44)
+            status = 42 if "forked child" in str(error) else 44
+        finally:
+            os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
     gate.let()
     waiting.wait(30)

@@ -35,7 +35,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(code: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", PRELUDE + code, str(tmp_path)]
+        command = [sys.executable, "-W", "ignore", "-c", PRELUDE + code, str(tmp_path)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -156,12 +156,15 @@ time.sleep(60)
 
 
 def test_many_that_start_at_once_do_not_remove_each_others(tmp_path: Path) -> None:
-    code = PRELUDE + """
+    code = (
+        PRELUDE
+        + """
 for _ in range(30):
     other = PosixStore([sys.argv[1]], budget_bytes=None)
     assert store.directories[0].is_dir() and (other.directories[0] / "lock").exists()
     other.close()
 """
+    )
     command = [sys.executable, "-c", code, str(tmp_path)]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
     outcomes = [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
@@ -206,8 +209,8 @@ def test_only_what_looks_like_a_leftover_is_touched(tmp_path: Path) -> None:
     (tmp_path / f"teraio-1-{'0' * 16}").symlink_to(results)
     mixed = tmp_path / f"teraio-2-{'0' * 16}"
     mixed.mkdir()
-    (mixed / "blocks.spill").touch()
-    (mixed / "notes.txt").touch()
+    for name in ("lock", "blocks.spill", "notes.txt"):
+        (mixed / name).touch()
     assert remove_leftovers(tmp_path) == ()
     assert (results / "loss.csv").exists() and (mixed / "notes.txt").exists()
     assert not (mixed / "blocks.spill").exists()

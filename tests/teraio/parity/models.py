@@ -9,6 +9,7 @@ from torch.nn import functional
 from .harness import Batch
 
 VOCABULARY = 256
+WIDTH, HIDDEN = 64, 4096
 
 
 class Layer(nn.Module):
@@ -62,42 +63,46 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
+class Wide(nn.Module):
+    """Residual layer on [batch, 64], 4096 wide inside: weights of 1 MiB, an activation of 16 KiB per row."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.dropout(torch.tanh(self.up(x))))
+
+
 class Chain(nn.Module):
-    """Linear layers of 1 MiB with tanh between: features [batch, 64] to logits [batch, 256].
+    """Wide layers in a row, fast for their memory: features [batch, 64] to logits [batch, outputs].
 
     break_at: number of layers in front of a graph break; 0 for none.
     """
 
     def __init__(
-        self,
-        *,
-        inputs: int = 64,
-        outputs: int = VOCABULARY,
-        depth: int = 4,
-        dropout: float = 0.0,
-        break_at: int = 0,
+        self, *, outputs: int = VOCABULARY, depth: int = 3, dropout: float = 0.0, break_at: int = 0
     ) -> None:
         super().__init__()
-        self.first = nn.Linear(inputs, 512)
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(depth))
-        self.last = nn.Linear(512, outputs)
-        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(Wide(dropout) for _ in range(depth))
+        self.last = nn.Linear(WIDTH, outputs)
         self.break_at = break_at
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self._run(self.first(x), 0, self.break_at)
+        x = self._run(x, 0, self.break_at)
         if self.break_at:
             torch._dynamo.graph_break()
         return self.last(self._run(x, self.break_at, len(self.layers)))
 
     def _run(self, x: Tensor, start: int, end: int) -> Tensor:
         for position in range(start, end):
-            x = self.dropout(torch.tanh(self.layers[position](x)))
+            x = self.layers[position](x)
         return x
 
 
 class ConvNet(nn.Module):
-    """Convolutions with batch norm: images [batch, 3, 48, 48] to logits [batch, 10]."""
+    """Convolutions with batch norm, smooth throughout: images [batch, 3, 48, 48] to logits [batch, 10]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +112,7 @@ class ConvNet(nn.Module):
                 nn.Sequential(
                     nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False),
                     nn.BatchNorm2d(after),
-                    nn.ReLU(),
+                    nn.GELU(),
                 )
                 for before, after, stride in widths
             )
@@ -121,27 +126,29 @@ class ConvNet(nn.Module):
 class Aliases(nn.Module):
     """Much that shares storage: two parameters in one block, in-place writes to views, outputs that alias.
 
-    Returns logits [batch, 256], and three views of one hidden tensor.
+    Returns logits [batch, 256], and three views of one hidden tensor [batch, 4096].
     """
 
     memory: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(64, 512)
-        flat = torch.randn(2 * 512 * 512) * 512**-0.5
-        self.left = nn.Parameter(flat[: 512 * 512].view(512, 512))
-        self.right = nn.Parameter(flat[512 * 512 :].view(512, 512))
-        self.last = nn.Linear(512, VOCABULARY)
-        self.register_buffer("memory", torch.zeros(512, 512))
+        flat = torch.randn(2 * WIDTH * HIDDEN) * WIDTH**-0.5
+        self.left = nn.Parameter(flat[: WIDTH * HIDDEN].view(WIDTH, HIDDEN))
+        self.right = nn.Parameter(flat[WIDTH * HIDDEN :].view(HIDDEN, WIDTH))
+        self.last = nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("memory", torch.zeros(WIDTH, HIDDEN))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        hidden = torch.tanh(self.first(x)) @ self.left
-        hidden[:, :256].mul_(0.5)
-        self.memory.mul_(0.9).add_(hidden.detach().t() @ hidden.detach(), alpha=1e-3)
-        bottom, top = self.right.chunk(2, dim=0)
-        out = torch.tanh(hidden[:, 256:] @ bottom + hidden[:, :256] @ top + hidden @ self.memory)
-        return self.last(out), hidden, hidden[:, ::2], hidden.t()
+        hidden = x @ self.left
+        hidden[:, : HIDDEN // 2].mul_(0.5)
+        self.memory.mul_(0.9).add_(x.t() @ hidden.detach(), alpha=1e-3)
+        top, bottom = self.right.chunk(2, dim=0)
+        active = torch.tanh(hidden)
+        mixed = active[:, HIDDEN // 2 :] @ top + active[:, : HIDDEN // 2] @ bottom
+        mixed = torch.tanh(mixed / HIDDEN**0.5 + active @ self.memory.t())
+        again = torch.tanh(mixed @ self.left) @ self.right / HIDDEN**0.5
+        return self.last(again), hidden, hidden[:, ::2], hidden.t()
 
 
 def tokens(steps: int, *, batch: int = 8, time: int = 128) -> list[Batch]:
@@ -151,12 +158,12 @@ def tokens(steps: int, *, batch: int = 8, time: int = 128) -> list[Batch]:
     return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in drawn]
 
 
-def features(steps: int, *, batch: int = 640, inputs: int = 64, classes: int = VOCABULARY) -> list[Batch]:
-    """Normal features [batch, inputs] and random classes [batch]."""
+def features(steps: int, *, batch: int = 320, classes: int = VOCABULARY) -> list[Batch]:
+    """Normal features [batch, 64] and random classes [batch]."""
     generator = torch.Generator().manual_seed(12)
     return [
         (
-            torch.randn(batch, inputs, generator=generator),
+            torch.randn(batch, WIDTH, generator=generator),
             torch.randint(0, classes, (batch,), generator=generator),
         )
         for _ in range(steps)
@@ -164,8 +171,8 @@ def features(steps: int, *, batch: int = 640, inputs: int = 64, classes: int = V
 
 
 def features_of_changing_size(steps: int) -> list[Batch]:
-    """Batches of 768, 640 and 576 rows in turn."""
-    return [features(step + 1, batch=(768, 640, 576)[step % 3])[-1] for step in range(steps)]
+    """Batches of 320, 288 and 256 rows in turn."""
+    return [features(step + 1, batch=(320, 288, 256)[step % 3])[-1] for step in range(steps)]
 
 
 def images(steps: int) -> list[Batch]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from .harness import (
+    MIB,
     Case,
     Result,
     budget_between,
@@ -71,15 +72,17 @@ def test_wrong_values_are_outside_the_tolerance(result: Result, wrong: float) ->
 
 
 def test_a_missing_gradient_is_seen(result: Result) -> None:
-    fewer = {name: value for name, value in result.gradients[1].items() if name != "first.bias"}
-    with pytest.raises(AssertionError, match="gradient 1 of first"):
+    fewer = {name: value for name, value in result.gradients[1].items() if name != "layers.0.up.bias"}
+    with pytest.raises(AssertionError, match="gradient 1 of layers"):
         check_exact(replace(result, gradients=(result.gradients[0], fewer)), result)
 
 
 def test_gradients_and_losses_are_recorded_at_every_step(result: Result) -> None:
     assert len(result.losses) == len(result.gradients) == 2
     assert result.gradients[0].keys() == dict(Chain(depth=1).named_parameters()).keys()
-    assert not torch.equal(result.gradients[0]["first.weight"], result.gradients[1]["first.weight"])
+    assert not torch.equal(
+        result.gradients[0]["layers.0.up.weight"], result.gradients[1]["layers.0.up.weight"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,12 @@ def test_a_run_without_a_plan_is_seen(result: Result, status: Reported, message:
 
 
 def test_the_budget_lies_between_floor_and_peak(result: Result) -> None:
-    assert budget_between(replace(result, progress=((Reported(),),)), 0.5) == 55
-    assert budget_between(replace(result, progress=((Reported(floor_bytes=None),),)), 0.5) == 54
+    def reports(floor_bytes: int | None, peak_bytes: int) -> Result:
+        status = Reported(floor_bytes=floor_bytes, device_peak_bytes=peak_bytes)
+        return replace(result, progress=((status,),))
+
+    update = 4 * sum(value.nbytes for value in result.parameters.values()) + 4 * MIB
+    assert budget_between(reports(100 * MIB, 300 * MIB), 0.25) == 150 * MIB
+    assert budget_between(reports(None, 300 * MIB), 0.5) == (update + 300 * MIB) // 2
     with pytest.raises(AssertionError, match="no room between"):
-        budget_between(replace(result, progress=((Reported(floor_bytes=95),),)), 0.5)
+        budget_between(reports(100 * MIB, 100 * MIB), 0.5)

@@ -48,9 +48,9 @@ class FusedChain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lower = Chain(outputs=512, depth=2)
+        self.lower = Chain(outputs=64, depth=2)
         self.fuse = Fuse()
-        self.upper = Chain(inputs=512, depth=2)
+        self.upper = Chain(depth=2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.upper(self.fuse(self.lower(x)))
@@ -84,8 +84,8 @@ def test_an_exception_in_backward(tmp_path: Path) -> None:
     )
     result = check_parity(case, tmp_path)
     broken = result.gradients[BROKEN_STEPS[0]]
-    assert "upper.layers.0.weight" in broken
-    assert "lower.layers.0.weight" not in broken
+    assert "upper.layers.0.up.weight" in broken
+    assert "lower.layers.0.up.weight" not in broken
 
 
 def break_accumulation(run: Run, batch: Batch, index: int) -> None:
@@ -95,7 +95,7 @@ def break_accumulation(run: Run, batch: Batch, index: int) -> None:
         def hook(_: Tensor) -> None:
             raise Interrupted
 
-        handle = run.module.get_parameter("layers.1.weight").register_post_accumulate_grad_hook(hook)
+        handle = run.module.get_parameter("layers.1.up.weight").register_post_accumulate_grad_hook(hook)
         run.optimizer.zero_grad()
         with pytest.raises(Interrupted):
             run.loss(batch).backward()
@@ -105,7 +105,7 @@ def break_accumulation(run: Run, batch: Batch, index: int) -> None:
 
 def test_an_exception_in_a_gradient_hook(tmp_path: Path) -> None:
     case = Case(
-        make_model=lambda: Chain(depth=5),
+        make_model=Chain,
         make_batches=features,
         step=break_accumulation,
         planned=True,
@@ -125,7 +125,7 @@ def break_after_forward(run: Run, batch: Batch, index: int) -> None:
 
 def test_an_exception_between_forward_and_backward(tmp_path: Path) -> None:
     case = Case(
-        make_model=lambda: Chain(depth=5),
+        make_model=Chain,
         make_batches=features,
         step=break_after_forward,
         planned=True,
@@ -139,10 +139,10 @@ class Lookup(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lower = Chain(outputs=512, depth=2)
-        self.table = nn.Embedding(64, 512)
-        self.upper = Chain(inputs=512, depth=2)
-        self.row = torch.zeros(640, dtype=torch.int64)
+        self.lower = Chain(outputs=64, depth=2)
+        self.table = nn.Embedding(64, 64)
+        self.upper = Chain(depth=2)
+        self.row = torch.zeros(320, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.upper(self.lower(x) + self.table(self.row))
@@ -176,7 +176,7 @@ def break_before_the_update(run: Run, batch: Batch, index: int) -> None:
 
 def test_an_exception_before_the_update(tmp_path: Path) -> None:
     case = Case(
-        make_model=lambda: Chain(depth=5),
+        make_model=Chain,
         make_batches=features,
         step=break_before_the_update,
         planned=True,

@@ -26,7 +26,7 @@ def accumulate(run: Run, batch: Batch, index: int) -> None:
 
 def test_gradient_accumulation(tmp_path: Path) -> None:
     case = Case(
-        make_model=Chain, make_batches=lambda n: features(n, batch=1280), step=accumulate, planned=True
+        make_model=Chain, make_batches=lambda n: features(n, batch=640), step=accumulate, planned=True
     )
     check_parity(case, tmp_path)
 
@@ -48,7 +48,7 @@ def test_a_changing_number_of_passes_after_the_plan(tmp_path: Path) -> None:
     def step(run: Run, batch: Batch, index: int) -> None:
         (plain_step if index < PLANNED_STEPS else accumulate_unevenly)(run, batch, index)
 
-    case = Case(make_model=lambda: Chain(depth=5), make_batches=features, step=step, planned=True, steps=10)
+    case = Case(make_model=Chain, make_batches=features, step=step, planned=True, steps=10)
     check_parity(case, tmp_path)
 
 
@@ -85,7 +85,7 @@ def evaluate_mid_step(run: Run, batch: Batch, index: int) -> None:
 
 def test_evaluation_between_forward_and_backward(tmp_path: Path) -> None:
     case = Case(
-        make_model=lambda: Chain(depth=5),
+        make_model=Chain,
         make_batches=features,
         step=evaluate_mid_step,
         planned=True,
@@ -167,7 +167,7 @@ def test_zeroing_gradients(tmp_path: Path, set_to_none: bool) -> None:
         run.record_gradients()
         run.optimizer.step()
 
-    case = Case(make_model=lambda: Chain(depth=5), make_batches=features, step=step, planned=True)
+    case = Case(make_model=Chain, make_batches=features, step=step, planned=True)
     check_parity(case, tmp_path)
 
 
