@@ -192,11 +192,14 @@ def _duplex_rates(
     One of them ends first; what the other carries after that, it carries at its own full rate.
     """
     half = len(slots) // 2
-    parts = (slots[:half], slots[half:])
-    ends = _finish_times(list(zip(links, parts, strict=True)), address)
-    shared = min(ends)
-    found = []
-    for rate, part, end in zip(rates, parts, ends, strict=True):
-        size = sum(slot.size_bytes for slot in part)
-        found.append(max(size - rate * (end - shared), size * shared / end / 2) / shared)
-    return found[0], found[1]
+    work = list(zip(links, (slots[:half], slots[half:]), strict=True))
+    found: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_RATE_TRIALS):
+        ends = _finish_times(work, address)
+        shared = min(ends)
+        for index, end in enumerate(ends):
+            size = sum(slot.size_bytes for slot in work[index][1])
+            together = size - rates[index] * (end - shared)
+            # `rates` are measurements too: half of the average is the least that is believed.
+            found[index].append(max(together / shared, size / end / 2))
+    return median(found[0]), median(found[1])

@@ -11,6 +11,7 @@ import torch
 from runtime.block import Block
 from runtime.pager import Pager
 from runtime.program import Constant, Program, Stage
+from runtime.workspace import WorkspaceMeter
 
 
 class Observer(Protocol):
@@ -52,7 +53,9 @@ def run_plain(program: Program, arguments: list[Any]) -> list[Any]:
     return _results(program, slots)
 
 
-def run_managed(program: Program, arguments: list[Any], pager: Pager, observer: Observer) -> list[Any]:
+def run_managed(
+    program: Program, arguments: list[Any], pager: Pager, observer: Observer, meter: WorkspaceMeter
+) -> list[Any]:
     """Run a program under the pager's budget. Takes over `arguments`; blocks while inputs are fetched.
 
     Raises BudgetError and StorageError; then nothing stays held, and all blocks keep their contents.
@@ -67,7 +70,7 @@ def run_managed(program: Program, arguments: list[Any], pager: Pager, observer: 
             blocks[index] = _block(program, slots, index, pager, user_visible=True)
         observer.region_begins(program.identity, len(program.stages))
         for number, stage in enumerate(program.stages):
-            _run_stage_managed(program, number, stage, slots, blocks, pager, observer)
+            _run_stage_managed(program, number, stage, slots, blocks, pager, observer, meter)
         results = _results(program, slots)
         for index in program.user_results:
             if isinstance(results[index], torch.Tensor) and (block := pager.known_block(results[index])) is not None:
@@ -102,15 +105,18 @@ def _run_stage_managed(
     blocks: list[Block | None],
     pager: Pager,
     observer: Observer,
+    meter: WorkspaceMeter,
 ) -> None:
+    workspace_bytes = meter.workspace_bytes(stage)
     read = list(dict.fromkeys(b for i in stage.inputs if (b := blocks[i]) is not None))
-    pager.acquire(read, stage.output_bytes + stage.workspace_bytes, stage.name, then_fetch=observer.stage_reached())
+    pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=observer.stage_reached())
     written: list[Block] = []
     last_used: list[Block] = []
     try:
-        begin = time.perf_counter()
-        _run_stage(stage, slots)
-        seconds = time.perf_counter() - begin
+        with meter.watching(stage):
+            begin = time.perf_counter()
+            _run_stage(stage, slots)
+            seconds = time.perf_counter() - begin
         for i in stage.outputs:
             blocks[i] = _block(program, slots, i, pager, user_visible=False)
         written = [b for i in stage.mutates if (b := blocks[i]) is not None]
@@ -122,7 +128,7 @@ def _run_stage_managed(
         name=stage.name,
         phase=stage.phase,
         seconds=seconds,
-        workspace_bytes=stage.workspace_bytes,
+        workspace_bytes=workspace_bytes,
         read=read,
         made=list(dict.fromkeys(made)),
         written=written,

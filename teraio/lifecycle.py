@@ -27,6 +27,7 @@ from planner.errors import BudgetError, InfeasiblePlanError, PlanError, TeraioEr
 from runtime.executor import run_managed, run_plain
 from runtime.pager import Pager
 from runtime.program import Program
+from runtime.workspace import WorkspaceMeter
 from teraio.machine import Machine
 from teraio.optimizer import OptimizerSteps
 from teraio.options import Options
@@ -47,6 +48,7 @@ class Lifecycle:
         self._machine = Machine(options, device)
         self._pager = Pager(mover=self._machine.mover, budget_bytes=self._machine.budget_bytes)
         self._timeline = Timeline(self._pager)
+        self._meter = WorkspaceMeter()
         self.stage_compiler = StageCompiler(codegen=options.codegen)
         self._steps = OptimizerSteps(
             self._pager, self._timeline, active=lambda: self._phase != "fits", step_done=self._step_done
@@ -77,7 +79,7 @@ class Lifecycle:
             if self._phase == "fits":
                 return run_plain(program, arguments)
             sized = program if program.resize is None else program.resize(program, arguments)
-            return run_managed(sized, arguments, self._pager, self._timeline)
+            return run_managed(sized, arguments, self._pager, self._timeline, self._meter)
 
         call._boxed_call = True  # type: ignore[attr-defined]
         self._programs += 1
@@ -266,6 +268,7 @@ class Lifecycle:
     def close(self) -> None:
         """Bring everything back, unhook, remove files. Blocks."""
         self._steps.close()
+        self._phase = "fits"  # compiled functions that are still called run unmanaged
         if self._job is not None:
             self._job.cancel()
         try:

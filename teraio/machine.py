@@ -83,7 +83,7 @@ class Machine:
         return planner.Hardware(
             name=f"{platform.node()} {self._device.type}",
             device_memory_bytes=memory,
-            storage_bytes=self._store.capacity_bytes if self._store is not None else 0,
+            storage_bytes=self._store.limit_bytes if self._store is not None else 0,
             links=links,
         )
 

@@ -132,6 +132,35 @@ def test_a_drive_that_fills_up_while_room_is_reserved(
     assert (plain_store.directories[0] / "blocks.spill").stat().st_size == 0
 
 
+def test_room_that_is_there_already_counts_wherever_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parents = [tmp_path / "a", tmp_path / "b"]
+    for parent in parents:
+        parent.mkdir()
+    store = PosixStore(parents, budget_bytes=4 * MIB)
+    real, calls = os.posix_fallocate, []
+
+    def fail_once(descriptor: int, offset: int, length: int) -> None:
+        calls.append(length)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fail_once)
+    with pytest.raises(StorageFullError):
+        store.ensure_capacity(4 * MIB)
+    store.ensure_capacity(2 * MIB)  # all of it in the first directory
+    assert store.capacity_bytes == 2 * MIB
+    slot = store.allocate(2 * MIB, "weights")
+    memory, read = Memory(2 * MIB, random=True), Memory(2 * MIB)
+    store.write(slot, memory.address)
+    store.read(slot, read.address)
+    assert read.content == memory.content
+    assert store.capacity_bytes <= 4 * MIB
+    store.close()
+
+
 def test_a_limit_on_file_size_is_named(plain_store: PosixStore) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))

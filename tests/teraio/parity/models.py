@@ -176,9 +176,9 @@ def features_of_changing_size(steps: int) -> list[Batch]:
 
 
 def images(steps: int) -> list[Batch]:
-    """Normal images [16, 3, 48, 48] and random classes [16]."""
+    """Normal images [8, 3, 48, 48] and random classes [8]."""
     generator = torch.Generator().manual_seed(13)
     return [
-        (torch.randn(16, 3, 48, 48, generator=generator), torch.randint(0, 10, (16,), generator=generator))
+        (torch.randn(8, 3, 48, 48, generator=generator), torch.randint(0, 10, (8,), generator=generator))
         for _ in range(steps)
     ]

@@ -65,7 +65,9 @@ def evaluate_then_train(run: Run, batch: Batch, index: int) -> None:
 def test_evaluation_between_steps(tmp_path: Path) -> None:
     with torch._inductor.config.patch(fallback_random=True):
         case = Case(
-            make_model=lambda: Transformer(dropout=0.1), make_batches=tokens, step=evaluate_then_train
+            make_model=lambda: Transformer(dropout=0.1, width=128),
+            make_batches=tokens,
+            step=evaluate_then_train,
         )
         check_parity(case, tmp_path)
 

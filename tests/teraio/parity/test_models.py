@@ -67,7 +67,8 @@ def test_tied_weights(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("eager_dropout")
 def test_dropout_draws_the_same_masks(tmp_path: Path) -> None:
     check_parity(
-        Case(make_model=lambda: Transformer(dropout=0.2), make_batches=tokens, planned=True), tmp_path
+        Case(make_model=lambda: Transformer(dropout=0.2, width=128), make_batches=tokens, planned=True),
+        tmp_path,
     )
 
 

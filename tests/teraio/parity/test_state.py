@@ -30,7 +30,7 @@ from .models import Chain, ConvNet, features, images
 Step = Callable[[Run, Batch, int], None]
 
 
-def chain_case(step: Step, *, planned: bool = False, steps: int = 3) -> Case:
+def chain_case(step: Step, *, planned: bool = False, steps: int | None = None) -> Case:
     return Case(make_model=Chain, make_batches=features, step=step, planned=planned, steps=steps)
 
 
