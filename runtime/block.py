@@ -56,7 +56,7 @@ class Block:
     def __init__(
         self, *, storage: torch.UntypedStorage, name: str, kind: str, user_visible: bool, span: Span | None
     ) -> None:
-        self.weak = StorageWeakRef(storage)
+        self.weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.name = name
         self.kind = kind
         self.size_bytes = storage.nbytes()
@@ -83,7 +83,7 @@ class Block:
     @property
     def dead(self) -> bool:
         """True once nobody holds the storage any more."""
-        return bool(self.weak.expired())
+        return bool(self.weak.expired())  # type: ignore[no-untyped-call]
 
     def storage(self) -> torch.UntypedStorage | None:
         """A reference that keeps the storage alive, or None if it is gone."""

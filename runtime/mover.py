@@ -74,7 +74,7 @@ class CpuMover:
         fresh = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
         fresh.copy_(storage)
         empty = torch.empty(0, dtype=tensor.dtype)
-        tensor.data = empty.set_(fresh, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+        tensor.data = empty.set_(fresh, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def tidy(self) -> None:
         self._memory.tidy()

@@ -21,7 +21,8 @@ class Stage:
     name: unique in its graph, from the modules it came from (`forward/layers.3.attn`).
     inputs, outputs: slots read and filled. frees: slots whose last use in the graph is this stage.
     next_uses: for every slot of `inputs` and then `outputs` the next stage of the graph that reads it, -1 if none does.
-    input_bytes: memory of all inputs, estimated. output_bytes: new memory that the outputs take. workspace_bytes: peak beyond inputs and outputs.
+    input_bytes: memory of all inputs, estimated. output_bytes: new memory that the outputs take.
+    workspace_bytes: peak beyond inputs and outputs, estimated.
     mutates: inputs (slots) that the stage writes in place, such as batch norm's running statistics.
     """
 

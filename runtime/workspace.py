@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
-from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
+from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
 from runtime.program import Stage
 
@@ -42,7 +42,7 @@ class WorkspaceMeter:
             yield
         finally:
             threads = _disable_profiler_legacy()
-        changes = [e.cpu_memory_usage() for events in threads for e in events if e.kind() == "memory_alloc"]
+        changes = [e.cpu_memory_usage() for events in threads for e in events if str(e.kind()) == "memory_alloc"]
         peak = max(itertools.accumulate(changes), default=0)
         self._measured[key] = max(0, peak - stage.output_bytes)
 

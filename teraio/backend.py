@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 from planner.errors import TeraioError
 from runtime.program import Kind, Phase, Program
 from teraio import registry
-from teraio.options import parse_options
 from teraio.lifecycle import Lifecycle
+from teraio.options import parse_options
 
 
 def teraio(
@@ -57,9 +57,9 @@ def _compile_graphs(
     # The backward graph is compiled with the forward one, so that a budget that is too small is found before training
     # starts. Caches of whole graphs would bring back functions that are not cut into stages.
     with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
-        compiled = compile_fx(gm, example_inputs, inner_compile=compile_graph)
+        compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph))
     runtime.check(programs)
-    return compiled
+    return cast(Callable[..., Any], compiled)
 
 
 def _compile(

@@ -163,7 +163,8 @@ class Lifecycle:
             self._begin_planning(self._profile)
 
     def _begin_planning(self, profile: Profile) -> None:
-        self._floor = planner.floor(profile.trace)
+        smallest, stage = planner.floor(profile.trace)
+        self._floor = (smallest, profile.trace.stages[stage].name)
         if self._options.plan is not None:
             self._follow(profile, self._given_plan(profile.trace))
             return

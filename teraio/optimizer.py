@@ -33,7 +33,8 @@ _ELEMENTWISE = frozenset(
 class OptimizerSteps:
     """Hooks every optimizer of the process that updates managed parameters. Call `close` to unhook.
 
-    active: whether steps are run by subgroups now. step_done is called with the optimizer after each such step, when all bookkeeping is finished.
+    active: whether steps are run by subgroups now. step_done is called with the optimizer after each step of it, when
+    all bookkeeping is finished.
     """
 
     def __init__(

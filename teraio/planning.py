@@ -88,5 +88,6 @@ class PlanningJob:
         if self._process.returncode == NO_PLAN:
             raise planner.SolverError(errors.strip().splitlines()[-1] if errors.strip() else "no plan was found")
         if self._process.returncode != 0:
-            raise planner.SolverError(f"the planning process ended with status {self._process.returncode}: {errors[-400:].strip()}")
+            status, message = self._process.returncode, errors[-400:].strip()
+            raise planner.SolverError(f"the planning process ended with status {status}: {message}")
         return planner.Plan.load(plan_path)

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
-from teraio.options import Options
 from teraio.lifecycle import Lifecycle
+from teraio.options import Options
 from teraio.status import Status
 
 _lock = threading.Lock()

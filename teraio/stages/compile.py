@@ -114,7 +114,7 @@ def _report_strides(gm: GraphModule) -> None:
     for result in output.args[0]:
         value = result.meta.get("val") if isinstance(result, Node) else None
         strides = tuple(str(s) for s in value.stride()) if isinstance(value, torch.Tensor) else None
-        context.output_strides.append(strides)
+        context.output_strides.append(cast(Any, strides))
 
 
 def _lay_out(
@@ -199,7 +199,7 @@ class _Resizer:
         key = tuple(symbols.values())
         if key not in self._known:
             stages = tuple(
-                replace(stage, **_sizes(piece, symbols))
+                replace(stage, **cast(Any, _sizes(piece, symbols)))
                 for stage, piece in zip(program.stages, self._pieces, strict=True)
             )
             self._known[key] = replace(program, identity=(program.identity, key), stages=stages)
@@ -213,7 +213,7 @@ def _kind(slot: int, phase: Phase, is_result: bool) -> Kind:
 
 def _user_results(output: Node, phase: Phase) -> tuple[int, ...]:
     """All results of a backward graph; of a forward graph those that come before what is saved for backward."""
-    count = len(output.args[0])
+    count = len(cast(Sequence[Any], output.args[0]))
     if phase == "backward":
         return tuple(range(count))
     visible = output.meta.get("user_visible_output_idxs", range(count))
@@ -269,8 +269,9 @@ def _storages(module: GraphModule) -> dict[Node, StorageKey]:
 
 def _storage_bytes(key: StorageKey, symbols: work.Symbols) -> int:
     owner, part = key
-    value = owner.meta.get("val")
-    return sum(work.storage_bytes(t, symbols) for t in work.fake_tensors(value if part is None else value[part]))
+    value: Any = owner.meta.get("val")
+    tensors = work.fake_tensors(value if part is None else value[part])
+    return sum((work.storage_bytes(t, symbols) for t in tensors), 0)
 
 
 def _new_bytes(piece: Piece, symbols: work.Symbols) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -109,8 +109,8 @@ def _key(module: GraphModule) -> str:
     lines = []
     for node in module.graph.nodes:
         index[node] = f"%{len(index)}"
-        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(index[n]))
-        target = node.target if node.op in ("call_function",) else node.op
+        arguments: Any = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: cast(Any, _Reference(index[n])))
+        target: Any = node.target if node.op == "call_function" else node.op
         if node.op == "get_attr":
             target = f"get_attr {id(_attribute(module, str(node.target)))}"
         lines.append(f"{node.op} {target} {arguments} {_layout(node.meta.get('val'))}")

@@ -1,0 +1,172 @@
+"""Every option with good and bad values, and the wording of the refusals."""
+
+import ast
+import os
+import re
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import OptionsError
+from teraio import options
+from teraio.options import Options, parse_bytes, parse_options
+
+NAMES = [field.name for field in fields(Options)]
+README = Path(__file__).parents[2] / "README.md"
+
+GOOD: list[tuple[str, Any, Any]] = [
+    ("memory_budget", 1, 1),
+    ("memory_budget", "24GiB", 24 << 30),
+    ("host_budget", "500MB", 500_000_000),
+    ("storage", ".", (Path.cwd(),)),
+    ("storage", Path("/"), (Path("/"),)),
+    ("storage", ["/", "/tmp"], (Path("/"), Path("/tmp"))),
+    ("storage", ("/",), (Path("/"),)),
+    ("storage_budget", "1.5 TiB", 3 << 39),
+    ("profile_iterations", 1, 1),
+    ("plan", __file__, Path(__file__)),
+    ("trace_out", "/tmp/trace.json", Path("/tmp/trace.json")),
+    ("plan_out", Path("plan.json"), Path("plan.json")),
+    ("codegen", "inductor", "inductor"),
+    ("codegen", "eager", "eager"),
+    ("solver_time_limit", 5, 5.0),
+    ("solver_time_limit", 0.25, 0.25),
+]
+
+BYTES = "wanted a positive number of bytes, or text such as '24GiB' or '500MB'"
+BAD: list[tuple[str, Any, str]] = [
+    ("memory_budget", 0, f"found 0, {BYTES}"),
+    ("memory_budget", -1, f"found -1, {BYTES}"),
+    ("memory_budget", 2.5e9, f"found 2500000000.0, {BYTES}"),
+    ("memory_budget", True, f"found True, {BYTES}"),
+    ("memory_budget", "lots", f"found 'lots', {BYTES}"),
+    ("host_budget", "", f"found '', {BYTES}"),
+    ("storage", [], "found an empty list, wanted one or several directories"),
+    ("storage", "", "found '', wanted a path"),
+    ("storage", 7, "found 7, wanted a path"),
+    ("storage", ["/", None], "found None, wanted a path"),
+    ("storage", "/no/such/folder", "/no/such/folder is not a directory; create it first"),
+    ("storage", __file__, f"{__file__} is not a directory; create it first"),
+    ("storage", ["/tmp", "/tmp/../tmp"], "a directory is given twice in /tmp, /tmp"),
+    ("storage_budget", "0 GiB", f"found '0 GiB', {BYTES}"),
+    ("storage_budget", [1], f"found [1], {BYTES}"),
+    ("profile_iterations", 0, "found 0, wanted a whole number of at least 1"),
+    ("profile_iterations", 1.0, "found 1.0, wanted a whole number of at least 1"),
+    ("profile_iterations", True, "found True, wanted a whole number of at least 1"),
+    ("profile_iterations", "3", "found '3', wanted a whole number of at least 1"),
+    ("plan", "/no/such/plan.json", "there is no file /no/such/plan.json"),
+    ("plan", "/tmp", "there is no file /tmp"),
+    ("plan", {}, "found {}, wanted a path"),
+    ("trace_out", "/no/such/trace.json", "there is no directory /no/such; create it first"),
+    ("trace_out", False, "found False, wanted a path"),
+    ("plan_out", "/no/such/plan.json", "there is no directory /no/such; create it first"),
+    ("codegen", "triton", "found 'triton', wanted 'inductor' or 'eager'"),
+    ("codegen", 1, "found 1, wanted 'inductor' or 'eager'"),
+    ("codegen", ["eager"], "found ['eager'], wanted 'inductor' or 'eager'"),
+    ("solver_time_limit", 0, "found 0, wanted a positive number of seconds"),
+    ("solver_time_limit", float("nan"), "found nan, wanted a positive number of seconds"),
+    ("solver_time_limit", float("inf"), "found inf, wanted a positive number of seconds"),
+    ("solver_time_limit", "30s", "found '30s', wanted a positive number of seconds"),
+    ("solver_time_limit", True, "found True, wanted a positive number of seconds"),
+]
+
+
+def test_no_option_is_untested() -> None:
+    assert {name for name, _, _ in GOOD} == {name for name, _, _ in BAD} == set(NAMES)
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), GOOD)
+def test_good_values(name: str, value: Any, expected: Any) -> None:
+    parsed = parse_options({name: value})
+    found = getattr(parsed, name)
+    assert found == expected and type(found) is type(expected)
+    others = {other: getattr(parsed, other) for other in NAMES if other != name}
+    assert others == {other: getattr(Options(), other) for other in others}
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD)
+def test_bad_values(name: str, value: Any, message: str) -> None:
+    with pytest.raises(OptionsError) as caught:
+        parse_options({name: value})
+    assert str(caught.value) == f"option {name}: {message}"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_storage_that_may_not_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(OptionsError, match="option storage: no permission to write to"):
+        parse_options({"storage": tmp_path})
+
+
+def test_home_is_expanded_and_links_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "drive")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse_options({"storage": "~/link"}).storage == ((tmp_path / "drive").resolve(),)
+    with pytest.raises(OptionsError, match="given twice"):
+        parse_options({"storage": ["~/link", "~/drive"]})
+
+
+@pytest.mark.parametrize("name", ["memory_budgets", "Memory_budget", "", 3])
+def test_unknown_names_list_the_valid_ones(name: Any) -> None:
+    with pytest.raises(OptionsError) as caught:
+        parse_options({"memory_budget": 1, name: 1})
+    assert str(caught.value) == f"unknown option {name!r}; valid options are {', '.join(sorted(NAMES))}"
+
+
+def test_none_means_the_default() -> None:
+    assert parse_options(None) == parse_options({}) == parse_options(dict.fromkeys(NAMES)) == Options()
+
+
+def test_equal_options_are_one_key_and_do_not_change() -> None:
+    first, second = parse_options({"storage": "/"}), parse_options({"storage": ["/"]})
+    assert first == second and hash(first) == hash(second)
+    with pytest.raises(FrozenInstanceError):
+        first.memory_budget = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("value", "size_bytes"),
+    [
+        (12, 12),
+        ("12", 12),
+        ("12B", 12),
+        ("1kB", 1_000),
+        ("1 KiB", 1_024),
+        (" 2 mb ", 2_000_000),
+        ("2MiB", 2 << 20),
+        ("3GB", 3_000_000_000),
+        ("0.5GiB", 1 << 29),
+        ("1TB", 10**12),
+        ("1tib", 1 << 40),
+    ],
+)
+def test_sizes(value: int | str, size_bytes: int) -> None:
+    assert parse_bytes("size", value) == size_bytes
+
+
+@pytest.mark.parametrize("value", ["1PB", "GiB", "1e9", "-1GiB", "1,000", "1.GiB", "0.4", "1 Gi B", None, 1.0, b"1"])
+def test_no_sizes(value: Any) -> None:
+    with pytest.raises(OptionsError) as caught:
+        parse_bytes("size", value)
+    assert str(caught.value) == f"option size: found {value!r}, {BYTES}"
+
+
+def test_every_option_is_explained() -> None:
+    tree = ast.parse(Path(options.__file__).read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Options")
+    explained = {
+        node.target.id
+        for node, after in zip(body, body[1:], strict=False)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
+    }
+    assert explained == set(NAMES)
+
+
+def test_the_readme_lists_every_option() -> None:
+    section = README.read_text().split("## Options")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(NAMES)
