@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -44,13 +46,16 @@ def read_model(
     version: int,
     error: type[FileFormatError],
 ) -> ModelT:
-    """Read and validate a JSON file.
+    """Read and validate a JSON file, gzip-compressed if its name ends in `.gz`.
 
     Raises `error`, naming the file and the place in it, when the file cannot be read, is not JSON, is of
     another format or version, or breaks a rule of `model`.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        raw = Path(path).read_bytes()
+        text = (gzip.decompress(raw) if _is_compressed(path) else raw).decode("utf-8")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as problem:
+        raise error(f"{path}: not a whole gzip file, as its name says: {problem}; write it again") from problem
     except UnicodeDecodeError as problem:
         raise error(
             f"{path}: not a text file (byte {problem.start}); expected a {format_name} JSON file"
@@ -64,11 +69,17 @@ def read_model(
             f"{path}: malformed JSON at line {problem.lineno} column {problem.colno}: {problem.msg}; "
             "the file may be cut short: write it again"
         ) from problem
+    except (RecursionError, ValueError) as problem:
+        raise error(f"{path}: not usable JSON: {problem}; write it again") from problem
     _check_header(path, content, format_name=format_name, version=version, error=error)
     try:
         return model.model_validate_json(text, strict=True)
     except ValidationError as problem:
         raise error(f"{path}: {describe(problem)}") from problem
+
+
+def _is_compressed(path: str | os.PathLike[str]) -> bool:
+    return Path(path).suffix == ".gz"
 
 
 def _check_header(
@@ -107,14 +118,17 @@ def describe(problem: ValidationError, *, limit: int = 5) -> str:
 def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     """Replace the file at `path` by `text`, so that a reader sees the old or the new content, never half.
 
+    A name that ends in `.gz` gives a gzip-compressed file.
+
     Blocks until the content has reached the drive. Raises OSError as the operating system gives it.
     """
     target = Path(path)
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        with os.fdopen(handle, "wb") as stream:
             os.fchmod(stream.fileno(), 0o644)
-            stream.write(text)
+            content = text.encode("utf-8")
+            stream.write(gzip.compress(content, mtime=0) if _is_compressed(path) else content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, target)

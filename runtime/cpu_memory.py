@@ -27,6 +27,7 @@ from planner.errors import StorageError, UnsupportedError
 
 PAGE_BYTES = mmap.PAGESIZE
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+_LARGEST_THRESHOLD = 32 << 20  # where glibc's own, growing threshold ends
 _MAP_FIXED, _MREMAP_MAYMOVE, _MREMAP_FIXED = 0x10, 1, 2
 _HEADER_BYTES, _IS_MMAPPED, _FLAG_BITS = 16, 0x2, 0x7
 
@@ -60,19 +61,30 @@ class CpuMemory:
     def __init__(self, smallest_bytes: int = 1 << 20) -> None:
         self.smallest_bytes = smallest_bytes
         self._libc = _load_libc()
-        # Fixing the threshold also stops glibc from raising it whenever a large block is freed.
-        self._libc.mallopt(_M_MMAP_THRESHOLD, smallest_bytes)
-        self._libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
-        self._libc.mallopt(_M_MMAP_MAX, 1 << 30)
         self._plugs: list[int] = []
         self._saw_holes = False
-        self.plug_heap()
+        self.tighten()
         probe = torch.empty(2 * smallest_bytes, dtype=torch.uint8)
         if self.span(probe.untyped_storage()) is None:
             raise UnsupportedError(
                 "a memory budget on CPU needs glibc's malloc, but tensors come from another allocator; "
                 "start without LD_PRELOAD of jemalloc or tcmalloc and without THP_MEM_ALLOC_ENABLE, or leave out memory_budget"
             )
+
+    def tighten(self) -> None:
+        """Make every large allocation a mapping of its own from now on."""
+        # Fixing the threshold also stops glibc from raising it whenever a large block is freed.
+        self._libc.mallopt(_M_MMAP_THRESHOLD, self.smallest_bytes)
+        self._libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+        self._libc.mallopt(_M_MMAP_MAX, 1 << 30)
+        self.plug_heap()
+
+    def relax(self) -> None:
+        """Nothing has to move: let glibc keep freed memory for reuse, as it does by default, which is faster."""
+        self._libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+        self._libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_THRESHOLD)
+        while self._plugs:
+            self._libc.free(self._plugs.pop())
 
     def plug_heap(self) -> None:
         """Make large allocations be mappings again, after the heap has got holes of that size.

@@ -301,13 +301,17 @@ class Pager:
                 self._pump()
                 self._changed.notify_all()
 
-        self._need_mover().copy_in(block, done)
+        try:
+            self._need_mover().copy_in(block, done)
+        except StorageError as failure:
+            done(failure)  # for the training thread; this may be an I/O thread that has ended another copy
 
     def _pump(self) -> None:
         """Begin the prefetches that there is room for, strictly in order."""
         while self._waiting:
             block = self._waiting[0]
-            if block.dead or block.state in (State.ON_DEVICE, State.ARRIVING):
+            forgotten = self._blocks.get(block.key) is not block
+            if forgotten or block.dead or block.state in (State.ON_DEVICE, State.ARRIVING):
                 self._waiting.popleft()
                 continue
             if block.state is State.LEAVING or (self._in_user_code and block.user_visible):

@@ -29,6 +29,7 @@ def teraio(
     try:
         return _compile_graphs(gm, example_inputs, options)
     except TeraioError as error:
+        registry.forget_unused()
         return _raiser(error)
 
 

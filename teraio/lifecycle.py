@@ -235,10 +235,18 @@ class Lifecycle:
         self._enter("profile")
 
     def _enter(self, phase: RunPhase) -> None:
+        if "fits" in (phase, self._phase):
+            self._pager.forget_dead()
+            self._machine.prefer_speed(phase == "fits")
         self._phase = phase
         self._recent.clear()
 
     # -- from outside
+
+    @property
+    def unused(self) -> bool:
+        """True as long as nothing has run."""
+        return self._finished == 0 and not self._pager.blocks
 
     def wait_for_plan(self, timeout_seconds: float | None) -> bool:
         """Block until no planning is under way, or the time is over."""

@@ -40,6 +40,7 @@ class Machine:
         self._store: PosixStore | None = None
         self._engine: Engine | None = None
         self._rates: LinkRates | None = None
+        self._memory: CpuMemory | None = None
         self._device = device
         self.budget_bytes = options.memory_budget
         if device.type == "cpu" and options.storage:
@@ -48,11 +49,19 @@ class Machine:
             self._open(options)
 
     def _open(self, options: Options) -> None:
-        memory = CpuMemory()
+        self._memory = CpuMemory()
         self._store = PosixStore(options.storage, budget_bytes=options.storage_budget)
         self._engine = Engine(self._store)
         self._rates = self._engine.measure()
-        self.mover = CpuMover(memory, self._store, self._engine)
+        self.mover = CpuMover(self._memory, self._store, self._engine)
+
+    def prefer_speed(self, fits: bool) -> None:
+        """Whether nothing has to move, so that freed memory may be kept for reuse instead of going back at once."""
+        if self._memory is not None:
+            if fits:
+                self._memory.relax()
+            else:
+                self._memory.tighten()
 
     def ensure_spill_room(self, size_bytes: int) -> None:
         """Reserve room in the spill files. Raises StorageFullError if there is not enough."""

@@ -132,7 +132,8 @@ def can_split(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any
     """Whether one step equals steps over parts of the parameters, bit for bit."""
     kind = type(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-    hooked = len(_global_optimizer_pre_hooks) > 1 or bool(optimizer._optimizer_step_pre_hooks)
+    hooks = (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values())
+    hooked = any(not isinstance(getattr(hook, "__self__", None), OptimizerSteps) for hook in hooks)
     return (
         not hooked  # a hook that runs after ours may still change gradients
         and kind.__module__.startswith("torch.optim")

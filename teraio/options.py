@@ -21,10 +21,11 @@ class Options:
 
     memory_budget: int | None = None
     """Device memory that training may use: parameters, gradients, activations, optimizer states and workspaces together.
-    On CPU the device is main memory. Default: all memory of the device less a reserve of one tenth."""
+    On CPU the device is main memory. Default: what is available less a reserve of one tenth where storage is given,
+    else no limit."""
 
     host_budget: int | None = None
-    """Pinned host memory that blocks may wait in. Has no effect where the device is the CPU. Default: none is used."""
+    """Pinned host memory that blocks may wait in. There is no host tier yet, so it is refused."""
 
     storage: tuple[Path, ...] = ()
     """Directory, or list of directories on different drives, for spill files; blocks are striped over all of them.
@@ -40,10 +41,10 @@ class Options:
     """A plan file to use instead of making one. It must have been made from a trace of the same program."""
 
     trace_out: Path | None = None
-    """Where to write the trace (compressed if the name ends in .gz). Default: beside the spill files, or nowhere."""
+    """Where to write the trace; compressed if the name ends in .gz. Default: not written."""
 
     plan_out: Path | None = None
-    """Where to write the plan. Default: beside the spill files, or nowhere."""
+    """Where to write the plan; compressed if the name ends in .gz. Default: not written."""
 
     codegen: Literal["inductor", "eager"] = "inductor"
     """How stages are compiled. "eager" runs them operator by operator: slow, for debugging."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import torch
@@ -14,13 +15,34 @@ _lock = threading.Lock()
 _runtimes: dict[tuple[Options, torch.device], Lifecycle] = {}
 
 
+def _show_messages() -> None:
+    """teraio says in a few lines what it does; where the program has set up logging, that decides instead."""
+    logger = logging.getLogger("teraio")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("teraio: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
 def runtime_for(options: Options, device: torch.device) -> Lifecycle:
     """The runtime for these options; models that are compiled with equal options share one budget and one timeline."""
     with _lock:
         key = (options, device)
         if key not in _runtimes:
+            _show_messages()
             _runtimes[key] = Lifecycle(options, device)
         return _runtimes[key]
+
+
+def forget_unused() -> None:
+    """Close runtimes under which nothing has run, such as one whose budget was refused."""
+    with _lock:
+        unused = {key: runtime for key, runtime in _runtimes.items() if runtime.unused}
+        for key in unused:
+            del _runtimes[key]
+    for runtime in unused.values():
+        runtime.close()
 
 
 def status() -> tuple[Status, ...]:

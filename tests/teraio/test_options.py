@@ -20,10 +20,10 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("memory_budget", 1, 1),
     ("memory_budget", "24GiB", 24 << 30),
     ("host_budget", "500MB", 500_000_000),
-    ("storage", ".", (Path.cwd(),)),
-    ("storage", Path("/"), (Path("/"),)),
-    ("storage", ["/", "/tmp"], (Path("/"), Path("/tmp"))),
-    ("storage", ("/",), (Path("/"),)),
+    ("storage", "/tmp", (Path("/tmp"),)),
+    ("storage", Path("/tmp/../tmp"), (Path("/tmp"),)),
+    ("storage", ["/tmp", "/var/tmp"], (Path("/tmp"), Path("/var/tmp"))),
+    ("storage", ("/var/tmp",), (Path("/var/tmp"),)),
     ("storage_budget", "1.5 TiB", 3 << 39),
     ("profile_iterations", 1, 1),
     ("plan", __file__, Path(__file__)),
@@ -46,7 +46,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("storage", [], "found an empty list, wanted one or several directories"),
     ("storage", "", "found '', wanted a path"),
     ("storage", 7, "found 7, wanted a path"),
-    ("storage", ["/", None], "found None, wanted a path"),
+    ("storage", ["/tmp", None], "found None, wanted a path"),
     ("storage", "/no/such/folder", "/no/such/folder is not a directory; create it first"),
     ("storage", __file__, f"{__file__} is not a directory; create it first"),
     ("storage", ["/tmp", "/tmp/../tmp"], "a directory is given twice in /tmp, /tmp"),
@@ -100,6 +100,12 @@ def test_storage_that_may_not_be_written(tmp_path: Path) -> None:
         parse_options({"storage": tmp_path})
 
 
+def test_a_relative_directory_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "drive").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert parse_options({"storage": "drive"}).storage == ((tmp_path / "drive").resolve(),)
+
+
 def test_home_is_expanded_and_links_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "drive").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "drive")
@@ -121,7 +127,7 @@ def test_none_means_the_default() -> None:
 
 
 def test_equal_options_are_one_key_and_do_not_change() -> None:
-    first, second = parse_options({"storage": "/"}), parse_options({"storage": ["/"]})
+    first, second = parse_options({"storage": "/tmp"}), parse_options({"storage": ["/tmp"]})
     assert first == second and hash(first) == hash(second)
     with pytest.raises(FrozenInstanceError):
         first.memory_budget = 1  # type: ignore[misc]

@@ -81,9 +81,7 @@ class Chain(nn.Module):
     break_at: number of layers in front of a graph break; 0 for none.
     """
 
-    def __init__(
-        self, *, outputs: int = VOCABULARY, depth: int = 3, dropout: float = 0.0, break_at: int = 0
-    ) -> None:
+    def __init__(self, *, outputs: int = VOCABULARY, depth: int = 3, dropout: float = 0.0, break_at: int = 0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Wide(dropout) for _ in range(depth))
         self.last = nn.Linear(WIDTH, outputs)
@@ -106,18 +104,13 @@ class ConvNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        widths = ((3, 16, 1), (16, 32, 1), (32, 32, 2), (32, 64, 1))
         self.features = nn.Sequential(
             *(
-                nn.Sequential(
-                    nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False),
-                    nn.BatchNorm2d(after),
-                    nn.GELU(),
-                )
-                for before, after, stride in widths
+                nn.Sequential(nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.GELU())
+                for channels in (3, 16, 16, 16, 16, 16, 16)
             )
         )
-        self.head = nn.Linear(64, 10)
+        self.head = nn.Linear(16, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.features(images).mean(dim=(2, 3)))
@@ -147,8 +140,9 @@ class Aliases(nn.Module):
         active = torch.tanh(hidden)
         mixed = active[:, HIDDEN // 2 :] @ top + active[:, : HIDDEN // 2] @ bottom
         mixed = torch.tanh(mixed / HIDDEN**0.5 + active @ self.memory.t())
-        again = torch.tanh(mixed @ self.left) @ self.right / HIDDEN**0.5
-        return self.last(again), hidden, hidden[:, ::2], hidden.t()
+        for _ in range(4):
+            mixed = torch.tanh(mixed @ self.left) @ self.right / HIDDEN**0.5
+        return self.last(mixed), hidden, hidden[:, ::2], hidden.t()
 
 
 def tokens(steps: int, *, batch: int = 8, time: int = 128) -> list[Batch]:
@@ -179,6 +173,5 @@ def images(steps: int) -> list[Batch]:
     """Normal images [8, 3, 48, 48] and random classes [8]."""
     generator = torch.Generator().manual_seed(13)
     return [
-        (torch.randn(8, 3, 48, 48, generator=generator), torch.randint(0, 10, (8,), generator=generator))
-        for _ in range(steps)
+        (torch.randn(8, 3, 48, 48, generator=generator), torch.randint(0, 10, (8,), generator=generator)) for _ in range(steps)
     ]

@@ -35,9 +35,7 @@ class Reported:
 
 @pytest.fixture
 def result() -> Result:
-    case = Case(
-        make_model=lambda: Chain(depth=1), make_batches=lambda steps: features(steps, batch=8), steps=2
-    )
+    case = Case(make_model=lambda: Chain(depth=1), make_batches=lambda steps: features(steps, batch=8), steps=2)
     return train(case, backend=None)
 
 
@@ -47,18 +45,14 @@ def altered(result: Result, name: str, value: torch.Tensor) -> Result:
 
 def test_a_run_equals_itself_and_repeats_exactly(result: Result) -> None:
     check_exact(result, result)
-    case = Case(
-        make_model=lambda: Chain(depth=1), make_batches=lambda steps: features(steps, batch=8), steps=2
-    )
+    case = Case(make_model=lambda: Chain(depth=1), make_batches=lambda steps: features(steps, batch=8), steps=2)
     check_exact(train(case, backend=None), result)
 
 
 def test_one_bit_is_seen_and_is_within_the_tolerance(result: Result) -> None:
     value = result.parameters["last.weight"].clone()
     value[0, 0] = torch.nextafter(value[0, 0], torch.tensor(torch.inf))
-    with pytest.raises(
-        AssertionError, match=r"1 of \d+ tensors are not equal bit for bit:\s+final last.weight"
-    ):
+    with pytest.raises(AssertionError, match=r"1 of \d+ tensors are not equal bit for bit:\s+final last.weight"):
         check_exact(altered(result, "last.weight", value), result)
     check_close(altered(result, "last.weight", value), result)
 
@@ -80,9 +74,7 @@ def test_a_missing_gradient_is_seen(result: Result) -> None:
 def test_gradients_and_losses_are_recorded_at_every_step(result: Result) -> None:
     assert len(result.losses) == len(result.gradients) == 2
     assert result.gradients[0].keys() == dict(Chain(depth=1).named_parameters()).keys()
-    assert not torch.equal(
-        result.gradients[0]["layers.0.up.weight"], result.gradients[1]["layers.0.up.weight"]
-    )
+    assert not torch.equal(result.gradients[0]["layers.0.up.weight"], result.gradients[1]["layers.0.up.weight"])
 
 
 @pytest.mark.parametrize(

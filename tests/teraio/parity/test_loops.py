@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .harness import PLANNED_STEPS, Batch, Case, Run, check_parity, plain_step
-from .models import Chain, Transformer, features, features_of_changing_size, tokens
+from .models import Chain, features, features_of_changing_size
 
 
 def accumulate(run: Run, batch: Batch, index: int) -> None:
@@ -25,9 +25,7 @@ def accumulate(run: Run, batch: Batch, index: int) -> None:
 
 
 def test_gradient_accumulation(tmp_path: Path) -> None:
-    case = Case(
-        make_model=Chain, make_batches=lambda n: features(n, batch=640), step=accumulate, planned=True
-    )
+    case = Case(make_model=Chain, make_batches=lambda n: features(n, batch=640), step=accumulate, planned=True)
     check_parity(case, tmp_path)
 
 
@@ -65,8 +63,8 @@ def evaluate_then_train(run: Run, batch: Batch, index: int) -> None:
 def test_evaluation_between_steps(tmp_path: Path) -> None:
     with torch._inductor.config.patch(fallback_random=True):
         case = Case(
-            make_model=lambda: Transformer(dropout=0.1, width=128),
-            make_batches=tokens,
+            make_model=lambda: Chain(dropout=0.1),
+            make_batches=features,
             step=evaluate_then_train,
         )
         check_parity(case, tmp_path)

@@ -36,13 +36,13 @@ def eager_dropout() -> Iterator[None]:
 
 def test_transformer_with_parameter_groups_and_schedule(tmp_path: Path) -> None:
     case = Case(
-        make_model=lambda: Transformer(layers=3),
+        make_model=Transformer,
         make_batches=tokens,
         make_optimizer=adamw_in_two_groups,
         make_scheduler=warm_up,
         planned=True,
     )
-    check_parity(case, tmp_path)
+    check_parity(case, tmp_path, fraction=0.5)
 
 
 def test_transformer_compiled_by_inductor(tmp_path: Path) -> None:
@@ -67,16 +67,14 @@ def test_tied_weights(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("eager_dropout")
 def test_dropout_draws_the_same_masks(tmp_path: Path) -> None:
     check_parity(
-        Case(make_model=lambda: Transformer(dropout=0.2, width=128), make_batches=tokens, planned=True),
+        Case(make_model=lambda: Chain(dropout=0.2), make_batches=features, planned=True),
         tmp_path,
     )
 
 
 @pytest.mark.usefixtures("eager_dropout")
 def test_dropout_compiled_by_inductor(tmp_path: Path) -> None:
-    check_parity(
-        Case(make_model=lambda: Chain(dropout=0.3), make_batches=features), tmp_path, codegen="inductor"
-    )
+    check_parity(Case(make_model=lambda: Chain(dropout=0.3), make_batches=features), tmp_path, codegen="inductor")
 
 
 def loss_over_views(model: nn.Module, batch: Batch) -> Tensor:
@@ -85,9 +83,7 @@ def loss_over_views(model: nn.Module, batch: Batch) -> Tensor:
     logits, hidden, every_other, transposed = model(inputs)
     doubled = hidden * 2
     doubled[:, 1::2] += 1
-    return functional.cross_entropy(logits, targets) + 1e-2 * (
-        doubled.mean() + every_other.square().mean() - transposed.std()
-    )
+    return functional.cross_entropy(logits, targets) + 1e-2 * (doubled.mean() + every_other.square().mean() - transposed.std())
 
 
 def test_views_and_aliases(tmp_path: Path) -> None:
@@ -124,9 +120,7 @@ def freeze_and_thaw(run: Run, batch: Batch, index: int) -> None:
 
 
 def test_a_layer_frozen_for_two_steps(tmp_path: Path) -> None:
-    result = check_parity(
-        Case(make_model=Chain, make_batches=features, step=freeze_and_thaw, steps=4), tmp_path
-    )
+    result = check_parity(Case(make_model=Chain, make_batches=features, step=freeze_and_thaw, steps=4), tmp_path)
     assert ["layers.1.up.weight" in g for g in result.gradients] == [True, False, False, True]
 
 
@@ -175,9 +169,7 @@ def train_in_turns(run: Run, batch: Batch, index: int) -> None:
 
 @compiled_input_needs_grad
 def test_two_compiled_models_with_an_optimizer_each(tmp_path: Path) -> None:
-    case = Case(
-        make_model=Adversaries, make_batches=features, compile_parts=("coder", "judge"), step=train_in_turns
-    )
+    case = Case(make_model=Adversaries, make_batches=features, compile_parts=("coder", "judge"), step=train_in_turns)
     check_parity(case, tmp_path)
 
 
@@ -187,9 +179,7 @@ def test_two_independent_compiled_models(tmp_path: Path) -> None:
     def step(run: Run, batch: Batch, index: int) -> None:
         inputs, targets = batch
         optimizers = run.kept.setdefault("optimizers", [sgd(child) for child in run.module.children()])
-        for child, optimizer, x in zip(
-            run.module.children(), optimizers, (inputs, inputs.flip(0)), strict=True
-        ):
+        for child, optimizer, x in zip(run.module.children(), optimizers, (inputs, inputs.flip(0)), strict=True):
             optimizer.zero_grad()
             loss = functional.cross_entropy(child(x), targets % 64)
             loss.backward()

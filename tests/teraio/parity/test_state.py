@@ -121,9 +121,7 @@ def test_saving_and_loading(tmp_path: Path) -> None:
             saved = torch.load(path)
             run.module.load_state_dict(saved["model"])
             run.optimizer.load_state_dict(saved["optimizer"])
-            assert all(
-                torch.equal(saved["model"][name], value) for name, value in run.module.named_parameters()
-            )
+            assert all(torch.equal(saved["model"][name], value) for name, value in run.module.named_parameters())
             run.record("restored", run.module.get_parameter("layers.0.up.weight"))
 
     check_parity(chain_case(step, planned=True), tmp_path)
@@ -178,8 +176,6 @@ def test_the_smallest_budget_works_and_less_is_refused(tmp_path: Path) -> None:
     options = budgeted_options(case, tmp_path, budget=error.smallest_bytes, codegen="eager")
     budgeted = train(case, backend="teraio", options=options)
     check_budget(budgeted, error.smallest_bytes)
-    check_exact(
-        budgeted, train(case, backend="teraio", options={"codegen": "eager", "storage": str(tmp_path)})
-    )
+    check_exact(budgeted, train(case, backend="teraio", options={"codegen": "eager", "storage": str(tmp_path)}))
     with pytest.raises(teraio.BudgetError):
         train(case, backend="teraio", options=options | {"memory_budget": error.smallest_bytes - 1})

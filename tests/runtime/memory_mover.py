@@ -1,0 +1,180 @@
+"""A pager over a mover that keeps its slots in memory and ends its copies when a test says so."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections.abc import Callable
+
+import torch
+
+from planner.errors import StorageError, StorageIOError
+from runtime.block import Block, State
+from runtime.cpu_memory import Span
+from runtime.mover import Done
+from runtime.pager import Pager
+
+UNIT = 16
+"""Sizes are multiples of this many bytes."""
+
+
+class Deadlock(Exception):
+    """The pager waits, but nothing is in flight that could wake it."""
+
+
+class Copy:
+    """A copy in flight. It reads its first half when it begins and its second half when it ends."""
+
+    def __init__(self, block: Block, storage: torch.UntypedStorage, kind: str, done: Done) -> None:
+        self.block, self.storage, self.kind, self.done = block, storage, kind, done
+        self.head = self.source()[: block.size_bytes // 2]
+
+    def source(self) -> bytes:
+        return ctypes.string_at(self.storage.data_ptr(), self.storage.nbytes())
+
+    def content(self) -> bytes:
+        return self.head + self.source()[self.block.size_bytes // 2 :]
+
+
+class MemoryMover:
+    """A `Mover` whose slots are bytes. While a block is away, its storage stands for its slot, as with mapped files."""
+
+    def __init__(self) -> None:
+        self.flying: list[Copy] = []
+        self.slots: dict[Block, bytes] = {}
+        self.away: set[Block] = set()
+        self.arrived: dict[Block, bytes] = {}
+        self.log: list[str] = []
+        self.refuse: StorageError | None = None
+        self.fail_copies: list[StorageError | None] = []
+
+    def span(self, storage: torch.UntypedStorage) -> Span | None:
+        return None if storage.nbytes() % (2 * UNIT) else Span(0, storage.nbytes())
+
+    def relocate(self, tensor: torch.Tensor) -> None:
+        self.log.append("relocate")
+
+    def tidy(self) -> None:
+        self.log.append("tidy")
+
+    def copy_out(self, block: Block, done: Done) -> None:
+        self._begin(block, "out", done)
+
+    def copy_in(self, block: Block, done: Done) -> None:
+        assert block in self.away, f"{block} is read, but it is not away"
+        self._begin(block, "in", done)
+
+    def _begin(self, block: Block, kind: str, done: Done) -> None:
+        if self.refuse is not None:
+            error, self.refuse = self.refuse, None
+            raise error
+        assert all(copy.block is not block for copy in self.flying), f"two copies of {block} at once"
+        storage = block.storage()
+        assert storage is not None, f"{block} is copied, but its storage is gone"
+        self.log.append(f"{kind} {block.name}")
+        self.flying.append(Copy(block, storage, kind, done))
+
+    def release(self, block: Block) -> None:
+        _fill(block, self.slots[block])
+        self.away.add(block)
+
+    def install(self, block: Block) -> None:
+        _fill(block, self.arrived.pop(block))
+        self.away.discard(block)
+
+    def hurry(self, block: Block) -> None:
+        self.log.append(f"hurry {block.name}")
+
+    def settle(self, block: Block) -> None:
+        assert block in self.away
+        self.log.append(f"settle {block.name}")
+
+    def forget(self, block: Block) -> None:
+        assert all(copy.block is not block for copy in self.flying), f"{block} is forgotten in flight"
+        self.slots.pop(block, None)
+        self.away.discard(block)
+        self.log.append(f"forget {block.name}")
+
+    def finish(self, index: int = 0) -> None:
+        """End a copy that is in flight."""
+        copy = self.flying.pop(index)
+        error = self.fail_copies.pop(0) if self.fail_copies else None
+        if error is None:
+            (self.slots if copy.kind == "out" else self.arrived)[copy.block] = copy.content()
+        copy.done(error)
+
+    def finish_all(self) -> None:
+        while self.flying:
+            self.finish()
+
+
+def _fill(block: Block, content: bytes) -> None:
+    storage = block.storage()
+    assert storage is not None, f"{block} is filled, but its storage is gone"
+    ctypes.memmove(storage.data_ptr(), content, len(content))
+
+
+class Stepping(threading.Condition):
+    """[Note: No threads] Where the pager would wait for an I/O thread, a copy ends in the waiting thread itself."""
+
+    def __init__(self, finish_one: Callable[[], bool]) -> None:
+        super().__init__()
+        self._finish_one = finish_one
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._finish_one():
+            raise Deadlock
+        return True
+
+
+class Bench:
+    """A pager, its mover, and blocks by name. `seed`: which copy ends first when the pager waits; None: in order."""
+
+    def __init__(self, budget_bytes: int | None, seed: int | None = None) -> None:
+        self.mover = MemoryMover()
+        self.pager = Pager(mover=self.mover, budget_bytes=budget_bytes)
+        self.order = random.Random(seed) if seed is not None else None
+        self.pager._changed = Stepping(self.finish_one)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.pager.enter()
+
+    def finish_one(self) -> bool:
+        if not self.mover.flying:
+            return False
+        self.mover.finish(self.order.randrange(len(self.mover.flying)) if self.order else 0)
+        return True
+
+    def make(self, name: str, units: int, *, visible: bool = False, fill: int = 1) -> Block:
+        """A stage without inputs that makes one block of so many units; an odd number can not move."""
+        self.pager.acquire([], units * UNIT, f"make {name}")
+        self.tensors[name] = torch.full((units * UNIT,), fill, dtype=torch.uint8)
+        block = self.pager.block_of(self.tensors[name], name=name, kind="activation", user_visible=visible)
+        self.pager.retire([], [])
+        return block
+
+    def run(self, *blocks: Block, new_bytes: int = 0) -> None:
+        """A stage that reads blocks."""
+        self.pager.acquire(blocks, new_bytes, "run")
+        assert all(block.state in (State.ON_DEVICE, State.LEAVING) for block in blocks)
+        self.pager.retire(blocks, [])
+
+    def value(self, name: str) -> int:
+        found = set(ctypes.string_at(self.tensors[name].data_ptr(), self.tensors[name].nbytes))
+        assert len(found) == 1, f"{name} is torn: {found}"
+        return found.pop()
+
+    def drop(self, name: str) -> None:
+        del self.tensors[name]
+
+
+def io_error(name: str = "w") -> StorageIOError:
+    return StorageIOError(path="/nowhere", block=name, errno=5)
+
+
+def evicted(bench: Bench, block: Block) -> Block:
+    """Send a block away and let the copy end."""
+    bench.pager.offload(block)
+    bench.mover.finish_all()
+    assert block.state is State.AWAY
+    return block

@@ -1,0 +1,258 @@
+"""The CPU mover over real memory and real files, alone and under the pager with its real threads."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from planner.errors import StorageError, StorageIOError
+from runtime.block import Block, State
+from runtime.cpu_memory import CpuMemory
+from runtime.engine import Engine
+from runtime.mover import CpuMover
+from runtime.pager import Pager
+from runtime.storage.posix import PosixStore
+
+MIB = 1 << 20
+SECONDS = 30
+
+
+class Rig:
+    """A mover and a pager over files in a directory. Slots hold 4 MiB each at most."""
+
+    def __init__(self, folder: Path, budget_bytes: int | None) -> None:
+        self.memory = CpuMemory()
+        self.store = PosixStore([folder], budget_bytes=None)
+        self.engine = Engine(self.store, threads=2, chunk_bytes=256 << 10)
+        self.mover = CpuMover(self.memory, self.store, self.engine)
+        self.pager = Pager(mover=self.mover, budget_bytes=budget_bytes)
+        self.pager.enter()
+
+    def close(self) -> None:
+        self.engine.close()
+        self.store.close()
+
+    def make(self, size_bytes: int, fill: int, name: str = "w") -> tuple[torch.Tensor, Block]:
+        """A stage that makes a block, and its tensor."""
+        self.pager.acquire([], size_bytes, "make")
+        tensor = torch.full((size_bytes,), fill, dtype=torch.uint8)
+        block = self.pager.block_of(tensor, name=name, kind="activation", user_visible=False)
+        assert block.span is not None
+        self.pager.retire([], [])
+        return tensor, block
+
+    def copied(self, copy: Callable[..., None], block: Block) -> StorageError | None:
+        """Do a copy and wait for its end; gives its error."""
+        ended = threading.Event()
+        errors: list[StorageError | None] = []
+
+        def done(error: StorageError | None) -> None:
+            errors.append(error)
+            ended.set()
+
+        copy(block, done)
+        assert ended.wait(SECONDS)
+        return errors[0]
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path, None)
+    yield rig
+    rig.close()
+
+
+def within(seconds: float, work: Callable[[], None]) -> None:
+    """Run in a thread of its own; fails if it does not come to an end."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # handed on to the test
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "deadlock"
+    if errors:
+        raise errors[0]
+
+
+def break_io(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, call, fail)
+
+
+def test_there_and_back(rig: Rig) -> None:
+    tensor = torch.randint(0, 256, (3 * MIB + 123,), dtype=torch.uint8)
+    expected = tensor.clone()
+    block = rig.pager.block_of(tensor, name="w", kind="activation", user_visible=False)
+    assert rig.copied(rig.mover.copy_out, block) is None
+    rig.mover.release(block)
+    assert torch.equal(tensor, expected)
+    tensor[: 2 * MIB] += 1
+    rig.mover.settle(block)
+    assert rig.copied(rig.mover.copy_in, block) is None
+    rig.mover.install(block)
+    expected[: 2 * MIB] += 1
+    assert torch.equal(tensor, expected)
+    assert rig.engine.write_link.moved_bytes == rig.engine.read_link.moved_bytes > 2 * MIB
+    rig.mover.forget(block)
+    assert rig.store.used_bytes == 0
+
+
+def test_the_storage_lives_until_its_copies_have_ended(rig: Rig) -> None:
+    """Also the one that begins in the moment when another one ends: a prefetch that was waiting for its block."""
+    tensor, block = rig.make(4 * MIB, 1)
+    began, go_on = threading.Event(), threading.Event()
+    real = rig.store.read_piece
+
+    def slow_read(*arguments: object) -> None:
+        began.set()
+        assert go_on.wait(SECONDS)
+        real(*arguments)  # type: ignore[arg-type]
+
+    rig.engine.read_link._move = slow_read  # type: ignore[assignment]
+    rig.pager.offload(block)
+    rig.pager.prefetch(block)
+    assert began.wait(SECONDS)
+    while rig.engine.write_link.busy_seconds == 0 or rig.pager._leaving:
+        pass
+    writer = rig.mover._transfers[block]
+    del tensor
+    threading.Event().wait(0.05)  # the write's end returns in its I/O thread
+    alive = block.storage() is not None
+    go_on.set()
+    writer.wait(SECONDS)
+    assert alive, "pages would be moved over memory that others may have by now"
+
+
+def test_nothing_keeps_a_storage_alive_after_its_copies(rig: Rig) -> None:
+    tensor, block = rig.make(2 * MIB, 1)
+    rig.copied(rig.mover.copy_out, block)
+    rig.engine.write_link.close()
+    del tensor
+    assert block.dead
+
+
+def test_a_copy_that_can_not_begin_keeps_nothing(rig: Rig) -> None:
+    tensor, block = rig.make(2 * MIB, 1)
+    assert rig.copied(rig.mover.copy_out, block) is None
+    rig.mover.release(block)
+    rig.engine.close()
+    size = sum(int(line.split("-")[1].split()[0], 16) for line in ())
+    assert size == 0
+    with pytest.raises(StorageError, match="closed"):
+        rig.mover.copy_in(block, lambda error: None)
+    del tensor
+    gc.collect()
+    assert block.dead and not rig.mover._arrived
+
+
+def test_a_failed_read_leaves_the_stand_in(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, block = rig.make(2 * MIB, 7)
+    rig.copied(rig.mover.copy_out, block)
+    rig.mover.release(block)
+    break_io(monkeypatch, "preadv")
+    error = rig.copied(rig.mover.copy_in, block)
+    assert isinstance(error, StorageIOError) and error.block == "w" and error.errno == 5
+    assert not rig.mover._arrived
+    monkeypatch.undo()
+    assert tensor.unique().tolist() == [7]
+    assert rig.copied(rig.mover.copy_in, block) is None
+    rig.mover.install(block)
+    assert tensor.unique().tolist() == [7]
+
+
+def test_a_failed_write_under_the_pager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(tmp_path, 6 * MIB)
+    tensor, block = rig.make(4 * MIB, 7)
+    break_io(monkeypatch, "pwritev")
+    with pytest.raises(StorageIOError):
+        within(SECONDS, lambda: rig.pager.acquire([], 4 * MIB, "next"))
+    monkeypatch.undo()
+    assert block.state is State.ON_DEVICE and tensor.unique().tolist() == [7]
+    within(SECONDS, lambda: rig.pager.acquire([], 4 * MIB, "next"))
+    assert block.state is State.AWAY and tensor.unique().tolist() == [7]
+    rig.close()
+
+
+# -- relocation
+
+
+def test_a_parameter_in_foreign_memory_is_relocated(rig: Rig) -> None:
+    parameter = torch.nn.Parameter(torch.from_numpy(numpy.ones(MIB, dtype=numpy.float32)).view(2, MIB // 2))
+    identity, strides = id(parameter), parameter.stride()
+    assert rig.mover.span(parameter.untyped_storage()) is None
+    rig.mover.relocate(parameter)
+    assert rig.mover.span(parameter.untyped_storage()) is not None
+    assert id(parameter) == identity and parameter.stride() == strides
+    assert parameter.requires_grad and parameter.unique().tolist() == [1]
+
+
+def test_what_others_share_is_not_relocated(rig: Rig) -> None:
+    shared = torch.nn.Parameter(torch.ones(MIB).share_memory_())
+    aliased = torch.nn.Parameter(torch.from_numpy(numpy.ones(MIB, dtype=numpy.float32)))
+    alias = aliased.detach()
+    for parameter in (shared, aliased):
+        address = parameter.data_ptr()
+        rig.mover.relocate(parameter)
+        assert parameter.data_ptr() == address
+    assert alias.data_ptr() == aliased.data_ptr()
+
+
+def test_what_is_in_place_is_not_relocated(rig: Rig) -> None:
+    for parameter in (torch.nn.Parameter(torch.ones(MIB)), torch.nn.Parameter(torch.ones(10))):
+        address = parameter.data_ptr()
+        rig.mover.relocate(parameter)
+        assert parameter.data_ptr() == address
+
+
+# -- under the pager, with real threads
+
+
+def test_stages_in_random_order_under_a_budget(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, 12 * MIB)
+    draw = random.Random(0)
+    tensors, blocks, values = [], [], []
+    for number in range(8):
+        tensor, block = rig.make(draw.randint(MIB, 3 * MIB), number, f"w{number}")
+        tensors.append(tensor), blocks.append(block), values.append(number)
+
+    def stages() -> None:
+        for step in range(200):
+            chosen = draw.sample(range(8), draw.randint(1, 3))
+            hints = [blocks[i] for i in draw.sample(range(8), 2)]
+            rig.pager.acquire([blocks[i] for i in chosen], MIB, "stage", then_fetch=hints)
+            assert all(tensors[i][-1] == tensors[i][0] == values[i] for i in chosen)
+            written = draw.sample(chosen, draw.randint(0, len(chosen)))
+            for i in written:
+                values[i] = step % 251
+                tensors[i].fill_(values[i])
+            rig.pager.retire([blocks[i] for i in chosen], [blocks[i] for i in written])
+            rig.pager.offload(blocks[draw.randrange(8)])
+
+    within(SECONDS, stages)
+    assert rig.pager.peak_bytes <= 12 * MIB
+    assert rig.engine.write_link.moved_bytes > 20 * MIB and rig.engine.read_link.moved_bytes > 20 * MIB
+    within(SECONDS, rig.pager.bring_back_all)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[value] for value in values]
+    died = weakref.ref(tensors[0])
+    tensors.clear()
+    assert died() is None
+    rig.pager.forget_dead()
+    assert rig.pager.used_bytes == 0 and rig.store.used_bytes == 0
+    rig.close()
