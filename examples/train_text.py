@@ -104,7 +104,7 @@ def main(
     console = Console() if sys.stdout.isatty() else Console(width=120)
     output = output.resolve()
     started = time.perf_counter()
-    setting = Setting(model=GPTConfig(layers=layers), batch=batch)
+    setting = Setting(model=GPTConfig(layers=layers), batch=batch, deterministic=True)
     try:
         first, second = both(setting, iterations, output, console)
     except WorkerFailed as failure:

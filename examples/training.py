@@ -25,6 +25,8 @@ class Setting(BaseModel):
     seed: int = 1
     text_bytes: int = 4 << 20
     device: Literal["cpu", "cuda"] = "cpu"
+    deterministic: bool = False
+    """Use PyTorch's deterministic operators only: on CPU an embedding's gradient is summed in varying order otherwise."""
     ready_compiler: bool = False
     """Compile something trivial first, so that the first step does not pay for the compiler's start."""
 
@@ -61,6 +63,7 @@ class Training:
     def __init__(self, setting: Setting) -> None:
         if setting.ready_compiler:
             _start_compiler(setting.device)
+        torch.use_deterministic_algorithms(setting.deterministic)
         torch.manual_seed(setting.seed)
         text = standard_library_text(setting.text_bytes)
         self._setting = setting

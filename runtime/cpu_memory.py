@@ -17,9 +17,10 @@ import ctypes
 import mmap
 import os
 import platform
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -58,6 +59,9 @@ class CpuMemory:
     Raises UnsupportedError where the C library is not glibc, or another allocator stands in front of it.
     """
 
+    _tight: ClassVar[weakref.WeakSet[CpuMemory]] = weakref.WeakSet()
+    """All that need glibc's settings, which are the whole process's, to stay tight."""
+
     def __init__(self, smallest_bytes: int = 1 << 20) -> None:
         self.smallest_bytes = smallest_bytes
         self._libc = _load_libc()
@@ -73,6 +77,7 @@ class CpuMemory:
 
     def tighten(self) -> None:
         """Make every large allocation a mapping of its own from now on."""
+        self._tight.add(self)
         # Fixing the threshold also stops glibc from raising it whenever a large block is freed.
         self._libc.mallopt(_M_MMAP_THRESHOLD, self.smallest_bytes)
         self._libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
@@ -80,7 +85,13 @@ class CpuMemory:
         self.plug_heap()
 
     def relax(self) -> None:
-        """Nothing has to move: let glibc keep freed memory for reuse, as it does by default, which is faster."""
+        """Nothing has to move: let glibc keep freed memory for reuse, as it does by default, which is faster.
+
+        Has no effect as long as others in the process need it tight.
+        """
+        self._tight.discard(self)
+        if self._tight:
+            return
         self._libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
         self._libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_THRESHOLD)
         while self._plugs:
@@ -104,10 +115,10 @@ class CpuMemory:
             self._plugs.append(address)
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
-        """The whole pages of `storage` if its memory is a mapping of its own, else None."""
+        """The whole pages of `storage` if its memory is PyTorch's and a mapping of its own, else None."""
         address, size = storage.data_ptr(), storage.nbytes()
-        if size < self.smallest_bytes:
-            return None
+        if size < self.smallest_bytes or not storage.resizable():
+            return None  # memory that is not resizable is only lent: its owner (NumPy) may outlive the storage
         if not _is_own_mapping(address, size):
             self._saw_holes = True
             return None

@@ -67,7 +67,7 @@ def run_managed(
         for index in range(program.input_count):
             if program.slot_kinds[index] != "activation":
                 pager.make_movable(slots[index])
-            blocks[index] = _block(program, slots, index, pager, user_visible=True)
+            blocks[index] = _input_block(program, slots, index, pager)
         observer.region_begins(program.identity, len(program.stages))
         for number, stage in enumerate(program.stages):
             _run_stage_managed(program, number, stage, slots, blocks, pager, observer, meter)
@@ -146,6 +146,15 @@ def _next_uses(stage: Stage, number: int, blocks: list[Block | None]) -> dict[Bl
         if block is not None and following >= 0:
             soonest[block] = min(soonest.get(block, following - number), following - number)
     return soonest
+
+
+def _input_block(program: Program, slots: list[Any], index: int, pager: Pager) -> Block | None:
+    """What a graph is given, user code may hold as well; but for what a forward graph has saved for its backward graph."""
+    value = slots[index]
+    known = pager.known_block(value) if isinstance(value, torch.Tensor) else None
+    if known is not None and program.phase == "backward":
+        return known
+    return _block(program, slots, index, pager, user_visible=True)
 
 
 def _block(program: Program, slots: list[Any], index: int, pager: Pager, *, user_visible: bool) -> Block | None:

@@ -58,7 +58,6 @@ class CpuMover:
         self._memory = memory
         self._store = store
         self._engine = engine
-        self._alive: dict[Block, torch.UntypedStorage] = {}
         self._arrived: dict[Block, Span] = {}
         self._transfers: dict[Block, Transfer] = {}
 
@@ -67,8 +66,10 @@ class CpuMover:
 
     def relocate(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
+        if self._memory.in_place(storage) or storage.is_shared():
+            return
         # One reference is the tensor's, one is ours. Aliases that user code made would be left behind, so they forbid it.
-        if self._memory.in_place(storage) or torch._C._storage_Use_Count(storage._cdata) > 2:
+        if torch._C._storage_Use_Count(storage._cdata) > 2:
             return
         self._memory.plug_heap()
         fresh = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
@@ -99,7 +100,11 @@ class CpuMover:
                 self._memory.drop_pages(self._arrived.pop(block))
             done(error)
 
-        self._begin(self._engine.read, block, area.address, landed)
+        try:
+            self._begin(self._engine.read, block, area.address, landed)
+        except StorageError:
+            self._memory.drop_pages(self._arrived.pop(block))
+            raise
 
     def install(self, block: Block) -> None:
         self._memory.move_pages(self._arrived.pop(block), _span(block))
@@ -122,13 +127,13 @@ class CpuMover:
         storage = block.storage()
         if storage is None or block.slot is None:
             raise StorageError(f"{block} has no memory to copy; this is a bug in teraio, please report it")
-        self._alive[block] = storage
+        held = [storage]  # not one entry for each block: `done` may begin the next copy of this one
 
         def ended(transfer: Transfer) -> None:
             try:
                 done(transfer.error)
             finally:
-                self._alive.pop(block, None)
+                held.clear()
 
         self._transfers[block] = submit(block.slot, address, ended)
 

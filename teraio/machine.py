@@ -111,6 +111,7 @@ class Machine:
 
     def close(self) -> None:
         """Stop the I/O threads and remove the spill files. Blocks until copies in flight have ended."""
+        self.prefer_speed(True)
         if self._engine is not None:
             self._engine.close()
         if self._store is not None:

@@ -6,7 +6,6 @@ import gc
 import os
 import random
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -153,8 +152,6 @@ def test_a_copy_that_can_not_begin_keeps_nothing(rig: Rig) -> None:
     assert rig.copied(rig.mover.copy_out, block) is None
     rig.mover.release(block)
     rig.engine.close()
-    size = sum(int(line.split("-")[1].split()[0], 16) for line in ())
-    assert size == 0
     with pytest.raises(StorageError, match="closed"):
         rig.mover.copy_in(block, lambda error: None)
     del tensor
@@ -196,9 +193,10 @@ def test_a_failed_write_under_the_pager(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_parameter_in_foreign_memory_is_relocated(rig: Rig) -> None:
     parameter = torch.nn.Parameter(torch.from_numpy(numpy.ones(MIB, dtype=numpy.float32)).view(2, MIB // 2))
     identity, strides = id(parameter), parameter.stride()
-    assert rig.mover.span(parameter.untyped_storage()) is None
+    before = rig.mover.span(parameter.untyped_storage())
     rig.mover.relocate(parameter)
-    assert rig.mover.span(parameter.untyped_storage()) is not None
+    after = rig.mover.span(parameter.untyped_storage())
+    assert before is None and after is not None
     assert id(parameter) == identity and parameter.stride() == strides
     assert parameter.requires_grad and parameter.unique().tolist() == [1]
 
@@ -250,9 +248,8 @@ def test_stages_in_random_order_under_a_budget(tmp_path: Path) -> None:
     assert rig.engine.write_link.moved_bytes > 20 * MIB and rig.engine.read_link.moved_bytes > 20 * MIB
     within(SECONDS, rig.pager.bring_back_all)
     assert [tensor.unique().tolist() for tensor in tensors] == [[value] for value in values]
-    died = weakref.ref(tensors[0])
     tensors.clear()
-    assert died() is None
+    del tensor
     rig.pager.forget_dead()
     assert rig.pager.used_bytes == 0 and rig.store.used_bytes == 0
     rig.close()
