@@ -27,6 +27,8 @@ import torch
 from planner.errors import StorageError, UnsupportedError
 
 PAGE_BYTES = mmap.PAGESIZE
+SMALLEST_MOVED_BYTES = 1 << 20
+"""Smaller blocks stay on the device: moving them would cost more in system calls than it frees."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _LARGEST_THRESHOLD = 32 << 20  # where glibc's own, growing threshold ends
 _MAP_FIXED, _MREMAP_MAYMOVE, _MREMAP_FIXED = 0x10, 1, 2
@@ -62,7 +64,7 @@ class CpuMemory:
     _tight: ClassVar[weakref.WeakSet[CpuMemory]] = weakref.WeakSet()
     """All that need glibc's settings, which are the whole process's, to stay tight."""
 
-    def __init__(self, smallest_bytes: int = 1 << 20) -> None:
+    def __init__(self, smallest_bytes: int = SMALLEST_MOVED_BYTES) -> None:
         self.smallest_bytes = smallest_bytes
         self._libc = _load_libc()
         self._plugs: list[int] = []

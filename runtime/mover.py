@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -23,8 +23,11 @@ class Mover(Protocol):
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         """The part of `storage` that can leave the device, None if it has to stay."""
 
-    def relocate(self, tensor: torch.Tensor) -> None:
-        """Move the data of `tensor` to memory that can leave the device, unless it is there or others share it."""
+    def is_stuck(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is large enough to leave the device, but lies in memory that cannot."""
+
+    def relocate(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move the data of tensors that share a storage to memory that can leave; not if others share it too."""
 
     def tidy(self) -> None:
         """A compiled region begins: time for housekeeping."""
@@ -64,18 +67,21 @@ class CpuMover:
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         return self._memory.span(storage)
 
-    def relocate(self, tensor: torch.Tensor) -> None:
+    def is_stuck(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
-        if self._memory.in_place(storage) or storage.is_shared():
-            return
-        # One reference is the tensor's, one is ours. Aliases that user code made would be left behind, so they forbid it.
-        if torch._C._storage_Use_Count(storage._cdata) > 2:
+        return not self._memory.in_place(storage) and not storage.is_shared()
+
+    def relocate(self, tensors: Sequence[torch.Tensor]) -> None:
+        storage = tensors[0].untyped_storage()
+        # One reference is ours. Aliases that someone else holds would be left behind, so they forbid it.
+        if not self.is_stuck(tensors[0]) or torch._C._storage_Use_Count(storage._cdata) > len(tensors) + 1:
             return
         self._memory.plug_heap()
         fresh = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
         fresh.copy_(storage)
-        empty = torch.empty(0, dtype=tensor.dtype)
-        tensor.data = empty.set_(fresh, tensor.storage_offset(), tensor.size(), tensor.stride())
+        for tensor in tensors:
+            moved = torch.empty(0, dtype=tensor.dtype)
+            tensor.data = moved.set_(fresh, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def tidy(self) -> None:
         self._memory.tidy()

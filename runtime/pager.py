@@ -84,13 +84,19 @@ class Pager:
             block.user_visible = True
         return block
 
-    def make_movable(self, tensor: torch.Tensor) -> None:
-        """Put a parameter or buffer that is seen for the first time where it can leave from, if need be and possible."""
-        if self._mover is not None and self.known_block(tensor) is None:
-            self._mover.relocate(tensor)
+    def is_stuck(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is new, large enough to move, and lies where it cannot leave from."""
+        return self._mover is not None and self._mover.is_stuck(tensor) and self.known_block(tensor) is None
+
+    def make_movable(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put tensors that share a storage where they can leave from, if need be and if nobody else shares it."""
+        if self._mover is not None and self.is_stuck(tensors[0]):
+            self._mover.relocate(tensors)
 
     def known_block(self, tensor: torch.Tensor) -> Block | None:
-        """The block of `tensor`'s storage, if it has one."""
+        """The block of `tensor`'s storage, if it has one; a sparse tensor never has."""
+        if tensor.layout is not torch.strided:
+            return None
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
     def forget_dead(self) -> None:
@@ -199,9 +205,9 @@ class Pager:
                 for block in self._blocks.values():
                     if block.state is State.AWAY:
                         self._start_in(block)
+                self._raise_failure()
                 if all(b.state is State.ON_DEVICE for b in self._blocks.values()):
                     return
-                self._raise_failure()
                 self._changed.wait()
 
     # -- room

@@ -54,7 +54,8 @@ class Program:
     slot_names, slot_kinds: one for every slot; the graph's inputs take the first `input_count` slots.
     results: for each output of the graph a slot, or a constant.
     user_results: positions in `results` that user code sees at once (model outputs, gradients).
-    kept_bytes: memory of all results, what outlives the run, estimated.
+    kept_bytes: memory of all results, what outlives the run, estimated. small_bytes: of inputs and results that are too
+    small to move.
     resize: for graphs with symbolic sizes, gives the same program with the byte counts of a call's arguments.
     """
 
@@ -68,6 +69,7 @@ class Program:
     results: tuple[int | Constant, ...]
     user_results: tuple[int, ...]
     kept_bytes: int
+    small_bytes: int
     resize: Callable[[Program, Sequence[Any]], Program] | None = None
 
     @property

@@ -15,6 +15,13 @@ from teraio import registry
 from teraio.lifecycle import Lifecycle
 from teraio.options import parse_options
 
+_CONFIG: dict[str, Any] = {
+    # The backward graph is compiled with the forward one: a budget that is too small is found before training starts.
+    "force_non_lazy_backward_lowering": True,
+    # A cache of whole graphs would bring back functions that are not cut into stages.
+    "enable_autograd_cache": False,
+}
+
 
 def teraio(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
@@ -51,16 +58,25 @@ def _compile_graphs(
     programs: list[Program] = []
 
     def compile_graph(graph: GraphModule, fake_inputs: Sequence[Any], **settings: Any) -> Callable[[list[Any]], Any]:
+        _donate_nothing()
         program = _compile(runtime, graph, inputs, settings)
         programs.append(program)
         return runtime.callable(program)
 
-    # The backward graph is compiled with the forward one, so that a budget that is too small is found before training
-    # starts. Caches of whole graphs would bring back functions that are not cut into stages.
-    with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
+    with functorch_config.patch(**_CONFIG):
         compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph))
     runtime.check(programs)
     return cast(Callable[..., Any], compiled)
+
+
+def _donate_nothing() -> None:
+    """Stages never reuse saved tensors in place (freeing them at their last use does as well), so `retain_graph` can work.
+
+    Switching PyTorch's donated buffers off by their option is not enough: that is looked up again when backward runs.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def _compile(

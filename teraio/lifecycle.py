@@ -94,9 +94,10 @@ class Lifecycle:
 
         Raises BudgetError with the smallest budget and the stage that sets it, StorageFullError.
         """
+        small_bytes = sum(program.small_bytes for program in programs) + self._pager.fixed_bytes
         for program in programs:
             for stage in program.stages:
-                needed = stage.input_bytes + stage.output_bytes + stage.workspace_bytes + self._pager.fixed_bytes
+                needed = stage.input_bytes + stage.output_bytes + stage.workspace_bytes + small_bytes
                 if self._floor is None or needed > self._floor[0]:
                     self._floor = (needed, stage.name)
         budget = self._machine.budget_bytes

@@ -8,6 +8,7 @@ called with a closure, runs as it is; what it touches that is not on the device 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,11 +21,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from planner.errors import BudgetError
 from runtime.block import Block
 from runtime.executor import Observer
 from runtime.pager import Pager
 
-SUBGROUP_BYTES = 64 << 20
+_LARGEST_SUBGROUP_BYTES = 64 << 20
+_SMALLEST_SUBGROUP_BYTES = 1 << 20
+_SUBGROUPS_PER_BUDGET = 16
 _ELEMENTWISE = frozenset(
     "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 )
@@ -63,7 +67,8 @@ class OptimizerSteps:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._active() or not self._is_ours(optimizer) or not can_split(optimizer, args, kwargs):
             return
-        subgroups = list(_subgroups(optimizer))
+        subgroups = list(_subgroups(optimizer, self._subgroup_bytes()))
+        self._check_first_step(optimizer, subgroups)
         self._pager.enter()
         try:
             self._observer.region_begins(("optimizer", id(optimizer)), len(subgroups))
@@ -82,9 +87,32 @@ class OptimizerSteps:
             self._observer.region_ended()
             self._pager.fence()
 
+    def _subgroup_bytes(self) -> int:
+        budget = self._pager.budget_bytes
+        if budget is None:
+            return _LARGEST_SUBGROUP_BYTES
+        return min(max(budget // _SUBGROUPS_PER_BUDGET, _SMALLEST_SUBGROUP_BYTES), _LARGEST_SUBGROUP_BYTES)
+
+    def _check_first_step(self, optimizer: Optimizer, subgroups: list[list[list[torch.Tensor]]]) -> None:
+        """Before the first step allocates any state: will all of it fit beside one subgroup? Raises BudgetError."""
+        budget = self._pager.budget_bytes
+        if budget is None or optimizer.state:
+            return
+        parts = [[p for group in subgroup for p in group if p.grad is not None] for subgroup in subgroups]
+        states = states_per_parameter(optimizer)
+        sizes = [sum(p.untyped_storage().nbytes() for p in part) for part in parts]
+        reserved = [_workspace_bytes(optimizer, part) for part in parts]  # with the new state of the part
+        earlier = itertools.accumulate(sizes, initial=0)
+        stages = zip(earlier, sizes, reserved, strict=False)
+        largest = max((states * before + 2 * size + extra for before, size, extra in stages), default=0)
+        needed = self._pager.fixed_bytes + largest
+        if needed > budget:
+            raise BudgetError(smallest_bytes=needed, budget_bytes=budget, stage="optimizer")
+
     def _step_subgroup(self, optimizer: Optimizer, number: int, subgroup: list[list[torch.Tensor]]) -> None:
         parameters = [p for group in subgroup for p in group if p.grad is not None]
-        gradients = [self._block(p.grad, "gradient") for p in parameters if p.grad is not None]
+        dense = [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+        gradients = [self._block(gradient, "gradient") for gradient in dense]
         own = [self._block(p, "parameter") for p in parameters]
         read = list(dict.fromkeys((*own, *gradients)))
         workspace = _workspace_bytes(optimizer, parameters)
@@ -97,8 +125,8 @@ class OptimizerSteps:
             type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
             seconds = time.perf_counter() - begin
         finally:
+            self._count_state(optimizer)  # before what was reserved for new state is given back
             self._pager.retire(read, read)
-        self._count_state(optimizer)
         self._observer.stage_ended(
             name=name,
             phase="optimizer",
@@ -132,10 +160,14 @@ def can_split(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any
     """Whether one step equals steps over parts of the parameters, bit for bit."""
     kind = type(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-    hooks = (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values())
+    hooks = (
+        *_global_optimizer_pre_hooks.values(),
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    )
     hooked = any(not isinstance(getattr(hook, "__self__", None), OptimizerSteps) for hook in hooks)
     return (
-        not hooked  # a hook that runs after ours may still change gradients
+        not hooked  # one that runs after ours may still change gradients; one that runs before must see all parameters
         and kind.__module__.startswith("torch.optim")
         and kind.__name__ in _ELEMENTWISE
         and closure is None
@@ -144,8 +176,20 @@ def can_split(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any
     )
 
 
-def _subgroups(optimizer: Optimizer) -> Iterator[list[list[torch.Tensor]]]:
-    """Parts of the parameters of about SUBGROUP_BYTES, each as one list per parameter group."""
+def states_per_parameter(optimizer: Optimizer) -> int:
+    """How many tensors of a parameter's size the optimizer keeps for it, at most."""
+    kind = type(optimizer).__name__
+    if kind == "SGD":
+        return int(any(group.get("momentum") for group in optimizer.param_groups))
+    if kind == "RMSprop":
+        return 1 + max(bool(g.get("momentum")) + bool(g.get("centered")) for g in optimizer.param_groups)
+    if kind == "Adagrad":
+        return 1
+    return 2 + int(any(group.get("amsgrad") for group in optimizer.param_groups))
+
+
+def _subgroups(optimizer: Optimizer, subgroup_bytes: int) -> Iterator[list[list[torch.Tensor]]]:
+    """Parts of the parameters of about `subgroup_bytes`, each as one list per parameter group."""
     count = len(optimizer.param_groups)
     part: list[list[torch.Tensor]] = [[] for _ in range(count)]
     size = 0
@@ -153,7 +197,7 @@ def _subgroups(optimizer: Optimizer) -> Iterator[list[list[torch.Tensor]]]:
         for parameter in group["params"]:
             part[index].append(parameter)
             size += parameter.untyped_storage().nbytes()
-            if size >= SUBGROUP_BYTES:
+            if size >= subgroup_bytes:
                 yield part
                 part, size = [[] for _ in range(count)], 0
     if any(part):
@@ -174,7 +218,7 @@ def state_bytes(optimizer: Optimizer) -> int:
 def _workspace_bytes(optimizer: Optimizer, parameters: list[torch.Tensor]) -> int:
     """Temporaries of the update: none to speak of if fused, two copies of all parameters of a part if foreach, else of one.
 
-    A part that has no state yet (the first step) also allocates it: two more copies cover every optimizer that is split.
+    A part that has no state yet (the first step) also allocates it.
     """
     sizes = [p.untyped_storage().nbytes() for p in parameters]
     first = sum(size for p, size in zip(parameters, sizes, strict=True) if not optimizer.state.get(p))
@@ -184,4 +228,4 @@ def _workspace_bytes(optimizer: Optimizer, parameters: list[torch.Tensor]) -> in
         temporary = 2 * sum(sizes)
     else:
         temporary = 2 * max(sizes, default=0)
-    return temporary + 2 * first
+    return temporary + states_per_parameter(optimizer) * first

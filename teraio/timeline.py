@@ -149,13 +149,16 @@ class Timeline:
         self._in_step = False
         if self._hints is None:
             return
-        count = len(self._hints.regions)
+        regions, count = self._hints.regions, len(self._hints.regions)
         for index in (*range(self._cursor, count), *range(min(self._cursor, count))):
-            if self._hints.regions[index][0] == identity:
+            end = regions[index + 1][1] if index + 1 < count else len(self._hints.fetch_at)
+            # An optimizer that got more parameters has the same identity, but more stages.
+            if regions[index][0] == identity and end - regions[index][1] == self._stage_count + 1:
                 self._in_step = True
                 self.deviations += index != self._cursor
                 self._cursor = index + 1
-                self._position = self._hints.regions[index][1] + 1
+                self._position = regions[index][1] + 1
+                self._leave(self._position - 1)
                 return
         self.deviations += 1
 
@@ -170,6 +173,12 @@ class Timeline:
     def _fetch(self, position: int) -> None:
         for block in self._to_fetch(position):
             self._pager.prefetch(block)
+
+    def _leave(self, position: int) -> None:
+        for trace_id in self._hints.leave_after[position] if self._hints is not None else ():
+            leaving = self._by_id.get(trace_id)
+            if leaving is not None:
+                self._pager.offload(leaving)
 
     def stage_ended(
         self,
@@ -203,11 +212,8 @@ class Timeline:
         mirrored = 2 * (self._stage_count - len(region.stages) + 2)
         for block in (*read, *made):
             block.next_use = self._pager.clock + self._until_next_use(block, position, next_uses, mirrored)
-        if self._in_step and self._hints is not None:
-            for trace_id in self._hints.leave_after[self._position]:
-                leaving = self._by_id.get(trace_id)
-                if leaving is not None:
-                    self._pager.offload(leaving)
+        if self._in_step:
+            self._leave(self._position)
             self._position += 1
 
     def _recognise(self, block: Block, region: Region) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node
 
+from runtime.cpu_memory import SMALLEST_MOVED_BYTES
 from runtime.program import Constant, Kind, Phase, Program, Stage, StageFunction
 from teraio.stages import work
 from teraio.stages.cut import CutPolicy, assign, can_cut
@@ -35,7 +36,9 @@ def eager_codegen(module: GraphModule, inputs: Sequence[Any], options: dict[str,
 
     def run(values: list[Any]) -> Sequence[Any]:
         with torch.no_grad():
-            return cast(Sequence[Any], interpreter.boxed_run(values))
+            made = cast(Sequence[Any], interpreter.boxed_run(values))
+        interpreter.env.clear()  # it would keep the outputs alive until the next run
+        return made
 
     return run
 
@@ -165,6 +168,7 @@ def _lay_out(
         results=results,
         user_results=_user_results(output, phase),
         kept_bytes=_distinct_bytes([r for r in output.args[0] if isinstance(r, Node)], {}),
+        small_bytes=_distinct_bytes(_small([*placeholders, *(r for r in output.args[0] if isinstance(r, Node))]), {}),
         resize=_Resizer(placeholders, pieces) if _is_symbolic(placeholders) else None,
     )
 
@@ -249,6 +253,10 @@ def _distinct_bytes(nodes: Sequence[Node], symbols: work.Symbols) -> int:
             key = value.untyped_storage()._cdata
             storages[key] = max(storages.get(key, 0), work.storage_bytes(value, symbols))
     return sum(storages.values())
+
+
+def _small(nodes: Sequence[Node]) -> list[Node]:
+    return [n for n in nodes if work.output_bytes(n) < SMALLEST_MOVED_BYTES]
 
 
 StorageKey = tuple[Node, int | None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -52,7 +52,10 @@ class MemoryMover:
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         return None if storage.nbytes() % (2 * UNIT) else Span(0, storage.nbytes())
 
-    def relocate(self, tensor: torch.Tensor) -> None:
+    def is_stuck(self, tensor: torch.Tensor) -> bool:
+        return self.span(tensor.untyped_storage()) is None
+
+    def relocate(self, tensors: Sequence[torch.Tensor]) -> None:
         self.log.append("relocate")
 
     def tidy(self) -> None:

@@ -194,7 +194,7 @@ def test_a_parameter_in_foreign_memory_is_relocated(rig: Rig) -> None:
     parameter = torch.nn.Parameter(torch.from_numpy(numpy.ones(MIB, dtype=numpy.float32)).view(2, MIB // 2))
     identity, strides = id(parameter), parameter.stride()
     before = rig.mover.span(parameter.untyped_storage())
-    rig.mover.relocate(parameter)
+    rig.mover.relocate([parameter])
     after = rig.mover.span(parameter.untyped_storage())
     assert before is None and after is not None
     assert id(parameter) == identity and parameter.stride() == strides
@@ -207,7 +207,7 @@ def test_what_others_share_is_not_relocated(rig: Rig) -> None:
     alias = aliased.detach()
     for parameter in (shared, aliased):
         address = parameter.data_ptr()
-        rig.mover.relocate(parameter)
+        rig.mover.relocate([parameter])
         assert parameter.data_ptr() == address
     assert alias.data_ptr() == aliased.data_ptr()
 
@@ -215,7 +215,7 @@ def test_what_others_share_is_not_relocated(rig: Rig) -> None:
 def test_what_is_in_place_is_not_relocated(rig: Rig) -> None:
     for parameter in (torch.nn.Parameter(torch.ones(MIB)), torch.nn.Parameter(torch.ones(10))):
         address = parameter.data_ptr()
-        rig.mover.relocate(parameter)
+        rig.mover.relocate([parameter])
         assert parameter.data_ptr() == address
 
 

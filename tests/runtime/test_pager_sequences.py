@@ -17,7 +17,6 @@ from runtime.block import Block, State
 from .memory_mover import UNIT, Bench, io_error
 
 
-
 class AnySequence(RuleBasedStateMachine):
     """Stages, user code, hints, ends of copies, deaths and failures in any order."""
 

@@ -1,0 +1,155 @@
+"""Plans that nobody would choose, carried out by the real runtime: the same bits as without a budget, within the budget.
+
+The trace is a real one, of a profiled run of the same small model; the plans are random but feasible.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import teraio
+from planner import Budgets, Plan, Trace, floor
+from planner.lifetimes import live_bytes
+
+ROWS, WIDTH, HIDDEN = 512, 64, 4096
+STEPS = 7
+"""One compiles, two are profiled, the others run by the plan."""
+
+
+def load_strategies() -> ModuleType:
+    path = Path(__file__).parents[1] / "planner" / "strategies.py"
+    spec = importlib.util.spec_from_file_location("planner_strategies_for_runtime", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Layer(nn.Module):
+    """Residual layer with two weights of 1 MiB; its activations take 8 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """Token features through three layers and a norm: indices [rows] to logits [rows, 4096]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(HIDDEN, WIDTH)
+        self.layers = nn.Sequential(*[Layer() for _ in range(3)])
+        self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, HIDDEN)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.head(self.norm(self.layers(self.embed(indices))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """All that is compared bit for bit, and the state of teraio after each step."""
+
+    values: list[Tensor]
+    progress: list[teraio.Status]
+
+
+def train(options: dict[str, Any], *, accumulate: int, seed: int = 0) -> Result:
+    """Train from a fresh state; `accumulate` batches to an iteration."""
+    teraio.reset()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Model()
+    model = torch.compile(module, backend="teraio", options={"codegen": "eager", **options})
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    batches = torch.Generator().manual_seed(seed)
+    values: list[Tensor] = []
+    progress: list[teraio.Status] = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(accumulate):
+            indices = torch.randint(0, HIDDEN, (ROWS,), generator=batches)
+            loss = nn.functional.cross_entropy(model(indices), indices.flip(0))
+            loss.backward()
+            values.append(loss.detach().clone())
+        values += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        optimizer.step()
+        progress.append(teraio.status()[0])
+    values += [value.detach().clone() for value in module.state_dict().values()]
+    return Result(values=values, progress=progress)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Adding up the gradients of an embedding depends on threads otherwise."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """A reference run without a budget, and the trace of a run with one."""
+
+    reference: Result
+    trace: Trace
+
+
+_profiled: dict[int, Profiled] = {}
+
+
+def profiled(accumulate: int, folder: Path) -> Profiled:
+    if accumulate not in _profiled:
+        reference = train({}, accumulate=accumulate)
+        assert reference.progress[-1].phase == "fits"
+        peak = reference.progress[-1].device_peak_bytes
+        path = folder / "trace.json"
+        options = {"memory_budget": int(0.7 * peak), "storage": folder, "trace_out": path, "profile_iterations": 1}
+        check(train(options, accumulate=accumulate), reference, int(0.7 * peak))
+        _profiled[accumulate] = Profiled(reference=reference, trace=Trace.load(path))
+    return _profiled[accumulate]
+
+
+def check(result: Result, reference: Result, budget: int) -> None:
+    assert len(result.values) == len(reference.values)
+    unequal = [i for i, pair in enumerate(zip(result.values, reference.values, strict=True)) if not torch.equal(*pair)]
+    assert not unequal
+    assert 0 < result.progress[-1].device_peak_bytes <= budget
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_plans_give_the_same_bits(tmp_path: Path, seed: int, accumulate: int) -> None:
+    known = profiled(accumulate, tmp_path)
+    draw = random.Random(seed)
+    smallest, _ = floor(known.trace)
+    # A little above the smallest one: in this run, memory that user code holds may differ by some bytes.
+    budget = int(smallest + (0.05 + 0.6 * draw.random()) * (max(live_bytes(known.trace)) - smallest))
+    plan: Plan = load_strategies().random_plan(known.trace, Budgets(device_bytes=budget), draw)
+    assert len(plan.moves) > 5
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    options = {"memory_budget": budget, "storage": tmp_path, "plan": path, "profile_iterations": 1}
+    result = train(options, accumulate=accumulate)
+    check(result, known.reference, budget)
+    phases = [status.phase for status in result.progress]
+    assert phases[-4:] == ["planned"] * 4, phases
+    assert result.progress[-1].deviations <= 1
+    moved = [status.moved_bytes["storage->device"] for status in result.progress[-2:]]
+    assert moved[0] < moved[1], "the plan's moves happen in every iteration"
