@@ -222,7 +222,7 @@ def test_parameters_and_outputs_are_made_movable_and_given_activations_are_left_
     plan = program(
         stage("use", lambda a, b: (a + b,), (0, 1), (2,)), inputs=2, results=(2,), kinds=["parameter", "activation"]
     )
-    managed(plan, [filled(1), filled(2)], bench)
+    managed(plan, [torch.ones(UNIT // 4), torch.ones(UNIT // 4)], bench)  # this mover calls such sizes stuck
     assert bench.mover.log.count("relocate") == 2
 
 
