@@ -18,6 +18,17 @@ from teraio.options import Options
 _RESERVE = 0.1
 
 
+_rates_by_drives: dict[tuple[int, ...], LinkRates] = {}
+"""Measured once in a process: by the drives that the storage directories are on."""
+
+
+def _measured_rates(engine: Engine, options: Options) -> LinkRates:
+    drives = tuple(path.stat().st_dev for path in options.storage)
+    if drives not in _rates_by_drives:
+        _rates_by_drives[drives] = engine.measure()
+    return _rates_by_drives[drives]
+
+
 class Machine:
     """Opens the storage tier if something may have to move, and measures its links.
 
@@ -52,7 +63,7 @@ class Machine:
         self._memory = CpuMemory()
         self._store = PosixStore(options.storage, budget_bytes=options.storage_budget)
         self._engine = Engine(self._store)
-        self._rates = self._engine.measure()
+        self._rates = _measured_rates(self._engine, options)
         self.mover = CpuMover(self._memory, self._store, self._engine)
 
     def prefer_speed(self, fits: bool) -> None:

@@ -5,6 +5,7 @@ The trace is a real one, of a profiled run of the same small model; the plans ar
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import random
 from collections.abc import Iterator
@@ -20,8 +21,11 @@ from torch import Tensor, nn
 import teraio
 from planner import Budgets, Plan, Trace, floor
 from planner.lifetimes import live_bytes
+from runtime.engine import Engine
+from teraio import optimizer
 
-ROWS, WIDTH, HIDDEN = 512, 64, 4096
+MIB = 1 << 20
+ROWS, WIDTH, HIDDEN = 128, 64, 4096
 STEPS = 7
 """One compiles, two are profiled, the others run by the plan."""
 
@@ -36,7 +40,7 @@ def load_strategies() -> ModuleType:
 
 
 class Layer(nn.Module):
-    """Residual layer with two weights of 1 MiB; its activations take 8 MiB."""
+    """Residual layer with two weights of 1 MiB; its activations take 4 MiB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,22 +78,30 @@ def train(options: dict[str, Any], *, accumulate: int, seed: int = 0) -> Result:
     torch.manual_seed(0)
     module = Model()
     model = torch.compile(module, backend="teraio", options={"codegen": "eager", **options})
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     batches = torch.Generator().manual_seed(seed)
     values: list[Tensor] = []
     progress: list[teraio.Status] = []
     for _ in range(STEPS):
-        optimizer.zero_grad()
+        sgd.zero_grad()
         for _ in range(accumulate):
             indices = torch.randint(0, HIDDEN, (ROWS,), generator=batches)
             loss = nn.functional.cross_entropy(model(indices), indices.flip(0))
             loss.backward()
             values.append(loss.detach().clone())
         values += [p.grad.clone() for p in module.parameters() if p.grad is not None]
-        optimizer.step()
+        sgd.step()
         progress.append(teraio.status()[0])
     values += [value.detach().clone() for value in module.state_dict().values()]
     return Result(values=values, progress=progress)
+
+
+@pytest.fixture(autouse=True)
+def same_program_at_every_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subgroups of the optimizer grow with the budget; a plan is for one program. Links are measured in a hurry."""
+    monkeypatch.setattr(optimizer, "_SMALLEST_SUBGROUP_BYTES", MIB)
+    monkeypatch.setattr(optimizer, "_LARGEST_SUBGROUP_BYTES", MIB)
+    monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, MIB))
 
 
 @pytest.fixture(autouse=True)
