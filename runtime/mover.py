@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -53,9 +54,20 @@ class Mover(Protocol):
     def forget(self, block: Block) -> None:
         """The block is gone: free its slot."""
 
+    def close(self) -> None:
+        """Nothing will be moved any more. All blocks are on the device."""
+
 
 class CpuMover:
-    """A `Mover` between main memory and spill files, see [Note: Pages leave, addresses stay]."""
+    """A `Mover` between main memory and spill files, see [Note: Pages leave, addresses stay].
+
+    One storage can have one mover only: a second one would map its own slot over the pages, and writes would go to
+    one slot and be read from the other. Where several runtimes use a storage, it stays put for all but the first.
+    """
+
+    _movers: ClassVar[dict[int, CpuMover]] = {}
+    """Who carries a storage, by block key; changed under `_claiming`."""
+    _claiming: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, memory: CpuMemory, store: Store, engine: Engine) -> None:
         self._memory = memory
@@ -65,7 +77,11 @@ class CpuMover:
         self._transfers: dict[Block, Transfer] = {}
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
-        return self._memory.span(storage)
+        span = self._memory.span(storage)
+        if span is None:
+            return None
+        with self._claiming:
+            return span if self._movers.setdefault(storage._cdata, self) is self else None
 
     def is_stuck(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
@@ -124,9 +140,18 @@ class CpuMover:
 
     def forget(self, block: Block) -> None:
         self._transfers.pop(block, None)
+        with self._claiming:
+            if self._movers.get(block.key) is self:
+                del self._movers[block.key]
         if block.slot is not None:
             self._store.release(block.slot)
             block.slot = None
+
+    def close(self) -> None:
+        """Give up all storages, which must be on the device."""
+        with self._claiming:
+            for key in [key for key, mover in self._movers.items() if mover is self]:
+                del self._movers[key]
 
     def _begin(self, submit: Callable[..., Transfer], block: Block, address: int, done: Done) -> None:
         """Hand a copy to the engine; the storage stays alive until it has ended, also if everyone else lets go of it."""

@@ -125,5 +125,7 @@ class Machine:
         self.prefer_speed(True)
         if self._engine is not None:
             self._engine.close()
+        if self.mover is not None:
+            self.mover.close()
         if self._store is not None:
             self._store.close()

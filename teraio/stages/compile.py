@@ -302,9 +302,12 @@ def _workspace_bytes(piece: Piece, symbols: work.Symbols) -> int:
             first.setdefault(storages[source], number)
     outputs = {storages[n] for n in nodes[-1].args[0]}
     change = [0] * (len(nodes) + 1)
-    for key, begin in first.items():
-        several = key[1] is None and isinstance(key[0].meta.get("val"), (tuple, list))
-        if key[0].op == "call_function" and key not in outputs and not several:
-            change[begin] += _storage_bytes(key, symbols)
-            change[last[key] + 1] -= _storage_bytes(key, symbols)
+    for key in first:
+        if key[0].op == "call_function" and key not in outputs:
+            size = _storage_bytes(key, symbols)
+            if key[1] is None and isinstance(key[0].meta.get("val"), (tuple, list)):
+                # What nobody takes of several results lives until the others have been taken.
+                size -= sum(_storage_bytes(k, symbols) for k in first if k[0] is key[0] and k[1] is not None)
+            change[first[key[0], None]] += size
+            change[last[key] + 1] -= size
     return max(itertools.accumulate(change))

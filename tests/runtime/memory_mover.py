@@ -86,6 +86,9 @@ class MemoryMover:
         _fill(block, self.arrived.pop(block))
         self.away.discard(block)
 
+    def close(self) -> None:
+        self.log.append("close")
+
     def hurry(self, block: Block) -> None:
         self.log.append(f"hurry {block.name}")
 

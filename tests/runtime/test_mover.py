@@ -219,6 +219,49 @@ def test_what_is_in_place_is_not_relocated(rig: Rig) -> None:
         assert parameter.data_ptr() == address
 
 
+# -- several movers in one process
+
+
+def test_a_storage_has_one_mover(rig: Rig, tmp_path: Path) -> None:
+    """Two would each map their own slot over the pages, and what is written to one slot is missing in the other."""
+    (tmp_path / "other").mkdir()
+    other = Rig(tmp_path / "other", None)
+    tensor, block = rig.make(4 * MIB, 1)
+    rig.pager.offload(block)
+    block.user_visible = True
+    rig.pager.fence()
+    theirs = other.pager.block_of(tensor, name="w", kind="parameter", user_visible=True)
+    assert theirs.span is None
+    other.pager.acquire([theirs], 0, "write")
+    tensor.fill_(5)
+    other.pager.retire([theirs], [theirs])
+    other.pager.offload(theirs)
+    other.pager.fence()
+    rig.pager.enter()
+    rig.pager.acquire([block], 0, "read")
+    assert tensor.unique().tolist() == [5]
+    rig.pager.retire([block], [])
+    other.close()
+
+
+@pytest.mark.parametrize("end", ["its block is gone", "its mover is closed"])
+def test_a_storage_gets_another_mover_after(rig: Rig, tmp_path: Path, end: str) -> None:
+    (tmp_path / "other").mkdir()
+    other = Rig(tmp_path / "other", None)
+    tensor, _ = other.make(2 * MIB, 1)
+    storage = tensor.untyped_storage()
+    assert rig.mover.span(storage) is None
+    if end == "its block is gone":
+        key = storage._cdata
+        del tensor, storage
+        other.pager.forget_dead()
+        assert key not in CpuMover._movers
+    else:
+        other.mover.close()
+        assert rig.mover.span(storage) is not None
+    other.close()
+
+
 # -- under the pager, with real threads
 
 

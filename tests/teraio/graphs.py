@@ -48,11 +48,11 @@ def capture(model: nn.Module, *batches: Tensor, dynamic: bool = False, loss: boo
         captured.append(found)
 
         def run(arguments: list[Any]) -> list[Any]:
-            found.arguments.append([clone(a) for a in arguments])
+            found.arguments.append(clones(arguments))
             with torch.no_grad():
                 results = list(torch.fx.Interpreter(graph).run(*arguments))
             arguments.clear()
-            found.results.append([clone(r) for r in results])
+            found.results.append(clones(results))
             return results
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -70,11 +70,20 @@ def capture(model: nn.Module, *batches: Tensor, dynamic: bool = False, loss: boo
     return captured
 
 
-def clone(value: Any) -> Any:
-    """A copy with the same size and strides."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(value.detach())
+def clones(values: Sequence[Any]) -> list[Any]:
+    """Copies with the same sizes and strides; what shares a storage still does."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        old = value.untyped_storage()
+        if old._cdata not in storages:
+            storages[old._cdata] = old.clone()
+        empty = torch.empty(0, dtype=value.dtype)
+        return empty.set_(storages[old._cdata], value.storage_offset(), value.size(), value.stride())
+
+    return [one(value) for value in values]
 
 
 class Layer(nn.Module):

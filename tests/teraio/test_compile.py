@@ -18,7 +18,7 @@ from teraio.stages.compile import StageCompiler, eager_codegen
 from teraio.stages.cut import CutPolicy
 from teraio.timeline import Timeline
 
-from .graphs import MODELS, Captured, capture, clone, convolutions, features, transformer, transformer_of_any_size
+from .graphs import MODELS, Captured, capture, clones, convolutions, features, transformer, transformer_of_any_size
 
 FINE = CutPolicy(shortest_seconds=1e-9)
 
@@ -45,7 +45,7 @@ def same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 
 def run(program: Program, arguments: Sequence[Any]) -> list[Any]:
-    return run_plain(program, [clone(a) for a in arguments])
+    return run_plain(program, clones(arguments))
 
 
 def test_the_same_bits_as_the_graph(graphs: list[Captured]) -> None:
@@ -58,7 +58,7 @@ def test_the_same_bits_as_the_graph(graphs: list[Captured]) -> None:
 def test_the_same_bits_under_management(graphs: list[Captured]) -> None:
     for captured, program in zip(graphs, programs(graphs), strict=True):
         pager = Pager(mover=None, budget_bytes=None)
-        arguments = [clone(a) for a in captured.arguments[0]]
+        arguments = clones(captured.arguments[0])
         found = run_managed(program, arguments, pager, Timeline(pager), WorkspaceMeter())
         assert same(found, captured.results[0])
 
@@ -66,7 +66,7 @@ def test_the_same_bits_under_management(graphs: list[Captured]) -> None:
 def test_running_statistics_are_updated() -> None:
     forward, _ = convolutions()
     (program, _) = programs(convolutions())
-    arguments = [clone(a) for a in forward.arguments[0]]
+    arguments = clones(forward.arguments[0])
     changed = list(arguments)
     run_plain(program, arguments)
     before = forward.arguments[0]
@@ -184,14 +184,14 @@ def bytes_of(values: Sequence[Any]) -> int:
 
 def check_sizes(program: Program, arguments: Sequence[Any]) -> None:
     """Run stage by stage and compare the sizes with the tensors that there really are."""
-    slots: list[Any] = [clone(a) for a in arguments] + [None] * (program.slot_count - program.input_count)
+    slots: list[Any] = clones(arguments) + [None] * (program.slot_count - program.input_count)
     for stage in program.stages:
         inputs = [slots[i] for i in stage.inputs]
         used = {v.untyped_storage()._cdata for v in inputs if isinstance(v, Tensor)}
         made = stage.run(list(inputs))
         fresh = [v for v in made if not isinstance(v, Tensor) or v.untyped_storage()._cdata not in used]
         assert stage.output_bytes == bytes_of(fresh), stage.name
-        assert 0 <= stage.input_bytes - bytes_of(inputs) <= 0.1 * bytes_of(inputs) + 64, stage.name
+        assert abs(stage.input_bytes - bytes_of(inputs)) <= 0.02 * bytes_of(inputs) + 64, stage.name  # ends of views
         for i, value in zip(stage.outputs, made, strict=True):
             slots[i] = value
 
@@ -204,7 +204,7 @@ def test_sizes_are_those_of_the_real_tensors(graphs: list[Captured]) -> None:
 def measured_workspace(program: Program, arguments: Sequence[Any]) -> dict[str, tuple[int, int]]:
     """Of every stage: bytes that it needed beyond inputs and outputs, and the estimate."""
     found: dict[str, tuple[int, int]] = {}
-    slots: list[Any] = [clone(a) for a in arguments] + [None] * (program.slot_count - program.input_count)
+    slots: list[Any] = clones(arguments) + [None] * (program.slot_count - program.input_count)
     for stage in program.stages:
         meter = WorkspaceMeter()
         with meter.watching(stage):
@@ -227,13 +227,13 @@ def test_workspaces_are_estimated_from_above(policy: CutPolicy) -> None:
 def test_a_result_that_nobody_takes_counts_until_the_others_are_taken() -> None:
     class Statistics(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            values, _ = torch.sort(x, dim=0)  # the indices take twice the memory
+            values, _ = torch.sort(x, dim=0)  # the indices take four times the memory
             return (values + 1) * 2
 
-    (captured,) = capture(Statistics(), torch.randn(64, 64), loss=False)
+    (captured,) = capture(Statistics(), torch.randn(64, 64).to(torch.bfloat16), loss=False)
     (program,) = programs([captured])
     ((needed, estimate),) = measured_workspace(program, captured.arguments[0]).values()
-    assert needed <= estimate + 256
+    assert needed <= estimate + 1024
 
 
 def test_kept_bytes_are_those_of_the_results(graphs: list[Captured]) -> None:

@@ -13,7 +13,7 @@ from teraio.stages import work
 from teraio.stages.cut import CutPolicy, assign
 from teraio.stages.split import Piece, split
 
-from .graphs import MODELS, Captured, capture, clone, constants, features, transformer, transformer_of_any_size
+from .graphs import MODELS, Captured, capture, clones, constants, features, transformer, transformer_of_any_size
 
 FINE = CutPolicy(shortest_seconds=1e-9)
 FREE = CutPolicy(shortest_seconds=1e-9, most_stages=1 << 20)
@@ -55,7 +55,7 @@ def graphs(request: pytest.FixtureRequest) -> list[Captured]:
 def test_pieces_compute_what_the_graph_does(graphs: list[Captured], seconds: float) -> None:
     for captured in graphs:
         graph, pieces = pieces_of(captured, CutPolicy(shortest_seconds=seconds))
-        arguments = [clone(a) for a in captured.arguments[0]]
+        arguments = clones(captured.arguments[0])
         found = run(graph, pieces, arguments)
         assert len(found) == len(captured.results[0]) and all(map(same, found, captured.results[0]))
 
@@ -149,7 +149,7 @@ def test_pieces_with_symbolic_sizes() -> None:
         graph, pieces = pieces_of(captured)
         assert len(pieces) > 5
         for arguments, results in zip(captured.arguments, captured.results, strict=True):
-            found = run(graph, pieces, [clone(a) for a in arguments])
+            found = run(graph, pieces, clones(arguments))
             assert all(map(same, found, results)) and len(found) == len(results)
 
 
