@@ -74,7 +74,7 @@ def budgeted(scale: Scale, budget_bytes: int) -> Setting:
 def start(ready: dict[str, Worker], name: str, worker: Worker, note: str) -> tuple[dict[str, Worker], str]:
     """Warms `worker` up until it follows its plan; one that ends instead is left out, with a note."""
     try:
-        phase = warm_up(worker, 4)
+        phase = warm_up(worker, 6)  # one compiles, four are profiled
     except WorkerFailed as failure:
         return {other: kept for other, kept in ready.items() if other != name}, failure.reason
     worker.reset_peak()

@@ -38,6 +38,7 @@ class Rig:
 
     def close(self) -> None:
         self.engine.close()
+        self.mover.close()
         self.store.close()
 
     def make(self, size_bytes: int, fill: int, name: str = "w") -> tuple[torch.Tensor, Block]:
