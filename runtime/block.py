@@ -25,6 +25,7 @@ class State(enum.Enum):
 class Block:
     """One storage under management. Changed by the pager only, under its lock.
 
+    address: of its memory; does not change while the block lives, unless user code gives the storage other memory.
     span: the pages that can leave, None if the block can not (too small, foreign memory).
     copy_is_valid: the slot holds the block's present content (always so while AWAY).
     version: counts writes, so that a copy out that was overtaken by a write is not taken for valid.
@@ -36,6 +37,7 @@ class Block:
     """
 
     __slots__ = (
+        "address",
         "born",
         "copy_is_valid",
         "kind",
@@ -60,6 +62,7 @@ class Block:
         self.name = name
         self.kind = kind
         self.size_bytes = storage.nbytes()
+        self.address = storage.data_ptr()
         self.span = span
         self.user_visible = user_visible
         self.state = State.ON_DEVICE

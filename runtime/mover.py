@@ -85,7 +85,9 @@ class CpuMover:
 
     def is_stuck(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
-        return not self._memory.in_place(storage) and not storage.is_shared()
+        plain = not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        # What is not resizable belongs to someone else, such as a NumPy array.
+        return plain and storage.resizable() and not storage.is_shared() and not self._memory.in_place(storage)
 
     def relocate(self, tensors: Sequence[torch.Tensor]) -> None:
         storage = tensors[0].untyped_storage()

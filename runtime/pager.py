@@ -71,7 +71,7 @@ class Pager:
         """The block of `tensor`'s storage; a storage that is seen for the first time becomes one. Never blocks."""
         storage = tensor.untyped_storage()
         block = self._blocks.get(storage._cdata)
-        if block is None or block.size_bytes != storage.nbytes():
+        if block is None or block.size_bytes != storage.nbytes() or block.address != storage.data_ptr():
             with self._changed:
                 if block is not None:
                     self._forget(block)
@@ -159,7 +159,7 @@ class Pager:
     def offload(self, block: Block) -> None:
         """Let a block leave as soon as the link allows; at once if a valid copy waits for it. Never blocks."""
         with self._changed:
-            if block.state is State.ON_DEVICE and not block.pins and block.span is not None and not block.dead:
+            if block.state is State.ON_DEVICE and not block.pins and block.span is not None and self._is_current(block):
                 self._start_out(block)
 
     def prefetch(self, block: Block) -> None:
@@ -176,11 +176,13 @@ class Pager:
         with self._changed:
             self._raise_failure()
             self._sweep()
+            self._forget_replaced()
             self._in_user_code = False
             if self._mover is not None:
                 self._mover.tidy()
             for block in self._blocks.values():
-                if block.user_visible and block.state is State.AWAY and self._mover is not None:
+                held = block.storage() if block.user_visible and block.state is State.AWAY else None
+                if held is not None and self._mover is not None:
                     self._mover.settle(block)
 
     def fence(self) -> None:
@@ -282,6 +284,9 @@ class Pager:
             raise
 
     def _left(self, block: Block) -> None:
+        held = block.storage()  # its memory must not be freed and used again while other pages are put in its place
+        if held is None:
+            return
         self._need_mover().release(block)
         block.state = State.AWAY
         self._used -= block.size_bytes
@@ -316,8 +321,7 @@ class Pager:
         """Begin the prefetches that there is room for, strictly in order."""
         while self._waiting:
             block = self._waiting[0]
-            forgotten = self._blocks.get(block.key) is not block
-            if forgotten or block.dead or block.state in (State.ON_DEVICE, State.ARRIVING):
+            if not self._is_current(block) or block.state in (State.ON_DEVICE, State.ARRIVING):
                 self._waiting.popleft()
                 continue
             if block.state is State.LEAVING or (self._in_user_code and block.user_visible):
@@ -336,6 +340,16 @@ class Pager:
         return self._mover
 
     # -- bookkeeping (lock held)
+
+    def _is_current(self, block: Block) -> bool:
+        return self._blocks.get(block.key) is block and not block.dead
+
+    def _forget_replaced(self) -> None:
+        """User code may have given a storage other memory (`share_memory_`, `resize_`): what is known of it is void."""
+        for block in [b for b in self._blocks.values() if b.user_visible]:
+            held = block.storage()
+            if held is not None and (held.data_ptr() != block.address or held.nbytes() != block.size_bytes):
+                self._forget(block)
 
     def _sweep(self) -> None:
         for block in [b for b in self._blocks.values() if b.dead]:

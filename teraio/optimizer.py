@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -76,16 +77,15 @@ class OptimizerSteps:
             try:
                 for number, subgroup in enumerate(subgroups):
                     self._step_subgroup(optimizer, number, subgroup)
-            except BaseException:
+            finally:
                 for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                     group["params"] = parameters
-                raise
-            for group in optimizer.param_groups:
-                group["params"] = []
-            self._narrowed[id(optimizer)] = groups
         finally:
             self._observer.region_ended()
             self._pager.fence()
+        for group in optimizer.param_groups:
+            group["params"] = []
+        self._narrowed[id(optimizer)] = groups
 
     def _subgroup_bytes(self) -> int:
         budget = self._pager.budget_bytes
@@ -162,6 +162,7 @@ def can_split(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
     hooks = (
         *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
         *optimizer._optimizer_step_pre_hooks.values(),
         *optimizer._optimizer_step_post_hooks.values(),
     )

@@ -60,7 +60,7 @@ class StageCompiler:
     def __init__(self, *, codegen: str, policy: CutPolicy | None = None) -> None:
         self._codegen: Codegen = inductor_codegen if codegen == "inductor" else eager_codegen
         self._policy = policy or CutPolicy()
-        self._compiled: dict[str, StageFunction] = {}
+        self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0
 
     @property
@@ -93,11 +93,15 @@ class StageCompiler:
         static = set(options.get("static_input_nodes", ()))
         positions = [i for i, node in enumerate(piece.inputs) if node in static]
         key = f"{piece.key} {positions}"
+        if any(_is_symbolic([node]) for node in piece.module.graph.nodes):
+            key += f" {self._graphs}"  # guards on symbolic sizes hold for one graph only
         if key not in self._compiled:
             fake = [node.meta["val"] for node in piece.inputs]
             kept = {k: v for k, v in options.items() if k != "static_input_nodes"}
-            self._compiled[key] = self._codegen(piece.module, fake, {**kept, "static_input_idxs": positions})
-        return self._compiled[key]
+            function = self._codegen(piece.module, fake, {**kept, "static_input_idxs": positions})
+            # The module keeps constants alive, whose identity is part of the key.
+            self._compiled[key] = function, piece.module
+        return self._compiled[key][0]
 
 
 def _device_type(gm: GraphModule) -> str:
@@ -154,7 +158,7 @@ def _lay_out(
             frees=tuple(s for s in dict.fromkeys(touched) if uses[s][-1] == number and s not in kept),
             next_uses=tuple(next((u for u in uses[s] if u > number), -1) for s in touched),
             **_sizes(piece, {}),
-            mutates=tuple(slots[n] for n in piece.inputs if _is_mutated(piece, n)),
+            mutates=tuple(slots[n] for n in piece.mutated),
         )
         stages.append(stage)
     return Program(
@@ -232,16 +236,6 @@ def _unique(names: list[str]) -> list[str]:
         seen[name] = seen.get(name, 0) + 1
         unique.append(name if seen[name] == 1 else f"{name}:{seen[name]}")
     return unique
-
-
-def _is_mutated(piece: Piece, node: Node) -> bool:
-    copies = [n for n in piece.module.graph.nodes if n.op == "placeholder"]
-    twin = copies[piece.inputs.index(node)]
-    for user in twin.users:
-        target = user.target
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and user.args and user.args[0] is twin:
-            return True
-    return False
 
 
 def _distinct_bytes(nodes: Sequence[Node], symbols: work.Symbols) -> int:

@@ -19,7 +19,7 @@ class Piece:
     """One stage of a graph, not yet compiled.
 
     module: takes `inputs` in order, returns a tuple of `outputs` in order.
-    inputs, outputs: nodes of the graph that was split.
+    inputs, outputs: nodes of the graph that was split. mutated: those of `inputs` that it writes in place.
     key: equal for pieces that may share one compiled function.
     path: the modules it came from, for names (`layers.3.attn`).
     """
@@ -27,6 +27,7 @@ class Piece:
     module: GraphModule
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
+    mutated: tuple[Node, ...]
     key: str
     path: str
 
@@ -64,8 +65,37 @@ def _piece(gm: GraphModule, nodes: list[Node], stage_of: Mapping[Node, int], sta
     module = GraphModule(gm, graph)
     module.meta = {k: v for k, v in gm.meta.items() if k != "dynamo_flat_name_to_original_fqn"}
     return Piece(
-        module=module, inputs=tuple(inputs), outputs=tuple(outputs), key=_key(module), path=_path(nodes)
+        module=module,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        mutated=tuple(n for n in inputs if _is_written(copies[n])),
+        key=_key(module),
+        path=_path(nodes),
     )
+
+
+def _is_written(value: Node) -> bool:
+    """Whether a piece writes `value` in place, directly or through a view. To be asked before the piece is compiled, which
+    rewrites it. Of operators whose schema does not tell, the worst is assumed."""
+    for user in value.users:
+        target = user.target
+        if not isinstance(target, torch._ops.OpOverload):
+            if user.op != "output" and not work.is_size(user) and not work.is_getitem(user):
+                return True
+        elif target._schema.is_mutable:
+            named = dict(zip((a.name for a in target._schema.arguments), user.args, strict=False)) | dict(user.kwargs)
+            writes = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            if any(value in _nodes(named.get(name)) for name in writes):
+                return True
+        if (work.is_view(user) or work.is_getitem(user)) and _is_written(user):
+            return True
+    return False
+
+
+def _nodes(argument: Any) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.node.map_arg(argument, found.append)
+    return found
 
 
 def _sizes_needed(nodes: list[Node], inside: set[Node]) -> dict[Node, None]:

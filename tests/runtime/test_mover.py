@@ -191,8 +191,12 @@ def test_a_failed_write_under_the_pager(tmp_path: Path, monkeypatch: pytest.Monk
 # -- relocation
 
 
-def test_a_parameter_in_foreign_memory_is_relocated(rig: Rig) -> None:
-    parameter = torch.nn.Parameter(torch.from_numpy(numpy.ones(MIB, dtype=numpy.float32)).view(2, MIB // 2))
+def test_a_parameter_on_the_heap_is_relocated(rig: Rig) -> None:
+    memory = CpuMemory()
+    for tight in list(CpuMemory._tight):
+        tight.relax()
+    parameter = torch.nn.Parameter(torch.ones(2, MIB // 2))
+    memory.tighten()
     identity, strides = id(parameter), parameter.stride()
     before = rig.mover.span(parameter.untyped_storage())
     rig.mover.relocate([parameter])
@@ -211,6 +215,14 @@ def test_what_others_share_is_not_relocated(rig: Rig) -> None:
         rig.mover.relocate([parameter])
         assert parameter.data_ptr() == address
     assert alias.data_ptr() == aliased.data_ptr()
+
+
+def test_what_numpy_owns_is_not_relocated(rig: Rig) -> None:
+    array = numpy.ones(MIB, dtype=numpy.float32)
+    parameter = torch.nn.Parameter(torch.from_numpy(array))
+    rig.mover.relocate([parameter])
+    array[0] = 7
+    assert parameter[0].item() == 7
 
 
 def test_what_is_in_place_is_not_relocated(rig: Rig) -> None:

@@ -20,7 +20,7 @@ from .memory_mover import UNIT, Bench, io_error
 class AnySequence(RuleBasedStateMachine):
     """Stages, user code, hints, ends of copies, deaths and failures in any order."""
 
-    @initialize(seed=st.integers(0, 1 << 16), budget=st.integers(6, 20), fixed=st.integers(0, 3))
+    @initialize(seed=st.integers(0, 1 << 16), budget=st.integers(10, 24), fixed=st.integers(0, 3))
     def begin(self, seed: int, budget: int, fixed: int) -> None:
         self.bench = Bench(budget * UNIT, seed)
         self.pager, self.mover = self.bench.pager, self.bench.mover
@@ -43,11 +43,19 @@ class AnySequence(RuleBasedStateMachine):
         return sum(b.size_bytes for b in stay) + new_bytes + self.pager.fixed_bytes <= self.pager.budget_bytes
 
     @precondition(lambda self: not self.in_user_code)
-    @rule(units=st.integers(0, 5), workspace=st.integers(0, 3), visible=st.booleans(), ends=st.integers(0, 2))
-    def stage(self, units: int, workspace: int, visible: bool, ends: int) -> None:
+    @rule(
+        units=st.sampled_from([0, 0, 1, 2, 2, 4, 4, 6]),
+        workspace=st.integers(0, 3),
+        visible=st.booleans(),
+        ends=st.integers(0, 2),
+        leave=st.booleans(),
+    )
+    def stage(self, units: int, workspace: int, visible: bool, ends: int, leave: bool) -> None:
         names = self.pick(3)
         blocks = [self.blocks[name] for name in names]
         fetch = [self.blocks[name] for name in self.pick(2)]
+        if leave:
+            self.hint_offload(names)
         try:
             self.pager.acquire(blocks, (units + workspace) * UNIT, "stage", then_fetch=fetch)
         except BudgetError as error:
@@ -68,7 +76,7 @@ class AnySequence(RuleBasedStateMachine):
             self.bench.finish_one()
         if units:
             self.add(units, visible)
-        last = [name for name in names if self.draw.random() < 0.2]
+        last = [name for name in names if self.draw.random() < 0.1]
         for name in last:
             self.forget(name)
         self.pager.retire(blocks, [b for n, b in zip(names, blocks, strict=True) if n in written], last_used=blocks)
@@ -115,16 +123,20 @@ class AnySequence(RuleBasedStateMachine):
             if block.user_visible and self.draw.random() < 0.5:
                 self.wanted[name] = self.draw.randrange(256)
                 self.bench.tensors[name].fill_(self.wanted[name])
-        for name in self.pick(1):
-            self.forget(name)
-        if self.draw.random() < 0.3:
+        if self.draw.random() < 0.2:
+            for name in self.pick(1):
+                self.forget(name)
+        if self.draw.random() < 0.2:
             self.add(units, True)
             self.allowed = max(self.allowed, self.pager.used_bytes + self.pager.fixed_bytes)
 
     @precondition(lambda self: not self.in_user_code)
     @rule()
-    def hint_offload(self) -> None:
-        for name in self.pick(2):
+    def a_plan_offloads(self) -> None:
+        self.hint_offload(self.pick(3))
+
+    def hint_offload(self, names: Sequence[str]) -> None:
+        for name in names:
             try:
                 self.pager.offload(self.blocks[name])
             except StorageError:
@@ -193,6 +205,6 @@ class AnySequence(RuleBasedStateMachine):
 
 
 AnySequence.TestCase.settings = settings(
-    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=50, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestAnySequence = AnySequence.TestCase
