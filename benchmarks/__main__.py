@@ -74,7 +74,8 @@ def main(
             console.print(str(failure), style="red", markup=False, highlight=False)
             failed = True
             continue
-        settings = {"scale": {field: str(getattr(scale, field)) for field in Scale.__dataclass_fields__}}
+        sizes = {field: str(getattr(scale, field)) for field in Scale.__dataclass_fields__ if field != "output"}
+        settings = {"scale": sizes}
         seconds = time.perf_counter() - started
         found.append(Result(part=name, seconds=seconds, figures=figures, samples=samples, settings=settings))
     console.print(table(found))
