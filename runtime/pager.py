@@ -86,7 +86,7 @@ class Pager:
 
     def is_stuck(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is new, large enough to move, and lies where it cannot leave from."""
-        return self._mover is not None and self._mover.is_stuck(tensor) and self.known_block(tensor) is None
+        return self._mover is not None and self.known_block(tensor) is None and self._mover.is_stuck(tensor)
 
     def make_movable(self, tensors: Sequence[torch.Tensor]) -> None:
         """Put tensors that share a storage where they can leave from, if need be and if nobody else shares it."""

@@ -54,7 +54,6 @@ class Lifecycle:
             self._pager, self._timeline, active=lambda: self._phase != "fits", step_done=self._step_done
         )
         self._phase: RunPhase = "profile"
-        self._programs = 0
         self._stages = 0
         self._finished = 0
         self._border: int | None = None
@@ -82,7 +81,6 @@ class Lifecycle:
             return run_managed(sized, arguments, self._pager, self._timeline, self._meter)
 
         call._boxed_call = True  # type: ignore[attr-defined]
-        self._programs += 1
         self._stages += len(program.stages)
         self._compiled_now = True
         if self._phase == "fits":
