@@ -66,7 +66,7 @@ def run_managed(
         blocks: list[Block | None] = [None] * program.slot_count
         for index in range(program.input_count):
             if program.slot_kinds[index] != "activation":
-                pager.make_movable([slots[index]])
+                pager.make_movable(slots[index])
             blocks[index] = _input_block(program, slots, index, pager)
         observer.region_begins(program.identity, len(program.stages))
         for number, stage in enumerate(program.stages):
@@ -117,7 +117,6 @@ def _run_stage_managed(
             begin = time.perf_counter()
             _run_stage(stage, slots)
             seconds = time.perf_counter() - begin
-        _make_outputs_movable(stage, slots, pager)
         for i in stage.outputs:
             blocks[i] = _block(program, slots, i, pager, user_visible=False)
         last_used = list(dict.fromkeys(b for i in stage.frees if (b := blocks[i]) is not None))
@@ -136,17 +135,6 @@ def _run_stage_managed(
     )
     for i in stage.frees:
         blocks[i] = None
-
-
-def _make_outputs_movable(stage: Stage, slots: list[Any], pager: Pager) -> None:
-    """Outputs that the allocator has put where they could not leave from move; those that share a storage do so together."""
-    stuck: dict[int, list[torch.Tensor]] = {}
-    for i in stage.outputs:
-        value = slots[i]
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided and pager.is_stuck(value):
-            stuck.setdefault(value.untyped_storage()._cdata, []).append(value)
-    for tensors in stuck.values():
-        pager.make_movable(tensors)
 
 
 def _next_uses(stage: Stage, number: int, blocks: list[Block | None]) -> dict[Block, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import torch
@@ -24,14 +24,11 @@ class Mover(Protocol):
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         """The part of `storage` that can leave the device, None if it has to stay."""
 
-    def is_stuck(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is large enough to leave the device, but lies in memory that cannot."""
+    def adopt(self, storage: torch.UntypedStorage) -> None:
+        """Move the data of `storage` to memory that can leave the device, if it is not there and may be moved."""
 
-    def relocate(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Move the data of tensors that share a storage to memory that can leave; not if others share it too."""
-
-    def tidy(self) -> None:
-        """A compiled region begins: time for housekeeping."""
+    def trim(self, spare_bytes: int) -> None:
+        """So much of the budget is not in use: free memory that is kept for reuse may be that large."""
 
     def copy_out(self, block: Block, done: Done) -> None:
         """Begin to write a block to its slot. Raises StorageFullError if there is no room for a slot."""
@@ -83,26 +80,11 @@ class CpuMover:
         with self._claiming:
             return span if self._movers.setdefault(storage._cdata, self) is self else None
 
-    def is_stuck(self, tensor: torch.Tensor) -> bool:
-        storage = tensor.untyped_storage()
-        plain = not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-        # What is not resizable belongs to someone else, such as a NumPy array.
-        return plain and storage.resizable() and not storage.is_shared() and not self._memory.in_place(storage)
+    def adopt(self, storage: torch.UntypedStorage) -> None:
+        self._memory.adopt(storage)
 
-    def relocate(self, tensors: Sequence[torch.Tensor]) -> None:
-        storage = tensors[0].untyped_storage()
-        # One reference is ours. Aliases that someone else holds would be left behind, so they forbid it.
-        if not self.is_stuck(tensors[0]) or torch._C._storage_Use_Count(storage._cdata) > len(tensors) + 1:
-            return
-        self._memory.plug_heap()
-        fresh = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
-        fresh.copy_(storage)
-        for tensor in tensors:
-            moved = torch.empty(0, dtype=tensor.dtype)
-            tensor.data = moved.set_(fresh, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-    def tidy(self) -> None:
-        self._memory.tidy()
+    def trim(self, spare_bytes: int) -> None:
+        self._memory.trim(spare_bytes)
 
     def copy_out(self, block: Block, done: Done) -> None:
         span = _span(block)
@@ -113,10 +95,10 @@ class CpuMover:
     def release(self, block: Block) -> None:
         if block.slot is None:
             raise StorageError(f"{block} was released without a copy; this is a bug in teraio, please report it")
-        self._memory.map_files(_span(block), block.slot.extents)
+        self._memory.map_files(_span(block), block.slot.extents, keep_pages=not block.user_visible)
 
     def copy_in(self, block: Block, done: Done) -> None:
-        area = self._memory.new_pages(_span(block).length_bytes)
+        area = self._memory.take_pages(_span(block).length_bytes)
         self._arrived[block] = area
 
         def landed(error: StorageError | None) -> None:
@@ -131,7 +113,7 @@ class CpuMover:
             raise
 
     def install(self, block: Block) -> None:
-        self._memory.move_pages(self._arrived.pop(block), _span(block))
+        self._memory.install_pages(self._arrived.pop(block), _span(block))
 
     def hurry(self, block: Block) -> None:
         if block in self._transfers:

@@ -84,14 +84,10 @@ class Pager:
             block.user_visible = True
         return block
 
-    def is_stuck(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is new, large enough to move, and lies where it cannot leave from."""
-        return self._mover is not None and self.known_block(tensor) is None and self._mover.is_stuck(tensor)
-
-    def make_movable(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put tensors that share a storage where they can leave from, if need be and if nobody else shares it."""
-        if self._mover is not None and self.is_stuck(tensors[0]):
-            self._mover.relocate(tensors)
+    def make_movable(self, tensor: torch.Tensor) -> None:
+        """Put the data of a tensor that is not a block yet where it can leave from, if it may be moved. Blocks meanwhile."""
+        if self._mover is not None and tensor.layout is torch.strided and self.known_block(tensor) is None:
+            self._mover.adopt(tensor.untyped_storage())
 
     def known_block(self, tensor: torch.Tensor) -> Block | None:
         """The block of `tensor`'s storage, if it has one; a sparse tensor never has."""
@@ -119,12 +115,15 @@ class Pager:
                 block.pins += 1
             try:
                 self._make_room(blocks, new_bytes, what)
-                for block in blocks:
-                    if block.state is State.AWAY:
+                missing = [block for block in blocks if block.state is State.AWAY]
+                self._reserved = new_bytes + sum(block.size_bytes for block in missing)
+                for block in missing:
+                    self._reserved -= block.size_bytes
+                    if block.state is State.AWAY:  # still: where one copy fails to begin, waiting prefetches may begin
                         self._start_in(block)
+                for block in blocks:
                     if block.state is State.ARRIVING and self._mover is not None:
                         self._mover.hurry(block)
-                self._reserved = new_bytes
                 self._note_peak()
                 self._waiting.extend(b for b in then_fetch if b.state in (State.AWAY, State.LEAVING))
                 self._pump()
@@ -178,8 +177,6 @@ class Pager:
             self._sweep()
             self._forget_replaced()
             self._in_user_code = False
-            if self._mover is not None:
-                self._mover.tidy()
             for block in self._blocks.values():
                 held = block.storage() if block.user_visible and block.state is State.AWAY else None
                 if held is not None and self._mover is not None:
@@ -222,7 +219,7 @@ class Pager:
             missing = sum(b.size_bytes for b in blocks if b.state is State.AWAY)
             short = self._used + self.fixed_bytes + missing + new_bytes - self.budget_bytes
             if short <= 0:
-                return
+                break
             self._sweep()
             short = self._used + self.fixed_bytes + missing + new_bytes - self.budget_bytes
             if short > self._leaving:
@@ -232,6 +229,8 @@ class Pager:
                 if not self._leaving and not self._arriving:
                     raise self._too_small(what, short)
                 self._changed.wait()
+        if self._mover is not None:
+            self._mover.trim(self.budget_bytes - self._used - self.fixed_bytes)
 
     def _evict(self, wanted_bytes: int) -> None:
         """Start to evict the blocks whose next use is furthest away (Belady's rule), until `wanted_bytes` will be free."""

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 
-import torch
-from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-
+from runtime.cpu_memory import CpuMemory
 from runtime.program import Stage
 
 _Key = tuple[int, int, int]
 
 
 class WorkspaceMeter:
-    """Measures every distinct stage when it runs for the first time under management.
+    """Measures every distinct stage whenever it runs under management; the largest measurement counts.
 
-    Listens to PyTorch's CPU allocator through the profiler. What libraries allocate by themselves is not seen.
+    memory: what the stages allocate from; None if it cannot be asked, then estimates are all there is. What libraries
+    allocate by themselves is not seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: CpuMemory | None) -> None:
+        self._memory = memory
         self._measured: dict[_Key, int] = {}
 
     def workspace_bytes(self, stage: Stage) -> int:
@@ -30,21 +28,15 @@ class WorkspaceMeter:
 
     @contextlib.contextmanager
     def watching(self, stage: Stage) -> Iterator[None]:
-        """Around a run of `stage`: measures it if that is not done yet and nobody else is profiling."""
-        key = _key(stage)
-        if key in self._measured or torch._C._autograd._profiler_enabled():
+        """Around a run of `stage`: measures it."""
+        if self._memory is None:
             yield
             return
-        _enable_profiler_legacy(
-            ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-        )
-        try:
-            yield
-        finally:
-            threads = _disable_profiler_legacy()
-        changes = [e.cpu_memory_usage() for events in threads for e in events if str(e.kind()) == "memory_alloc"]
-        peak = max(itertools.accumulate(changes), default=0)
-        self._measured[key] = max(0, peak - stage.output_bytes)
+        self._memory.reset_peak()
+        before = self._memory.allocated_bytes
+        yield
+        beyond = max(0, self._memory.peak_bytes - before - stage.output_bytes)
+        self._measured[_key(stage)] = max(beyond, self._measured.get(_key(stage), 0))
 
 
 def _key(stage: Stage) -> _Key:

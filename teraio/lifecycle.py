@@ -48,7 +48,7 @@ class Lifecycle:
         self._machine = Machine(options, device)
         self._pager = Pager(mover=self._machine.mover, budget_bytes=self._machine.budget_bytes)
         self._timeline = Timeline(self._pager)
-        self._meter = WorkspaceMeter()
+        self._meter = WorkspaceMeter(self._machine.memory)
         self.stage_compiler = StageCompiler(codegen=options.codegen)
         self._steps = OptimizerSteps(
             self._pager, self._timeline, active=lambda: self._phase != "fits", step_done=self._step_done

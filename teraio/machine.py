@@ -33,6 +33,7 @@ class Machine:
     """Opens the storage tier if something may have to move, and measures its links.
 
     budget_bytes: the device budget, None where nothing limits it. mover: None where blocks have nowhere to go.
+    memory: the device's, None if it is not the CPU's.
     Raises UnsupportedError, StorageError.
     """
 
@@ -51,28 +52,27 @@ class Machine:
         self._store: PosixStore | None = None
         self._engine: Engine | None = None
         self._rates: LinkRates | None = None
-        self._memory: CpuMemory | None = None
+        self.memory = CpuMemory() if device.type == "cpu" else None
         self._device = device
         self.budget_bytes = options.memory_budget
-        if device.type == "cpu" and options.storage:
+        if self.memory is not None and options.storage:
             if self.budget_bytes is None:
                 self.budget_bytes = int(psutil.virtual_memory().available * (1 - _RESERVE))
-            self._open(options)
+            self._open(options, self.memory)
 
-    def _open(self, options: Options) -> None:
-        self._memory = CpuMemory()
+    def _open(self, options: Options, memory: CpuMemory) -> None:
         self._store = PosixStore(options.storage, budget_bytes=options.storage_budget)
         self._engine = Engine(self._store)
         self._rates = _measured_rates(self._engine, options)
-        self.mover = CpuMover(self._memory, self._store, self._engine)
+        self.mover = CpuMover(memory, self._store, self._engine)
 
     def prefer_speed(self, fits: bool) -> None:
-        """Whether nothing has to move, so that freed memory may be kept for reuse instead of going back at once."""
-        if self._memory is not None:
+        """Whether nothing has to move, so that PyTorch may have its own allocator back."""
+        if self.memory is not None:
             if fits:
-                self._memory.relax()
+                self.memory.stand_back()
             else:
-                self._memory.tighten()
+                self.memory.take_over()
 
     def ensure_spill_room(self, size_bytes: int) -> None:
         """Reserve room in the spill files. Raises StorageFullError if there is not enough."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -46,20 +46,18 @@ class MemoryMover:
         self.away: set[Block] = set()
         self.arrived: dict[Block, bytes] = {}
         self.log: list[str] = []
+        self.spare_bytes: int | None = None
         self.refuse: StorageError | None = None
         self.fail_copies: list[StorageError | None] = []
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         return None if storage.nbytes() % (2 * UNIT) else Span(0, storage.nbytes())
 
-    def is_stuck(self, tensor: torch.Tensor) -> bool:
-        return self.span(tensor.untyped_storage()) is None
+    def adopt(self, storage: torch.UntypedStorage) -> None:
+        self.log.append("adopt")
 
-    def relocate(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.log.append("relocate")
-
-    def tidy(self) -> None:
-        self.log.append("tidy")
+    def trim(self, spare_bytes: int) -> None:
+        self.spare_bytes = spare_bytes
 
     def copy_out(self, block: Block, done: Done) -> None:
         self._begin(block, "out", done)
@@ -107,8 +105,13 @@ class MemoryMover:
         copy = self.flying.pop(index)
         error = self.fail_copies.pop(0) if self.fail_copies else None
         if error is None:
-            (self.slots if copy.kind == "out" else self.arrived)[copy.block] = copy.content()
-        copy.done(error)
+            self.slots[copy.block] = copy.content()  # also on the way in: what user code wrote while away is in the slot
+            if copy.kind == "in":
+                self.arrived[copy.block] = self.slots[copy.block]
+        try:
+            copy.done(error)
+        finally:
+            del copy  # an error's traceback may keep this frame, and that must not keep the storage
 
     def finish_all(self) -> None:
         while self.flying:

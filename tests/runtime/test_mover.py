@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 
@@ -186,50 +185,6 @@ def test_a_failed_write_under_the_pager(tmp_path: Path, monkeypatch: pytest.Monk
     within(SECONDS, lambda: rig.pager.acquire([], 4 * MIB, "next"))
     assert block.state is State.AWAY and tensor.unique().tolist() == [7]
     rig.close()
-
-
-# -- relocation
-
-
-def test_a_parameter_on_the_heap_is_relocated(rig: Rig) -> None:
-    memory = CpuMemory()
-    for tight in list(CpuMemory._tight):
-        tight.relax()
-    parameter = torch.nn.Parameter(torch.ones(2, MIB // 2))
-    memory.tighten()
-    identity, strides = id(parameter), parameter.stride()
-    before = rig.mover.span(parameter.untyped_storage())
-    rig.mover.relocate([parameter])
-    after = rig.mover.span(parameter.untyped_storage())
-    assert before is None and after is not None
-    assert id(parameter) == identity and parameter.stride() == strides
-    assert parameter.requires_grad and parameter.unique().tolist() == [1]
-
-
-def test_what_others_share_is_not_relocated(rig: Rig) -> None:
-    shared = torch.nn.Parameter(torch.ones(MIB).share_memory_())
-    aliased = torch.nn.Parameter(torch.from_numpy(numpy.ones(MIB, dtype=numpy.float32)))
-    alias = aliased.detach()
-    for parameter in (shared, aliased):
-        address = parameter.data_ptr()
-        rig.mover.relocate([parameter])
-        assert parameter.data_ptr() == address
-    assert alias.data_ptr() == aliased.data_ptr()
-
-
-def test_what_numpy_owns_is_not_relocated(rig: Rig) -> None:
-    array = numpy.ones(MIB, dtype=numpy.float32)
-    parameter = torch.nn.Parameter(torch.from_numpy(array))
-    rig.mover.relocate([parameter])
-    array[0] = 7
-    assert parameter[0].item() == 7
-
-
-def test_what_is_in_place_is_not_relocated(rig: Rig) -> None:
-    for parameter in (torch.nn.Parameter(torch.ones(MIB)), torch.nn.Parameter(torch.ones(10))):
-        address = parameter.data_ptr()
-        rig.mover.relocate([parameter])
-        assert parameter.data_ptr() == address
 
 
 # -- several movers in one process

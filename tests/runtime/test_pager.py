@@ -32,6 +32,14 @@ def test_a_block_without_a_known_next_use_leaves_first() -> None:
     assert (known.state, unknown.state) == (State.ON_DEVICE, State.AWAY)
 
 
+def test_what_the_stage_reads_stays() -> None:
+    bench = Bench(4 * UNIT)
+    other, read = bench.make("other", 2), bench.make("read", 2)
+    other.next_use, read.next_use = 1, 100
+    bench.run(read, new_bytes=2 * UNIT)
+    assert (read.state, other.state) == (State.ON_DEVICE, State.AWAY) and "out read" not in bench.mover.log
+
+
 def test_no_more_leaves_than_needed() -> None:
     bench = Bench(8 * UNIT)
     for name in "abcd":
@@ -77,6 +85,14 @@ def test_no_mover_and_no_room() -> None:
     pager.enter()
     with pytest.raises(StorageError, match="set the option storage to a directory"):
         pager.acquire([], 5 * UNIT, "big")
+
+
+def test_memory_that_is_kept_for_reuse_counts_as_well() -> None:
+    bench = Bench(8 * UNIT)
+    bench.pager.fixed_bytes = UNIT
+    bench.make("kept", 4)
+    bench.pager.acquire([], 2 * UNIT, "stage")
+    assert bench.mover.spare_bytes == 3 * UNIT, "what the stage allocates comes out of it"
 
 
 def test_no_budget_moves_nothing() -> None:

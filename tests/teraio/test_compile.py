@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from runtime.executor import run_managed, run_plain
 from runtime.pager import Pager
 from runtime.program import Program, StageFunction
+from runtime.cpu_memory import CpuMemory
 from runtime.workspace import WorkspaceMeter
 from teraio.stages.compile import StageCompiler, eager_codegen
 from teraio.stages.cut import CutPolicy
@@ -59,7 +60,7 @@ def test_the_same_bits_under_management(graphs: list[Captured]) -> None:
     for captured, program in zip(graphs, programs(graphs), strict=True):
         pager = Pager(mover=None, budget_bytes=None)
         arguments = clones(captured.arguments[0])
-        found = run_managed(program, arguments, pager, Timeline(pager), WorkspaceMeter())
+        found = run_managed(program, arguments, pager, Timeline(pager), WorkspaceMeter(None))
         assert same(found, captured.results[0])
 
 
@@ -206,7 +207,7 @@ def measured_workspace(program: Program, arguments: Sequence[Any]) -> dict[str, 
     found: dict[str, tuple[int, int]] = {}
     slots: list[Any] = clones(arguments) + [None] * (program.slot_count - program.input_count)
     for stage in program.stages:
-        meter = WorkspaceMeter()
+        meter = WorkspaceMeter(CpuMemory())
         with meter.watching(stage):
             made = stage.run([slots[i] for i in stage.inputs])
         found[stage.name] = (meter.workspace_bytes(stage), stage.workspace_bytes)

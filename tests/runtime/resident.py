@@ -1,0 +1,27 @@
+"""What Linux says of this process's memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from runtime.cpu_memory import Span
+
+
+def status_bytes(field: str) -> int:
+    """RssAnon and the like."""
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def anonymous_bytes(span: Span) -> int:
+    """Anonymous resident bytes of the mappings that lie in a span, exactly."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            begin, end = int(bounds[1], 16), int(bounds[2], 16)
+            inside = span.address <= begin and end <= span.address + span.length_bytes
+        elif inside and line.startswith("Anonymous:"):
+            total += int(line.split()[1]) << 10
+    return total
