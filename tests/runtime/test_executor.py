@@ -11,10 +11,10 @@ import torch
 
 from planner.errors import StorageFullError
 from runtime.block import Block, State
+from runtime.cpu_memory import CpuMemory
 from runtime.executor import run_managed, run_plain
 from runtime.pager import Pager
 from runtime.program import Constant, Kind, Program, Stage
-from runtime.cpu_memory import CpuMemory
 from runtime.workspace import WorkspaceMeter
 
 from .memory_mover import UNIT, Bench

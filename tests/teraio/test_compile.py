@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from runtime.cpu_memory import CpuMemory
 from runtime.executor import run_managed, run_plain
 from runtime.pager import Pager
 from runtime.program import Program, StageFunction
-from runtime.cpu_memory import CpuMemory
 from runtime.workspace import WorkspaceMeter
 from teraio.stages.compile import StageCompiler, eager_codegen
 from teraio.stages.cut import CutPolicy
