@@ -6,10 +6,10 @@ A block that leaves keeps its address range. After its pages were written to its
 sees and changes the slot through the page cache: slower, but never stale and never a crash. To come back, the slot is
 read into other pages, which `mremap` then moves over the range.
 
-That needs memory whose pages are all ours: while anything is managed, PyTorch's CPU allocator is `page_pool.cpp`. Pages
-that a block gives up serve the next one, so the kernel neither hands out nor clears pages while training goes on. The
-pages of a block that another thread of the user could be reading (a parameter) go back to the system instead, because
-only then the exchange is atomic.
+That needs memory whose pages are all ours: PyTorch's CPU allocator is `page_pool.cpp` meanwhile. Pages that a block
+gives up serve the next one, so the kernel neither hands out nor clears pages while training goes on, which also makes
+training without a budget faster. The pages of a block that another thread of the user could be reading (a parameter)
+go back to the system instead, because only then the exchange is atomic.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Span:
 
 
 class CpuMemory:
-    """PyTorch's CPU memory, for as long as something has to move; there is one pool for the whole process.
+    """PyTorch's CPU memory, from the making of this object until `stand_back`; there is one pool for the whole process.
 
     All calls return at once; the first one in a process compiles the pool, which takes seconds and is cached on disk.
     Raises UnsupportedError where it cannot be compiled, or another allocator has precedence.
@@ -71,13 +71,13 @@ class CpuMemory:
         """Serve all allocations of PyTorch on CPU from now on."""
         if self._pool.teraio_install(SMALLEST_MOVED_BYTES) != 0:
             raise UnsupportedError(
-                "a memory budget on CPU needs PyTorch's CPU allocator to be replaced, but another one has been "
-                "installed with precedence; leave that out, or memory_budget"
+                "training on CPU needs PyTorch's CPU allocator to be replaced, but another one has been installed with "
+                "precedence; leave that one out"
             )
         self._users.add(self)
 
     def stand_back(self) -> None:
-        """Nothing has to move: give PyTorch its own allocator back, unless others in the process still need this one.
+        """Give PyTorch its own allocator back, unless others in the process still need this one.
 
         What was allocated meanwhile stays valid.
         """

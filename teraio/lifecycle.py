@@ -234,9 +234,6 @@ class Lifecycle:
         self._enter("profile")
 
     def _enter(self, phase: RunPhase) -> None:
-        if "fits" in (phase, self._phase):
-            self._pager.forget_dead()
-            self._machine.prefer_speed(phase == "fits")
         self._phase = phase
         self._recent.clear()
 

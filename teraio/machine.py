@@ -66,14 +66,6 @@ class Machine:
         self._rates = _measured_rates(self._engine, options)
         self.mover = CpuMover(memory, self._store, self._engine)
 
-    def prefer_speed(self, fits: bool) -> None:
-        """Whether nothing has to move, so that PyTorch may have its own allocator back."""
-        if self.memory is not None:
-            if fits:
-                self.memory.stand_back()
-            else:
-                self.memory.take_over()
-
     def ensure_spill_room(self, size_bytes: int) -> None:
         """Reserve room in the spill files. Raises StorageFullError if there is not enough."""
         if self._store is not None and size_bytes > 0:
@@ -122,7 +114,8 @@ class Machine:
 
     def close(self) -> None:
         """Stop the I/O threads and remove the spill files. Blocks until copies in flight have ended."""
-        self.prefer_speed(True)
+        if self.memory is not None:
+            self.memory.stand_back()
         if self._engine is not None:
             self._engine.close()
         if self.mover is not None:
