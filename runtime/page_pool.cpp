@@ -193,7 +193,7 @@ void count(long change) {
   }
 }
 
-size_t smallest_chunk = 0;
+std::atomic<size_t> smallest_chunk{0};
 
 void free_chunk(void* address) {
   std::lock_guard lock(pool().mutex);
@@ -219,15 +219,16 @@ void* new_chunk(size_t bytes) {
   return address;
 }
 
+bool is_chunk(void* address) {
+  if (reinterpret_cast<uintptr_t>(address) % whole_pages(1)) return false;
+  std::lock_guard lock(pool().mutex);
+  return pool().chunks.count(address);
+}
+
 void free_any(void* address) {
   if (!address) return;
   c10::profiledCPUMemoryReporter().Delete(address);
-  bool is_chunk;
-  {
-    std::lock_guard lock(pool().mutex);
-    is_chunk = pool().chunks.count(address);
-  }
-  if (is_chunk) {
+  if (is_chunk(address)) {
     free_chunk(address);
   } else {
     count(-static_cast<long>(malloc_usable_size(address)));
@@ -329,7 +330,8 @@ int teraio_map_files(void* address, size_t count, const int* files, const size_t
   for (size_t i = 0; i < count; ++i) {
     if (mmap(at, lengths[i], kReadWrite, MAP_SHARED | MAP_FIXED, files[i], offsets[i]) == MAP_FAILED) {
       int error = errno;
-      if (saved.address) move_pages(saved, static_cast<char*>(address), 0);
+      size_t back = saved.address ? move_pages(saved, static_cast<char*>(address), 0) : 0;
+      if ((i > 0 || saved.address) && back < chunk.length) chunk.pages = {};  // pages and files, side by side: nothing to keep
       return error;
     }
     at += lengths[i];
