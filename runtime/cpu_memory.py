@@ -47,10 +47,11 @@ class FileRange(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Whole pages in memory: page-aligned address and length in bytes."""
+    """Whole pages in memory: page-aligned address and length in bytes. `serial`: of the allocation, never used twice."""
 
     address: int
     length_bytes: int
+    serial: int = 0
 
 
 class CpuMemory:
@@ -83,15 +84,15 @@ class CpuMemory:
         """
         self._users.discard(self)
         if not self._users:
-            self._pool.teraio_uninstall()
+            self._pool.teraio_stand_back()
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
-        """The pages of `storage` if they are the pool's, else None."""
+        """The pages of `storage` if they are the pool's and its own (not lent to it, by NumPy say), else None."""
         if storage.nbytes() < SMALLEST_MOVED_BYTES:
             return None
-        address = storage.data_ptr()
-        length = self._pool.teraio_chunk_length(address)
-        return Span(address, length) if length else None
+        serial = ctypes.c_long()
+        length = self._pool.teraio_chunk(storage._cdata, ctypes.byref(serial))
+        return Span(storage.data_ptr(), length, serial.value) if length else None
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
         """Move the data of a large storage into the pool if it is not there and belongs to PyTorch; its aliases follow.
@@ -175,8 +176,8 @@ def _load_pool() -> ctypes.CDLL:
     sizes = ctypes.POINTER(size)
     for name, result, arguments in (
         ("teraio_install", error_code, [size]),
-        ("teraio_uninstall", None, []),
-        ("teraio_chunk_length", size, [pointer]),
+        ("teraio_stand_back", None, []),
+        ("teraio_chunk", size, [pointer, ctypes.POINTER(ctypes.c_long)]),
         ("teraio_adopt", error_code, [pointer]),
         ("teraio_map_files", error_code, [pointer, size, ctypes.POINTER(ctypes.c_int), sizes, sizes, ctypes.c_int]),
         ("teraio_take", pointer, [size]),

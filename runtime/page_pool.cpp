@@ -5,8 +5,8 @@
 // mremap moves pages a hundred times faster than the kernel hands out and clears new ones. New pages are mapped only when
 // none are kept, so the process never holds more pages than its chunks needed at once.
 //
-// All functions may be called by any thread. Those that return int return 0 or an errno; they leave every byte where it was
-// if they fail.
+// All functions may be called by any thread. Those that return int return 0 or an errno; if they fail, memory reads as
+// before.
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
@@ -33,7 +33,8 @@ namespace {
 constexpr int MREMAP_DONTUNMAP = 4;
 #endif
 
-constexpr size_t kLeastKept = 256 << 10;  // smaller rests of a range go back to the system, or ranges would crumble
+constexpr size_t kLeastKept = 256 << 10;
+constexpr size_t kMostPieces = 16 << 10;  // the system's usual limit on mappings is four times as high
 constexpr size_t kHugePage = 2 << 20;
 constexpr int kReadWrite = PROT_READ | PROT_WRITE;
 constexpr int kAnonymous = MAP_PRIVATE | MAP_ANONYMOUS;
@@ -129,10 +130,11 @@ class Pool {
     return range;
   }
 
-  // Keeps pages for later.
+  // Keeps pages for later; not if they lie in small pieces, which would become ever smaller and more.
   void keep(Range range) {
     size_t length = range.length();
-    if (!keeping || length < kLeastKept) {
+    size_t least = std::max(kLeastKept, (mapped_bytes + kept_bytes) / kMostPieces);
+    if (!serving || length < least * std::max<size_t>(range.pieces.size(), 1)) {
       drop(range);
       return;
     }
@@ -156,16 +158,23 @@ class Pool {
   }
 
   struct Chunk {
-    size_t bytes;   // as asked for
     size_t length;  // of its address range
     Range pages;    // none while files are mapped over it
+    long serial;    // another chunk may come to lie at the same address
   };
+
+  Chunk* find(void* address) {
+    auto found = chunks.find(address);
+    return found == chunks.end() ? nullptr : &found->second;
+  }
 
   std::mutex mutex;
   std::unordered_map<void*, Chunk> chunks;
   std::unordered_map<void*, Range> areas;
   size_t kept_bytes = 0;
-  bool keeping = false;
+  size_t mapped_bytes = 0;  // of all chunks
+  long serial = 0;
+  std::atomic<bool> serving{false};
 
  private:
   std::multimap<size_t, Range> kept_;
@@ -200,6 +209,7 @@ void free_chunk(void* address) {
   auto found = pool().chunks.find(address);
   Pool::Chunk chunk = std::move(found->second);
   pool().chunks.erase(found);
+  pool().mapped_bytes -= chunk.length;
   count(-static_cast<long>(chunk.length));
   if (chunk.pages.address)
     pool().keep(std::move(chunk.pages));
@@ -213,7 +223,8 @@ void* new_chunk(size_t bytes) {
   Range pages = pool().take(length);
   void* address = pages.address;
   if (address) {
-    pool().chunks.emplace(address, Pool::Chunk{bytes, length, std::move(pages)});
+    pool().chunks.emplace(address, Pool::Chunk{length, std::move(pages), ++pool().serial});
+    pool().mapped_bytes += length;
     count(static_cast<long>(length));
   }
   return address;
@@ -222,7 +233,7 @@ void* new_chunk(size_t bytes) {
 bool is_chunk(void* address) {
   if (reinterpret_cast<uintptr_t>(address) % whole_pages(1)) return false;
   std::lock_guard lock(pool().mutex);
-  return pool().chunks.count(address);
+  return pool().find(address);
 }
 
 void free_any(void* address) {
@@ -236,8 +247,11 @@ void free_any(void* address) {
   }
 }
 
+c10::Allocator* before = nullptr;
+
 struct PoolAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    if (!pool().serving) return before->allocate(bytes);
     c10::Device cpu(c10::DeviceType::CPU);
     if (bytes == 0) return {nullptr, nullptr, &free_any, cpu};
     void* address = bytes >= smallest_chunk ? new_chunk(bytes) : nullptr;
@@ -257,8 +271,6 @@ PoolAllocator& allocator() {
   return instance;
 }
 
-c10::Allocator* before = nullptr;
-
 }  // namespace
 
 extern "C" {
@@ -271,28 +283,35 @@ int teraio_install(size_t smallest) {
   });
   std::lock_guard lock(pool().mutex);
   smallest_chunk = smallest;
+  pool().serving = true;
   if (c10::GetCPUAllocator() != &allocator()) {
     before = c10::GetCPUAllocator();
     c10::SetCPUAllocator(&allocator());
-    if (c10::GetCPUAllocator() != &allocator()) return EBUSY;
+    if (c10::GetCPUAllocator() != &allocator()) {
+      pool().serving = false;
+      return EBUSY;
+    }
   }
-  pool().keeping = true;
   return 0;
 }
 
-// Puts the allocator that was there before back, and gives all kept pages back. Chunks that are in use stay what they are.
-void teraio_uninstall() {
+// Leaves all further allocations to the allocator that was there before, and gives all kept pages back. Chunks that are
+// in use stay what they are. (It does not become PyTorch's allocator again: what was allocated raw must be freed here.)
+void teraio_stand_back() {
   std::lock_guard lock(pool().mutex);
-  if (c10::GetCPUAllocator() == &allocator()) c10::SetCPUAllocator(before);
-  pool().keeping = false;
+  pool().serving = false;
   pool().trim(0);
 }
 
-// Bytes of the address range of the chunk at `address`; 0 if there is none.
-size_t teraio_chunk_length(void* address) {
+// Bytes of the address range of the chunk that a storage owns, and the chunk's serial number; 0 if it owns none.
+size_t teraio_chunk(void* storage_impl, long* serial) {
+  const c10::DataPtr& data = static_cast<c10::StorageImpl*>(storage_impl)->data_ptr();
+  if (data.get_deleter() != &free_any || data.get_context() != data.get()) return 0;  // it is only lent
   std::lock_guard lock(pool().mutex);
-  auto found = pool().chunks.find(address);
-  return found == pool().chunks.end() ? 0 : found->second.length;
+  Pool::Chunk* chunk = pool().find(data.get_context());
+  if (!chunk) return 0;
+  *serial = chunk->serial;
+  return chunk->length;
 }
 
 // Moves a storage's data to a chunk; all tensors that share the storage follow. Nobody may be using the data.
@@ -314,29 +333,34 @@ int teraio_adopt(void* storage_impl) {
 int teraio_map_files(void* address, size_t count, const int* files, const size_t* offsets, const size_t* lengths,
                      int keep_pages) {
   std::lock_guard lock(pool().mutex);
-  Pool::Chunk& chunk = pool().chunks.at(address);
+  Pool::Chunk* chunk = pool().find(address);
+  if (!chunk) return EINVAL;
+  char* target = static_cast<char*>(address);
   Range saved;
-  if (keep_pages && pool().keeping && chunk.pages.address) {
-    saved = Range{reserve(chunk.length), chunk.pages.pieces};
+  if (keep_pages && pool().serving && chunk->pages.address) {
+    saved = Range{reserve(chunk->length), chunk->pages.pieces};
     if (saved.address) {
-      size_t moved = move_pages(chunk.pages, saved.address, MREMAP_DONTUNMAP);
-      if (moved < chunk.length) {  // the rest is simply dropped below
-        munmap(saved.address + moved, chunk.length - moved);
+      size_t moved = move_pages(chunk->pages, saved.address, MREMAP_DONTUNMAP);
+      if (moved < chunk->length) {  // the rest is simply replaced below
+        munmap(saved.address + moved, chunk->length - moved);
         saved.split(moved);
       }
     }
   }
-  char* at = static_cast<char*>(address);
+  char* at = target;
   for (size_t i = 0; i < count; ++i) {
     if (mmap(at, lengths[i], kReadWrite, MAP_SHARED | MAP_FIXED, files[i], offsets[i]) == MAP_FAILED) {
       int error = errno;
-      size_t back = saved.address ? move_pages(saved, static_cast<char*>(address), 0) : 0;
-      if ((i > 0 || saved.address) && back < chunk.length) chunk.pages = {};  // pages and files, side by side: nothing to keep
+      size_t back = saved.address ? move_pages(saved, target, 0) : 0;
+      Range stuck = saved.split(back);
+      if (!stuck.pieces.empty()) std::memcpy(target + back, stuck.address, stuck.length());
+      Pool::drop(stuck);
+      if ((i > 0 || saved.address) && back < chunk->length) chunk->pages = {};  // pages and files, side by side
       return error;
     }
     at += lengths[i];
   }
-  chunk.pages = {};
+  chunk->pages = {};
   if (saved.address) pool().keep(std::move(saved));
   return 0;
 }
@@ -356,14 +380,27 @@ int teraio_install_pages(void* area, void* address) {
   auto found = pool().areas.find(area);
   Range range = std::move(found->second);
   pool().areas.erase(found);
-  size_t moved = move_pages(range, static_cast<char*>(address), 0);
-  if (moved < range.length()) {
-    int error = errno;
-    Pool::drop(range.split(moved));
-    return error;  // those that have moved hold what the file holds
+  Pool::Chunk* chunk = pool().find(address);
+  if (!chunk || chunk->length != range.length() || chunk->pages.address) {
+    pool().keep(std::move(range));
+    return EINVAL;
   }
-  range.address = static_cast<char*>(address);
-  pool().chunks.at(address).pages = std::move(range);
+  char* target = static_cast<char*>(address);
+  size_t moved = move_pages(range, target, 0);
+  Range stuck = range.split(moved);
+  if (!stuck.pieces.empty()) {  // too many mappings: the rest is copied into a single new one
+    size_t length = stuck.length();
+    if (mmap(target + moved, length, kReadWrite, kAnonymous | MAP_FIXED, -1, 0) == MAP_FAILED) {
+      int error = errno;
+      Pool::drop(stuck);
+      return error;
+    }
+    std::memcpy(target + moved, stuck.address, length);
+    Pool::drop(stuck);
+    range.pieces.push_back(length);
+  }
+  range.address = target;
+  chunk->pages = std::move(range);
   return 0;
 }
 

@@ -193,6 +193,7 @@ class Pager:
             for block in visible:
                 if block.state is State.ON_DEVICE:
                     _touch(block)
+            self._trim()
             self._raise_failure()
 
     def bring_back_all(self) -> None:
@@ -201,6 +202,7 @@ class Pager:
             self._waiting.clear()
             while True:
                 self._sweep()
+                self._forget_replaced()
                 for block in self._blocks.values():
                     if block.state is State.AWAY:
                         self._start_in(block)
@@ -229,7 +231,11 @@ class Pager:
                 if not self._leaving and not self._arriving:
                     raise self._too_small(what, short)
                 self._changed.wait()
-        if self._mover is not None:
+        self._trim()
+
+    def _trim(self) -> None:
+        """Free memory that the mover keeps for reuse counts as well."""
+        if self._mover is not None and self.budget_bytes is not None:
             self._mover.trim(self.budget_bytes - self._used - self.fixed_bytes)
 
     def _evict(self, wanted_bytes: int) -> None:
@@ -347,7 +353,10 @@ class Pager:
         """User code may have given a storage other memory (`share_memory_`, `resize_`): what is known of it is void."""
         for block in [b for b in self._blocks.values() if b.user_visible]:
             held = block.storage()
-            if held is not None and (held.data_ptr() != block.address or held.nbytes() != block.size_bytes):
+            if held is None:
+                continue
+            moved = held.data_ptr() != block.address or held.nbytes() != block.size_bytes
+            if moved or (block.span is not None and self._mover is not None and self._mover.span(held) != block.span):
                 self._forget(block)
 
     def _sweep(self) -> None:

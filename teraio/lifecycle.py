@@ -127,6 +127,8 @@ class Lifecycle:
             self._take_plan_if_ready()
         elif self._phase == "planned":
             self._note_strangers(iteration)
+        elif self._phase == "fits":
+            self._machine.trim()
         self._compiled_now = False
 
     def _note_profiled(self, iteration: Iteration) -> None:

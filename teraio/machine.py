@@ -58,13 +58,22 @@ class Machine:
         if self.memory is not None and options.storage:
             if self.budget_bytes is None:
                 self.budget_bytes = int(psutil.virtual_memory().available * (1 - _RESERVE))
-            self._open(options, self.memory)
+            try:
+                self._open(options, self.memory)
+            except BaseException:
+                self.close()
+                raise
 
     def _open(self, options: Options, memory: CpuMemory) -> None:
         self._store = PosixStore(options.storage, budget_bytes=options.storage_budget)
         self._engine = Engine(self._store)
         self._rates = _measured_rates(self._engine, options)
         self.mover = CpuMover(memory, self._store, self._engine)
+
+    def trim(self) -> None:
+        """While nothing is away: let free memory that is kept for reuse not exceed what the budget leaves."""
+        if self.memory is not None and self.budget_bytes is not None:
+            self.memory.trim(self.budget_bytes - self.memory.allocated_bytes)
 
     def ensure_spill_room(self, size_bytes: int) -> None:
         """Reserve room in the spill files. Raises StorageFullError if there is not enough."""

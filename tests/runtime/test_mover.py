@@ -230,6 +230,32 @@ def test_a_storage_gets_another_mover_after(rig: Rig, tmp_path: Path, end: str) 
     other.close()
 
 
+# -- what user code may do to a storage that is away
+
+@pytest.mark.parametrize("end", ["next region", "bring back all"])
+@pytest.mark.parametrize("change", ["shared", "resized", "resized and back"])
+def test_a_storage_gets_other_memory_while_it_is_away(rig: Rig, change: str, end: str) -> None:
+    """What lies at its old address by then is another's, also if that is the storage itself."""
+    tensor, block = rig.make(4 * MIB, 3)
+    block.user_visible = True
+    rig.pager.offload(block)
+    rig.pager.fence()
+    assert block.state is State.AWAY
+    storage = tensor.untyped_storage()
+    if change == "shared":
+        tensor.share_memory_()
+    else:
+        storage.resize_(0)
+        if change == "resized and back":
+            storage.resize_(4 * MIB)
+            tensor.fill_(4)
+    others = [torch.full((4 * MIB,), 5, dtype=torch.uint8) for _ in range(3)]
+    rig.pager.enter() if end == "next region" else rig.pager.bring_back_all()
+    assert all(other.unique().tolist() == [5] for other in others)
+    if change != "resized":
+        assert tensor.unique().tolist() == [3 if change == "shared" else 4]
+
+
 # -- under the pager, with real threads
 
 

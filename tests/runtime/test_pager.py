@@ -93,6 +93,10 @@ def test_memory_that_is_kept_for_reuse_counts_as_well() -> None:
     bench.make("kept", 4)
     bench.pager.acquire([], 2 * UNIT, "stage")
     assert bench.mover.spare_bytes == 3 * UNIT, "what the stage allocates comes out of it"
+    bench.pager.retire([], [])
+    bench.drop("kept")
+    bench.pager.fence()
+    assert bench.mover.spare_bytes == 7 * UNIT
 
 
 def test_no_budget_moves_nothing() -> None:
