@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks [part ...]`; without a part, all of them."""
+"""The command line: `python -m benchmarks [part ...]`; without a part, all but those in ON_REQUEST."""
 
 import os
 import sys
@@ -11,12 +11,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import budgets, compile_time, engine, stage_overhead
+from benchmarks import budgets, compile_time, engine, planner, planner_policies, stage_overhead
+from benchmarks.planning import PlanningFailed
 from benchmarks.results import Figure, Result, save, table
 from benchmarks.turns import Scale
 from examples.worker import ROOT, WorkerFailed
+from planner.errors import TeraioError
 
 Measured = tuple[tuple[Figure, ...], dict[str, list[float]]]
+
+ON_REQUEST = frozenset({"planner", "planner_policies"})
+"""Parts that take minutes, or about an hour, and run only when they are named."""
 
 
 def parts() -> dict[str, Callable[[Scale], Measured]]:
@@ -29,6 +34,8 @@ def parts() -> dict[str, Callable[[Scale], Measured]]:
         "prediction": lambda scale: (budgets.prediction(sweep(scale)), {}),
         "compile_time": compile_time.measure,
         "engine": engine.measure,
+        "planner": planner.measure,
+        "planner_policies": planner_policies.measure,
     }
 
 
@@ -51,7 +58,7 @@ def scale_for(device: str, output: Path, rounds: int) -> Scale:
 
 
 def main(
-    chosen: Annotated[list[str] | None, typer.Argument(help="All if none.", metavar="PART")] = None,
+    chosen: Annotated[list[str] | None, typer.Argument(help="If none: all but the planner's.", metavar="PART")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Turns of each variant.", min=1)] = 3,
     output: Annotated[Path, typer.Option(help="For logs and spill files.")] = ROOT / "benchmarks" / "out",
@@ -65,12 +72,12 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     scale = scale_for(device, output.resolve(), rounds)
     found, failed = [], False
-    for name in chosen or known:
+    for name in chosen or [name for name in known if name not in ON_REQUEST]:
         started = time.perf_counter()
         console.print(f"measuring {name} ...", highlight=False)
         try:
             figures, samples = known[name](scale)
-        except WorkerFailed as failure:
+        except (WorkerFailed, PlanningFailed, TeraioError) as failure:
             console.print(str(failure), style="red", markup=False, highlight=False)
             failed = True
             continue

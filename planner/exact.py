@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from planner.bound import lower_bound_seconds
@@ -18,13 +19,17 @@ from planner.simulate import simulate
 from planner.solve import Solution, solve
 from planner.timeline import Timeline
 
-__all__ = ["finish", "optimise"]
+__all__ = ["DEFAULT_WRITE_WEIGHT", "finish", "optimise"]
 
-_SEGMENTS = 96
+DEFAULT_WRITE_WEIGHT = 0.005
+_SEGMENTS = 64
+_CLASSES_AT_PEAK = 300  # more blocks than this at once are put together, so that large programs stay solvable
 _UNITS_PER_ITERATION = 100.0  # solvers have absolute tolerances: keep numbers near one
-_WINDOW = 12
-_GAP, _GAP_OF_SMALL = 0.01, 0.005
-_SMALL_STAGES = 64
+_WINDOW = 8
+_GAP = 0.005
+_MOST_INTEGER_STAGES = 64
+"""Longer iterations get the linear relaxation, rounded and made exact: it comes as close to the bound, in a fraction
+of the time, where the integer program often finds nothing within the limit."""
 _CLEARLY_BETTER = 0.999
 _ROUNDS = 3
 _LEADS = (3.0, 1.0, 0.0)
@@ -38,8 +43,18 @@ class _Candidate:
     cost: float
 
 
-def optimise(problem: Problem, *, time_limit_seconds: float, write_weight: float) -> Plan:
-    """The plan of the integer program, made exact; a greedy one is in reserve, so there always is one."""
+def optimise(
+    problem: Problem,
+    *,
+    rivals: Sequence[Callable[[Problem], Decisions]],
+    time_limit_seconds: float,
+    write_weight: float,
+) -> Plan:
+    """The plan of the integer program, made exact, or that of a rival policy where it is better.
+
+    So there always is a plan where one exists. Up to the default weight of writes no plan is chosen that is
+    slower than a rival's. Raises InfeasiblePlanError where the lower tiers are too small.
+    """
     if problem.everything_fits:
         return finish(problem, build_plan(problem, {}, policy="ilp"))
     began = time.perf_counter()
@@ -52,7 +67,7 @@ def optimise(problem: Problem, *, time_limit_seconds: float, write_weight: float
     else:
         report = solution.report
         starts.insert(0, _decisions(problem, solution))
-    best: _Candidate | None = None
+    candidates: list[_Candidate] = []
     too_full: InfeasiblePlanError | None = None
     for start in starts:
         try:
@@ -61,21 +76,43 @@ def optimise(problem: Problem, *, time_limit_seconds: float, write_weight: float
             too_full = error
             continue
         for decisions in (filled, prune(problem, filled, _costs(problem, filled))):
-            candidate = _best_schedule(problem, decisions, write_weight)
-            if best is None or candidate.cost < best.cost:
-                best = candidate
+            candidates.append(_best_schedule(problem, decisions, write_weight))
         if time.perf_counter() - began > time_limit_seconds:
             break
-    if best is None:
+    others = _rival_candidates(problem, rivals, write_weight)
+    if not candidates and not others:
         assert too_full is not None  # without a candidate, every start has failed
         raise too_full
+    best = _choose(candidates, others, write_weight)
     return finish(problem, best.plan.model_copy(update={"solver": report}), best.timeline)
+
+
+def _rival_candidates(
+    problem: Problem, rivals: Sequence[Callable[[Problem], Decisions]], write_weight: float
+) -> list[_Candidate]:
+    """What the other policies plan, as they plan it."""
+    found = []
+    for rival in rivals:
+        try:
+            found.append(_replayed(problem, rival(problem), write_weight))
+        except InfeasiblePlanError:
+            continue  # this one finds no way; others may
+    return found
+
+
+def _choose(candidates: list[_Candidate], others: list[_Candidate], write_weight: float) -> _Candidate:
+    """The cheapest; up to the default weight, of those that are no slower than any rival."""
+    pool = [*candidates, *others]
+    if others and write_weight <= DEFAULT_WRITE_WEIGHT:
+        limit = min(other.timeline.iteration_seconds for other in others)
+        pool = [candidate for candidate in pool if candidate.timeline.iteration_seconds <= limit]
+    return min(pool, key=lambda candidate: candidate.cost)
 
 
 def _solve_coarse(problem: Problem, time_limit_seconds: float, write_weight: float) -> Solution:
     began = time.perf_counter()
     segments = segments_of(problem, _SEGMENTS)
-    largest = max(problem.budgets.device_bytes // 100, 1)
+    largest = max(problem.budgets.device_bytes // 100, max(problem.live_bytes) // _CLASSES_AT_PEAK, 1)
     classes = classes_of(problem, segments, largest_bytes=largest)
     unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
     model = build_model(
@@ -86,9 +123,13 @@ def _solve_coarse(problem: Problem, time_limit_seconds: float, write_weight: flo
         window=_WINDOW,
     )
     built = time.perf_counter() - began
-    gap = _GAP_OF_SMALL if problem.stage_count <= _SMALL_STAGES else _GAP
     return solve(
-        model, time_limit_seconds=time_limit_seconds, gap=gap, build_seconds=built, unit_seconds=unit
+        model,
+        relaxed=problem.stage_count > _MOST_INTEGER_STAGES,
+        time_limit_seconds=time_limit_seconds,
+        gap=_GAP,
+        build_seconds=built,
+        unit_seconds=unit,
     )
 
 

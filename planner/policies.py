@@ -6,15 +6,16 @@ from collections.abc import Callable
 
 from planner.errors import BudgetError, OptionsError
 from planner.evict import evict_furthest
-from planner.exact import finish, optimise
+from planner.exact import DEFAULT_WRITE_WEIGHT, finish, optimise
+from planner.greedy import g10_decisions, teraio_decisions
+from planner.layerwise import zero_infinity_decisions
 from planner.plan import Budgets, Plan
-from planner.problem import Problem, build_plan
+from planner.problem import Decisions, Problem, build_plan
 from planner.trace import Trace
 
 __all__ = ["POLICIES", "plan"]
 
-DEFAULT_WRITE_WEIGHT = 0.005
-
+Policy = Callable[[Trace, Budgets, float, float], Plan]
 
 def plan(
     trace: Trace,
@@ -26,9 +27,12 @@ def plan(
 ) -> Plan:
     """Decide which blocks wait where and when they move; the result has been replayed in the simulator.
 
-    Policies: `"ilp"`: the integer program, made exact; `"belady"`: on demand, furthest next use first, as a
+    Policies: `"ilp"`: the integer program, made exact, and no slower than any of the others; `"teraio"` and
+    `"g10"`: greedy by benefit and cost, see `planner.greedy`; `"zero-infinity"`: everything is offloaded and
+    comes back one layer ahead, see `planner.layerwise`; `"belady"`: on demand, furthest next use first, as a
     pager without a plan would do it; `"keep-all"`: no moves. `write_weight`: seconds of iteration time that
-    one second of copying out is worth (drives wear out). Blocks for about `time_limit_seconds` at the most.
+    one second of copying out is worth (drives wear out); up to its default it only decides between plans
+    that are no slower than every other policy's. Blocks for about `time_limit_seconds` at the most.
 
     Raises BudgetError (the budget is below what one stage needs, or below everything with keep-all),
     InfeasiblePlanError (the lower tiers are too small), OptionsError (no such policy). Never SolverError:
@@ -41,13 +45,23 @@ def plan(
 
 def _ilp(trace: Trace, budgets: Budgets, time_limit_seconds: float, write_weight: float) -> Plan:
     return optimise(
-        Problem.of(trace, budgets), time_limit_seconds=time_limit_seconds, write_weight=write_weight
+        Problem.of(trace, budgets),
+        rivals=tuple(HEURISTICS.values()),
+        time_limit_seconds=time_limit_seconds,
+        write_weight=write_weight,
     )
 
 
-def _belady(trace: Trace, budgets: Budgets, time_limit_seconds: float, write_weight: float) -> Plan:
-    problem = Problem.of(trace, budgets)
-    return finish(problem, build_plan(problem, evict_furthest(problem, {}, early=False), policy="belady"))
+def _heuristic(name: str, decide: Callable[[Problem], Decisions]) -> Policy:
+    def policy(trace: Trace, budgets: Budgets, time_limit_seconds: float, write_weight: float) -> Plan:
+        problem = Problem.of(trace, budgets)
+        return finish(problem, build_plan(problem, decide(problem), policy=name))
+
+    return policy
+
+
+def _on_demand(problem: Problem) -> Decisions:
+    return evict_furthest(problem, {}, early=False)
 
 
 def _keep_all(trace: Trace, budgets: Budgets, time_limit_seconds: float, write_weight: float) -> Plan:
@@ -62,5 +76,14 @@ def _keep_all(trace: Trace, budgets: Budgets, time_limit_seconds: float, write_w
     return finish(problem, build_plan(problem, {}, policy="keep-all"))
 
 
-Policy = Callable[[Trace, Budgets, float, float], Plan]
-POLICIES: dict[str, Policy] = {"ilp": _ilp, "belady": _belady, "keep-all": _keep_all}
+HEURISTICS: dict[str, Callable[[Problem], Decisions]] = {
+    "teraio": teraio_decisions,
+    "g10": g10_decisions,
+    "zero-infinity": zero_infinity_decisions,
+    "belady": _on_demand,
+}
+POLICIES: dict[str, Policy] = {
+    "ilp": _ilp,
+    **{name: _heuristic(name, decide) for name, decide in HEURISTICS.items()},
+    "keep-all": _keep_all,
+}

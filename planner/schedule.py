@@ -9,7 +9,7 @@ from itertools import accumulate
 from planner.plan import WaitingTier
 from planner.problem import Decisions, Problem
 
-__all__ = ["StageClock", "schedule"]
+__all__ = ["StageClock", "prefetch_from", "schedule"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,24 @@ def schedule(problem: Problem, decisions: Decisions, clock: StageClock, *, lead:
     forward in time to where it must begin if its link serves all in order of deadline and `lead` times its
     own transfer time is kept as a reserve; as far as the budget holds at every stage that it would occupy.
     """
+    on_demand = {
+        index: replace(decision, start=problem.periods[index].before) for index, decision in decisions.items()
+    }
+    targets: dict[int, int] = {}
+    for route in problem.routes:
+        targets.update(_latest_starts(problem, on_demand, clock, route.tier, lead))
+    return prefetch_from(problem, decisions, targets)
+
+
+def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int]) -> Decisions:
+    """Queue each prefetch at its target stage, or as early after it as the budget allows; others on demand.
+
+    Earliest deadline first. A prefetch occupies its memory from the stage at which it is queued.
+    """
     result = {
         index: replace(decision, start=problem.periods[index].before) for index, decision in decisions.items()
     }
     occupied = problem.occupancy(result)
-    targets: dict[int, int] = {}
-    for route in problem.routes:
-        targets.update(_latest_starts(problem, result, clock, route.tier, lead))
     stages, budget = problem.stage_count, problem.budgets.device_bytes
     for index in sorted(targets, key=lambda i: (problem.periods[i].before % stages, targets[i])):
         size, start = problem.periods[index].size_bytes, problem.periods[index].before

@@ -13,12 +13,13 @@
 * A block that is copied out counts until the copy is done. A copy keeps its place in the lower tier until the
   block dies; that of a persistent block for ever.
 * The iteration is cyclic. Times are those of the steady state: iterations are replayed until two in a row
-  agree.
+  agree in the time of every stage and transfer.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from typing import Literal
 
 from planner.errors import InfeasiblePlanError
@@ -29,7 +30,7 @@ from planner.trace import Trace
 
 __all__ = ["simulate"]
 
-_MOST_ITERATIONS = 8
+_MOST_ITERATIONS = 32
 _SAME = 1e-9
 
 
@@ -75,9 +76,7 @@ class _Replay:
         previous: Timeline | None = None
         for self.iteration in range(_MOST_ITERATIONS):
             timeline = self._one_iteration()
-            if previous is not None and abs(
-                previous.iteration_seconds - timeline.iteration_seconds
-            ) <= _SAME * max(timeline.iteration_seconds, 1e-12):
+            if previous is not None and _same(previous, timeline):
                 break
             previous = timeline
         return timeline
@@ -285,3 +284,21 @@ class _Replay:
                 stage=self.trace.stages[stage].name,
                 block=self.trace.blocks[block].name,
             )
+
+
+def _same(one: Timeline, other: Timeline) -> bool:
+    """Whether two iterations agree in the time of every stage and transfer: a link may lag behind more and more
+    before any stage has to wait for it."""
+    if len(one.transfers) != len(other.transfers):
+        return False
+    tolerance = _SAME * max(other.iteration_seconds, 1e-12)
+    pairs = zip(_times(one), _times(other), strict=True)
+    return all(abs(a - b) <= tolerance for a, b in pairs)
+
+
+def _times(timeline: Timeline) -> Iterator[float]:
+    yield timeline.iteration_seconds
+    for stage in timeline.stages:
+        yield from (stage.start_seconds, stage.end_seconds)
+    for transfer in timeline.transfers:
+        yield from (transfer.start_seconds, transfer.end_seconds)

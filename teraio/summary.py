@@ -89,10 +89,20 @@ class MoveSummary(FrozenModel):
     prefetch_start: int
 
 
+class StallSummary(FrozenModel):
+    """A stage that waits for its inputs, or for room."""
+
+    stage: int
+    name: str
+    stall_seconds: float
+
+
 class PlanSummary(FrozenModel):
     """A plan. `moves` are in the plan's order, or by size, largest first, where the trace is at hand.
 
-    `dropped`: moves without a copy out.
+    `dropped`: moves without a copy out. `stalls`: longest first, None where the trace is not at hand.
+    `drive_lifetime_seconds`: of training without a break until the drives' rated bytes (TBW) are written; None
+    where that is not asked for, or nothing is written.
     """
 
     policy: str
@@ -104,6 +114,8 @@ class PlanSummary(FrozenModel):
     blocks_moved: int
     dropped: int
     moves: tuple[MoveSummary, ...]
+    stalls: tuple[StallSummary, ...] | None = None
+    drive_lifetime_seconds: float | None = None
 
 
 class LinkSummary(FrozenModel):
@@ -113,14 +125,6 @@ class LinkSummary(FrozenModel):
     transfers: int
     size_bytes: int
     busy_seconds: float
-
-
-class StallSummary(FrozenModel):
-    """A stage that waits for its inputs, or for room."""
-
-    stage: int
-    name: str
-    stall_seconds: float
 
 
 class ReplaySummary(FrozenModel):
@@ -161,10 +165,13 @@ def summarise_trace(trace: planner.Trace) -> TraceSummary:
     )
 
 
-def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None) -> PlanSummary:
-    """The plan in numbers, with names and sizes if `trace` is given.
+def summarise_plan(
+    plan: planner.Plan, trace: planner.Trace | None = None, *, rated_bytes: int | None = None
+) -> PlanSummary:
+    """The plan in numbers; with names, sizes and stalls if `trace` is given.
 
-    Raises PlanError if the plan does not belong to the trace.
+    rated_bytes: what the drives may be written in all (TBW). Raises PlanError if the plan does not belong to the
+    trace, InfeasiblePlanError if it cannot be carried out.
     """
     if trace is not None:
         _check_belongs(plan, trace)
@@ -179,16 +186,13 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None) -> Pl
         blocks_moved=len({move.block for move in plan.moves}),
         dropped=sum(move.offload is None for move in plan.moves),
         moves=tuple(sorted(moves, key=lambda move: -(move.size_bytes or 0))),
+        stalls=None if trace is None else _stalls(trace, planner.simulate(trace, plan)),
+        drive_lifetime_seconds=_drive_lifetime(plan.predicted, rated_bytes),
     )
 
 
 def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner.Timeline) -> ReplaySummary:
     """The replay of `plan` on `trace` in numbers."""
-    stalls = [
-        StallSummary(stage=stage.id, name=stage.name, stall_seconds=times.stall_seconds)
-        for stage, times in zip(trace.stages, timeline.stages, strict=True)
-        if times.stall_seconds > _ROUNDING_SECONDS
-    ]
     return ReplaySummary(
         iteration_seconds=timeline.iteration_seconds,
         ideal_seconds=trace.ideal_seconds,
@@ -199,8 +203,23 @@ def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner
         moved_bytes=timeline.moved_bytes,
         storage_written_bytes=timeline.storage_written_bytes,
         links=tuple(_link(link.name, timeline) for link in trace.hardware.links),
-        stalls=tuple(sorted(stalls, key=lambda stall: -stall.stall_seconds)),
+        stalls=_stalls(trace, timeline),
     )
+
+
+def _stalls(trace: planner.Trace, timeline: planner.Timeline) -> tuple[StallSummary, ...]:
+    stalls = [
+        StallSummary(stage=stage.id, name=stage.name, stall_seconds=times.stall_seconds)
+        for stage, times in zip(trace.stages, timeline.stages, strict=True)
+        if times.stall_seconds > _ROUNDING_SECONDS
+    ]
+    return tuple(sorted(stalls, key=lambda stall: -stall.stall_seconds))
+
+
+def _drive_lifetime(predicted: Predicted | None, rated_bytes: int | None) -> float | None:
+    if predicted is None or rated_bytes is None or not predicted.storage_written_bytes:
+        return None
+    return rated_bytes / predicted.storage_written_bytes * predicted.iteration_seconds
 
 
 def _can_move(trace: planner.Trace) -> bool:

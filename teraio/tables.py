@@ -10,12 +10,23 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.plan import Predicted
-from teraio.summary import MoveSummary, PlanSummary, ReplaySummary, TraceSummary
+from teraio.comparison import Comparison, Sweep
+from teraio.summary import MoveSummary, PlanSummary, ReplaySummary, StallSummary, TraceSummary
 
 Page = tuple[RenderableType, ...]
 """Parts that are printed with an empty line between them."""
 
-__all__ = ["Page", "format_bytes", "format_seconds", "plan_tables", "replay_tables", "show", "trace_tables"]
+__all__ = [
+    "Page",
+    "comparison_tables",
+    "format_bytes",
+    "format_seconds",
+    "plan_tables",
+    "replay_tables",
+    "show",
+    "sweep_tables",
+    "trace_tables",
+]
 
 _WIDE = 300
 
@@ -101,10 +112,12 @@ def plan_tables(plan: PlanSummary, rows: int) -> Page:
         ("host budget", _limit(plan.budgets.host_bytes)),
         ("storage budget", _limit(plan.budgets.storage_bytes)),
         ("moves", f"{len(plan.moves)} of {plan.blocks_moved} blocks, {plan.dropped} without a copy out"),
+        ("drives last", _lifetime(plan.drive_lifetime_seconds)),
     )
     predicted = () if plan.predicted is None else (_prediction(plan.predicted),)
     moves = (_section("moves", _moves(plan.moves[:rows]), len(plan.moves)),) if plan.moves else ()
-    return (overview, *predicted, *moves)
+    stalls = (_stalls(plan.stalls, rows),) if plan.stalls is not None else ()
+    return (overview, *predicted, *moves, *stalls)
 
 
 def replay_tables(replay: ReplaySummary, rows: int) -> Page:
@@ -125,12 +138,61 @@ def replay_tables(replay: ReplaySummary, rows: int) -> Page:
     for link in replay.links:
         busy = format_seconds(link.busy_seconds), _share(link.busy_seconds, replay.iteration_seconds)
         links.add_row(link.link, str(link.transfers), format_bytes(link.size_bytes), *busy)
-    if not replay.stalls:
-        return overview, links, Text("no stage waits")
-    stalls = _table(">stage", "name", ">waits")
-    for stall in replay.stalls[:rows]:
-        stalls.add_row(str(stall.stage), Text(stall.name), format_seconds(stall.stall_seconds))
-    return overview, links, _section("stages that wait", stalls, len(replay.stalls))
+    return overview, links, _stalls(replay.stalls, rows)
+
+
+def comparison_tables(comparison: Comparison) -> Page:
+    """Policies side by side, and the bound that none can beat."""
+    bound = comparison.lower_bound_seconds
+    overview = _facts(
+        ("trace", comparison.trace_name),
+        ("device budget", _exact(comparison.budgets.device_bytes)),
+        ("host budget", _limit(comparison.budgets.host_bytes)),
+        ("storage budget", _limit(comparison.budgets.storage_bytes)),
+        ("without waiting", format_seconds(comparison.ideal_seconds)),
+        ("no plan is faster than", "" if bound is None else format_seconds(bound)),
+    )
+    table = _table("policy", ">iteration", ">over the bound", ">stall", ">moved", ">written to storage", "note")
+    for verdict in comparison.verdicts:
+        if verdict.predicted is None or bound is None:
+            table.add_row(verdict.policy, "", "", "", "", "", Text(verdict.error))
+            continue
+        over = f"{verdict.predicted.iteration_seconds / bound - 1:.1%}" if bound else ""
+        table.add_row(verdict.policy, *_achieved(verdict.predicted, over), "")
+    return overview, table
+
+
+def sweep_tables(sweep: Sweep) -> Page:
+    """Iteration time against device budget."""
+    overview = _facts(
+        ("trace", sweep.trace_name),
+        ("policy", sweep.policy),
+        ("without waiting", format_seconds(sweep.ideal_seconds)),
+        ("floor (smallest budget)", _exact(sweep.floor_bytes)),
+        ("peak if nothing moves", _exact(sweep.peak_bytes)),
+    )
+    table = _table(">device budget", ">iteration", ">over the ideal", ">stall", ">moved", ">written to storage", "note")
+    for point in sweep.points:
+        size = format_bytes(point.device_bytes)
+        if point.predicted is None:
+            table.add_row(size, "", "", "", "", "", Text(point.error))
+            continue
+        over = f"{point.predicted.iteration_seconds / sweep.ideal_seconds - 1:.1%}" if sweep.ideal_seconds else ""
+        smaller = point.planned_for_bytes is not None and point.planned_for_bytes < point.device_bytes
+        note = f"the plan for {format_bytes(point.planned_for_bytes or 0)}" if smaller else ""
+        table.add_row(size, *_achieved(point.predicted, over), note)
+    return overview, table
+
+
+def _achieved(predicted: Predicted, over: str) -> tuple[str, ...]:
+    moved = sum(predicted.moved_bytes.values())
+    return (
+        format_seconds(predicted.iteration_seconds),
+        over,
+        format_seconds(predicted.stall_seconds),
+        format_bytes(moved),
+        format_bytes(predicted.storage_written_bytes),
+    )
 
 
 def _prediction(predicted: Predicted) -> Group:
@@ -144,6 +206,23 @@ def _prediction(predicted: Predicted) -> Group:
         *((f"moved {link}", _exact(size)) for link, size in predicted.moved_bytes.items()),
     )
     return Group(Text("predicted, per iteration", style="bold"), table)
+
+
+def _stalls(stalls: tuple[StallSummary, ...], rows: int) -> RenderableType:
+    if not stalls:
+        return Text("no stage waits")
+    table = _table(">stage", "name", ">waits")
+    for stall in stalls[:rows]:
+        table.add_row(str(stall.stage), Text(stall.name), format_seconds(stall.stall_seconds))
+    return _section("stages that wait", table, len(stalls))
+
+
+def _lifetime(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    days = seconds / 86400
+    length = f"{days:,.1f} days" if days < 1000 else f"{days / 365.25:,.1f} years"
+    return f"{length} of training without a break"
 
 
 def _moves(moves: Iterable[MoveSummary]) -> Table:

@@ -48,7 +48,8 @@ def test_copies_out_are_predicted_between_issue_and_return(made: Plan) -> None:
 
 
 def test_unknown_policy(transformer: Trace) -> None:
-    with pytest.raises(OptionsError, match="'best' is not known; the policies are: ilp, belady, keep-all"):
+    known = "ilp, teraio, g10, zero-infinity, belady, keep-all"
+    with pytest.raises(OptionsError, match=f"'best' is not known; the policies are: {known}"):
         plan(transformer, half(transformer), policy="best")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from planner import Budgets, InfeasiblePlanError, Plan, PlanError, Trace, simulate
+from planner.problem import Decision, Problem, build_plan
 
 HAND = Path(__file__).parents[2] / "traces" / "hand"
 
@@ -151,3 +152,33 @@ def test_a_block_that_must_not_move(chain: Trace) -> None:
 def test_a_plan_for_another_trace(chain: Trace, wrap: Trace) -> None:
     with pytest.raises(PlanError, match="plan again"):
         simulate(wrap, made(chain, 100, []))
+
+
+def test_a_link_that_lags_behind_more_and_more_is_followed_to_the_end() -> None:
+    """Each second brings 105 bytes to copy out over a link of 100 bytes a second: no stage waits at first, all do later."""
+    blocks = [
+        {
+            "id": i, "name": f"b{i}", "kind": "parameter", "size_bytes": 105,
+            "persistent": True, "reads": [i], "writes": [i],
+        }
+        for i in range(4)
+    ]  # fmt: skip
+    links = [
+        {"from": "device", "to": "storage", "bytes_per_second": 100.0},
+        {"from": "storage", "to": "device", "bytes_per_second": 1000.0},
+    ]
+    trace = Trace.model_validate(
+        {
+            "name": "lag",
+            "hardware": {"name": "made up", "device_memory_bytes": 1000, "links": links},
+            "stages": [{"id": i, "name": f"s{i}", "phase": "user", "duration_seconds": 1.0} for i in range(4)],
+            "blocks": blocks,
+        }
+    )
+    problem = Problem.of(trace, Budgets(device_bytes=315))
+    decisions = {
+        index: Decision(tier="storage", leave=period.after, start=period.before - 1)
+        for index, period in enumerate(problem.periods)
+    }
+    timeline = simulate(trace, build_plan(problem, decisions, policy="by hand"))
+    assert timeline.iteration_seconds == pytest.approx(4.2)

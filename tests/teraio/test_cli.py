@@ -13,6 +13,7 @@ import pytest
 import teraio
 from planner import Budgets, Plan, Trace, plan
 from planner.plan import SolverReport
+from planner.policies import POLICIES
 from teraio import cli
 from teraio.tables import format_bytes, format_seconds
 
@@ -218,7 +219,7 @@ def test_schema_prints_the_published_one(run: Run, kind: str) -> None:
 def test_help_and_version(run: Run) -> None:
     helped = run("--help")
     assert helped.code == 0
-    assert all(f"\n  {command} " in helped.out for command in ("plan", "simulate", "inspect", "schema"))
+    assert all(f"\n  {command} " in helped.out for command in ("plan", "simulate", "compare", "sweep", "inspect", "schema"))
     assert run("--version") == Result(0, f"teraio {teraio.__version__}\n", "")
     assert "--device" in run("plan", "--help").out
     assert run().code == 2
@@ -268,6 +269,88 @@ def test_bad_files_and_budgets_end_with_one_line(
     assert result.err.startswith("teraio: ") and result.err.count("\n") == 1 and result.err.endswith("\n")
 
 
+def test_inspect_tells_how_long_the_drives_last(run: Run, tmp_path: Path) -> None:
+    """10 bytes are written in each iteration of 6 s: 864 kB are written after six days."""
+    path = planned(tmp_path, "chain", 20)
+    assert fact(run("inspect", path, "--tbw", "864kB").out, "drives last") == "6.0 days of training without a break"
+    assert run("inspect", path, "--tbw", "864kB", "--json").json["drive_lifetime_seconds"] == pytest.approx(6 * 86400)
+    assert "years of training" in run("inspect", path, "--tbw", "600MB").out
+    assert "drives last" not in run("inspect", path).out
+    assert "drives last" not in run("inspect", planned(tmp_path, "chain", 30), "--tbw", "600TB").out, "nothing is written"
+    wrong = run("inspect", hand("chain"), "--tbw", "600TB")
+    assert wrong.code == 2 and "only a plan tells what is written" in wrong.err
+
+
+def test_inspect_tells_which_stages_wait(run: Run, tmp_path: Path) -> None:
+    path = planned(tmp_path, "chain", 10)
+    named = run("inspect", path, "--trace", hand("chain"), "--json").json
+    assert sum(stall["stall_seconds"] for stall in named["stalls"]) == pytest.approx(named["predicted"]["stall_seconds"])
+    assert named["predicted"]["stall_seconds"] > 0
+    assert "stages that wait" in run("inspect", path, "--trace", hand("chain")).out
+    assert run("inspect", path, "--json").json["stalls"] is None
+
+
+# compare and sweep
+
+
+def test_compare_shows_every_policy_beside_the_bound(run: Run) -> None:
+    result = run("compare", hand("chain"), "--device", 20)
+    assert result.code == 0 and fact(result.out, "no plan is faster than") == "6.00 s"
+    rows = {line.split()[0]: line.split()[1:3] for line in result.out.splitlines() if " s " in line}
+    assert rows["belady"] == ["8.00", "s"] and rows["ilp"] == rows["teraio"] == rows["g10"] == ["6.00", "s"]
+    assert "keep-all" in result.out and "stage 'forward/2' needs 30 bytes at once" in result.out
+
+
+def test_compare_as_json(run: Run) -> None:
+    found = run("compare", hand("chain"), "--device", 20, "--json")
+    verdicts = {verdict["policy"]: verdict for verdict in found.json["verdicts"]}
+    assert list(verdicts) == list(POLICIES)
+    best = min(v["predicted"]["iteration_seconds"] for v in verdicts.values() if v["predicted"])
+    assert verdicts["ilp"]["predicted"]["iteration_seconds"] == best >= found.json["lower_bound_seconds"]
+
+
+def test_compare_chosen_policies_only(run: Run) -> None:
+    found = run("compare", hand("chain"), "--device", 20, "--policy", "belady", "--policy", "g10", "--json").json
+    assert [verdict["policy"] for verdict in found["verdicts"]] == ["belady", "g10"]
+
+
+def test_sweep_is_never_slower_with_more_memory(run: Run) -> None:
+    for policy in ("ilp", "zero-infinity"):
+        found = run("sweep", hand("chain"), "--device", "5:40:8", "--policy", policy, "--json").json
+        sizes = [point["device_bytes"] for point in found["points"]]
+        assert sizes == [5, 10, 15, 20, 25, 30, 35, 40]
+        lowest = found["points"][0]
+        assert found["floor_bytes"] == 10 and lowest["predicted"] is None and "10 bytes" in lowest["error"]
+        seconds = [point["predicted"]["iteration_seconds"] for point in found["points"][1:]]
+        assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1] >= found["ideal_seconds"]
+        assert all(point["planned_for_bytes"] <= point["device_bytes"] for point in found["points"][1:])
+
+
+def test_sweep_as_a_table(run: Run) -> None:
+    result = run("sweep", hand("chain"), "--device", "10:30:3")
+    assert result.code == 0 and fact(result.out, "floor (smallest budget)") == "10 B"
+    assert re.search(r"^ *20 B +6\.00 s +0\.0%", result.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "code", "message"),
+    [
+        ("compare", ["--device", "20", "--policy", "luck"], 2, "policy 'luck' is not known"),
+        ("compare", ["--device", "1"], 1, "no policy finds a plan: the device budget of 1 bytes is too small"),
+        ("sweep", ["--device", "1:2:2"], 1, "no budget of the range suffices: the device budget of 2 bytes"),
+        ("sweep", ["--device", "20"], 2, "wanted LOWEST:HIGHEST:COUNT"),
+        ("sweep", ["--device", "10:20:1"], 2, "with a count from 2 to 1000"),
+        ("sweep", ["--device", "20:10:3"], 2, "20 is not less than 10"),
+        ("sweep", ["--device", "10:20:3", "--policy", "luck"], 2, "policy 'luck' is not known"),
+        ("sweep", ["--device", "10:20:3", "--time-limit", "0"], 2, "option --time-limit: found 0.0"),
+    ],
+)
+def test_comparisons_that_can_not_be_made(run: Run, command: str, arguments: list[str], code: int, message: str) -> None:
+    result = run(command, hand("chain"), *arguments)
+    assert (result.code, result.out) == (code, "")
+    assert message in result.err and result.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -275,7 +358,7 @@ def test_bad_files_and_budgets_end_with_one_line(
         (["--device", "-5"], "option --device: found '-5'"),
         (["--device", "20", "--host", "0"], "option --host: found '0'"),
         (["--device", "20", "--storage", "1 parsec"], "option --storage: found '1 parsec'"),
-        (["--device", "20", "--policy", "luck"], "policy 'luck' is not known; the policies are: ilp, belady"),
+        (["--device", "20", "--policy", "luck"], "policy 'luck' is not known; the policies are: ilp, teraio"),
         (["--device", "20", "--time-limit", "0"], "option --time-limit: found 0.0"),
         (["--device", "20", "--time-limit", "nan"], "option --time-limit: found nan"),
         (["--device", "20", "-o", "/nowhere/plan.json"], "there is no directory /nowhere; create it first"),

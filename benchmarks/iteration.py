@@ -1,0 +1,222 @@
+"""A training iteration without a machine: stages with their arithmetic and traffic, blocks with their uses.
+
+`Recorder` writes one down in the order it runs; `Work.trace` adds the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from benchmarks.machines import Machine
+from planner.trace import Block, BlockKind, Phase, Stage, Subgroup, Trace
+
+ELEMENT_BYTES = 4
+MATRIX_WORKSPACE_BYTES = 32 << 20
+"""What cuBLAS takes on Hopper in PyTorch (`CUBLAS_WORKSPACE_CONFIG` is ":4096:8" there)."""
+SMALLEST_MOVABLE_BYTES = 1 << 20
+"""Blocks below stay on the device: the norms' weights with their gradients and states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWork:
+    """One stage without a machine. `traffic_bytes`: what it reads and writes in device memory."""
+
+    name: str
+    phase: Phase
+    flops: float
+    traffic_bytes: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimizer subgroup: `stage`, the `blocks` it touches and its parameters' number."""
+
+    stage: int
+    blocks: tuple[int, ...]
+    elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One training iteration without a machine. `parameters`: their elements, each counted once."""
+
+    name: str
+    parameters: int
+    stages: tuple[StageWork, ...]
+    blocks: tuple[Block, ...]
+    updates: tuple[Update, ...]
+
+    def trace(self, machine: Machine) -> Trace:
+        """The trace on `machine`: a stage lasts as long as the slower of its arithmetic and its memory traffic.
+
+        seconds = max(FLOPs / `machine.flops_per_second`, bytes / `machine.device_bytes_per_second`), both attained rates.
+        A subgroup's device update is its stage; its host update is elements / `host_update_elements_per_second`.
+        """
+        seconds = [
+            max(stage.flops / machine.flops_per_second, stage.traffic_bytes / machine.device_bytes_per_second)
+            for stage in self.stages
+        ]
+        return Trace.build(
+            name=f"{self.name}, {machine.name}",
+            created_by="benchmarks",
+            hardware=machine.hardware(),
+            stages=tuple(
+                Stage(
+                    id=index,
+                    name=f"{stage.phase}/{stage.name}",
+                    phase=stage.phase,
+                    duration_seconds=seconds[index],
+                    workspace_bytes=stage.workspace_bytes,
+                )
+                for index, stage in enumerate(self.stages)
+            ),
+            blocks=self.blocks,
+            subgroups=tuple(
+                Subgroup(
+                    id=index,
+                    stage=update.stage,
+                    blocks=update.blocks,
+                    elements=update.elements,
+                    device_seconds=seconds[update.stage],
+                    host_seconds=update.elements / machine.host_update_elements_per_second,
+                )
+                for index, update in enumerate(self.updates)
+            ),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """A block while its uses are being collected."""
+
+    index: int
+    name: str
+    kind: BlockKind
+    size_bytes: int
+    persistent: bool = False
+    reads: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+
+    def block(self) -> Block:
+        """The block with the uses collected so far."""
+        return Block(
+            id=self.index,
+            name=self.name,
+            kind=self.kind,
+            size_bytes=self.size_bytes,
+            persistent=self.persistent,
+            reads=tuple(self.reads),
+            writes=tuple(self.writes),
+            movable=self.size_bytes >= SMALLEST_MOVABLE_BYTES,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Matrix:
+    """A parameter with its gradient and AdamW's two moments; gradients live from the backward pass to the update."""
+
+    elements: int
+    weight: Draft
+    gradient: Draft
+    moments: tuple[Draft, Draft]
+
+
+class Recorder:
+    """Collects the stages of one iteration over `tokens` tokens, and the blocks that they use, in the order of the calls."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self._stages: list[StageWork] = []
+        self._drafts: list[Draft] = []
+        self._matrices: list[Matrix] = []
+        self._updates: list[Update] = []
+
+    def work(self, name: str) -> Work:
+        """What has been recorded."""
+        return Work(
+            name=name,
+            parameters=sum(matrix.elements for matrix in self._matrices),
+            stages=tuple(self._stages),
+            blocks=tuple(draft.block() for draft in self._drafts),
+            updates=tuple(self._updates),
+        )
+
+    def optimizer(self, name: str, matrices: Iterable[Matrix]) -> None:
+        """A stage that updates one subgroup by fused AdamW: no workspace; reads 4 elements per parameter, writes 3."""
+        updated = tuple(matrices)
+        changed = [block for matrix in updated for block in (matrix.weight, *matrix.moments)]
+        gradients = [matrix.gradient for matrix in updated]
+        blocks = tuple(sorted(draft.index for draft in (*changed, *gradients)))
+        elements = sum(matrix.elements for matrix in updated)
+        self._updates.append(Update(stage=len(self._stages), blocks=blocks, elements=elements))
+        self.stage(name, "optimizer", (*changed, *gradients), changed)
+
+    def matrix_stage(
+        self,
+        name: str,
+        reads: Sequence[Draft],
+        writes: Sequence[Draft],
+        *,
+        backward: bool = False,
+        workspace_elements: int = 0,
+    ) -> None:
+        """A stage that multiplies all tokens by each matrix it reads, or does both products of the backward pass.
+
+        2 FLOPs per token and element forward, 4 backward. `workspace_elements`: per token, beyond the library's own.
+        """
+        elements = sum(draft.size_bytes // ELEMENT_BYTES for draft in reads if draft.kind == "parameter")
+        self.stage(
+            name,
+            "backward" if backward else "forward",
+            reads,
+            writes,
+            flops=(4.0 if backward else 2.0) * self.tokens * elements,
+            workspace_bytes=MATRIX_WORKSPACE_BYTES + workspace_elements * self.tokens * ELEMENT_BYTES,
+        )
+
+    def stage(
+        self,
+        name: str,
+        phase: Phase,
+        reads: Sequence[Draft],
+        writes: Sequence[Draft],
+        *,
+        flops: float = 0.0,
+        workspace_bytes: int = 0,
+        traffic_bytes: int | None = None,
+    ) -> None:
+        """The next stage. `traffic_bytes`: where it is not each block that it reads or writes, once each way."""
+        stage = len(self._stages)
+        for draft in reads:
+            draft.reads.append(stage)
+        for draft in writes:
+            draft.writes.append(stage)
+        if traffic_bytes is None:
+            traffic_bytes = sum(draft.size_bytes for draft in (*reads, *writes))
+        self._stages.append(
+            StageWork(name=name, phase=phase, flops=flops, traffic_bytes=traffic_bytes, workspace_bytes=workspace_bytes)
+        )
+
+    def matrix(self, name: str, *shape: int) -> Matrix:
+        """A new parameter of `shape` with its gradient and moments."""
+        size = prod(shape) * ELEMENT_BYTES
+        matrix = Matrix(
+            elements=prod(shape),
+            weight=self.block(name, "parameter", size, persistent=True),
+            gradient=self.block(f"{name}.grad", "gradient", size),
+            moments=(
+                self.block(f"{name}.exp_avg", "optimizer_state", size, persistent=True),
+                self.block(f"{name}.exp_avg_sq", "optimizer_state", size, persistent=True),
+            ),
+        )
+        self._matrices.append(matrix)
+        return matrix
+
+    def block(self, name: str, kind: BlockKind, size_bytes: int, *, persistent: bool = False) -> Draft:
+        """A new block that nothing uses yet."""
+        draft = Draft(index=len(self._drafts), name=name, kind=kind, size_bytes=size_bytes, persistent=persistent)
+        self._drafts.append(draft)
+        return draft

@@ -1,0 +1,94 @@
+"""GPUs with their links, from data sheets: what generated traces take their rates from."""
+
+from dataclasses import dataclass
+
+from planner.trace import Hardware, Link, Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One GPU with host memory and drives of its own.
+
+    Rates are the data sheet's peaks, the two efficiencies the shares of them that large kernels attain. `host_*`: pinned memory,
+    each direction by itself. `storage_*`: all drives of the GPU together, direct to and from device memory.
+    `host_update_elements_per_second`: AdamW on the host's processor, the result copied back included.
+    """
+
+    name: str
+    peak_flops_per_second: float
+    peak_device_bytes_per_second: float
+    device_memory_bytes: int
+    arithmetic_efficiency: float = 0.6
+    memory_efficiency: float = 0.8
+    host_memory_bytes: int = 128 << 30
+    host_bytes_per_second: float = 50e9
+    host_latency_seconds: float = 10e-6
+    storage_bytes: int = 8_000_000_000_000
+    storage_write_bytes_per_second: float = 24e9
+    storage_read_bytes_per_second: float = 26e9
+    storage_latency_seconds: float = 100e-6
+    host_update_elements_per_second: float = 1.5e9
+
+    @property
+    def flops_per_second(self) -> float:
+        """Attained by matrix products."""
+        return self.peak_flops_per_second * self.arithmetic_efficiency
+
+    @property
+    def device_bytes_per_second(self) -> float:
+        """Attained by kernels that wait for memory."""
+        return self.peak_device_bytes_per_second * self.memory_efficiency
+
+    def hardware(self) -> Hardware:
+        """The machine as a trace describes it."""
+        host, storage = self.host_latency_seconds, self.storage_latency_seconds
+        return Hardware(
+            name=self.name,
+            device_memory_bytes=self.device_memory_bytes,
+            host_memory_bytes=self.host_memory_bytes,
+            storage_bytes=self.storage_bytes,
+            links=(
+                _link("device", "host", self.host_bytes_per_second, host),
+                _link("host", "device", self.host_bytes_per_second, host),
+                _link("device", "storage", self.storage_write_bytes_per_second, storage),
+                _link("storage", "device", self.storage_read_bytes_per_second, storage),
+            ),
+            host_update_elements_per_second=self.host_update_elements_per_second,
+        )
+
+
+def _link(from_tier: Tier, to_tier: Tier, rate: float, latency_seconds: float) -> Link:
+    return Link.model_validate({"from": from_tier, "to": to_tier, "bytes_per_second": rate, "latency_seconds": latency_seconds})
+
+
+H100_NVL = Machine(
+    name="H100 NVL 94 GB, fp32",
+    peak_flops_per_second=60e12,
+    peak_device_bytes_per_second=3.9e12,
+    device_memory_bytes=94_000_000_000,
+    arithmetic_efficiency=0.8,
+)
+"""NVIDIA H100 data sheet: 94 GB at 3.9 TB/s, 60 TFLOP/s in plain fp32, which is what PyTorch multiplies fp32 matrices in unless
+told otherwise, and PCIe 5.0 x16 (63 GB/s each way, of which copies from pinned memory attain about 50). Four PCIe 4.0 drives
+of 7.45 GB/s reading and 6.9 GB/s writing (Samsung 990 PRO data sheet), 0.87 of it attained: half of the machine of
+Yuan et al. (NeurIPS 2025), whose two GPUs share eight. Host update rate: Maurya et al. (Middleware 2024)."""
+
+H100_NVL_TF32 = Machine(
+    name="H100 NVL 94 GB, TF32",
+    peak_flops_per_second=417.5e12,
+    peak_device_bytes_per_second=3.9e12,
+    device_memory_bytes=94_000_000_000,
+)
+"""The same with matrix products in TF32 (835 TFLOP/s with sparsity, half of it without): seven times the arithmetic for the
+same links, so that there is far less to hide a copy behind."""
+
+A100_80GB_TF32 = Machine(
+    name="A100 SXM 80 GB, TF32",
+    peak_flops_per_second=156e12,
+    peak_device_bytes_per_second=2.039e12,
+    device_memory_bytes=80_000_000_000,
+    host_bytes_per_second=25e9,
+    storage_write_bytes_per_second=12e9,
+    storage_read_bytes_per_second=13e9,
+)
+"""NVIDIA A100 data sheet: 80 GB at 2,039 GB/s, 156 TFLOP/s in TF32, PCIe 4.0 x16 (about 25 GB/s attained); two such drives."""

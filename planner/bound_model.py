@@ -1,0 +1,277 @@
+"""The program behind the lower bound, one function per constraint family; why it is a bound: `planner.bound`.
+
+Symbols: instants k; spans from k to k + 1 with τ_k seconds of stages and a stall δ_k; windows p; tiers t.
+
+* O_{p,t,k}, I_{p,t,k} ∈ [0, 1]: shares of the time of the window's copy out and in that have passed by k.
+* d_{p,t} ∈ [0, 1]: the block is dropped, since a copy of an earlier window is still valid.
+* g_{p,t} ∈ [0, 1]: out and in again between adjacent uses, for the copy that stays behind.
+* a_{p,t,k} ∈ {0, 1}, only with whole blocks: absent at k. Then d, g and the final O that later windows use are whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pulp
+
+from planner.bound_windows import CopyClass, Instants, Window
+from planner.errors import SolverError
+from planner.problem import Problem, Route
+from planner.solve import pick_solver
+from planner.trace import Link
+
+__all__ = ["least_stall"]
+
+Terms = list[tuple[pulp.LpVariable, float]]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Model:
+    """Rows that every class adds to: by instant (memory, places by tier) or by span (links by name)."""
+
+    program: pulp.LpProblem
+    instants: Instants
+    whole: bool
+    stall: list[pulp.LpVariable | None]
+    memory: list[Terms]
+    places: dict[str, list[Terms]] = field(default_factory=dict)
+    links: dict[str, list[Terms]] = field(default_factory=dict)
+
+    def variable(self, name: str, *, whole: bool = False) -> pulp.LpVariable:
+        """A share in [0, 1]; `whole`: 0 or 1 where the model is one of whole blocks."""
+        return self.program.add_variable(name, 0, 1, pulp.LpBinary if whole and self.whole else pulp.LpContinuous)
+
+    def add(self, terms: Terms, sense: int, right: float) -> None:
+        """Σ terms (sense) right; a variable may occur more than once."""
+        factors: dict[pulp.LpVariable, float] = {}
+        for variable, factor in terms:
+            factors[variable] = factors.get(variable, 0.0) + factor
+        self.program.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(factors), sense=sense, rhs=right))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Copies:
+    """One class, window and tier. `out[i]` and `into[i]` are for instant `window.begin` + 1 + i."""
+
+    block_class: CopyClass
+    window: Window
+    route: Route
+    name: str
+    found: pulp.LpVariable | None
+    out: list[pulp.LpVariable]
+    into: list[pulp.LpVariable]
+
+    def left(self, position: int) -> Terms:
+        """d + O: the share that lies in the tier, by position in `out`."""
+        found: Terms = [] if self.found is None else [(self.found, 1.0)]
+        return found + [(variable, 1.0) for variable in self.out[position:][:1]]
+
+    @property
+    def waiting(self) -> Terms:
+        """d + O at the window's end: what must come in again."""
+        return self.left(len(self.out) - 1) if self.out else self.left(0)
+
+
+def least_stall(
+    problem: Problem,
+    instants: Instants,
+    classes: tuple[CopyClass, ...],
+    *,
+    whole: bool,
+    time_limit_seconds: float,
+) -> float:
+    """min Σ δ_k over all that every plan fulfils, or what the solver proved of it, in the time unit given.
+
+    `whole`: every class is one block, which is absent as a whole or not at all (an integer program). Raises
+    SolverError when no solver is installed or it fails, and where a linear program is not solved in time.
+    """
+    program = _build(problem, instants, classes, whole)
+    name, solver = pick_solver(time_limit_seconds, 0.0)
+    try:
+        program.solve(solver)
+    except pulp.PulpSolverError as failure:
+        raise SolverError(f"{name} failed on the lower bound: {failure}; the simple bound holds") from failure
+    if whole and name == "HiGHS":
+        proved = float(program.solverModel.getInfo().mip_dual_bound)
+        if math.isfinite(proved):
+            return proved
+    if program.sol_status != pulp.LpSolutionOptimal:
+        raise SolverError(
+            f"{name} proved no lower bound in {time_limit_seconds} s "
+            f"({pulp.LpSolution[program.sol_status]}); the simple bound holds"
+        )
+    return float(pulp.value(program.objective)) if whole else _weak_dual(program)
+
+
+def _weak_dual(program: pulp.LpProblem) -> float:
+    """The bound that the solver's row prices π prove, however inexact they are (weak duality).
+
+    With rows a·x ≥ b, π ≥ 0 (≤ the other way), shares in [0, 1] at no cost and stalls ≥ 0 at cost 1:
+    Σ δ ≥ (π b − Σ over shares of max(0, π a)) / max(1, the largest π a of a stall).
+    """
+    load: dict[pulp.LpVariable, float] = defaultdict(float)
+    right = 0.0
+    for row in program.constraints():
+        price = max(row.pi, 0.0) if row.sense == pulp.LpConstraintGE else min(row.pi, 0.0)
+        right -= price * row.constant
+        for variable, factor in row.items():
+            load[variable] += price * factor
+    stalls = set(program.objective)
+    shares = math.fsum(max(value, 0.0) for variable, value in load.items() if variable not in stalls)
+    return (right - shares) / max(1.0, *(load[stall] for stall in stalls))
+
+
+def _build(
+    problem: Problem, instants: Instants, classes: tuple[CopyClass, ...], whole: bool
+) -> pulp.LpProblem:
+    program = pulp.LpProblem("bound", pulp.LpMinimize)
+    model = _Model(
+        program=program,
+        instants=instants,
+        whole=whole,
+        stall=[
+            program.add_variable(f"stall_{k}", lowBound=0) if can else None
+            for k, can in enumerate(instants.can_stall)
+        ],
+        memory=[[] for _ in instants.positions],
+    )
+    program.setObjective(pulp.LpAffineExpression([(v, 1.0) for v in model.stall if v is not None]))
+    for route in problem.routes:
+        model.places[route.tier] = [[] for _ in instants.positions]
+        for link in (route.outward, route.inward):
+            model.links[link.name] = [[] for _ in instants.positions]
+    for number, block_class in enumerate(classes):
+        _add_class(problem, model, str(number), block_class)
+    _add_memory(problem, model)
+    _add_places(problem, model)
+    _add_link_time(model)
+    return program
+
+
+def _add_class(problem: Problem, model: _Model, name: str, block_class: CopyClass) -> None:
+    """Σ_t d_{p,t} + O_{p,t,end} ≤ 1, and all else of the class."""
+    made: dict[str, Terms] = {route.tier: [] for route in problem.routes}
+    final = len(block_class.windows) - 1
+    for rank, window in enumerate(block_class.windows):
+        waiting: Terms = []
+        for route in problem.routes:
+            label = f"{name}_{rank}_{route.tier}"
+            if window.adjacent:
+                made[route.tier].append((_add_adjacent(model, label, block_class, window, route), 1.0))
+                continue
+            copies = _copies(model, label, block_class, window, route, first=rank == 0, last=rank == final)
+            _add_order(model, copies, made[route.tier])
+            _add_shares(problem, model, copies)
+            waiting += copies.waiting
+            made[route.tier] += [(variable, 1.0) for variable in copies.out[-1:]]
+        if len(waiting) > 1:
+            model.add(waiting, pulp.LpConstraintLE, 1)
+
+
+def _copies(
+    model: _Model, label: str, block_class: CopyClass, window: Window, route: Route, *, first: bool, last: bool
+) -> _Copies:
+    # A copy out that ends after the last instant inside serves later windows only.
+    ends = [] if block_class.frozen else [*window.inside] + ([] if last else [window.end])
+    return _Copies(
+        block_class=block_class,
+        window=window,
+        route=route,
+        name=label,
+        found=model.variable(f"d_{label}", whole=True) if block_class.frozen or not first else None,
+        out=[model.variable(f"o_{label}_{k}", whole=k == window.end) for k in ends],
+        into=[model.variable(f"i_{label}_{k}") for k in window.inside],
+    )
+
+
+def _add_adjacent(
+    model: _Model, label: str, block_class: CopyClass, window: Window, route: Route
+) -> pulp.LpVariable:
+    """(seconds out + seconds in) · g ≤ δ: one after the other, and the next stage waits for both."""
+    made = model.variable(f"g_{label}", whole=True)
+    span = window.begin % len(model.instants)
+    stall = model.stall[span]
+    assert stall is not None  # what lies between two stages lies in no stage's run
+    smallest = block_class.smallest_bytes
+    both = route.outward.seconds(smallest) + route.inward.seconds(smallest)
+    model.add([(made, both), (stall, -1.0)], pulp.LpConstraintLE, 0)
+    for link in (route.outward, route.inward):
+        model.links[link.name][span].append((made, _seconds(block_class, link)))
+    return made
+
+
+def _add_order(model: _Model, copies: _Copies, made: Terms) -> None:
+    """O and I ascend; I ≤ d + O_end; d ≤ Σ O_end + g over the earlier windows (`made`), frozen blocks apart."""
+    for variables in (copies.out, copies.into):
+        for before, after in zip(variables, variables[1:], strict=False):
+            model.add([(after, 1.0), (before, -1.0)], pulp.LpConstraintGE, 0)
+    if copies.into:
+        model.add([*copies.waiting, (copies.into[-1], -1.0)], pulp.LpConstraintGE, 0)
+    if copies.found is not None and not copies.block_class.frozen:
+        minus = [(variable, -factor) for variable, factor in made]
+        model.add([(copies.found, 1.0), *minus], pulp.LpConstraintLE, 0)
+
+
+def _add_shares(problem: Problem, model: _Model, copies: _Copies) -> None:
+    """What the class adds to the rows: absent d + O_k − I_k (whole: a_k, at most that), steps of O and I."""
+    count, window = len(model.instants), copies.window
+    share = copies.block_class.size_bytes / _scale(problem)
+    for position, k in enumerate(window.inside):
+        left = copies.left(position)
+        absent = [*left, (copies.into[position], -1.0)]
+        if model.whole:
+            away = model.variable(f"a_{copies.name}_{k}", whole=True)
+            model.add([*absent, (away, -1.0)], pulp.LpConstraintGE, 0)
+            absent = [(away, 1.0)]
+        model.memory[k % count] += [(variable, factor * share) for variable, factor in absent]
+        model.places[copies.route.tier][k % count] += [(variable, share) for variable, _ in left]
+    out: list[Terms] = [[(variable, 1.0)] for variable in copies.out]
+    into: list[Terms] = [[(variable, 1.0)] for variable in copies.into]
+    _add_steps(model, copies, copies.route.outward, out)
+    _add_steps(model, copies, copies.route.inward, [*into, copies.waiting])
+
+
+def _add_steps(model: _Model, copies: _Copies, link: Link, cumulative: list[Terms]) -> None:
+    seconds, before = _seconds(copies.block_class, link), Terms()
+    for span, terms in enumerate(cumulative, start=copies.window.begin):
+        row = model.links[link.name][span % len(model.instants)]
+        row += [(variable, factor * seconds) for variable, factor in terms]
+        row += [(variable, -factor * seconds) for variable, factor in before]
+        before = terms
+
+
+def _seconds(block_class: CopyClass, link: Link) -> float:
+    """Time that the class occupies a link, at the least: at the seconds per byte of its largest member."""
+    return link.seconds(block_class.largest_bytes) * block_class.size_bytes / block_class.largest_bytes
+
+
+def _scale(problem: Problem) -> float:
+    """Bytes are counted in shares of the budget, so that the numbers stay near one."""
+    return float(max(problem.budgets.device_bytes, 1))
+
+
+def _add_memory(problem: Problem, model: _Model) -> None:
+    """live_k − Σ size · absent_k ≤ budget, where live_k exceeds it."""
+    budget = problem.budgets.device_bytes
+    for live, row in zip(model.instants.live_bytes, model.memory, strict=True):
+        if live > budget:
+            model.add(row, pulp.LpConstraintGE, (live - budget) / _scale(problem))
+
+
+def _add_places(problem: Problem, model: _Model) -> None:
+    """Σ size · (d + O_k) ≤ the lower tier's budget: a copy has its place from its begin to the block's end."""
+    for route in problem.routes:
+        for row in model.places[route.tier]:
+            if row and route.budget_bytes is not None:
+                model.add(row, pulp.LpConstraintLE, route.budget_bytes / _scale(problem))
+
+
+def _add_link_time(model: _Model) -> None:
+    """Σ seconds · ΔO_k ≤ τ_k + δ_k, and the same for I: a link carries one block at a time."""
+    for rows in model.links.values():
+        for row, seconds, stall in zip(rows, model.instants.span_seconds, model.stall, strict=True):
+            if row:
+                wait: Terms = [] if stall is None else [(stall, -1.0)]
+                model.add(row + wait, pulp.LpConstraintLE, seconds)

@@ -1,0 +1,148 @@
+"""The planner's benchmark: variants of traces, its arithmetic, its processes, and real plans of small cases."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner import growth_exponent
+from benchmarks.planner_policies import Outcome, cases, figures_of, lost, outcome, samples_of, traces
+from benchmarks.planning import PlanningFailed, planned_apart
+from benchmarks.transformer_trace import LLAMA_3_8B, Workload
+from benchmarks.variants import budgets_for, device_budgets, peak_bytes, with_errors, with_rates, with_times
+from planner import Trace, plan, simulate
+from planner.policies import POLICIES
+
+HAND = Path(__file__).parents[2] / "traces" / "hand"
+
+
+@pytest.fixture(scope="module")
+def chain() -> Trace:
+    return Trace.load(HAND / "chain.json")
+
+
+@pytest.fixture(scope="module")
+def transformer() -> Trace:
+    return Workload(model=replace(LLAMA_3_8B, layers=2), batch=1, sequence=1024).trace()
+
+
+def test_budgets_are_shares_of_the_peak_and_those_below_the_floor_are_left_out(chain: Trace) -> None:
+    assert peak_bytes(chain) == 30
+    assert device_budgets(chain) == {"90%": 27, "70%": 21, "50%": 15, "floor + 5 %": 10}
+
+
+def test_the_whole_host_memory_may_be_used(chain: Trace, transformer: Trace) -> None:
+    assert budgets_for(transformer, 5e9).host_bytes == 128 << 30
+    assert budgets_for(transformer, 5e9).device_bytes == 5_000_000_000
+    assert budgets_for(chain, 10).host_bytes is None
+
+
+def test_other_rates_make_another_trace_on_which_copies_take_longer(chain: Trace) -> None:
+    slow = with_rates(chain, 0.5)
+    assert slow.fingerprint != chain.fingerprint
+    assert [link.bytes_per_second for link in slow.hardware.links] == [5.0, 5.0]
+    assert slow.stages == chain.stages and slow.blocks == chain.blocks
+    # Four copies of 10 bytes that nothing hides (traces/README.md): 6 s + 4 x 2 s.
+    budgets = budgets_for(slow, 10)
+    assert simulate(slow, plan(slow, budgets)).iteration_seconds == pytest.approx(14.0)
+
+
+def test_errors_are_bounded_repeatable_and_differ_by_seed(transformer: Trace) -> None:
+    first, second = (with_errors(transformer, seed=seed, largest=0.25) for seed in (0, 1))
+    assert first.fingerprint == with_errors(transformer, seed=0, largest=0.25).fingerprint
+    assert len({transformer.fingerprint, first.fingerprint, second.fingerprint}) == 3
+    factors = [
+        after.duration_seconds / before.duration_seconds for before, after in zip(transformer.stages, first.stages, strict=True)
+    ]
+    assert all(0.75 <= factor <= 1.25 for factor in factors)
+    assert min(factors) < 0.85 and max(factors) > 1.15
+    for group in first.subgroups:
+        assert group.device_seconds == pytest.approx(first.stages[group.stage].duration_seconds)
+
+
+def test_the_ideal_time_follows_the_stage_times(chain: Trace) -> None:
+    assert chain.ideal_seconds == 6.0
+    assert with_times(chain, [2.0] * 6).ideal_seconds == 12.0
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_growth_is_the_power_of_the_size(power: float) -> None:
+    assert growth_exponent((8, 16, 64), [3.0 * size**power for size in (8, 16, 64)]) == pytest.approx(power)
+
+
+def test_a_plan_is_made_in_a_process_of_its_own(chain: Trace, tmp_path: Path) -> None:
+    planned = planned_apart(chain, 20, tmp_path)
+    assert planned.iteration_seconds == pytest.approx(6.0)
+    assert planned.over_bound == pytest.approx(1.0)
+    assert 0 <= planned.build_seconds + planned.solve_seconds < planned.plan_seconds
+    assert planned.seconds > planned.plan_seconds
+    assert 20 << 20 < planned.process_bytes < 1 << 30
+    assert (tmp_path / "plan.json").exists()
+
+
+def test_a_process_that_fails_says_why(chain: Trace, tmp_path: Path) -> None:
+    with pytest.raises(PlanningFailed, match="BudgetError"):
+        planned_apart(chain, 5, tmp_path)
+
+
+def test_all_hand_made_and_generated_traces_are_compared() -> None:
+    found = traces()
+    assert {path.stem for path in HAND.glob("*.json")} < set(found)
+    assert {"Llama-3-8B", "Llama-3-8B, TF32", "Granite-8B", "Llama-3-70B"} < set(found)
+
+
+def test_every_policy_is_measured_by_the_simulator_or_refuses(chain: Trace) -> None:
+    listed = list(cases({"chain": chain}))
+    assert len(listed) == 12 and len({case.name for case in listed}) == 12
+    tight = next(case for case in listed if case.name == "chain | floor + 5 % | x2")
+    found = [outcome(tight, policy) for policy in POLICIES]
+    by_policy = {one.policy: one for one in found}
+    assert by_policy["keep-all"].refusal == "BudgetError"
+    # Four copies of half a second each: 8 s instead of 6.
+    assert by_policy["ilp"].over_ideal == pytest.approx(8 / 6)
+    assert all(one.over_bound >= 1 - 1e-9 for one in found)
+    samples = samples_of(found)
+    assert samples["chain | floor + 5 % | x2 | keep-all | BudgetError"] == []
+    assert samples["chain | floor + 5 % | x2 | ilp"][0] == pytest.approx(8 / 6)
+
+
+def made_up(case: str, policy: str, time: float | None, bound: float = 1.0) -> Outcome:
+    if time is None:
+        return Outcome(case_name=case, trace_name="t", policy=policy, plan_seconds=0.1, refusal="BudgetError")
+    return Outcome(case_name=case, trace_name="t", policy=policy, plan_seconds=0.1, over_ideal=time, over_bound=time / bound)
+
+
+def test_cases_that_are_lost_are_counted_and_the_worst_is_named() -> None:
+    found = [
+        made_up("a", "ilp", 1.0),
+        made_up("a", "belady", 1.5),
+        made_up("a", "g10", None),
+        made_up("b", "ilp", 1.1),
+        made_up("b", "belady", 1.0),
+        made_up("b", "g10", 1.05),
+        made_up("c", "ilp", 1.2),
+        made_up("c", "belady", 1.2),
+        made_up("c", "g10", 1.0),
+    ]
+    assert {case: rival.policy for case, (_, rival) in lost(found).items()} == {"b": "belady", "c": "g10"}
+    figures = {figure.name: figure for figure in figures_of(found)}
+    slower = figures["cases in which ilp is slower than another"]
+    assert slower.value == 2 and slower.met is False
+    assert slower.note == "of 3; worst: c, 1.2000 x g10"
+    against = figures["belady / ilp, mean"]
+    assert against.value == pytest.approx((1.5 + 1 / 1.1 + 1) / 3)
+    assert "as good in 2 of 3, refused 0" in against.note
+    assert "refused 1" in figures["g10 / ilp, mean"].note
+    assert figures["t: g10, time / bound"].value == pytest.approx(1.025)
+    assert figures["plans faster than the lower bound"].value == 0
+
+
+def test_a_case_that_only_another_policy_can_plan_is_lost() -> None:
+    beaten = lost([made_up("a", "ilp", None), made_up("a", "belady", 2.0), made_up("b", "ilp", None)])
+    assert list(beaten) == ["a"]
+
+
+def test_a_plan_below_the_bound_is_reported() -> None:
+    found = [made_up("a", "ilp", 1.0, bound=1.01)]
+    (figure,) = (each for each in figures_of(found) if each.name == "plans faster than the lower bound")
+    assert figure.value == 1 and figure.met is False and figure.note == "a"

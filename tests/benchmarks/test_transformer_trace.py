@@ -1,0 +1,152 @@
+"""Generated iterations against figures that were worked out apart: parameters, arithmetic, activations, times, life spans."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.machines import A100_80GB_TF32, H100_NVL, H100_NVL_TF32, Machine
+from benchmarks.transformer_trace import GRANITE_8B, LLAMA_3_8B, WORKLOADS, Workload
+from planner import Block, Trace, floor
+from planner.lifetimes import live_bytes
+
+PUBLISHED_PARAMETERS = {"Llama-3-8B": 8_030_261_248, "Granite-8B": 8_054_000_000, "Llama-3-70B": 70_553_706_496}
+LEAST_STAGES = {"Llama-3-8B": 390, "Granite-8B": 390, "Llama-3-70B": 960}
+PUBLISHED_PEAK_SHARES = {"Llama-3-8B": (1.88, 1.91), "Granite-8B": (3.79, 3.87), "Llama-3-70B": (9.40, 12.43)}
+
+SMALL = Workload(model=replace(LLAMA_3_8B, layers=2), batch=1, sequence=1024)
+SMALL_TIED = Workload(model=replace(GRANITE_8B, layers=2), batch=1, sequence=1024)
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[str, Trace]:
+    return {name: workload.trace() for name, workload in WORKLOADS.items()}
+
+
+def block(trace: Trace, name: str) -> Block:
+    (found,) = (each for each in trace.blocks if each.name == name)
+    return found
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_parameters_are_the_published_ones(name: str, traces: dict[str, Trace]) -> None:
+    published = PUBLISHED_PARAMETERS[name]
+    assert WORKLOADS[name].work().parameters == pytest.approx(published, rel=0.01)
+    kinds = {
+        kind: sum(each.size_bytes for each in traces[name].blocks if each.kind == kind)
+        for kind in ("parameter", "gradient", "optimizer_state")
+    }
+    assert kinds["parameter"] == kinds["gradient"] == kinds["optimizer_state"] // 2
+    assert kinds["parameter"] == pytest.approx(4 * published, rel=0.01)
+    assert sum(group.elements for group in traces[name].subgroups) == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_arithmetic_is_six_flops_per_parameter_and_token_and_attention(name: str) -> None:
+    workload = WORKLOADS[name]
+    model, work = workload.model, workload.work()
+    tokens = workload.batch * workload.sequence
+    looked_up = 0 if model.tied else model.vocabulary * model.width
+    # Every token attends to half a sequence; 12 FLOPs per pair and element without flash, 2 more for its second scores.
+    attention = 14 * model.layers * model.width * tokens * workload.sequence / 2
+    expected = 6 * (work.parameters - looked_up) * tokens + attention
+    assert sum(stage.flops for stage in work.stages) == pytest.approx(expected, rel=1e-6)
+    assert sum(stage.flops for stage in work.stages) == pytest.approx(6 * work.parameters * tokens, rel=0.08)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_activations_that_wait_for_the_backward_pass_follow_the_formula(name: str, traces: dict[str, Trace]) -> None:
+    workload, trace = WORKLOADS[name], traces[name]
+    model = workload.model
+    turn = next(stage.id for stage in trace.stages if stage.phase == "backward")
+    waiting = sum(each.size_bytes for each in trace.blocks if each.kind == "activation" and each.uses[0] < turn <= each.uses[-1])
+    narrow = model.width * model.key_value_heads // model.heads
+    per_layer = 6 * model.width + 2 * narrow + 3 * model.feed_forward + model.heads
+    per_token = model.layers * per_layer + 2 * model.width + model.vocabulary
+    assert waiting == 4 * workload.batch * workload.sequence * per_token
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_sizes_are_those_that_the_planner_must_cope_with(name: str, traces: dict[str, Trace]) -> None:
+    trace = traces[name]
+    peak = max(live_bytes(trace))
+    least, most = PUBLISHED_PEAK_SHARES[name]
+    assert least * 0.98 <= peak / 94e9 <= most * 1.02
+    assert floor(trace)[0] < 0.2 * 94e9 < peak
+    assert len(trace.stages) >= LEAST_STAGES[name]
+    assert len(trace.stages) == 12 * WORKLOADS[name].model.layers + 8
+
+
+@pytest.mark.parametrize("workload", [SMALL, SMALL_TIED], ids=["untied", "tied"])
+def test_equal_calls_give_equal_traces_and_files(workload: Workload, tmp_path: object) -> None:
+    trace = workload.trace()
+    assert trace.fingerprint == workload.trace().fingerprint
+    assert trace.fingerprint != workload.trace(H100_NVL_TF32).fingerprint
+    assert trace.fingerprint != replace(workload, batch=2).trace().fingerprint
+    path = f"{tmp_path}/trace.json"
+    trace.save(path)
+    assert Trace.load(path).fingerprint == trace.fingerprint
+
+
+@pytest.mark.parametrize("machine", [H100_NVL, H100_NVL_TF32, A100_80GB_TF32], ids=lambda machine: machine.name)
+def test_stages_last_as_long_as_the_slower_of_arithmetic_and_memory(machine: Machine) -> None:
+    trace = SMALL.trace(machine)
+    seconds = {stage.name: stage.duration_seconds for stage in trace.stages}
+    gate_and_up = 2 * 1024 * 2 * 4096 * 14336 / (machine.peak_flops_per_second * machine.arithmetic_efficiency)
+    assert seconds["forward/layers.1.mlp.up"] == pytest.approx(gate_and_up, rel=1e-3)
+    assert seconds["backward/layers.1.mlp.up"] == pytest.approx(2 * gate_and_up, rel=1e-3)
+    attention = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 4096
+    moved = 28 * attention / (machine.peak_device_bytes_per_second * machine.memory_efficiency)
+    assert seconds["optimizer/layers.1.attn"] == pytest.approx(moved)
+    (group,) = (each for each in trace.subgroups if trace.stages[each.stage].name == "optimizer/layers.1.attn")
+    assert group.device_seconds == seconds["optimizer/layers.1.attn"]
+    assert group.elements == attention
+    assert group.host_seconds == pytest.approx(attention / 1.5e9)
+    assert sorted(trace.blocks[index].name.partition(".attn")[0] for index in group.blocks) == sorted(
+        f"layers.1.{part}{what}" if part != "attn.norm" else "layers.1"
+        for part in ("attn.norm", "wq", "wk", "wv", "wo")
+        for what in ("", ".grad", ".exp_avg", ".exp_avg_sq")
+    )
+
+
+def test_blocks_live_as_training_needs_them() -> None:
+    trace = SMALL.trace()
+    stage = {each.name: each.id for each in trace.stages}
+    weight = block(trace, "layers.0.w_up")
+    forward, backward, update = (
+        stage[name] for name in ("forward/layers.0.mlp.up", "backward/layers.0.mlp.up", "optimizer/layers.0.mlp")
+    )
+    assert weight.persistent and weight.reads == (forward, backward, update) and weight.writes == (update,)
+    gradient = block(trace, "layers.0.w_up.grad")
+    assert not gradient.persistent and gradient.writes == (backward,) and gradient.reads == (update,)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        state = block(trace, f"layers.0.w_up.{moment}")
+        assert state.persistent and state.reads == state.writes == (update,)
+    product = block(trace, "layers.0.product")
+    assert product.writes == (forward,)
+    assert product.reads == (stage["forward/layers.0.mlp.down"], stage["backward/layers.0.mlp.down"])
+    scores = block(trace, "layers.0.attn.lse")
+    assert scores.uses == (stage["forward/layers.0.attn.core"], stage["backward/layers.0.attn.core"])
+    residual = block(trace, "layers.0.attn.out")
+    assert stage["backward/layers.0.mlp.up"] in residual.reads
+    assert trace.stages[backward].workspace_bytes == (32 << 20) + 4 * 1024 * (2 * 14336 + 4096)
+
+
+def test_every_block_is_written_before_it_is_read_and_only_small_ones_stay() -> None:
+    for workload in (SMALL, SMALL_TIED):
+        for each in workload.trace().blocks:
+            if not each.persistent:
+                assert each.writes[0] == each.uses[0] < each.uses[-1], each.name
+                assert each.reads, each.name
+            assert each.movable == (each.size_bytes >= 1 << 20)
+            assert each.movable or ".norm" in each.name or ".lse" in each.name
+
+
+def test_a_tied_head_shares_the_embeddings_matrix_and_gradient() -> None:
+    trace = SMALL_TIED.trace()
+    stage = {each.name: each.id for each in trace.stages}
+    assert not any(each.name.startswith("head.weight") for each in trace.blocks)
+    shared = block(trace, "embed.weight")
+    assert {stage["forward/embed"], stage["forward/head"], stage["backward/head"], stage["optimizer/embed"]} == set(shared.uses)
+    assert block(trace, "embed.weight.grad").writes == (stage["backward/head"], stage["backward/embed"])
+    last = next(each for each in trace.subgroups if each.stage == stage["optimizer/head"])
+    assert last.elements == 4096
