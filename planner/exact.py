@@ -13,6 +13,7 @@ from planner.evict import evict_furthest, prune
 from planner.formulation import build_model
 from planner.plan import Plan, Predicted, SolverReport
 from planner.problem import Decision, Decisions, Problem, build_plan, in_units
+from planner.room import LowerTiers
 from planner.schedule import StageClock, schedule
 from planner.segments import segments_of
 from planner.simulate import simulate
@@ -134,10 +135,16 @@ def _solve_coarse(problem: Problem, time_limit_seconds: float, write_weight: flo
 
 
 def _decisions(problem: Problem, solution: Solution) -> Decisions:
-    return {
-        index: Decision(tier=tier, leave=problem.periods[index].after, start=problem.periods[index].before)
-        for index, tier in solution.tiers.items()
-    }
+    """What the solution chooses. Rounding may overfill a tier: then the fastest other one with room, or none."""
+    room = LowerTiers(problem, {})
+    decisions: Decisions = {}
+    for index, chosen in sorted(solution.tiers.items()):
+        tier = chosen if room.fits(index, chosen) else room.best(index)
+        if tier is not None:
+            room.take(index, tier)
+            period = problem.periods[index]
+            decisions[index] = Decision(tier=tier, leave=period.after, start=period.before)
+    return decisions
 
 
 def _costs(problem: Problem, decisions: Decisions) -> dict[int, float]:

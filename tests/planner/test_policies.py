@@ -7,7 +7,11 @@ import pytest
 from planner_strategies import hardware, transformer_trace
 
 from planner import BudgetError, Budgets, InfeasiblePlanError, OptionsError, Plan, Trace, plan, simulate
+from planner.exact import _decisions
 from planner.lifetimes import live_bytes
+from planner.plan import SolverReport
+from planner.problem import Problem, build_plan
+from planner.solve import Solution
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +87,18 @@ def test_the_host_tier_is_used_up_to_its_budget(transformer: Trace) -> None:
     timeline = simulate(trace, made)
     assert {move.tier for move in made.moves} == {"host", "storage"}
     assert 2**26 < timeline.peak_bytes["host"] <= 2**27
+
+
+def test_rounding_never_overfills_a_tier(transformer: Trace) -> None:
+    """A solution that sends everything to the host tier, which has room for a part of it."""
+    machine: Any = hardware(host=True, rate=4e9, latency=1e-4)
+    trace = Trace.model_validate({**transformer.model_dump(by_alias=True), "hardware": machine})
+    problem = Problem.of(trace, half(trace).model_copy(update={"host_bytes": 2**26}))
+    everything = Solution(tiers=dict.fromkeys(range(len(problem.periods)), "host"), report=SolverReport())
+    decisions = _decisions(problem, everything)
+    assert {decision.tier for decision in decisions.values()} == {"host", "storage"}
+    timeline = simulate(trace, build_plan(problem, decisions, policy="by hand"))
+    assert 2**25 < timeline.peak_bytes["host"] <= 2**26
 
 
 def test_a_failing_solver_leaves_a_greedy_plan(transformer: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
