@@ -10,13 +10,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from planner.evict import evict_furthest
 from planner.problem import Decision, Decisions, Problem, Route
 from planner.room import LowerTiers
-from planner.schedule import prefetch_from
+from planner.schedule import on_demand, prefetch_from
 
 __all__ = ["g10_decisions", "teraio_decisions"]
 
@@ -34,7 +34,7 @@ def teraio_decisions(problem: Problem) -> Decisions:
     (NeurIPS 2025), the part on its migration planner.
     """
     chosen = _Greedy(problem, _time_over_budget).choose()
-    feasible = evict_furthest(problem, _on_demand(problem, chosen), early=True)
+    feasible = evict_furthest(problem, on_demand(problem, chosen), early=True)
     return prefetch_from(problem, feasible, {index: decision.start for index, decision in chosen.items()})
 
 
@@ -48,12 +48,8 @@ def g10_decisions(problem: Problem) -> Decisions:
     Migrations (MICRO 2023), the parts on smart eviction and prefetching.
     """
     chosen = _Greedy(problem, _relieved).choose()
-    feasible = evict_furthest(problem, _on_demand(problem, chosen), early=True)
+    feasible = evict_furthest(problem, on_demand(problem, chosen), early=True)
     return prefetch_from(problem, feasible, {index: decision.leave + 1 for index, decision in feasible.items()})
-
-
-def _on_demand(problem: Problem, decisions: Decisions) -> Decisions:
-    return {i: replace(decision, start=problem.periods[i].before) for i, decision in decisions.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from planner.plan import WaitingTier
 from planner.problem import Decisions, Problem
 
-__all__ = ["StageClock", "prefetch_from", "schedule"]
+__all__ = ["StageClock", "on_demand", "prefetch_from", "schedule"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,17 @@ def schedule(problem: Problem, decisions: Decisions, clock: StageClock, *, lead:
     forward in time to where it must begin if its link serves all in order of deadline and `lead` times its
     own transfer time is kept as a reserve; as far as the budget holds at every stage that it would occupy.
     """
-    on_demand = {
-        index: replace(decision, start=problem.periods[index].before) for index, decision in decisions.items()
-    }
     targets: dict[int, int] = {}
     for route in problem.routes:
-        targets.update(_latest_starts(problem, on_demand, clock, route.tier, lead))
+        targets.update(_latest_starts(problem, decisions, clock, route.tier, lead))
     return prefetch_from(problem, decisions, targets)
+
+
+def on_demand(problem: Problem, decisions: Decisions) -> Decisions:
+    """The same moves, each prefetch queued by the stage that needs the block."""
+    return {
+        index: replace(decision, start=problem.periods[index].before) for index, decision in decisions.items()
+    }
 
 
 def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int]) -> Decisions:
@@ -60,9 +64,7 @@ def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int
 
     Earliest deadline first. A prefetch occupies its memory from the stage at which it is queued.
     """
-    result = {
-        index: replace(decision, start=problem.periods[index].before) for index, decision in decisions.items()
-    }
+    result = on_demand(problem, decisions)
     occupied = problem.occupancy(result)
     stages, budget = problem.stage_count, problem.budgets.device_bytes
     for index in sorted(targets, key=lambda i: (problem.periods[i].before % stages, targets[i])):
