@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.variants import budgets_for
+from examples.memory import resident_bytes
 from planner import Trace, plan, simulate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,19 +80,11 @@ def planned_here(trace: Trace, device_bytes: int, plan_path: Path) -> Planned:
         build_seconds=made.solver.build_seconds,
         solve_seconds=made.solver.solve_seconds,
         status=made.solver.status,
-        process_bytes=peak_resident_bytes(),
+        process_bytes=resident_bytes()["VmHWM"],
         iteration_seconds=timeline.iteration_seconds,
         ideal_seconds=trace.ideal_seconds,
         lower_bound_seconds=made.predicted.lower_bound_seconds,
     )
-
-
-def peak_resident_bytes() -> int:
-    """This process's peak resident set since it was started; unlike `ru_maxrss` without that of the one that started it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmHWM")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What Linux says of this process's memory."""
+"""What Linux says of single mappings of this process; of all together: `examples.memory`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ import re
 from pathlib import Path
 
 from runtime.cpu_memory import Span
-
-
-def status_bytes(field: str) -> int:
-    """RssAnon and the like."""
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) << 10
 
 
 def anonymous_bytes(span: Span) -> int:

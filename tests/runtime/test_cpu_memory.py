@@ -15,12 +15,13 @@ import numpy
 import pytest
 import torch
 
+from examples.memory import resident_bytes
 from planner.errors import StorageError
 from runtime.cpu_memory import PAGE_BYTES, CpuMemory, Span
 from runtime.storage.posix import PosixStore
 from runtime.storage.store import Slot
 
-from .resident import anonymous_bytes, status_bytes
+from .resident import anonymous_bytes
 
 MIB = 1 << 20
 SLACK = 3 * MIB
@@ -80,11 +81,11 @@ def test_pages_leave_and_come_back(memory: CpuMemory, store: PosixStore, keep_pa
     tensor = torch.arange(64 * MIB // 4, dtype=torch.float32)
     expected, address = tensor.clone(), tensor.data_ptr()
     span = movable(memory, tensor)
-    before = status_bytes("RssAnon")
+    before = resident_bytes()["RssAnon"]
     slot = leave(memory, store, span, keep_pages=keep_pages)
     memory.trim(0)
     assert anonymous_bytes(span) == 0
-    assert abs(before - status_bytes("RssAnon") - 64 * MIB) < SLACK
+    assert abs(before - resident_bytes()["RssAnon"] - 64 * MIB) < SLACK
     assert torch.equal(tensor, expected), "what stands in for the block must show its content"
     come_back(memory, store, span, slot)
     assert anonymous_bytes(span) == span.length_bytes
@@ -112,9 +113,9 @@ def test_forgetting_cached_pages_makes_them_leave_the_resident_set(memory: CpuMe
     span = movable(memory, tensor)
     leave(memory, store, span)
     tensor.fill_(3)
-    used = status_bytes("RssFile")
+    used = resident_bytes()["RssFile"]
     memory.forget_cached(span)
-    assert used - status_bytes("RssFile") > 8 * MIB - SLACK
+    assert used - resident_bytes()["RssFile"] > 8 * MIB - SLACK
     assert only_value(tensor) == 3
 
 
@@ -255,12 +256,12 @@ def test_freed_pages_serve_the_next_tensors(memory: CpuMemory) -> None:
     """However the sizes differ: a range is divided, or pages of several are put in a row."""
     parts = [torch.ones(2 * MIB, dtype=torch.uint8) for _ in range(8)]
     parts.append(torch.ones(32 * MIB, dtype=torch.uint8))
-    before = status_bytes("RssAnon")
+    before = resident_bytes()["RssAnon"]
     for sizes in ([45 * MIB], [3 * MIB] * 15, [31 * MIB, 2 * MIB, MIB, 11 * MIB + 5], [7 * MIB] * 6):
         parts.clear()
         assert memory.kept_bytes == 48 * MIB
         parts += [torch.full((size,), 1, dtype=torch.uint8) for size in sizes]
-        assert abs(status_bytes("RssAnon") - before) < SLACK
+        assert abs(resident_bytes()["RssAnon"] - before) < SLACK
         assert memory.kept_bytes <= 48 * MIB - sum(sizes)
         assert all(only_value(part) == 1 for part in parts)
 
@@ -268,13 +269,13 @@ def test_freed_pages_serve_the_next_tensors(memory: CpuMemory) -> None:
 def test_pages_of_what_leaves_serve_what_arrives(memory: CpuMemory, store: PosixStore) -> None:
     first, second = (torch.full((8 * MIB,), fill, dtype=torch.uint8) for fill in (1, 2))
     slots = {1: leave(memory, store, movable(memory, first))}
-    before = status_bytes("RssAnon")
+    before = resident_bytes()["RssAnon"]
     for _ in range(4):
         slots[2] = leave(memory, store, movable(memory, second))
         come_back(memory, store, movable(memory, first), slots[1])
         slots[1] = leave(memory, store, movable(memory, first))
         come_back(memory, store, movable(memory, second), slots[2])
-        assert abs(status_bytes("RssAnon") - before) < SLACK
+        assert abs(resident_bytes()["RssAnon"] - before) < SLACK
     assert only_value(first) == 1 and only_value(second) == 2
 
 
@@ -283,10 +284,10 @@ def test_spare_pages_go_back_to_the_system(memory: CpuMemory) -> None:
     tensors.clear()
     kept = memory.kept_bytes
     assert kept == 31 * MIB
-    before = status_bytes("RssAnon")
+    before = resident_bytes()["RssAnon"]
     memory.trim(5 * MIB)
     assert 4 * MIB < memory.kept_bytes <= 5 * MIB
-    assert abs(before - status_bytes("RssAnon") - 26 * MIB) < SLACK
+    assert abs(before - resident_bytes()["RssAnon"] - 26 * MIB) < SLACK
     memory.trim(-1)
     assert memory.kept_bytes == 0
 
@@ -468,9 +469,9 @@ def test_any_order(memory: CpuMemory, store: PosixStore, seed: int) -> None:
     before = memory.allocated_bytes
     Shuffle(memory, store, seed).run(400)
     assert memory.allocated_bytes == before
-    kept, resident = memory.kept_bytes, status_bytes("RssAnon")
+    kept, resident = memory.kept_bytes, resident_bytes()["RssAnon"]
     memory.trim(0)
-    assert abs(resident - status_bytes("RssAnon") - kept) < SLACK, "what is kept is all there is"
+    assert abs(resident - resident_bytes()["RssAnon"] - kept) < SLACK, "what is kept is all there is"
 
 
 def test_any_order_in_several_threads(memory: CpuMemory, store: PosixStore) -> None:
