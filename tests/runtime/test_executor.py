@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from runtime.workspace import WorkspaceMeter
 from .memory_mover import UNIT, Bench
 
 WIDTH = 2 * UNIT
+MIB = 1 << 20
 """Bytes of every tensor here."""
 
 
@@ -314,14 +315,15 @@ def temporary(count: int) -> Callable[..., tuple[torch.Tensor]]:
 def test_a_workspace_is_measured() -> None:
     meter = WorkspaceMeter(CpuMemory())
     base = stage("x", lambda a: (a,), (0,), (1,))
-    big = Stage(**{name: getattr(base, name) for name in base.__slots__} | {"run": temporary(3), "workspace_bytes": 7})
+    big = replace(base, run=temporary(3), output_bytes=MIB, workspace_bytes=7)
     assert meter.workspace_bytes(big) == 7
+    source = torch.ones(MIB // 4)
     with meter.watching(big):
-        big.run([torch.ones(WIDTH // 4)])
-    assert 3 * WIDTH <= meter.workspace_bytes(big) <= 3 * WIDTH + 3 * 64
+        big.run([source])
+    assert 3 * MIB <= meter.workspace_bytes(big) < 3 * MIB + MIB // 16, "the copies, and what the allocator adds"
     with meter.watching(big):
         big.run([torch.ones(1)])
-    assert meter.workspace_bytes(big) >= 3 * WIDTH, "the largest counts"
+    assert meter.workspace_bytes(big) >= 3 * MIB, "the largest counts"
 
 
 def test_without_a_measurement_the_estimate_stays() -> None:
@@ -340,7 +342,7 @@ def test_a_workspace_does_not_depend_on_who_else_holds_the_inputs() -> None:
         return (once * 2,)
 
     base = stage("x", lambda a: (a,), (0,), (1,), frees=(0,))
-    freeing = Stage(**{name: getattr(base, name) for name in base.__slots__} | {"run": run})
+    freeing = replace(base, run=run)
     plan = program(freeing, inputs=1, results=(1,))
     meter = WorkspaceMeter(CpuMemory())
     run_managed(plan, [filled(1)], Bench(None).pager, Recorder(), meter)
