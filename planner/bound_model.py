@@ -19,7 +19,7 @@ import pulp
 from planner.bound_windows import CopyClass, Instants, Window
 from planner.errors import SolverError
 from planner.problem import Problem, Route
-from planner.solve import pick_solver
+from planner.solve import SolverSettings, pick_solver
 from planner.trace import Link
 
 __all__ = ["least_stall"]
@@ -88,7 +88,7 @@ def least_stall(
     SolverError when no solver is installed or it fails, and where a linear program is not solved in time.
     """
     program = _build(problem, instants, classes, whole)
-    name, solver = pick_solver(time_limit_seconds, 0.0)
+    name, solver = pick_solver(SolverSettings(time_limit_seconds=time_limit_seconds, gap=0.0))
     try:
         program.solve(solver)
     except pulp.PulpSolverError as failure:

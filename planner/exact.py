@@ -17,17 +17,15 @@ from planner.room import LowerTiers
 from planner.schedule import StageClock, schedule
 from planner.segments import segments_of
 from planner.simulate import simulate
-from planner.solve import Solution, solve
+from planner.solve import DEFAULT_WRITE_WEIGHT, Solution, SolverSettings, solve
 from planner.timeline import Timeline
 
-__all__ = ["DEFAULT_WRITE_WEIGHT", "finish", "optimise"]
+__all__ = ["finish", "optimise"]
 
-DEFAULT_WRITE_WEIGHT = 0.005
 _SEGMENTS = 64
 _CLASSES_AT_PEAK = 300  # more blocks than this at once are put together, so that large programs stay solvable
 _UNITS_PER_ITERATION = 100.0  # solvers have absolute tolerances: keep numbers near one
 _WINDOW = 8
-_GAP = 0.005
 _MOST_INTEGER_STAGES = 64
 """Longer iterations get the linear relaxation, rounded and made exact: it comes as close to the bound, in a fraction
 of the time, where the integer program often finds nothing within the limit."""
@@ -48,8 +46,7 @@ def optimise(
     problem: Problem,
     *,
     rivals: Sequence[Callable[[Problem], Decisions]],
-    time_limit_seconds: float,
-    write_weight: float,
+    settings: SolverSettings,
 ) -> Plan:
     """The plan of the integer program, made exact, or that of a rival policy where it is better.
 
@@ -62,7 +59,7 @@ def optimise(
     starts: list[Decisions] = [{}]
     report = SolverReport(name="none", status="failed")
     try:
-        solution = _solve_coarse(problem, time_limit_seconds, write_weight)
+        solution = _solve_coarse(problem, settings)
     except SolverError:
         pass  # the report says so; the greedy plan stands in
     else:
@@ -77,14 +74,14 @@ def optimise(
             too_full = error
             continue
         for decisions in (filled, prune(problem, filled, _costs(problem, filled))):
-            candidates.append(_best_schedule(problem, decisions, write_weight))
-        if time.perf_counter() - began > time_limit_seconds:
+            candidates.append(_best_schedule(problem, decisions, settings.write_weight))
+        if time.perf_counter() - began > settings.time_limit_seconds:
             break
-    others = _rival_candidates(problem, rivals, write_weight)
+    others = _rival_candidates(problem, rivals, settings.write_weight)
     if not candidates and not others:
         assert too_full is not None  # without a candidate, every start has failed
         raise too_full
-    best = _choose(candidates, others, write_weight)
+    best = _choose(candidates, others, settings.write_weight)
     return finish(problem, best.plan.model_copy(update={"solver": report}), best.timeline)
 
 
@@ -110,7 +107,7 @@ def _choose(candidates: list[_Candidate], others: list[_Candidate], write_weight
     return min(pool, key=lambda candidate: candidate.cost)
 
 
-def _solve_coarse(problem: Problem, time_limit_seconds: float, write_weight: float) -> Solution:
+def _solve_coarse(problem: Problem, settings: SolverSettings) -> Solution:
     began = time.perf_counter()
     segments = segments_of(problem, _SEGMENTS)
     largest = max(problem.budgets.device_bytes // 100, max(problem.live_bytes) // _CLASSES_AT_PEAK, 1)
@@ -120,15 +117,14 @@ def _solve_coarse(problem: Problem, time_limit_seconds: float, write_weight: flo
         in_units(problem, unit),
         tuple(replace(segment, seconds=segment.seconds / unit) for segment in segments),
         classes,
-        write_weight=write_weight,
+        write_weight=settings.write_weight,
         window=_WINDOW,
     )
     built = time.perf_counter() - began
     return solve(
         model,
         relaxed=problem.stage_count > _MOST_INTEGER_STAGES,
-        time_limit_seconds=time_limit_seconds,
-        gap=_GAP,
+        settings=settings,
         build_seconds=built,
         unit_seconds=unit,
     )

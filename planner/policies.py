@@ -6,16 +6,18 @@ from collections.abc import Callable
 
 from planner.errors import BudgetError, OptionsError
 from planner.evict import evict_furthest
-from planner.exact import DEFAULT_WRITE_WEIGHT, finish, optimise
+from planner.exact import finish, optimise
 from planner.greedy import g10_decisions, teraio_decisions
 from planner.layerwise import zero_infinity_decisions
 from planner.plan import Budgets, Plan
 from planner.problem import Decisions, Problem, build_plan
+from planner.solve import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings
 from planner.trace import Trace
 
 __all__ = ["POLICIES", "plan"]
 
-Policy = Callable[[Trace, Budgets, float, float], Plan]
+Policy = Callable[[Trace, Budgets, SolverSettings], Plan]
+
 
 def plan(
     trace: Trace,
@@ -23,6 +25,8 @@ def plan(
     *,
     policy: str = "ilp",
     time_limit_seconds: float = 30.0,
+    gap: float = DEFAULT_GAP,
+    threads: int = DEFAULT_THREADS,
     write_weight: float = DEFAULT_WRITE_WEIGHT,
 ) -> Plan:
     """Decide which blocks wait where and when they move; the result has been replayed in the simulator.
@@ -32,7 +36,9 @@ def plan(
     comes back one layer ahead, see `planner.layerwise`; `"belady"`: on demand, furthest next use first, as a
     pager without a plan would do it; `"keep-all"`: no moves. `write_weight`: seconds of iteration time that
     one second of copying out is worth (drives wear out); up to its default it only decides between plans
-    that are no slower than every other policy's. Blocks for about `time_limit_seconds` at the most.
+    that are no slower than every other policy's. `gap`: share of the objective by which the solver's solution may miss
+    its bound (the coarse model's; it says little below the model's own error). `threads`: of the solver. Blocks for
+    about `time_limit_seconds` at the most.
 
     Raises BudgetError (the budget is below what one stage needs, or below everything with keep-all),
     InfeasiblePlanError (the lower tiers are too small), OptionsError (no such policy). Never SolverError:
@@ -40,20 +46,18 @@ def plan(
     """
     if policy not in POLICIES:
         raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
-    return POLICIES[policy](trace, budgets, time_limit_seconds, write_weight)
-
-
-def _ilp(trace: Trace, budgets: Budgets, time_limit_seconds: float, write_weight: float) -> Plan:
-    return optimise(
-        Problem.of(trace, budgets),
-        rivals=tuple(HEURISTICS.values()),
-        time_limit_seconds=time_limit_seconds,
-        write_weight=write_weight,
+    settings = SolverSettings(
+        time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight
     )
+    return POLICIES[policy](trace, budgets, settings)
+
+
+def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
+    return optimise(Problem.of(trace, budgets), rivals=tuple(HEURISTICS.values()), settings=settings)
 
 
 def _heuristic(name: str, decide: Callable[[Problem], Decisions]) -> Policy:
-    def policy(trace: Trace, budgets: Budgets, time_limit_seconds: float, write_weight: float) -> Plan:
+    def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         problem = Problem.of(trace, budgets)
         return finish(problem, build_plan(problem, decide(problem), policy=name))
 
@@ -64,7 +68,7 @@ def _on_demand(problem: Problem) -> Decisions:
     return evict_furthest(problem, {}, early=False)
 
 
-def _keep_all(trace: Trace, budgets: Budgets, time_limit_seconds: float, write_weight: float) -> Plan:
+def _keep_all(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
     problem = Problem.of(trace, budgets)
     if not problem.everything_fits:
         worst = max(range(problem.stage_count), key=problem.live_bytes.__getitem__)

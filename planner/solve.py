@@ -13,9 +13,21 @@ from planner.errors import SolverError
 from planner.formulation import CoarseModel
 from planner.plan import SolverReport, WaitingTier
 
-__all__ = ["Solution", "pick_solver", "solve"]
+__all__ = ["DEFAULT_GAP", "DEFAULT_THREADS", "DEFAULT_WRITE_WEIGHT", "Solution", "SolverSettings", "pick_solver", "solve"]
 
-_THREADS = 2
+DEFAULT_GAP = 0.005
+DEFAULT_THREADS = 2
+DEFAULT_WRITE_WEIGHT = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverSettings:
+    """What the user may set; see `planner.policies.plan`."""
+
+    time_limit_seconds: float = 30.0
+    gap: float = DEFAULT_GAP
+    threads: int = DEFAULT_THREADS
+    write_weight: float = DEFAULT_WRITE_WEIGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,20 +42,19 @@ def solve(
     model: CoarseModel,
     *,
     relaxed: bool,
-    time_limit_seconds: float,
-    gap: float,
+    settings: SolverSettings,
     build_seconds: float,
     unit_seconds: float,
 ) -> Solution:
     """Solve with HiGHS, or with CBC where HiGHS is not installed.
 
     relaxed: solve the linear relaxation and take what it chooses by more than half; then the report has a bound,
-    the relaxation's objective, but no objective of its own and no gap. Blocks for about `time_limit_seconds` at the
+    the relaxation's objective, but no objective of its own and no gap. Blocks for about the time limit at the
     most (CBC may overrun it). The objective counts the ideal iteration time too. The model counts time in
     `unit_seconds`, the report in seconds. Raises SolverError when no solver is installed, or the limit passes with
     no solution.
     """
-    name, solver = pick_solver(time_limit_seconds, gap, relaxed=relaxed)
+    name, solver = pick_solver(settings, relaxed=relaxed)
     began = time.perf_counter()
     try:
         model.program.solve(solver)
@@ -56,7 +67,7 @@ def solve(
     proved = model.program.sol_status == pulp.LpSolutionOptimal
     if not proved and (relaxed or model.program.sol_status != pulp.LpSolutionIntegerFeasible):
         raise SolverError(
-            f"{name} found no solution in {time_limit_seconds} s "
+            f"{name} found no solution in {settings.time_limit_seconds} s "
             f"({pulp.LpSolution[model.program.sol_status]}); "
             "give a longer solver_time_limit"
         )
@@ -85,16 +96,15 @@ def solve(
     )
 
 
-def pick_solver(time_limit_seconds: float, gap: float, *, relaxed: bool = False) -> tuple[str, pulp.LpSolver]:
+def pick_solver(settings: SolverSettings, *, relaxed: bool = False) -> tuple[str, pulp.LpSolver]:
     """HiGHS, else CBC, with its name. Raises SolverError where neither is installed.
 
     relaxed: integer variables count as continuous; HiGHS then uses its interior point method with crossover, which
     is faster on large programs than the simplex method and still ends in a vertex: few variables are fractional.
     """
+    limits = {"timeLimit": settings.time_limit_seconds, "gapRel": settings.gap, "threads": settings.threads}
     method = {"solver": "ipm"} if relaxed else {}
-    highs = pulp.HiGHS(
-        mip=not relaxed, msg=False, timeLimit=time_limit_seconds, gapRel=gap, threads=_THREADS, **method
-    )
+    highs = pulp.HiGHS(mip=not relaxed, msg=False, **limits, **method)
     if highs.available():
         return "HiGHS", highs
     # PuLP bundles CBC until its version 4; COIN_CMD is one on the path.
@@ -103,7 +113,7 @@ def pick_solver(time_limit_seconds: float, gap: float, *, relaxed: bool = False)
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            cbc = cbc_class(mip=not relaxed, msg=False, timeLimit=time_limit_seconds, gapRel=gap, threads=_THREADS)
+            cbc = cbc_class(mip=not relaxed, msg=False, **limits)
         if cbc.available():
             return "CBC", cbc
     raise SolverError("no solver is installed: install highspy (pip install highspy), or use policy='belady'")
