@@ -21,14 +21,15 @@ from planner.lifetimes import InactivePeriod, floor, inactive_periods
 from planner.plan import Budgets, Move, Offload, Plan, Prefetch
 from planner.policies import plan
 from planner.simulate import simulate
-from planner.timeline import StageTimes, Timeline, Transfer
-from planner.trace import Block, Hardware, Link, Stage, Trace
+from planner.timeline import HostUpdate, StageTimes, Timeline, Transfer
+from planner.trace import Block, Hardware, Link, SharedRate, Stage, Subgroup, Trace
 
 __all__ = [
     "Block",
     "BudgetError",
     "Budgets",
     "Hardware",
+    "HostUpdate",
     "InactivePeriod",
     "InfeasiblePlanError",
     "Link",
@@ -38,12 +39,14 @@ __all__ = [
     "Plan",
     "PlanError",
     "Prefetch",
+    "SharedRate",
     "SolverError",
     "Stage",
     "StageTimes",
     "StorageError",
     "StorageFullError",
     "StorageIOError",
+    "Subgroup",
     "TeraioError",
     "Timeline",
     "Trace",

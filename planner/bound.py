@@ -18,6 +18,16 @@ consecutive uses of a block and t a lower tier:
 3. *Links.* A link carries one block at a time, latency + size / rate each, so between two instants it is busy
    for no longer than the stages' durations in between plus δ.
 
+4. *Updates on the host.* Let h be whether a subgroup updates there ([Note: updates on the host] in `planner.updates`),
+   U the share of the update's time that has passed. Then its states are absent at all instants; its parameters
+   between the uses around its stage but for I, its gradients from their last use before it on, by O, and its stage's
+   workspace. Each of copies out, update and copies in begins when the one before has ended, so I ≤ U ≤ O, all up to h,
+   and the gradients that are there last, the update and the parameters that are needed first take no less than the
+   sum of their times. U begins when the update may; I ends before the next use. The host's processor is a link like
+   others. The stage, and so the iteration, is shorter by the update's time on the device. Moves to or from the stage
+   need 1 − h; where h, a valid copy of the parameters waits in the host tier. All blocks have their place there.
+5. *Shared rates.* What links carry together between two instants is within the shared rate · (durations + δ).
+
 All of this is linear, and the iteration time is Σ durations + Σ δ: its minimum is a bound. (Where a plan has
 no steady state, the mean over many iterations fulfils the same: the rows are linear.) What makes it cheap only
 takes rows away or adds up rows, so that the bound can only fall:
@@ -25,7 +35,8 @@ takes rows away or adds up rows, so that the bound can only fall:
 * Only some instants are looked at: memory rows of the others are left out, link rows between them summed, and
   every p rounded outward to instants: its copies may use all of the spans in which it begins and ends.
 * Blocks with equal windows are one class: the sum of their variables by size, at the seconds per byte of the
-  largest member (latency weighs the least on it).
+  largest member (latency weighs the least on it). Subgroups likewise, if their sizes are proportional, with the
+  least time on the host and the most on the device by size among them.
 * d + O − I ≥ 0 is not asked for, and memory rows that hold without any move are left out. Windows in which no
   instant exceeds the budget, and that no later one profits from, are left out too: to move there only costs.
 
@@ -46,10 +57,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.bound_model import least_stall
+from planner.bound_model import build_bound
+from planner.bound_solve import least_stall
+from planner.bound_updates import update_classes
 from planner.bound_windows import Instants, copy_classes
 from planner.errors import SolverError
 from planner.problem import Problem, in_units
+from planner.update_windows import candidates
 
 __all__ = ["lower_bound_seconds"]
 
@@ -68,21 +82,26 @@ def lower_bound_seconds(
     Blocks for about `time_limit_seconds` at the most. At least the simple bound, also where the solver fails,
     is missing or does not finish: the sum of the stage durations, and what must cross the links.
     """
-    simple = _simple_seconds(problem)
-    if not problem.routes or problem.everything_fits:
+    updatable = candidates(problem)
+    saved = sum(subgroup.device_seconds for subgroup in updatable)
+    simple = problem.trace.ideal_seconds - saved if updatable else _simple_seconds(problem)
+    if not updatable and (not problem.routes or problem.everything_fits):
         return simple
     unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
     instants = Instants.of(problem, most_instants)
     idle = sum(period.gap for period in problem.periods) * len(problem.routes)
     whole = idle <= _MOST_WHOLE
+    scaled = in_units(problem, unit)
+    updates = update_classes(scaled, instants, apart=whole, unit_seconds=unit)
+    program = build_bound(
+        scaled,
+        replace(instants, span_seconds=tuple(seconds / unit for seconds in instants.span_seconds)),
+        copy_classes(problem, instants, [update.subgroups for update in updates], apart=whole),
+        updates,
+        whole=whole,
+    )
     try:
-        stall = least_stall(
-            in_units(problem, unit),
-            replace(instants, span_seconds=tuple(seconds / unit for seconds in instants.span_seconds)),
-            copy_classes(problem, instants, apart=whole),
-            whole=whole,
-            time_limit_seconds=time_limit_seconds,
-        )
+        stall = least_stall(program, whole=whole, time_limit_seconds=time_limit_seconds)
     except SolverError:
         return simple
     return max(simple, (problem.trace.ideal_seconds + stall * unit) * (1 - _MARGIN))

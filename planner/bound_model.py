@@ -5,31 +5,30 @@ Symbols: instants k; spans from k to k + 1 with τ_k seconds of stages and a sta
 * O_{p,t,k}, I_{p,t,k} ∈ [0, 1]: shares of the time of the window's copy out and in that have passed by k.
 * d_{p,t} ∈ [0, 1]: the block is dropped, since a copy of an earlier window is still valid.
 * g_{p,t} ∈ [0, 1]: out and in again between adjacent uses, for the copy that stays behind.
+* h_g, U, O and I of updates on the host: see `planner.update_model`.
 * a_{p,t,k} ∈ {0, 1}, only with whole blocks: absent at k. Then d, g and the final O that later windows use are whole.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pulp
 
+from planner.bound_updates import UpdateClass
 from planner.bound_windows import CopyClass, Instants, Window
-from planner.errors import SolverError
 from planner.problem import Problem, Route
-from planner.solve import SolverSettings, pick_solver
+from planner.rows import Terms, add_row, linear
 from planner.trace import Link
+from planner.update_model import PROCESSOR, HostUpdate, host_update
 
-__all__ = ["least_stall"]
-
-Terms = list[tuple[pulp.LpVariable, float]]
+__all__ = ["build_bound"]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Model:
-    """Rows that every class adds to: by instant (memory, places by tier) or by span (links by name)."""
+    """Rows that every class adds to: by instant (memory, places by tier) or by span (links and what they share, by name)."""
 
     program: pulp.LpProblem
     instants: Instants
@@ -38,17 +37,15 @@ class _Model:
     memory: list[Terms]
     places: dict[str, list[Terms]] = field(default_factory=dict)
     links: dict[str, list[Terms]] = field(default_factory=dict)
+    updates: list[HostUpdate] = field(default_factory=list)
 
     def variable(self, name: str, *, whole: bool = False) -> pulp.LpVariable:
         """A share in [0, 1]; `whole`: 0 or 1 where the model is one of whole blocks."""
         return self.program.add_variable(name, 0, 1, pulp.LpBinary if whole and self.whole else pulp.LpContinuous)
 
     def add(self, terms: Terms, sense: int, right: float) -> None:
-        """Σ terms (sense) right; a variable may occur more than once."""
-        factors: dict[pulp.LpVariable, float] = {}
-        for variable, factor in terms:
-            factors[variable] = factors.get(variable, 0.0) + factor
-        self.program.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(factors), sense=sense, rhs=right))
+        """Σ terms (sense) right."""
+        add_row(self.program, terms, sense, right)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,58 +71,18 @@ class _Copies:
         return self.left(len(self.out) - 1) if self.out else self.left(0)
 
 
-def least_stall(
+def build_bound(
     problem: Problem,
     instants: Instants,
     classes: tuple[CopyClass, ...],
+    updates: tuple[UpdateClass, ...],
     *,
     whole: bool,
-    time_limit_seconds: float,
-) -> float:
-    """min Σ δ_k over all that every plan fulfils, or what the solver proved of it, in the time unit given.
-
-    `whole`: every class is one block, which is absent as a whole or not at all (an integer program). Raises
-    SolverError when no solver is installed or it fails, and where a linear program is not solved in time.
-    """
-    program = _build(problem, instants, classes, whole)
-    name, solver = pick_solver(SolverSettings(time_limit_seconds=time_limit_seconds, gap=0.0))
-    try:
-        program.solve(solver)
-    except pulp.PulpSolverError as failure:
-        raise SolverError(f"{name} failed on the lower bound: {failure}; the simple bound holds") from failure
-    if whole and name == "HiGHS":
-        proved = float(program.solverModel.getInfo().mip_dual_bound)
-        if math.isfinite(proved):
-            return proved
-    if program.sol_status != pulp.LpSolutionOptimal:
-        raise SolverError(
-            f"{name} proved no lower bound in {time_limit_seconds} s "
-            f"({pulp.LpSolution[program.sol_status]}); the simple bound holds"
-        )
-    return float(pulp.value(program.objective)) if whole else _weak_dual(program)
-
-
-def _weak_dual(program: pulp.LpProblem) -> float:
-    """The bound that the solver's row prices π prove, however inexact they are (weak duality).
-
-    With rows a·x ≥ b, π ≥ 0 (≤ the other way), shares in [0, 1] at no cost and stalls ≥ 0 at cost 1:
-    Σ δ ≥ (π b − Σ over shares of max(0, π a)) / max(1, the largest π a of a stall).
-    """
-    load: dict[pulp.LpVariable, float] = defaultdict(float)
-    right = 0.0
-    for row in program.constraints():
-        price = max(row.pi, 0.0) if row.sense == pulp.LpConstraintGE else min(row.pi, 0.0)
-        right -= price * row.constant
-        for variable, factor in row.items():
-            load[variable] += price * factor
-    stalls = set(program.objective)
-    shares = math.fsum(max(value, 0.0) for variable, value in load.items() if variable not in stalls)
-    return (right - shares) / max(1.0, *(load[stall] for stall in stalls))
-
-
-def _build(
-    problem: Problem, instants: Instants, classes: tuple[CopyClass, ...], whole: bool
 ) -> pulp.LpProblem:
+    """min Σ δ_k − Σ h_g · device_seconds of g, over all that every plan fulfils.
+
+    `whole`: every class is one block, which is absent as a whole or not at all (an integer program).
+    """
     program = pulp.LpProblem("bound", pulp.LpMinimize)
     model = _Model(
         program=program,
@@ -137,13 +94,21 @@ def _build(
         ],
         memory=[[] for _ in instants.positions],
     )
-    program.setObjective(pulp.LpAffineExpression([(v, 1.0) for v in model.stall if v is not None]))
     for route in problem.routes:
         model.places[route.tier] = [[] for _ in instants.positions]
         for link in (route.outward, route.inward):
             model.links[link.name] = [[] for _ in instants.positions]
+    for number in range(len(problem.shared)):
+        model.links[f"shared {number}"] = [[] for _ in instants.positions]
+    model.updates = [
+        host_update(program, each.windows, problem.route("host"), count=len(instants), whole=whole) for each in updates
+    ]
+    cost: Terms = [(stall, 1.0) for stall in model.stall if stall is not None]
+    cost += [(update.chosen, -update.windows.device_seconds) for update in model.updates]
+    program.setObjective(linear(cost))
     for number, block_class in enumerate(classes):
         _add_class(problem, model, str(number), block_class)
+    _add_updates(problem, model)
     _add_memory(problem, model)
     _add_places(problem, model)
     _add_link_time(model)
@@ -151,23 +116,28 @@ def _build(
 
 
 def _add_class(problem: Problem, model: _Model, name: str, block_class: CopyClass) -> None:
-    """Σ_t d_{p,t} + O_{p,t,end} ≤ 1, and all else of the class."""
+    """Σ_t d_{p,t} + O_{p,t,end} ≤ 1 (− h_g at the update's own stage), and all else of the class."""
     made: dict[str, Terms] = {route.tier: [] for route in problem.routes}
+    chosen: Terms = []
+    if block_class.update is not None:
+        chosen = [(model.updates[block_class.update].chosen, 1.0)]
+        made["host"] += chosen  # the update leaves a valid copy of a parameter there
     final = len(block_class.windows) - 1
     for rank, window in enumerate(block_class.windows):
         waiting: Terms = []
         for route in problem.routes:
             label = f"{name}_{rank}_{route.tier}"
             if window.adjacent:
-                made[route.tier].append((_add_adjacent(model, label, block_class, window, route), 1.0))
+                made[route.tier].append((_add_adjacent(problem, model, label, block_class, window, route), 1.0))
                 continue
             copies = _copies(model, label, block_class, window, route, first=rank == 0, last=rank == final)
             _add_order(model, copies, made[route.tier])
             _add_shares(problem, model, copies)
             waiting += copies.waiting
             made[route.tier] += [(variable, 1.0) for variable in copies.out[-1:]]
-        if len(waiting) > 1:
-            model.add(waiting, pulp.LpConstraintLE, 1)
+        own = chosen if rank in block_class.around_update else []
+        if waiting and (len(waiting) > 1 or own):
+            model.add([*waiting, *own], pulp.LpConstraintLE, 1)
 
 
 def _copies(
@@ -187,7 +157,7 @@ def _copies(
 
 
 def _add_adjacent(
-    model: _Model, label: str, block_class: CopyClass, window: Window, route: Route
+    problem: Problem, model: _Model, label: str, block_class: CopyClass, window: Window, route: Route
 ) -> pulp.LpVariable:
     """(seconds out + seconds in) · g ≤ δ: one after the other, and the next stage waits for both."""
     made = model.variable(f"g_{label}", whole=True)
@@ -198,7 +168,7 @@ def _add_adjacent(
     both = route.outward.seconds(smallest) + route.inward.seconds(smallest)
     model.add([(made, both), (stall, -1.0)], pulp.LpConstraintLE, 0)
     for link in (route.outward, route.inward):
-        model.links[link.name][span].append((made, _seconds(block_class, link)))
+        _add_use(problem, model, block_class, link, span, [(made, 1.0)])
     return made
 
 
@@ -229,17 +199,26 @@ def _add_shares(problem: Problem, model: _Model, copies: _Copies) -> None:
         model.places[copies.route.tier][k % count] += [(variable, share) for variable, _ in left]
     out: list[Terms] = [[(variable, 1.0)] for variable in copies.out]
     into: list[Terms] = [[(variable, 1.0)] for variable in copies.into]
-    _add_steps(model, copies, copies.route.outward, out)
-    _add_steps(model, copies, copies.route.inward, [*into, copies.waiting])
+    _add_steps(problem, model, copies, copies.route.outward, out)
+    _add_steps(problem, model, copies, copies.route.inward, [*into, copies.waiting])
 
 
-def _add_steps(model: _Model, copies: _Copies, link: Link, cumulative: list[Terms]) -> None:
-    seconds, before = _seconds(copies.block_class, link), Terms()
+def _add_steps(problem: Problem, model: _Model, copies: _Copies, link: Link, cumulative: list[Terms]) -> None:
+    before: Terms = []
     for span, terms in enumerate(cumulative, start=copies.window.begin):
-        row = model.links[link.name][span % len(model.instants)]
-        row += [(variable, factor * seconds) for variable, factor in terms]
-        row += [(variable, -factor * seconds) for variable, factor in before]
+        step = terms + [(variable, -factor) for variable, factor in before]
+        _add_use(problem, model, copies.block_class, link, span % len(model.instants), step)
         before = terms
+
+
+def _add_use(problem: Problem, model: _Model, block_class: CopyClass, link: Link, span: int, step: Terms) -> None:
+    """What a step of a copy takes of the link's time, and of what it shares with others."""
+    seconds = _seconds(block_class, link)
+    model.links[link.name][span] += [(variable, factor * seconds) for variable, factor in step]
+    for number, shared in enumerate(problem.shared):
+        if link.name in shared.links:
+            share = block_class.size_bytes / shared.bytes_per_second
+            model.links[f"shared {number}"][span] += [(variable, factor * share) for variable, factor in step]
 
 
 def _seconds(block_class: CopyClass, link: Link) -> float:
@@ -250,6 +229,36 @@ def _seconds(block_class: CopyClass, link: Link) -> float:
 def _scale(problem: Problem) -> float:
     """Bytes are counted in shares of the budget, so that the numbers stay near one."""
     return float(max(problem.budgets.device_bytes, 1))
+
+
+def _add_updates(problem: Problem, model: _Model) -> None:
+    """What updates on the host add to all rows; and the processor's: Σ host_seconds · ΔU_k ≤ τ_k + δ_k."""
+    scale = _scale(problem)
+    processor = model.links.setdefault(PROCESSOR, [[] for _ in model.instants.positions])
+    for update in model.updates:
+        for k, terms in update.absent.items():
+            model.memory[k] += [(variable, size / scale) for variable, size in terms]
+        for name, by_span in update.busy.items():
+            rows = processor if name == PROCESSOR else model.links[name]
+            for k, terms in by_span.items():
+                rows[k] += terms
+        for number, shared in enumerate(problem.shared):
+            for name in shared.links:
+                for k, terms in update.moved[name].items():
+                    row = model.links[f"shared {number}"][k]
+                    row += [(variable, size / shared.bytes_per_second) for variable, size in terms]
+        for row in model.places["host"]:
+            row.append((update.chosen, update.windows.host_bytes / scale))
+        _add_chain(model, update)
+
+
+def _add_chain(model: _Model, update: HostUpdate) -> None:
+    """h_g · chain_seconds ≤ Σ τ_k − Σ h · device_seconds of the stages in k + Σ δ_k over the spans of the chain."""
+    spans = [k % len(model.instants) for k in update.windows.chain]  # some twice, if it is longer than an iteration
+    row: Terms = [(update.chosen, update.windows.chain_seconds)]
+    row += [(stall, -1.0) for k in spans if (stall := model.stall[k]) is not None]
+    row += [(each.chosen, each.windows.device_seconds * spans.count(each.windows.span)) for each in model.updates]
+    model.add(row, pulp.LpConstraintLE, sum(model.instants.span_seconds[k] for k in spans))
 
 
 def _add_memory(problem: Problem, model: _Model) -> None:
@@ -269,9 +278,15 @@ def _add_places(problem: Problem, model: _Model) -> None:
 
 
 def _add_link_time(model: _Model) -> None:
-    """Σ seconds · ΔO_k ≤ τ_k + δ_k, and the same for I: a link carries one block at a time."""
+    """Σ seconds · ΔO_k ≤ τ_k − Σ h_g · device_seconds of its stage, if in k, + δ_k, and the same for I.
+
+    A link carries one block at a time; what links share, they carry together.
+    """
+    saved: dict[int, Terms] = defaultdict(list)
+    for update in model.updates:
+        saved[update.windows.span].append((update.chosen, update.windows.device_seconds))
     for rows in model.links.values():
-        for row, seconds, stall in zip(rows, model.instants.span_seconds, model.stall, strict=True):
+        for k, (row, seconds, stall) in enumerate(zip(rows, model.instants.span_seconds, model.stall, strict=True)):
             if row:
                 wait: Terms = [] if stall is None else [(stall, -1.0)]
-                model.add(row + wait, pulp.LpConstraintLE, seconds)
+                model.add([*row, *saved[k], *wait], pulp.LpConstraintLE, seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -117,7 +118,8 @@ class Window:
 class CopyClass:
     """Blocks of which one stretch between two writes has the same windows, in the order of rank.
 
-    `size_bytes`: of all members together. `frozen`: a valid copy always waits below.
+    `size_bytes`: of all members together. `frozen`: a valid copy always waits below. `update`: the class of updates
+    that may run on the host, by number, that the members belong to; `around_update`: windows with its stage at an end.
     """
 
     windows: tuple[Window, ...]
@@ -125,12 +127,16 @@ class CopyClass:
     size_bytes: int
     smallest_bytes: int
     largest_bytes: int
+    update: int | None = None
+    around_update: frozenset[int] = frozenset()
 
 
-def copy_classes(problem: Problem, instants: Instants, *, apart: bool) -> tuple[CopyClass, ...]:
+def copy_classes(
+    problem: Problem, instants: Instants, updates: Sequence[Collection[int]] = (), *, apart: bool
+) -> tuple[CopyClass, ...]:
     """Every stretch between two writes of every block, without windows that cannot help.
 
-    Like ones are put together, unless all are to be kept `apart`.
+    Like ones are put together, unless all are to be kept `apart`. updates: the subgroups of each class of them.
 
     A window helps where the block can be absent at an instant that exceeds the budget, and where a copy made
     in it still serves such a later window.
@@ -140,16 +146,24 @@ def copy_classes(problem: Problem, instants: Instants, *, apart: bool) -> tuple[
     stretches: dict[tuple[int, int], list[InactivePeriod]] = {}
     for period in problem.periods:
         stretches.setdefault((period.block, period.epoch), []).append(period)
-    groups: dict[tuple[tuple[Window, ...], bool, int], list[int]] = {}
+    owner = {
+        block: (number, problem.trace.subgroups[subgroup].stage)
+        for number, subgroups in enumerate(updates)
+        for subgroup in subgroups
+        for block in problem.trace.subgroups[subgroup].blocks
+    }
+    groups: dict[tuple[tuple[Window, ...], bool, int, int | None, frozenset[int]], list[int]] = {}
     for periods in stretches.values():
-        windows = _windows(problem, periods, instants)
+        update, stage = owner.get(periods[0].block, (None, None))
+        windows, around = _windows(problem, periods, instants, stage)
         helpful = [number for number, w in enumerate(windows) if any(tight[k % len(tight)] for k in w.inside)]
         frozen = periods[0].frozen
         # A frozen block's windows have nothing to do with one another.
         pieces = [windows[n : n + 1] for n in helpful] if frozen else [windows[: n + 1] for n in helpful[-1:]]
         member = periods[0].block if apart else 0
         for piece in pieces:
-            groups.setdefault((tuple(piece), frozen, member), []).append(periods[0].size_bytes)
+            key = (tuple(piece), frozen, member, update, around.intersection(range(len(piece))))
+            groups.setdefault(key, []).append(periods[0].size_bytes)
     return tuple(
         CopyClass(
             windows=windows,
@@ -157,18 +171,24 @@ def copy_classes(problem: Problem, instants: Instants, *, apart: bool) -> tuple[
             size_bytes=sum(sizes),
             smallest_bytes=min(sizes),
             largest_bytes=max(sizes),
+            update=update,
+            around_update=around,
         )
-        for (windows, frozen, _), sizes in groups.items()
+        for (windows, frozen, _, update, around), sizes in groups.items()
     )
 
 
-def _windows(problem: Problem, periods: list[InactivePeriod], instants: Instants) -> list[Window]:
-    """All windows of a stretch from its first on to the last of `periods`, by rank, adjacent uses included."""
+def _windows(
+    problem: Problem, periods: list[InactivePeriod], instants: Instants, update_stage: int | None
+) -> tuple[list[Window], frozenset[int]]:
+    """All windows of a stretch from its first on to the last of `periods`, by rank, adjacent uses included; and the
+    ranks of those that begin or end with `update_stage`."""
     last = max(periods, key=lambda period: period.rank)
     stages = problem.stage_count
     uses = problem.trace.blocks[last.block].uses
     position = uses.index(last.after)
-    windows = []
+    windows: list[Window] = []
+    around: set[int] = set()
     for back in range(last.rank, -1, -1):
         turns, number = divmod(position - back, len(uses))
         after = uses[number] + turns * stages
@@ -179,4 +199,6 @@ def _windows(problem: Problem, periods: list[InactivePeriod], instants: Instants
         windows.append(
             Window(begin=begin_in_turn, end=end - turns * len(instants), adjacent=before == after + 1)
         )
-    return windows
+        if update_stage in (after % stages, before % stages):
+            around.add(len(windows) - 1)
+    return windows, frozenset(around)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from planner.problem import Problem
 from planner.segments import Segment
-from planner.trace import Link
+from planner.trace import Link, Subgroup
 
 __all__ = ["BlockClass", "ClassPeriod", "classes_of"]
 
@@ -27,7 +28,10 @@ class ClassPeriod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockClass:
-    """Members that are used in the same segments; decided together. `size_bytes` is their sum."""
+    """Members that are used in the same segments; decided together. `size_bytes` is their sum.
+
+    `subgroup`: the one that all of them belong to, if it can update on the host.
+    """
 
     blocks: tuple[int, ...]
     size_bytes: int
@@ -36,6 +40,7 @@ class BlockClass:
     first_segment: int
     last_segment: int
     periods: tuple[ClassPeriod, ...]
+    subgroup: int | None = None
 
     def seconds(self, link: Link) -> float:
         """Time that all members together occupy a link."""
@@ -43,9 +48,13 @@ class BlockClass:
 
 
 def classes_of(
-    problem: Problem, segments: tuple[Segment, ...], *, largest_bytes: int
+    problem: Problem, segments: tuple[Segment, ...], subgroups: Sequence[Subgroup] = (), *, largest_bytes: int
 ) -> tuple[BlockClass, ...]:
-    """Group blocks by the segments of their periods; a class holds at most `largest_bytes`, or one block."""
+    """Group blocks by the segments of their periods; a class holds at most `largest_bytes`, or one block.
+
+    Blocks of different `subgroups` are kept apart.
+    """
+    owner = {block: subgroup.id for subgroup in subgroups for block in subgroup.blocks}
     segment_of = [number for number, s in enumerate(segments) for _ in range(s.first, s.last + 1)]
     stages, count = len(segment_of), len(segments)
     by_block: dict[int, list[tuple[int, int, int, int, int]]] = {}
@@ -58,11 +67,12 @@ def classes_of(
     for block_id, entries in by_block.items():
         block = problem.trace.blocks[block_id]
         shape = tuple(entry[:4] for entry in entries)
-        groups.setdefault((block.kind, block.persistent, not block.writes, shape), []).append(block_id)
+        key = (owner.get(block_id), block.kind, block.persistent, not block.writes, shape)
+        groups.setdefault(key, []).append(block_id)
     classes = []
     for members in groups.values():
         for chunk in _chunks(problem, members, largest_bytes):
-            classes.append(_class(problem, chunk, by_block, segment_of))
+            classes.append(replace(_class(problem, chunk, by_block, segment_of), subgroup=owner.get(chunk[0])))
     return tuple(classes)
 
 

@@ -9,11 +9,12 @@ from planner.room import LowerTiers
 __all__ = ["evict_furthest", "prune"]
 
 
-def evict_furthest(problem: Problem, decisions: Decisions, *, early: bool) -> Decisions:
+def evict_furthest(problem: Problem, decisions: Decisions, *, early: bool, spread: bool = False) -> Decisions:
     """Add moves until every stage fits: at each stage that does not, furthest next use first.
 
     `early`: the block leaves right after its last use; else just before the stage that needs the room, as a
-    pager without a plan does it. Prefetches are on demand. Given a budget at or above the floor this always
+    pager without a plan does it. `spread`: over the tiers by the load of their links; else each block takes the fastest
+    tier with room. Prefetches are on demand. Given a budget at or above the floor this always
     succeeds, unless the lower tiers are full: then InfeasiblePlanError, naming the stage.
 
     Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer (1966).
@@ -27,7 +28,7 @@ def evict_furthest(problem: Problem, decisions: Decisions, *, early: bool) -> De
             continue
         for index, position in _furthest_first(problem, result, stage):
             old = result.get(index)
-            tier = old.tier if old else room.best(index)
+            tier = old.tier if old else room.least_busy(index) if spread else room.best(index)
             if tier is None:
                 continue
             period = problem.periods[index]
@@ -63,11 +64,11 @@ def _furthest_first(problem: Problem, decisions: Decisions, stage: int) -> list[
 
 
 def prune(problem: Problem, decisions: Decisions, cost: dict[int, float]) -> Decisions:
-    """Take back moves that the budget does not need, dearest first (`cost` by period)."""
+    """Take back moves that neither the budget nor an update on the host needs, dearest first (`cost` by period)."""
     result = dict(decisions)
     occupied = problem.occupancy(result)
     budget = problem.budgets.device_bytes
-    for index in sorted(decisions, key=lambda i: -cost[i]):
+    for index in sorted(decisions.keys() - problem.updated.keys(), key=lambda i: (-cost[i], i)):
         decision, size = result[index], problem.periods[index].size_bytes
         stages = [stage % problem.stage_count for stage in range(decision.leave + 1, decision.start)]
         if all(occupied[stage] + size <= budget for stage in stages):

@@ -7,6 +7,8 @@ Symbols: segments k with duration τ_k; classes c of blocks with periods p = (a,
 * δ_k ≥ 0: stall before segment k. e_k ≥ 0: bytes that leave during that stall. v_k ≥ 0: bytes that the coarse
   model cannot place in segment k; they are paid like moves on demand, and the exact stage places them.
 
+* h_g ∈ {0, 1}: where an optimizer subgroup updates; see `planner.update_model`.
+
 A period frees nothing in the segments of its two uses, so the coarse objective is pessimistic: where segments
 hold several stages the exact plan is often faster. The solver's bound is one on this model only.
 """
@@ -15,57 +17,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pulp
 
 from planner.classes import BlockClass, ClassPeriod
+from planner.coarse_model import CoarseModel, PeriodVariables
 from planner.problem import Problem, Route
+from planner.rows import Terms, add_row, linear
 from planner.segments import Segment
+from planner.trace import SharedRate
+from planner.update_model import PROCESSOR, HostWindows, host_update
 
-__all__ = ["CoarseModel", "build_model"]
-
-Terms = list[tuple[pulp.LpVariable, float]]
-
-
-@dataclass(slots=True, kw_only=True)
-class PeriodVariables:
-    """Variables of one class, period and tier. `out[i]` and `into[i]` are for segments `begin` + 1 + i.
-
-    Copies out happen in the first few segments of a period and copies in in the last few: beyond these
-    windows one variable stands for several segments (out), or None for zero (into).
-    """
-
-    block_class: BlockClass
-    period: ClassPeriod
-    route: Route
-    chosen: pulp.LpVariable
-    found: pulp.LpVariable | None
-    out: list[pulp.LpVariable]
-    into: list[pulp.LpVariable | None]
-
-    @property
-    def out_seconds(self) -> float:
-        """Time that copying the class out takes on the link."""
-        return self.block_class.seconds(self.route.outward)
-
-    @property
-    def in_seconds(self) -> float:
-        """Time that copying the class in takes on the link."""
-        return self.block_class.seconds(self.route.inward)
-
-
-@dataclass(slots=True, kw_only=True)
-class CoarseModel:
-    """The program and the variables that a solution is read from."""
-
-    program: pulp.LpProblem
-    segments: tuple[Segment, ...]
-    stall: list[pulp.LpVariable]
-    leaving: list[pulp.LpVariable]
-    unplaced: list[pulp.LpVariable]
-    periods: list[PeriodVariables] = field(default_factory=list)
-
+__all__ = ["build_model"]
 
 def build_model(
     problem: Problem,
@@ -74,8 +37,13 @@ def build_model(
     *,
     write_weight: float,
     window: int,
+    updates: Sequence[HostWindows] = (),
 ) -> CoarseModel:
-    """The whole program; changes nothing that it is given."""
+    """The whole program; changes nothing that it is given.
+
+    Routes, segments and updates (those that may run on the host; by name, of the subgroup's id) count time in the
+    same unit; that of the trace does not matter.
+    """
     program = pulp.LpProblem("teraio", pulp.LpMinimize)
     numbers = range(len(segments))
     model = CoarseModel(
@@ -90,6 +58,9 @@ def build_model(
             for route in problem.routes:
                 name = f"{number}_{position}_{route.tier}"
                 model.periods.append(_variables(program, name, block_class, period, route, window))
+    model.updates = [
+        host_update(program, windows, problem.route("host"), count=len(segments), whole=True) for windows in updates
+    ]
     add_objective(problem, model, write_weight)
     add_one_tier_each(model)
     add_copy_order(model)
@@ -98,6 +69,9 @@ def build_model(
     for route in problem.routes:
         add_link_time(model, route)
         add_capacity(model, route)
+    for shared in problem.shared:
+        add_shared_rate(model, shared)
+    add_updates(problem, model)
     return model
 
 
@@ -124,13 +98,8 @@ def _variables(
     )
 
 
-def _add(program: pulp.LpProblem, terms: Terms, sense: int, right: float) -> None:
-    """Add Σ terms (sense) right."""
-    program.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense=sense, rhs=right))
-
-
 def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> None:
-    """min Σ τ_k + Σ δ_k + λ · seconds out + λ/10 · seconds in + Σ v_k · (1/rate_out + 1/rate_in)."""
+    """min Σ τ_k − Σ h_g · device_seconds + Σ δ_k + λ · seconds out + λ/10 · seconds in + Σ v_k · (1/rate_out + 1/rate_in)."""
     ideal = model.program.add_variable("ideal", 1, 1)
     terms: Terms = [(ideal, sum(segment.seconds for segment in model.segments))]
     terms += [(stall, 1.0) for stall in model.stall]
@@ -142,7 +111,12 @@ def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> 
         terms.append((entry.chosen, write_weight / 10 * entry.in_seconds))
         if entry.out:
             terms.append((entry.out[-1], write_weight * entry.out_seconds))
-    model.program.setObjective(pulp.LpAffineExpression(terms))
+    for update in model.updates:
+        terms.append((update.chosen, -update.windows.device_seconds))
+        for route in problem.routes:
+            for link, weight in ((route.outward, write_weight), (route.inward, write_weight / 10)):
+                terms += [(v, c * weight) for row in update.busy[link.name].values() for v, c in row]
+    model.program.setObjective(linear(terms))
 
 
 def add_one_tier_each(model: CoarseModel) -> None:
@@ -152,7 +126,7 @@ def add_one_tier_each(model: CoarseModel) -> None:
         by_period[entry.period.indices].append((entry.chosen, 1.0))
     for terms in by_period.values():
         if len(terms) > 1:
-            _add(model.program, terms, pulp.LpConstraintLE, 1)
+            add_row(model.program, terms, pulp.LpConstraintLE, 1)
 
 
 def add_copy_order(model: CoarseModel) -> None:
@@ -162,31 +136,32 @@ def add_copy_order(model: CoarseModel) -> None:
         for variables in (entry.out, entry.into):
             for earlier, later in zip(variables, variables[1:], strict=False):
                 if later is not earlier and earlier is not None and later is not None:
-                    _add(program, [(later, 1.0), (earlier, -1.0)], pulp.LpConstraintGE, 0)
+                    add_row(program, [(later, 1.0), (earlier, -1.0)], pulp.LpConstraintGE, 0)
         valid: Terms = [(entry.chosen, -1.0)]
         if entry.out:
             valid.append((entry.out[-1], 1.0))
         if found is not None:
             valid.append((found, 1.0))
-        _add(program, valid, pulp.LpConstraintEQ, 0)
+        add_row(program, valid, pulp.LpConstraintEQ, 0)
         for position, into in enumerate(entry.into):
             if into is None:
                 continue
             if entry.out and position > 0 and entry.out[position - 1] is entry.out[-1]:
                 # The copy out is done by then: I_{b−1} ≤ y says the same.
                 if position == len(entry.into) - 1:
-                    _add(program, [(into, 1.0), (entry.chosen, -1.0)], pulp.LpConstraintLE, 0)
+                    add_row(program, [(into, 1.0), (entry.chosen, -1.0)], pulp.LpConstraintLE, 0)
                 continue
             terms: Terms = [(into, 1.0)]
             if entry.out and position > 0:
                 terms.append((entry.out[position - 1], -1.0))
             if found is not None:
                 terms.append((found, -1.0))
-            _add(program, terms, pulp.LpConstraintLE, 0)
+            add_row(program, terms, pulp.LpConstraintLE, 0)
 
 
 def add_valid_copies(model: CoarseModel) -> None:
-    """d_p ≤ Σ O_{p',end} over the earlier periods p' of the same class, epoch and tier."""
+    """d_p ≤ Σ O_{p',end} over the earlier periods p' of the same class, epoch and tier; in the host tier plus h_g."""
+    chosen = {int(update.windows.name): update.chosen for update in model.updates}
     families: dict[tuple[object, ...], list[PeriodVariables]] = defaultdict(list)
     for entry in model.periods:
         if not entry.block_class.frozen:
@@ -197,7 +172,9 @@ def add_valid_copies(model: CoarseModel) -> None:
         for position, entry in enumerate(family):
             if entry.found is not None:
                 terms: Terms = [(entry.found, 1.0)] + [(p.out[-1], -1.0) for p in family[:position]]
-                _add(model.program, terms, pulp.LpConstraintLE, 0)
+                if entry.route.tier == "host" and entry.block_class.subgroup in chosen:
+                    terms.append((chosen[entry.block_class.subgroup], -1.0))
+                add_row(model.program, terms, pulp.LpConstraintLE, 0)
 
 
 def _scale(problem: Problem) -> float:
@@ -223,9 +200,12 @@ def add_memory(problem: Problem, model: CoarseModel) -> None:
                 row.append((entry.out[position - 1], -share))
             if entry.found is not None:
                 row.append((entry.found, -share))
+    for update in model.updates:
+        for k, terms in update.absent.items():
+            rows[k] += [(variable, -size / scale) for variable, size in terms]
     for segment, row in zip(model.segments, rows, strict=True):
         base = max(problem.live_bytes[segment.first : segment.last + 1])
-        _add(model.program, row, pulp.LpConstraintLE, (problem.budgets.device_bytes - base) / scale)
+        add_row(model.program, row, pulp.LpConstraintLE, (problem.budgets.device_bytes - base) / scale)
     leaving: list[Terms] = [[(model.leaving[k], scale)] for k in range(count)]
     for entry in model.periods:
         for position, (variable, previous) in enumerate(zip(entry.out, [None, *entry.out], strict=False)):
@@ -235,12 +215,14 @@ def add_memory(problem: Problem, model: CoarseModel) -> None:
             row.append((variable, -float(entry.block_class.size_bytes)))
             if previous is not None:
                 row.append((previous, float(entry.block_class.size_bytes)))
+    for update in model.updates:
+        for k, terms in update.left.items():
+            leaving[k] += [(variable, -size) for variable, size in terms]
     rate = sum(route.outward.bytes_per_second for route in problem.routes)
     for k in range(count):
         # What leaves during a stall is part of what leaves in the segment, and the links limit it.
-        _add(model.program, [(v, c / scale) for v, c in leaving[k]], pulp.LpConstraintLE, 0)
-        terms: Terms = [(model.leaving[k], 1.0), (model.stall[k], -rate / scale)]
-        _add(model.program, terms, pulp.LpConstraintLE, 0)
+        add_row(model.program, [(v, c / scale) for v, c in leaving[k]], pulp.LpConstraintLE, 0)
+        add_row(model.program, [(model.leaving[k], 1.0), (model.stall[k], -rate / scale)], pulp.LpConstraintLE, 0)
 
 
 def add_link_time(model: CoarseModel, route: Route) -> None:
@@ -254,17 +236,62 @@ def add_link_time(model: CoarseModel, route: Route) -> None:
             continue
         begin = entry.period.begin + 1
         _add_steps(outward, entry.out, begin, entry.out_seconds)
-        _add_steps(inward, entry.into, begin, entry.in_seconds)
+        _add_steps(inward, [*entry.into, entry.chosen], begin, entry.in_seconds)
         last = entry.into[-1]
         assert last is not None  # the window is never empty
-        for rows in (inward, late):
-            row = rows[entry.period.end % count]
-            row.append((entry.chosen, entry.in_seconds))
-            row.append((last, -entry.in_seconds))
-    for k, segment in enumerate(model.segments):
-        for rows, free in ((outward, segment.seconds), (inward, segment.seconds), (late, 0.0)):
-            if rows[k]:
-                _add(model.program, [*rows[k], (model.stall[k], -1.0)], pulp.LpConstraintLE, free)
+        late[entry.period.end % count] += [(entry.chosen, entry.in_seconds), (last, -entry.in_seconds)]
+    for update in model.updates:
+        if route.tier == "host":
+            for k, terms in update.late.items():
+                late[k] += terms
+    model.add_time_limit(outward, route.outward.name)
+    model.add_time_limit(inward, route.inward.name)
+    for k, row in enumerate(late):
+        if row:
+            add_row(model.program, [*row, (model.stall[k], -1.0)], pulp.LpConstraintLE, 0)
+
+
+def add_shared_rate(model: CoarseModel, shared: SharedRate) -> None:
+    """Σ over the links that share it of bytes moved / rate ≤ τ_k + δ_k."""
+    count = len(model.segments)
+    rows: list[Terms] = [[] for _ in range(count)]
+    for entry in model.periods:
+        begin, seconds = entry.period.begin + 1, entry.block_class.size_bytes / shared.bytes_per_second
+        if entry.route.outward.name in shared.links:
+            _add_steps(rows, entry.out, begin, seconds)
+        if entry.route.inward.name in shared.links:
+            _add_steps(rows, [*entry.into, entry.chosen], begin, seconds)
+    for update in model.updates:
+        for name in shared.links:
+            for k, terms in update.moved[name].items():
+                rows[k] += [(variable, size / shared.bytes_per_second) for variable, size in terms]
+    model.add_time_limit(rows)
+
+
+def add_updates(problem: Problem, model: CoarseModel) -> None:
+    """y_{p,t} ≤ 1 − h_g for periods that end or begin with the update of g, and for all in another tier than host.
+
+    And the host's processor: Σ host_seconds · ΔU_k ≤ τ_k + δ_k. And what follows one another takes its time (`chain`):
+    Σ τ_k + Σ δ_k ≥ h_g · chain_seconds.
+    """
+    chosen = {int(update.windows.name): update.chosen for update in model.updates}
+    for entry in model.periods:
+        number = entry.block_class.subgroup
+        if number is None:
+            continue
+        period = problem.periods[entry.period.indices[0]]
+        touched = {period.after, period.before % problem.stage_count}
+        if problem.trace.subgroups[number].stage in touched or entry.route.tier != "host":
+            add_row(model.program, [(entry.chosen, 1.0), (chosen[number], 1.0)], pulp.LpConstraintLE, 1)
+    model.add_time_limit([[] for _ in model.segments], PROCESSOR)
+    count = len(model.segments)
+    for update in model.updates:
+        windows = update.windows
+        chain = [k % count for k in windows.chain]
+        row: Terms = [(update.chosen, windows.chain_seconds)]
+        row += [(model.stall[k], -1.0) for k in [*chain, windows.chain.stop % count]]
+        row += [(u.chosen, u.windows.device_seconds * chain.count(u.windows.span)) for u in model.updates]
+        add_row(model.program, row, pulp.LpConstraintLE, sum(model.segments[k].seconds for k in chain))
 
 
 def _add_steps(
@@ -294,12 +321,16 @@ def add_capacity(model: CoarseModel, route: Route) -> None:
         place = model.program.add_variable(f"z_{route.tier}_{number}", 0, 1)
         for entry in entries:
             terms: Terms = [(place, 1.0), (entry.chosen, -1.0)]
-            _add(model.program, terms, pulp.LpConstraintGE, 0)
+            add_row(model.program, terms, pulp.LpConstraintGE, 0)
         block_class: BlockClass = entries[0].block_class
         first = 0 if block_class.persistent else block_class.first_segment
         last = count - 1 if block_class.persistent else block_class.last_segment
         for k in range(first, last + 1):
             rows[k].append((place, block_class.size_bytes / scale))
+    for update in model.updates:
+        if route.tier == "host":
+            for each in rows:
+                each.append((update.chosen, update.windows.host_bytes / scale))
     for row in rows:
         if row:
-            _add(model.program, row, pulp.LpConstraintLE, route.budget_bytes / scale)
+            add_row(model.program, row, pulp.LpConstraintLE, route.budget_bytes / scale)

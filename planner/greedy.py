@@ -139,7 +139,7 @@ class _Greedy:
         self._seconds = [stage.duration_seconds for stage in problem.trace.stages]
         self._largest = max((period.size_bytes for period in problem.periods), default=0)
         self._excess = [float(live - problem.budgets.device_bytes) for live in problem.live_bytes]
-        self._pressure = _Pressure.of(self._excess, self._seconds, self._largest)
+        self._measure_pressure()
         self._links = {
             link.name: _LinkTime(self._seconds) for route in problem.routes for link in (route.outward, route.inward)
         }
@@ -152,7 +152,7 @@ class _Greedy:
         chosen: Decisions = {}
         heap = [(-c.ratio, c.index) for i in range(len(self._problem.periods)) if (c := self._candidate(i))]
         heapq.heapify(heap)
-        while heap and max(self._excess) > 0:
+        while heap and self._over_budget:
             _, index = heapq.heappop(heap)
             candidate = self._candidate(index)
             if candidate is None:
@@ -164,6 +164,10 @@ class _Greedy:
             period = self._problem.periods[index]
             chosen[index] = Decision(tier=candidate.route.tier, leave=period.after, start=candidate.start)
         return chosen
+
+    def _measure_pressure(self) -> None:
+        self._pressure = _Pressure.of(self._excess, self._seconds, self._largest)
+        self._over_budget = max(self._excess) > 0
 
     def _candidate(self, index: int) -> _Candidate | None:
         """The move to the first tier with bandwidth and room for it that is of any use; None if there is none."""
@@ -202,6 +206,6 @@ class _Greedy:
         self._links[route.inward.name].take(range(period.before - 1, candidate.start - 1, -1), candidate.in_seconds)
         for stage in range(candidate.free, candidate.start):
             self._excess[stage % stages] -= period.size_bytes
-        self._pressure = _Pressure.of(self._excess, self._seconds, self._largest)
+        self._measure_pressure()
         self._room.take(candidate.index, route.tier)
         self._written.add((period.block, period.epoch, route.tier))

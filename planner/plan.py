@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import FailFast, model_validator
 
 from planner.errors import PlanError
 from planner.files import FrozenModel, read_model, write_atomic
@@ -48,6 +48,8 @@ class Move(FrozenModel):
 
     Stage numbers run on over the iteration's end: a number ≥ the number of stages is in the next iteration.
     `offload` is None where a valid copy waits in `tier`: the block is dropped when stage `after` has ended.
+    `prefetch` is None for a block that an update on the host consumes (`before` is that update's stage): it does
+    not come back. At least one of the two is there.
     """
 
     block: Id
@@ -55,11 +57,17 @@ class Move(FrozenModel):
     before: Id
     tier: WaitingTier
     offload: Offload | None
-    prefetch: Prefetch
+    prefetch: Prefetch | None
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         leaves = self.after if self.offload is None else self.offload.start
+        if self.prefetch is None:
+            if self.offload is None or not self.after <= leaves < self.before:
+                raise ValueError(
+                    f"move of block {self.block}: without a prefetch it needs an offload with after ≤ start < before"
+                )
+            return self
         order = (self.after, leaves, self.prefetch.start - 1, self.prefetch.ready_by - 1, self.before - 1)
         if list(order) != sorted(order):
             raise ValueError(
@@ -71,7 +79,11 @@ class Move(FrozenModel):
 
 
 class Update(FrozenModel):
-    """Where one optimizer subgroup's update runs."""
+    """Where one optimizer subgroup's update runs; without one, it runs on the device.
+
+    On the host the subgroup's movable blocks have their place in the host tier for good: states stay there, gradients
+    are copied out, and parameters come back. See [Note: updates on the host] in `planner.updates`.
+    """
 
     subgroup: Id
     where: Literal["device", "host"]
@@ -121,7 +133,8 @@ class Predicted(FrozenModel):
 class Plan(FrozenModel):
     """Decisions for one trace.
 
-    `moves` are in queue order: of those that start at the same stage, a link serves the first one first.
+    `moves` are in queue order: of those that start at the same stage, a link serves the first one first; `updates`
+    likewise, of those on the host.
     """
 
     format: Literal["teraio.plan"] = "teraio.plan"
@@ -130,10 +143,10 @@ class Plan(FrozenModel):
     policy: str
     budgets: Budgets
     solver: SolverReport = SolverReport()
-    moves: tuple[Move, ...] = ()
-    initial: tuple[Placement, ...] = ()
-    updates: tuple[Update, ...] = ()
-    recompute: tuple[Recompute, ...] = ()
+    moves: Annotated[tuple[Move, ...], FailFast()] = ()
+    initial: Annotated[tuple[Placement, ...], FailFast()] = ()
+    updates: Annotated[tuple[Update, ...], FailFast()] = ()
+    recompute: Annotated[tuple[Recompute, ...], FailFast()] = ()
     predicted: Predicted | None = None
 
     @classmethod

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from planner.errors import BudgetError
 from planner.lifetimes import InactivePeriod, inactive_periods, live_bytes, stage_floors
-from planner.plan import Budgets, Move, Offload, Placement, Plan, Prefetch, WaitingTier
-from planner.trace import Link, Trace
+from planner.plan import Budgets, Move, Offload, Placement, Plan, Prefetch, Update, WaitingTier
+from planner.trace import Block, Link, SharedRate, Trace
+from planner.updates import device_part, gradients, movable_blocks, parameters
 
 __all__ = ["Decision", "Decisions", "Problem", "Route", "build_plan", "copies_out", "in_units"]
 
@@ -38,24 +41,37 @@ Decisions = dict[int, Decision]
 """Period index (in `Problem.periods`) → decision; a period without one stays on the device."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """A trace and budgets under which every stage can run, and what follows from them.
 
-    `live_bytes[s]`: device bytes during stage s if nothing leaves. `covering[s]`: periods that s lies in.
-    `routes`: usable lower tiers, fastest (to copy in) first.
+    `on_host`: subgroups that update on the host, in this order; `trace`: what is left for the device then.
+    `source`: the whole trace. `live_bytes[s]`: device bytes during stage s if nothing leaves. `covering[s]`: periods
+    that s lies in. `routes`: usable lower tiers, fastest (to copy in) first; `shared`: what their links share.
+    `updated`: by period around an update on the host of its block, that subgroup: such a period always has a decision,
+    to wait in the host tier. `host_blocks`: movable blocks of subgroups that update on the host, with their whole size;
+    they have their place in the host tier for good, and wait nowhere else.
     """
 
+    source: Trace
+    on_host: tuple[int, ...]
     trace: Trace
     budgets: Budgets
     periods: tuple[InactivePeriod, ...]
     routes: tuple[Route, ...]
+    shared: tuple[SharedRate, ...]
     live_bytes: tuple[int, ...]
     covering: tuple[tuple[int, ...], ...]
+    updated: dict[int, int]
+    host_blocks: tuple[Block, ...]
 
     @classmethod
-    def of(cls, trace: Trace, budgets: Budgets) -> Problem:
-        """Raises BudgetError when the device budget is below what one stage needs."""
+    def of(cls, source: Trace, budgets: Budgets, on_host: Sequence[int] = ()) -> Problem:
+        """Raises BudgetError when the device budget is below what one stage needs.
+
+        on_host: of `host_updatable` subgroups; that their blocks fit into the host tier is not checked here.
+        """
+        trace = device_part(source, on_host)
         routes = _routes(trace, budgets)
         live = live_bytes(trace)
         floors = stage_floors(trace) if routes else live
@@ -72,12 +88,19 @@ class Problem:
             for stage in range(period.after + 1, period.before):
                 covering[stage % len(trace.stages)].append(index)
         return cls(
+            source=source,
+            on_host=tuple(on_host),
             trace=trace,
             budgets=budgets,
             periods=periods,
             routes=routes,
+            shared=tuple(s for s in trace.hardware.shared if any(_uses(route, s) for route in routes)),
             live_bytes=tuple(live),
             covering=tuple(tuple(indices) for indices in covering),
+            updated=_updated(source, periods, on_host),
+            host_blocks=tuple(
+                block for number in on_host for block in movable_blocks(source, source.subgroups[number])
+            ),
         )
 
     @property
@@ -85,14 +108,24 @@ class Problem:
         """Number of stages in the iteration."""
         return len(self.trace.stages)
 
+    @cached_property
+    def _host_only(self) -> frozenset[int]:
+        return frozenset(block.id for block in self.host_blocks)
+
     @property
     def everything_fits(self) -> bool:
-        """Whether the device holds all blocks at all times."""
-        return max(self.live_bytes) <= self.budgets.device_bytes
+        """Whether the device holds all blocks at all times, and all updates run there."""
+        return not self.on_host and max(self.live_bytes) <= self.budgets.device_bytes
 
     def route(self, tier: WaitingTier) -> Route:
         """The route of a usable tier."""
         return next(route for route in self.routes if route.tier == tier)
+
+    def routes_of(self, index: int) -> tuple[Route, ...]:
+        """The routes that the block of a period may take."""
+        if self.on_host and self.periods[index].block in self._host_only:
+            return tuple(route for route in self.routes if route.tier == "host")
+        return self.routes
 
     def occupancy(self, decisions: Decisions) -> list[int]:
         """Device bytes per stage: a block counts until it leaves and again from its prefetch's start on.
@@ -121,6 +154,21 @@ class Problem:
         return occupied
 
 
+def _updated(source: Trace, periods: Sequence[InactivePeriod], on_host: Sequence[int]) -> dict[int, int]:
+    owner = {block.id: number for number in on_host for block in parameters(source, source.subgroups[number])}
+    updated = {}
+    for index, period in enumerate(periods):
+        if period.block in owner:
+            stage = source.subgroups[owner[period.block]].stage
+            if any(period.after < s < period.before for s in (stage, stage + len(source.stages))):
+                updated[index] = owner[period.block]
+    return updated
+
+
+def _uses(route: Route, shared: SharedRate) -> bool:
+    return route.outward.name in shared.links or route.inward.name in shared.links
+
+
 def _routes(trace: Trace, budgets: Budgets) -> tuple[Route, ...]:
     routes = []
     tiers: tuple[tuple[WaitingTier, int | None], ...] = (
@@ -135,7 +183,7 @@ def _routes(trace: Trace, budgets: Budgets) -> tuple[Route, ...]:
 
 
 def in_units(problem: Problem, unit_seconds: float) -> Problem:
-    """The same problem with the links' rates and latencies per `unit_seconds`; the trace is left as it is."""
+    """The same problem with all rates and latencies of links per `unit_seconds`; the trace is left as it is."""
     routes = []
     for route in problem.routes:
         outward, inward = (
@@ -148,7 +196,10 @@ def in_units(problem: Problem, unit_seconds: float) -> Problem:
             for link in (route.outward, route.inward)
         )
         routes.append(replace(route, outward=outward, inward=inward))
-    return replace(problem, routes=tuple(routes))
+    shared = tuple(
+        rate.model_copy(update={"bytes_per_second": rate.bytes_per_second * unit_seconds}) for rate in problem.shared
+    )
+    return replace(problem, routes=tuple(routes), shared=shared)
 
 
 def copies_out(problem: Problem, decisions: Decisions) -> set[int]:
@@ -168,35 +219,55 @@ def build_plan(problem: Problem, decisions: Decisions, *, policy: str) -> Plan:
     """The plan that carries out `decisions`, not yet with predictions; earliest deadlines first."""
     dirty = copies_out(problem, decisions)
     stages = problem.stage_count
+    moves = [move for number in problem.on_host for move in _gradient_moves(problem, number)]
     initial = {block.id: "device" for block in problem.trace.blocks if block.persistent}
-    moves = []
     for index, decision in decisions.items():
         period = problem.periods[index]
         leave = decision.leave if index in dirty else period.after
         moves.append(
-            Move(
+            Move.model_construct(
                 block=period.block,
                 after=period.after,
                 before=period.before,
                 tier=decision.tier,
-                offload=Offload(start=leave, free_after=leave) if index in dirty else None,
-                prefetch=Prefetch(start=decision.start, ready_by=period.before),
+                offload=Offload.model_construct(start=leave, free_after=leave) if index in dirty else None,
+                prefetch=Prefetch.model_construct(start=decision.start, ready_by=period.before),
             )
         )
         if leave < stages <= decision.start:
             initial[period.block] = decision.tier
-    moves.sort(key=lambda move: (move.prefetch.start % stages, _deadline(move, stages), move.block))
+    moves.sort(key=lambda move: _queue_order(move, stages))
     return Plan(
-        trace_fingerprint=problem.trace.fingerprint,
+        trace_fingerprint=problem.source.fingerprint,
         policy=policy,
         budgets=problem.budgets,
         moves=tuple(moves),
         initial=tuple(
             Placement.model_validate({"block": block, "tier": tier}) for block, tier in initial.items()
         ),
+        updates=tuple(Update(subgroup=number, where="host") for number in problem.on_host),
     )
 
 
-def _deadline(move: Move, stages: int) -> int:
-    """The stage before which the block must be back, counted on from the stage where the prefetch starts."""
-    return move.before - move.prefetch.start + move.prefetch.start % stages
+def _gradient_moves(problem: Problem, number: int) -> Iterator[Move]:
+    """Out right after the last use before the update, never back."""
+    subgroup = problem.source.subgroups[number]
+    for block in gradients(problem.source, subgroup):
+        after = problem.trace.blocks[block.id].uses[-1]
+        yield Move(
+            block=block.id,
+            after=after,
+            before=subgroup.stage,
+            tier="host",
+            offload=Offload(start=after, free_after=after),
+            prefetch=None,
+        )
+
+
+def _queue_order(move: Move, stages: int) -> tuple[int, int, int]:
+    """By the stage at which the prefetch starts, then by the stage before which the block must be back, counted on
+    from there. What does not come back goes out first: an update waits for it."""
+    if move.prefetch is None:
+        return -1, 0, move.block
+    start = move.prefetch.start
+    return start % stages, move.before - start + start % stages, move.block

@@ -1,22 +1,28 @@
-"""What the simulator replays: a plan laid out by stage, checked against the trace; links with queues."""
+"""What the simulator replays: a plan laid out by stage, checked against the trace."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from planner.errors import InfeasiblePlanError, PlanError
+from planner.errors import InfeasiblePlanError, PlanError, UnsupportedError
 from planner.plan import Move, Plan
-from planner.trace import Block, Link, Trace
+from planner.trace import Block, Subgroup, Trace
+from planner.updates import device_part, gradients, host_start, host_updatable, parameters
 
-__all__ = ["Channel", "Job", "Program", "compile_program"]
+__all__ = ["Program", "compile_program"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What happens at each stage. All lists but `initial` and `persistent_places` (by block) are by stage."""
+    """What happens at each stage of `trace`, the device's part of the iteration. All lists but `initial` and
+    `persistent_places` (by block) are by stage.
 
+    `updates`: subgroups whose update on the host may begin when the stage is reached. `gradients`, `parameters`: the
+    blocks that it waits for and that wait for it, by subgroup. `awaiting`: moves whose copy in waits for an update.
+    """
+
+    trace: Trace
     inputs: list[list[int]]
     born: list[list[int]]
     dying: list[list[int]]
@@ -28,42 +34,30 @@ class Program:
     initial: list[str]
     persistent_places: list[set[str]]
     frozen: frozenset[int]
-
-
-@dataclass(slots=True)
-class Job:
-    """One queued transfer."""
-
-    move: int
-    block: int
-    size: int
-    inward: bool
-    tier: str
-    queued: float
-
-
-@dataclass(slots=True)
-class Channel:
-    """A link and its queue."""
-
-    link: Link
-    queue: deque[Job] = field(default_factory=deque)
-    active: Job | None = None
-    began: float = 0.0
+    updates: list[list[int]]
+    gradients: dict[int, frozenset[int]] = field(default_factory=dict)
+    parameters: dict[int, frozenset[int]] = field(default_factory=dict)
+    awaiting: set[int] = field(default_factory=set)
 
 
 def compile_program(trace: Trace, plan: Plan) -> Program:
     """Lay the plan out by stage.
 
-    Raises PlanError (made for another trace) or InfeasiblePlanError (a move does not fit the trace).
+    Raises PlanError (made for another trace), InfeasiblePlanError (a move or an update does not fit the trace) or
+    UnsupportedError (the plan recomputes).
     """
     if plan.trace_fingerprint != trace.fingerprint:
         raise PlanError(
             f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: "
             "plan again"
         )
+    if plan.recompute:
+        raise UnsupportedError("the plan recomputes blocks, which this release cannot replay yet: plan again")
+    on_host = _on_host(trace, plan)
+    source, trace = trace, device_part(trace, [subgroup.id for subgroup in on_host])
     count = len(trace.stages)
     program = Program(
+        trace=trace,
         inputs=[[] for _ in range(count)],
         born=[[] for _ in range(count)],
         dying=[[] for _ in range(count)],
@@ -75,18 +69,67 @@ def compile_program(trace: Trace, plan: Plan) -> Program:
         initial=["device"] * len(trace.blocks),
         persistent_places=[set() for _ in trace.blocks],
         frozen=frozenset(block.id for block in trace.blocks if block.persistent and not block.writes),
+        updates=[[] for _ in range(count)],
     )
+    consumed = {block.id: subgroup.stage for subgroup in on_host for block in gradients(source, subgroup)}
     for block in trace.blocks:
-        _lay_out_block(program, block)
+        _lay_out_block(program, block, dies=not block.persistent and block.id not in consumed)
     seen: set[tuple[int, int]] = set()
     for index, move in enumerate(plan.moves):
-        _check_move(trace, move, seen)
+        _check_move(trace, move, seen, consumed)
         _lay_out_move(program, index, move, count, trace.blocks[move.block].persistent)
+    for subgroup in on_host:
+        _lay_out_update(program, source, subgroup, plan)
     _check_initial(trace, plan, program)
     return program
 
 
-def _lay_out_block(program: Program, block: Block) -> None:
+def _on_host(trace: Trace, plan: Plan) -> list[Subgroup]:
+    """Subgroups that the plan updates on the host, in its order."""
+    updatable = {subgroup.id for subgroup in host_updatable(trace)}
+    chosen = [update.subgroup for update in plan.updates]
+    for number in chosen:
+        if number >= len(trace.subgroups):
+            raise InfeasiblePlanError(f"updates name subgroup {number}; the trace has {len(trace.subgroups)} subgroups")
+        if chosen.count(number) > 1:
+            raise InfeasiblePlanError(f"updates name subgroup {number} twice")
+    found = [trace.subgroups[update.subgroup] for update in plan.updates if update.where == "host"]
+    for subgroup in found:
+        if subgroup.id not in updatable:
+            raise InfeasiblePlanError(
+                f"subgroup {subgroup.id} cannot update on the host: that takes host_seconds, links both ways, and blocks "
+                "that no other subgroup has and no other stage writes",
+                stage=trace.stages[subgroup.stage].name,
+            )
+    return found
+
+
+def _lay_out_update(program: Program, source: Trace, subgroup: Subgroup, plan: Plan) -> None:
+    program.updates[host_start(source, subgroup)].append(subgroup.id)
+    program.gradients[subgroup.id] = frozenset(block.id for block in gradients(source, subgroup))
+    program.parameters[subgroup.id] = frozenset(block.id for block in parameters(source, subgroup))
+    count = len(source.stages)
+    for number in subgroup.blocks:
+        if source.blocks[number].movable and source.blocks[number].size_bytes:
+            program.persistent_places[number].add("host")
+    missing = set(program.gradients[subgroup.id] | program.parameters[subgroup.id])
+    for index, move in enumerate(plan.moves):
+        around = any(move.after < stage < move.before for stage in (subgroup.stage, subgroup.stage + count))
+        if move.block in program.parameters[subgroup.id] and move.tier == "host" and around:
+            program.awaiting.add(index)
+            missing.discard(move.block)
+        elif move.prefetch is None:
+            missing.discard(move.block)
+    for number in sorted(missing):
+        raise InfeasiblePlanError(
+            f"subgroup {subgroup.id} updates on the host, but no move takes its block {source.blocks[number].name!r} there",
+            stage=source.stages[subgroup.stage].name,
+            block=source.blocks[number].name,
+        )
+
+
+def _lay_out_block(program: Program, block: Block, *, dies: bool) -> None:
+    """dies: with its last use; else it is there for good, or an update on the host consumes it."""
     for stage in block.uses:
         if not block.persistent and stage == block.uses[0]:
             program.born[stage].append(block.id)
@@ -95,7 +138,7 @@ def _lay_out_block(program: Program, block: Block) -> None:
             program.inputs[stage].append(block.id)
     for stage in block.writes:
         program.written[stage].append(block.id)
-    if not block.persistent:
+    if dies:
         program.dying[block.uses[-1]].append(block.id)
 
 
@@ -103,6 +146,8 @@ def _lay_out_move(program: Program, index: int, move: Move, count: int, persiste
     leaves = move.after if move.offload is None else move.offload.start
     by_stage = program.drops if move.offload is None else program.offloads
     by_stage[leaves % count].append(index)
+    if move.prefetch is None:
+        return
     program.prefetches[move.prefetch.start % count].append(index)
     if persistent:
         program.persistent_places[move.block].add(move.tier)
@@ -116,7 +161,8 @@ def _gaps(block: Block, count: int) -> Iterator[tuple[int, int]]:
         yield block.uses[-1], block.uses[0] + count
 
 
-def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]]) -> None:
+def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]], consumed: dict[int, int]) -> None:
+    """consumed: by gradient of an update on the host, the stage in the trace that it belongs to."""
     if move.block >= len(trace.blocks):
         raise InfeasiblePlanError(
             f"a move names block {move.block}; the trace has {len(trace.blocks)} blocks"
@@ -125,7 +171,14 @@ def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]]) -> None:
     what = f"block {block.name!r} is moved"
     if not block.movable:
         raise InfeasiblePlanError(f"{what} although it is not movable", block=block.name)
-    if (move.after, move.before) not in set(_gaps(block, len(trace.stages))):
+    if move.prefetch is None:
+        if consumed.get(block.id) != move.before or block.uses[-1] != move.after or move.tier != "host":
+            raise InfeasiblePlanError(
+                f"{what} after stage {move.after} and not prefetched: only gradients of updates on the host may leave "
+                "for good, to the host tier, between their last use before the update and its stage",
+                block=block.name,
+            )
+    elif (move.after, move.before) not in set(_gaps(block, len(trace.stages))):
         raise InfeasiblePlanError(
             f"{what} between stages {move.after} and {move.before}, which are not consecutive uses of it; "
             f"its uses are {list(block.uses)}",

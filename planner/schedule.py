@@ -3,28 +3,63 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from planner.plan import WaitingTier
+from planner.plan import Plan, WaitingTier
 from planner.problem import Decisions, Problem
+from planner.timeline import Timeline
+from planner.updates import host_start
 
 __all__ = ["StageClock", "on_demand", "prefetch_from", "schedule"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageClock:
-    """When each stage is reached, in seconds from the iteration's begin, and how long the iteration takes."""
+    """When each stage is reached, in seconds from the iteration's begin, and how long the iteration takes.
+
+    `update_seconds`: when each subgroup's update on the host ends, counted on over the iteration's end.
+    `copy_seconds`: what the copies in took, by period, where that is known; else what their links need alone.
+    """
 
     reached_seconds: tuple[float, ...]
     iteration_seconds: float
+    update_seconds: dict[int, float] = field(default_factory=dict)
+    copy_seconds: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def ideal(cls, problem: Problem) -> StageClock:
         """The clock of an iteration that never waits."""
         durations = [stage.duration_seconds for stage in problem.trace.stages]
-        ends = list(accumulate(durations))
-        return cls(reached_seconds=(0.0, *ends[:-1]), iteration_seconds=ends[-1])
+        ends = [0.0, *accumulate(durations)]
+        free = 0.0
+        updates = {}
+        for number in problem.on_host:
+            subgroup = problem.source.subgroups[number]
+            free = max(free, ends[host_start(problem.source, subgroup)]) + (subgroup.host_seconds or 0.0)
+            updates[number] = free
+        return cls(reached_seconds=tuple(ends[:-1]), iteration_seconds=ends[-1], update_seconds=updates)
+
+    @classmethod
+    def replayed(cls, problem: Problem, plan: Plan, timeline: Timeline) -> StageClock:
+        """The clock of a replay of `plan`."""
+        period_of = {(period.block, period.after): index for index, period in enumerate(problem.periods)}
+        reached = tuple(stage.reached_seconds for stage in timeline.stages)
+        updates = {}
+        for update in timeline.updates:
+            start = host_start(problem.source, problem.source.subgroups[update.subgroup])
+            updates[update.subgroup] = reached[start] + update.end_seconds - update.queued_seconds
+        copies = {}
+        for transfer in timeline.transfers:
+            move = plan.moves[transfer.move]
+            if transfer.link.endswith("->device"):
+                copies[period_of[move.block, move.after]] = transfer.end_seconds - transfer.start_seconds
+        return cls(
+            reached_seconds=reached,
+            iteration_seconds=timeline.iteration_seconds,
+            update_seconds=updates,
+            copy_seconds=copies,
+        )
 
     def time(self, stage: int) -> float:
         """When a stage (numbered on over the iteration's end) is reached."""
@@ -49,6 +84,10 @@ def schedule(problem: Problem, decisions: Decisions, clock: StageClock, *, lead:
     targets: dict[int, int] = {}
     for route in problem.routes:
         targets.update(_latest_starts(problem, decisions, clock, route.tier, lead))
+    for index, subgroup in problem.updated.items():
+        # The link would wait for the update, with all that is queued behind.
+        updated = clock.stage_at(clock.update_seconds[subgroup])
+        targets[index] = min(max(targets[index], updated), problem.periods[index].before)
     return prefetch_from(problem, decisions, targets)
 
 
@@ -93,7 +132,7 @@ def _latest_starts(
         for index in mine:
             period = problem.periods[index]
             shift = turn * stages - (period.before // stages) * stages
-            seconds = link.seconds(period.size_bytes)
+            seconds = clock.copy_seconds.get(index) or link.seconds(period.size_bytes)
             finish = min(clock.time(period.before + shift), begin_next)
             earliest = clock.time(decisions[index].leave + 1 + shift)
             begin_next = max(finish - seconds, earliest)

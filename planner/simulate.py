@@ -12,20 +12,25 @@
   own copy out.
 * A block that is copied out counts until the copy is done. A copy keeps its place in the lower tier until the
   block dies; that of a persistent block for ever.
+* Links that share a rate divide it max-min fairly while more than one of them is past its latency.
+* Updates on the host: [Note: updates on the host] in `planner.updates`. At the head of its queue, the copy in of a
+  parameter waits for the update too.
 * The iteration is cyclic. Times are those of the steady state: iterations are replayed until two in a row
-  agree in the time of every stage and transfer.
+  agree in the time of every stage, transfer and update.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections import deque
 from collections.abc import Iterator
+from math import inf
 from typing import Literal
 
 from planner.errors import InfeasiblePlanError
+from planner.links import Channel, Job, Links
 from planner.plan import Plan
-from planner.replay import Channel, Job, Program, compile_program
-from planner.timeline import StageTimes, Timeline, Transfer
+from planner.replay import Program, compile_program
+from planner.timeline import HostUpdate, StageTimes, Timeline, Transfer
 from planner.trace import Trace
 
 __all__ = ["simulate"]
@@ -37,9 +42,9 @@ _SAME = 1e-9
 def simulate(trace: Trace, plan: Plan) -> Timeline:
     """Replay `plan` on `trace` by the rules of [Note: execution semantics].
 
-    Raises PlanError when the plan was made for another trace, and InfeasiblePlanError, naming stage and
-    block, when a move does not fit the trace, a budget is exceeded, the iteration is not cyclic, or stages
-    and links wait for each other for ever.
+    Raises PlanError when the plan was made for another trace, UnsupportedError when it recomputes blocks, and
+    InfeasiblePlanError, naming stage and block, when a move or an update does not fit the trace, a budget is exceeded,
+    the iteration is not cyclic, or stages and links wait for each other for ever.
     """
     return _Replay(trace, plan, compile_program(trace, plan)).run()
 
@@ -48,12 +53,13 @@ class _Replay:
     """State of one replay. Block states: on the device, in transit (either way), or away."""
 
     def __init__(self, trace: Trace, plan: Plan, program: Program) -> None:
-        self.trace = trace
+        self.source = trace
+        self.trace = program.trace
         self.plan = plan
         self.program = program
         self.device_budget = plan.budgets.device_bytes
         self.lower_budget = {"host": plan.budgets.host_bytes, "storage": plan.budgets.storage_bytes}
-        self.channels = {link.name: Channel(link) for link in trace.hardware.links}
+        self.links = Links(trace.hardware)
         self.state: list[Literal["device", "leaving", "coming", "away"]] = ["away"] * len(trace.blocks)
         self.copies: list[set[str]] = [set() for _ in trace.blocks]
         self.places: list[set[str]] = [set() for _ in trace.blocks]
@@ -64,10 +70,13 @@ class _Replay:
         self.iteration_began = 0.0
         self.reached_at = 0.0
         self.waiting_bytes = 0  # outputs and workspace of the stage that is reached and has not started
-        self.events: list[tuple[float, int, str]] = []  # (time, tie-break, link name or "" for the stage)
-        self.sequence = 0
+        self.updates: deque[tuple[int, float]] = deque()  # subgroups that may update on the host, and since when
+        self.updating: tuple[int, float, float] | None = None  # the one that does, when it was queued and when it began
+        self.landed: set[int] = set()  # gradients that wait for their update on the host
+        self.stale: set[int] = set()  # parameters that wait for it
         self.times: list[StageTimes] = []
         self.transfers: list[Transfer] = []
+        self.updated: list[HostUpdate] = []
         self.moved: dict[str, int] = {}
 
     def run(self) -> Timeline:
@@ -84,10 +93,10 @@ class _Replay:
     def _begin(self) -> None:
         """Put every persistent block where the plan says it waits."""
         for block in self.trace.blocks:
-            if not block.persistent:
-                continue
             for tier in self.program.persistent_places[block.id]:
                 self._take_place(block.id, tier, stage=0)
+            if not block.persistent:
+                continue
             where = self.program.initial[block.id]
             if where == "device":
                 self.state[block.id] = "device"
@@ -103,7 +112,7 @@ class _Replay:
         self.peak["device"] = self.used["device"]
 
     def _one_iteration(self) -> Timeline:
-        self.times, self.transfers, self.moved = [], [], {}
+        self.times, self.transfers, self.updated, self.moved = [], [], [], {}
         began = self.now
         self.iteration_began = began
         for stage in range(len(self.trace.stages)):
@@ -115,6 +124,7 @@ class _Replay:
             iteration_seconds=self.now - began,
             stages=tuple(self.times),
             transfers=tuple(self.transfers),
+            updates=tuple(self.updated),
             peak_bytes=dict(self.peak),
             moved_bytes=dict(self.moved),
             storage_written_bytes=sum(
@@ -125,6 +135,8 @@ class _Replay:
     def _reach(self, stage: int) -> None:
         self.reached_at = self.now
         self.waiting_bytes = self.program.need_bytes[stage]
+        for subgroup in self.program.updates[stage]:
+            self.updates.append((subgroup, self.now))
         for index in self.program.prefetches[stage]:
             self._queue(index, inward=True)
         self._dispatch()
@@ -140,8 +152,8 @@ class _Replay:
         self._take_device(self.waiting_bytes)
         self.waiting_bytes = 0
         end = start + self.trace.stages[stage].duration_seconds
-        while self.events and self.events[0][0] <= end:
-            self._complete_transfer()
+        while self._proceed(end):
+            pass
         self.now = end
         self.times.append(
             StageTimes(
@@ -167,9 +179,9 @@ class _Replay:
         size = self.trace.blocks[block].size_bytes
         self.state[block] = "away"
         self.used["device"] -= size
-        for tier in self.places[block]:
+        for tier in self.places[block] - self.program.persistent_places[block]:
             self.used[tier] -= size
-        self.places[block].clear()
+        self.places[block] &= self.program.persistent_places[block]
         self.copies[block].clear()
 
     def _drop(self, index: int) -> None:
@@ -184,6 +196,8 @@ class _Replay:
             )
         self.state[block.id] = "away"
         self.used["device"] -= block.size_bytes
+        if index in self.program.awaiting:  # until the update has written it
+            self.stale.add(block.id)
 
     def _queue(self, index: int, *, inward: bool) -> None:
         move = self.plan.moves[index]
@@ -196,18 +210,20 @@ class _Replay:
             queued=self.now,
         )
         name = f"{move.tier}->device" if inward else f"device->{move.tier}"
-        self.channels[name].queue.append(job)
+        self.links.channels[name].queue.append(job)
         if not inward:
             self.state[move.block] = "leaving"
 
     def _dispatch(self) -> None:
-        """Let every idle link begin the head of its queue if it can."""
-        for name, channel in self.channels.items():
+        """Let every idle link begin the head of its queue if it can, and the host's processor likewise."""
+        if self.updating is None and self.updates and self.program.gradients[self.updates[0][0]] <= self.landed:
+            self.updating = (*self.updates.popleft(), self.now)
+        for channel in self.links.channels.values():
             if channel.active is not None or not channel.queue:
                 continue
             job = channel.queue[0]
             if job.inward:
-                if self.state[job.block] != "away":
+                if self.state[job.block] != "away" or job.block in self.stale:
                     continue
                 if self.used["device"] + self.waiting_bytes + job.size > self.device_budget:
                     continue
@@ -215,26 +231,54 @@ class _Replay:
                 self.state[job.block] = "coming"
             else:
                 self._take_place(job.block, job.tier, stage=len(self.times) % len(self.trace.stages))
-            channel.queue.popleft()
-            channel.active = job
-            channel.began = self.now
-            self.sequence += 1
-            heapq.heappush(self.events, (self.now + channel.link.seconds(job.size), self.sequence, name))
+            self.links.begin(channel, self.now)
 
-    def _complete_transfer(self) -> None:
-        """Take the earliest transfer to its end, and go on from there."""
-        self.now, _, name = heapq.heappop(self.events)
-        channel = self.channels[name]
-        job = channel.active
-        assert job is not None  # a channel with an event is active
-        channel.active = None
+    def _proceed(self, limit: float) -> bool:
+        """Go on to the next thing that a link or the host's processor does, unless that is after `limit`."""
+        channel = self.links.next()
+        update_end = inf
+        if self.updating is not None:
+            update_end = self.updating[2] + (self.source.subgroups[self.updating[0]].host_seconds or 0.0)
+        if channel is not None and channel.event <= update_end:
+            if channel.event > limit:
+                return False
+            self.now = channel.event
+            job = self.links.proceed(channel)
+            if job is not None:
+                self._complete_transfer(channel, job)
+            return True
+        if update_end > limit or self.updating is None:
+            return False
+        self.now = update_end
+        self._complete_update(*self.updating)
+        return True
+
+    def _complete_update(self, subgroup: int, queued: float, began: float) -> None:
+        self.updating = None
+        self.landed -= self.program.gradients[subgroup]
+        self.stale -= self.program.parameters[subgroup]
+        self.updated.append(
+            HostUpdate(
+                subgroup=subgroup,
+                queued_seconds=queued - self.iteration_began,
+                start_seconds=began - self.iteration_began,
+                end_seconds=self.now - self.iteration_began,
+            )
+        )
+        self._dispatch()
+
+    def _complete_transfer(self, channel: Channel, job: Job) -> None:
+        name = channel.link.name
         self.moved[name] = self.moved.get(name, 0) + job.size
         if job.inward:
             self.state[job.block] = "device"
         else:
             self.state[job.block] = "away"
             self.used["device"] -= job.size
-            self.copies[job.block].add(job.tier)
+            if self.plan.moves[job.move].prefetch is None:
+                self.landed.add(job.block)
+            else:
+                self.copies[job.block].add(job.tier)
         began = self.iteration_began
         self.transfers.append(
             Transfer(
@@ -249,8 +293,7 @@ class _Replay:
         self._dispatch()
 
     def _next_event(self, stage: int) -> None:
-        if self.events:
-            self._complete_transfer()
+        if self._proceed(inf):
             return
         missing = [block for block in self.program.inputs[stage] if self.state[block] != "device"]
         name = self.trace.stages[stage].name
@@ -274,7 +317,7 @@ class _Replay:
         if tier in self.places[block]:
             return
         self.places[block].add(tier)
-        self.used[tier] += self.trace.blocks[block].size_bytes
+        self.used[tier] += self.source.blocks[block].size_bytes
         self.peak[tier] = max(self.peak[tier], self.used[tier])
         limit = self.lower_budget[tier]
         if limit is not None and self.used[tier] > limit:
@@ -287,9 +330,9 @@ class _Replay:
 
 
 def _same(one: Timeline, other: Timeline) -> bool:
-    """Whether two iterations agree in the time of every stage and transfer: a link may lag behind more and more
-    before any stage has to wait for it."""
-    if len(one.transfers) != len(other.transfers):
+    """Whether two iterations agree in the time of every stage, transfer and update: a link may lag behind more and
+    more before any stage has to wait for it."""
+    if len(one.transfers) != len(other.transfers) or len(one.updates) != len(other.updates):
         return False
     tolerance = _SAME * max(other.iteration_seconds, 1e-12)
     pairs = zip(_times(one), _times(other), strict=True)
@@ -302,3 +345,5 @@ def _times(timeline: Timeline) -> Iterator[float]:
         yield from (stage.start_seconds, stage.end_seconds)
     for transfer in timeline.transfers:
         yield from (transfer.start_seconds, transfer.end_seconds)
+    for update in timeline.updates:
+        yield from (update.start_seconds, update.end_seconds)

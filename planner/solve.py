@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections import defaultdict
 from dataclasses import dataclass
 
 import pulp
 
+from planner.coarse_model import CoarseModel
 from planner.errors import SolverError
-from planner.formulation import CoarseModel
 from planner.plan import SolverReport, WaitingTier
 
 __all__ = ["DEFAULT_GAP", "DEFAULT_THREADS", "DEFAULT_WRITE_WEIGHT", "Solution", "SolverSettings", "pick_solver", "solve"]
@@ -18,6 +19,7 @@ __all__ = ["DEFAULT_GAP", "DEFAULT_THREADS", "DEFAULT_WRITE_WEIGHT", "Solution",
 DEFAULT_GAP = 0.005
 DEFAULT_THREADS = 2
 DEFAULT_WRITE_WEIGHT = 0.005
+_NOTHING = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +34,10 @@ class SolverSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """Tiers by period index, and the solver's report."""
+    """Tiers by period index, subgroups that update on the host, and the solver's report."""
 
     tiers: dict[int, WaitingTier]
+    on_host: frozenset[int]
     report: SolverReport
 
 
@@ -58,7 +61,7 @@ def solve(
     began = time.perf_counter()
     try:
         model.program.solve(solver)
-    except pulp.PulpSolverError as problem:
+    except (pulp.PulpSolverError, IndexError) as problem:
         raise SolverError(
             f"{name} failed: {problem}; give a longer solver_time_limit or another policy"
         ) from problem
@@ -80,10 +83,11 @@ def solve(
             build_seconds=build_seconds,
             solve_seconds=seconds,
         )
-        return Solution(tiers=_chosen_tiers(model), report=report)
+        return Solution(tiers=_chosen_tiers(model), on_host=_on_host(model), report=report)
     bound = _dual_bound(name, model, unit_seconds)
     return Solution(
         tiers=_chosen_tiers(model),
+        on_host=_on_host(model),
         report=SolverReport(
             name=name,
             status="optimal" if proved else "feasible",
@@ -128,9 +132,39 @@ def _dual_bound(name: str, model: CoarseModel, unit_seconds: float) -> float | N
 
 
 def _chosen_tiers(model: CoarseModel) -> dict[int, WaitingTier]:
-    """Period index → tier, read from a solution."""
-    tiers: dict[int, WaitingTier] = {}
+    """Period index → tier, read from a solution; where it is fractional, rounded so that each tier gets about as many
+    bytes as it should around any time: what is rounded off is carried on to the next period."""
+    shares: dict[tuple[int, ...], dict[WaitingTier, float]] = {}
+    spans: dict[tuple[int, ...], tuple[int, int, int]] = {}
     for entry in model.periods:
-        if (entry.chosen.value() or 0.0) > 0.5:
-            tiers.update(dict.fromkeys(entry.period.indices, entry.route.tier))
+        value = entry.chosen.value() or 0.0
+        if value > _NOTHING:
+            shares.setdefault(entry.period.indices, {})[entry.route.tier] = value
+            spans[entry.period.indices] = (entry.period.begin, entry.period.end, entry.block_class.size_bytes)
+    tiers: dict[int, WaitingTier] = {}
+    carried: dict[WaitingTier, float] = defaultdict(float)
+    for indices in sorted(shares, key=lambda indices: (spans[indices], indices)):
+        size = spans[indices][2]
+        best = max(shares[indices], key=lambda tier: shares[indices][tier] * size + carried[tier])
+        whole = max(shares[indices].values()) > 1 - _NOTHING
+        if not whole:
+            for tier, share in shares[indices].items():
+                carried[tier] += share * size
+            if carried[best] < size / 2:
+                continue
+            carried[best] -= size
+        tiers.update(dict.fromkeys(indices, max(shares[indices], key=shares[indices].__getitem__) if whole else best))
     return tiers
+
+
+def _on_host(model: CoarseModel) -> frozenset[int]:
+    """Subgroups that update on the host, rounded likewise."""
+    chosen: set[int] = set()
+    carried = 0.0
+    for update in model.updates:
+        share, size = update.chosen.value() or 0.0, update.windows.host_bytes
+        carried += share * size
+        if share > _NOTHING and carried >= size / 2:
+            chosen.add(int(update.windows.name))
+            carried -= size
+    return frozenset(chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["StageTimes", "Timeline", "Transfer"]
+__all__ = ["HostUpdate", "StageTimes", "Timeline", "Transfer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,16 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostUpdate:
+    """One subgroup's update on the host's processor in the steady state. Queued when its phase was reached."""
+
+    subgroup: int
+    queued_seconds: float
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """What a plan does in one iteration of the steady state.
 
@@ -46,6 +56,7 @@ class Timeline:
     peak_bytes: dict[str, int]
     moved_bytes: dict[str, int]
     storage_written_bytes: int
+    updates: tuple[HostUpdate, ...] = ()
 
     @property
     def stall_seconds(self) -> float:

@@ -8,7 +8,7 @@ import os
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import FailFast, Field, ValidationError, model_validator
 
 from planner.errors import TraceError
 from planner.files import FrozenModel, describe, read_model, write_atomic
@@ -21,7 +21,10 @@ Phase = Literal["forward", "backward", "optimizer", "user"]
 BlockKind = Literal["parameter", "gradient", "optimizer_state", "activation", "buffer"]
 Bytes = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
-Id = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=1e-60)]
+Id = Annotated[int, Field(ge=0, lt=2**63)]
+Ids = Annotated[tuple[Id, ...], FailFast()]
+"""FailFast: the first fault of a list is told; to collect them all could take gigabytes."""
 
 
 class Link(FrozenModel):
@@ -29,7 +32,7 @@ class Link(FrozenModel):
 
     from_tier: Tier = Field(validation_alias="from", serialization_alias="from")
     to_tier: Tier = Field(validation_alias="to", serialization_alias="to")
-    bytes_per_second: float = Field(gt=0)
+    bytes_per_second: Rate
     latency_seconds: Seconds = 0.0
 
     @property
@@ -48,6 +51,17 @@ class Link(FrozenModel):
         return self
 
 
+class SharedRate(FrozenModel):
+    """What several links carry together at the most, where they share a bus or a drive.
+
+    While more than one of `links` (names such as "device->storage") is busy, the rate is divided max-min fairly.
+    """
+
+    name: str
+    links: Annotated[tuple[str, ...], FailFast()] = Field(min_length=2)
+    bytes_per_second: Rate
+
+
 class Hardware(FrozenModel):
     """Capacities and measured rates of the machine that the trace was taken on."""
 
@@ -55,8 +69,9 @@ class Hardware(FrozenModel):
     device_memory_bytes: Bytes
     host_memory_bytes: Bytes = 0
     storage_bytes: Bytes = 0
-    links: tuple[Link, ...] = ()
-    host_update_elements_per_second: float | None = Field(default=None, gt=0)
+    links: Annotated[tuple[Link, ...], FailFast()] = ()
+    shared: Annotated[tuple[SharedRate, ...], FailFast()] = ()
+    host_update_elements_per_second: Rate | None = None
 
     @model_validator(mode="after")
     def _links_once(self) -> Self:
@@ -64,6 +79,12 @@ class Hardware(FrozenModel):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"links must be given once each, found twice: {', '.join(twice)}")
+        for shared in self.shared:
+            unknown = sorted(set(shared.links) - set(names))
+            if unknown:
+                raise ValueError(f"shared rate {shared.name!r} names links that there are not: {', '.join(unknown)}")
+            if len(set(shared.links)) != len(shared.links):
+                raise ValueError(f"shared rate {shared.name!r} names a link twice: {', '.join(shared.links)}")
         return self
 
     def link(self, from_tier: Tier, to_tier: Tier) -> Link | None:
@@ -96,8 +117,8 @@ class Block(FrozenModel):
     kind: BlockKind
     size_bytes: Bytes
     persistent: bool
-    reads: tuple[Id, ...]
-    writes: tuple[Id, ...]
+    reads: Ids
+    writes: Ids
     movable: bool = True
 
     @cached_property
@@ -118,23 +139,27 @@ class Block(FrozenModel):
 
 
 class Subgroup(FrozenModel):
-    """One optimizer subgroup: its update runs in `stage` and touches `blocks`."""
+    """One optimizer subgroup: its update runs in `stage` and touches `blocks`.
+
+    `device_seconds`: its share of the stage's duration. `host_seconds`: what the update takes on the host's
+    processor; None where it cannot run there.
+    """
 
     id: Id
     stage: Id
-    blocks: tuple[Id, ...]
+    blocks: Ids
     elements: Annotated[int, Field(ge=0)]
     device_seconds: Seconds
-    host_seconds: Seconds
+    host_seconds: Seconds | None = None
 
 
 class RecomputeGroup(FrozenModel):
     """Running `stage` again (from `reads`) regenerates `blocks`."""
 
-    blocks: tuple[Id, ...]
+    blocks: Ids
     stage: Id
     duration_seconds: Seconds
-    reads: tuple[Id, ...]
+    reads: Ids
 
 
 class Trace(FrozenModel):
@@ -149,10 +174,10 @@ class Trace(FrozenModel):
     name: str
     created_by: str = ""
     hardware: Hardware
-    stages: tuple[Stage, ...] = Field(min_length=1)
-    blocks: tuple[Block, ...] = ()
-    subgroups: tuple[Subgroup, ...] = ()
-    recompute: tuple[RecomputeGroup, ...] = ()
+    stages: Annotated[tuple[Stage, ...], FailFast()] = Field(min_length=1)
+    blocks: Annotated[tuple[Block, ...], FailFast()] = ()
+    subgroups: Annotated[tuple[Subgroup, ...], FailFast()] = ()
+    recompute: Annotated[tuple[RecomputeGroup, ...], FailFast()] = ()
     stored_fingerprint: str | None = Field(
         default=None, validation_alias="fingerprint", serialization_alias="fingerprint", exclude=True
     )
@@ -161,6 +186,8 @@ class Trace(FrozenModel):
     def fingerprint(self) -> str:
         """Hash of the content, name and creator apart: equal traces have equal fingerprints."""
         content = self.model_dump(mode="json", by_alias=True, exclude={"name", "created_by"})
+        if not self.hardware.shared:
+            del content["hardware"]["shared"]  # added later: fingerprints of traces without it stay what they were
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -183,6 +210,11 @@ class Trace(FrozenModel):
         for subgroup in self.subgroups:
             _check_ids(f"subgroup {subgroup.id}", (subgroup.stage,), stages, "stage")
             _check_ids(f"subgroup {subgroup.id}", subgroup.blocks, blocks, "block")
+            if subgroup.device_seconds > self.stages[subgroup.stage].duration_seconds * (1 + 1e-9):
+                raise ValueError(
+                    f"subgroup {subgroup.id} takes {subgroup.device_seconds} s of stage {subgroup.stage}, which lasts "
+                    f"{self.stages[subgroup.stage].duration_seconds} s"
+                )
         for position, group in enumerate(self.recompute):
             _check_ids(f"recompute {position}", (group.stage,), stages, "stage")
             _check_ids(f"recompute {position}", (*group.blocks, *group.reads), blocks, "block")

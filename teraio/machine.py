@@ -16,6 +16,8 @@ from runtime.storage.posix import PosixStore
 from teraio.options import Options
 
 _RESERVE = 0.1
+_INDEPENDENT = 0.95
+"""Links that together carry this share of the sum of what each carries alone share nothing."""
 
 
 _rates_by_drives: dict[tuple[int, ...], LinkRates] = {}
@@ -83,6 +85,7 @@ class Machine:
     def hardware(self) -> planner.Hardware:
         """Capacities and measured link rates, for the trace."""
         links: tuple[planner.Link, ...] = ()
+        shared: tuple[planner.SharedRate, ...] = ()
         if self._rates is not None:
             links = (
                 planner.Link(
@@ -98,6 +101,10 @@ class Machine:
                     latency_seconds=self._rates.read_latency_seconds,
                 ),
             )
+            names = tuple(link.name for link in links)
+            both = self._rates.duplex_write_bytes_per_second + self._rates.duplex_read_bytes_per_second
+            if both < _INDEPENDENT * sum(link.bytes_per_second for link in links):
+                shared = (planner.SharedRate(name="drives", links=names, bytes_per_second=both),)
         memory = psutil.virtual_memory().total
         if self._device.type == "cuda":
             memory = torch.cuda.get_device_properties(self._device).total_memory
@@ -106,6 +113,7 @@ class Machine:
             device_memory_bytes=memory,
             storage_bytes=self._store.limit_bytes if self._store is not None else 0,
             links=links,
+            shared=shared,
         )
 
     def moved_bytes(self) -> dict[str, int]:

@@ -64,15 +64,15 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
 
 
 def parse_bytes(name: str, value: Any) -> int:
-    """Bytes from a number or from text like "24GiB", "1.5 GB". Raises OptionsError."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    """Bytes from a number or from text like "24GiB", "1.5 GB". Raises OptionsError, also from 2^63 on."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63:
         return value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if match is not None and match[2].upper() in _UNITS:
-            size = int(float(match[1]) * _UNITS[match[2].upper()])
-            if size > 0:
-                return size
+            size = float(match[1]) * _UNITS[match[2].upper()]
+            if 1 <= size < 2**63:
+                return int(size)
     raise OptionsError(f"option {name}: found {value!r}, wanted a positive number of bytes, or text such as '24GiB' or '500MB'")
 
 

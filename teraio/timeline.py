@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from planner import Plan
+from planner import Plan, UnsupportedError
 from runtime.block import Block
 from runtime.pager import Pager
 
@@ -85,13 +85,19 @@ class Hints:
 
 
 def lay_out_plan(plan: Plan, recorded: Iteration, ids: dict[Block, int], sizes: Sequence[int]) -> Hints:
-    """Turn a plan for the trace of `recorded` into hints; `ids` are the trace ids of its blocks."""
+    """Turn a plan for the trace of `recorded` into hints; `ids` are the trace ids of its blocks.
+
+    Raises UnsupportedError for a plan with updates on the host.
+    """
+    if any(update.where == "host" for update in plan.updates):
+        raise UnsupportedError("the plan runs optimizer updates on the host, which training cannot do yet; plan without")
     count = len(recorded.stages)
     leave: list[list[int]] = [[] for _ in range(count)]
     fetch: list[list[int]] = [[] for _ in range(count)]
     for move in plan.moves:  # their order is that of the links' queues
         start = move.after if move.offload is None else move.offload.start
         leave[start % count].append(move.block)
+        assert move.prefetch is not None  # only updates on the host consume blocks
         fetch[move.prefetch.start % count].append(move.block)
     return Hints(
         regions=tuple((r.identity, r.first) for r in recorded.regions),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import product
+from itertools import permutations, product
 from math import prod
 from typing import Any
 
 from planner import Budgets, InfeasiblePlanError, Trace, floor, simulate
 from planner.lifetimes import live_bytes
 from planner.problem import Decision, Decisions, Problem, build_plan
+from planner.updates import host_updatable
 
 
 def small_problem(rng: random.Random, *, most_combinations: int) -> Problem:
@@ -25,6 +26,68 @@ def small_problem(rng: random.Random, *, most_combinations: int) -> Problem:
             return problem
 
 
+def small_training(rng: random.Random, *, most_combinations: int) -> Problem:
+    """One or two layers whose subgroups can update on the host; in few enough ways to try all."""
+    while True:
+        trace = _training_trace(rng)
+        smallest, most = floor(trace)[0], max(live_bytes(trace))
+        if smallest >= most:
+            continue
+        problem = Problem.of(trace, Budgets(device_bytes=rng.randint(smallest, most - 1)))
+        ways = sum(prod(len(options) for options in _options(each)) for each in placements(problem))
+        if ways <= most_combinations:
+            return problem
+
+
+def placements(problem: Problem) -> Iterator[Problem]:
+    """The problem with every choice and order of subgroups that update on the host."""
+    updatable = [subgroup.id for subgroup in host_updatable(problem.source)]
+    for count in range(len(updatable) + 1):
+        for on_host in permutations(updatable, count):
+            yield Problem.of(problem.source, problem.budgets, on_host)
+
+
+def _training_trace(rng: random.Random) -> Trace:
+    layers = rng.choice([1, 1, 2])
+    names = [f"forward/{i}" for i in range(layers)] + [f"backward/{i}" for i in reversed(range(layers))]
+    names += [f"optimizer/{i}" for i in range(layers)]
+    stages = [
+        {
+            "id": number,
+            "name": name,
+            "phase": name.split("/")[0],
+            "duration_seconds": rng.choice([0.5, 1.0, 2.0]),
+            "workspace_bytes": rng.choice([0, 0, 5, 20]),
+        }
+        for number, name in enumerate(names)
+    ]
+    blocks: list[dict[str, Any]] = []
+    subgroups = []
+    for layer in range(layers):
+        uses = sorted({layer, rng.choice([layer, 2 * layers - 1 - layer]), 2 * layers + layer})
+        size, update = rng.choice([5, 10]), uses[-1]
+        parts: list[tuple[str, int, bool, list[int], list[int]]] = [
+            ("parameter", size, True, uses, [update]),
+            ("gradient", size, False, [update], [2 * layers - 1 - layer]),
+            ("optimizer_state", 2 * size, True, [update], [update]),
+        ]
+        first = len(blocks)
+        for kind, bytes_, persistent, reads, writes in parts:
+            block = {"id": len(blocks), "name": kind, "kind": kind, "size_bytes": bytes_, "persistent": persistent}
+            blocks.append({**block, "reads": reads, "writes": writes})
+        share = stages[update]["duration_seconds"] * rng.choice([0.5, 1.0])
+        times = {"device_seconds": share, "host_seconds": rng.choice([0.2, 1.0, 3.0])}
+        subgroups.append({"id": layer, "stage": update, "blocks": [first, first + 1, first + 2], "elements": 1, **times})
+    latency = rng.choice([0.0, 0.1])
+    pairs = [("device", "host", 20.0), ("host", "device", rng.choice([10.0, 20.0]))]
+    links = [{"from": a, "to": b, "bytes_per_second": r, "latency_seconds": latency} for a, b, r in pairs]
+    machine: dict[str, Any] = {"name": "made up", "device_memory_bytes": 1000, "links": links}
+    if rng.random() < 0.3:
+        machine["shared"] = [{"name": "bus", "links": ["device->host", "host->device"], "bytes_per_second": 20.0}]
+    fields = {"hardware": machine, "stages": stages, "blocks": blocks, "subgroups": subgroups}
+    return Trace.model_validate({"name": "small training", **fields})
+
+
 def _small_trace(rng: random.Random) -> Trace:
     count = rng.randint(3, 7)
     pairs = [("device", "storage", 10.0), ("storage", "device", rng.choice([10.0, 20.0]))]
@@ -32,6 +95,7 @@ def _small_trace(rng: random.Random) -> Trace:
         pairs += [("device", "host", 20.0), ("host", "device", rng.choice([10.0, 30.0]))]
     latency = rng.choice([0.0, 0.0, 0.1])
     links = [{"from": a, "to": b, "bytes_per_second": r, "latency_seconds": latency} for a, b, r in pairs]
+    shared = [{"name": "drive", "links": ["device->storage", "storage->device"], "bytes_per_second": rng.choice([8.0, 15.0])}]
     stages = [
         {
             "id": number,
@@ -44,6 +108,8 @@ def _small_trace(rng: random.Random) -> Trace:
     ]
     blocks = [_block(rng, number, count) for number in range(rng.randint(2, 5))]
     machine = {"name": "made up", "device_memory_bytes": 1000, "links": links}
+    if rng.random() < 0.3:
+        machine["shared"] = shared
     return Trace.model_validate({"name": "small", "hardware": machine, "stages": stages, "blocks": blocks})
 
 
@@ -63,16 +129,19 @@ def _block(rng: random.Random, number: int, count: int) -> dict[str, Any]:
 
 
 def _options(problem: Problem) -> list[list[Decision | None]]:
-    """Per period: stay, or every tier × stage to leave after × stage to begin the prefetch at."""
+    """Per period: stay, or every tier × stage to leave after × stage to begin the prefetch at.
+
+    Clean blocks are dropped right away, and what an update on the host needs cannot stay.
+    """
     return [
-        [None]
+        [None] * (index not in problem.updated)
         + [
             Decision(tier=route.tier, leave=leave, start=start)
-            for route in problem.routes
-            for leave in range(period.after, period.before)
+            for route in problem.routes_of(index)
+            for leave in range(period.after, period.after + 1 if period.frozen else period.before)
             for start in range(leave + 1, period.before + 1)
         ]
-        for period in problem.periods
+        for index, period in enumerate(problem.periods)
     ]
 
 
@@ -80,7 +149,7 @@ def all_decisions(problem: Problem) -> Iterator[Decisions]:
     """Every combination of decisions that leaves enough periods to the lower tiers for each stage to fit."""
     budget = problem.budgets.device_bytes
     options = _options(problem)
-    for moved in product([False, True], repeat=len(options)):
+    for moved in product(*([False, True] if choices[0] is None else [True] for choices in options)):
         absent = [
             sum(problem.periods[index].size_bytes for index in covering if moved[index])
             for covering in problem.covering
@@ -88,7 +157,8 @@ def all_decisions(problem: Problem) -> Iterator[Decisions]:
         if any(live - away > budget for live, away in zip(problem.live_bytes, absent, strict=True)):
             continue
         chosen = [index for index, moves in enumerate(moved) if moves]
-        for combination in product(*(options[index][1:] for index in chosen)):
+        moves = [[choice for choice in options[index] if choice is not None] for index in chosen]
+        for combination in product(*moves):
             yield {
                 index: decision
                 for index, decision in zip(chosen, combination, strict=True)
@@ -106,7 +176,7 @@ def best_seconds(problem: Problem) -> float:
             continue  # a clean block is dropped right away, whatever `leave` says
         seen.add(plan.moves)
         try:
-            best = min(best, simulate(problem.trace, plan).iteration_seconds)
+            best = min(best, simulate(problem.source, plan).iteration_seconds)
         except InfeasiblePlanError:
             pass
     return best

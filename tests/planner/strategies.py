@@ -11,12 +11,18 @@ from planner import Budgets, Plan, Trace, floor, simulate
 from planner.evict import evict_furthest
 from planner.lifetimes import live_bytes
 from planner.problem import Decision, Decisions, Problem, build_plan
+from planner.updates import host_updatable
 
 KINDS = ("parameter", "gradient", "optimizer_state", "activation", "buffer")
 
 
-def hardware(*, host: bool = False, rate: float = 100.0, latency: float = 0.0) -> dict[str, Any]:
-    """Links device <-> storage at `rate` bytes per second, and device <-> host at four times that."""
+def hardware(
+    *, host: bool = False, rate: float = 100.0, latency: float = 0.0, drive: float = 0.0, bus: float = 0.0
+) -> dict[str, Any]:
+    """Links device <-> storage at `rate` bytes per second, and device <-> host at four times that.
+
+    drive: what both directions to storage share, in `rate`; bus: what both links out share, and both in; 0: nothing.
+    """
     pairs = [("device", "storage", rate), ("storage", "device", rate)]
     if host:
         pairs += [("device", "host", 4 * rate), ("host", "device", 4 * rate)]
@@ -26,7 +32,21 @@ def hardware(*, host: bool = False, rate: float = 100.0, latency: float = 0.0) -
         "links": [
             {"from": a, "to": b, "bytes_per_second": r, "latency_seconds": latency} for a, b, r in pairs
         ],
+        "shared": shared_rates(host=host, drive=drive * rate, bus=bus * rate),
     }
+
+
+def shared_rates(*, host: bool, drive: float, bus: float) -> list[dict[str, Any]]:
+    """The drive's and the bus's, in bytes per second; 0: not shared."""
+    shared = []
+    if drive:
+        shared.append({"name": "drive", "links": ["device->storage", "storage->device"], "bytes_per_second": drive})
+    if bus and host:
+        shared += [
+            {"name": f"bus {way}", "links": [way.replace("*", "host"), way.replace("*", "storage")], "bytes_per_second": bus}
+            for way in ("device->*", "*->device")
+        ]
+    return shared
 
 
 @st.composite
@@ -63,7 +83,12 @@ def traces(draw: st.DrawFn, *, most_stages: int = 12, most_blocks: int = 14) -> 
                 "movable": draw(st.integers(0, 5)) > 0,
             }
         )
-    machine = hardware(host=draw(st.booleans()), latency=draw(st.sampled_from([0.0, 0.05])))
+    machine = hardware(
+        host=draw(st.booleans()),
+        latency=draw(st.sampled_from([0.0, 0.05])),
+        drive=draw(st.sampled_from([0.0, 0.0, 0.5, 1.2])),
+        bus=draw(st.sampled_from([0.0, 0.0, 0.8, 4.0])),
+    )
     return Trace.model_validate({"name": "random", "hardware": machine, "stages": stages, "blocks": blocks})
 
 
@@ -75,17 +100,79 @@ def problems(draw: st.DrawFn, **sizes: int) -> tuple[Trace, Budgets]:
     return trace, Budgets(device_bytes=draw(st.integers(smallest, max(live_bytes(trace)))))
 
 
+@st.composite
+def trainings(draw: st.DrawFn, *, most_layers: int = 4) -> Trace:
+    """A training step with a host tier, whose optimizer subgroups can update on the host, but for some that cannot.
+
+    Per layer a forward and a backward stage; a parameter, a gradient, states and an activation.
+    """
+    layers = draw(st.integers(1, most_layers))
+    seconds = st.sampled_from([0.1, 0.5, 1.0])
+    sizes = [draw(st.sampled_from([0, 5, 10, 40])) for _ in range(layers)]
+    names = [f"forward/{i}" for i in range(layers)] + [f"backward/{i}" for i in reversed(range(layers))]
+    names += [f"optimizer/{i}" for i in range(layers)]
+    stages = [
+        {
+            "id": number,
+            "name": name,
+            "phase": name.split("/")[0],
+            "duration_seconds": draw(seconds),
+            "workspace_bytes": draw(st.sampled_from([0, 0, 7])),
+        }
+        for number, name in enumerate(names)
+    ]
+    blocks: list[dict[str, Any]] = []
+    subgroups = []
+    for layer, size in enumerate(sizes):
+        forward, backward, update = layer, 2 * layers - 1 - layer, 2 * layers + layer
+        movable = draw(st.integers(0, 5)) > 0
+        wanted: list[tuple[str, int, bool, list[int], list[int]]] = [
+            ("parameter", size, True, sorted({forward, backward, update}), [update]),
+            ("gradient", size, False, [update], [backward]),
+            ("optimizer_state", 2 * size, True, [update], [update]),
+            ("activation", draw(st.sampled_from([5, 20])), False, [backward], [forward]),
+        ]
+        for kind, bytes_, persistent, reads, writes in wanted:
+            block = {"id": len(blocks), "name": f"{kind}.{layer}", "kind": kind, "size_bytes": bytes_}
+            blocks.append({**block, "persistent": persistent, "reads": reads, "writes": writes, "movable": movable})
+        device_seconds = stages[update]["duration_seconds"] * draw(st.sampled_from([1.0, 0.5]))
+        first = 4 * layer
+        subgroups.append(
+            {
+                "id": layer,
+                "stage": update,
+                "blocks": [first, first + 1, first + 2],
+                "elements": size // 4,
+                "device_seconds": device_seconds,
+                "host_seconds": draw(st.sampled_from([None, 0.1, 0.5, 2.0])),
+            }
+        )
+    machine = hardware(host=True, rate=20.0, drive=draw(st.sampled_from([0.0, 1.2])), bus=draw(st.sampled_from([0.0, 3.0])))
+    fields = {"hardware": machine, "stages": stages, "blocks": blocks, "subgroups": subgroups}
+    return Trace.model_validate({"name": "training", **fields})
+
+
+@st.composite
+def training_problems(draw: st.DrawFn, **sizes: int) -> tuple[Trace, Budgets]:
+    """Such a trace, a device budget between its floor and what it needs to move nothing, and perhaps little host memory."""
+    trace = draw(trainings(**sizes))
+    smallest, _ = floor(trace)
+    host = draw(st.sampled_from([None, None, 50, 150]))
+    return trace, Budgets(device_bytes=draw(st.integers(smallest, max(live_bytes(trace)))), host_bytes=host)
+
+
 def random_plan(trace: Trace, budgets: Budgets, rng: random.Random) -> Plan:
     """A plan that nobody would choose but that can be carried out: random moves, starts and tiers.
 
     Replayed in the simulator before it is returned. Raises BudgetError below the floor.
     """
-    problem = Problem.of(trace, budgets)
+    updatable = [subgroup.id for subgroup in host_updatable(trace)] if budgets.host_bytes is None else []
+    problem = Problem.of(trace, budgets, rng.sample(updatable, rng.randint(0, len(updatable))))
     decisions: Decisions = {}
     for index, period in enumerate(problem.periods):
-        if rng.random() < 0.5:
+        if index in problem.updated or rng.random() < 0.5:
             leave = rng.randint(period.after, period.before - 1)
-            route = rng.choice(problem.routes)
+            route = rng.choice(problem.routes_of(index))
             decisions[index] = Decision(tier=route.tier, leave=leave, start=period.before)
     decisions = evict_furthest(problem, decisions, early=rng.random() < 0.5)
     occupied = problem.occupancy(decisions)

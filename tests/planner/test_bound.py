@@ -21,6 +21,7 @@ from planner.problem import Problem
 HAND = Path(__file__).parents[2] / "traces" / "hand"
 SAME = 1 + 1e-9
 TRACES = 300
+TRAININGS = 150
 
 
 def load_exhaustive() -> ModuleType:
@@ -50,6 +51,24 @@ def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close(monkeypatch
             close += bound >= 0.95 * best
     assert min(stalling, wrapping) >= TRACES // 2 and two_tiers >= TRACES // 20
     assert close >= 0.7 * stalling
+
+
+def test_no_plan_with_updates_on_the_host_beats_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    exhaustive, rng = load_exhaustive(), random.Random(21)
+    close = on_host = 0
+    for number in range(TRAININGS):
+        problem = exhaustive.small_training(rng, most_combinations=600)
+        bests = [exhaustive.best_seconds(each) for each in exhaustive.placements(problem)]
+        bounds = [lower_bound_seconds(problem), lower_bound_seconds(problem, most_instants=5)]
+        with monkeypatch.context() as patched:
+            patched.setattr(bound_module, "_MOST_WHOLE", -1)
+            bounds += [lower_bound_seconds(problem, most_instants=most) for most in (5, 24)]
+        which = f"training {number}: {problem.source.model_dump_json()} {problem.budgets}"
+        assert max(bounds) <= min(bests) * SAME, which
+        on_host += bests[0] > min(bests) * SAME
+        close += bounds[0] >= 0.9 * min(bests)
+    assert TRAININGS // 5 <= on_host <= TRAININGS * 4 // 5
+    assert close >= TRAININGS // 2
 
 
 @pytest.mark.parametrize("most_whole", [-1, 32])

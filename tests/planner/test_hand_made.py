@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from planner import BudgetError, Budgets, Plan, Trace, floor, plan, simulate
+from planner import BudgetError, Budgets, InfeasiblePlanError, Plan, Trace, floor, plan, simulate
 
 HAND = Path(__file__).parents[2] / "traces" / "hand"
 
@@ -21,6 +21,13 @@ OPTIMA = [
     ("clean_and_dirty", 20, 5.0, 10, 20),
     ("swap", 30, 14.0, 60, 60),
     ("copy_stays_valid", 15, 8.0, 10, 20),
+    ("one_drive", 30, 4.0, 0, 0),
+    ("one_drive", 20, 6.0, 20, 20),
+    ("two_tiers", 40, 3.0, 0, 0),
+    ("two_tiers", 20, 5.0, 20, 20),
+    ("host_update", 60, 3.0, 0, 0),
+    ("host_update", 40, 5.0, 10, 10),
+    ("no_way_back", 20, 3.0, 0, 0),
 ]
 
 
@@ -30,12 +37,14 @@ def test_the_optimum_is_found(name: str, budget: int, seconds: float, out: int, 
     made = plan(trace, Budgets(device_bytes=budget))
     timeline = simulate(trace, made)
     assert timeline.iteration_seconds == pytest.approx(seconds)
-    assert timeline.moved_bytes.get("device->storage", 0) == out
-    assert timeline.moved_bytes.get("storage->device", 0) == into
-    assert timeline.storage_written_bytes == out
+    moved = timeline.moved_bytes
+    assert sum(moved.get(f"device->{tier}", 0) for tier in ("host", "storage")) == out
+    assert sum(moved.get(f"{tier}->device", 0) for tier in ("host", "storage")) == into
+    assert timeline.storage_written_bytes == moved.get("device->storage", 0)
     assert made.predicted is not None
     assert made.predicted.lower_bound_seconds <= seconds
-    assert made.predicted.stall_seconds == pytest.approx(seconds - trace.ideal_seconds)
+    saved = sum(trace.subgroups[update.subgroup].device_seconds for update in made.updates)
+    assert made.predicted.stall_seconds == pytest.approx(seconds - (trace.ideal_seconds - saved))
 
 
 @pytest.mark.parametrize(
@@ -47,6 +56,10 @@ def test_the_optimum_is_found(name: str, budget: int, seconds: float, out: int, 
         ("clean_and_dirty", 20, 0),
         ("swap", 30, 0),
         ("copy_stays_valid", 10, 0),
+        ("one_drive", 20, 0),
+        ("two_tiers", 20, 0),
+        ("host_update", 40, 0),
+        ("no_way_back", 20, 1),
     ],
 )
 def test_floor(name: str, smallest: int, stage: int) -> None:
@@ -65,6 +78,7 @@ def test_a_block_that_waits_over_the_border_is_in_initial() -> None:
     assert (move.after, move.before) == (2, 6)
     assert move.offload is not None
     assert (move.offload.start, move.offload.free_after) == (2, 3)
+    assert move.prefetch is not None
     assert move.prefetch.start == 5
     assert [(placement.block, placement.tier) for placement in made.initial] == [(0, "storage")]
 
@@ -79,6 +93,36 @@ def test_the_clean_block_is_dropped_and_the_dirty_one_stays() -> None:
 def test_only_the_first_move_of_an_epoch_copies_out() -> None:
     made: Plan = plan(Trace.load(HAND / "copy_stays_valid.json"), Budgets(device_bytes=15))
     assert [move.offload is not None for move in sorted(made.moves, key=lambda m: m.after)] == [True, False]
+
+
+def test_both_tiers_work_side_by_side() -> None:
+    made = plan(Trace.load(HAND / "two_tiers.json"), Budgets(device_bytes=20))
+    assert {move.tier for move in made.moves} == {"host", "storage"}
+
+
+def test_without_room_below_there_is_no_plan() -> None:
+    with pytest.raises(InfeasiblePlanError, match="no room"):
+        plan(Trace.load(HAND / "chain.json"), Budgets(device_bytes=20, storage_bytes=9))
+
+
+def test_the_update_runs_on_the_host_where_that_is_faster() -> None:
+    trace = Trace.load(HAND / "host_update.json")
+    made = plan(trace, Budgets(device_bytes=40))
+    assert [(update.subgroup, update.where) for update in made.updates] == [(0, "host")]
+    gradient, weight = sorted(made.moves, key=lambda move: -move.block)
+    assert (gradient.after, gradient.before, gradient.prefetch) == (1, 2, None)
+    assert (weight.after, weight.before, weight.offload) == (1, 3, None)
+    timeline = simulate(trace, made)
+    (update,) = timeline.updates
+    assert (update.start_seconds, update.end_seconds) == pytest.approx((1.0, 2.0))
+    assert timeline.peak_bytes == {"device": 40, "host": 40, "storage": 0}
+    assert timeline.iteration_seconds < min(
+        simulate(trace, plan(trace, Budgets(device_bytes=40), policy=policy)).iteration_seconds
+        for policy in ("teraio", "g10", "zero-infinity", "belady")
+    )
+    with_little = plan(trace, Budgets(device_bytes=40, host_bytes=39))
+    assert with_little.updates == ()
+    assert simulate(trace, with_little).iteration_seconds == pytest.approx(6.0)
 
 
 def test_every_hand_made_trace_is_used_here() -> None:

@@ -7,9 +7,10 @@ import pytest
 from planner_strategies import hardware, transformer_trace
 
 from planner import BudgetError, Budgets, InfeasiblePlanError, OptionsError, Plan, Trace, plan, simulate
+from planner.evict import evict_furthest
 from planner.exact import _decisions
 from planner.lifetimes import live_bytes
-from planner.plan import SolverReport
+from planner.plan import SolverReport, WaitingTier
 from planner.problem import Problem, build_plan
 from planner.solve import Solution
 
@@ -94,8 +95,10 @@ def test_rounding_never_overfills_a_tier(transformer: Trace) -> None:
     machine: Any = hardware(host=True, rate=4e9, latency=1e-4)
     trace = Trace.model_validate({**transformer.model_dump(by_alias=True), "hardware": machine})
     problem = Problem.of(trace, half(trace).model_copy(update={"host_bytes": 2**26}))
-    everything = Solution(tiers=dict.fromkeys(range(len(problem.periods)), "host"), report=SolverReport())
-    decisions = _decisions(problem, everything)
+    tiers: dict[int, WaitingTier] = dict.fromkeys(range(len(problem.periods)), "host")
+    everything = Solution(tiers=tiers, on_host=frozenset(), report=SolverReport())
+    left, decisions = _decisions(problem, everything)
+    assert left.on_host == ()
     assert {decision.tier for decision in decisions.values()} == {"host", "storage"}
     timeline = simulate(trace, build_plan(problem, decisions, policy="by hand"))
     assert 2**25 < timeline.peak_bytes["host"] <= 2**26
@@ -117,3 +120,31 @@ def test_cbc_stands_in_for_highs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.solver.name == "CBC"
     assert made.solver.status in ("optimal", "feasible")
     assert made.solver.bound_seconds is None
+
+
+def test_only_as_many_updates_on_the_host_as_have_room_there(transformer: Trace) -> None:
+    """A solution that updates everything on the host, which holds the blocks of one subgroup."""
+    stages = [stage for stage in transformer.stages if stage.phase == "optimizer"]
+    subgroups = [
+        {
+            "id": number,
+            "stage": stage.id,
+            "blocks": [b.id for b in transformer.blocks if stage.id in b.uses],
+            "elements": 1,
+            "device_seconds": stage.duration_seconds,
+            "host_seconds": 0.02,
+        }
+        for number, stage in enumerate(stages)
+    ]
+    machine: Any = hardware(host=True, rate=4e9)
+    fields = {**transformer.model_dump(by_alias=True), "hardware": machine, "subgroups": subgroups}
+    trace = Trace.model_validate(fields)
+    size = sum(trace.blocks[block].size_bytes for block in trace.subgroups[0].blocks)
+    problem = Problem.of(trace, half(trace).model_copy(update={"host_bytes": size * 3 // 2}))
+    everything = Solution(tiers={}, on_host=frozenset(range(len(subgroups))), report=SolverReport())
+    left, decisions = _decisions(problem, everything)
+    assert len(subgroups) > 1 and left.on_host == (0,), "the first whose parameters are needed again"
+    filled = evict_furthest(left, decisions, early=True)
+    timeline = simulate(trace, build_plan(left, filled, policy="by hand"))
+    assert [update.subgroup for update in timeline.updates] == [0]
+    assert size <= timeline.peak_bytes["host"] <= size * 3 // 2

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_strategies import problems, random_plan, traces
+from planner_strategies import problems, random_plan, traces, training_problems
 
 from planner import BudgetError, Budgets, InfeasiblePlanError, Plan, Trace, floor, plan, simulate
 from planner.bound import lower_bound_seconds
@@ -41,6 +41,33 @@ def test_on_demand_plans_replay_and_never_beat_the_bound(case: tuple[Trace, Budg
 def test_random_plans_replay_and_never_beat_the_bound(case: tuple[Trace, Budgets], seed: int) -> None:
     trace, budgets = case
     timeline = simulate(trace, random_plan(trace, budgets, random.Random(seed)))
+    assert timeline.peak_bytes["device"] <= budgets.device_bytes
+    assert timeline.iteration_seconds >= lower_bound_seconds(Problem.of(trace, budgets)) * (1 - 1e-9)
+
+
+@given(training_problems())
+@settings(max_examples=25, deadline=None)
+def test_every_plan_with_updates_replays_within_its_budgets(case: tuple[Trace, Budgets]) -> None:
+    trace, budgets = case
+    made = plan(trace, budgets, time_limit_seconds=1)
+    timeline = simulate(trace, made)
+    assert timeline.peak_bytes["device"] <= budgets.device_bytes
+    assert budgets.host_bytes is None or timeline.peak_bytes["host"] <= budgets.host_bytes
+    assert {update.subgroup for update in timeline.updates} == {update.subgroup for update in made.updates}
+    assert made.predicted is not None
+    assert timeline.iteration_seconds == pytest.approx(made.predicted.iteration_seconds)
+    assert timeline.iteration_seconds >= made.predicted.lower_bound_seconds * (1 - 1e-9)
+
+
+@given(training_problems(most_layers=8), st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_random_plans_with_updates_replay_and_never_beat_the_bound(case: tuple[Trace, Budgets], seed: int) -> None:
+    trace, budgets = case
+    try:
+        timeline = simulate(trace, random_plan(trace, budgets, random.Random(seed)))
+    except InfeasiblePlanError:
+        assert budgets.host_bytes is not None  # too small for what such a plan puts there
+        return
     assert timeline.peak_bytes["device"] <= budgets.device_bytes
     assert timeline.iteration_seconds >= lower_bound_seconds(Problem.of(trace, budgets)) * (1 - 1e-9)
 

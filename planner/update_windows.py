@@ -1,0 +1,122 @@
+"""When updates on the host and their copies may happen, in the coarse program's segments and the bound's instants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from planner.problem import Problem
+from planner.segments import Segment
+from planner.trace import Block, Subgroup
+from planner.update_model import Flow, HostWindows
+from planner.updates import gradients, host_start, host_updatable, movable_blocks, parameters, states
+
+__all__ = ["candidates", "chain_of", "grouped", "last_before", "next_after", "segment_windows"]
+
+
+def candidates(problem: Problem) -> tuple[Subgroup, ...]:
+    """Subgroups that can update on the host, where each of them would fit into the host tier by itself."""
+    route = next((route for route in problem.routes if route.tier == "host"), None)
+    if route is None:
+        return ()
+    return tuple(
+        subgroup
+        for subgroup in host_updatable(problem.source)
+        if route.budget_bytes is None
+        or sum(block.size_bytes for block in movable_blocks(problem.source, subgroup)) <= route.budget_bytes
+    )
+
+
+def segment_windows(
+    problem: Problem, segments: Sequence[Segment], subgroup: Subgroup, *, unit_seconds: float, window: int
+) -> HostWindows:
+    """In segments; each flow, and the update, gets at most `window` of them.
+
+    The problem's routes count time in `unit_seconds`, its trace in seconds.
+    """
+    segment_of = [number for number, s in enumerate(segments) for _ in range(s.first, s.last + 1)]
+    trace, stages, route = problem.trace, len(segment_of), problem.route("host")
+
+    def place(stage: int) -> int:
+        return segment_of[stage % stages] + stage // stages * len(segments)
+
+    span, begin = place(subgroup.stage), place(host_start(trace, subgroup))
+    out = grouped(gradients(trace, subgroup), lambda block: (place(last_before(block, subgroup, stages)),))
+    back = grouped(
+        parameters(trace, subgroup),
+        lambda block: (place(last_before(block, subgroup, stages)), place(next_after(block, subgroup, stages))),
+    )
+    flows_out = tuple(
+        Flow(
+            first=after + 1,
+            last=after + 1 + window,
+            absent=range(after + 2, span + 1),
+            size_bytes=_bytes(blocks),
+            seconds=sum(route.outward.seconds(block.size_bytes) for block in blocks),
+        )
+        for (after,), blocks in out.items()
+    )
+    flows_in = tuple(
+        Flow(
+            first=max(begin, before - window),
+            last=before,
+            absent=range(after + 1, before),
+            size_bytes=_bytes(blocks),
+            seconds=sum(route.inward.seconds(block.size_bytes) for block in blocks),
+        )
+        for (after, before), blocks in back.items()
+    )
+    host_seconds = (subgroup.host_seconds or 0.0) / unit_seconds
+    chain, chain_seconds = chain_of(begin, host_seconds, flows_out, flows_in)
+    return HostWindows(
+        name=str(subgroup.id),
+        span=span,
+        device_seconds=subgroup.device_seconds / unit_seconds,
+        host_seconds=host_seconds,
+        held_bytes=_bytes(states(trace, subgroup)),
+        host_bytes=_bytes(movable_blocks(trace, subgroup)),
+        first=begin,
+        last=begin + window,
+        gradients=flows_out,
+        parameters=flows_in,
+        chain=chain,
+        chain_seconds=chain_seconds,
+        at_instants=False,
+    )
+
+
+def chain_of(
+    begin: int, host_seconds: float, gradients: Sequence[Flow], parameters: Sequence[Flow]
+) -> tuple[range, float]:
+    """What must follow one another, and from which span to which: the gradients that can leave last, the update (from
+    span `begin` on), and the parameters that are needed first."""
+    first, before = max([(flow.first, flow.seconds) for flow in gradients], default=(begin, 0.0))
+    last, after = min((flow.last, -flow.seconds) for flow in parameters)
+    if first < begin:
+        first, before = begin, 0.0
+    return range(first, last), before + host_seconds - after
+
+
+def last_before(block: Block, subgroup: Subgroup, stages: int) -> int:
+    """The block's last use before the update's, in the iteration before if need be."""
+    earlier = [use for use in block.uses if use < subgroup.stage]
+    return earlier[-1] if earlier else block.uses[-1] - stages
+
+
+def next_after(block: Block, subgroup: Subgroup, stages: int) -> int:
+    """The block's first use after the update's, in the next iteration if need be."""
+    later = [use for use in block.uses if use > subgroup.stage]
+    return later[0] if later else block.uses[0] + stages
+
+
+def grouped(
+    blocks: Iterable[Block], key: Callable[[Block], tuple[int, ...]]
+) -> dict[tuple[int, ...], list[Block]]:
+    """Blocks by key, in order."""
+    groups: dict[tuple[int, ...], list[Block]] = {}
+    for block in blocks:
+        groups.setdefault(key(block), []).append(block)
+    return groups
+
+
+def _bytes(blocks: Iterable[Block]) -> int:
+    return sum(block.size_bytes for block in blocks)
