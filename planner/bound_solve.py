@@ -19,9 +19,12 @@ def least_stall(program: pulp.LpProblem, *, whole: bool, time_limit_seconds: flo
     `whole`: it is an integer program. Raises SolverError when no solver is installed or it fails, and where a linear
     program is not solved in time.
     """
-    name, solver = pick_solver(SolverSettings(time_limit_seconds=time_limit_seconds, gap=0.0))
+    settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=0.0)
+    name, solver = pick_solver(settings, linear=not whole, vertex=False)
     try:
         program.solve(solver)
+        if not whole and program.sol_status != pulp.LpSolutionOptimal:  # the interior point method got stuck
+            program.solve(pick_solver(settings)[1])
     except (pulp.PulpSolverError, IndexError) as failure:
         raise SolverError(f"{name} failed on the lower bound: {failure}; the simple bound holds") from failure
     if whole and name == "HiGHS":

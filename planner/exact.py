@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from planner.bound import lower_bound_seconds
-from planner.classes import classes_of
-from planner.errors import InfeasiblePlanError, SolverError
+from planner.coarse import MOST_INTEGER_STAGES, coarse_solutions, in_order_of_need
+from planner.errors import InfeasiblePlanError
 from planner.evict import evict_furthest, prune
-from planner.formulation import build_model
 from planner.plan import Plan, Predicted, SolverReport
-from planner.problem import Decision, Decisions, Problem, build_plan, in_units
+from planner.problem import Decision, Decisions, Problem, build_plan
 from planner.room import LowerTiers
 from planner.schedule import StageClock, schedule
-from planner.segments import segments_of
 from planner.simulate import simulate
-from planner.solve import DEFAULT_WRITE_WEIGHT, Solution, SolverSettings, solve
+from planner.solve import DEFAULT_WRITE_WEIGHT, Solution, SolverSettings
 from planner.timeline import Timeline
-from planner.update_windows import candidates, segment_windows
-from planner.updates import movable_blocks, parameters
+from planner.update_windows import candidates
 
 __all__ = ["finish", "optimise"]
 
-_SEGMENTS = 64
-_CLASSES_AT_PEAK = 300  # more blocks than this at once are put together, so that large programs stay solvable
-_UNITS_PER_ITERATION = 100.0  # solvers have absolute tolerances: keep numbers near one
-_WINDOW = 8
-_MOST_INTEGER_STAGES = 64
-"""Longer iterations get the linear relaxation, rounded and made exact: it comes as close to the bound, in a fraction
-of the time, where the integer program often finds nothing within the limit."""
 _CLEARLY_BETTER = 0.999
 _ROUNDS = 3
 _LEADS = (3.0, 1.0, 0.0)
@@ -58,10 +46,12 @@ def optimise(
     """
     if problem.everything_fits:
         return finish(problem, build_plan(problem, {}, policy="ilp"))
-    solutions = _coarse_solutions(problem, settings)
+    solutions = coarse_solutions(problem, settings)
     report = solutions[0].report if solutions else SolverReport(name="none", status="failed")
     # Without a solution the report says so, and a greedy plan stands in.
     starts = [_decisions(problem, solution) for solution in solutions] or [(problem, {})]
+    if problem.stage_count <= MOST_INTEGER_STAGES:
+        starts += _extremes(problem)
     own: list[_Candidate] = []
     too_full: InfeasiblePlanError | None = None
     for start in starts:
@@ -75,6 +65,13 @@ def optimise(
         raise too_full
     best = _choose(own, others, settings.write_weight)
     return finish(problem, best.plan.model_copy(update={"solver": report}), best.timeline)
+
+
+def _extremes(problem: Problem) -> list[tuple[Problem, Decisions]]:
+    """All updates on the host, where any can be; and nothing decided. Cheap for small iterations, of which coarse time
+    tells too little."""
+    everything = Solution(tiers={}, on_host=frozenset(group.id for group in candidates(problem)), report=SolverReport())
+    return [_decisions(problem, everything), (problem, {})] if everything.on_host else [(problem, {})]
 
 
 def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -> list[_Candidate]:
@@ -110,51 +107,13 @@ def _choose(candidates: list[_Candidate], others: list[_Candidate], write_weight
     return min(pool, key=lambda candidate: candidate.cost)
 
 
-def _coarse_solutions(problem: Problem, settings: SolverSettings) -> list[Solution]:
-    """Of the integer program, unless it is too large; and of the relaxed one, unless that has been solved to the end."""
-    found: list[Solution] = []
-    for relaxed in (False, True) if problem.stage_count <= _MOST_INTEGER_STAGES else (True,):
-        with contextlib.suppress(SolverError):
-            found.append(_solve_coarse(problem, settings, relaxed=relaxed))
-            if found[-1].report.status == "optimal":
-                break
-    return found
-
-
-def _solve_coarse(problem: Problem, settings: SolverSettings, *, relaxed: bool) -> Solution:
-    began = time.perf_counter()
-    segments = segments_of(problem, _SEGMENTS)
-    subgroups = candidates(problem)
-    largest = max(problem.budgets.device_bytes // 100, max(problem.live_bytes) // _CLASSES_AT_PEAK, 1)
-    classes = classes_of(problem, segments, subgroups, largest_bytes=largest)
-    unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
-    scaled = in_units(problem, unit)
-    updates = [segment_windows(scaled, segments, g, unit_seconds=unit, window=_WINDOW) for g in subgroups]
-    model = build_model(
-        scaled,
-        tuple(replace(segment, seconds=segment.seconds / unit) for segment in segments),
-        classes,
-        write_weight=settings.write_weight,
-        window=_WINDOW,
-        updates=updates,
-    )
-    built = time.perf_counter() - began
-    return solve(
-        model,
-        relaxed=relaxed,
-        settings=settings,
-        build_seconds=built,
-        unit_seconds=unit,
-    )
-
-
 def _decisions(problem: Problem, solution: Solution) -> tuple[Problem, Decisions]:
     """What the solution chooses, with the problem that is left when some subgroups update on the host.
 
     Rounding may overfill a tier: then the fastest other one with room, or none; updates on the host come first.
     """
     chosen = {(problem.periods[i].block, problem.periods[i].after): tier for i, tier in solution.tiers.items()}
-    left = Problem.of(problem.source, problem.budgets, _by_need(problem, solution.on_host))
+    left = Problem.of(problem.source, problem.budgets, in_order_of_need(problem, solution.on_host))
     room = LowerTiers(left, {})
     decisions: Decisions = {}
     for index, period in enumerate(left.periods):
@@ -165,26 +124,6 @@ def _decisions(problem: Problem, solution: Solution) -> tuple[Problem, Decisions
             room.take(index, tier)
             decisions[index] = Decision(tier=tier, leave=period.after, start=period.before)
     return left, decisions
-
-
-def _by_need(problem: Problem, on_host: Collection[int]) -> list[int]:
-    """Subgroups by the stage that first needs their parameters again; as many as fit into the host tier."""
-    limit = next((route.budget_bytes for route in problem.routes if route.tier == "host"), None)
-    trace = problem.source
-
-    def needed(number: int) -> tuple[int, int]:
-        subgroup = trace.subgroups[number]
-        uses = (use for block in parameters(trace, subgroup) for use in block.uses if use != subgroup.stage)
-        after = ((use - subgroup.stage) % len(trace.stages) for use in uses)
-        return min(after, default=len(trace.stages)) + subgroup.stage, number
-
-    fitting, filled = [], 0
-    for number in sorted(on_host, key=needed):
-        size = sum(block.size_bytes for block in movable_blocks(trace, trace.subgroups[number]))
-        if limit is None or filled + size <= limit:
-            fitting.append(number)
-            filled += size
-    return fitting
 
 
 def _costs(problem: Problem, decisions: Decisions) -> dict[int, float]:

@@ -40,8 +40,9 @@ MOST_BYTES = 64 << 20
 transformer (968 stages, 4418 blocks) takes 1.2 MB."""
 
 MOST_VALUES = 1_000_000
-"""The most numbers, texts, lists and objects in a file; that trace has 61 thousand. A short text can hold many: two
-characters are an object that lacks seven fields, of which each is reported, at about a kilobyte."""
+"""The most numbers, texts, lists and objects in a file; that trace has 61 thousand. A short text can hold many: parsed,
+each takes about a hundred bytes. Reports of faults take more (a kilobyte each, and the three characters `{},` can be an
+object that lacks seven fields), so the models' lists end with the first entry that is faulty (pydantic's FailFast)."""
 
 LARGEST_NUMBER = (1 << 63) - 1
 """No number in a file is greater, nor less than its negative: whole ones fit 64 bits, as file sizes do. With the next

@@ -38,11 +38,12 @@ def build_model(
     write_weight: float,
     window: int,
     updates: Sequence[HostWindows] = (),
+    updates_decided: bool = False,
 ) -> CoarseModel:
     """The whole program; changes nothing that it is given.
 
-    Routes, segments and updates (those that may run on the host; by name, of the subgroup's id) count time in the
-    same unit; that of the trace does not matter.
+    Routes, segments and updates count time in the same unit; that of the trace does not matter. updates: those that
+    may run on the host, or (updates_decided) do so; their names are the subgroups' ids.
     """
     program = pulp.LpProblem("teraio", pulp.LpMinimize)
     numbers = range(len(segments))
@@ -61,6 +62,8 @@ def build_model(
     model.updates = [
         host_update(program, windows, problem.route("host"), count=len(segments), whole=True) for windows in updates
     ]
+    for update in model.updates:
+        update.chosen.lowBound = float(updates_decided)
     add_objective(problem, model, write_weight)
     add_one_tier_each(model)
     add_copy_order(model)

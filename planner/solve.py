@@ -45,19 +45,21 @@ def solve(
     model: CoarseModel,
     *,
     relaxed: bool,
+    vertex: bool,
     settings: SolverSettings,
     build_seconds: float,
     unit_seconds: float,
 ) -> Solution:
     """Solve with HiGHS, or with CBC where HiGHS is not installed.
 
-    relaxed: solve the linear relaxation and take what it chooses by more than half; then the report has a bound,
-    the relaxation's objective, but no objective of its own and no gap. Blocks for about the time limit at the
-    most (CBC may overrun it). The objective counts the ideal iteration time too. The model counts time in
-    `unit_seconds`, the report in seconds. Raises SolverError when no solver is installed, or the limit passes with
-    no solution.
+    relaxed: solve the linear relaxation and round it; then the report has a bound, the relaxation's objective, but no
+    objective of its own and no gap. vertex: with as few fractions as a vertex has, for some more time.
+
+    Blocks for about the time limit at the most (CBC may overrun it). The objective counts the ideal iteration time too.
+    The model counts time in `unit_seconds`, the report in seconds. Raises SolverError when no solver is installed, or
+    the limit passes with no solution.
     """
-    name, solver = pick_solver(settings, relaxed=relaxed)
+    name, solver = pick_solver(settings, linear=relaxed, vertex=vertex)
     began = time.perf_counter()
     try:
         model.program.solve(solver)
@@ -100,15 +102,17 @@ def solve(
     )
 
 
-def pick_solver(settings: SolverSettings, *, relaxed: bool = False) -> tuple[str, pulp.LpSolver]:
+def pick_solver(
+    settings: SolverSettings, *, linear: bool = False, vertex: bool = True
+) -> tuple[str, pulp.LpSolver]:
     """HiGHS, else CBC, with its name. Raises SolverError where neither is installed.
 
-    relaxed: integer variables count as continuous; HiGHS then uses its interior point method with crossover, which
-    is faster on large programs than the simplex method and still ends in a vertex: few variables are fractional.
+    linear: integer variables count as continuous; HiGHS then uses its interior point method, on large programs faster
+    than the simplex method. vertex: with crossover, so that it still ends in a vertex: few variables are fractional.
     """
     limits = {"timeLimit": settings.time_limit_seconds, "gapRel": settings.gap, "threads": settings.threads}
-    method = {"solver": "ipm"} if relaxed else {}
-    highs = pulp.HiGHS(mip=not relaxed, msg=False, **limits, **method)
+    method = {"solver": "ipm", "run_crossover": "on" if vertex else "off"} if linear else {}
+    highs = pulp.HiGHS(mip=not linear, msg=False, **limits, **method)
     if highs.available():
         return "HiGHS", highs
     # PuLP bundles CBC until its version 4; COIN_CMD is one on the path.
@@ -117,7 +121,7 @@ def pick_solver(settings: SolverSettings, *, relaxed: bool = False) -> tuple[str
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            cbc = cbc_class(mip=not relaxed, msg=False, **limits)
+            cbc = cbc_class(mip=not linear, msg=False, **limits)
         if cbc.available():
             return "CBC", cbc
     raise SolverError("no solver is installed: install highspy (pip install highspy), or use policy='belady'")

@@ -29,7 +29,7 @@ def candidates(problem: Problem) -> tuple[Subgroup, ...]:
 def segment_windows(
     problem: Problem, segments: Sequence[Segment], subgroup: Subgroup, *, unit_seconds: float, window: int
 ) -> HostWindows:
-    """In segments; each flow, and the update, gets at most `window` of them.
+    """In segments; each flow gets at most `window` of them.
 
     The problem's routes count time in `unit_seconds`, its trace in seconds.
     """
@@ -75,7 +75,7 @@ def segment_windows(
         held_bytes=_bytes(states(trace, subgroup)),
         host_bytes=_bytes(movable_blocks(trace, subgroup)),
         first=begin,
-        last=begin + window,
+        last=max(begin + 1, max(flow.last for flow in flows_in)),
         gradients=flows_out,
         parameters=flows_in,
         chain=chain,

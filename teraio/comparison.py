@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import planner
 from planner.errors import TeraioError
 from planner.files import FrozenModel
 from planner.lifetimes import live_bytes
 from planner.plan import Budgets, Predicted
+from planner.solve import SolverSettings
 
 __all__ = ["Comparison", "Sweep", "SweepPoint", "Verdict", "compare_policies", "sweep_budgets"]
 
@@ -55,14 +57,14 @@ class Sweep(FrozenModel):
 
 
 def compare_policies(
-    trace: planner.Trace, budgets: Budgets, policies: Sequence[str], *, time_limit_seconds: float, progress: Progress
+    trace: planner.Trace, budgets: Budgets, policies: Sequence[str], *, settings: SolverSettings, progress: Progress
 ) -> Comparison:
     """Plan with every policy. Blocks for the sum of what they take. Raises OptionsError if one is not known."""
     verdicts = []
     for policy in policies:
         progress(f"planning with {policy}")
         try:
-            made = planner.plan(trace, budgets, policy=policy, time_limit_seconds=time_limit_seconds)
+            made = planner.plan(trace, budgets, policy=policy, **asdict(settings))
         except planner.OptionsError:
             raise
         except TeraioError as error:
@@ -85,7 +87,7 @@ def sweep_budgets(
     budgets: Budgets,
     policy: str,
     *,
-    time_limit_seconds: float,
+    settings: SolverSettings,
     progress: Progress,
 ) -> Sweep:
     """Plan for each of `device_bytes`, the other budgets as in `budgets`.
@@ -97,9 +99,8 @@ def sweep_budgets(
     for number, size in enumerate(sorted(device_bytes), 1):
         progress(f"planning for {size:,} bytes, {number} of {len(device_bytes)}")
         try:
-            made = planner.plan(
-                trace, budgets.model_copy(update={"device_bytes": size}), policy=policy, time_limit_seconds=time_limit_seconds
-            )
+            tried = budgets.model_copy(update={"device_bytes": size})
+            made = planner.plan(trace, tried, policy=policy, **asdict(settings))
         except planner.OptionsError:
             raise
         except TeraioError as error:

@@ -73,7 +73,9 @@ def parse_bytes(name: str, value: Any) -> int:
             size = float(match[1]) * _UNITS[match[2].upper()]
             if 1 <= size < 2**63:
                 return int(size)
-    raise OptionsError(f"option {name}: found {value!r}, wanted a positive number of bytes, or text such as '24GiB' or '500MB'")
+    raise OptionsError(
+        f"option {name}: found {value!r}, wanted a number of bytes from 1 to 2^63 - 1, or text such as '24GiB' or '500MB'"
+    )
 
 
 def _directories(name: str, value: Any) -> tuple[Path, ...]:

@@ -35,7 +35,7 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("solver_time_limit", 0.25, 0.25),
 ]
 
-BYTES = "wanted a positive number of bytes, or text such as '24GiB' or '500MB'"
+BYTES = "wanted a number of bytes from 1 to 2^63 - 1, or text such as '24GiB' or '500MB'"
 BAD: list[tuple[str, Any, str]] = [
     ("memory_budget", 0, f"found 0, {BYTES}"),
     ("memory_budget", -1, f"found -1, {BYTES}"),
