@@ -78,8 +78,11 @@ def compile_program(trace: Trace, plan: Plan) -> Program:
     for index, move in enumerate(plan.moves):
         _check_move(trace, move, seen, consumed)
         _lay_out_move(program, index, move, count, trace.blocks[move.block].persistent)
+    moves_of: dict[int, list[int]] = {}
+    for index, move in enumerate(plan.moves):
+        moves_of.setdefault(move.block, []).append(index)
     for subgroup in on_host:
-        _lay_out_update(program, source, subgroup, plan)
+        _lay_out_update(program, source, subgroup, plan, moves_of)
     _check_initial(trace, plan, program)
     return program
 
@@ -87,12 +90,13 @@ def compile_program(trace: Trace, plan: Plan) -> Program:
 def _on_host(trace: Trace, plan: Plan) -> list[Subgroup]:
     """Subgroups that the plan updates on the host, in its order."""
     updatable = {subgroup.id for subgroup in host_updatable(trace)}
-    chosen = [update.subgroup for update in plan.updates]
-    for number in chosen:
+    seen: set[int] = set()
+    for number in (update.subgroup for update in plan.updates):
         if number >= len(trace.subgroups):
             raise InfeasiblePlanError(f"updates name subgroup {number}; the trace has {len(trace.subgroups)} subgroups")
-        if chosen.count(number) > 1:
+        if number in seen:
             raise InfeasiblePlanError(f"updates name subgroup {number} twice")
+        seen.add(number)
     found = [trace.subgroups[update.subgroup] for update in plan.updates if update.where == "host"]
     for subgroup in found:
         if subgroup.id not in updatable:
@@ -104,7 +108,10 @@ def _on_host(trace: Trace, plan: Plan) -> list[Subgroup]:
     return found
 
 
-def _lay_out_update(program: Program, source: Trace, subgroup: Subgroup, plan: Plan) -> None:
+def _lay_out_update(
+    program: Program, source: Trace, subgroup: Subgroup, plan: Plan, moves_of: dict[int, list[int]]
+) -> None:
+    """moves_of: positions in the plan's moves, by block."""
     program.updates[host_start(source, subgroup)].append(subgroup.id)
     program.gradients[subgroup.id] = frozenset(block.id for block in gradients(source, subgroup))
     program.parameters[subgroup.id] = frozenset(block.id for block in parameters(source, subgroup))
@@ -112,20 +119,24 @@ def _lay_out_update(program: Program, source: Trace, subgroup: Subgroup, plan: P
     for number in subgroup.blocks:
         if source.blocks[number].movable and source.blocks[number].size_bytes:
             program.persistent_places[number].add("host")
-    missing = set(program.gradients[subgroup.id] | program.parameters[subgroup.id])
-    for index, move in enumerate(plan.moves):
-        around = any(move.after < stage < move.before for stage in (subgroup.stage, subgroup.stage + count))
-        if move.block in program.parameters[subgroup.id] and move.tier == "host" and around:
-            program.awaiting.add(index)
-            missing.discard(move.block)
-        elif move.prefetch is None:
-            missing.discard(move.block)
-    for number in sorted(missing):
-        raise InfeasiblePlanError(
-            f"subgroup {subgroup.id} updates on the host, but no move takes its block {source.blocks[number].name!r} there",
-            stage=source.stages[subgroup.stage].name,
-            block=source.blocks[number].name,
-        )
+    for number in sorted(program.gradients[subgroup.id] | program.parameters[subgroup.id]):
+        moves = [(index, plan.moves[index]) for index in moves_of.get(number, ())]
+        around = {
+            index
+            for index, move in moves
+            if move.tier == "host"
+            and any(move.after < stage < move.before for stage in (subgroup.stage, subgroup.stage + count))
+        }
+        leaves = any(move.prefetch is None for _, move in moves)
+        if not (leaves if number in program.gradients[subgroup.id] else around):
+            raise InfeasiblePlanError(
+                f"subgroup {subgroup.id} updates on the host, but no move takes its block "
+                f"{source.blocks[number].name!r} there",
+                stage=source.stages[subgroup.stage].name,
+                block=source.blocks[number].name,
+            )
+        if number in program.parameters[subgroup.id]:
+            program.awaiting.update(around)
 
 
 def _lay_out_block(program: Program, block: Block, *, dies: bool) -> None:
