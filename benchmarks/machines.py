@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planner.trace import Hardware, Link, Tier
+from planner.trace import Hardware, Link, SharedRate, Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -10,7 +10,8 @@ class Machine:
     """One GPU with host memory and drives of its own.
 
     Rates are the data sheet's peaks, the two efficiencies the shares of them that large kernels attain. `host_*`: pinned memory,
-    each direction by itself. `storage_*`: all drives of the GPU together, direct to and from device memory.
+    each direction by itself. `storage_*`: all drives of the GPU together, direct to and from device memory. `bus_*`: what host
+    memory and drives together get over the GPU's bus, each direction by itself.
     `host_update_elements_per_second`: AdamW on the host's processor, the result copied back included.
     """
 
@@ -27,6 +28,7 @@ class Machine:
     storage_write_bytes_per_second: float = 24e9
     storage_read_bytes_per_second: float = 26e9
     storage_latency_seconds: float = 100e-6
+    bus_bytes_per_second: float = 55e9
     host_update_elements_per_second: float = 1.5e9
 
     @property
@@ -53,6 +55,14 @@ class Machine:
                 _link("device", "storage", self.storage_write_bytes_per_second, storage),
                 _link("storage", "device", self.storage_read_bytes_per_second, storage),
             ),
+            shared=tuple(
+                SharedRate(
+                    name=f"bus {way}",
+                    links=(way.replace("*", "host"), way.replace("*", "storage")),
+                    bytes_per_second=self.bus_bytes_per_second,
+                )
+                for way in ("device->*", "*->device")
+            ),
             host_update_elements_per_second=self.host_update_elements_per_second,
         )
 
@@ -69,7 +79,8 @@ H100_NVL = Machine(
     arithmetic_efficiency=0.8,
 )
 """NVIDIA H100 data sheet: 94 GB at 3.9 TB/s, 60 TFLOP/s in plain fp32, which is what PyTorch multiplies fp32 matrices in unless
-told otherwise, and PCIe 5.0 x16 (63 GB/s each way, of which copies from pinned memory attain about 50). Four PCIe 4.0 drives
+told otherwise, and PCIe 5.0 x16 (63 GB/s each way, of which packets leave about 55 and copies from pinned
+memory attain about 50). Four PCIe 4.0 drives
 of 7.45 GB/s reading and 6.9 GB/s writing (Samsung 990 PRO data sheet), 0.87 of it attained: half of the machine of
 Yuan et al. (NeurIPS 2025), whose two GPUs share eight. Host update rate: Maurya et al. (Middleware 2024)."""
 
@@ -90,5 +101,6 @@ A100_80GB_TF32 = Machine(
     host_bytes_per_second=25e9,
     storage_write_bytes_per_second=12e9,
     storage_read_bytes_per_second=13e9,
+    bus_bytes_per_second=27e9,
 )
 """NVIDIA A100 data sheet: 80 GB at 2,039 GB/s, 156 TFLOP/s in TF32, PCIe 4.0 x16 (about 25 GB/s attained); two such drives."""

@@ -29,9 +29,12 @@ def device_budgets(trace: Trace) -> dict[str, int]:
 
 
 def with_rates(trace: Trace, factor: float) -> Trace:
-    """All links `factor` times as fast; latencies as they were."""
-    links = tuple(link.model_copy(update={"bytes_per_second": link.bytes_per_second * factor}) for link in trace.hardware.links)
-    return _rebuilt(trace, hardware=trace.hardware.model_copy(update={"links": links}))
+    """All links `factor` times as fast, and what they share; latencies as they were."""
+    links, shared = (
+        tuple(each.model_copy(update={"bytes_per_second": each.bytes_per_second * factor}) for each in rates)
+        for rates in (trace.hardware.links, trace.hardware.shared)
+    )
+    return _rebuilt(trace, hardware=trace.hardware.model_copy(update={"links": links, "shared": shared}))
 
 
 def with_errors(trace: Trace, *, seed: int, largest: float) -> Trace:
