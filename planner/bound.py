@@ -67,18 +67,21 @@ from planner.update_windows import candidates
 
 __all__ = ["lower_bound_seconds"]
 
-_INSTANTS = 24
+_INSTANTS = 16
+_INSTANTS_SHORT = 32  # in iterations of at most _SHORT stages: there they cost little, and 16 say too little
+_SHORT = 64
 _UNITS_PER_ITERATION = 100.0
 _MARGIN = 1e-6
 _MOST_WHOLE = 32  # stages in which blocks are idle, by tier; beyond, whole blocks may take seconds to prove
 
 
 def lower_bound_seconds(
-    problem: Problem, *, most_instants: int = _INSTANTS, time_limit_seconds: float = 10.0
+    problem: Problem, *, most_instants: int | None = None, time_limit_seconds: float = 10.0
 ) -> float:
     """Seconds that an iteration takes at the least, whatever the plan; see [Note: why it is a bound].
 
-    `most_instants`: how many instants of the iteration to look at; more may raise the bound, and cost time.
+    `most_instants`: how many instants of the iteration to look at; more may raise the bound, and cost time (None: 32 for
+    short iterations, 16 for others).
     Blocks for about `time_limit_seconds` at the most. At least the simple bound, also where the solver fails,
     is missing or does not finish: the sum of the stage durations, and what must cross the links.
     """
@@ -88,6 +91,8 @@ def lower_bound_seconds(
     if not updatable and (not problem.routes or problem.everything_fits):
         return simple
     unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
+    if most_instants is None:
+        most_instants = _INSTANTS_SHORT if problem.stage_count <= _SHORT else _INSTANTS
     instants = Instants.of(problem, most_instants)
     idle = sum(period.gap for period in problem.periods) * len(problem.routes)
     whole = idle <= _MOST_WHOLE

@@ -8,7 +8,8 @@ from collections import defaultdict
 import pulp
 
 from planner.errors import SolverError
-from planner.solve import SolverSettings, pick_solver
+from planner.settings import SolverSettings
+from planner.solve import pick_solver
 
 __all__ = ["least_stall"]
 

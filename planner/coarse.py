@@ -12,7 +12,8 @@ from planner.errors import SolverError
 from planner.formulation import build_model
 from planner.problem import Problem, in_units
 from planner.segments import segments_of
-from planner.solve import Solution, SolverSettings, solve
+from planner.settings import SolverSettings
+from planner.solve import Solution, solve
 from planner.trace import Subgroup
 from planner.update_windows import candidates, segment_windows
 from planner.updates import movable_blocks, parameters

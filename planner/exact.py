@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.bound import lower_bound_seconds
 from planner.coarse import MOST_INTEGER_STAGES, coarse_solutions, in_order_of_need
@@ -13,8 +13,9 @@ from planner.plan import Plan, Predicted, SolverReport
 from planner.problem import Decision, Decisions, Problem, build_plan
 from planner.room import LowerTiers
 from planner.schedule import StageClock, schedule
+from planner.settings import DEFAULT_WRITE_WEIGHT, SolverSettings, outward_weight
 from planner.simulate import simulate
-from planner.solve import DEFAULT_WRITE_WEIGHT, Solution, SolverSettings
+from planner.solve import Solution
 from planner.timeline import Timeline
 from planner.update_windows import candidates
 
@@ -31,6 +32,7 @@ class _Candidate:
     plan: Plan
     timeline: Timeline
     cost: float
+    lead: float = 0.0
 
 
 def optimise(
@@ -81,8 +83,10 @@ def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -
     """
     filled = evict_furthest(problem, start, early=True, spread=True)
     pruned = prune(problem, filled, _costs(problem, filled))
-    different = [filled] if pruned == filled else [filled, pruned]
-    return [_best_schedule(problem, decisions, write_weight) for decisions in different]
+    first = _best_schedule(problem, filled, write_weight, leads=_LEADS)
+    if pruned == filled:
+        return [first]
+    return [first, _best_schedule(problem, pruned, write_weight, leads=(first.lead,))]
 
 
 def _rival_candidates(
@@ -133,14 +137,16 @@ def _costs(problem: Problem, decisions: Decisions) -> dict[int, float]:
     }
 
 
-def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float) -> _Candidate:
+def _best_schedule(
+    problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float]
+) -> _Candidate:
     """Schedule by the ideal clock, replay, schedule again by the replayed clock, and so on; keep the best.
 
     Longer leads come first, and shorter ones must be clearly better: a lead absorbs what was not measured.
     """
     best: _Candidate | None = None
     known: set[tuple[tuple[int, int], ...]] = set()
-    for lead in _LEADS:
+    for lead in leads:
         clock = StageClock.ideal(problem)
         for _ in range(_ROUNDS):
             scheduled = schedule(problem, decisions, clock, lead=lead)
@@ -150,7 +156,7 @@ def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float) 
             known.add(starts)
             candidate = _replayed(problem, scheduled, write_weight)
             if best is None or candidate.cost < best.cost * _CLEARLY_BETTER:
-                best = candidate
+                best = replace(candidate, lead=lead)
             if candidate.timeline.stall_seconds <= 1e-6 * candidate.timeline.iteration_seconds:
                 break
             clock = StageClock.replayed(problem, candidate.plan, candidate.timeline)
@@ -163,9 +169,8 @@ def _replayed(problem: Problem, decisions: Decisions, write_weight: float) -> _C
     timeline = simulate(problem.source, plan)
     cost = timeline.iteration_seconds
     for route in problem.routes:
-        cost += (
-            write_weight * timeline.moved_bytes.get(route.outward.name, 0) / route.outward.bytes_per_second
-        )
+        written_seconds = timeline.moved_bytes.get(route.outward.name, 0) / route.outward.bytes_per_second
+        cost += outward_weight(route.tier, write_weight) * written_seconds
     return _Candidate(decisions=decisions, plan=plan, timeline=timeline, cost=cost)
 
 

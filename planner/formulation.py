@@ -25,6 +25,7 @@ from planner.coarse_model import CoarseModel, PeriodVariables
 from planner.problem import Problem, Route
 from planner.rows import Terms, add_row, linear
 from planner.segments import Segment
+from planner.settings import TIE_WEIGHT, outward_weight
 from planner.trace import SharedRate
 from planner.update_model import PROCESSOR, HostWindows, host_update
 
@@ -102,7 +103,10 @@ def _variables(
 
 
 def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> None:
-    """min Σ τ_k − Σ h_g · device_seconds + Σ δ_k + λ · seconds out + λ/10 · seconds in + Σ v_k · (1/rate_out + 1/rate_in)."""
+    """min Σ τ_k − Σ h_g · device_seconds + Σ δ_k + λ_t · seconds out + ε/10 · seconds in + Σ v_k · (1/rate_out + 1/rate_in).
+
+    λ_t: the weight of writes for storage, ε for the host tier, which does not wear out: that only breaks ties.
+    """
     ideal = model.program.add_variable("ideal", 1, 1)
     terms: Terms = [(ideal, sum(segment.seconds for segment in model.segments))]
     terms += [(stall, 1.0) for stall in model.stall]
@@ -111,13 +115,13 @@ def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> 
     scale = _scale(problem)
     terms += [(variable, per_byte * scale) for variable in model.unplaced]
     for entry in model.periods:
-        terms.append((entry.chosen, write_weight / 10 * entry.in_seconds))
+        terms.append((entry.chosen, TIE_WEIGHT / 10 * entry.in_seconds))
         if entry.out:
-            terms.append((entry.out[-1], write_weight * entry.out_seconds))
+            terms.append((entry.out[-1], outward_weight(entry.route.tier, write_weight) * entry.out_seconds))
     for update in model.updates:
         terms.append((update.chosen, -update.windows.device_seconds))
         for route in problem.routes:
-            for link, weight in ((route.outward, write_weight), (route.inward, write_weight / 10)):
+            for link, weight in ((route.outward, TIE_WEIGHT), (route.inward, TIE_WEIGHT / 10)):
                 terms += [(v, c * weight) for row in update.busy[link.name].values() for v, c in row]
     model.program.setObjective(linear(terms))
 

@@ -11,7 +11,7 @@ from planner.greedy import g10_decisions, teraio_decisions
 from planner.layerwise import zero_infinity_decisions
 from planner.plan import Budgets, Plan
 from planner.problem import Decisions, Problem, build_plan
-from planner.solve import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings
+from planner.settings import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings
 from planner.trace import Trace
 
 __all__ = ["POLICIES", "plan"]
@@ -35,8 +35,8 @@ def plan(
     `"g10"`: greedy by benefit and cost, see `planner.greedy`; `"zero-infinity"`: everything is offloaded and
     comes back one layer ahead, see `planner.layerwise`; `"belady"`: on demand, furthest next use first, as a
     pager without a plan would do it; `"keep-all"`: no moves. `write_weight`: seconds of iteration time that
-    one second of copying out is worth (drives wear out); up to its default it only decides between plans
-    that are no slower than every other policy's. `gap`: share of the objective by which the solver's solution may miss
+    one second of writing to storage is worth (drives wear out); up to its default it only decides between
+    plans that are no slower than every other policy's. `gap`: share of the objective by which the solver's solution may miss
     its bound (the coarse model's; it says little below the model's own error). `threads`: of the solver. Blocks for
     about `time_limit_seconds` at the most.
 

@@ -13,23 +13,11 @@ import pulp
 from planner.coarse_model import CoarseModel
 from planner.errors import SolverError
 from planner.plan import SolverReport, WaitingTier
+from planner.settings import SolverSettings
 
-__all__ = ["DEFAULT_GAP", "DEFAULT_THREADS", "DEFAULT_WRITE_WEIGHT", "Solution", "SolverSettings", "pick_solver", "solve"]
+__all__ = ["Solution", "pick_solver", "solve"]
 
-DEFAULT_GAP = 0.005
-DEFAULT_THREADS = 2
-DEFAULT_WRITE_WEIGHT = 0.005
 _NOTHING = 1e-3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SolverSettings:
-    """What the user may set; see `planner.policies.plan`."""
-
-    time_limit_seconds: float = 30.0
-    gap: float = DEFAULT_GAP
-    threads: int = DEFAULT_THREADS
-    write_weight: float = DEFAULT_WRITE_WEIGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

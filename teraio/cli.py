@@ -20,7 +20,7 @@ import planner
 from planner.errors import FileFormatError
 from planner.files import LARGEST_NUMBER, FrozenModel, printable, read_format
 from planner.policies import POLICIES
-from planner.solve import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings
+from planner.settings import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings
 from teraio import __version__
 from teraio.comparison import compare_policies, sweep_budgets
 from teraio.comparison_tables import comparison_tables, sweep_tables

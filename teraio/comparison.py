@@ -10,7 +10,7 @@ from planner.errors import TeraioError
 from planner.files import FrozenModel
 from planner.lifetimes import live_bytes
 from planner.plan import Budgets, Predicted
-from planner.solve import SolverSettings
+from planner.settings import SolverSettings
 
 __all__ = ["Comparison", "Sweep", "SweepPoint", "Verdict", "compare_policies", "sweep_budgets"]
 
