@@ -37,6 +37,12 @@ def with_rates(trace: Trace, factor: float) -> Trace:
     return _rebuilt(trace, hardware=trace.hardware.model_copy(update={"links": links, "shared": shared}))
 
 
+def with_device_updates(trace: Trace) -> Trace:
+    """No subgroup can update on the host."""
+    subgroups = tuple(subgroup.model_copy(update={"host_seconds": None}) for subgroup in trace.subgroups)
+    return _rebuilt(trace, subgroups=subgroups)
+
+
 def with_errors(trace: Trace, *, seed: int, largest: float) -> Trace:
     """Each stage's time multiplied by 1 + an error, drawn uniformly from ±`largest`; updates on the device likewise."""
     draw = random.Random(seed)
