@@ -50,14 +50,18 @@ class Engine:
     """Carries blocks between memory and the slots of `store`, in both directions at once. Safe from any
     thread.
 
-    threads: I/O threads of each direction. chunk_bytes: the least that one of them moves at a time. Only the
+    threads: I/O threads of each direction. chunk_bytes: the least that one of them moves at a time.
+    stuck_after_seconds: a drive that needs longer for one piece does not answer any more, see `check`. Only the
     process that made it can use it, no forked child. The store stays the caller's: close it after the engine.
     """
 
-    def __init__(self, store: Store, *, threads: int = 4, chunk_bytes: int = 8 << 20) -> None:
+    def __init__(
+        self, store: Store, *, threads: int = 4, chunk_bytes: int = 8 << 20, stuck_after_seconds: float = 120.0
+    ) -> None:
         self._store = store
         self._threads = threads
         self._chunk_bytes = align_up(chunk_bytes)
+        self._stuck_after_seconds = stuck_after_seconds
         self.write_link, self.read_link = self._open_links()
         self.links = MappingProxyType({WRITE: self.write_link, READ: self.read_link})
         atexit.register(self._abandon)
@@ -87,11 +91,16 @@ class Engine:
             for slot in slots:
                 self._store.release(slot)
 
+    def check(self) -> None:
+        """Raises StorageIOError if a drive has not answered for `stuck_after_seconds`. Never blocks."""
+        self.write_link.check()
+        self.read_link.check()
+
     def close(self) -> None:
         """Wait until everything that was submitted has ended, and stop the threads. Blocks. May be called
         again.
 
-        Raises StorageError if something went wrong of which nobody has been told yet.
+        Raises StorageError if something went wrong of which nobody has been told yet, or a drive does not answer.
         """
         atexit.unregister(self._abandon)
         try:
@@ -100,10 +109,10 @@ class Engine:
             self.read_link.close()
 
     def _open_links(self) -> tuple[Link, Link]:
-        size = self._chunk_bytes
+        size, stuck = self._chunk_bytes, self._stuck_after_seconds
         return (
-            Link(WRITE, self._store.write_piece, threads=self._threads, piece_bytes=size),
-            Link(READ, self._store.read_piece, threads=self._threads, piece_bytes=size),
+            Link(WRITE, self._store.write_piece, threads=self._threads, piece_bytes=size, stuck_after_seconds=stuck),
+            Link(READ, self._store.read_piece, threads=self._threads, piece_bytes=size, stuck_after_seconds=stuck),
         )
 
     def _abandon(self) -> None:

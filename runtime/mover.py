@@ -45,6 +45,9 @@ class Mover(Protocol):
     def hurry(self, block: Block) -> None:
         """A copy of this block that has not begun goes to the front of its link."""
 
+    def check(self) -> None:
+        """Raises StorageIOError if a copy has made no progress for too long: its drive does not answer any more."""
+
     def settle(self, block: Block) -> None:
         """User code may have touched what stands in for a block: take it out of the resident set again."""
 
@@ -118,6 +121,9 @@ class CpuMover:
     def hurry(self, block: Block) -> None:
         if block in self._transfers:
             self._transfers[block].promote()
+
+    def check(self) -> None:
+        self._engine.check()
 
     def settle(self, block: Block) -> None:
         self._memory.forget_cached(_span(block))

@@ -26,6 +26,8 @@ from runtime.block import Block, State
 from runtime.mover import Mover
 
 _NEVER = 1 << 62
+_LOOK_SECONDS = 1.0
+"""How often who waits for a copy looks whether its drive still answers."""
 
 
 class Pager:
@@ -129,7 +131,7 @@ class Pager:
                 self._pump()
                 while any(block.state is State.ARRIVING or block.state is State.AWAY for block in blocks):
                     self._raise_failure()
-                    self._changed.wait()
+                    self._wait()
             except BaseException:
                 self._release(blocks)
                 raise
@@ -189,7 +191,7 @@ class Pager:
             self._sweep()
             visible = [b for b in self._blocks.values() if b.user_visible]
             while any(b.state is State.LEAVING or b.state is State.ARRIVING for b in visible):
-                self._changed.wait()
+                self._wait()
             for block in visible:
                 if block.state is State.ON_DEVICE:
                     _touch(block)
@@ -209,7 +211,7 @@ class Pager:
                 self._raise_failure()
                 if all(b.state is State.ON_DEVICE for b in self._blocks.values()):
                     return
-                self._changed.wait()
+                self._wait()
 
     # -- room
 
@@ -230,8 +232,14 @@ class Pager:
             if short > 0:
                 if not self._leaving and not self._arriving:
                     raise self._too_small(what, short)
-                self._changed.wait()
+                self._wait()
         self._trim()
+
+    def _wait(self) -> None:
+        """Until a copy has ended. Raises StorageIOError where one has made no progress for too long."""
+        while not self._changed.wait(_LOOK_SECONDS):
+            if self._mover is not None:
+                self._mover.check()
 
     def _trim(self) -> None:
         """Free memory that the mover keeps for reuse counts as well."""

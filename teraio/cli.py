@@ -63,7 +63,7 @@ Device = Annotated[str, typer.Option(help="Device budget: bytes, or text such as
 Host = Annotated[str | None, typer.Option(help="Host budget.", show_default="no limit")]
 Storage = Annotated[str | None, typer.Option(help="Storage budget.", show_default="no limit")]
 Policy = Annotated[str, typer.Option(help=f"How to plan: {', '.join(POLICIES)}.")]
-TimeLimit = Annotated[float, typer.Option(help="Seconds that the solver may take for a plan.")]
+TimeLimit = Annotated[float, typer.Option(help="Seconds that the solver may take for each of its (one to three) programs.")]
 Gap = Annotated[
     float,
     typer.Option(

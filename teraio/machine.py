@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from contextlib import ExitStack
 
 import psutil
 import torch
@@ -68,7 +69,7 @@ class Machine:
 
     def _open(self, options: Options, memory: CpuMemory) -> None:
         self._store = PosixStore(options.storage, budget_bytes=options.storage_budget)
-        self._engine = Engine(self._store)
+        self._engine = Engine(self._store, stuck_after_seconds=options.storage_timeout)
         self._rates = _measured_rates(self._engine, options)
         self.mover = CpuMover(memory, self._store, self._engine)
 
@@ -130,12 +131,16 @@ class Machine:
         return tuple(map(str, self._store.directories)) if self._store is not None else ()
 
     def close(self) -> None:
-        """Stop the I/O threads and remove the spill files. Blocks until copies in flight have ended."""
-        if self.memory is not None:
-            self.memory.stand_back()
-        if self._engine is not None:
-            self._engine.close()
-        if self.mover is not None:
-            self.mover.close()
-        if self._store is not None:
-            self._store.close()
+        """Stop the I/O threads and remove the spill files, also where that fails for one of them.
+
+        Blocks until copies in flight have ended. Raises StorageError where a drive does not answer any more.
+        """
+        with ExitStack() as last:
+            if self._store is not None:
+                last.callback(self._store.close)
+            if self.mover is not None:
+                last.callback(self.mover.close)
+            if self._engine is not None:
+                last.callback(self._engine.close)
+            if self.memory is not None:
+                self.memory.stand_back()

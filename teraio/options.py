@@ -34,6 +34,10 @@ class Options:
     storage_budget: int | None = None
     """Bytes of spill files at most, all directories together. Default: what is free."""
 
+    storage_timeout: float = 120.0
+    """Seconds after which a drive that has not answered counts as dead: training then ends with an error, not with a hang.
+    Far more than a piece of a block (some 10 MB) takes on the slowest drive."""
+
     profile_iterations: int = 3
     """Iterations that are measured, after the first, before a plan is made. At least 1."""
 
@@ -136,6 +140,7 @@ _CHECKS: dict[str, Any] = {
     "host_budget": parse_bytes,
     "storage": _directories,
     "storage_budget": parse_bytes,
+    "storage_timeout": _seconds,
     "profile_iterations": _count,
     "plan": _file_to_read,
     "trace_out": _file_to_write,

@@ -5,20 +5,27 @@ Transfers begin in the order in which they were submitted, but for those that ar
 pieces, and whichever thread is idle takes the next piece; the next transfer begins when the one before has no
 pieces left to start. So all threads are busy as long as anything is queued, and a transfer never waits for a
 later one.
+
+[Note: Stuck drives]
+A call to a drive that does not answer any more (a dead disk, a network file system without its server) never returns,
+and nothing can interrupt it. So nobody waits for it without looking: `check` tells when a piece takes too long, and
+`close` leaves the thread behind, a daemon, which then keeps no process alive.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
-from planner.errors import StorageError
+from planner.errors import StorageError, StorageIOError
 from runtime.storage.store import Piece, Slot, align_up, cut
 
 MovePiece = Callable[[Slot, Piece, int], None]
+_LOOK_SECONDS = 1.0
 
 
 class Transfer:
@@ -64,9 +71,11 @@ class Transfer:
     def wait(self, timeout: float | None = None) -> None:
         """Block until the bytes have moved and `on_done` has returned, for `timeout` seconds at most.
 
-        Raises the StorageError that stopped it, also one that says it was cancelled; TimeoutError.
-        Must not be called from an `on_done`.
+        Raises the StorageError that stopped it, also one that says it was cancelled; TimeoutError; without a timeout,
+        StorageIOError where the drive does not answer. Must not be called from an `on_done`.
         """
+        while timeout is None and not self._ended.wait(_LOOK_SECONDS):
+            self._link.check()
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self} has not ended after {timeout} seconds")
         if self.cancelled:
@@ -88,10 +97,12 @@ class Link:
     """One direction between two tiers, see [Note: Order on a link].
 
     move: carries one piece; blocks; raises StorageError. threads: I/O threads. piece_bytes: a block is cut in
-    pieces of at least this size, if it can be at all.
+    pieces of at least this size, if it can be at all. stuck_after_seconds: see `check`.
     """
 
-    def __init__(self, name: str, move: MovePiece, *, threads: int, piece_bytes: int) -> None:
+    def __init__(
+        self, name: str, move: MovePiece, *, threads: int, piece_bytes: int, stuck_after_seconds: float
+    ) -> None:
         self.name = name
         self._process = os.getpid()
         self._move = move
@@ -101,6 +112,8 @@ class Link:
         self._current: Transfer | None = None
         self._closed = False
         self._failure: StorageError | None = None
+        self._stuck_after_seconds = stuck_after_seconds
+        self._in_flight: dict[tuple[Transfer, Piece], float] = {}
         self._moving = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
@@ -155,12 +168,28 @@ class Link:
             self._changed.notify(transfer._unfinished)
         return transfer
 
+    def check(self) -> None:
+        """Raises StorageIOError, naming file and block, if a piece has been moving for `stuck_after_seconds`; see
+        [Note: Stuck drives]. Never blocks."""
+        with self._changed:
+            now = time.perf_counter()
+            for (transfer, piece), begun in self._in_flight.items():
+                if now - begun >= self._stuck_after_seconds:
+                    verb = "write" if self.name.startswith("device->") else "read"
+                    raise StorageIOError(
+                        path=str(piece.extent.path),
+                        block=transfer.slot.name,
+                        errno=errno.ETIMEDOUT,
+                        action=f"{verb} (no answer in {self._stuck_after_seconds:g} s)",
+                    )
+
     def close(self, *, drop_queued: bool = False, timeout_seconds: float | None = None) -> None:
         """Take no more transfers, let all that were submitted end, and join the threads. Blocks. May be
         called again.
 
         drop_queued: forget those that have not begun (their `on_done` is never called), for the process's
-        exit. Raises StorageError if an `on_done` has raised that nobody has heard of yet.
+        exit. Raises StorageError if an `on_done` has raised that nobody has heard of yet, or a drive does not answer:
+        then nothing that is queued begins any more.
         """
         if os.getpid() != self._process:  # the threads, and whoever holds the lock, are the parent's
             return
@@ -171,11 +200,24 @@ class Link:
             self._changed.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(timeout_seconds)
+                self._join(thread, timeout_seconds)
         with self._changed:
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def _join(self, thread: threading.Thread, timeout_seconds: float | None) -> None:
+        if timeout_seconds is not None:
+            thread.join(timeout_seconds)
+            return
+        while thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+            try:
+                self.check()
+            except StorageIOError:
+                with self._changed:
+                    self._queue.clear()
+                raise
 
     def _piece_bytes_of(self, slot: Slot) -> int:
         """One piece for each thread, but none too small: each waits for the interpreter's lock."""
@@ -218,6 +260,7 @@ class Link:
             if self._moving == 0:
                 self._busy_since = now
             self._moving += 1
+            self._in_flight[transfer, piece] = now
             return transfer, piece
 
     def _finish(self, transfer: Transfer, piece: Piece, error: StorageError | None) -> bool:
@@ -225,6 +268,7 @@ class Link:
         with self._changed:
             now = time.perf_counter()
             self._moving -= 1
+            del self._in_flight[transfer, piece]
             if self._moving == 0:
                 self._busy_seconds += now - self._busy_since
             transfer._unfinished -= 1

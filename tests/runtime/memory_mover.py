@@ -49,6 +49,7 @@ class MemoryMover:
         self.spare_bytes: int | None = None
         self.refuse: StorageError | None = None
         self.fail_copies: list[StorageError | None] = []
+        self.stuck: StorageError | None = None
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         return None if storage.nbytes() % (2 * UNIT) else Span(0, storage.nbytes())
@@ -89,6 +90,10 @@ class MemoryMover:
 
     def hurry(self, block: Block) -> None:
         self.log.append(f"hurry {block.name}")
+
+    def check(self) -> None:
+        if self.stuck is not None:
+            raise self.stuck
 
     def settle(self, block: Block) -> None:
         assert block in self.away

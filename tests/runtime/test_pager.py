@@ -5,6 +5,8 @@ Copies end when the test says so. Random sequences: `test_pager_sequences.py`; r
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from planner.errors import BudgetError, StorageError, StorageFullError, StorageIOError
@@ -396,3 +398,22 @@ def test_bringing_everything_back() -> None:
     assert all(block.state is State.ON_DEVICE for block in bench.pager.blocks)
     assert [bench.value(f"w{number}") for number in range(8)] == list(range(8))
     assert bench.pager.used_bytes == 16 * UNIT
+
+
+class Silent(threading.Condition):
+    """Nothing ever changes."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return False
+
+
+def test_whoever_waits_hears_of_a_dead_drive() -> None:
+    bench = Bench(8 * UNIT)
+    block = evicted(bench, bench.make("a", 4))
+    bench.pager._changed = Silent()
+    bench.mover.stuck = io_error("a")
+    with pytest.raises(StorageIOError, match="block 'a'"):
+        bench.pager.acquire([block], 0, "run")
+    assert block.pins == 0
+    with pytest.raises(StorageIOError, match="block 'a'"):
+        bench.pager.bring_back_all()

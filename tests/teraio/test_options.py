@@ -33,6 +33,7 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("codegen", "eager", "eager"),
     ("solver_time_limit", 5, 5.0),
     ("solver_time_limit", 0.25, 0.25),
+    ("storage_timeout", 600, 600.0),
 ]
 
 BYTES = "wanted a number of bytes from 1 to 2^63 - 1, or text such as '24GiB' or '500MB'"
@@ -52,6 +53,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("storage", ["/tmp", "/tmp/../tmp"], "a directory is given twice in /tmp, /tmp"),
     ("storage_budget", "0 GiB", f"found '0 GiB', {BYTES}"),
     ("storage_budget", [1], f"found [1], {BYTES}"),
+    ("storage_timeout", 0, "found 0, wanted a positive number of seconds"),
+    ("storage_timeout", float("inf"), "found inf, wanted a positive number of seconds"),
     ("profile_iterations", 0, "found 0, wanted a whole number of at least 1"),
     ("profile_iterations", 1.0, "found 1.0, wanted a whole number of at least 1"),
     ("profile_iterations", True, "found True, wanted a whole number of at least 1"),

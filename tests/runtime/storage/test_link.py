@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -29,9 +30,16 @@ def gate() -> Gate:
 def make_link(gate: Gate) -> Iterator[MakeLink]:
     links: list[Link] = []
 
-    def make(threads: int = 1) -> Link:
-        links.append(Link("device->storage", gate.move, threads=threads, piece_bytes=PIECE))
-        return links[-1]
+    def make(threads: int = 1, stuck_after_seconds: float = 30.0) -> Link:
+        link = Link(
+            "device->storage",
+            gate.move,
+            threads=threads,
+            piece_bytes=PIECE,
+            stuck_after_seconds=stuck_after_seconds,
+        )
+        links.append(link)
+        return link
 
     yield make
     gate.let()
@@ -245,3 +253,31 @@ def test_a_forked_child_is_told_and_its_parent_goes_on(make_link: MakeLink, gate
     gate.let()
     waiting.wait(30)
     link.submit(slot("c"), 0, nothing).wait(30)
+
+
+def test_a_drive_that_does_not_answer_is_an_error_and_no_hang(make_link: MakeLink, gate: Gate) -> None:
+    link = make_link(stuck_after_seconds=0.2)
+    stuck = link.submit(slot("weights"), 0, nothing)
+    behind = link.submit(slot("behind"), 0, nothing)
+    gate.wait_until_begun(1)
+    link.check()  # not for so long yet
+    with pytest.raises(StorageIOError, match=r"cannot write \(no answer in 0.2 s\) block 'weights' in ") as caught:
+        stuck.wait()
+    assert caught.value.errno == errno.ETIMEDOUT and caught.value.path == str(stuck.slot.extents[0].path)
+    with pytest.raises(StorageIOError, match="no answer"):
+        link.check()
+    with pytest.raises(StorageIOError, match="no answer"):
+        link.close()
+    gate.let()
+    stuck.wait(30)
+    assert stuck.done and not behind.done, "the drive came back: its piece ends, but nothing new begins"
+    link.check()
+
+
+def test_a_drive_that_is_only_slow_is_none(make_link: MakeLink, gate: Gate) -> None:
+    link = make_link(stuck_after_seconds=30.0)
+    slow = link.submit(slot("slow"), 0, nothing)
+    gate.wait_until_begun(1)
+    threading.Timer(1.5, gate.let).start()
+    slow.wait()  # looks after a second
+    link.close()
