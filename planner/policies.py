@@ -36,10 +36,12 @@ def plan(
     comes back one layer ahead, see `planner.layerwise`; `"belady"`: on demand, furthest next use first, as a
     pager without a plan would do it; `"keep-all"`: no moves. `write_weight`: seconds of iteration time that
     one second of writing to storage is worth (drives wear out); up to its default it only decides between
-    plans that are no slower than every other policy's. `gap`: share of the objective by which the solver's solution may miss
-    its bound (the coarse model's; it says little below the model's own error). `threads`: of the solver. Blocks: the
-    solver gets `time_limit_seconds` for each of its programs (one, two where updates may run on the host, for short
-    iterations three); to place, replay and bound comes on top, half a minute for a thousand stages.
+    plans that are no slower than every other policy's. `gap`: share of the objective by which the solver's
+    solution may miss its bound (the coarse model's; it says little below the model's own error). `threads`: of
+    the solver.
+
+    Blocks: the solver gets `time_limit_seconds` for each of its programs (one, two where updates may run on the
+    host, three for short iterations); to place, replay and bound comes on top, half a minute for 1,000 stages.
 
     Raises BudgetError (the budget is below what one stage needs, or below everything with keep-all),
     InfeasiblePlanError (the lower tiers are too small), OptionsError (no such policy). Never SolverError:
