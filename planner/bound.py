@@ -63,6 +63,7 @@ from planner.bound_updates import update_classes
 from planner.bound_windows import Instants, copy_classes
 from planner.errors import SolverError
 from planner.problem import Problem, in_units
+from planner.settings import DEFAULT_THREADS, SolverSettings
 from planner.update_windows import candidates
 
 __all__ = ["lower_bound_seconds"]
@@ -76,7 +77,11 @@ _MOST_WHOLE = 32  # stages in which blocks are idle, by tier; beyond, whole bloc
 
 
 def lower_bound_seconds(
-    problem: Problem, *, most_instants: int | None = None, time_limit_seconds: float = 10.0
+    problem: Problem,
+    *,
+    most_instants: int | None = None,
+    time_limit_seconds: float = 10.0,
+    threads: int = DEFAULT_THREADS,
 ) -> float:
     """Seconds that an iteration takes at the least, whatever the plan; see [Note: why it is a bound].
 
@@ -87,7 +92,8 @@ def lower_bound_seconds(
     """
     updatable = candidates(problem)
     saved = sum(subgroup.device_seconds for subgroup in updatable)
-    simple = problem.trace.ideal_seconds - saved if updatable else _simple_seconds(problem)
+    simple = max(problem.trace.ideal_seconds - saved, 0.0) if updatable else _simple_seconds(problem)
+    settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=0.0, threads=threads)
     if not updatable and (not problem.routes or problem.everything_fits):
         return simple
     unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
@@ -106,7 +112,7 @@ def lower_bound_seconds(
         whole=whole,
     )
     try:
-        stall = least_stall(program, whole=whole, time_limit_seconds=time_limit_seconds)
+        stall = least_stall(program, whole=whole, settings=settings)
     except SolverError:
         return simple
     return max(simple, (problem.trace.ideal_seconds + stall * unit) * (1 - _MARGIN))

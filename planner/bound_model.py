@@ -38,6 +38,7 @@ class _Model:
     places: dict[str, list[Terms]] = field(default_factory=dict)
     links: dict[str, list[Terms]] = field(default_factory=dict)
     updates: list[HostUpdate] = field(default_factory=list)
+    kept: pulp.LpVariable | None = None
 
     def variable(self, name: str, *, whole: bool = False) -> pulp.LpVariable:
         """A share in [0, 1]; `whole`: 0 or 1 where the model is one of whole blocks."""
@@ -122,6 +123,7 @@ def _add_class(problem: Problem, model: _Model, name: str, block_class: CopyClas
     if block_class.update is not None:
         chosen = [(model.updates[block_class.update].chosen, 1.0)]
         made["host"] += chosen  # the update leaves a valid copy of a parameter there
+        model.kept = _add_kept(problem, model, name, block_class, chosen[0][0]) if block_class.persistent else None
     final = len(block_class.windows) - 1
     for rank, window in enumerate(block_class.windows):
         waiting: Terms = []
@@ -138,6 +140,17 @@ def _add_class(problem: Problem, model: _Model, name: str, block_class: CopyClas
         own = chosen if rank in block_class.around_update else []
         if waiting and (len(waiting) > 1 or own):
             model.add([*waiting, *own], pulp.LpConstraintLE, 1)
+
+
+def _add_kept(
+    problem: Problem, model: _Model, name: str, block_class: CopyClass, chosen: pulp.LpVariable
+) -> pulp.LpVariable:
+    """z ≥ h, z ≥ d + O of every window in the host tier: persistent blocks of an update keep their one place for good."""
+    kept = model.variable(f"z_{name}")
+    model.add([(kept, 1.0), (chosen, -1.0)], pulp.LpConstraintGE, 0)
+    for row in model.places["host"]:
+        row.append((kept, block_class.size_bytes / _scale(problem)))
+    return kept
 
 
 def _copies(
@@ -196,7 +209,10 @@ def _add_shares(problem: Problem, model: _Model, copies: _Copies) -> None:
             model.add([*absent, (away, -1.0)], pulp.LpConstraintGE, 0)
             absent = [(away, 1.0)]
         model.memory[k % count] += [(variable, factor * share) for variable, factor in absent]
-        model.places[copies.route.tier][k % count] += [(variable, share) for variable, _ in left]
+        if copies.block_class.update is None or copies.route.tier != "host":
+            model.places[copies.route.tier][k % count] += [(variable, share) for variable, _ in left]
+        elif model.kept is not None:
+            model.add([(model.kept, 1.0), *((variable, -1.0) for variable, _ in left)], pulp.LpConstraintGE, 0)
     out: list[Terms] = [[(variable, 1.0)] for variable in copies.out]
     into: list[Terms] = [[(variable, 1.0)] for variable in copies.into]
     _add_steps(problem, model, copies, copies.route.outward, out)
@@ -247,9 +263,11 @@ def _add_updates(problem: Problem, model: _Model) -> None:
                 for k, terms in update.moved[name].items():
                     row = model.links[f"shared {number}"][k]
                     row += [(variable, size / shared.bytes_per_second) for variable, size in terms]
-        for row in model.places["host"]:
-            row.append((update.chosen, update.windows.host_bytes / scale))
         _add_chain(model, update)
+    limit = next((route.budget_bytes for route in problem.routes if route.tier == "host"), None)
+    if model.updates and limit is not None:
+        held: Terms = [(update.chosen, update.windows.host_bytes / scale) for update in model.updates]
+        model.add(held, pulp.LpConstraintLE, limit / scale)
 
 
 def _add_chain(model: _Model, update: HostUpdate) -> None:

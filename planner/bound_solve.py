@@ -9,32 +9,32 @@ import pulp
 
 from planner.errors import SolverError
 from planner.settings import SolverSettings
-from planner.solve import pick_solver
+from planner.solve import has_run, pick_solver, run
 
 __all__ = ["least_stall"]
 
 
-def least_stall(program: pulp.LpProblem, *, whole: bool, time_limit_seconds: float) -> float:
+def least_stall(program: pulp.LpProblem, *, whole: bool, settings: SolverSettings) -> float:
     """What the solver proves that the objective is at the least.
 
     `whole`: it is an integer program. Raises SolverError when no solver is installed or it fails, and where a linear
     program is not solved in time.
     """
-    settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=0.0)
     name, solver = pick_solver(settings, linear=not whole, vertex=False)
     try:
-        program.solve(solver)
+        run(program, solver)
         if not whole and program.sol_status != pulp.LpSolutionOptimal:  # the interior point method got stuck
-            program.solve(pick_solver(settings)[1])
+            run(program, pick_solver(settings)[1])
     except (pulp.PulpSolverError, IndexError) as failure:
         raise SolverError(f"{name} failed on the lower bound: {failure}; the simple bound holds") from failure
-    if whole and name == "HiGHS":
+    # After a time limit the bound counts even where no solution was found, but not where nothing was run.
+    if whole and name == "HiGHS" and has_run(program):
         proved = float(program.solverModel.getInfo().mip_dual_bound)
         if math.isfinite(proved):
             return proved
     if program.sol_status != pulp.LpSolutionOptimal:
         raise SolverError(
-            f"{name} proved no lower bound in {time_limit_seconds} s "
+            f"{name} proved no lower bound in {settings.time_limit_seconds} s "
             f"({pulp.LpSolution[program.sol_status]}); the simple bound holds"
         )
     return float(pulp.value(program.objective)) if whole else _weak_dual(program)

@@ -33,7 +33,9 @@ def update_classes(
     groups: dict[tuple[object, ...], list[tuple[Subgroup, HostWindows]]] = {}
     for subgroup in candidates(problem):
         windows = _windows(problem, instants, subgroup, unit_seconds)
-        key: tuple[object, ...] = (subgroup.id,) if apart else _likeness(windows)
+        key: tuple[object, ...] = (subgroup.id,)
+        if not apart:
+            key = (*_likeness(windows), _pattern(problem, instants, subgroup))
         groups.setdefault(key, []).append((subgroup, windows))
     return tuple(
         UpdateClass(
@@ -99,6 +101,17 @@ def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seco
         idle=range(start, gone + 1),
         idle_bytes=trace.stages[subgroup.stage].workspace_bytes,
     )
+
+
+def _pattern(problem: Problem, instants: Instants, subgroup: Subgroup) -> tuple[object, ...]:
+    """Between which instants each block is used, with its share of the bytes: copies are classed by these."""
+    blocks = movable_blocks(problem.trace, subgroup)
+    total = sum(block.size_bytes for block in blocks)
+    uses = (
+        (tuple((instants.last_by(2 * use + 1), instants.first_from(2 * use)) for use in block.uses), block.size_bytes)
+        for block in blocks
+    )
+    return tuple(sorted((places, round(size / total, 9)) for places, size in uses))
 
 
 def _likeness(windows: HostWindows) -> tuple[object, ...]:

@@ -120,6 +120,7 @@ class CopyClass:
 
     `size_bytes`: of all members together. `frozen`: a valid copy always waits below. `update`: the class of updates
     that may run on the host, by number, that the members belong to; `around_update`: windows with its stage at an end.
+    `persistent`: they are there for good.
     """
 
     windows: tuple[Window, ...]
@@ -129,6 +130,7 @@ class CopyClass:
     largest_bytes: int
     update: int | None = None
     around_update: frozenset[int] = frozenset()
+    persistent: bool = False
 
 
 def copy_classes(
@@ -152,7 +154,7 @@ def copy_classes(
         for subgroup in subgroups
         for block in problem.trace.subgroups[subgroup].blocks
     }
-    groups: dict[tuple[tuple[Window, ...], bool, int, int | None, frozenset[int]], list[int]] = {}
+    groups: dict[tuple[tuple[Window, ...], bool, int, int | None, frozenset[int], bool], list[int]] = {}
     for periods in stretches.values():
         update, stage = owner.get(periods[0].block, (None, None))
         windows, around = _windows(problem, periods, instants, stage)
@@ -162,7 +164,8 @@ def copy_classes(
         pieces = [windows[n : n + 1] for n in helpful] if frozen else [windows[: n + 1] for n in helpful[-1:]]
         member = periods[0].block if apart else 0
         for piece in pieces:
-            key = (tuple(piece), frozen, member, update, around.intersection(range(len(piece))))
+            persistent = problem.trace.blocks[periods[0].block].persistent
+            key = (tuple(piece), frozen, member, update, around.intersection(range(len(piece))), persistent)
             groups.setdefault(key, []).append(periods[0].size_bytes)
     return tuple(
         CopyClass(
@@ -173,8 +176,9 @@ def copy_classes(
             largest_bytes=max(sizes),
             update=update,
             around_update=around,
+            persistent=persistent,
         )
-        for (windows, frozen, _, update, around), sizes in groups.items()
+        for (windows, frozen, _, update, around, persistent), sizes in groups.items()
     )
 
 

@@ -13,7 +13,7 @@ from planner.plan import Plan, Predicted, SolverReport
 from planner.problem import Decision, Decisions, Problem, build_plan
 from planner.room import LowerTiers
 from planner.schedule import StageClock, schedule
-from planner.settings import DEFAULT_WRITE_WEIGHT, SolverSettings, outward_weight
+from planner.settings import DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings, outward_weight
 from planner.simulate import simulate
 from planner.solve import Solution
 from planner.timeline import Timeline
@@ -46,8 +46,8 @@ def optimise(
     So there always is a plan where one exists. Up to the default weight of writes no plan is chosen that is
     slower than a rival's. Raises InfeasiblePlanError where the lower tiers are too small.
     """
-    if problem.everything_fits:
-        return finish(problem, build_plan(problem, {}, policy="ilp"))
+    if problem.everything_fits and not candidates(problem):
+        return finish(problem, build_plan(problem, {}, policy="ilp"), threads=settings.threads)
     solutions = coarse_solutions(problem, settings)
     report = solutions[0].report if solutions else SolverReport(name="none", status="failed")
     # Without a solution the report says so, and a greedy plan stands in.
@@ -66,7 +66,7 @@ def optimise(
         assert too_full is not None  # why there is no candidate
         raise too_full
     best = _choose(own, others, settings.write_weight)
-    return finish(problem, best.plan.model_copy(update={"solver": report}), best.timeline)
+    return finish(problem, best.plan.model_copy(update={"solver": report}), best.timeline, threads=settings.threads)
 
 
 def _extremes(problem: Problem) -> list[tuple[Problem, Decisions]]:
@@ -174,7 +174,9 @@ def _replayed(problem: Problem, decisions: Decisions, write_weight: float) -> _C
     return _Candidate(decisions=decisions, plan=plan, timeline=timeline, cost=cost)
 
 
-def finish(problem: Problem, plan: Plan, timeline: Timeline | None = None) -> Plan:
+def finish(
+    problem: Problem, plan: Plan, timeline: Timeline | None = None, *, threads: int = DEFAULT_THREADS
+) -> Plan:
     """Add the simulator's predictions, and per offload the stage by whose end the copy is out."""
     if timeline is None:
         timeline = simulate(problem.source, plan)
@@ -184,7 +186,7 @@ def finish(problem: Problem, plan: Plan, timeline: Timeline | None = None) -> Pl
             "predicted": Predicted(
                 iteration_seconds=timeline.iteration_seconds,
                 ideal_seconds=problem.source.ideal_seconds,
-                lower_bound_seconds=lower_bound_seconds(problem),
+                lower_bound_seconds=lower_bound_seconds(problem, threads=threads),
                 stall_seconds=timeline.stall_seconds,
                 peak_bytes=timeline.peak_bytes,
                 moved_bytes=timeline.moved_bytes,

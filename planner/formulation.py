@@ -315,7 +315,10 @@ def _add_steps(
 
 
 def add_capacity(model: CoarseModel, route: Route) -> None:
-    """Σ size · z_{c,t} ≤ budget_t at every segment in which the copy can exist, with z_{c,t} ≥ y_{p,t}."""
+    """Σ size · z_{c,t} ≤ budget_t at every segment in which the copy can exist, with z_{c,t} ≥ y_{p,t}.
+
+    And z_{c,host} ≥ h_g for what the update of g keeps there; the rest of its blocks count with h_g itself.
+    """
     if route.budget_bytes is None:
         return
     count, scale = len(model.segments), float(max(route.budget_bytes, 1))
@@ -324,20 +327,25 @@ def add_capacity(model: CoarseModel, route: Route) -> None:
     for entry in model.periods:
         if entry.route.tier == route.tier:
             by_class[entry.block_class.blocks].append(entry)
+    kept: dict[int, int] = defaultdict(int)
+    chosen = {int(update.windows.name): update.chosen for update in model.updates if route.tier == "host"}
     for number, entries in enumerate(by_class.values()):
         place = model.program.add_variable(f"z_{route.tier}_{number}", 0, 1)
         for entry in entries:
             terms: Terms = [(place, 1.0), (entry.chosen, -1.0)]
             add_row(model.program, terms, pulp.LpConstraintGE, 0)
         block_class: BlockClass = entries[0].block_class
+        if block_class.persistent and block_class.subgroup in chosen:
+            kept[block_class.subgroup] += block_class.size_bytes
+            add_row(model.program, [(place, 1.0), (chosen[block_class.subgroup], -1.0)], pulp.LpConstraintGE, 0)
         first = 0 if block_class.persistent else block_class.first_segment
         last = count - 1 if block_class.persistent else block_class.last_segment
         for k in range(first, last + 1):
             rows[k].append((place, block_class.size_bytes / scale))
-    for update in model.updates:
-        if route.tier == "host":
-            for each in rows:
-                each.append((update.chosen, update.windows.host_bytes / scale))
+    for update in model.updates if chosen else ():
+        rest = update.windows.host_bytes - kept[int(update.windows.name)]
+        for each in rows:
+            each.append((update.chosen, rest / scale))
     for row in rows:
         if row:
             add_row(model.program, row, pulp.LpConstraintLE, route.budget_bytes / scale)

@@ -62,7 +62,7 @@ def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
 def _heuristic(name: str, decide: Callable[[Problem], Decisions]) -> Policy:
     def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         problem = Problem.of(trace, budgets)
-        return finish(problem, build_plan(problem, decide(problem), policy=name))
+        return finish(problem, build_plan(problem, decide(problem), policy=name), threads=settings.threads)
 
     return policy
 
@@ -80,7 +80,7 @@ def _keep_all(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
             budget_bytes=budgets.device_bytes,
             stage=trace.stages[worst].name,
         )
-    return finish(problem, build_plan(problem, {}, policy="keep-all"))
+    return finish(problem, build_plan(problem, {}, policy="keep-all"), threads=settings.threads)
 
 
 HEURISTICS: dict[str, Callable[[Problem], Decisions]] = {

@@ -68,7 +68,7 @@ def compile_program(trace: Trace, plan: Plan) -> Program:
         prefetches=[[] for _ in range(count)],
         initial=["device"] * len(trace.blocks),
         persistent_places=[set() for _ in trace.blocks],
-        frozen=frozenset(block.id for block in trace.blocks if block.persistent and not block.writes),
+        frozen=frozenset(block.id for block in source.blocks if block.persistent and not block.writes),
         updates=[[] for _ in range(count)],
     )
     consumed = {block.id: subgroup.stage for subgroup in on_host for block in gradients(source, subgroup)}
@@ -101,8 +101,8 @@ def _on_host(trace: Trace, plan: Plan) -> list[Subgroup]:
     for subgroup in found:
         if subgroup.id not in updatable:
             raise InfeasiblePlanError(
-                f"subgroup {subgroup.id} cannot update on the host: that takes host_seconds, links both ways, and blocks "
-                "that no other subgroup has and no other stage writes",
+                f"subgroup {subgroup.id} cannot update on the host: that takes host_seconds, links both ways, blocks "
+                "that no other subgroup has and no other stage writes, and movable parameters that are used before it",
                 stage=trace.stages[subgroup.stage].name,
             )
     return found
@@ -125,13 +125,14 @@ def _lay_out_update(
             index
             for index, move in moves
             if move.tier == "host"
+            and move.offload is None
             and any(move.after < stage < move.before for stage in (subgroup.stage, subgroup.stage + count))
         }
         leaves = any(move.prefetch is None for _, move in moves)
         if not (leaves if number in program.gradients[subgroup.id] else around):
             raise InfeasiblePlanError(
                 f"subgroup {subgroup.id} updates on the host, but no move takes its block "
-                f"{source.blocks[number].name!r} there",
+                f"{source.blocks[number].name!r} there (parameters are dropped: without an offload)",
                 stage=source.stages[subgroup.stage].name,
                 block=source.blocks[number].name,
             )

@@ -45,7 +45,7 @@ class StageClock:
         """The clock of a replay of `plan`."""
         period_of = {(period.block, period.after): index for index, period in enumerate(problem.periods)}
         reached = tuple(stage.reached_seconds for stage in timeline.stages)
-        updates = {}
+        updates = dict(cls.ideal(problem).update_seconds)  # one may be missing where the replay was not steady
         for update in timeline.updates:
             start = host_start(problem.source, problem.source.subgroups[update.subgroup])
             updates[update.subgroup] = reached[start] + update.end_seconds - update.queued_seconds

@@ -16,7 +16,7 @@
 * Updates on the host: [Note: updates on the host] in `planner.updates`. At the head of its queue, the copy in of a
   parameter waits for the update too.
 * The iteration is cyclic. Times are those of the steady state: iterations are replayed until two in a row
-  agree in the time of every stage, transfer and update.
+  agree in the time of every stage, transfer and update, or 32 times (links that hardly lag behind, or in turns).
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ class _Replay:
         return all(self.state[block] == "device" for block in self.program.inputs[stage])
 
     def _run_stage(self, stage: int) -> None:
-        """Run the stage and, meanwhile, the links; then do all that happens at its end."""
+        """Run the stage and, meanwhile, the links; then do all that happens at its end. What is queued begins when the
+        next stage has been reached, and its need for room is known."""
         start = self.now
         self._take_device(self.waiting_bytes)
         self.waiting_bytes = 0
@@ -173,7 +174,6 @@ class _Replay:
             self._drop(index)
         for index in self.program.offloads[stage]:
             self._queue(index, inward=False)
-        self._dispatch()
 
     def _die(self, block: int) -> None:
         size = self.trace.blocks[block].size_bytes
@@ -257,6 +257,8 @@ class _Replay:
         self.updating = None
         self.landed -= self.program.gradients[subgroup]
         self.stale -= self.program.parameters[subgroup]
+        for block in self.program.parameters[subgroup]:
+            self.copies[block] = {"host"}
         self.updated.append(
             HostUpdate(
                 subgroup=subgroup,

@@ -15,7 +15,7 @@ from planner.errors import SolverError
 from planner.plan import SolverReport, WaitingTier
 from planner.settings import SolverSettings
 
-__all__ = ["Solution", "pick_solver", "solve"]
+__all__ = ["Solution", "has_run", "pick_solver", "run", "solve"]
 
 _NOTHING = 1e-3
 
@@ -50,7 +50,7 @@ def solve(
     name, solver = pick_solver(settings, linear=relaxed, vertex=vertex)
     began = time.perf_counter()
     try:
-        model.program.solve(solver)
+        run(model.program, solver)
     except (pulp.PulpSolverError, IndexError) as problem:
         raise SolverError(
             f"{name} failed: {problem}; give a longer solver_time_limit or another policy"
@@ -113,6 +113,19 @@ def pick_solver(
         if cbc.available():
             return "CBC", cbc
     raise SolverError("no solver is installed: install highspy (pip install highspy), or use policy='belady'")
+
+
+def run(program: pulp.LpProblem, solver: pulp.LpSolver) -> None:
+    """Solve. HiGHS keeps its first number of threads for the whole process and refuses any other: then it begins anew."""
+    program.solve(solver)
+    if isinstance(solver, pulp.HiGHS) and not has_run(program):
+        program.solverModel.resetGlobalScheduler(True)
+        program.solve(solver)
+
+
+def has_run(program: pulp.LpProblem) -> bool:
+    """Whether HiGHS has tried: False where it refused to."""
+    return bool(program.solverModel.getModelStatus().name != "kNotset")
 
 
 def _dual_bound(name: str, model: CoarseModel, unit_seconds: float) -> float | None:

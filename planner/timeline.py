@@ -35,7 +35,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostUpdate:
-    """One subgroup's update on the host's processor in the steady state. Queued when its phase was reached."""
+    """One subgroup's update on the host's processor in the steady state. Queued as soon as it may run but for its gradients."""
 
     subgroup: int
     queued_seconds: float

@@ -207,12 +207,14 @@ class Trace(FrozenModel):
                 raise ValueError(
                     f"block {block.id} is used by stage {block.uses[-1]}; the last stage is {stages - 1}"
                 )
+        taken: dict[int, float] = {}
         for subgroup in self.subgroups:
             _check_ids(f"subgroup {subgroup.id}", (subgroup.stage,), stages, "stage")
             _check_ids(f"subgroup {subgroup.id}", subgroup.blocks, blocks, "block")
-            if subgroup.device_seconds > self.stages[subgroup.stage].duration_seconds * (1 + 1e-9):
+            taken[subgroup.stage] = taken.get(subgroup.stage, 0.0) + subgroup.device_seconds
+            if taken[subgroup.stage] > self.stages[subgroup.stage].duration_seconds * (1 + 1e-9):
                 raise ValueError(
-                    f"subgroup {subgroup.id} takes {subgroup.device_seconds} s of stage {subgroup.stage}, which lasts "
+                    f"subgroups up to {subgroup.id} take {taken[subgroup.stage]} s of stage {subgroup.stage}, which lasts "
                     f"{self.stages[subgroup.stage].duration_seconds} s"
                 )
         for position, group in enumerate(self.recompute):

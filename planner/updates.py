@@ -5,7 +5,8 @@
 * States (persistent blocks that only s uses) are never on the device.
 * Gradients (other blocks, whose last use is s) are copied out by a move without a prefetch, and consumed there.
 * Parameters (persistent blocks that s alone writes and other stages read) have a valid copy in the host tier at all
-  times but during the update: they are dropped after the last use before s, and come back after the update.
+  times but during the update: they are dropped after the last use before s, without a copy out, and come back after
+  the update.
 * Blocks that are not movable count as resident as ever; that their few bytes cross the link is not counted.
 * All its movable blocks have their place in the host tier for good.
 * The host's processor runs one update at a time, in the order of the plan: each when the run of optimizer stages
@@ -31,7 +32,8 @@ _NOTHING_LEFT = 1e-9
 def host_updatable(trace: Trace) -> tuple[Subgroup, ...]:
     """The subgroups that can update on the host: times and uses as in [Note: updates on the host].
 
-    At least one of their parameters must be movable: the next iteration waits for the update by these.
+    The next iteration waits for an update by its movable parameters: there must be one, each used before the update's
+    stage, and the first of them before any gradient comes into being anew.
     """
     if trace.hardware.link("device", "host") is None or trace.hardware.link("host", "device") is None:
         return ()
@@ -43,7 +45,7 @@ def host_updatable(trace: Trace) -> tuple[Subgroup, ...]:
         subgroup
         for subgroup in trace.subgroups
         if subgroup.host_seconds is not None
-        and parameters(trace, subgroup)
+        and _holds_back(trace, subgroup)
         and all(owners[block] == 1 for block in subgroup.blocks)
         and all(_takes_part(trace.blocks[block], subgroup.stage) for block in subgroup.blocks)
     )
@@ -103,6 +105,12 @@ def device_part(trace: Trace, on_host: Collection[int]) -> Trace:
 def movable_blocks(trace: Trace, subgroup: Subgroup) -> list[Block]:
     """Blocks of the subgroup that can leave the device."""
     return [block for block in map(trace.blocks.__getitem__, subgroup.blocks) if block.movable and block.size_bytes]
+
+
+def _holds_back(trace: Trace, subgroup: Subgroup) -> bool:
+    firsts = [block.uses[0] for block in parameters(trace, subgroup)]
+    births = [block.uses[0] for block in gradients(trace, subgroup)]
+    return bool(firsts) and max(firsts) < subgroup.stage and min(firsts) <= min(births, default=subgroup.stage)
 
 
 def _takes_part(block: Block, stage: int) -> bool:

@@ -8,9 +8,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from planner import Budgets, Plan, Trace, floor, simulate
+from planner.coarse import in_order_of_need
 from planner.evict import evict_furthest
 from planner.lifetimes import live_bytes
 from planner.problem import Decision, Decisions, Problem, build_plan
+from planner.room import LowerTiers
 from planner.updates import host_updatable
 
 KINDS = ("parameter", "gradient", "optimizer_state", "activation", "buffer")
@@ -109,9 +111,10 @@ def trainings(draw: st.DrawFn, *, most_layers: int = 4) -> Trace:
     layers = draw(st.integers(1, most_layers))
     seconds = st.sampled_from([0.1, 0.5, 1.0])
     sizes = [draw(st.sampled_from([0, 5, 10, 40])) for _ in range(layers)]
+    together = draw(st.booleans())  # all subgroups in one stage
     names = [f"forward/{i}" for i in range(layers)] + [f"backward/{i}" for i in reversed(range(layers))]
     names += [f"optimizer/{i}" for i in range(layers)]
-    stages = [
+    stages: list[dict[str, Any]] = [
         {
             "id": number,
             "name": name,
@@ -124,18 +127,19 @@ def trainings(draw: st.DrawFn, *, most_layers: int = 4) -> Trace:
     blocks: list[dict[str, Any]] = []
     subgroups = []
     for layer, size in enumerate(sizes):
-        forward, backward, update = layer, 2 * layers - 1 - layer, 2 * layers + layer
-        movable = draw(st.integers(0, 5)) > 0
+        forward, backward, update = layer, 2 * layers - 1 - layer, 2 * layers + (0 if together else layer)
+        movable, accumulates = draw(st.integers(0, 5)) > 0, draw(st.booleans())
         wanted: list[tuple[str, int, bool, list[int], list[int]]] = [
             ("parameter", size, True, sorted({forward, backward, update}), [update]),
-            ("gradient", size, False, [update], [backward]),
+            ("gradient", size, False, [update], sorted({backward, 2 * layers - 1} if accumulates else {backward})),
             ("optimizer_state", 2 * size, True, [update], [update]),
             ("activation", draw(st.sampled_from([5, 20])), False, [backward], [forward]),
         ]
         for kind, bytes_, persistent, reads, writes in wanted:
             block = {"id": len(blocks), "name": f"{kind}.{layer}", "kind": kind, "size_bytes": bytes_}
             blocks.append({**block, "persistent": persistent, "reads": reads, "writes": writes, "movable": movable})
-        device_seconds = stages[update]["duration_seconds"] * draw(st.sampled_from([1.0, 0.5]))
+        share = draw(st.sampled_from([1.0, 0.5])) / (layers if together else 1)
+        device_seconds = stages[update]["duration_seconds"] * share
         first = 4 * layer
         subgroups.append(
             {
@@ -166,14 +170,19 @@ def random_plan(trace: Trace, budgets: Budgets, rng: random.Random) -> Plan:
 
     Replayed in the simulator before it is returned. Raises BudgetError below the floor.
     """
-    updatable = [subgroup.id for subgroup in host_updatable(trace)] if budgets.host_bytes is None else []
-    problem = Problem.of(trace, budgets, rng.sample(updatable, rng.randint(0, len(updatable))))
+    updatable = [subgroup.id for subgroup in host_updatable(trace)]
+    on_host = rng.sample(updatable, rng.randint(0, len(updatable)))
+    if budgets.host_bytes is not None:
+        on_host = in_order_of_need(Problem.of(trace, budgets), on_host)
+        rng.shuffle(on_host)
+    problem = Problem.of(trace, budgets, on_host)
     decisions: Decisions = {}
     for index, period in enumerate(problem.periods):
         if index in problem.updated or rng.random() < 0.5:
             leave = rng.randint(period.after, period.before - 1)
             route = rng.choice(problem.routes_of(index))
-            decisions[index] = Decision(tier=route.tier, leave=leave, start=period.before)
+            if index in problem.updated or LowerTiers(problem, decisions).fits(index, route.tier):
+                decisions[index] = Decision(tier=route.tier, leave=leave, start=period.before)
     decisions = evict_furthest(problem, decisions, early=rng.random() < 0.5)
     occupied = problem.occupancy(decisions)
     for index in rng.sample(sorted(decisions), len(decisions)):
