@@ -22,7 +22,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from math import inf
 from typing import Literal
 
@@ -30,13 +29,12 @@ from planner.errors import InfeasiblePlanError
 from planner.links import Channel, Job, Links
 from planner.plan import Plan
 from planner.replay import Program, compile_program
-from planner.timeline import HostUpdate, StageTimes, Timeline, Transfer
+from planner.timeline import HostUpdate, StageTimes, Timeline, Transfer, agree
 from planner.trace import Trace
 
 __all__ = ["simulate"]
 
 _MOST_ITERATIONS = 32
-_SAME = 1e-9
 
 
 def simulate(trace: Trace, plan: Plan) -> Timeline:
@@ -85,7 +83,7 @@ class _Replay:
         previous: Timeline | None = None
         for self.iteration in range(_MOST_ITERATIONS):
             timeline = self._one_iteration()
-            if previous is not None and _same(previous, timeline):
+            if previous is not None and agree(previous, timeline):
                 break
             previous = timeline
         return timeline
@@ -329,23 +327,3 @@ class _Replay:
                 stage=self.trace.stages[stage].name,
                 block=self.trace.blocks[block].name,
             )
-
-
-def _same(one: Timeline, other: Timeline) -> bool:
-    """Whether two iterations agree in the time of every stage, transfer and update: a link may lag behind more and
-    more before any stage has to wait for it."""
-    if len(one.transfers) != len(other.transfers) or len(one.updates) != len(other.updates):
-        return False
-    tolerance = _SAME * max(other.iteration_seconds, 1e-12)
-    pairs = zip(_times(one), _times(other), strict=True)
-    return all(abs(a - b) <= tolerance for a, b in pairs)
-
-
-def _times(timeline: Timeline) -> Iterator[float]:
-    yield timeline.iteration_seconds
-    for stage in timeline.stages:
-        yield from (stage.start_seconds, stage.end_seconds)
-    for transfer in timeline.transfers:
-        yield from (transfer.start_seconds, transfer.end_seconds)
-    for update in timeline.updates:
-        yield from (update.start_seconds, update.end_seconds)

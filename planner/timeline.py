@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["HostUpdate", "StageTimes", "Timeline", "Transfer"]
+__all__ = ["HostUpdate", "StageTimes", "Timeline", "Transfer", "agree"]
+
+_SAME = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,3 +65,23 @@ class Timeline:
     def stall_seconds(self) -> float:
         """Sum of the stalls of all stages."""
         return sum(stage.stall_seconds for stage in self.stages)
+
+
+def agree(one: Timeline, other: Timeline) -> bool:
+    """Whether two iterations agree in the time of every stage, transfer and update: a link may lag behind more and
+    more before any stage has to wait for it."""
+    if len(one.transfers) != len(other.transfers) or len(one.updates) != len(other.updates):
+        return False
+    tolerance = _SAME * max(other.iteration_seconds, 1e-12)
+    pairs = zip(_times(one), _times(other), strict=True)
+    return all(abs(a - b) <= tolerance for a, b in pairs)
+
+
+def _times(timeline: Timeline) -> Iterator[float]:
+    yield timeline.iteration_seconds
+    for stage in timeline.stages:
+        yield from (stage.start_seconds, stage.end_seconds)
+    for transfer in timeline.transfers:
+        yield from (transfer.start_seconds, transfer.end_seconds)
+    for update in timeline.updates:
+        yield from (update.start_seconds, update.end_seconds)

@@ -397,11 +397,9 @@ def test_simulate_tells_what_the_hosts_processor_does(run: Run, tmp_path: Path, 
     assert run("simulate", hand("chain"), path, "--json").json["host_processor"] == {"updates": 0, "busy_seconds": 0.0}
 
 
-@pytest.mark.parametrize(("update", "forward"), [(3, 0), (0, 1)])
-def test_a_move_beside_the_update_on_the_host_is_not_for_it(run: Run, tmp_path: Path, update: int, forward: int) -> None:
-    """The weight also leaves between forward and backward; only the move around its update, which ends or begins the
-    iteration, serves that."""
-    backward = forward + 2
+def test_a_move_beside_the_update_on_the_host_is_not_for_it(run: Run, tmp_path: Path) -> None:
+    """The weight also leaves between forward and backward; only the move around its update serves that."""
+    forward, backward, update = 0, 2, 3
     names = {update: "optimizer", forward: "forward", forward + 1: "user", backward: "backward"}
     stages = [dict(id=n, name=names[n], phase=names[n], duration_seconds=1.0) for n in range(4)]
     uses = sorted([update, forward, backward])
