@@ -13,7 +13,7 @@ from planner.evict import evict_furthest
 from planner.lifetimes import live_bytes
 from planner.problem import Decision, Decisions, Problem, build_plan
 from planner.room import LowerTiers
-from planner.updates import host_updatable
+from planner.updates import host_start, host_updatable
 
 KINDS = ("parameter", "gradient", "optimizer_state", "activation", "buffer")
 
@@ -188,7 +188,10 @@ def random_plan(trace: Trace, budgets: Budgets, rng: random.Random) -> Plan:
     for index in rng.sample(sorted(decisions), len(decisions)):
         decision, size = decisions[index], problem.periods[index].size_bytes
         start = decision.start
-        lowest = rng.randint(decision.leave + 1, start)
+        earliest = decision.leave + 1
+        if index in problem.updated:  # before, it would hold up what the update's gradients are made from
+            earliest = max(earliest, host_start(trace, trace.subgroups[problem.updated[index]]))
+        lowest = rng.randint(min(earliest, start), start)
         while start > lowest and occupied[(start - 1) % problem.stage_count] + size <= budgets.device_bytes:
             start -= 1
             occupied[start % problem.stage_count] += size

@@ -151,8 +151,8 @@ def test_random_plans_give_the_same_bits(tmp_path: Path, seed: int, accumulate: 
     known = profiled(accumulate, tmp_path)
     draw = random.Random(seed)
     smallest, _ = floor(known.trace)
-    # A little above the smallest one: in this run, memory that user code holds may differ by some bytes.
-    budget = int(smallest + (0.05 + 0.6 * draw.random()) * (max(live_bytes(known.trace)) - smallest))
+    # Somewhat above the smallest one: in this run, memory that user code holds may differ by a tensor or two.
+    budget = int(smallest + (0.25 + 0.4 * draw.random()) * (max(live_bytes(known.trace)) - smallest))
     plan: Plan = load_strategies().random_plan(known.trace, Budgets(device_bytes=budget), draw)
     assert len(plan.moves) > 5
     path = tmp_path / "plan.json"
