@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.bound_windows import Instants
@@ -10,7 +10,7 @@ from planner.problem import Problem
 from planner.trace import Block, Link, Subgroup
 from planner.update_model import Flow, HostWindows
 from planner.update_windows import candidates, chain_of, grouped, last_before, next_after
-from planner.updates import gradients, host_start, movable_blocks, parameters, states
+from planner.updates import gradients, host_start, movable_blocks, parameters, states, total_bytes
 
 __all__ = ["UpdateClass", "update_classes"]
 
@@ -67,7 +67,7 @@ def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seco
             first=begin,
             last=max(last, begin + 1),
             absent=range(begin + 1, gone + 1),
-            size_bytes=_bytes(blocks),
+            size_bytes=total_bytes(blocks),
             seconds=_seconds(blocks, route.outward),
         )
         for (begin,), blocks in out.items()
@@ -77,7 +77,7 @@ def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seco
             first=max(begin, first),
             last=end,
             absent=range(begin + 1, end),
-            size_bytes=_bytes(blocks),
+            size_bytes=total_bytes(blocks),
             seconds=_seconds(blocks, route.inward),
         )
         for (begin, end), blocks in back.items()
@@ -89,8 +89,8 @@ def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seco
         span=instants.last_by(2 * subgroup.stage),
         device_seconds=subgroup.device_seconds / unit_seconds,
         host_seconds=host_seconds,
-        held_bytes=_bytes(states(trace, subgroup)),
-        host_bytes=_bytes(movable_blocks(trace, subgroup)),
+        held_bytes=total_bytes(states(trace, subgroup)),
+        host_bytes=total_bytes(movable_blocks(trace, subgroup)),
         first=first,
         last=last,
         gradients=flows_out,
@@ -106,7 +106,7 @@ def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seco
 def _pattern(problem: Problem, instants: Instants, subgroup: Subgroup) -> tuple[object, ...]:
     """Between which instants each block is used, with its share of the bytes: copies are classed by these."""
     blocks = movable_blocks(problem.trace, subgroup)
-    total = sum(block.size_bytes for block in blocks)
+    total = total_bytes(blocks)
     uses = (
         (tuple((instants.last_by(2 * use + 1), instants.first_from(2 * use)) for use in block.uses), block.size_bytes)
         for block in blocks
@@ -164,10 +164,6 @@ def _together(name: str, members: Sequence[HostWindows]) -> HostWindows:
         chain_seconds=min(member.chain_seconds for member in members),
         at_instants=True,
     )
-
-
-def _bytes(blocks: Iterable[Block]) -> int:
-    return sum(block.size_bytes for block in blocks)
 
 
 def _seconds(blocks: Sequence[Block], link: Link) -> float:

@@ -16,7 +16,7 @@ from planner.settings import SolverSettings
 from planner.solve import Solution, solve
 from planner.trace import Subgroup
 from planner.update_windows import candidates, segment_windows
-from planner.updates import movable_blocks, parameters
+from planner.updates import movable_blocks, parameters, total_bytes
 
 __all__ = ["MOST_INTEGER_STAGES", "coarse_solutions", "in_order_of_need"]
 
@@ -69,7 +69,7 @@ def in_order_of_need(problem: Problem, on_host: Collection[int]) -> list[int]:
 
     fitting, filled = [], 0
     for number in sorted(on_host, key=needed):
-        size = sum(block.size_bytes for block in movable_blocks(trace, trace.subgroups[number]))
+        size = total_bytes(movable_blocks(trace, trace.subgroups[number]))
         if limit is None or filled + size <= limit:
             fitting.append(number)
             filled += size

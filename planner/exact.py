@@ -28,7 +28,6 @@ _LEADS = (3.0, 1.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    decisions: Decisions
     plan: Plan
     timeline: Timeline
     cost: float
@@ -171,7 +170,7 @@ def _replayed(problem: Problem, decisions: Decisions, write_weight: float) -> _C
     for route in problem.routes:
         written_seconds = timeline.moved_bytes.get(route.outward.name, 0) / route.outward.bytes_per_second
         cost += outward_weight(route.tier, write_weight) * written_seconds
-    return _Candidate(decisions=decisions, plan=plan, timeline=timeline, cost=cost)
+    return _Candidate(plan=plan, timeline=timeline, cost=cost)
 
 
 def finish(

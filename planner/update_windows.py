@@ -8,7 +8,7 @@ from planner.problem import Problem
 from planner.segments import Segment
 from planner.trace import Block, Subgroup
 from planner.update_model import Flow, HostWindows
-from planner.updates import gradients, host_start, host_updatable, movable_blocks, parameters, states
+from planner.updates import gradients, host_start, host_updatable, movable_blocks, parameters, states, total_bytes
 
 __all__ = ["candidates", "chain_of", "grouped", "last_before", "next_after", "segment_windows"]
 
@@ -22,7 +22,7 @@ def candidates(problem: Problem) -> tuple[Subgroup, ...]:
         subgroup
         for subgroup in host_updatable(problem.source)
         if route.budget_bytes is None
-        or sum(block.size_bytes for block in movable_blocks(problem.source, subgroup)) <= route.budget_bytes
+        or total_bytes(movable_blocks(problem.source, subgroup)) <= route.budget_bytes
     )
 
 
@@ -50,7 +50,7 @@ def segment_windows(
             first=after + 1,
             last=after + 1 + window,
             absent=range(after + 2, span + 1),
-            size_bytes=_bytes(blocks),
+            size_bytes=total_bytes(blocks),
             seconds=sum(route.outward.seconds(block.size_bytes) for block in blocks),
         )
         for (after,), blocks in out.items()
@@ -60,7 +60,7 @@ def segment_windows(
             first=max(begin, before - window),
             last=before,
             absent=range(after + 1, before),
-            size_bytes=_bytes(blocks),
+            size_bytes=total_bytes(blocks),
             seconds=sum(route.inward.seconds(block.size_bytes) for block in blocks),
         )
         for (after, before), blocks in back.items()
@@ -72,8 +72,8 @@ def segment_windows(
         span=span,
         device_seconds=subgroup.device_seconds / unit_seconds,
         host_seconds=host_seconds,
-        held_bytes=_bytes(states(trace, subgroup)),
-        host_bytes=_bytes(movable_blocks(trace, subgroup)),
+        held_bytes=total_bytes(states(trace, subgroup)),
+        host_bytes=total_bytes(movable_blocks(trace, subgroup)),
         first=begin,
         last=max(begin + 1, max(flow.last for flow in flows_in)),
         gradients=flows_out,
@@ -116,7 +116,3 @@ def grouped(
     for block in blocks:
         groups.setdefault(key(block), []).append(block)
     return groups
-
-
-def _bytes(blocks: Iterable[Block]) -> int:
-    return sum(block.size_bytes for block in blocks)

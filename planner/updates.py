@@ -20,11 +20,11 @@ So what the device does is again an iteration, with fewer uses: `device_part`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from planner.trace import Block, Subgroup, Trace
 
-__all__ = ["device_part", "gradients", "host_start", "host_updatable", "movable_blocks", "parameters", "states"]
+__all__ = ["device_part", "gradients", "host_start", "host_updatable", "movable_blocks", "parameters", "states", "total_bytes"]
 
 _NOTHING_LEFT = 1e-9
 
@@ -64,6 +64,11 @@ def parameters(trace: Trace, subgroup: Subgroup) -> list[Block]:
 def gradients(trace: Trace, subgroup: Subgroup) -> list[Block]:
     """Movable blocks of the subgroup that its update consumes."""
     return [block for block in movable_blocks(trace, subgroup) if not block.persistent]
+
+
+def total_bytes(blocks: Iterable[Block]) -> int:
+    """Bytes of all of them."""
+    return sum(block.size_bytes for block in blocks)
 
 
 def host_start(trace: Trace, subgroup: Subgroup) -> int:
