@@ -9,37 +9,45 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
+    from planner.plan import WaitingTier
     from runtime.cpu_memory import Span
     from runtime.storage.store import Slot
 
 
 class State(enum.Enum):
-    """ON_DEVICE and AWAY are at rest. LEAVING still holds its memory; ARRIVING has its memory reserved."""
+    """ON_DEVICE and AWAY are at rest. LEAVING still holds its memory; ARRIVING has its memory reserved.
+
+    UPDATING: away, and its slot is lent to who changes it there, see `Lending`.
+    """
 
     ON_DEVICE = enum.auto()
     LEAVING = enum.auto()
     AWAY = enum.auto()
     ARRIVING = enum.auto()
+    UPDATING = enum.auto()
 
 
 class Block:
     """One storage under management. Changed by the pager only, under its lock.
 
-    address: of its memory; does not change while the block lives, unless user code gives the storage other memory.
+    address: of its memory, as the mover left it; user code may give the storage other memory.
     span: the pages that can leave, None if the block can not (too small, foreign memory).
-    copy_is_valid: the slot holds the block's present content (always so while AWAY).
+    slot, tier: where its copy is, or will be.
+    copy_is_valid: the slot holds the block's present content (always so while AWAY or UPDATING).
     version: counts writes, so that a copy out that was overtaken by a write is not taken for valid.
     user_visible: user code may read or write it between compiled regions.
     next_use: position on the pager's clock at which it is expected to be used next; orders evictions.
     uses: positions within the iteration at which it was used the last time round; empty while unknown.
     born: number of the iteration in which it was first seen.
     trace_id: its id in the trace that the current plan was made for, -1 if none.
+    held_back: the copy in that was asked for last had to wait for room, its own copy out or the end of user code.
     """
 
     __slots__ = (
         "address",
         "born",
         "copy_is_valid",
+        "held_back",
         "kind",
         "name",
         "next_use",
@@ -48,6 +56,7 @@ class Block:
         "slot",
         "span",
         "state",
+        "tier",
         "trace_id",
         "user_visible",
         "uses",
@@ -67,11 +76,13 @@ class Block:
         self.user_visible = user_visible
         self.state = State.ON_DEVICE
         self.slot: Slot | None = None
+        self.tier: WaitingTier | None = None
         self.copy_is_valid = False
         self.pins = 0
         self.next_use = 0
         self.uses: tuple[int, ...] = ()
         self.trace_id = -1
+        self.held_back = False
         self.version = 0
         self.born = 0
 

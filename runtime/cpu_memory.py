@@ -22,12 +22,12 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Protocol
 
 import torch
 
 from planner.errors import StorageError, UnsupportedError
+from runtime import native
 
 PAGE_BYTES = mmap.PAGESIZE
 SMALLEST_MOVED_BYTES = 1 << 20
@@ -104,16 +104,18 @@ class CpuMemory:
             return
         _check(self._pool.teraio_adopt(storage._cdata), "mmap", storage.nbytes())
 
-    def map_files(self, span: Span, ranges: Sequence[FileRange], *, keep_pages: bool) -> None:
+    def map_files(self, span: Span, ranges: Sequence[FileRange], *, keep_pages: bool, poison: int | None = None) -> None:
         """Show the file ranges, together as long as the span, instead of its pages.
 
         keep_pages: for what is allocated next. A thread that reads the span in that very moment may then see zeros.
+        poison: a byte to fill the pages with that are kept, after they have left the span.
         """
         count = len(ranges)
         files = (ctypes.c_int * count)(*(piece.file_descriptor for piece in ranges))
         offsets = (ctypes.c_size_t * count)(*(piece.offset_bytes for piece in ranges))
         lengths = (ctypes.c_size_t * count)(*(piece.length_bytes for piece in ranges))
-        error = self._pool.teraio_map_files(span.address, count, files, offsets, lengths, keep_pages)
+        fill = -1 if poison is None else poison
+        error = self._pool.teraio_map_files(span.address, count, files, offsets, lengths, keep_pages, fill)
         _check(error, "mmap", span.length_bytes)
 
     def take_pages(self, length_bytes: int) -> Span:
@@ -160,39 +162,25 @@ class CpuMemory:
 
 @functools.cache
 def _load_pool() -> ctypes.CDLL:
-    """Compile `page_pool.cpp` against this PyTorch, or find it in Inductor's cache."""
-    from torch._inductor.codecache import CppCodeCache
-    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-
-    source = Path(__file__).with_name("page_pool.cpp").read_text()
-    try:
-        pool: ctypes.CDLL = CppCodeCache.load(source, extra_flags=("-Wl,--no-as-needed", "-lc10"))
-    except (CppCompileError, InvalidCxxCompiler, OSError) as error:
-        raise UnsupportedError(
-            f"training on CPU needs Linux and a C++ compiler that can build teraio's allocator ({error}); "
-            "install g++, or name a compiler in the environment variable CXX"
-        ) from error
     size, pointer, error_code = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
     sizes = ctypes.POINTER(size)
-    for name, result, arguments in (
-        ("teraio_install", error_code, [size]),
-        ("teraio_stand_back", None, []),
-        ("teraio_chunk", size, [pointer, ctypes.POINTER(ctypes.c_long)]),
-        ("teraio_adopt", error_code, [pointer]),
-        ("teraio_map_files", error_code, [pointer, size, ctypes.POINTER(ctypes.c_int), sizes, sizes, ctypes.c_int]),
-        ("teraio_take", pointer, [size]),
-        ("teraio_install_pages", error_code, [pointer, pointer]),
-        ("teraio_drop", None, [pointer]),
-        ("teraio_trim", None, [size]),
-        ("teraio_kept_bytes", size, []),
-        ("teraio_live_bytes", ctypes.c_long, []),
-        ("teraio_peak_bytes", ctypes.c_long, []),
-        ("teraio_reset_peak", None, []),
-        ("madvise", error_code, [pointer, size, ctypes.c_int]),
-    ):
-        function = getattr(pool, name)
-        function.restype, function.argtypes = result, arguments
-    return pool
+    functions: dict[str, native.Signature] = {
+        "teraio_install": (error_code, [size]),
+        "teraio_stand_back": (None, []),
+        "teraio_chunk": (size, [pointer, ctypes.POINTER(ctypes.c_long)]),
+        "teraio_adopt": (error_code, [pointer]),
+        "teraio_map_files": (error_code, [pointer, size, ctypes.POINTER(ctypes.c_int), sizes, sizes, ctypes.c_int, ctypes.c_int]),
+        "teraio_take": (pointer, [size]),
+        "teraio_install_pages": (error_code, [pointer, pointer]),
+        "teraio_drop": (None, [pointer]),
+        "teraio_trim": (None, [size]),
+        "teraio_kept_bytes": (size, []),
+        "teraio_live_bytes": (ctypes.c_long, []),
+        "teraio_peak_bytes": (ctypes.c_long, []),
+        "teraio_reset_peak": (None, []),
+        "madvise": (error_code, [pointer, size, ctypes.c_int]),
+    }
+    return native.load("page_pool.cpp", functions, purpose="training on CPU")
 
 
 def _check(error: int, call: str, length: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from runtime.block import Block
+from runtime.device import Mark
 from runtime.pager import Pager
 from runtime.program import Constant, Program, Stage
 from runtime.workspace import WorkspaceMeter
@@ -28,14 +28,15 @@ class Observer(Protocol):
         *,
         name: str,
         phase: str,
-        seconds: float,
+        begin: Mark,
+        end: Mark,
         workspace_bytes: int,
         read: Sequence[Block],
         made: Sequence[Block],
         written: Sequence[Block],
         next_uses: dict[Block, int],
     ) -> None:
-        """The stage ran for `seconds` (waiting not counted).
+        """The stage ran from `begin` to `end` (waiting not counted).
 
         It read `read`, brought `made` into being, changed `written`; `next_uses` gives, where the region uses a
         block again, after how many stages.
@@ -43,6 +44,23 @@ class Observer(Protocol):
 
     def region_ended(self) -> None:
         """The region is about to return to user code, or failed."""
+
+
+class Guest(Protocol):
+    """Looks on while a program runs under management, and may run stages of its own between those of the program."""
+
+    @property
+    def stage_count(self) -> int:
+        """How many stages of its own it will run, as the observer should expect."""
+
+    def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
+        """Stage `number` of the program has ended, which read `read`; nothing is held now.
+
+        It may take values out of `slots` that no later stage reads: where they are results, the program returns None.
+        """
+
+    def region_done(self, results: Sequence[Any]) -> None:
+        """The program has run to its end and is about to return `results`. Not called if it failed."""
 
 
 def run_plain(program: Program, arguments: list[Any]) -> list[Any]:
@@ -54,12 +72,29 @@ def run_plain(program: Program, arguments: list[Any]) -> list[Any]:
 
 
 def run_managed(
-    program: Program, arguments: list[Any], pager: Pager, observer: Observer, meter: WorkspaceMeter
+    program: Program,
+    arguments: list[Any],
+    pager: Pager,
+    observer: Observer,
+    meter: WorkspaceMeter,
+    guest: Guest | None = None,
 ) -> list[Any]:
     """Run a program under the pager's budget. Takes over `arguments`; blocks while inputs are fetched.
 
     Raises BudgetError and StorageError; then nothing stays held, and all blocks keep their contents.
     """
+    with pager.device.region():
+        return _run_region(program, arguments, pager, observer, meter, guest)
+
+
+def _run_region(
+    program: Program,
+    arguments: list[Any],
+    pager: Pager,
+    observer: Observer,
+    meter: WorkspaceMeter,
+    guest: Guest | None,
+) -> list[Any]:
     pager.enter()
     slots = _slots(program, arguments)
     try:
@@ -68,13 +103,17 @@ def run_managed(
             if program.slot_kinds[index] != "activation":
                 pager.make_movable(slots[index])
             blocks[index] = _input_block(program, slots, index, pager)
-        observer.region_begins(program.identity, len(program.stages))
+        observer.region_begins(program.identity, len(program.stages) + (guest.stage_count if guest is not None else 0))
         for number, stage in enumerate(program.stages):
-            _run_stage_managed(program, number, stage, slots, blocks, pager, observer, meter)
+            read = _run_stage_managed(program, number, stage, slots, blocks, pager, observer, meter)
+            if guest is not None:
+                guest.after_stage(number, read, slots)
         results = _results(program, slots)
         for index in program.user_results:
             if isinstance(results[index], torch.Tensor) and (block := pager.known_block(results[index])) is not None:
                 block.user_visible = True
+        if guest is not None:
+            guest.region_done(results)
         return results
     finally:
         observer.region_ended()
@@ -106,7 +145,8 @@ def _run_stage_managed(
     pager: Pager,
     observer: Observer,
     meter: WorkspaceMeter,
-) -> None:
+) -> list[Block]:
+    """Gives the blocks that the stage read."""
     workspace_bytes = meter.workspace_bytes(stage)
     read = list(dict.fromkeys(b for i in stage.inputs if (b := blocks[i]) is not None))
     pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=observer.stage_reached())
@@ -114,9 +154,9 @@ def _run_stage_managed(
     last_used: list[Block] = []
     try:
         with meter.watching(stage):
-            begin = time.perf_counter()
+            begin = pager.device.mark()
             _run_stage(stage, slots)
-            seconds = time.perf_counter() - begin
+            end = pager.device.mark()
         for i in stage.outputs:
             blocks[i] = _block(program, slots, i, pager, user_visible=False)
         last_used = list(dict.fromkeys(b for i in stage.frees if (b := blocks[i]) is not None))
@@ -126,7 +166,8 @@ def _run_stage_managed(
     observer.stage_ended(
         name=stage.name,
         phase=stage.phase,
-        seconds=seconds,
+        begin=begin,
+        end=end,
         workspace_bytes=workspace_bytes,
         read=read,
         made=list(dict.fromkeys(made)),
@@ -135,6 +176,7 @@ def _run_stage_managed(
     )
     for i in stage.frees:
         blocks[i] = None
+    return read
 
 
 def _next_uses(stage: Stage, number: int, blocks: list[Block | None]) -> dict[Block, int]:

@@ -330,8 +330,9 @@ int teraio_adopt(void* storage_impl) {
 // Maps file ranges, together as long as the chunk, over the chunk at `address`, in place of its pages.
 // keep_pages: for later chunks; a thread that reads the chunk in that very moment may then see zeros. Otherwise each page
 // is exchanged for its part of the file at once and goes back to the system.
+// poison: the byte that pages which are kept are filled with, -1 for none.
 int teraio_map_files(void* address, size_t count, const int* files, const size_t* offsets, const size_t* lengths,
-                     int keep_pages) {
+                     int keep_pages, int poison) {
   std::lock_guard lock(pool().mutex);
   Pool::Chunk* chunk = pool().find(address);
   if (!chunk) return EINVAL;
@@ -361,7 +362,10 @@ int teraio_map_files(void* address, size_t count, const int* files, const size_t
     at += lengths[i];
   }
   chunk->pages = {};
-  if (saved.address) pool().keep(std::move(saved));
+  if (saved.address) {
+    if (poison >= 0) std::memset(saved.address, poison, saved.length());
+    pool().keep(std::move(saved));
+  }
   return 0;
 }
 

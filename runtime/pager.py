@@ -4,10 +4,6 @@
 It can run any sequence of stages without a plan. A plan only adds hints (`offload`, `prefetch`), each of which may be
 late, early or wrong: that costs time, never correctness and never the budget.
 
-[Note: Locking]
-One lock guards all blocks and counters. The training thread takes it between stages, I/O threads when a copy has
-ended. Whoever frees memory starts the prefetches that wait for room, in the order in which they were asked for.
-
 [Note: User code]
 Between compiled regions user code may write any block that it can reach. `fence` waits until none of those is being
 copied, and takes for granted that user code changes all of them; until `enter` no copy of them begins.
@@ -15,46 +11,21 @@ copied, and takes for granted that user code changes all of them; until `enter` 
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+import contextlib
+import time
 from collections.abc import Sequence
 
 import torch
 
-from planner.errors import BudgetError, StorageError
+from planner.errors import StorageFullError
+from planner.plan import WaitingTier
 from runtime.block import Block, State
-from runtime.mover import Mover
-
-_NEVER = 1 << 62
-_LOOK_SECONDS = 1.0
-"""How often who waits for a copy looks whether its drive still answers."""
+from runtime.lending import Lending
+from runtime.residency import touch
 
 
-class Pager:
-    """Residency of all blocks of one device under one budget.
-
-    mover: carries blocks; None if there is nowhere to move them to.
-    budget_bytes: hard limit of blocks, stage outputs, workspaces and `fixed_bytes` together; None for no limit.
-    clock, iteration: kept by the timeline. A block whose `next_use` is not ahead of the clock has no known next use.
-    """
-
-    def __init__(self, *, mover: Mover | None, budget_bytes: int | None) -> None:
-        self.budget_bytes = budget_bytes
-        self.fixed_bytes = 0
-        self.clock = 0
-        self.iteration = 0
-        self.peak_bytes = 0
-        self.evictions = 0
-        self._mover = mover
-        self._changed = threading.Condition()
-        self._blocks: dict[int, Block] = {}
-        self._waiting: deque[Block] = deque()
-        self._failure: StorageError | None = None
-        self._in_user_code = True
-        self._used = 0
-        self._reserved = 0
-        self._leaving = 0
-        self._arriving = 0
+class Pager(Lending):
+    """What the executor, the timeline and the optimizer's steps ask for; see `Residency` for the arguments."""
 
     # -- what exists
 
@@ -65,15 +36,15 @@ class Pager:
         return list(self._blocks.values())
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of blocks on the device, those being copied in or out included."""
-        return self._used
+    def can_move(self) -> bool:
+        """Whether blocks have anywhere to go."""
+        return self._mover is not None
 
     def block_of(self, tensor: torch.Tensor, *, name: str, kind: str, user_visible: bool) -> Block:
         """The block of `tensor`'s storage; a storage that is seen for the first time becomes one. Never blocks."""
         storage = tensor.untyped_storage()
         block = self._blocks.get(storage._cdata)
-        if block is None or block.size_bytes != storage.nbytes() or block.address != storage.data_ptr():
+        if block is None or not self._is_same(block, storage):
             with self._changed:
                 if block is not None:
                     self._forget(block)
@@ -82,6 +53,8 @@ class Pager:
                 block.born = self.iteration
                 self._blocks[block.key] = block
                 self._used += block.size_bytes
+                if user_visible:  # it was there when the region began, as something that nobody knew
+                    self._beside = max(self._beside - block.size_bytes, 0)
         elif user_visible:
             block.user_visible = True
         return block
@@ -90,6 +63,11 @@ class Pager:
         """Put the data of a tensor that is not a block yet where it can leave from, if it may be moved. Blocks meanwhile."""
         if self._mover is not None and tensor.layout is torch.strided and self.known_block(tensor) is None:
             self._mover.adopt(tensor.untyped_storage())
+
+    def can_leave(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's data is, or could be put, where it can leave from. Blocks while that is done."""
+        self.make_movable(tensor)
+        return self._mover is not None and self._mover.span(tensor.untyped_storage()) is not None
 
     def known_block(self, tensor: torch.Tensor) -> Block | None:
         """The block of `tensor`'s storage, if it has one; a sparse tensor never has."""
@@ -110,13 +88,18 @@ class Pager:
         """Bring `blocks` to the device, reserve `new_bytes` for outputs and workspace, and hold both until `retire`.
 
         then_fetch: prefetches to ask for once that is under way, see `prefetch`.
-        Blocks until everything has landed. Raises BudgetError if it cannot fit, StorageError if a copy failed.
+        Blocks until everything has landed, or will have before the device goes on. Raises BudgetError if it cannot fit,
+        StorageError if a copy failed.
         """
         with self._changed:
             for block in blocks:
                 block.pins += 1
+                self._keep(block)
             try:
+                while any(block.state is State.UPDATING for block in blocks):
+                    self._wait()
                 self._make_room(blocks, new_bytes, what)
+                coming = [block for block in blocks if block.state is State.ARRIVING and not block.held_back]
                 missing = [block for block in blocks if block.state is State.AWAY]
                 self._reserved = new_bytes + sum(block.size_bytes for block in missing)
                 for block in missing:
@@ -127,11 +110,14 @@ class Pager:
                     if block.state is State.ARRIVING and self._mover is not None:
                         self._mover.hurry(block)
                 self._note_peak()
-                self._waiting.extend(b for b in then_fetch if b.state in (State.AWAY, State.LEAVING))
-                self._pump()
+                self._ask_for(then_fetch)
+                began = time.perf_counter()
                 while any(block.state is State.ARRIVING or block.state is State.AWAY for block in blocks):
                     self._raise_failure()
                     self._wait()
+                    self._note_late(coming, time.perf_counter() - began)
+                if self._mover is not None:
+                    self._mover.land(blocks)
             except BaseException:
                 self._release(blocks)
                 raise
@@ -146,7 +132,7 @@ class Pager:
                 if block.dead:
                     self._forget(block)
             for block in written:
-                _touch(block)
+                touch(block)
             self._release(blocks)
             self._note_peak()
 
@@ -157,18 +143,38 @@ class Pager:
 
     # -- hints of a plan
 
-    def offload(self, block: Block) -> None:
-        """Let a block leave as soon as the link allows; at once if a valid copy waits for it. Never blocks."""
+    def offload(self, block: Block, tier: WaitingTier | None = None) -> None:
+        """Let a block leave for `tier` as soon as the link allows; at once if a valid copy waits for it. Never blocks.
+
+        Where the lower tiers have no room for it, it stays: what needs its memory sees to that.
+        """
         with self._changed:
             if block.state is State.ON_DEVICE and not block.pins and block.span is not None and self._is_current(block):
-                self._start_out(block)
+                with contextlib.suppress(StorageFullError):
+                    self._start_out(block, tier)
 
     def prefetch(self, block: Block) -> None:
         """Bring a block back as soon as there is room, after those asked for before. Never blocks."""
         with self._changed:
-            if block.state in (State.AWAY, State.LEAVING):
-                self._waiting.append(block)
-                self._pump()
+            self._ask_for([block])
+
+    def make_way(self, size_bytes: int, *, keep: Sequence[Block]) -> None:
+        """Let blocks leave until so many bytes will be free, as a stage that needs them would, but none of `keep`. Never blocks.
+
+        Raises StorageFullError if there is nowhere to go.
+        """
+        with self._changed:
+            short = size_bytes - self._free_bytes() - self._leaving
+            if short > 0:
+                self._evict(short, keep)
+
+    def take_late(self) -> list[tuple[Block, float]]:
+        """Prefetched blocks that a stage had to wait for since the last call, and how long after its wait began each landed.
+
+        Only those that waited for their link alone: for the others an earlier prefetch would not have helped.
+        """
+        late, self._late = self._late, []
+        return late
 
     # -- around compiled regions
 
@@ -178,11 +184,9 @@ class Pager:
             self._raise_failure()
             self._sweep()
             self._forget_replaced()
+            self._beside = self.device.bytes_beside(self._used + self.fixed_bytes)
             self._in_user_code = False
-            for block in self._blocks.values():
-                held = block.storage() if block.user_visible and block.state is State.AWAY else None
-                if held is not None and self._mover is not None:
-                    self._mover.settle(block)
+            self._settle()
 
     def fence(self) -> None:
         """A compiled region ends, see [Note: User code]. Blocks until no block that user code can reach is in flight."""
@@ -190,11 +194,17 @@ class Pager:
             self._in_user_code = True
             self._sweep()
             visible = [b for b in self._blocks.values() if b.user_visible]
-            while any(b.state is State.LEAVING or b.state is State.ARRIVING for b in visible):
+            while True:
+                for block in [b for b in self._under_way if b.user_visible]:  # also what an I/O thread has put there meanwhile
+                    self._reclaim(block)
+                if all(b.state is State.ON_DEVICE or b.state is State.AWAY for b in visible):
+                    break
                 self._wait()
-            for block in visible:
-                if block.state is State.ON_DEVICE:
-                    _touch(block)
+            resident = [block for block in visible if block.state is State.ON_DEVICE]
+            for block in resident:
+                touch(block)
+            if self._mover is not None:
+                self._mover.land(resident)
             self._trim()
             self._raise_failure()
 
@@ -203,192 +213,23 @@ class Pager:
         with self._changed:
             self._waiting.clear()
             while True:
+                for block in list(self._under_way):
+                    self._keep(block)
                 self._sweep()
                 self._forget_replaced()
-                for block in self._blocks.values():
+                self._settle()
+                for block in list(self._blocks.values()):
                     if block.state is State.AWAY:
                         self._start_in(block)
                 self._raise_failure()
                 if all(b.state is State.ON_DEVICE for b in self._blocks.values()):
+                    if self._mover is not None:
+                        self._mover.land(list(self._blocks.values()))
                     return
                 self._wait()
 
-    # -- room
-
-    def _make_room(self, blocks: Sequence[Block], new_bytes: int, what: str) -> None:
-        if self.budget_bytes is None:
-            return
-        while True:
-            self._raise_failure()
-            missing = sum(b.size_bytes for b in blocks if b.state is State.AWAY)
-            short = self._used + self.fixed_bytes + missing + new_bytes - self.budget_bytes
-            if short <= 0:
-                break
-            self._sweep()
-            short = self._used + self.fixed_bytes + missing + new_bytes - self.budget_bytes
-            if short > self._leaving:
-                self._evict(short - self._leaving)
-                short = self._used + self.fixed_bytes + missing + new_bytes - self.budget_bytes
-            if short > 0:
-                if not self._leaving and not self._arriving:
-                    raise self._too_small(what, short)
-                self._wait()
-        self._trim()
-
-    def _wait(self) -> None:
-        """Until a copy has ended. Raises StorageIOError where one has made no progress for too long."""
-        while not self._changed.wait(_LOOK_SECONDS):
-            if self._mover is not None:
-                self._mover.check()
-
-    def _trim(self) -> None:
-        """Free memory that the mover keeps for reuse counts as well."""
-        if self._mover is not None and self.budget_bytes is not None:
-            self._mover.trim(self.budget_bytes - self._used - self.fixed_bytes)
-
-    def _evict(self, wanted_bytes: int) -> None:
-        """Start to evict the blocks whose next use is furthest away (Belady's rule), until `wanted_bytes` will be free."""
-        idle = [b for b in self._blocks.values() if b.state is State.ON_DEVICE and not b.pins and b.span is not None]
-        idle.sort(key=lambda b: b.next_use if b.next_use > self.clock else _NEVER, reverse=True)
-        for block in idle:
-            if wanted_bytes <= 0:
-                return
-            wanted_bytes -= block.size_bytes
-            self._start_out(block)
-
-    def _too_small(self, what: str, short: int) -> BudgetError:
-        budget = self.budget_bytes or 0
-        if self._mover is None:
-            self._need_mover()
-        return BudgetError(smallest_bytes=budget + short, budget_bytes=budget, stage=what)
-
-    # -- copies (lock held)
-
-    def _start_out(self, block: Block) -> None:
-        mover = self._need_mover()
-        self.evictions += 1
-        if block.copy_is_valid:
-            self._left(block)
-            return
-        version = block.version
-        block.state = State.LEAVING
-        self._leaving += block.size_bytes
-
-        def done(error: StorageError | None) -> None:
-            with self._changed:
-                self._leaving -= block.size_bytes
-                block.state = State.ON_DEVICE
-                try:
-                    if error is not None:
-                        raise error
-                    block.copy_is_valid = block.version == version
-                    if block.copy_is_valid and not block.pins:
-                        self._left(block)
-                except StorageError as failure:
-                    self._failure = failure
-                self._pump()
-                self._changed.notify_all()
-
-        try:
-            mover.copy_out(block, done)
-        except StorageError:
-            self._leaving -= block.size_bytes
-            block.state = State.ON_DEVICE
-            raise
-
-    def _left(self, block: Block) -> None:
-        held = block.storage()  # its memory must not be freed and used again while other pages are put in its place
-        if held is None:
-            return
-        self._need_mover().release(block)
-        block.state = State.AWAY
-        self._used -= block.size_bytes
-
-    def _start_in(self, block: Block) -> None:
-        block.state = State.ARRIVING
-        self._used += block.size_bytes
-        self._arriving += 1
-        self._note_peak()
-
-        def done(error: StorageError | None) -> None:
-            with self._changed:
-                self._arriving -= 1
-                try:
-                    if error is not None:
-                        raise error
-                    self._need_mover().install(block)
-                    block.state = State.ON_DEVICE
-                except StorageError as failure:
-                    self._failure = failure
-                    block.state = State.AWAY
-                    self._used -= block.size_bytes
-                self._pump()
-                self._changed.notify_all()
-
-        try:
-            self._need_mover().copy_in(block, done)
-        except StorageError as failure:
-            done(failure)  # for the training thread; this may be an I/O thread that has ended another copy
-
-    def _pump(self) -> None:
-        """Begin the prefetches that there is room for, strictly in order."""
-        while self._waiting:
-            block = self._waiting[0]
-            if not self._is_current(block) or block.state in (State.ON_DEVICE, State.ARRIVING):
-                self._waiting.popleft()
-                continue
-            if block.state is State.LEAVING or (self._in_user_code and block.user_visible):
-                return
-            taken = self._used + self._reserved + self.fixed_bytes + block.size_bytes
-            if self.budget_bytes is not None and taken > self.budget_bytes:
-                return
-            self._waiting.popleft()
-            self._start_in(block)
-
-    def _need_mover(self) -> Mover:
-        if self._mover is None:
-            raise StorageError(
-                "the model does not fit and there is nowhere to move blocks to; set the option storage to a directory"
-            )
-        return self._mover
-
-    # -- bookkeeping (lock held)
-
-    def _is_current(self, block: Block) -> bool:
-        return self._blocks.get(block.key) is block and not block.dead
-
-    def _forget_replaced(self) -> None:
-        """User code may have given a storage other memory (`share_memory_`, `resize_`): what is known of it is void."""
-        for block in [b for b in self._blocks.values() if b.user_visible]:
-            held = block.storage()
-            if held is None:
-                continue
-            moved = held.data_ptr() != block.address or held.nbytes() != block.size_bytes
-            if moved or (block.span is not None and self._mover is not None and self._mover.span(held) != block.span):
-                self._forget(block)
-
-    def _sweep(self) -> None:
-        for block in [b for b in self._blocks.values() if b.dead]:
-            self._forget(block)
-
-    def _forget(self, block: Block) -> None:
-        if block.state is State.LEAVING or block.state is State.ARRIVING or self._blocks.get(block.key) is not block:
-            return
-        del self._blocks[block.key]
-        if block.state is State.ON_DEVICE:
-            self._used -= block.size_bytes
-        if self._mover is not None:
-            self._mover.forget(block)
-
-    def _note_peak(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self._used + self._reserved + self.fixed_bytes)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-
-
-def _touch(block: Block) -> None:
-    block.version += 1
-    block.copy_is_valid = False
+    def _settle(self) -> None:
+        for block in self._blocks.values():
+            held = block.storage() if block.user_visible and block.state is State.AWAY else None
+            if held is not None and self._mover is not None:
+                self._mover.settle(block)

@@ -56,6 +56,7 @@ class Program:
     user_results: positions in `results` that user code sees at once (model outputs, gradients).
     kept_bytes: memory of all results, what outlives the run, estimated. small_bytes: of inputs and results that are too
     small to move.
+    is_inference: of a forward graph that no backward graph belongs to.
     resize: for graphs with symbolic sizes, gives the same program with the byte counts of a call's arguments.
     """
 
@@ -70,6 +71,7 @@ class Program:
     user_results: tuple[int, ...]
     kept_bytes: int
     small_bytes: int
+    is_inference: bool = False
     resize: Callable[[Program, Sequence[Any]], Program] | None = None
 
     @property

@@ -20,28 +20,25 @@ class SpillFile:
     """A file in `directory`, with the bookkeeping of what is free in it. Not thread-safe but for `write` and
     `read`.
 
-    direct: reads and writes bypass the page cache; found out by a real write and read.
+    drive: files with the same number share one file system, and its free space. direct: let reads and writes bypass
+    the page cache, if a real write and read show that the file system can; the attribute tells whether they do.
     Raises OSError if the file cannot be created.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, direct: bool = True) -> None:
         self.path = directory / f"blocks{SPILL_SUFFIX}"
         self.size_bytes = 0
         self.free = FreeSpace()
         # Two descriptors: the C library may preallocate by single bytes, which direct I/O does not take.
         self._buffered = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            direct = _open_direct(self.path, self._buffered)
+            descriptor = _open_direct(self.path, self._buffered) if direct else None
         except OSError:
             os.close(self._buffered)
             raise
-        self.direct = direct is not None
-        self._descriptor = self._buffered if direct is None else direct
-
-    @property
-    def drive(self) -> int:
-        """Files with the same number share one file system, and its free space."""
-        return os.fstat(self._buffered).st_dev
+        self.direct = descriptor is not None
+        self._descriptor = self._buffered if descriptor is None else descriptor
+        self.drive = os.fstat(self._buffered).st_dev
 
     @property
     def available_bytes(self) -> int:
@@ -67,6 +64,7 @@ class SpillFile:
             path=self.path,
             offset_bytes=offset_bytes,
             length_bytes=length_bytes,
+            drive=self.drive,
         )
 
     def close(self) -> None:

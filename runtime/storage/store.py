@@ -23,25 +23,32 @@ def align_up(size_bytes: int) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
     """A contiguous, aligned range of a spill file. The descriptor stays the store's, open for reading and
-    writing."""
+    writing.
+
+    drive: what it lies on; extents with the same number share a drive. One of `Store.drives`.
+    """
 
     file_descriptor: int
     path: Path
     offset_bytes: int
     length_bytes: int
+    drive: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Slot:
     """Room for one block, from `Store.allocate` to `Store.release`. Equal only to itself.
 
-    name: the block, for messages. size_bytes: aligned. extents: in the order of the block's bytes; as long as
-    it.
+    name: the block, for messages. size_bytes: aligned. content_bytes: of the block itself; stores of device memory touch
+    no more of it. extents: in the order of the block's bytes; as long as `size_bytes`. of: the slot that this one is a range
+    of, see `runtime.slot_range`; a range is not released.
     """
 
     name: str
     size_bytes: int
+    content_bytes: int
     extents: tuple[Extent, ...]
+    of: Slot | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,11 @@ class Piece:
     file_offset_bytes: int
     slot_offset_bytes: int
     length_bytes: int
+
+
+def content_of(slot: Slot, piece: Piece) -> int:
+    """Bytes of the piece that are the block's; what follows, up to the piece's end, only fills the slot."""
+    return max(0, min(piece.length_bytes, slot.content_bytes - piece.slot_offset_bytes))
 
 
 def cut(slot: Slot, piece_bytes: int) -> tuple[Piece, ...]:
@@ -87,6 +99,10 @@ class Store(Protocol):
     @property
     def directories(self) -> tuple[Path, ...]:
         """Where this run's files are; gone after `close`."""
+
+    @property
+    def drives(self) -> tuple[int, ...]:
+        """The drives that extents lie on, each once; a link has a queue for each of them."""
 
     @property
     def direct(self) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from planner.errors import StorageError, StorageIOError
+from planner.plan import WaitingTier
 from runtime.block import Block, State
 from runtime.cpu_memory import Span
 from runtime.mover import Done
@@ -37,6 +38,13 @@ class Copy:
         return self.head + self.source()[self.block.size_bytes // 2 :]
 
 
+class EndedRange:
+    """A copy of a part of a slot, which ends when it begins."""
+
+    def wait(self) -> None:
+        """It has ended."""
+
+
 class MemoryMover:
     """A `Mover` whose slots are bytes. While a block is away, its storage stands for its slot, as with mapped files."""
 
@@ -54,14 +62,26 @@ class MemoryMover:
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         return None if storage.nbytes() % (2 * UNIT) else Span(0, storage.nbytes())
 
+    def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
+        return storage.data_ptr() == block.address
+
     def adopt(self, storage: torch.UntypedStorage) -> None:
         self.log.append("adopt")
 
     def trim(self, spare_bytes: int) -> None:
         self.spare_bytes = spare_bytes
 
-    def copy_out(self, block: Block, done: Done) -> None:
+    def has_room(self, block: Block, tier: WaitingTier) -> bool:
+        return True
+
+    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
+        block.tier = tier or "host"
         self._begin(block, "out", done)
+
+    def drop_copy(self, block: Block) -> None:
+        assert block not in self.away, f"the only copy of {block} is dropped"
+        self.slots.pop(block, None)
+        self.log.append(f"drop {block.name}")
 
     def copy_in(self, block: Block, done: Done) -> None:
         assert block in self.away, f"{block} is read, but it is not away"
@@ -85,8 +105,31 @@ class MemoryMover:
         _fill(block, self.arrived.pop(block))
         self.away.discard(block)
 
+    def finished(self, block: Block) -> bool:
+        return True
+
+    def land(self, blocks: Sequence[Block]) -> None:
+        """What has been installed has landed."""
+
+    def poll(self) -> None:
+        """Copies let go of their memory when they end."""
+
     def close(self) -> None:
         self.log.append("close")
+
+    def read_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> EndedRange:
+        memory.copy_(self._part(block, begin_bytes, memory))
+        return EndedRange()
+
+    def write_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> EndedRange:
+        self._part(block, begin_bytes, memory).copy_(memory)
+        return EndedRange()
+
+    def _part(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> torch.Tensor:
+        assert block in self.away, f"{block} is changed where it waits, but it is not away"
+        storage = block.storage()
+        assert storage is not None, f"{block} is changed, but its storage is gone"
+        return torch.empty(0, dtype=torch.uint8).set_(storage)[begin_bytes : begin_bytes + memory.nbytes]
 
     def hurry(self, block: Block) -> None:
         self.log.append(f"hurry {block.name}")
@@ -98,6 +141,11 @@ class MemoryMover:
     def settle(self, block: Block) -> None:
         assert block in self.away
         self.log.append(f"settle {block.name}")
+
+    def host_address(self, block: Block) -> int | None:
+        """In the storage, which stands for the slot."""
+        storage = block.storage()
+        return storage.data_ptr() if storage is not None else None
 
     def forget(self, block: Block) -> None:
         assert all(copy.block is not block for copy in self.flying), f"{block} is forgotten in flight"

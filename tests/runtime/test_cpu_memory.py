@@ -37,16 +37,6 @@ def memory() -> Iterator[CpuMemory]:
     memory.stand_back()
 
 
-@pytest.fixture(params=[1, 2])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PosixStore]:
-    parents = [tmp_path / str(number) for number in range(request.param)]
-    for parent in parents:
-        parent.mkdir()
-    store = PosixStore(parents, budget_bytes=None)
-    yield store
-    store.close()
-
-
 def movable(memory: CpuMemory, tensor: torch.Tensor) -> Span:
     span = memory.span(tensor.untyped_storage())
     assert span is not None

@@ -39,16 +39,6 @@ class Memory:
         return self._map[:]
 
 
-@pytest.fixture(params=[1, 2])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PosixStore]:
-    parents = [tmp_path / str(number) for number in range(request.param)]
-    for parent in parents:
-        parent.mkdir()
-    store = PosixStore(parents, budget_bytes=None)
-    yield store
-    store.close()
-
-
 @pytest.fixture
 def engine(store: PosixStore) -> Iterator[Engine]:
     engine = Engine(store, threads=3, chunk_bytes=64 << 10)
@@ -139,6 +129,7 @@ def test_measuring(store: PosixStore, engine: Engine) -> None:
 def test_measuring_where_little_room_is(tmp_path: Path) -> None:
     store = PosixStore([tmp_path], budget_bytes=3 * MIB)
     engine = Engine(store)
+    engine.verify()
     assert engine.measure().write_bytes_per_second > 0
     assert store.used_bytes == 0 and store.capacity_bytes <= 3 * MIB
     slot = store.allocate(3 * MIB, "everything")
@@ -205,3 +196,47 @@ transfers[0].wait()
     assert done.stderr.count("Error") == done.stderr.count("ValueError: in the middle"), done.stderr
     assert done.stdout == "True False\n"  # nothing moves any more, what was queued is dropped
     assert list(tmp_path.iterdir()) == []
+
+
+def test_links_are_named_after_the_tier(store: PosixStore) -> None:
+    engine = Engine(store, tier="host")
+    assert list(engine.links) == ["device->host", "host->device"]
+    assert engine.links["host->device"] is engine.read_link
+    engine.close()
+    with pytest.raises(StorageError, match="the link device->host is closed"):
+        engine.write(store.allocate(MIB, "weights"), 0, nothing)
+
+
+def test_copies_wait_until_their_memory_is_ready(store: PosixStore, engine: Engine) -> None:
+    slot = store.allocate(MIB, "weights")
+    memory = Memory(2 * MIB)
+    content = random.Random(0).randbytes(MIB)
+    computed = threading.Event()
+
+    def compute() -> None:
+        ctypes.memmove(memory.address, content, MIB)
+        computed.set()
+
+    out = engine.write(slot, memory.address, nothing, lambda: wait_for(computed))
+    threading.Timer(0.1, compute).start()
+    out.wait(30)
+    engine.read(slot, memory.address + MIB, nothing, computed.wait).wait(30)
+    assert memory.content[MIB:] == content
+
+
+def test_verifying_finds_bytes_that_differ(
+    store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.verify(MIB)
+    assert store.used_bytes == engine.write_link.moved_bytes == engine.read_link.moved_bytes == 0
+    real = os.preadv
+
+    def damaged(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(descriptor, buffers, offset)
+        buffers[0].cast("B")[count - 1] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", damaged)
+    with pytest.raises(StorageError, match=r"1,052,672 bytes that were written to .*blocks.spill.* came back different"):
+        engine.verify(MIB)
+    assert store.used_bytes == 0

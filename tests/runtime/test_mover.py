@@ -12,26 +12,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.errors import StorageError, StorageIOError
+from planner.errors import ChecksumError, StorageError, StorageIOError
+from runtime import claims
 from runtime.block import Block, State
 from runtime.cpu_memory import CpuMemory
+from runtime.cpu_mover import CpuMover
+from runtime.debug import Debug
 from runtime.engine import Engine
-from runtime.mover import CpuMover
+from runtime.mover import Done
 from runtime.pager import Pager
 from runtime.storage.posix import PosixStore
+from runtime.tiers import Tier, Tiers
 
 MIB = 1 << 20
 SECONDS = 30
 
 
 class Rig:
-    """A mover and a pager over files in a directory. Slots hold 4 MiB each at most."""
+    """A mover and a pager over files in directories. Slots hold 4 MiB each at most."""
 
-    def __init__(self, folder: Path, budget_bytes: int | None) -> None:
+    def __init__(self, *folders: Path, budget_bytes: int | None = None, checksums: bool = False, debug: bool = False) -> None:
         self.memory = CpuMemory()
-        self.store = PosixStore([folder], budget_bytes=None)
-        self.engine = Engine(self.store, threads=2, chunk_bytes=256 << 10)
-        self.mover = CpuMover(self.memory, self.store, self.engine)
+        self.store = PosixStore(folders, budget_bytes=None)
+        self.engine = Engine(self.store, threads=2, chunk_bytes=256 << 10, checksums=checksums)
+        tiers = Tiers([Tier(name="storage", store=self.store, engine=self.engine)])
+        self.mover = CpuMover(self.memory, tiers, debug=Debug() if debug else None)
         self.pager = Pager(mover=self.mover, budget_bytes=budget_bytes)
         self.pager.enter()
 
@@ -39,6 +44,7 @@ class Rig:
         self.engine.close()
         self.mover.close()
         self.store.close()
+        self.memory.stand_back()
 
     def make(self, size_bytes: int, fill: int, name: str = "w") -> tuple[torch.Tensor, Block]:
         """A stage that makes a block, and its tensor."""
@@ -48,6 +54,9 @@ class Rig:
         assert block.span is not None
         self.pager.retire([], [])
         return tensor, block
+
+    def out(self, block: Block, done: Done) -> None:
+        self.mover.copy_out(block, None, done)
 
     def copied(self, copy: Callable[..., None], block: Block) -> StorageError | None:
         """Do a copy and wait for its end; gives its error."""
@@ -65,7 +74,7 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path, None)
+    rig = Rig(tmp_path)
     yield rig
     rig.close()
 
@@ -99,7 +108,7 @@ def test_there_and_back(rig: Rig) -> None:
     tensor = torch.randint(0, 256, (3 * MIB + 123,), dtype=torch.uint8)
     expected = tensor.clone()
     block = rig.pager.block_of(tensor, name="w", kind="activation", user_visible=False)
-    assert rig.copied(rig.mover.copy_out, block) is None
+    assert rig.copied(rig.out, block) is None
     rig.mover.release(block)
     assert torch.equal(tensor, expected)
     tensor[: 2 * MIB] += 1
@@ -130,7 +139,7 @@ def test_the_storage_lives_until_its_copies_have_ended(rig: Rig) -> None:
     assert began.wait(SECONDS)
     while rig.engine.write_link.busy_seconds == 0 or rig.pager._leaving:
         pass
-    writer = rig.mover._transfers[block]
+    writer = rig.mover._carrier._transfers[block]
     del tensor
     threading.Event().wait(0.05)  # the write's end returns in its I/O thread
     alive = block.storage() is not None
@@ -141,7 +150,7 @@ def test_the_storage_lives_until_its_copies_have_ended(rig: Rig) -> None:
 
 def test_nothing_keeps_a_storage_alive_after_its_copies(rig: Rig) -> None:
     tensor, block = rig.make(2 * MIB, 1)
-    rig.copied(rig.mover.copy_out, block)
+    rig.copied(rig.out, block)
     rig.engine.write_link.close()
     del tensor
     assert block.dead
@@ -149,7 +158,7 @@ def test_nothing_keeps_a_storage_alive_after_its_copies(rig: Rig) -> None:
 
 def test_a_copy_that_can_not_begin_keeps_nothing(rig: Rig) -> None:
     tensor, block = rig.make(2 * MIB, 1)
-    assert rig.copied(rig.mover.copy_out, block) is None
+    assert rig.copied(rig.out, block) is None
     rig.mover.release(block)
     rig.engine.close()
     with pytest.raises(StorageError, match="closed"):
@@ -161,7 +170,7 @@ def test_a_copy_that_can_not_begin_keeps_nothing(rig: Rig) -> None:
 
 def test_a_failed_read_leaves_the_stand_in(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor, block = rig.make(2 * MIB, 7)
-    rig.copied(rig.mover.copy_out, block)
+    rig.copied(rig.out, block)
     rig.mover.release(block)
     break_io(monkeypatch, "preadv")
     error = rig.copied(rig.mover.copy_in, block)
@@ -175,7 +184,7 @@ def test_a_failed_read_leaves_the_stand_in(rig: Rig, monkeypatch: pytest.MonkeyP
 
 
 def test_a_failed_write_under_the_pager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(tmp_path, 6 * MIB)
+    rig = Rig(tmp_path, budget_bytes=6 * MIB)
     tensor, block = rig.make(4 * MIB, 7)
     break_io(monkeypatch, "pwritev")
     with pytest.raises(StorageIOError):
@@ -187,13 +196,90 @@ def test_a_failed_write_under_the_pager(tmp_path: Path, monkeypatch: pytest.Monk
     rig.close()
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.int8, torch.bool,
+     torch.complex64],
+)  # fmt: skip
+def test_every_type_and_layout_comes_back_as_it_was(rig: Rig, dtype: torch.dtype) -> None:
+    content = torch.randint(0, 255, (2 * MIB + 24,), dtype=torch.uint8)
+    if dtype is torch.bool:
+        content %= 2
+    flat = content.clone().view(dtype)
+    tensor = flat[: flat.numel() // 8 * 8].view(8, -1).t()[1:]
+    size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+    block = rig.pager.block_of(tensor, name="w", kind="activation", user_visible=False)
+    del flat
+    rig.pager.offload(block)
+    while block.state is not State.AWAY:
+        threading.Event().wait(0.01)
+    rig.pager.acquire([block], 0, "read")
+    assert (tensor.size(), tensor.stride(), tensor.storage_offset()) == (size, stride, offset)
+    back = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    assert torch.equal(back, content)
+    rig.pager.retire([block], [])
+
+
+# -- checksums
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path, checksums=True)
+    yield rig
+    rig.close()
+
+
+@pytest.mark.parametrize("back", ["by the next region", "all at once"])
+def test_what_user_code_writes_while_a_block_is_away_is_no_damage(checked: Rig, back: str) -> None:
+    tensor, block = checked.make(4 * MIB, 1)
+    block.user_visible = True
+    checked.pager.offload(block)
+    checked.pager.fence()
+    assert block.state is State.AWAY
+    tensor[MIB] = 9
+    if back == "by the next region":
+        checked.pager.enter()
+        checked.pager.acquire([block], 0, "read")
+        checked.pager.retire([block], [])
+    else:
+        checked.pager.bring_back_all()
+    assert block.state is State.ON_DEVICE
+    assert tensor[MIB] == 9 and tensor.unique().tolist() == [1, 9]
+
+
+def test_a_block_that_user_code_got_hold_of_while_it_was_away(checked: Rig) -> None:
+    """A saved tensor that becomes an output: not visible when it left, and written before it came back."""
+    tensor, block = checked.make(4 * MIB, 1)
+    checked.copied(checked.out, block)
+    checked.mover.release(block)
+    tensor[MIB] = 9
+    checked.mover.settle(block)
+    assert checked.copied(checked.mover.copy_in, block) is None
+
+
+def test_a_damaged_file_fails_the_copy_in(checked: Rig) -> None:
+    tensor, block = checked.make(4 * MIB, 1)
+    checked.pager.offload(block)
+    while block.state is not State.AWAY:
+        threading.Event().wait(0.01)
+    assert block.slot is not None
+    (extent,) = block.slot.extents
+    with open(extent.path, "r+b") as file:
+        file.seek(extent.offset_bytes + MIB)
+        file.write(b"\x00")
+    with pytest.raises(ChecksumError, match="block 'w' in "):
+        within(SECONDS, lambda: checked.pager.acquire([block], 0, "read"))
+    del tensor
+
+
 # -- several movers in one process
 
 
 def test_a_storage_has_one_mover(rig: Rig, tmp_path: Path) -> None:
     """Two would each map their own slot over the pages, and what is written to one slot is missing in the other."""
     (tmp_path / "other").mkdir()
-    other = Rig(tmp_path / "other", None)
+    other = Rig(tmp_path / "other")
     tensor, block = rig.make(4 * MIB, 1)
     rig.pager.offload(block)
     block.user_visible = True
@@ -215,7 +301,7 @@ def test_a_storage_has_one_mover(rig: Rig, tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", ["its block is gone", "its mover is closed"])
 def test_a_storage_gets_another_mover_after(rig: Rig, tmp_path: Path, end: str) -> None:
     (tmp_path / "other").mkdir()
-    other = Rig(tmp_path / "other", None)
+    other = Rig(tmp_path / "other")
     tensor, _ = other.make(2 * MIB, 1)
     storage = tensor.untyped_storage()
     assert rig.mover.span(storage) is None
@@ -223,11 +309,28 @@ def test_a_storage_gets_another_mover_after(rig: Rig, tmp_path: Path, end: str) 
         key = storage._cdata
         del tensor, storage
         other.pager.forget_dead()
-        assert key not in CpuMover._movers
+        assert key not in claims._claims
     else:
         other.mover.close()
         assert rig.mover.span(storage) is not None
     other.close()
+
+
+def test_what_a_mover_carried_that_is_gone_is_nobodys() -> None:
+    class Owner:
+        pass
+
+    first, second = Owner(), Owner()
+    storage = torch.zeros(8).untyped_storage()
+    assert claims.claim(storage, first) and claims.claim(storage, first) and not claims.claim(storage, second)
+    del first
+    gc.collect()
+    assert claims.claim(storage, second)
+    key = storage._cdata
+    del storage
+    others = [torch.zeros(8).untyped_storage() for _ in range(64)]
+    assert all(each._cdata != key for each in others), "the key is not given to another storage"
+    claims.give_up(key, second)
 
 
 # -- what user code may do to a storage that is away
@@ -259,8 +362,9 @@ def test_a_storage_gets_other_memory_while_it_is_away(rig: Rig, change: str, end
 # -- under the pager, with real threads
 
 
-def test_stages_in_random_order_under_a_budget(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, 12 * MIB)
+@pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
+def test_stages_in_random_order_under_a_budget(tmp_path: Path, debug: bool) -> None:
+    rig = Rig(tmp_path, budget_bytes=12 * MIB, debug=debug)
     draw = random.Random(0)
     tensors, blocks, values = [], [], []
     for number in range(8):

@@ -5,15 +5,46 @@ Copies end when the test says so. Random sequences: `test_pager_sequences.py`; r
 
 from __future__ import annotations
 
+import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from planner.errors import BudgetError, StorageError, StorageFullError, StorageIOError
 from runtime.block import State
+from runtime.device import CpuDevice
 from runtime.pager import Pager
 
-from .memory_mover import UNIT, Bench, evicted, io_error
+from .memory_mover import UNIT, Bench, Stepping, evicted, io_error
+
+
+class Counting(CpuDevice):
+    """A device whose allocator tells what it has given out."""
+
+    allocated_bytes = 0
+
+    def bytes_beside(self, known_bytes: int) -> int:
+        return self.allocated_bytes - known_bytes
+
+
+def test_what_was_there_before_it_was_seen_counts_once() -> None:
+    device = Counting()
+    pager = Pager(mover=None, budget_bytes=None, device=device)
+    weight, batch, output = (torch.zeros(UNIT * number, dtype=torch.uint8) for number in (4, 2, 1))
+    device.allocated_bytes = 10 * UNIT
+    for _ in range(2):
+        pager.enter()
+        pager.block_of(weight, name="weight", kind="parameter", user_visible=True)
+        pager.block_of(batch, name="batch", kind="activation", user_visible=True)
+        assert (pager.used_bytes, pager.unmoved_bytes) == (6 * UNIT, 4 * UNIT)
+        pager.fence()
+    device.allocated_bytes += UNIT
+    pager.block_of(output, name="output", kind="activation", user_visible=False)
+    assert (pager.used_bytes, pager.unmoved_bytes) == (7 * UNIT, 4 * UNIT), "a stage's output is new"
+    assert pager.peak_bytes <= device.allocated_bytes
+
 
 # -- eviction and room
 
@@ -48,6 +79,30 @@ def test_no_more_leaves_than_needed() -> None:
         bench.make(name, 2)
     bench.make("new", 2)
     assert sum(block.state is State.AWAY for block in bench.pager.blocks) == 1
+
+
+def test_copies_are_exposed_while_the_training_thread_waits_and_hidden_else() -> None:
+    bench = Bench(4 * UNIT)
+    busy = {"out": 0.0, "in": 0.0}
+    bench.pager._busy_seconds = lambda: dict(busy)
+    first = bench.make("first", 2)
+    bench.make("second", 2)
+
+    def copy_ends() -> bool:
+        busy[bench.mover.flying[0].kind] += 3.0
+        return Bench.finish_one(bench)
+
+    bench.pager._changed = Stepping(copy_ends)
+    evicted(bench, first)  # nobody waits
+    assert bench.pager.exposed_seconds == {}
+    bench.make("third", 2)
+    assert bench.pager.exposed_seconds == {}, "there was room"
+    bench.run(first)  # waits until another has left, and then until it is here
+    assert bench.pager.exposed_seconds == {"out": 3.0, "in": 3.0}
+    bench.pager.offload(first)
+    busy["out"] += 5.0
+    bench.mover.finish_all()
+    assert bench.pager.exposed_seconds == {"out": 3.0, "in": 3.0}, "nobody waited for this one"
 
 
 def test_dead_blocks_are_room() -> None:
@@ -294,6 +349,53 @@ def test_a_resized_block_in_the_queue_holds_nobody_up() -> None:
     assert "in alive" in bench.mover.log and "in w" not in bench.mover.log
 
 
+def test_what_a_stage_waited_for_is_late() -> None:
+    bench = Bench(8 * UNIT)
+    late, punctual, unasked = (evicted(bench, bench.make(name, 2)) for name in ("late", "punctual", "unasked"))
+    bench.pager.prefetch(punctual)
+    bench.mover.finish_all()
+    bench.pager.prefetch(late)
+    assert bench.pager.take_late() == [] and bench.pager.waited_seconds == 0.0
+    bench.run(punctual)
+    assert bench.pager.take_late() == [] and bench.pager.waited_seconds == 0.0
+    bench.run(punctual, late, unasked)
+    ((block, seconds),) = bench.pager.take_late()
+    assert block is late and seconds > 0.0 and bench.pager.waited_seconds > 0.0
+    assert bench.pager.take_late() == []
+
+
+def test_each_late_block_landed_when_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count(1)
+    bench = Bench(8 * UNIT)
+    monkeypatch.setattr("runtime.pager.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    first, second = (evicted(bench, bench.make(name, 2)) for name in ("first", "second"))
+    bench.pager.prefetch(first)
+    bench.pager.prefetch(second)
+    bench.run(second, first)
+    (one, two) = bench.pager.take_late()
+    assert (one[0], two[0]) == (first, second) and one[1] < two[1]
+
+
+def test_what_waited_for_room_or_for_its_own_copy_out_is_not_late() -> None:
+    bench = Bench(4 * UNIT)
+    cramped = evicted(bench, bench.make("cramped", 2))
+    leaving, other = bench.make("leaving", 2), bench.make("other", 2)
+    bench.pager.prefetch(cramped)
+    bench.pager.offload(leaving)
+    bench.pager.prefetch(leaving)
+    bench.mover.finish()
+    assert cramped.state is State.ARRIVING
+    bench.run(cramped)
+    bench.pager.offload(other)
+    bench.mover.finish_all()
+    assert leaving.state is State.ON_DEVICE
+    bench.pager.offload(cramped)
+    bench.pager.prefetch(cramped)
+    assert cramped.state is State.ARRIVING, "a clean block is away at once, and its room is still there"
+    bench.run(cramped)
+    assert [block for block, _ in bench.pager.take_late()] == [cramped], "this time only for its link"
+
+
 # -- death
 
 
@@ -301,7 +403,9 @@ def test_a_resized_block_in_the_queue_holds_nobody_up() -> None:
 def test_a_block_dies_in_every_state(state: State) -> None:
     bench = Bench(None)
     block = bench.make("w", 2)
-    if state is not State.ON_DEVICE:
+    if state is State.UPDATING:
+        bench.pager.lend([block])
+    elif state is not State.ON_DEVICE:
         bench.pager.offload(block)
     if state in (State.AWAY, State.ARRIVING):
         bench.mover.finish()
@@ -311,6 +415,9 @@ def test_a_block_dies_in_every_state(state: State) -> None:
     bench.drop("w")
     bench.pager.forget_dead()
     bench.mover.finish_all()
+    if state is State.UPDATING:
+        assert bench.mover.slots, "its slot is in use until it is given back"
+        bench.pager.give_back([block])
     bench.pager.forget_dead()
     assert bench.pager.used_bytes == 0 and not bench.pager.blocks and not bench.mover.slots
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,7 +12,9 @@ import pytest
 
 from runtime.storage.posix import PosixStore
 
-for _name in ("memory", "gate"):
+from ..direct_io import refuse_direct_io
+
+for _name in ("memory", "gate", "contract", "slow_copier", "fake_kvikio"):
     if f"storage_{_name}" not in sys.modules:
         _spec = importlib.util.spec_from_file_location(
             f"storage_{_name}", Path(__file__).with_name(f"{_name}.py")
@@ -48,18 +49,6 @@ def make_store(
         for store in stores:
             store.close()
         assert all(not list(parent.iterdir()) for parent in parents)
-
-
-def refuse_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the operating system refuse O_DIRECT, as file systems without direct I/O do."""
-    real = os.open
-
-    def open_(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument", path)
-        return real(path, flags, mode, dir_fd=dir_fd)
-
-    monkeypatch.setattr(os, "open", open_)
 
 
 @pytest.fixture

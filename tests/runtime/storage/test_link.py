@@ -30,10 +30,11 @@ def gate() -> Gate:
 def make_link(gate: Gate) -> Iterator[MakeLink]:
     links: list[Link] = []
 
-    def make(threads: int = 1, stuck_after_seconds: float = 30.0) -> Link:
+    def make(threads: int = 1, stuck_after_seconds: float = 30.0, drives: tuple[int, ...] = (0,)) -> Link:
         link = Link(
             "device->storage",
             gate.move,
+            drives=drives,
             threads=threads,
             piece_bytes=PIECE,
             stuck_after_seconds=stuck_after_seconds,

@@ -1,0 +1,114 @@
+"""How much host memory this process may still take: what the machine has free, and what its control groups allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+from planner.errors import StorageFullError
+
+_LOWER = "lower host_budget"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLimit:
+    """One thing that limits how much more memory can be taken.
+
+    what: a clause that the number of bytes completes ("the machine has available"). remedy: what helps.
+    """
+
+    what: str
+    available_bytes: int
+    remedy: str
+
+
+def host_limits(root: Path = Path("/"), *, available_bytes: int | None = None) -> tuple[HostLimit, ...]:
+    """All limits that hold for this process now, by the files under `root`. Never blocks.
+
+    available_bytes: what the machine has for new programs without swapping; by default what psutil says.
+    A control group's page cache counts as available, since the kernel gives it back on demand; all of its ancestors count,
+    of both versions of the interface (Linux, admin-guide/cgroup-v2 and cgroup-v1/memory).
+    """
+    if available_bytes is None:
+        available_bytes = int(psutil.virtual_memory().available)
+    machine = HostLimit(
+        what="the machine has available",
+        available_bytes=available_bytes,
+        remedy=f"{_LOWER}, or end other programs",
+    )
+    return (machine, *_group_limits(root))
+
+
+def check_host_memory(size_bytes: int, limits: Sequence[HostLimit]) -> None:
+    """Raises StorageFullError if `size_bytes` more are above one of the limits; it names the lowest one."""
+    lowest = min(limits, key=lambda limit: limit.available_bytes)
+    if size_bytes > lowest.available_bytes:
+        raise StorageFullError(
+            f"a host tier of {size_bytes:,} bytes does not fit: {lowest.what} {lowest.available_bytes:,} bytes; "
+            f"{lowest.remedy}"
+        )
+
+
+def _group_limits(root: Path) -> Iterator[HostLimit]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # no control groups, or no /proc
+        return
+    groups = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _limits_along(groups, path, _version_2)
+        elif "memory" in controllers.split(","):
+            yield from _limits_along(groups / "memory", path, _version_1)
+
+
+def _limits_along(mount: Path, path: str, read: Callable[[Path], int | None]) -> Iterator[HostLimit]:
+    """The limits of a group and its ancestors. In a container the mount may begin at the group itself: what is not there
+    does not count."""
+    parts = PurePosixPath(path).parts[1:]
+    if ".." in parts:  # outside of what this process sees
+        parts = ()
+    for depth in range(len(parts), -1, -1):
+        available = read(mount.joinpath(*parts[:depth]))
+        if available is not None:
+            yield HostLimit(
+                what=f"the memory limit of the control group {'/' + '/'.join(parts[:depth])} leaves",
+                available_bytes=max(available, 0),
+                remedy=f"{_LOWER}, or raise the limit of the container or job",
+            )
+
+
+def _version_2(group: Path) -> int | None:
+    limits = [limit for name in ("memory.max", "memory.high") if (limit := _number(group / name)) is not None]
+    used = _number(group / "memory.current")
+    if not limits or used is None:
+        return None
+    return min(limits) - used + _statistics(group, "inactive_file", "active_file")
+
+
+def _version_1(group: Path) -> int | None:
+    limit, used = _number(group / "memory.limit_in_bytes"), _number(group / "memory.usage_in_bytes")
+    if limit is None or used is None:
+        return None
+    return limit - used + _statistics(group, "total_inactive_file", "total_active_file")
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file, None if there is no such file or the number is "max"."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return None if text == "max" else int(text)
+
+
+def _statistics(group: Path, *names: str) -> int:
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(number) for name, number in (line.split() for line in lines) if name in names)

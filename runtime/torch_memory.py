@@ -1,0 +1,48 @@
+"""Memory of a PyTorch device, to measure and to try a store with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from planner.errors import StorageError
+from runtime.storage.store import ALIGNMENT_BYTES
+
+
+class TorchMemory:
+    """A `DeviceMemory` that PyTorch's allocator hands out on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.on_host = device.type == "cpu"
+
+    @contextmanager
+    def allocate(self, size_bytes: int) -> Iterator[TorchBuffer]:
+        """Aligned memory, which goes back to PyTorch's allocator when the context is left. Raises StorageError."""
+        try:
+            memory = torch.empty(size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise StorageError(
+                f"{self._device} has no {size_bytes:,} bytes free to try the way to the drives with; free memory there before "
+                "the model is compiled"
+            ) from error
+        yield TorchBuffer(memory)
+
+
+class TorchBuffer:
+    """A `DeviceBuffer` in a tensor of bytes, from its first aligned address on."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        skipped = -tensor.data_ptr() % ALIGNMENT_BYTES
+        self._bytes = tensor[skipped : tensor.numel() - ALIGNMENT_BYTES + skipped]
+        self.address = self._bytes.data_ptr()
+
+    def write(self, offset_bytes: int, content: bytes) -> None:
+        # A copy from pageable memory returns when it has ended, so that other streams and drives may read it.
+        source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self._bytes[offset_bytes : offset_bytes + len(content)].copy_(source)
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        return self._bytes[offset_bytes : offset_bytes + length_bytes].cpu().numpy().tobytes()

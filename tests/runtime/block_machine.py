@@ -1,0 +1,219 @@
+"""A pager and a stream mover over blocks whose bytes are all known, driven by random sequences; for any device with streams."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.block import Block, State
+from runtime.debug import Debug
+from runtime.pager import Pager
+from runtime.slot_range import RangeCopy
+from runtime.storage.store import Extent
+from runtime.stream_mover import StreamMover
+from runtime.streams import Lane
+from runtime.tiers import Tier, Tiers
+
+SLICES = 4
+TIERS = [("host",), ("storage",), ("host", "storage")]
+
+
+class Machine(ABC):
+    """A pager over blocks of one size; all bytes of a block have one known value.
+
+    device: `Streams`. tiers: those that there are, from the first with room. unit: bytes of a block.
+    Bytes that are not those written last are `wrong`. debug: the mover runs in the debug mode. lends: some blocks are changed
+    where they wait, in slices; `unit` is a multiple of 4 pages then.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        device: Any,
+        *,
+        budget_blocks: int,
+        unit: int,
+        tiers: Sequence[Tier],
+        host_address: Callable[[Extent], int],
+        debug: bool = False,
+        lends: bool = False,
+    ) -> None:
+        self.draw = random.Random(seed)
+        self.device = device
+        self.unit = unit
+        self.lends = lends
+        self.debug = Debug() if debug else None
+        self.mover = StreamMover(device, Tiers(tiers), host_address, debug=self.debug)
+        self.pager = Pager(mover=self.mover, budget_bytes=budget_blocks * unit)
+        self.budget_blocks = budget_blocks
+        self.tiers = [tier.name for tier in tiers]
+        self.tensors: dict[Block, torch.Tensor] = {}
+        self.expected: dict[Block, int] = {}
+        self.values = 0
+        self.count = 0
+        self.between_regions = False
+        self.wrong: list[str] = []
+
+    # -- what kinds of devices differ in
+
+    @abstractmethod
+    def queue_check(self, lane: Lane, tensor: torch.Tensor, value: int, what: str) -> None:
+        """Queue a kernel that notes in `wrong` if not all bytes are `value`."""
+
+    @abstractmethod
+    def queue_fill(self, lane: Lane, tensor: torch.Tensor, value: int) -> None:
+        """Queue a kernel that sets all bytes to `value`."""
+
+    @abstractmethod
+    def time_passes(self) -> None:
+        """The device, and the drives, may go on for a while."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """All that was queued ends."""
+
+    # -- what runs on the device
+
+    def kernel(self, lane: Lane, block: Block, value: int | None) -> None:
+        """Queue a kernel that checks the block's bytes, and then gives them another value."""
+        tensor, before = self.tensors[block], self.expected.get(block)
+        if before is not None:
+            self.queue_check(lane, tensor, before, f"{lane.name} {block.name}")
+        if value is not None:
+            self.expected[block] = value
+            self.queue_fill(lane, tensor, value)
+
+    def new_value(self) -> int:
+        self.values = (self.values + 1) % 200
+        return self.values
+
+    # -- what the host does
+
+    def run(self, regions: int) -> None:
+        """So many regions, checked after each; then all that is left."""
+        for _ in range(regions):
+            self.region(8)
+            self.check()
+        self.finish()
+
+    def region(self, steps: int) -> None:
+        """A compiled region: stages, hints and deaths; then user code."""
+        with self.device.region():
+            self.pager.enter()
+            for _ in range(steps):
+                self.draw.choices((self.stage, self.hint, self.die, self.update), weights=(6, 3, 1, 2 * self.lends))[0]()
+                self.time_passes()
+            self.pager.fence()
+        self.between_regions = True
+        self.user_code()
+        self.between_regions = False
+
+    def pick(self, most: int) -> list[Block]:
+        return self.draw.sample(list(self.tensors), min(len(self.tensors), self.draw.randint(0, most)))
+
+    def stage(self) -> None:
+        read = self.pick(2)
+        makes = len(self.tensors) < 16 and self.draw.random() < 0.4
+        self.pager.clock += 1
+        hints = [block for block in self.pick(2) if self.draw.random() < 0.5]
+        self.pager.acquire(read, self.unit if makes else 0, "stage", then_fetch=hints)
+        written = [block for block in read if self.draw.random() < 0.4]
+        for block in read:
+            self.kernel(Lane.COMPUTE, block, self.new_value() if block in written else None)
+        if makes:
+            self.make(visible=self.draw.random() < 0.4)
+        self.pager.retire(read, written)
+        for block in read:
+            block.next_use = self.pager.clock + self.draw.randint(-3, 12)
+
+    def make(self, *, visible: bool = False) -> Block:
+        """A stage's output: a new block."""
+        self.count += 1
+        tensor = torch.empty(0, dtype=torch.uint8, device=self.device.device).set_(self.device.allocate(self.unit))
+        block = self.pager.block_of(tensor, name=f"b{self.count}", kind="activation", user_visible=visible)
+        assert block.span is not None
+        self.tensors[block] = tensor
+        self.kernel(Lane.COMPUTE, block, self.new_value())
+        return block
+
+    def made(self, *, visible: bool = False) -> Block:
+        """A whole stage that makes one block."""
+        self.pager.acquire([], self.unit, "make")
+        block = self.make(visible=visible)
+        self.pager.retire([], [])
+        return block
+
+    def update(self) -> None:
+        """A stage that changes a block where it waits: its slices pass through two buffers on the device."""
+        for block in self.pick(1):
+            self.pager.clock += 1
+            self.pager.lend([block])
+            self.pager.acquire([], self.unit, "update", then_fetch=self.pick(2))
+            area = self.device.allocate(self.unit)
+            memory = torch.empty(0, dtype=torch.uint8, device=self.device.device).set_(area)
+            before, value = self.expected[block], self.new_value()
+            writes: list[RangeCopy] = []
+            for number in range(SLICES):
+                if number >= 2:
+                    writes[number - 2].wait()
+                begin = number * self.unit // SLICES
+                buffer = memory[number % 2 * self.unit // SLICES :][: self.unit // SLICES]
+                self.pager.read_range(block, begin, buffer).wait()
+                self.queue_check(Lane.COMPUTE, buffer, before, f"slice {number} of {block.name}")
+                self.queue_fill(Lane.COMPUTE, buffer, value)
+                writes.append(self.pager.write_range(block, begin, buffer))
+                self.time_passes()
+            for write in writes:
+                write.wait()
+            self.expected[block] = value
+            del memory, area, buffer
+            self.pager.retire([], [])
+            self.pager.give_back([block])
+
+    def hint(self) -> None:
+        for block in self.pick(2):
+            if self.draw.random() < 0.5:
+                self.pager.offload(block, self.draw.choice((None, *self.tiers)))
+            else:
+                self.pager.prefetch(block)
+
+    def die(self) -> None:
+        arriving = [block for block in list(self.mover._in) if block in self.tensors]
+        for block in arriving[:1] if self.draw.random() < 0.5 else self.pick(1):
+            del self.tensors[block], self.expected[block]
+
+    def user_code(self) -> None:
+        """User code between regions touches what it can see, wherever that is, and lets go of some."""
+        for block in [block for block in self.pick(3) if block.user_visible]:
+            if block.state is State.AWAY and block.tier == "storage":
+                with pytest.raises(RuntimeError, match=f"{block.name} .* is not in memory: teraio has moved it to storage"):
+                    self.tensors[block].sum()
+            else:
+                self.kernel(Lane.USER, block, self.new_value() if self.draw.random() < 0.5 else None)
+        if self.draw.random() < 0.5:
+            self.die()
+        self.time_passes()
+
+    def check(self) -> None:
+        pager = self.pager
+        with pager._changed:
+            on_device = sum(b.size_bytes for b in pager._blocks.values() if b.state is not State.AWAY)
+            assert pager.used_bytes == on_device <= self.budget_blocks * self.unit
+        assert not self.wrong, self.wrong
+
+    def finish(self) -> None:
+        """All that is left comes back, one by one, and is as it was written."""
+        with self.device.region():
+            self.pager.enter()
+            for block in list(self.tensors):
+                self.pager.acquire([block], 0, "finish")
+                self.kernel(Lane.COMPUTE, block, None)
+                self.pager.retire([block], [])
+            self.pager.fence()
+        self.settle()
+        self.check()

@@ -1,0 +1,151 @@
+"""A device with streams that runs its lanes in any order that their events allow, as a GPU may.
+
+The host only queues work; a random source decides which lane goes on, and when. Memory that is freed within a region is
+poisoned in the order of computation, and any freed memory serves the next allocation at once, like that of PyTorch's
+caching allocator: whatever is used too early, or too long, shows as wrong bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from planner.errors import BudgetError
+from runtime.device import WallMark
+from runtime.streams import Lane
+
+POISON = 0xEE
+
+
+class SimulatedEvent:
+    """Passed once its lane has come to it."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.passed = False
+        self._device = device
+
+    def done(self) -> bool:
+        self._device.go_on(self._device.pace)
+        return self.passed
+
+    def wait(self) -> None:
+        while not self.passed:
+            assert self._device.step(), "the host waits for something that nobody does"
+
+
+class Arena:
+    """A pool of memory in pieces of `unit` bytes. What was freed serves again at once, in any order."""
+
+    def __init__(self, device: SimulatedDevice, pieces: int, unit: int) -> None:
+        self._memory = ctypes.create_string_buffer(pieces * unit)
+        self._free = [range(begin, begin + unit) for begin in range(0, pieces * unit, unit)]
+        self._device, self._unit = device, unit
+
+    def allocate(self, size_bytes: int) -> torch.UntypedStorage:
+        if not self._free or size_bytes > self._unit:
+            raise BudgetError(smallest_bytes=size_bytes, budget_bytes=0, stage="simulation")
+        place = self._free.pop(self._device.draw.randrange(len(self._free)))
+        piece = (ctypes.c_char * size_bytes).from_buffer(self._memory, place.start)
+        weakref.finalize(piece, self._give_back, place, size_bytes)
+        return torch.frombuffer(piece, dtype=torch.uint8).untyped_storage()
+
+    def _give_back(self, place: range, size_bytes: int) -> None:
+        address = ctypes.addressof(self._memory) + place.start
+        if self._device.in_region:
+            self._device.queue(Lane.COMPUTE, lambda: ctypes.memset(address, POISON, size_bytes) and None)
+        self._free.append(place)
+
+
+class SimulatedDevice:
+    """`Streams` in ordinary memory. pace: how far it comes while the host does something; speeds: the lanes' shares."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int, *, pieces: int, unit: int) -> None:
+        self.draw = random.Random(seed)
+        self.pace = self.draw.choice((0, 1, 6))
+        self.speeds = {lane: self.draw.choice((0.01, 1.0)) for lane in Lane}
+        self.lanes: dict[Lane, deque[tuple[SimulatedEvent | None, Callable[[], None]]]] = {lane: deque() for lane in Lane}
+        self.arena = Arena(self, pieces, unit)
+        self.in_region = False
+        self.spared = 0
+        self.steps = 0
+
+    # -- the device's side
+
+    def step(self) -> bool:
+        """One lane, any that can, does one thing. False if none can."""
+        able = [lane for lane, work in self.lanes.items() if work and (work[0][0] is None or work[0][0].passed)]
+        if not able:
+            assert not any(self.lanes.values()), "all lanes wait for one another"
+            return False
+        (lane,) = self.draw.choices(able, [self.speeds[lane] for lane in able])
+        _, action = self.lanes[lane].popleft()
+        self.steps += 1
+        action()
+        return True
+
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def synchronise(self) -> None:
+        while self.step():
+            pass
+
+    def queue(self, lane: Lane, action: Callable[[], None]) -> None:
+        self.lanes[lane].append((None, action))
+
+    # -- Streams
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        self.wait(Lane.COMPUTE, self.record(Lane.USER))
+        self.in_region = True
+        try:
+            yield
+        finally:
+            self.in_region = False
+            self.wait(Lane.USER, self.record(Lane.COMPUTE))
+
+    def record(self, lane: Lane) -> SimulatedEvent:
+        event = SimulatedEvent(self)
+        self.queue(lane, lambda: setattr(event, "passed", True))
+        return event
+
+    def wait(self, lane: Lane, event: SimulatedEvent) -> None:
+        self.lanes[lane].append((event, lambda: None))
+
+    def mark_lane(self, lane: Lane) -> WallMark:
+        return WallMark(float(self.steps))
+
+    def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
+        half = size_bytes // 2
+        self.queue(lane, lambda: ctypes.memmove(target, source, half) and None)
+        self.queue(lane, lambda: ctypes.memmove(target + half, source + half, size_bytes - half) and None)
+
+    def fill(self, lane: Lane, address: int, size_bytes: int, value: int) -> None:
+        half = size_bytes // 2
+        self.queue(lane, lambda: ctypes.memset(address, value, half) and None)
+        self.queue(lane, lambda: ctypes.memset(address + half, value, size_bytes - half) and None)
+
+    def read(self, lane: Lane, address: int, size_bytes: int) -> memoryview:
+        found = bytearray()
+        self.queue(lane, lambda: found.extend(ctypes.string_at(address, size_bytes)))
+        self.record(lane).wait()
+        return memoryview(found)
+
+    def allocate(self, size_bytes: int) -> torch.UntypedStorage:
+        return self.arena.allocate(size_bytes)
+
+    def can_move(self, storage: torch.UntypedStorage) -> bool:
+        return True
+
+    def trim(self, spare_bytes: int) -> None:
+        self.spared = spare_bytes

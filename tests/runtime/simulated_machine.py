@@ -1,0 +1,148 @@
+"""Blocks on a simulated device, over a host tier and one drive whose copies end when the test says so."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from runtime.engine import Ready
+from runtime.storage.store import Slot
+from runtime.streams import Lane
+from runtime.tiers import Tier
+
+from .block_machine import Machine
+from .memory_mover import Stepping
+from .simulated_device import SimulatedDevice
+from .slab import Slab
+
+UNIT = 64
+"""Bytes of a block, unless told otherwise."""
+
+
+class SteppedTransfer:
+    """What `Engine.write` and `read` give; it ends when the drive comes to it."""
+
+    error = None
+
+    def __init__(self, drive: SteppedDrive) -> None:
+        self.drive = drive
+        self.ended = False
+
+    def promote(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        while not self.ended:
+            assert self.drive.finish(), "the host waits for a copy that is not queued"
+
+
+class SteppedDrive:
+    """Stands for an engine over drives: one queue, whose copies end when `finish` is called."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.queue: deque[tuple[Callable[[], None], Callable[[Any], None], Ready, SteppedTransfer]] = deque()
+        self.content = bytearray(size_bytes)
+
+    def write(self, slot: Slot, address: int, on_done: Callable[[Any], None], ready: Ready) -> SteppedTransfer:
+        def move() -> None:
+            self.content[self.place(slot)] = ctypes.string_at(address, slot.size_bytes)
+
+        return self._submit(move, on_done, ready)
+
+    def read(self, slot: Slot, address: int, on_done: Callable[[Any], None], ready: Ready) -> SteppedTransfer:
+        def move() -> None:
+            ctypes.memmove(address, bytes(self.content[self.place(slot)]), slot.size_bytes)
+
+        return self._submit(move, on_done, ready)
+
+    def place(self, slot: Slot) -> slice:
+        """Where the bytes of a slot are."""
+        (extent,) = slot.extents
+        return slice(extent.offset_bytes, extent.offset_bytes + slot.size_bytes)
+
+    def _submit(self, move: Callable[[], None], on_done: Callable[[Any], None], ready: Ready) -> SteppedTransfer:
+        transfer = SteppedTransfer(self)
+        self.queue.append((move, on_done, ready, transfer))
+        return transfer
+
+    def finish(self) -> bool:
+        """End the copy at the head of the queue. False if there is none."""
+        if not self.queue:
+            return False
+        move, on_done, ready, transfer = self.queue.popleft()
+        ready()
+        move()
+        transfer.ended = True
+        on_done(transfer)
+        return True
+
+    def check(self) -> None:
+        """Drives answer here."""
+
+
+class SimulatedMachine(Machine):
+    """On a simulated device; one drive, whose copies end when the test says so. tiers: which of "host" and "storage"."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        budget_blocks: int,
+        tiers: Sequence[str],
+        debug: bool = False,
+        unit: int = UNIT,
+        device: type[SimulatedDevice] = SimulatedDevice,
+        lends: bool = False,
+    ) -> None:
+        self.drive = SteppedDrive(64 * unit)
+        self.slab, self.files = Slab(64, unit), Slab(64, unit)
+        known = {
+            "host": Tier(name="host", store=self.slab, engine=None),
+            "storage": Tier(name="storage", store=self.files, engine=self.drive),  # type: ignore[arg-type]
+        }
+        super().__init__(
+            seed,
+            device(seed, pieces=budget_blocks, unit=unit),
+            budget_blocks=budget_blocks,
+            unit=unit,
+            tiers=[known[name] for name in tiers],
+            host_address=self.slab.address_of,
+            debug=debug,
+            lends=lends,
+        )
+        self.pager._changed = Stepping(self.drive.finish)
+
+    def queue_check(self, lane: Lane, tensor: torch.Tensor, value: int, what: str) -> None:
+        address, size = tensor.data_ptr(), tensor.nbytes  # an error if the block is not there, as for a real kernel
+
+        def check() -> None:
+            found = ctypes.string_at(address, size)
+            if found != bytes([value]) * size:
+                self.wrong.append(f"{what}: {set(found)} instead of {value}")
+
+        self.device.queue(lane, check)
+        self.device.queue(lane, check)
+
+    def queue_fill(self, lane: Lane, tensor: torch.Tensor, value: int) -> None:
+        address, half = tensor.data_ptr(), tensor.nbytes // 2
+        self.device.queue(lane, lambda: ctypes.memset(address, value, half) and None)
+        self.device.queue(lane, lambda: ctypes.memset(address + half, value, half) and None)
+
+    def time_passes(self) -> None:
+        self.device.go_on((2 if self.between_regions else 1) * self.device.pace)
+        while self.draw.random() < (0.6 if self.between_regions else 0.2):
+            self.drive.finish()
+
+    def settle(self) -> None:
+        while self.drive.finish():
+            pass
+        self.device.synchronise()
+
+    def slow(self, *lanes: Lane) -> None:
+        """All lanes but these go first whenever they can."""
+        self.device.pace = 0
+        self.device.speeds = {lane: 1e-9 if lane in lanes else 1.0 for lane in Lane}

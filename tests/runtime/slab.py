@@ -1,0 +1,35 @@
+"""A store in ordinary memory with slots of one size; what was given back last is given out first."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from planner.errors import StorageFullError
+from runtime.storage.store import Extent, Slot
+
+
+class Slab:
+    """As much of `Store` as a mover needs whose device copies by itself."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self._memory = ctypes.create_string_buffer(slots * slot_bytes)
+        self._free = list(range(0, slots * slot_bytes, slot_bytes))
+        self._slot_bytes = slot_bytes
+        self.limit_bytes = slots * slot_bytes
+        self.used_bytes = 0
+
+    def allocate(self, size_bytes: int, name: str) -> Slot:
+        assert size_bytes <= self._slot_bytes
+        if not self._free:
+            raise StorageFullError("full")
+        extent = Extent(file_descriptor=-1, path=Path("slab"), offset_bytes=self._free.pop(), length_bytes=self._slot_bytes)
+        self.used_bytes += self._slot_bytes
+        return Slot(name=name, size_bytes=self._slot_bytes, content_bytes=size_bytes, extents=(extent,))
+
+    def release(self, slot: Slot) -> None:
+        self._free.append(slot.extents[0].offset_bytes)
+        self.used_bytes -= self._slot_bytes
+
+    def address_of(self, extent: Extent) -> int:
+        return ctypes.addressof(self._memory) + extent.offset_bytes

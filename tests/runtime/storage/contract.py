@@ -1,0 +1,280 @@
+"""What every store does, whatever memory it copies from and to: a class of tests for test modules to inherit.
+
+A module gives a fixture `case`: one StoreCase for each kind of store.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from planner.errors import StorageError, StorageFullError
+from runtime.storage.store import ALIGNMENT_BYTES, Slot, Store, cut
+
+MIB = 1 << 20
+
+
+class CaseMemory(Protocol):
+    """Memory that a store copies from and to."""
+
+    address: int
+
+    @property
+    def content(self) -> bytes: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreCase:
+    """A kind of store.
+
+    make: a new store of so many bytes at most, closed after the test. memory: so many bytes, random ones or zeros.
+    option: what a user raises when the store is full. stripes: over how many files a slot goes. mappable: what is mapped
+    over a slot, and what the store writes and reads, agree at once. whole: what fills a slot behind the block's own bytes
+    is carried too; False: memory there is left alone.
+    """
+
+    make: Callable[[int], Store]
+    memory: Callable[[int, bool], CaseMemory]
+    option: str
+    stripes: int = 1
+    mappable: bool = True
+    whole: bool = True
+
+    def random(self, size_bytes: int) -> CaseMemory:
+        return self.memory(size_bytes, True)
+
+    def stored(self, store: Store, slot: Slot) -> bytes:
+        """What a slot holds of its block."""
+        memory = self.memory(slot.size_bytes, False)
+        store.read(slot, memory.address)
+        return memory.content[: slot.content_bytes]
+
+
+def content(slot: Slot, memory: CaseMemory) -> bytes:
+    """What a slot holds after it was written from `memory`."""
+    return memory.content[: slot.content_bytes]
+
+
+def ranges(slots: list[Slot]) -> list[tuple[str, int, int]]:
+    extents = chain.from_iterable(slot.extents for slot in slots)
+    return sorted((str(e.path), e.offset_bytes, e.offset_bytes + e.length_bytes) for e in extents)
+
+
+class StoreContract:
+    """The tests. Stores are small: 32 MiB unless a test says otherwise."""
+
+    @pytest.fixture
+    def store(self, case: StoreCase) -> Store:
+        return case.make(32 * MIB)
+
+    def test_a_block_comes_back_as_it_left(self, case: StoreCase, store: Store) -> None:
+        sizes = [1, ALIGNMENT_BYTES, ALIGNMENT_BYTES + 1, 3 * MIB + 17, 5 * MIB]
+        slots = [store.allocate(size, f"block {size}") for size in sizes]
+        written = [case.random(slot.size_bytes) for slot in slots]
+        for slot, memory in zip(slots, written, strict=True):
+            store.write(slot, memory.address)
+        for slot, memory in zip(slots, written, strict=True):
+            assert case.stored(store, slot) == content(slot, memory)
+
+    def test_what_fills_a_slot_is_carried_with_it_or_left_alone(self, case: StoreCase, store: Store) -> None:
+        slot = store.allocate(MIB + 5000, "weights")
+        assert (slot.content_bytes, slot.size_bytes) == (MIB + 5000, MIB + 8192)
+        written, read = case.random(slot.size_bytes), case.random(slot.size_bytes)
+        before = read.content
+        store.write(slot, written.address)
+        store.read(slot, read.address)
+        behind = written.content if case.whole else before
+        assert read.content == written.content[: MIB + 5000] + behind[MIB + 5000 :]
+
+    def test_slots_are_aligned_and_striped_evenly(self, case: StoreCase, store: Store) -> None:
+        slot = store.allocate(7 * MIB + 5, "weights")
+        assert slot.name == "weights"
+        assert slot.size_bytes == 7 * MIB + ALIGNMENT_BYTES
+        assert sum(e.length_bytes for e in slot.extents) == slot.size_bytes
+        assert len({e.path for e in slot.extents}) == len(slot.extents) == case.stripes
+        for extent in slot.extents:
+            assert extent.offset_bytes % ALIGNMENT_BYTES == extent.length_bytes % ALIGNMENT_BYTES == 0
+        lengths = [e.length_bytes for e in slot.extents]
+        assert max(lengths) - min(lengths) <= ALIGNMENT_BYTES
+
+    def test_extents_lie_on_the_drives_of_the_store(self, store: Store) -> None:
+        extents = store.allocate(5 * MIB, "weights").extents
+        assert {extent.drive for extent in extents} == set(store.drives)
+        assert len(set(store.drives)) == len(store.drives)
+
+    def test_what_is_mapped_over_a_slot_and_what_is_read_agree(self, case: StoreCase, store: Store) -> None:
+        if not case.mappable:
+            pytest.skip("bytes go round the page cache while a mapping may hold older ones")
+        store.allocate(MIB, "something before it")
+        slot = store.allocate(2 * MIB, "weights")
+        memory = case.random(slot.size_bytes)
+        store.write(slot, memory.address)
+        extent = slot.extents[0]
+        with mmap.mmap(extent.file_descriptor, extent.length_bytes, offset=extent.offset_bytes) as mapped:
+            assert mapped[:] == memory.content[: extent.length_bytes]
+            mapped[100:103] = b"new"
+            assert case.stored(store, slot)[100:103] == b"new"
+            store.write(slot, memory.address)
+            assert mapped[:] == memory.content[: extent.length_bytes]
+
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(steps=st.lists(st.tuples(st.integers(1, 600_000), st.booleans()), min_size=1, max_size=25))
+    def test_slots_never_overlap_and_keep_their_content(self, case: StoreCase, steps: list[tuple[int, bool]]) -> None:
+        store = case.make(32 * MIB)
+        live: list[tuple[Slot, CaseMemory]] = []
+        for size, gives_back in steps:
+            if gives_back and live:
+                store.release(live.pop(size % len(live))[0])
+            slot = store.allocate(size, f"block of {size}")
+            memory = case.random(slot.size_bytes)
+            store.write(slot, memory.address)
+            live.append((slot, memory))
+        taken = ranges([slot for slot, _ in live])
+        for one, other in zip(taken, taken[1:], strict=False):
+            assert one[0] != other[0] or one[2] <= other[1]
+        assert store.used_bytes == sum(slot.size_bytes for slot, _ in live) <= store.capacity_bytes
+        for slot, memory in live:
+            assert case.stored(store, slot) == content(slot, memory)
+        store.close()
+
+    def test_room_that_is_released_is_used_again(self, store: Store) -> None:
+        first = store.allocate(3 * MIB, "first")
+        capacity = store.capacity_bytes
+        for _ in range(100):
+            store.release(first)
+            first = store.allocate(3 * MIB, "first")
+        assert store.capacity_bytes == capacity
+        assert store.used_bytes == 3 * MIB
+
+    def test_ensured_capacity_can_be_used(self, store: Store) -> None:
+        store.ensure_capacity(10 * MIB + 1)
+        capacity = store.capacity_bytes
+        assert 10 * MIB + ALIGNMENT_BYTES <= capacity <= 32 * MIB
+        for number in range(10):
+            store.allocate(MIB, f"block {number}")
+        store.ensure_capacity(MIB)
+        assert store.capacity_bytes == capacity
+
+    def test_the_limit_is_kept_to_the_byte(self, case: StoreCase) -> None:
+        store = case.make(6 * MIB)
+        assert store.limit_bytes == 6 * MIB
+        slots = [store.allocate(2 * MIB, f"block {number}") for number in range(3)]
+        assert store.used_bytes == store.capacity_bytes == 6 * MIB
+        with pytest.raises(StorageFullError, match=rf"6,291,456.*raise {case.option}"):
+            store.allocate(1, "one too many")
+        with pytest.raises(StorageFullError, match=rf"6,291,456.*raise {case.option}"):
+            store.ensure_capacity(6 * MIB + 1)
+        store.release(slots[1])
+        store.allocate(2 * MIB, "in its place")
+        assert store.used_bytes == store.capacity_bytes == 6 * MIB
+
+    def test_a_block_takes_several_holes_where_none_is_large_enough(self, case: StoreCase) -> None:
+        store = case.make(8 * MIB)
+        slots = [store.allocate(MIB, f"block {number}") for number in range(8)]
+        kept = case.random(MIB)
+        store.write(slots[3], kept.address)
+        for number in (0, 2, 4, 6):
+            store.release(slots[number])
+        slot = store.allocate(4 * MIB, "in pieces")
+        assert len(slot.extents) >= 4
+        memory = case.random(4 * MIB)
+        store.write(slot, memory.address)
+        assert case.stored(store, slot) == memory.content
+        assert case.stored(store, slots[3]) == kept.content
+        store.release(slot)
+        assert store.used_bytes == 4 * MIB
+        assert case.stored(store, slots[3]) == kept.content
+
+    def test_pieces_cover_a_slot_once_and_take_the_files_in_turns(self, case: StoreCase, store: Store) -> None:
+        slot = store.allocate(5 * MIB + 3, "weights")
+        pieces = cut(slot, MIB)
+        places = sorted((p.slot_offset_bytes, p.slot_offset_bytes + p.length_bytes) for p in pieces)
+        assert places[0][0] == 0 and places[-1][1] == slot.size_bytes
+        assert all(one[1] == other[0] for one, other in zip(places, places[1:], strict=False))
+        assert max(p.length_bytes for p in pieces) <= MIB
+        assert {p.extent.path for p in pieces[: case.stripes]} == {e.path for e in slot.extents}
+        memory, read = case.random(slot.size_bytes), case.memory(slot.size_bytes, False)
+        for piece in pieces:
+            store.write_piece(slot, piece, memory.address)
+        for piece in reversed(pieces):
+            store.read_piece(slot, piece, read.address)
+        assert content(slot, read) == content(slot, memory)
+
+    def test_a_piece_touches_nothing_but_itself(self, case: StoreCase, store: Store) -> None:
+        slot = store.allocate(3 * MIB, "weights")
+        before, after = case.random(slot.size_bytes), case.random(slot.size_bytes)
+        store.write(slot, before.address)
+        piece = cut(slot, ALIGNMENT_BYTES)[7]
+        begin, end = piece.slot_offset_bytes, piece.slot_offset_bytes + piece.length_bytes
+        store.write_piece(slot, piece, after.address)
+        expected = before.content[:begin] + after.content[begin:end] + before.content[end:]
+        assert case.stored(store, slot) == expected
+        read = case.memory(slot.size_bytes, False)
+        store.read_piece(slot, piece, read.address)
+        assert read.content == bytes(begin) + after.content[begin:end] + bytes(slot.size_bytes - end)
+
+    def test_many_threads_share_a_store(self, case: StoreCase, store: Store) -> None:
+        def carry(number: int) -> bool:
+            slot = store.allocate(200_000 + 4096 * number, f"block {number}")
+            memory = case.random(slot.size_bytes)
+            store.write(slot, memory.address)
+            same = case.stored(store, slot) == content(slot, memory)
+            store.release(slot)
+            return same
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(carry, range(40)))
+        assert store.used_bytes == 0
+
+    def test_many_threads_carry_one_slot(self, case: StoreCase, store: Store) -> None:
+        slot = store.allocate(4 * MIB, "weights")
+        memory, read = case.random(slot.size_bytes), case.memory(slot.size_bytes, False)
+        pieces = cut(slot, MIB // 4)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda piece: store.write_piece(slot, piece, memory.address), pieces))
+            list(pool.map(lambda piece: store.read_piece(slot, piece, read.address), pieces))
+        assert read.content == memory.content
+
+    def test_a_slot_is_released_once_and_where_it_came_from(self, case: StoreCase, store: Store) -> None:
+        slot = store.allocate(MIB, "weights")
+        other = case.make(MIB)
+        with pytest.raises(StorageError, match="'weights' is not in use"):
+            other.release(slot)
+        assert (store.used_bytes, other.used_bytes) == (MIB, 0)
+        store.release(slot)
+        with pytest.raises(StorageError, match="'weights' is not in use"):
+            store.release(slot)
+        assert store.used_bytes == 0
+
+    def test_after_close_nothing_moves_but_mappings_live_on(self, case: StoreCase, store: Store) -> None:
+        slot = store.allocate(MIB, "weights")
+        memory = case.random(MIB)
+        store.write(slot, memory.address)
+        extent = slot.extents[0]
+        mapped = mmap.mmap(extent.file_descriptor, extent.length_bytes, offset=extent.offset_bytes)
+        store.close()
+        store.close()
+        assert not any(directory.exists() for directory in store.directories)
+        if case.mappable:
+            assert mapped[:] == memory.content[: extent.length_bytes]
+        mapped.close()
+        store.release(slot)
+        uses: list[Callable[[], object]] = [
+            lambda: store.allocate(MIB, "weights"),
+            lambda: store.ensure_capacity(MIB),
+            lambda: store.limit_bytes,
+            lambda: store.write(slot, memory.address),
+            lambda: store.read(slot, memory.address),
+        ]
+        for use in uses:
+            with pytest.raises(StorageError, match="tier is closed"):
+                use()
+        assert store.used_bytes == 0

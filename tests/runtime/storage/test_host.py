@@ -1,0 +1,277 @@
+"""What only the host tier does: its slab, where it lies, how it is taken, pinned and given back."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from storage_memory import Memory
+
+from planner.errors import StorageError, StorageFullError
+from runtime.cpu_memory import CpuMemory
+from runtime.host_limits import HostLimit
+from runtime.pinning import PIN_CHUNK_BYTES
+from runtime.storage.host import HostStore
+from runtime.storage.store import cut
+
+MIB = 1 << 20
+LIMITS = (HostLimit(what="the machine has available", available_bytes=1 << 40, remedy="lower host_budget"),)
+
+
+def resident_bytes(store: HostStore) -> int:
+    """How much of the slab is backed by pages."""
+    return os.fstat(store.allocate(1, "a page").extents[0].file_descriptor).st_blocks * 512
+
+
+class RecordingPinner:
+    def __init__(self, failure: StorageError | None = None) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+        self.failure = failure
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        self.calls.append(("pin", address, size_bytes))
+        if self.failure is not None:
+            raise self.failure
+
+    def unpin(self, address: int, size_bytes: int) -> None:
+        ctypes.string_at(address, size_bytes)  # the memory is still there
+        self.calls.append(("unpin", address, size_bytes))
+
+
+def test_a_slot_can_be_read_where_it_lies() -> None:
+    store = HostStore(8 * MIB, limits=LIMITS)
+    store.allocate(MIB, "before")
+    slot = store.allocate(2 * MIB, "weights")
+    memory = Memory(slot.size_bytes, random=True)
+    store.write(slot, memory.address)
+    (extent,) = slot.extents
+    address = store.address_of(extent)
+    assert store.address <= address and address + extent.length_bytes <= store.address + store.capacity_bytes
+    assert ctypes.string_at(address, slot.size_bytes) == memory.content
+    ctypes.memset(address, 7, 100)  # as a device would write there
+    store.read(slot, memory.address)
+    assert memory.content[:100] == bytes([7]) * 100
+    store.close()
+
+
+def test_pages_are_taken_as_they_are_written_to_unless_asked_for() -> None:
+    lazy, eager = HostStore(8 * MIB, limits=LIMITS), HostStore(8 * MIB, prefault=True, limits=LIMITS)
+    assert resident_bytes(lazy) == 0
+    assert resident_bytes(eager) == eager.capacity_bytes == 8 * MIB
+    slot, memory = lazy.allocate(2 * MIB, "weights"), Memory(2 * MIB, random=True)
+    lazy.write(slot, memory.address)
+    assert resident_bytes(lazy) == 2 * MIB
+    for store in (lazy, eager):
+        store.close()
+
+
+def test_no_byte_more_than_the_budget_is_taken() -> None:
+    store = HostStore(2 * MIB + 5000, prefault=True, limits=LIMITS)
+    assert store.capacity_bytes == store.limit_bytes == 2 * MIB + 4096
+    assert resident_bytes(store) == 2 * MIB + 4096
+    store.close()
+
+
+def test_pages_come_back_zero_and_are_first_touched_on_the_processors_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = max(os.sched_getaffinity(0))
+    before = os.sched_getaffinity(0)
+    seen: list[set[int]] = []
+    real = os.posix_fallocate
+
+    def reserve(descriptor: int, offset: int, length: int) -> None:
+        seen.append(os.sched_getaffinity(0))
+        real(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    store = HostStore(130 * MIB, prefault=True, processors=frozenset({processor}), limits=LIMITS)
+    assert seen == [{processor}] * 3
+    assert os.sched_getaffinity(0) == before
+    assert not any(ctypes.string_at(store.address, store.capacity_bytes)[:: 1 << 12])
+    store.close()
+
+
+def test_the_memory_is_given_back() -> None:
+    store = HostStore(4 * MIB, prefault=True, limits=LIMITS)
+    descriptor = store.allocate(MIB, "weights").extents[0].file_descriptor
+    begin = f"{store.address:x}-"
+    with open("/proc/self/maps") as maps:
+        assert any(line.startswith(begin) for line in maps)
+    store.close()
+    with open("/proc/self/maps") as maps:
+        assert not any(line.startswith(begin) for line in maps)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_pinning_covers_the_slab_and_ends_before_the_memory_goes() -> None:
+    pinner = RecordingPinner()
+    store = HostStore(4 * MIB, pinner=pinner, limits=LIMITS)
+    assert store.pinned and resident_bytes(store) == 4 * MIB
+    address = store.address
+    store.close()
+    store.close()
+    assert pinner.calls == [("pin", address, 4 * MIB), ("unpin", address, 4 * MIB)]
+    assert not store.pinned
+
+
+def test_without_pinning_it_works_on_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    pinner = RecordingPinner(StorageError("cannot pin 4,194,304 bytes; raise the limit"))
+    with caplog.at_level(logging.WARNING, "runtime.storage.host"):
+        store = HostStore(4 * MIB, pinner=pinner, limits=LIMITS)
+    assert [record.getMessage() for record in caplog.records] == [
+        "host memory is not pinned, and copies will be slower: cannot pin 4,194,304 bytes; raise the limit"
+    ]
+    assert not store.pinned
+    slot, memory = store.allocate(MIB, "weights"), Memory(MIB, random=True)
+    store.write(slot, memory.address)
+    assert ctypes.string_at(store.address_of(slot.extents[0]), MIB) == memory.content
+    store.close()
+    assert [call[0] for call in pinner.calls] == ["pin"]
+
+
+def test_a_pinner_that_is_broken_leaves_nothing_behind() -> None:
+    class Broken(RecordingPinner):
+        def pin(self, address: int, size_bytes: int) -> None:
+            self.calls.append(("pin", address, size_bytes))
+            raise ValueError("broken")
+
+    pinner = Broken()
+    with pytest.raises(ValueError, match="broken"):
+        HostStore(4 * MIB, pinner=pinner, limits=LIMITS)
+    with open("/proc/self/maps") as maps:
+        assert f"{pinner.calls[0][1]:x}-" not in maps.read()
+
+
+def test_more_than_the_machine_allows_is_refused_before_anything_is_taken() -> None:
+    limits = (*LIMITS, HostLimit(what="a group leaves", available_bytes=4 * MIB, remedy="lower host_budget"))
+    HostStore(4 * MIB, limits=limits).close()
+    with pytest.raises(StorageFullError, match="8,388,608 bytes does not fit: a group leaves 4,194,304 bytes; lower"):
+        HostStore(8 * MIB, limits=limits)
+    with pytest.raises(StorageFullError, match="lower host_budget"):
+        HostStore(1 << 60)  # by this machine's own limits
+
+
+@pytest.mark.parametrize("size_bytes", [0, -1, 4095])
+def test_less_than_a_page_is_refused(size_bytes: int) -> None:
+    with pytest.raises(StorageError, match=f"host tier of {size_bytes} bytes.*raise host_budget, or leave it out"):
+        HostStore(size_bytes, limits=LIMITS)
+
+
+def test_a_system_that_has_no_pages_left_is_an_error_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(StorageFullError, match=r"refuses 4,194,304 bytes.*errno 12.*lower host_budget"):
+        HostStore(4 * MIB, prefault=True, limits=LIMITS)
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(StorageError, match="lower host_budget"):
+        HostStore(4 * MIB, limits=LIMITS)
+
+
+def test_a_foreign_slot_moves_nothing() -> None:
+    store, other = HostStore(MIB, limits=LIMITS), HostStore(64 * MIB, limits=LIMITS)
+    slot, memory = other.allocate(32 * MIB, "foreign"), Memory(32 * MIB)
+    uses: list[Callable[[], None]] = [
+        lambda: store.write(slot, memory.address),
+        lambda: store.read(slot, memory.address),
+        lambda: store.write_piece(slot, cut(slot, MIB)[-1], memory.address),
+        lambda: store.read_piece(slot, cut(slot, MIB)[-1], memory.address),
+    ]
+    for use in uses:
+        with pytest.raises(StorageError, match="'foreign' is not of this store"):
+            use()
+    store.close()
+    other.close()
+
+
+def test_no_extent_crosses_a_border_of_pinned_chunks() -> None:
+    store = HostStore(2 * PIN_CHUNK_BYTES + 8 * MIB, limits=LIMITS)
+    first = store.allocate(PIN_CHUNK_BYTES - MIB, "up to the border")
+    slot = store.allocate(PIN_CHUNK_BYTES + 4 * MIB, "over two borders")
+    assert [extent.length_bytes for extent in slot.extents] == [MIB, PIN_CHUNK_BYTES, 3 * MIB]
+    assert [extent.offset_bytes for extent in slot.extents] == [PIN_CHUNK_BYTES - MIB, PIN_CHUNK_BYTES, 2 * PIN_CHUNK_BYTES]
+    store.release(slot)
+    store.release(first)
+    assert len(store.allocate(store.capacity_bytes, "all of it, joined again").extents) == 3
+    store.close()
+
+
+def test_other_threads_run_during_a_copy() -> None:
+    """With so long a switch interval, another thread runs only if the one that copies lets go of the interpreter."""
+    store = HostStore(64 * MIB, limits=LIMITS)
+    slot, memory = store.allocate(64 * MIB, "weights"), Memory(64 * MIB)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1.0)
+    try:
+        assert any(_wakes_up_before_the_end(lambda: store.write(slot, memory.address)) for _ in range(30))
+        assert any(_wakes_up_before_the_end(lambda: store.read(slot, memory.address)) for _ in range(30))
+    finally:
+        sys.setswitchinterval(interval)
+    store.close()
+
+
+def _wakes_up_before_the_end(copy: Callable[[], None]) -> bool:
+    go, awake = threading.Event(), []
+
+    def wake_up() -> None:
+        go.wait()
+        awake.append(time.perf_counter())
+
+    thread = threading.Thread(target=wake_up)
+    thread.start()
+    time.sleep(0.002)
+    go.set()
+    copy()
+    end = time.perf_counter()
+    thread.join()
+    return awake[0] < end
+
+
+def test_the_descriptor_stands_for_the_memory_itself() -> None:
+    store = HostStore(2 * MIB, limits=LIMITS)
+    slot = store.allocate(MIB, "weights")
+    (extent,) = slot.extents
+    with mmap.mmap(extent.file_descriptor, extent.length_bytes, offset=extent.offset_bytes) as mapped:
+        mapped[:5] = b"there"
+        assert ctypes.string_at(store.address_of(extent), 5) == b"there"
+    store.close()
+
+
+def test_a_block_that_is_away_is_seen_in_the_slab_and_comes_back() -> None:
+    """On CPU a slot is mapped over the pages of a block, and read into other pages that then take its place."""
+    memory = CpuMemory()
+    store = HostStore(16 * MIB, limits=LIMITS)
+    try:
+        hole = store.allocate(MIB, "a hole later")
+        store.allocate(MIB, "between")
+        store.release(hole)
+        tensor = torch.arange(15 * MIB // 8, dtype=torch.int64)
+        span = memory.span(tensor.untyped_storage())
+        assert span is not None
+        slot = store.allocate(15 * MIB, "weights")
+        assert len(slot.extents) == 2
+        store.write(slot, span.address)
+        memory.map_files(span, slot.extents, keep_pages=False)
+        assert torch.equal(tensor, torch.arange(15 * MIB // 8))
+        tensor[12345] = -1
+        pages = memory.take_pages(span.length_bytes)
+        store.read(slot, pages.address)
+        memory.install_pages(pages, span)
+        store.release(slot)
+        expected = torch.arange(15 * MIB // 8)
+        expected[12345] = -1
+        assert torch.equal(tensor, expected)
+    finally:
+        memory.stand_back()
+        store.close()

@@ -1,0 +1,166 @@
+"""What the store asks KvikIO for, and what it makes of the answers. Bytes themselves: the contract suite."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from storage_fake_kvikio import CompatMode, FakeKvikio
+from storage_memory import Memory
+
+from planner.errors import StorageError, StorageIOError, UnsupportedError
+from runtime.storage.kvikio import KvikioStore, load_kvikio
+from runtime.storage.store import ALIGNMENT_BYTES, content_of, cut
+
+MIB = 1 << 20
+
+
+def make(tmp_path: Path, kvikio: FakeKvikio, **options: Any) -> KvikioStore:
+    return KvikioStore([tmp_path], budget_bytes=None, kvikio=kvikio, **options)
+
+
+def test_settings_are_explicit_and_put_back_at_the_end(tmp_path: Path) -> None:
+    kvikio = FakeKvikio()
+    before = dict(kvikio.values)
+    store = make(tmp_path, kvikio, threads=8, task_bytes=2 * MIB)
+    assert kvikio.values == {
+        "compat_mode": CompatMode.AUTO,
+        "num_threads": 8,
+        "task_size": 2 * MIB,
+        "bounce_buffer_size": 2 * MIB,
+        "gds_threshold": 0,
+        "auto_direct_io_read": True,
+        "auto_direct_io_write": True,
+    }
+    store.close()
+    assert kvikio.values == before and kvikio.live == []
+
+
+def test_transfers_are_aligned_and_say_where(tmp_path: Path) -> None:
+    kvikio = FakeKvikio()
+    store = make(tmp_path, kvikio, task_bytes=2 * MIB)
+    store.allocate(MIB + 1, "before")
+    slot = store.allocate(2 * MIB + 1, "weights")
+    memory = Memory(slot.size_bytes)
+    pieces = cut(slot, MIB)
+    for piece in pieces:
+        store.write_piece(slot, piece, memory.address)
+        store.read_piece(slot, piece, memory.address)
+    expected = [
+        (action, memory.address + piece.slot_offset_bytes, content_of(slot, piece), piece.file_offset_bytes, 2 * MIB)
+        for piece in pieces
+        for action in ("write", "read")
+    ]
+    assert kvikio.calls == expected
+    *whole, last_write, last_read = kvikio.calls
+    assert all(number % ALIGNMENT_BYTES == 0 for call in whole for number in call[1:])
+    assert last_write[2] == last_read[2] == 1 and last_write[3] % ALIGNMENT_BYTES == 0  # the block's last byte, no more
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("kvikio", "description", "modes"),
+    [
+        (FakeKvikio(), "compatibility mode (POSIX + bounce buffer)", [CompatMode.ON]),
+        (FakeKvikio(compatible_only=False), "GPUDirect Storage", [CompatMode.OFF]),
+        (FakeKvikio(compatible_only=False, driver=False), "compatibility mode (POSIX + bounce buffer)", [CompatMode.ON]),
+        (
+            FakeKvikio(compatible_only=False, refuses=True),
+            "compatibility mode (POSIX + bounce buffer)",
+            [CompatMode.OFF, CompatMode.ON],
+        ),
+    ],
+)
+def test_how_bytes_travel_is_found_out_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kvikio: FakeKvikio, description: str, modes: list[CompatMode]
+) -> None:
+    with caplog.at_level(logging.WARNING, "runtime.storage.kvikio"):
+        store = make(tmp_path, kvikio)
+    assert store.description == f"kvikio 26.99.00, {description}"
+    assert [mode for _, mode in kvikio.opened] == modes
+    assert kvikio.values["compat_mode"] is CompatMode.AUTO
+    assert ("not supported by the file system" in caplog.text) == kvikio.refuses
+    assert store.direct
+    store.close()
+    assert kvikio.live == []
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_a_transfer_that_moves_less_is_an_error_with_file_block_and_offset(tmp_path: Path, call: str) -> None:
+    kvikio = FakeKvikio()
+    store = make(tmp_path, kvikio)
+    store.allocate(MIB, "before")
+    slot, memory = store.allocate(MIB, "layers.3.weight"), Memory(MIB)
+    kvikio.lost_bytes = 4096
+    with pytest.raises(StorageIOError) as raised:
+        getattr(store, call)(slot, memory.address)
+    assert (raised.value.block, raised.value.path) == ("layers.3.weight", str(slot.extents[0].path))
+    assert raised.value.errno == errno.EIO
+    offset = slot.extents[0].offset_bytes
+    assert f"cannot {call} more than 1,044,480 of 1,048,576 bytes at offset {offset:,} block" in str(raised.value)
+    store.close()
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+@pytest.mark.parametrize(
+    ("error", "code"), [(RuntimeError("cuFile error: driver"), errno.EIO), (OSError(errno.ENOSPC, "full"), errno.ENOSPC)]
+)
+def test_an_error_of_kvikio_names_file_block_and_offset(tmp_path: Path, call: str, error: Exception, code: int) -> None:
+    kvikio = FakeKvikio()
+    store = make(tmp_path, kvikio)
+    store.allocate(MIB, "before")
+    slot, memory = store.allocate(MIB, "layers.3.weight"), Memory(MIB)
+    kvikio.error = error
+    with pytest.raises(StorageIOError, match=re.escape(str(error))) as raised:
+        getattr(store, call)(slot, memory.address)
+    assert raised.value.errno == code and raised.value.__cause__ is error
+    assert f"cannot {call} at offset {slot.extents[0].offset_bytes:,} " in str(raised.value)
+    store.close()
+
+
+def test_memory_can_be_registered(tmp_path: Path) -> None:
+    kvikio = FakeKvikio()
+    store = make(tmp_path, kvikio)
+    store.register_memory(1 << 40, MIB)
+    assert kvikio.registered == [(1 << 40, MIB)]
+    store.unregister_memory(1 << 40, MIB)
+    assert kvikio.registered == []
+    kvikio.error = RuntimeError("BAR1 is full")
+    with pytest.raises(UnsupportedError, match="register 1,048,576 bytes of device memory: BAR1 is full; leave them"):
+        store.register_memory(1 << 40, MIB)
+    store.close()
+
+
+def test_files_that_nothing_can_open_leave_nothing_behind(tmp_path: Path) -> None:
+    class Broken(FakeKvikio):
+        def CuFile(self, path: Path, flags: str) -> Any:
+            if len(self.live) == 1:
+                raise RuntimeError("no more files")
+            return super().CuFile(path, flags)
+
+    for compatible_only in (True, False):
+        kvikio = Broken(compatible_only=compatible_only)
+        before = dict(kvikio.values)
+        folders = [tmp_path / "a", tmp_path / "b"]
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+        with pytest.raises(UnsupportedError, match="cannot open the spill files: no more files; choose another"):
+            KvikioStore(folders, budget_bytes=None, kvikio=kvikio)
+        assert kvikio.live == [] and kvikio.values == before
+        assert not any(list(folder.iterdir()) for folder in folders)
+
+
+def test_a_directory_that_cannot_be_used_is_an_error_of_storage(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="does not exist"):
+        make(tmp_path / "absent", FakeKvikio())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kvikio") is not None, reason="says what happens without KvikIO")
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(UnsupportedError, match=r"GPUDirect Storage needs (NVIDIA's driver|KvikIO) \(.*install"):
+        load_kvikio()
