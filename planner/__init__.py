@@ -6,6 +6,7 @@ function, `from planner.plan import Plan` reaches the module.
 
 from planner.errors import (
     BudgetError,
+    ChecksumError,
     InfeasiblePlanError,
     OptionsError,
     PlanError,
@@ -28,6 +29,7 @@ __all__ = [
     "Block",
     "BudgetError",
     "Budgets",
+    "ChecksumError",
     "Hardware",
     "HostUpdate",
     "InactivePeriod",

@@ -23,9 +23,11 @@ consecutive uses of a block and t a lower tier:
    between the uses around its stage but for I, its gradients from their last use before it on, by O, and its stage's
    workspace. Each of copies out, update and copies in begins when the one before has ended, so I ≤ U ≤ O, all up to h,
    and the gradients that are there last, the update and the parameters that are needed first take no less than the
-   sum of their times. U begins when the update may; I ends before the next use. The host's processor is a link like
-   others. The stage, and so the iteration, is shorter by the update's time on the device. Moves to or from the stage
-   need 1 − h; where h, a valid copy of the parameters waits in the host tier. All blocks have their place there.
+   sum of their times. U begins when the update may; I ends before the next use. Where user code follows, U has ended
+   when that starts ([Note: user code] in `planner.user_code`; the rest of that note only makes plans slower). The host's
+   processor is a link like others. The stage, and so the iteration, is shorter by the update's time on the device.
+   Moves to or from the stage need 1 − h; where h, a valid copy of the parameters waits in the host tier. All blocks
+   have their place there.
 5. *Shared rates.* What links carry together between two instants is within the shared rate · (durations + δ).
 
 All of this is linear, and the iteration time is Σ durations + Σ δ: its minimum is a bound. (Where a plan has

@@ -21,7 +21,7 @@ from planner.bound_windows import CopyClass, Instants, Window
 from planner.problem import Problem, Route
 from planner.rows import Terms, add_row, linear
 from planner.trace import Link
-from planner.update_model import PROCESSOR, HostUpdate, host_update
+from planner.update_model import PROCESSOR, Chain, HostUpdate, host_update
 
 __all__ = ["build_bound"]
 
@@ -263,17 +263,18 @@ def _add_updates(problem: Problem, model: _Model) -> None:
                 for k, terms in update.moved[name].items():
                     row = model.links[f"shared {number}"][k]
                     row += [(variable, size / shared.bytes_per_second) for variable, size in terms]
-        _add_chain(model, update)
+        for chain in update.windows.chains:
+            _add_chain(model, update, chain)
     limit = next((route.budget_bytes for route in problem.routes if route.tier == "host"), None)
     if model.updates and limit is not None:
         held: Terms = [(update.chosen, update.windows.host_bytes / scale) for update in model.updates]
         model.add(held, pulp.LpConstraintLE, limit / scale)
 
 
-def _add_chain(model: _Model, update: HostUpdate) -> None:
-    """h_g · chain_seconds ≤ Σ τ_k − Σ h · device_seconds of the stages in k + Σ δ_k over the spans of the chain."""
-    spans = [k % len(model.instants) for k in update.windows.chain]  # some twice, if it is longer than an iteration
-    row: Terms = [(update.chosen, update.windows.chain_seconds)]
+def _add_chain(model: _Model, update: HostUpdate, chain: Chain) -> None:
+    """h_g · seconds of the chain ≤ Σ τ_k − Σ h · device_seconds of the stages in k + Σ δ_k over its spans."""
+    spans = [k % len(model.instants) for k in chain.spans]  # some twice, if it is longer than an iteration
+    row: Terms = [(update.chosen, chain.seconds)]
     row += [(stall, -1.0) for k in spans if (stall := model.stall[k]) is not None]
     row += [(each.chosen, each.windows.device_seconds * spans.count(each.windows.span)) for each in model.updates]
     model.add(row, pulp.LpConstraintLE, sum(model.instants.span_seconds[k] for k in spans))

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from planner.bound_windows import Instants
 from planner.problem import Problem
 from planner.trace import Block, Link, Subgroup
-from planner.update_model import Flow, HostWindows
-from planner.update_windows import candidates, chain_of, grouped, last_before, next_after
+from planner.update_model import Chain, Flow, HostWindows
+from planner.update_windows import candidates, chains_of, grouped, last_before, next_after
 from planner.updates import gradients, host_start, movable_blocks, parameters, states, total_bytes
+from planner.user_code import next_user_stage
 
 __all__ = ["UpdateClass", "update_classes"]
 
@@ -60,7 +61,10 @@ def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seco
             instants.first_from(2 * next_after(block, subgroup, stages)),
         ),
     )
-    last = max(end for _, end in back)
+    user = next_user_stage(trace, host_start(trace, subgroup))
+    border = None if user is None else instants.first_from(2 * user)  # when user code starts, the update has ended
+    needed = max(end for _, end in back)
+    last = needed if border is None else min(needed, border)
     start, gone = instants.first_from(2 * subgroup.stage), instants.last_by(2 * subgroup.stage + 1)
     flows_out = tuple(
         Flow(
@@ -83,7 +87,7 @@ def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seco
         for (begin, end), blocks in back.items()
     )
     host_seconds = (subgroup.host_seconds or 0.0) / unit_seconds
-    chain, chain_seconds = chain_of(first, host_seconds, flows_out, flows_in)
+    chains = chains_of(first, host_seconds, flows_out, flows_in, border)
     return HostWindows(
         name=str(subgroup.id),
         span=instants.last_by(2 * subgroup.stage),
@@ -95,8 +99,7 @@ def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seco
         last=last,
         gradients=flows_out,
         parameters=flows_in,
-        chain=chain,
-        chain_seconds=chain_seconds,
+        chains=chains,
         at_instants=True,
         idle=range(start, gone + 1),
         idle_bytes=trace.stages[subgroup.stage].workspace_bytes,
@@ -121,7 +124,7 @@ def _likeness(windows: HostWindows) -> tuple[object, ...]:
     the host's and the most of the device's (`_together`).
     """
     flows = (*windows.gradients, *windows.parameters)
-    places = (windows.chain, *((flow.first, flow.last, flow.absent) for flow in flows))
+    places = (*(chain.spans for chain in windows.chains), *((flow.first, flow.last, flow.absent) for flow in flows))
     shares = tuple(round(size / windows.host_bytes, 9) for size in (windows.held_bytes, *(f.size_bytes for f in flows)))
     times = tuple(f"{seconds / windows.host_bytes:.1e}" for seconds in (windows.device_seconds, windows.host_seconds))
     split = len(windows.gradients)
@@ -160,8 +163,10 @@ def _together(name: str, members: Sequence[HostWindows]) -> HostWindows:
         last=first.last,
         gradients=flows("gradients"),
         parameters=flows("parameters"),
-        chain=first.chain,
-        chain_seconds=min(member.chain_seconds for member in members),
+        chains=tuple(
+            Chain(spans=same[0].spans, seconds=min(chain.seconds for chain in same))
+            for same in zip(*(member.chains for member in members), strict=True)
+        ),
         at_instants=True,
     )
 

@@ -30,7 +30,7 @@ class ClassPeriod:
 class BlockClass:
     """Members that are used in the same segments; decided together. `size_bytes` is their sum.
 
-    `subgroup`: the one that all of them belong to, if it can update on the host.
+    `subgroup`: the one that all of them belong to, if it can update on the host. `user_visible`: user code can reach them.
     """
 
     blocks: tuple[int, ...]
@@ -41,6 +41,7 @@ class BlockClass:
     last_segment: int
     periods: tuple[ClassPeriod, ...]
     subgroup: int | None = None
+    user_visible: bool = False
 
     def seconds(self, link: Link) -> float:
         """Time that all members together occupy a link."""
@@ -102,6 +103,7 @@ def _class(
         size_bytes=sum(block.size_bytes for block in blocks),
         frozen=blocks[0].persistent and not blocks[0].writes,
         persistent=blocks[0].persistent,
+        user_visible=blocks[0].user_visible,
         first_segment=min(segment_of[block.uses[0]] for block in blocks),
         last_segment=max(segment_of[block.uses[-1]] for block in blocks),
         periods=tuple(

@@ -39,21 +39,28 @@ _FINE = _Grid(segments=64, window=6)
 _ROUGH = _Grid(segments=24, window=3)
 
 
-def coarse_solutions(problem: Problem, settings: SolverSettings) -> list[Solution]:
+def coarse_solutions(
+    problem: Problem, settings: SolverSettings, on_host: Collection[int] | None = None
+) -> list[Solution]:
     """Of the integer program, unless it is too large; and of the relaxed one, unless that has been solved to the end.
 
-    Relaxed, where updates run is decided on a rough grid first, and fixed: rounded afterwards, the moves of a subgroup
-    that is half here and half there would fit neither. None where no solver is installed or all of them fail.
+    on_host: the subgroups that update on the host, where that is decided already. If not, and relaxed, where updates run is
+    decided on a rough grid first, and fixed: rounded afterwards, the moves of a subgroup that is half here and half there
+    would fit neither. None where no solver is installed or all of them fail.
     """
-    subgroups = candidates(problem)
+    decided = on_host is not None
+    subgroups = [subgroup for subgroup in candidates(problem) if on_host is None or subgroup.id in on_host]
     found: list[Solution] = []
     if problem.stage_count <= MOST_INTEGER_STAGES:
         with contextlib.suppress(SolverError):
-            found.append(_solve(problem, settings, subgroups, _FINE, relaxed=False))
+            found.append(_solve(problem, settings, subgroups, _FINE, relaxed=False, decided=decided))
             if found[0].report.status == "optimal":
                 return found
     with contextlib.suppress(SolverError):
-        found.append(_solve_relaxed(problem, settings, subgroups))
+        if decided:
+            found.append(_solve(problem, settings, subgroups, _FINE, relaxed=True, decided=True))
+        else:
+            found.append(_solve_relaxed(problem, settings, subgroups))
     return found
 
 

@@ -3,9 +3,11 @@
 In a replay, whatever begins does so at the instant at which the last thing that it waited for ended. By the rules of
 [Note: execution semantics] in `planner.simulate` that is
 
-* for a stage: the stage before it, the copy in of a block that it uses, or a copy out that made room;
+* for a stage: the stage before it, the copy in of a block that it uses, or a copy out that made room; for user code
+  also a copy either way of a block that it can reach, or an update on the host;
 * for a copy: the stage at whose end it was queued, or the copy before it on the link;
-* for a copy in also: a copy out or a stage whose end made room, the block's own copy out, or the update that wrote it;
+* for a copy in also: a copy out or a stage whose end made room, user code that held it back, the block's own copy out,
+  or the update that wrote it;
 * for an update on the host: the stage at whose end it was queued, the update before it, or its gradients' copy out.
 
 So from the end of the last stage one can go back from each piece to one that ended when it began, down to the begin
@@ -23,6 +25,7 @@ from planner.plan import Plan
 from planner.timeline import Timeline
 from planner.trace import Trace
 from planner.updates import host_start
+from planner.user_code import user_stages
 
 __all__ = ["HOST_UPDATES", "STAGES", "CriticalPath", "Piece", "critical_path"]
 
@@ -125,6 +128,8 @@ class _Waits:
         self.moves = plan.moves
         self.stages = len(trace.stages)
         self.updated = [frozenset(subgroup.blocks) for subgroup in trace.subgroups]
+        self.user = frozenset(user_stages(trace))
+        self.visible = frozenset(block.id for block in trace.blocks if block.user_visible)
         self.begin = [host_start(trace, subgroup) for subgroup in trace.subgroups]
 
     def may_wait(self, piece: Piece, earlier: Piece) -> bool:
@@ -148,7 +153,9 @@ class _Waits:
         if earlier.resource == STAGES:
             return earlier.index == piece.index - 1
         if earlier.resource == HOST_UPDATES:
-            return False
+            return piece.index in self.user
+        if piece.index in self.user and earlier.block in self.visible:
+            return True
         return _outward(earlier) or self.moves[earlier.index].before % self.stages == piece.index
 
 

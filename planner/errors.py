@@ -13,7 +13,8 @@
     ├── SolverError              no solver is installed, or it failed
     └── StorageError             the storage tier
         ├── StorageFullError     not enough free space, or the storage budget is used up
-        └── StorageIOError       a read or write of a spill file failed
+        ├── StorageIOError       a read or write of a spill file failed
+        └── ChecksumError        what was read is not what had been written
 
 A message says what was found, what was allowed and what to do.
 """
@@ -21,9 +22,11 @@ A message says what was found, what was allowed and what to do.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 __all__ = [
     "BudgetError",
+    "ChecksumError",
     "FileFormatError",
     "InfeasiblePlanError",
     "OptionsError",
@@ -140,3 +143,47 @@ class StorageIOError(StorageError):
 
 def _rebuild_storage_io_error(path: str, block: str, errno: int, action: str) -> StorageIOError:
     return StorageIOError(path=path, block=block, errno=errno, action=action)
+
+
+class ChecksumError(StorageError):
+    """A part of a block came back different from what was written; nothing that was read is used.
+
+    Attributes:
+        path: the file. offset_bytes: where the part begins in it. block: name of the block.
+        expected, found: the part's checksums (XXH3, 64 bits) when it was written and when it was read.
+        tier: where the block was, None if only the file is known. remedy: what to do, by default against a bad drive.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        offset_bytes: int,
+        block: str,
+        expected: int,
+        found: int,
+        tier: str | None = None,
+        remedy: str = "do not trust this drive: check it, or give another storage directory",
+    ) -> None:
+        self.path = path
+        self.offset_bytes = offset_bytes
+        self.block = block
+        self.expected = expected
+        self.found = found
+        self.tier = tier
+        self.remedy = remedy
+        where = f"{path} ({tier} tier)" if tier is not None else path
+        super().__init__(
+            f"block {block!r} in {where} from offset {offset_bytes} on came back different: its checksum was "
+            f"{expected:016x} and is {found:016x}; {remedy}, then restart from the last checkpoint"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_checksum_error, ({name: getattr(self, name) for name in _CHECKSUM_ERROR},))
+
+
+_CHECKSUM_ERROR = ("path", "offset_bytes", "block", "expected", "found", "tier", "remedy")
+
+
+def _rebuild_checksum_error(attributes: dict[str, Any]) -> ChecksumError:
+    return ChecksumError(**attributes)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+from planner.around_user_code import proposals
 from planner.bound import lower_bound_seconds
 from planner.coarse import MOST_INTEGER_STAGES, coarse_solutions, in_order_of_need
 from planner.errors import InfeasiblePlanError
@@ -18,16 +19,22 @@ from planner.simulate import simulate
 from planner.solve import Solution
 from planner.timeline import Timeline
 from planner.update_windows import candidates
+from planner.user_code import user_stages
 
 __all__ = ["finish", "optimise"]
 
 _CLEARLY_BETTER = 0.999
+_BETTER = 0.9999
 _ROUNDS = 3
+_SHIFTED = 3  # candidates of short iterations that are planned around user code; of others, the best one
+_SHIFTS = 6
 _LEADS = (3.0, 1.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
+    problem: Problem
+    decisions: Decisions
     plan: Plan
     timeline: Timeline
     cost: float
@@ -37,21 +44,24 @@ class _Candidate:
 def optimise(
     problem: Problem,
     *,
+    policy: str,
     rivals: Sequence[Callable[[Problem], Decisions]],
     settings: SolverSettings,
+    on_host: Collection[int] | None = None,
 ) -> Plan:
     """The plan of the integer program, made exact, or that of a rival policy where it is better.
 
+    on_host: the subgroups that update on the host, where that is not for the program to decide; there must be room for them.
     So there always is a plan where one exists. Up to the default weight of writes no plan is chosen that is
     slower than a rival's. Raises InfeasiblePlanError where the lower tiers are too small.
     """
-    if problem.everything_fits and not candidates(problem):
-        return finish(problem, build_plan(problem, {}, policy="ilp"), threads=settings.threads)
-    solutions = coarse_solutions(problem, settings)
+    if problem.everything_fits and not (candidates(problem) if on_host is None else on_host):
+        return finish(problem, build_plan(problem, {}, policy=policy), threads=settings.threads)
+    solutions = coarse_solutions(problem, settings, on_host)
     report = solutions[0].report if solutions else SolverReport(name="none", status="failed")
     # Without a solution the report says so, and a greedy plan stands in.
-    starts = [_decisions(problem, solution) for solution in solutions] or [(problem, {})]
-    if problem.stage_count <= MOST_INTEGER_STAGES:
+    starts = [_decisions(problem, solution) for solution in solutions] or [_undecided(problem, on_host or ())]
+    if on_host is None and problem.stage_count <= MOST_INTEGER_STAGES:
         starts += _extremes(problem)
     own: list[_Candidate] = []
     too_full: InfeasiblePlanError | None = None
@@ -64,15 +74,25 @@ def optimise(
     if not own and not others:
         assert too_full is not None  # why there is no candidate
         raise too_full
+    if user_stages(problem.trace):
+        most = _SHIFTED if problem.stage_count <= MOST_INTEGER_STAGES else 1
+        cheapest = sorted(own + others, key=lambda candidate: candidate.cost)[:most]
+        own += [_around_user_code(candidate, settings.write_weight) for candidate in cheapest]
     best = _choose(own, others, settings.write_weight)
-    return finish(problem, best.plan.model_copy(update={"solver": report}), best.timeline, threads=settings.threads)
+    made = best.plan.model_copy(update={"solver": report, "policy": policy})
+    return finish(problem, made, best.timeline, threads=settings.threads)
 
 
 def _extremes(problem: Problem) -> list[tuple[Problem, Decisions]]:
     """All updates on the host, where any can be; and nothing decided. Cheap for small iterations, of which coarse time
     tells too little."""
-    everything = Solution(tiers={}, on_host=frozenset(group.id for group in candidates(problem)), report=SolverReport())
-    return [_decisions(problem, everything), (problem, {})] if everything.on_host else [(problem, {})]
+    everything = [subgroup.id for subgroup in candidates(problem)]
+    return [_undecided(problem, everything), (problem, {})] if everything else [(problem, {})]
+
+
+def _undecided(problem: Problem, on_host: Collection[int]) -> tuple[Problem, Decisions]:
+    """Nothing decided but where updates run."""
+    return _decisions(problem, Solution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
 
 
 def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -> list[_Candidate]:
@@ -86,6 +106,19 @@ def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -
     if pruned == filled:
         return [first]
     return [first, _best_schedule(problem, pruned, write_weight, leads=(first.lead,))]
+
+
+def _around_user_code(best: _Candidate, write_weight: float) -> _Candidate:
+    """Better starts for the copies that user code waits for, as long as some are found. Never slower: it is replayed."""
+    for _ in range(_SHIFTS):
+        clock = StageClock.replayed(best.problem, best.plan, best.timeline)
+        tried = [(best.problem, schedule(best.problem, best.decisions, clock, lead=lead)) for lead in _LEADS]
+        tried += proposals(best.problem, best.decisions, best.plan, best.timeline)
+        better = min((_replayed(*each, write_weight) for each in tried), key=lambda candidate: candidate.cost)
+        if better.cost >= best.cost * _BETTER:
+            break
+        best = replace(better, lead=best.lead)
+    return best
 
 
 def _rival_candidates(
@@ -164,13 +197,13 @@ def _best_schedule(
 
 
 def _replayed(problem: Problem, decisions: Decisions, write_weight: float) -> _Candidate:
-    plan = build_plan(problem, decisions, policy="ilp")
+    plan = build_plan(problem, decisions, policy="")
     timeline = simulate(problem.source, plan)
     cost = timeline.iteration_seconds
     for route in problem.routes:
         written_seconds = timeline.moved_bytes.get(route.outward.name, 0) / route.outward.bytes_per_second
         cost += outward_weight(route.tier, write_weight) * written_seconds
-    return _Candidate(plan=plan, timeline=timeline, cost=cost)
+    return _Candidate(problem=problem, decisions=decisions, plan=plan, timeline=timeline, cost=cost)
 
 
 def finish(

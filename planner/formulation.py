@@ -21,7 +21,7 @@ import pulp
 
 from planner.classes import BlockClass, ClassPeriod
 from planner.coarse_model import CoarseModel, PeriodVariables
-from planner.formulation_limits import add_capacity, add_link_time, add_shared_rate, add_updates
+from planner.formulation_limits import add_capacity, add_link_time, add_shared_rate, add_updates, add_user_code
 from planner.problem import Problem, Route
 from planner.rows import Terms, add_row, linear
 from planner.segments import Segment
@@ -72,6 +72,7 @@ def build_model(
     add_memory(problem, model)
     for route in problem.routes:
         add_link_time(model, route)
+        add_user_code(model, route)
         add_capacity(model, route)
     for shared in problem.shared:
         add_shared_rate(model, shared)

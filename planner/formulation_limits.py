@@ -14,7 +14,7 @@ from planner.rows import Terms, add_row
 from planner.trace import SharedRate
 from planner.update_model import PROCESSOR
 
-__all__ = ["add_capacity", "add_link_time", "add_shared_rate", "add_updates"]
+__all__ = ["add_capacity", "add_link_time", "add_shared_rate", "add_updates", "add_user_code"]
 
 
 def add_link_time(model: CoarseModel, route: Route) -> None:
@@ -43,6 +43,25 @@ def add_link_time(model: CoarseModel, route: Route) -> None:
             add_row(model.program, [*row, (model.stall[k], -1.0)], pulp.LpConstraintLE, 0)
 
 
+def add_user_code(model: CoarseModel, route: Route) -> None:
+    """In segments of user code, of what it can reach: Σ seconds · ΔO_k ≤ δ_k and Σ seconds · ΔI_k ≤ δ_k, before it starts.
+
+    See [Note: user code] in `planner.user_code`.
+    """
+    users = [k for k, segment in enumerate(model.segments) if segment.user]
+    outward: list[Terms] = [[] for _ in model.segments]
+    inward: list[Terms] = [[] for _ in model.segments]
+    for entry in model.periods if users else ():
+        if entry.route.tier == route.tier and entry.block_class.user_visible:
+            _add_steps(outward, entry.out, entry.period.begin + 1, entry.out_seconds)
+            _add_steps(inward, [*entry.into, entry.chosen], entry.period.begin + 1, entry.in_seconds)
+    for k in users:
+        for link, row in ((route.outward, outward[k]), (route.inward, inward[k])):
+            row = row + [term for update in model.updates for term in update.busy[link.name][k]]
+            if row:
+                add_row(model.program, [*row, (model.stall[k], -1.0)], pulp.LpConstraintLE, 0)
+
+
 def add_shared_rate(model: CoarseModel, shared: SharedRate) -> None:
     """Σ over the links that share it of bytes moved / rate ≤ τ_k + δ_k."""
     count = len(model.segments)
@@ -63,8 +82,8 @@ def add_shared_rate(model: CoarseModel, shared: SharedRate) -> None:
 def add_updates(problem: Problem, model: CoarseModel) -> None:
     """y_{p,t} ≤ 1 − h_g for periods that end or begin with the update of g, and for all in another tier than host.
 
-    And the host's processor: Σ host_seconds · ΔU_k ≤ τ_k + δ_k. And what follows one another takes its time (`chain`):
-    Σ τ_k + Σ δ_k ≥ h_g · chain_seconds.
+    And the host's processor: Σ host_seconds · ΔU_k ≤ τ_k + δ_k. And what follows one another takes its time:
+    Σ τ_k + Σ δ_k ≥ h_g · seconds of each of its chains.
     """
     chosen = {int(update.windows.name): update.chosen for update in model.updates}
     for entry in model.periods:
@@ -78,12 +97,12 @@ def add_updates(problem: Problem, model: CoarseModel) -> None:
     model.add_time_limit([[] for _ in model.segments], PROCESSOR)
     count = len(model.segments)
     for update in model.updates:
-        windows = update.windows
-        chain = [k % count for k in windows.chain]
-        row: Terms = [(update.chosen, windows.chain_seconds)]
-        row += [(model.stall[k], -1.0) for k in [*chain, windows.chain.stop % count]]
-        row += [(u.chosen, u.windows.device_seconds * chain.count(u.windows.span)) for u in model.updates]
-        add_row(model.program, row, pulp.LpConstraintLE, sum(model.segments[k].seconds for k in chain))
+        for chain in update.windows.chains:
+            spans = [k % count for k in chain.spans]
+            row: Terms = [(update.chosen, chain.seconds)]
+            row += [(model.stall[k], -1.0) for k in [*spans, chain.spans.stop % count]]
+            row += [(u.chosen, u.windows.device_seconds * spans.count(u.windows.span)) for u in model.updates]
+            add_row(model.program, row, pulp.LpConstraintLE, sum(model.segments[k].seconds for k in spans))
 
 
 def _add_steps(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from planner.errors import BudgetError, OptionsError
 from planner.evict import evict_furthest
 from planner.exact import finish, optimise
+from planner.fixed_updates import all_on_host, every_nth_on_device
 from planner.greedy import g10_decisions, teraio_decisions
 from planner.layerwise import zero_infinity_decisions
 from planner.plan import Budgets, Plan
@@ -31,20 +33,24 @@ def plan(
 ) -> Plan:
     """Decide which blocks wait where and when they move; the result has been replayed in the simulator.
 
-    Policies: `"ilp"`: the integer program, made exact, and no slower than any of the others; `"teraio"` and
-    `"g10"`: greedy by benefit and cost, see `planner.greedy`; `"zero-infinity"`: everything is offloaded and
+    Policies: `"ilp"`: the integer program, made exact, and no slower than any of the heuristics that follow; `"teraio"`
+    and `"g10"`: greedy by benefit and cost, see `planner.greedy`; `"zero-infinity"`: everything is offloaded and
     comes back one layer ahead, see `planner.layerwise`; `"belady"`: on demand, furthest next use first, as a
-    pager without a plan would do it; `"keep-all"`: no moves. `write_weight`: seconds of iteration time that
-    one second of writing to storage is worth (drives wear out); up to its default it only decides between
-    plans that are no slower than every other policy's. `gap`: share of the objective by which the solver's
-    solution may miss its bound (the coarse model's; it says little below the model's own error). `threads`: of
-    the solver.
+    pager without a plan would do it; `"keep-all"`: no moves. And the integer program with where optimizer subgroups
+    update decided beforehand, to compare with: `"device-updates"`, all on the device; `"host-updates"`, all that can
+    on the host; `"stride-2"`, of these every second on the device, see `planner.fixed_updates`.
+
+    `write_weight`: seconds of iteration time that one second of writing to storage is worth (drives wear out); up to its
+    default it only decides between plans that are no slower than every heuristic's. `gap`: share of the objective by
+    which the solver's solution may miss its bound (the coarse model's; it says little below the model's own error).
+    `threads`: of the solver.
 
     Blocks: the solver gets `time_limit_seconds` for each of its programs (one, two where updates may run on the
     host, three for short iterations); to place, replay and bound comes on top, half a minute for 1,000 stages.
 
     Raises BudgetError (the budget is below what one stage needs, or below everything with keep-all),
-    InfeasiblePlanError (the lower tiers are too small), OptionsError (no such policy). Never SolverError:
+    InfeasiblePlanError (the lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can
+    update on the host), OptionsError (no such policy). Never SolverError:
     where the solver fails, a greedy plan is returned and `plan.solver.status` says "failed".
     """
     if policy not in POLICIES:
@@ -56,7 +62,17 @@ def plan(
 
 
 def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
-    return optimise(Problem.of(trace, budgets), rivals=tuple(HEURISTICS.values()), settings=settings)
+    return optimise(Problem.of(trace, budgets), policy="ilp", rivals=tuple(HEURISTICS.values()), settings=settings)
+
+
+def _fixed_updates(name: str, decide: Callable[[str, Problem], Sequence[int]]) -> Policy:
+    def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
+        problem = Problem.of(trace, budgets)
+        on_host = decide(name, problem)
+        rivals = () if on_host else tuple(HEURISTICS.values())  # these update on the device
+        return optimise(problem, policy=name, rivals=rivals, settings=settings, on_host=on_host)
+
+    return policy
 
 
 def _heuristic(name: str, decide: Callable[[Problem], Decisions]) -> Policy:
@@ -93,4 +109,7 @@ POLICIES: dict[str, Policy] = {
     "ilp": _ilp,
     **{name: _heuristic(name, decide) for name, decide in HEURISTICS.items()},
     "keep-all": _keep_all,
+    "device-updates": _fixed_updates("device-updates", lambda name, problem: ()),
+    "host-updates": _fixed_updates("host-updates", all_on_host),
+    "stride-2": _fixed_updates("stride-2", partial(every_nth_on_device, stride=2)),
 }

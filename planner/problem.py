@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from planner.errors import BudgetError
@@ -50,7 +50,8 @@ class Problem:
     that s lies in. `routes`: usable lower tiers, fastest (to copy in) first; `shared`: what their links share.
     `updated`: by period around an update on the host of its block, that subgroup: such a period always has a decision,
     to wait in the host tier. `host_blocks`: movable blocks of subgroups that update on the host, with their whole size;
-    they have their place in the host tier for good, and wait nowhere else.
+    they have their place in the host tier for good, and wait nowhere else. `gradient_leaves`: stages at whose end gradients
+    of such subgroups leave, by block, where that is later than right after their last use; `live_bytes` counts that.
     """
 
     source: Trace
@@ -64,6 +65,7 @@ class Problem:
     covering: tuple[tuple[int, ...], ...]
     updated: dict[int, int]
     host_blocks: tuple[Block, ...]
+    gradient_leaves: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: Trace, budgets: Budgets, on_host: Sequence[int] = ()) -> Problem:
@@ -126,6 +128,14 @@ class Problem:
         if self.on_host and self.periods[index].block in self._host_only:
             return tuple(route for route in self.routes if route.tier == "host")
         return self.routes
+
+    def with_gradient_leaves(self, leaves: dict[int, int]) -> Problem:
+        """The same problem, in which just these gradients of updates on the host leave later."""
+        live = list(live_bytes(self.trace))
+        for block, leave in leaves.items():
+            for stage in range(self.trace.blocks[block].uses[-1] + 1, leave + 1):
+                live[stage] += self.trace.blocks[block].size_bytes
+        return replace(self, gradient_leaves=leaves, live_bytes=tuple(live))
 
     def occupancy(self, decisions: Decisions) -> list[int]:
         """Device bytes per stage: a block counts until it leaves and again from its prefetch's start on.
@@ -250,16 +260,17 @@ def build_plan(problem: Problem, decisions: Decisions, *, policy: str) -> Plan:
 
 
 def _gradient_moves(problem: Problem, number: int) -> Iterator[Move]:
-    """Out right after the last use before the update, never back."""
+    """Out after the last use before the update, never back."""
     subgroup = problem.source.subgroups[number]
     for block in gradients(problem.source, subgroup):
         after = problem.trace.blocks[block.id].uses[-1]
+        leave = problem.gradient_leaves.get(block.id, after)
         yield Move(
             block=block.id,
             after=after,
             before=subgroup.stage,
             tier="host",
-            offload=Offload(start=after, free_after=after),
+            offload=Offload(start=leave, free_after=leave),
             prefetch=None,
         )
 

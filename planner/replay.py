@@ -9,6 +9,7 @@ from planner.errors import InfeasiblePlanError, PlanError, UnsupportedError
 from planner.plan import Move, Plan
 from planner.trace import Block, Subgroup, Trace
 from planner.updates import device_part, gradients, host_start, host_updatable, parameters
+from planner.user_code import user_stages
 
 __all__ = ["Program", "compile_program"]
 
@@ -20,6 +21,7 @@ class Program:
 
     `updates`: subgroups whose update on the host may begin when the stage is reached. `gradients`, `parameters`: the
     blocks that it waits for and that wait for it, by subgroup. `awaiting`: moves whose copy in waits for an update.
+    `user_stages`: stages of user code; `visible`: blocks that these can reach, none if there are no such stages.
     """
 
     trace: Trace
@@ -35,6 +37,8 @@ class Program:
     persistent_places: list[set[str]]
     frozen: frozenset[int]
     updates: list[list[int]]
+    user_stages: frozenset[int]
+    visible: frozenset[int]
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     parameters: dict[int, frozenset[int]] = field(default_factory=dict)
     awaiting: set[int] = field(default_factory=set)
@@ -55,7 +59,7 @@ def compile_program(trace: Trace, plan: Plan) -> Program:
         raise UnsupportedError("the plan recomputes blocks, which this release cannot replay yet: plan again")
     on_host = _on_host(trace, plan)
     source, trace = trace, device_part(trace, [subgroup.id for subgroup in on_host])
-    count = len(trace.stages)
+    count, user = len(trace.stages), user_stages(trace)
     program = Program(
         trace=trace,
         inputs=[[] for _ in range(count)],
@@ -70,6 +74,8 @@ def compile_program(trace: Trace, plan: Plan) -> Program:
         persistent_places=[set() for _ in trace.blocks],
         frozen=frozenset(block.id for block in source.blocks if block.persistent and not block.writes),
         updates=[[] for _ in range(count)],
+        user_stages=frozenset(user),
+        visible=frozenset(block.id for block in source.blocks if user and block.user_visible),
     )
     consumed = {block.id: subgroup.stage for subgroup in on_host for block in gradients(source, subgroup)}
     for block in trace.blocks:
@@ -101,8 +107,9 @@ def _on_host(trace: Trace, plan: Plan) -> list[Subgroup]:
     for subgroup in found:
         if subgroup.id not in updatable:
             raise InfeasiblePlanError(
-                f"subgroup {subgroup.id} cannot update on the host: that takes host_seconds, links both ways, blocks "
-                "that no other subgroup has and no other stage writes, and movable parameters that are used before it",
+                f"subgroup {subgroup.id} cannot update on the host: that takes host_seconds, links both ways, a stage that "
+                "is not user code, blocks that no other subgroup has and no other stage writes, and movable parameters that "
+                "are used before it",
                 stage=trace.stages[subgroup.stage].name,
             )
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -10,8 +10,11 @@ from planner.plan import Plan, WaitingTier
 from planner.problem import Decisions, Problem
 from planner.timeline import Timeline
 from planner.updates import host_start
+from planner.user_code import user_stages
 
 __all__ = ["StageClock", "on_demand", "prefetch_from", "schedule"]
+
+_SAME = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +23,14 @@ class StageClock:
 
     `update_seconds`: when each subgroup's update on the host ends, counted on over the iteration's end.
     `copy_seconds`: what the copies in took, by period, where that is known; else what their links need alone.
+    `user_stages`: stages of user code, ascending.
     """
 
     reached_seconds: tuple[float, ...]
     iteration_seconds: float
     update_seconds: dict[int, float] = field(default_factory=dict)
     copy_seconds: dict[int, float] = field(default_factory=dict)
+    user_stages: tuple[int, ...] = ()
 
     @classmethod
     def ideal(cls, problem: Problem) -> StageClock:
@@ -38,7 +43,12 @@ class StageClock:
             subgroup = problem.source.subgroups[number]
             free = max(free, ends[host_start(problem.source, subgroup)]) + (subgroup.host_seconds or 0.0)
             updates[number] = free
-        return cls(reached_seconds=tuple(ends[:-1]), iteration_seconds=ends[-1], update_seconds=updates)
+        return cls(
+            reached_seconds=tuple(ends[:-1]),
+            iteration_seconds=ends[-1],
+            update_seconds=updates,
+            user_stages=user_stages(problem.trace),
+        )
 
     @classmethod
     def replayed(cls, problem: Problem, plan: Plan, timeline: Timeline) -> StageClock:
@@ -59,6 +69,7 @@ class StageClock:
             iteration_seconds=timeline.iteration_seconds,
             update_seconds=updates,
             copy_seconds=copies,
+            user_stages=user_stages(problem.trace),
         )
 
     def time(self, stage: int) -> float:
@@ -72,6 +83,15 @@ class StageClock:
             return 0
         turns, rest = divmod(seconds, self.iteration_seconds)
         return int(turns) * len(self.reached_seconds) + bisect_right(self.reached_seconds, rest) - 1
+
+
+    def last_user_stage(self, seconds: float) -> int | None:
+        """The last stage of user code (numbered on, perhaps negative) that is reached clearly before `seconds`."""
+        if not self.user_stages or self.iteration_seconds <= 0:
+            return None
+        turns, rest = divmod(seconds - _SAME * self.iteration_seconds, self.iteration_seconds)
+        position = bisect_left(self.user_stages, rest, key=self.reached_seconds.__getitem__) - 1
+        return (int(turns) - (position < 0)) * len(self.reached_seconds) + self.user_stages[position]
 
 
 def schedule(problem: Problem, decisions: Decisions, clock: StageClock, *, lead: float) -> Decisions:
@@ -105,13 +125,17 @@ def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int
     """
     result = on_demand(problem, decisions)
     occupied = problem.occupancy(result)
-    stages, budget = problem.stage_count, problem.budgets.device_bytes
+    stages, budget, users = problem.stage_count, problem.budgets.device_bytes, frozenset(user_stages(problem.trace))
     for index in sorted(targets, key=lambda i: (problem.periods[i].before % stages, targets[i])):
         size, start = problem.periods[index].size_bytes, problem.periods[index].before
         lowest = max(targets[index], result[index].leave + 1)
         while start > lowest and occupied[(start - 1) % stages] + size <= budget:
             start -= 1
             occupied[start % stages] += size
+        if start < problem.periods[index].before and problem.trace.blocks[problem.periods[index].block].user_visible:
+            while start % stages in users and start < problem.periods[index].before:
+                occupied[start % stages] -= size  # it could not begin before, and would hold up what is queued behind it
+                start += 1
         result[index] = replace(result[index], start=start)
     return result
 
@@ -135,6 +159,22 @@ def _latest_starts(
             seconds = clock.copy_seconds.get(index) or link.seconds(period.size_bytes)
             finish = min(clock.time(period.before + shift), begin_next)
             earliest = clock.time(decisions[index].leave + 1 + shift)
-            begin_next = max(finish - seconds, earliest)
-            starts[index] = clock.stage_at(begin_next - lead * seconds) - shift
+            begin_next, lowest = max(finish - seconds, earliest), None
+            if problem.trace.blocks[period.block].user_visible:
+                begin_next, lowest = _around_user_code(clock, begin_next, seconds, earliest)
+            start = clock.stage_at(begin_next - lead * seconds)
+            starts[index] = (start if lowest is None else max(start, lowest)) - shift
     return starts
+
+
+def _around_user_code(clock: StageClock, begin: float, seconds: float, earliest: float) -> tuple[float, int | None]:
+    """When a copy in must begin at the latest so that it is not under way in user code: before it where there is time for
+    it, else after it; and the stage after the last user code before that: queued earlier, it could be under way in that.
+    """
+    user = clock.last_user_stage(begin + seconds)
+    while user is not None and clock.time(user + 1) > begin:
+        before = clock.time(user) - seconds
+        if before < earliest:
+            return clock.time(user + 1), user + 1
+        begin, user = before, clock.last_user_stage(before + seconds)
+    return begin, None if user is None else user + 1

@@ -11,11 +11,12 @@ __all__ = ["Segment", "segments_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Stages `first` to `last` (both within); `seconds`: the sum of their durations."""
+    """Stages `first` to `last` (both within); `seconds`: the sum of their durations. `user`: all of them are user code."""
 
     first: int
     last: int
     seconds: float
+    user: bool = False
 
 
 def segments_of(problem: Problem, most: int) -> tuple[Segment, ...]:
@@ -44,6 +45,11 @@ def segments_of(problem: Problem, most: int) -> tuple[Segment, ...]:
         firsts.pop(best)
     borders = [*firsts, len(stages)]
     return tuple(
-        Segment(first=first, last=end - 1, seconds=sum(stage.duration_seconds for stage in stages[first:end]))
+        Segment(
+            first=first,
+            last=end - 1,
+            seconds=sum(stage.duration_seconds for stage in stages[first:end]),
+            user=all(stage.phase == "user" for stage in stages[first:end]),
+        )
         for first, end in zip(borders, borders[1:], strict=False)
     )

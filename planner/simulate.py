@@ -15,18 +15,21 @@
 * Links that share a rate divide it max-min fairly while more than one of them is past its latency.
 * Updates on the host: [Note: updates on the host] in `planner.updates`. At the head of its queue, the copy in of a
   parameter waits for the update too.
+* User code: [Note: user code] in `planner.user_code`. A stage of phase "user" waits for updates on the host and for copies
+  of what user code can reach, and holds back copies in of it.
 * The iteration is cyclic. Times are those of the steady state: iterations are replayed until two in a row
   agree in the time of every stage, transfer and update, or 32 times (links that hardly lag behind, or in turns).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from math import inf
 from typing import Literal
 
 from planner.errors import InfeasiblePlanError
+from planner.host_processor import HostProcessor
 from planner.links import Channel, Job, Links
+from planner.places import Places
 from planner.plan import Plan
 from planner.replay import Program, compile_program
 from planner.timeline import HostUpdate, StageTimes, Timeline, Transfer, agree
@@ -56,22 +59,19 @@ class _Replay:
         self.plan = plan
         self.program = program
         self.device_budget = plan.budgets.device_bytes
-        self.lower_budget = {"host": plan.budgets.host_bytes, "storage": plan.budgets.storage_bytes}
         self.links = Links(trace.hardware)
         self.state: list[Literal["device", "leaving", "coming", "away"]] = ["away"] * len(trace.blocks)
         self.copies: list[set[str]] = [set() for _ in trace.blocks]
-        self.places: list[set[str]] = [set() for _ in trace.blocks]
-        self.used = {"device": 0, "host": 0, "storage": 0}
-        self.peak = dict(self.used)
+        self.used = self.peak = 0  # bytes on the device
         self.now = 0.0
         self.iteration = 0
         self.iteration_began = 0.0
+        self.stage = 0  # the one that is reached, or runs
         self.reached_at = 0.0
         self.waiting_bytes = 0  # outputs and workspace of the stage that is reached and has not started
-        self.updates: deque[tuple[int, float]] = deque()  # subgroups that may update on the host, and since when
-        self.updating: tuple[int, float, float] | None = None  # the one that does, when it was queued and when it began
-        self.landed: set[int] = set()  # gradients that wait for their update on the host
-        self.stale: set[int] = set()  # parameters that wait for it
+        self.processor = HostProcessor(trace, program)
+        self.places = Places(trace, plan.budgets, program.persistent_places)
+        self.visible_copies = 0  # that user code would wait for: queued outwards, under way inwards
         self.times: list[StageTimes] = []
         self.transfers: list[Transfer] = []
         self.updated: list[HostUpdate] = []
@@ -91,23 +91,21 @@ class _Replay:
     def _begin(self) -> None:
         """Put every persistent block where the plan says it waits."""
         for block in self.trace.blocks:
-            for tier in self.program.persistent_places[block.id]:
-                self._take_place(block.id, tier, stage=0)
             if not block.persistent:
                 continue
             where = self.program.initial[block.id]
             if where == "device":
                 self.state[block.id] = "device"
-                self.used["device"] += block.size_bytes
+                self.used += block.size_bytes
             # Copies made in the iteration before are taken as valid; later iterations check that they are.
             self.copies[block.id] = set(self.program.persistent_places[block.id])
-        if self.used["device"] > self.device_budget:
+        if self.used > self.device_budget:
             raise InfeasiblePlanError(
-                f"{self.used['device']:,} bytes wait on the device when the iteration begins; the budget is "
+                f"{self.used:,} bytes wait on the device when the iteration begins; the budget is "
                 f"{self.device_budget:,} bytes: move more blocks over the iteration's end",
                 stage=self.trace.stages[0].name,
             )
-        self.peak["device"] = self.used["device"]
+        self.peak = self.used
 
     def _one_iteration(self) -> Timeline:
         self.times, self.transfers, self.updated, self.moved = [], [], [], {}
@@ -123,26 +121,32 @@ class _Replay:
             stages=tuple(self.times),
             transfers=tuple(self.transfers),
             updates=tuple(self.updated),
-            peak_bytes=dict(self.peak),
+            peak_bytes={"device": self.peak, **self.places.peak_bytes},
             moved_bytes=dict(self.moved),
-            storage_written_bytes=sum(
-                size for name, size in self.moved.items() if name.endswith("->storage")
-            ),
+            storage_written_bytes=sum(size for name, size in self.moved.items() if name.endswith("->storage")),
         )
 
     def _reach(self, stage: int) -> None:
-        self.reached_at = self.now
+        self.stage, self.reached_at = stage, self.now
         self.waiting_bytes = self.program.need_bytes[stage]
         for subgroup in self.program.updates[stage]:
-            self.updates.append((subgroup, self.now))
+            self.processor.add(subgroup, self.now)
         for index in self.program.prefetches[stage]:
             self._queue(index, inward=True)
         self._dispatch()
 
     def _can_start(self, stage: int) -> bool:
-        if self.used["device"] + self.waiting_bytes > self.device_budget:
+        if self.used + self.waiting_bytes > self.device_budget:
+            return False
+        if stage in self.program.user_stages and (self.visible_copies or not self.processor.idle):
             return False
         return all(self.state[block] == "device" for block in self.program.inputs[stage])
+
+    def _held_back(self, block: int) -> bool:
+        """Whether user code keeps a copy in of the block from beginning, see [Note: user code]."""
+        if block not in self.program.visible or self.stage not in self.program.user_stages:
+            return False
+        return all(self.state[other] in ("device", "coming") for other in self.program.inputs[self.stage])
 
     def _run_stage(self, stage: int) -> None:
         """Run the stage and, meanwhile, the links; then do all that happens at its end. What is queued begins when the
@@ -165,7 +169,7 @@ class _Replay:
             self.state[block] = "device"
         for block in self.program.written[stage]:
             self.copies[block].clear()
-        self.used["device"] -= self.trace.stages[stage].workspace_bytes
+        self.used -= self.trace.stages[stage].workspace_bytes
         for block in self.program.dying[stage]:
             self._die(block)
         for index in self.program.drops[stage]:
@@ -174,12 +178,9 @@ class _Replay:
             self._queue(index, inward=False)
 
     def _die(self, block: int) -> None:
-        size = self.trace.blocks[block].size_bytes
         self.state[block] = "away"
-        self.used["device"] -= size
-        for tier in self.places[block] - self.program.persistent_places[block]:
-            self.used[tier] -= size
-        self.places[block] &= self.program.persistent_places[block]
+        self.used -= self.trace.blocks[block].size_bytes
+        self.places.give_back(block)
         self.copies[block].clear()
 
     def _drop(self, index: int) -> None:
@@ -193,9 +194,9 @@ class _Replay:
                 block=block.name,
             )
         self.state[block.id] = "away"
-        self.used["device"] -= block.size_bytes
+        self.used -= block.size_bytes
         if index in self.program.awaiting:  # until the update has written it
-            self.stale.add(block.id)
+            self.processor.stale.add(block.id)
 
     def _queue(self, index: int, *, inward: bool) -> None:
         move = self.plan.moves[index]
@@ -211,33 +212,31 @@ class _Replay:
         self.links.channels[name].queue.append(job)
         if not inward:
             self.state[move.block] = "leaving"
+            self.visible_copies += move.block in self.program.visible
 
     def _dispatch(self) -> None:
         """Let every idle link begin the head of its queue if it can, and the host's processor likewise."""
-        if self.updating is None and self.updates and self.program.gradients[self.updates[0][0]] <= self.landed:
-            self.updating = (*self.updates.popleft(), self.now)
+        self.processor.begin(self.now)
         for channel in self.links.channels.values():
             if channel.active is not None or not channel.queue:
                 continue
             job = channel.queue[0]
             if job.inward:
-                if self.state[job.block] != "away" or job.block in self.stale:
+                if self.state[job.block] != "away" or job.block in self.processor.stale or self._held_back(job.block):
                     continue
-                if self.used["device"] + self.waiting_bytes + job.size > self.device_budget:
+                if self.used + self.waiting_bytes + job.size > self.device_budget:
                     continue
                 self._take_device(job.size)
                 self.state[job.block] = "coming"
+                self.visible_copies += job.block in self.program.visible
             else:
-                self._take_place(job.block, job.tier, stage=len(self.times) % len(self.trace.stages))
+                self.places.take(job.block, job.tier, stage=self.stage)
             self.links.begin(channel, self.now)
 
     def _proceed(self, limit: float) -> bool:
         """Go on to the next thing that a link or the host's processor does, unless that is after `limit`."""
         channel = self.links.next()
-        update_end = inf
-        if self.updating is not None:
-            update_end = self.updating[2] + (self.source.subgroups[self.updating[0]].host_seconds or 0.0)
-        if channel is not None and channel.event <= update_end:
+        if channel is not None and channel.event <= self.processor.event:
             if channel.event > limit:
                 return False
             self.now = channel.event
@@ -245,38 +244,29 @@ class _Replay:
             if job is not None:
                 self._complete_transfer(channel, job)
             return True
-        if update_end > limit or self.updating is None:
+        if self.processor.event > limit or self.processor.event == inf:
             return False
-        self.now = update_end
-        self._complete_update(*self.updating)
+        self.now = self.processor.event
+        self._complete_update(self.processor.end(self.iteration_began))
         return True
 
-    def _complete_update(self, subgroup: int, queued: float, began: float) -> None:
-        self.updating = None
-        self.landed -= self.program.gradients[subgroup]
-        self.stale -= self.program.parameters[subgroup]
-        for block in self.program.parameters[subgroup]:
+    def _complete_update(self, update: HostUpdate) -> None:
+        for block in self.program.parameters[update.subgroup]:
             self.copies[block] = {"host"}
-        self.updated.append(
-            HostUpdate(
-                subgroup=subgroup,
-                queued_seconds=queued - self.iteration_began,
-                start_seconds=began - self.iteration_began,
-                end_seconds=self.now - self.iteration_began,
-            )
-        )
+        self.updated.append(update)
         self._dispatch()
 
     def _complete_transfer(self, channel: Channel, job: Job) -> None:
         name = channel.link.name
         self.moved[name] = self.moved.get(name, 0) + job.size
+        self.visible_copies -= job.block in self.program.visible
         if job.inward:
             self.state[job.block] = "device"
         else:
             self.state[job.block] = "away"
-            self.used["device"] -= job.size
+            self.used -= job.size
             if self.plan.moves[job.move].prefetch is None:
-                self.landed.add(job.block)
+                self.processor.landed.add(job.block)
             else:
                 self.copies[job.block].add(job.tier)
         began = self.iteration_began
@@ -297,33 +287,14 @@ class _Replay:
             return
         missing = [block for block in self.program.inputs[stage] if self.state[block] != "device"]
         name = self.trace.stages[stage].name
-        waits = (
-            f"for block {self.trace.blocks[missing[0]].name!r}"
-            if missing
-            else f"for {self.waiting_bytes:,} bytes"
-        )
+        waits = f"for block {self.trace.blocks[missing[0]].name!r}" if missing else f"for {self.waiting_bytes:,} bytes"
         raise InfeasiblePlanError(
-            f"stage {name!r} waits for ever {waits}: {self.used['device']:,} of {self.device_budget:,} "
+            f"stage {name!r} waits for ever {waits}: {self.used:,} of {self.device_budget:,} "
             "device bytes are taken and no transfer is under way: move more blocks, or prefetch later",
             stage=name,
             block=self.trace.blocks[missing[0]].name if missing else None,
         )
 
     def _take_device(self, size: int) -> None:
-        self.used["device"] += size
-        self.peak["device"] = max(self.peak["device"], self.used["device"])
-
-    def _take_place(self, block: int, tier: str, *, stage: int) -> None:
-        if tier in self.places[block]:
-            return
-        self.places[block].add(tier)
-        self.used[tier] += self.source.blocks[block].size_bytes
-        self.peak[tier] = max(self.peak[tier], self.used[tier])
-        limit = self.lower_budget[tier]
-        if limit is not None and self.used[tier] > limit:
-            raise InfeasiblePlanError(
-                f"the {tier} tier would hold {self.used[tier]:,} bytes; its budget is {limit:,} bytes: raise "
-                f"it, or move fewer blocks (the last was {self.trace.blocks[block].name!r})",
-                stage=self.trace.stages[stage].name,
-                block=self.trace.blocks[block].name,
-            )
+        self.used += size
+        self.peak = max(self.peak, self.used)

@@ -8,7 +8,7 @@ import os
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
-from pydantic import FailFast, Field, ValidationError, model_validator
+from pydantic import FailFast, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from planner.errors import TraceError
 from planner.files import FrozenModel, describe, read_model, write_atomic
@@ -28,12 +28,17 @@ Ids = Annotated[tuple[Id, ...], FailFast()]
 
 
 class Link(FrozenModel):
-    """One direction between two tiers; serial and FIFO. Fields `from` and `to` in the file."""
+    """One direction between two tiers; serial and FIFO. Fields `from` and `to` in the file.
+
+    path: how bytes get from one to the other where there are several ways ("posix", "kvikio"); for people. Left out of the
+    file, and of the fingerprint, where it is empty.
+    """
 
     from_tier: Tier = Field(validation_alias="from", serialization_alias="from")
     to_tier: Tier = Field(validation_alias="to", serialization_alias="to")
     bytes_per_second: Rate
     latency_seconds: Seconds = 0.0
+    path: str = ""
 
     @property
     def name(self) -> str:
@@ -43,6 +48,13 @@ class Link(FrozenModel):
     def seconds(self, size_bytes: int) -> float:
         """Time that a block of `size_bytes` occupies the link."""
         return self.latency_seconds + size_bytes / self.bytes_per_second
+
+    @model_serializer(mode="wrap")
+    def _leave_out_an_empty_path(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        content: dict[str, object] = write(self)
+        if not self.path:  # added later: traces without it, and their fingerprints, stay what they were
+            del content["path"]
+        return content
 
     @model_validator(mode="after")
     def _two_tiers(self) -> Self:
@@ -125,6 +137,11 @@ class Block(FrozenModel):
     def uses(self) -> tuple[int, ...]:
         """Stages that read or write the block, ascending."""
         return tuple(sorted({*self.reads, *self.writes}))
+
+    @property
+    def user_visible(self) -> bool:
+        """Whether user code between compiled regions can reach it, see [Note: user code] in `planner.user_code`."""
+        return self.kind in ("parameter", "gradient", "optimizer_state")
 
     @model_validator(mode="after")
     def _uses_ordered(self) -> Self:

@@ -21,7 +21,7 @@ import pulp
 from planner.problem import Route
 from planner.rows import Terms, add_row
 
-__all__ = ["PROCESSOR", "Flow", "HostUpdate", "HostWindows", "host_update"]
+__all__ = ["PROCESSOR", "Chain", "Flow", "HostUpdate", "HostWindows", "host_update"]
 
 PROCESSOR = "host processor"
 
@@ -41,13 +41,21 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Things that follow one another in these spans, and what they take in all."""
+
+    spans: range
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostWindows:
     """When all that belongs to an update on the host may happen, in spans numbered on over the iteration's end.
 
     The update takes `host_seconds` in spans `first` to `last` − 1. `span`: that of the stage, which gets shorter by
     `device_seconds`. `held_bytes`: states. `host_bytes`: all of its blocks. `idle`: where the stage's workspace of
-    `idle_bytes` is not needed. `chain`: the last gradients out, the update and the first parameters in follow one another
-    and take `chain_seconds`, in these spans. `at_instants`: `absent` means instants (k is
+    `idle_bytes` is not needed. `chains`: of the last gradients out, the update and the first parameters in; and of the first
+    two up to the next user code. `at_instants`: `absent` means instants (k is
     the beginning of span k), and parameters are back at the end of their last span; else it means whole spans, and a
     parameter may come in during the stall at the beginning of span `last`.
     """
@@ -62,8 +70,7 @@ class HostWindows:
     last: int
     gradients: tuple[Flow, ...]
     parameters: tuple[Flow, ...]
-    chain: range
-    chain_seconds: float
+    chains: tuple[Chain, ...]
     at_instants: bool
     idle: range = range(0)
     idle_bytes: int = 0

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from planner.problem import Problem
 from planner.segments import Segment
 from planner.trace import Block, Subgroup
-from planner.update_model import Flow, HostWindows
+from planner.update_model import Chain, Flow, HostWindows
 from planner.updates import gradients, host_start, host_updatable, movable_blocks, parameters, states, total_bytes
+from planner.user_code import next_user_stage
 
-__all__ = ["candidates", "chain_of", "grouped", "last_before", "next_after", "segment_windows"]
+__all__ = ["candidates", "chains_of", "grouped", "last_before", "next_after", "segment_windows"]
 
 
 def candidates(problem: Problem) -> tuple[Subgroup, ...]:
@@ -40,6 +41,8 @@ def segment_windows(
         return segment_of[stage % stages] + stage // stages * len(segments)
 
     span, begin = place(subgroup.stage), place(host_start(trace, subgroup))
+    user = next_user_stage(trace, host_start(trace, subgroup))
+    border = None if user is None else max(begin + 1, place(user))  # the update ends before it
     out = grouped(gradients(trace, subgroup), lambda block: (place(last_before(block, subgroup, stages)),))
     back = grouped(
         parameters(trace, subgroup),
@@ -48,7 +51,7 @@ def segment_windows(
     flows_out = tuple(
         Flow(
             first=after + 1,
-            last=after + 1 + window,
+            last=after + 1 + window if border is None else max(after + 2, min(after + 1 + window, border)),
             absent=range(after + 2, span + 1),
             size_bytes=total_bytes(blocks),
             seconds=sum(route.outward.seconds(block.size_bytes) for block in blocks),
@@ -66,7 +69,8 @@ def segment_windows(
         for (after, before), blocks in back.items()
     )
     host_seconds = (subgroup.host_seconds or 0.0) / unit_seconds
-    chain, chain_seconds = chain_of(begin, host_seconds, flows_out, flows_in)
+    needed = max(begin + 1, max(flow.last for flow in flows_in))
+    chains = chains_of(begin, host_seconds, flows_out, flows_in, border)
     return HostWindows(
         name=str(subgroup.id),
         span=span,
@@ -75,25 +79,25 @@ def segment_windows(
         held_bytes=total_bytes(states(trace, subgroup)),
         host_bytes=total_bytes(movable_blocks(trace, subgroup)),
         first=begin,
-        last=max(begin + 1, max(flow.last for flow in flows_in)),
+        last=needed if border is None else min(needed, border),
         gradients=flows_out,
         parameters=flows_in,
-        chain=chain,
-        chain_seconds=chain_seconds,
+        chains=chains,
         at_instants=False,
     )
 
 
-def chain_of(
-    begin: int, host_seconds: float, gradients: Sequence[Flow], parameters: Sequence[Flow]
-) -> tuple[range, float]:
-    """What must follow one another, and from which span to which: the gradients that can leave last, the update (from
-    span `begin` on), and the parameters that are needed first."""
+def chains_of(
+    begin: int, host_seconds: float, gradients: Sequence[Flow], parameters: Sequence[Flow], border: int | None
+) -> tuple[Chain, ...]:
+    """What must follow one another: the gradients that can leave last, the update (from span `begin` on), and the
+    parameters that are needed first. And the first two, before span `border`, if there is one."""
     first, before = max([(flow.first, flow.seconds) for flow in gradients], default=(begin, 0.0))
     last, after = min((flow.last, -flow.seconds) for flow in parameters)
     if first < begin:
         first, before = begin, 0.0
-    return range(first, last), before + host_seconds - after
+    whole = Chain(spans=range(first, last), seconds=before + host_seconds - after)
+    return (whole,) if border is None else (whole, Chain(spans=range(first, border), seconds=before + host_seconds))
 
 
 def last_before(block: Block, subgroup: Subgroup, stages: int) -> int:

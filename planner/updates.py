@@ -12,7 +12,8 @@
 * The host's processor runs one update at a time, in the order of the plan: each when the run of optimizer stages
   that s lies in has been reached (not before: clipping needs all gradients), no stage before s will use its blocks
   any more, and its gradients have landed. It may still run when the next iteration has begun: only the copies in of
-  its parameters wait for it.
+  its parameters wait for it. But user code does too, if there is any: [Note: user code] in `planner.user_code`. An
+  update that is part of user code is nothing that could run elsewhere.
 * Stage s gets shorter by the subgroup's `device_seconds`, and needs no workspace where nothing is left of it.
 
 So what the device does is again an iteration, with fewer uses: `device_part`.
@@ -45,6 +46,7 @@ def host_updatable(trace: Trace) -> tuple[Subgroup, ...]:
         subgroup
         for subgroup in trace.subgroups
         if subgroup.host_seconds is not None
+        and trace.stages[subgroup.stage].phase != "user"
         and _holds_back(trace, subgroup)
         and all(owners[block] == 1 for block in subgroup.blocks)
         and all(_takes_part(trace.blocks[block], subgroup.stage) for block in subgroup.blocks)

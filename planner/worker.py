@@ -1,7 +1,7 @@
 """Makes one plan in a process of its own.
 
-`python -m planner.worker TRACE PLAN DEVICE_BYTES STORAGE_BYTES SECONDS`: the solver's memory and its time on
-the interpreter lock stay out of the training process. STORAGE_BYTES is "-" for no limit. Exit status 0 if the
+`python -m planner.worker TRACE PLAN DEVICE_BYTES HOST_BYTES STORAGE_BYTES SECONDS`: the solver's memory and its time on
+the interpreter lock stay out of the training process. HOST_BYTES and STORAGE_BYTES are "-" for no limit. Exit status 0 if the
 plan was written; 3 with one line on standard error if no plan can be made.
 """
 
@@ -15,9 +15,11 @@ NO_PLAN = 3
 
 
 def main(arguments: list[str]) -> int:
-    trace_path, plan_path, device_bytes, storage_bytes, seconds = arguments
+    trace_path, plan_path, device_bytes, host_bytes, storage_bytes, seconds = arguments
     budgets = Budgets(
-        device_bytes=int(device_bytes), storage_bytes=None if storage_bytes == "-" else int(storage_bytes)
+        device_bytes=int(device_bytes),
+        host_bytes=None if host_bytes == "-" else int(host_bytes),
+        storage_bytes=None if storage_bytes == "-" else int(storage_bytes),
     )
     try:
         plan(Trace.load(trace_path), budgets, time_limit_seconds=float(seconds)).save(plan_path)

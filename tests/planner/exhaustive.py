@@ -8,6 +8,8 @@ from itertools import permutations, product
 from math import prod
 from typing import Any
 
+from planner_strategies import with_user_code
+
 from planner import Budgets, InfeasiblePlanError, Trace, floor, simulate
 from planner.lifetimes import live_bytes
 from planner.problem import Decision, Decisions, Problem, build_plan
@@ -85,11 +87,14 @@ def _training_trace(rng: random.Random) -> Trace:
     if rng.random() < 0.3:
         machine["shared"] = [{"name": "bus", "links": ["device->host", "host->device"], "bytes_per_second": 20.0}]
     fields = {"hardware": machine, "stages": stages, "blocks": blocks, "subgroups": subgroups}
-    return Trace.model_validate({"name": "small training", **fields})
+    trace = Trace.model_validate({"name": "small training", **fields})
+    # One stage of user code only: each one multiplies the decisions.
+    return with_user_code(trace, 0.1, [rng.choice(["forward", "optimizer"])]) if rng.random() < 0.8 else trace
 
 
 def _small_trace(rng: random.Random) -> Trace:
     count = rng.randint(3, 7)
+    user_code = rng.random() < 0.5
     pairs = [("device", "storage", 10.0), ("storage", "device", rng.choice([10.0, 20.0]))]
     if rng.random() < 0.3:
         pairs += [("device", "host", 20.0), ("host", "device", rng.choice([10.0, 30.0]))]
@@ -100,7 +105,7 @@ def _small_trace(rng: random.Random) -> Trace:
         {
             "id": number,
             "name": f"stage{number}",
-            "phase": "user",
+            "phase": "user" if user_code and rng.random() < 0.4 else "forward",
             "duration_seconds": rng.choice([0.0, 0.3, 1.0, 1.0, 2.0]),
             "workspace_bytes": rng.choice([0, 0, 5]),
         }
@@ -120,7 +125,7 @@ def _block(rng: random.Random, number: int, count: int) -> dict[str, Any]:
     return {
         "id": number,
         "name": f"block{number}",
-        "kind": "buffer",
+        "kind": rng.choice(["activation", "parameter"]),
         "size_bytes": rng.choice([5, 10, 10, 15, 20]),
         "persistent": persistent,
         "reads": [use for use in uses if use not in writes or rng.random() < 0.5],

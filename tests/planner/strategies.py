@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
-from planner import Budgets, Plan, Trace, floor, simulate
+from planner import Budgets, InfeasiblePlanError, Plan, Timeline, Trace, floor, simulate
 from planner.coarse import in_order_of_need
 from planner.evict import evict_furthest
 from planner.lifetimes import live_bytes
@@ -153,7 +154,29 @@ def trainings(draw: st.DrawFn, *, most_layers: int = 4) -> Trace:
         )
     machine = hardware(host=True, rate=20.0, drive=draw(st.sampled_from([0.0, 1.2])), bus=draw(st.sampled_from([0.0, 3.0])))
     fields = {"hardware": machine, "stages": stages, "blocks": blocks, "subgroups": subgroups}
-    return Trace.model_validate({"name": "training", **fields})
+    trace = Trace.model_validate({"name": "training", **fields})
+    return with_user_code(trace, draw(seconds)) if draw(st.booleans()) else trace
+
+
+def with_user_code(
+    trace: Trace, seconds: float, phases: Sequence[str] = ("forward", "backward", "optimizer")
+) -> Trace:
+    """The same trace with a stage of user code before each run of stages of one of these phases, as recorded ones have."""
+    stages: list[dict[str, Any]] = []
+    place: list[int] = []
+    phase = ""
+    for stage in trace.stages:
+        if stage.phase != phase and stage.phase in phases:
+            stages.append({"id": len(stages), "name": "user", "phase": "user", "duration_seconds": seconds})
+        phase = stage.phase
+        place.append(len(stages))
+        stages.append({**stage.model_dump(), "id": len(stages)})
+    blocks = [
+        {**b.model_dump(), "reads": [place[s] for s in b.reads], "writes": [place[s] for s in b.writes]} for b in trace.blocks
+    ]
+    subgroups = [{**subgroup.model_dump(), "stage": place[subgroup.stage]} for subgroup in trace.subgroups]
+    fields = {"name": trace.name, "hardware": trace.hardware, "stages": stages, "blocks": blocks, "subgroups": subgroups}
+    return Trace.model_validate(fields)
 
 
 @st.composite
@@ -199,6 +222,15 @@ def random_plan(trace: Trace, budgets: Budgets, rng: random.Random) -> Plan:
     plan = build_plan(problem, decisions, policy="random")
     simulate(trace, plan)
     return plan
+
+
+def replay_of_random_plan(trace: Trace, budgets: Budgets, seed: int) -> Timeline | None:
+    """None where the host tier is too small for what such a plan puts there."""
+    try:
+        return simulate(trace, random_plan(trace, budgets, random.Random(seed)))
+    except InfeasiblePlanError:
+        assert budgets.host_bytes is not None
+        return None
 
 
 def transformer_trace(

@@ -13,10 +13,11 @@ from planner import Budgets, InfeasiblePlanError, Plan, Trace, floor, plan, simu
 from planner import bound as bound_module
 from planner.bound import lower_bound_seconds
 from planner.bound_windows import Instants
-from planner.errors import BudgetError, SolverError
+from planner.errors import BudgetError, SolverError, UnsupportedError
 from planner.lifetimes import live_bytes
 from planner.policies import POLICIES
 from planner.problem import Problem
+from planner.user_code import user_stages
 
 HAND = Path(__file__).parents[2] / "traces" / "hand"
 SAME = 1 + 1e-9
@@ -34,7 +35,7 @@ def load_exhaustive() -> ModuleType:
 
 def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close(monkeypatch: pytest.MonkeyPatch) -> None:
     exhaustive, rng = load_exhaustive(), random.Random(20)
-    stalling = close = wrapping = two_tiers = 0
+    stalling = close = wrapping = two_tiers = user_code = 0
     for number in range(TRACES):
         problem = exhaustive.small_problem(rng, most_combinations=500)
         bound, best = lower_bound_seconds(problem), exhaustive.best_seconds(problem)
@@ -46,16 +47,17 @@ def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close(monkeypatch
         assert max(bound, coarse, *shares) <= best * SAME, which
         wrapping += any(period.before >= problem.stage_count for period in problem.periods)
         two_tiers += len(problem.routes) == 2
+        user_code += bool(user_stages(problem.trace))
         if best > problem.trace.ideal_seconds * SAME:
             stalling += 1
             close += bound >= 0.95 * best
-    assert min(stalling, wrapping) >= TRACES // 2 and two_tiers >= TRACES // 20
+    assert min(stalling, wrapping) >= TRACES // 2 and two_tiers >= TRACES // 20 and user_code >= TRACES // 3
     assert close >= 0.7 * stalling
 
 
 def test_no_plan_with_updates_on_the_host_beats_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     exhaustive, rng = load_exhaustive(), random.Random(21)
-    close = on_host = 0
+    close = on_host = user_code = 0
     for number in range(TRAININGS):
         problem = exhaustive.small_training(rng, most_combinations=600)
         bests = [exhaustive.best_seconds(each) for each in exhaustive.placements(problem)]
@@ -66,8 +68,10 @@ def test_no_plan_with_updates_on_the_host_beats_the_bound(monkeypatch: pytest.Mo
         which = f"training {number}: {problem.source.model_dump_json()} {problem.budgets}"
         assert max(bounds) <= min(bests) * SAME, which
         on_host += bests[0] > min(bests) * SAME
+        user_code += bool(user_stages(problem.trace))
         close += bounds[0] >= 0.9 * min(bests)
     assert TRAININGS // 5 <= on_host <= TRAININGS * 4 // 5
+    assert user_code >= TRAININGS // 4
     assert close >= TRAININGS // 2
 
 
@@ -85,7 +89,7 @@ def test_no_policy_beats_the_bound(
         for policy in POLICIES:
             try:
                 predicted = plan(trace, budgets, policy=policy).predicted
-            except (BudgetError, InfeasiblePlanError):
+            except (BudgetError, InfeasiblePlanError, UnsupportedError):
                 continue  # not every policy can plan under every budget
             assert predicted is not None
             assert bound <= predicted.iteration_seconds * SAME

@@ -46,6 +46,7 @@ def path_of(trace: Trace, made: Plan) -> CriticalPath:
         ("diamond", 20, [(STAGES, 0), (STAGES, 1), (OUT, 1), (STAGES, 2), (IN, 1), (STAGES, 3)]),
         ("clean_and_dirty", 20, [(IN, 1), (STAGES, 0), (STAGES, 1), (STAGES, 2), (STAGES, 3)]),
         ("copy_stays_valid", 15, [(STAGES, 0), (OUT, 0), (STAGES, 1), (IN, 0), (STAGES, 2), (STAGES, 3), (IN, 0), (STAGES, 4)]),
+        ("user_code", 20, [(STAGES, n) for n in range(6)]),
         ("swap", 30, [(OUT, 1), (IN, 0), (STAGES, 0), (OUT, 0), (IN, 1), (STAGES, 1)]),
     ],
 )  # fmt: skip

@@ -148,3 +148,15 @@ def test_the_published_schemas_name_every_field(name: str, model: type[Trace] | 
         }
 
     assert fields(published) == fields(current)
+
+
+def test_the_path_of_a_link_is_part_of_the_content_only_if_it_is_given(tmp_path: Path) -> None:
+    trace = Trace.load(TRACES / "hand" / "wrap.json")
+    trace.save(tmp_path / "without.json")
+    assert all("path" not in link for link in json.loads((tmp_path / "without.json").read_text())["hardware"]["links"])
+    links = tuple(link.model_copy(update={"path": "posix"}) for link in trace.hardware.links)
+    other = trace.model_copy(update={"hardware": trace.hardware.model_copy(update={"links": links})})
+    assert other.fingerprint != trace.fingerprint == Trace.load(tmp_path / "without.json").fingerprint
+    other.save(tmp_path / "with.json")
+    assert Trace.load(tmp_path / "with.json") == other
+    assert [link.path for link in Trace.load(tmp_path / "with.json").hardware.links] == ["posix", "posix"]

@@ -27,6 +27,9 @@ OPTIMA = [
     ("two_tiers", 20, 5.0, 20, 20),
     ("host_update", 60, 3.0, 0, 0),
     ("host_update", 40, 5.0, 10, 10),
+    ("user_code", 25, 6.0, 0, 0),
+    ("user_code", 20, 6.0, 10, 10),
+    ("user_code", 15, 6.0, 10, 10),
     ("no_way_back", 20, 3.0, 0, 0),
 ]
 
@@ -59,6 +62,7 @@ def test_the_optimum_is_found(name: str, budget: int, seconds: float, out: int, 
         ("one_drive", 20, 0),
         ("two_tiers", 20, 0),
         ("host_update", 40, 0),
+        ("user_code", 15, 2),
         ("no_way_back", 20, 1),
     ],
 )

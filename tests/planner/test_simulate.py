@@ -171,7 +171,7 @@ def test_a_link_that_lags_behind_more_and_more_is_followed_to_the_end() -> None:
         {
             "name": "lag",
             "hardware": {"name": "made up", "device_memory_bytes": 1000, "links": links},
-            "stages": [{"id": i, "name": f"s{i}", "phase": "user", "duration_seconds": 1.0} for i in range(4)],
+            "stages": [{"id": i, "name": f"s{i}", "phase": "forward", "duration_seconds": 1.0} for i in range(4)],
             "blocks": blocks,
         }
     )
