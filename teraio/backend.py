@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -86,9 +87,10 @@ def _compile(
     kept = ("is_backward", "is_inference", "graph_id", "get_decomp_fn", "boxed_forward_device_index", "cudagraphs")
     count = sum(node.op == "placeholder" for node in graph.graph.nodes)
     known = inputs if phase == "forward" and count == len(inputs) else []
-    return runtime.stage_compiler.compile(
+    program = runtime.stage_compiler.compile(
         graph, phase=phase, options={k: settings[k] for k in kept if k in settings}, inputs=known
     )
+    return replace(program, is_inference=bool(settings.get("is_inference")))
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:
@@ -114,8 +116,8 @@ def _describe_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[tup
 
 
 def _readable(name: str) -> str:
-    """`L_self_modules_layers_modules_0_parameters_weight_` -> `layers.0.weight`; other names stay as they are."""
+    """`l_self_modules_layers_modules_0_parameters_weight_` -> `layers.0.weight`; other names stay as they are."""
     if "_parameters_" not in name and "_buffers_" not in name:
         return name.strip("_")
-    path = re.sub(r"^L_\w+?_(?=modules_|parameters_|buffers_)", "", name).strip("_")
+    path = re.sub(r"^[Ll]_\w+?_(?=modules_|parameters_|buffers_)", "", name).strip("_")
     return re.sub(r"_?(?:modules|parameters|buffers)_", ".", path).strip(".")

@@ -5,19 +5,22 @@ profile  -> fits      everything was on the device all the time: stages run unma
 profile  -> planning  blocks had to move: the solver runs while training goes on on demand
 planning -> planned   at the end of the iteration in which the plan arrives
 planning -> demand    no plan can be made
+planned  -> planned   another plan takes over, see [Note: Planning again]
 planned  -> profile   several iterations in a row ran other graphs than planned
-fits     -> profile   a new graph was compiled
+fits     -> profile   a new graph was compiled, sizes grew, or an iteration took more than the budget
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -28,16 +31,29 @@ from runtime.executor import run_managed, run_plain
 from runtime.pager import Pager
 from runtime.program import Program
 from runtime.workspace import WorkspaceMeter
+from teraio.following import PlanFollower
+from teraio.iteration import Iteration
 from teraio.machine import Machine
 from teraio.optimizer import OptimizerSteps
+from teraio.optimizer_rates import HostRates
 from teraio.options import Options
+from teraio.peaks import PeakWatch
 from teraio.planning import PlanningJob
-from teraio.profiler import Profile, build_profile
+from teraio.profiler import Profile, build_profile, states_that_stay
+from teraio.saving import save
+from teraio.sizes import LargestSizes
 from teraio.stages.compile import StageCompiler
 from teraio.status import RunPhase, Status
-from teraio.timeline import Iteration, Timeline, lay_out_plan
+from teraio.timeline import Timeline
 
 logger = logging.getLogger("teraio")
+
+
+class _Ended(NamedTuple):
+    """An iteration that has ended; `compiled`: a graph was compiled in it, or later ones will run other stages."""
+
+    iteration: Iteration
+    compiled: bool
 
 
 class Lifecycle:
@@ -46,14 +62,32 @@ class Lifecycle:
     def __init__(self, options: Options, device: torch.device) -> None:
         self._options = options
         self._machine = Machine(options, device)
-        self._pager = Pager(mover=self._machine.mover, budget_bytes=self._machine.budget_bytes)
+        self._pager = Pager(
+            mover=self._machine.mover,
+            budget_bytes=self._machine.budget_bytes,
+            device=self._machine.device,
+            busy_seconds=self._machine.busy_seconds,
+        )
         self._timeline = Timeline(self._pager)
-        self._meter = WorkspaceMeter(self._machine.memory)
+        self._meter = WorkspaceMeter(
+            self._machine.memory,
+            runs=self._machine.measured_runs,
+            first_is_special=self._machine.device.asynchronous,
+        )
         self.stage_compiler = StageCompiler(codegen=options.codegen)
         self._steps = OptimizerSteps(
-            self._pager, self._timeline, active=lambda: self._phase != "fits", step_done=self._step_done
+            self._pager,
+            self._timeline,
+            active=lambda: self._phase != "fits",
+            step_done=self._step_done,
+            automatic=options.optimizer == "auto",
+            ensure_room=self._ensure_room,
+            overlap=options.overlap_step,
+            rates=self._host_rates(),
         )
         self._phase: RunPhase = "profile"
+        self._sizes = LargestSizes()
+        self._closed = False
         self._stages = 0
         self._finished = 0
         self._border: int | None = None
@@ -62,12 +96,30 @@ class Lifecycle:
         self._recent: deque[float] = deque(maxlen=8)
         self._strangers = 0
         self._compiled_now = True
+        self._ended: _Ended | None = None
         self._job: PlanningJob | None = None
         self._profile: Profile | None = None
-        self._plan: planner.Plan | None = None
+        self._follower = PlanFollower(options, self._machine, self._timeline)
+        self._late_seconds = 0.0
         self._floor: tuple[int, str] | None = None
+        self._kept_bytes = 0
+        self._peaks: PeakWatch | None = None
+        memory, budget = self._machine.memory, self._machine.budget_bytes
+        if self._machine.measured_runs is None and memory is not None and budget is not None:
+            self._peaks = PeakWatch(memory, budget)
         self._trace_path: Path | None = None
         self._plan_path: Path | None = None
+
+    def _host_rates(self) -> HostRates | None:
+        if self._machine.host_bytes is None or not self._options.host_updates:
+            return None
+
+        def scratch(size_bytes: int) -> AbstractContextManager[int | None]:
+            self._pager.drop_void_copies("host")  # on demand, blocks fill the host tier first
+            self._machine.device.mark().wait()  # what the device has been asked to read from there
+            return self._machine.host_scratch(size_bytes)
+
+        return HostRates(scratch, shared=not self._machine.device.asynchronous)
 
     # -- compiled graphs
 
@@ -75,10 +127,17 @@ class Lifecycle:
         """The function that AOTAutograd calls for `program` (boxed)."""
 
         def call(arguments: list[Any]) -> list[Any]:
+            sized = program
+            if program.resize is not None:
+                sized = program.resize(program, arguments)
+                if self._sizes.grow(program.identity, sized) and self._phase == "fits" and not self._closed:
+                    self._start_profile()
             if self._phase == "fits":
                 return run_plain(program, arguments)
-            sized = program if program.resize is None else program.resize(program, arguments)
-            return run_managed(sized, arguments, self._pager, self._timeline, self._meter)
+            self._steps.between_regions()
+            overlap = self._steps.overlap
+            guest = overlap.guest(program, arguments) if overlap is not None else None
+            return run_managed(sized, arguments, self._pager, self._timeline, self._meter, guest)
 
         call._boxed_call = True  # type: ignore[attr-defined]
         self._stages += len(program.stages)
@@ -92,7 +151,7 @@ class Lifecycle:
 
         Raises BudgetError with the smallest budget and the stage that sets it, StorageFullError.
         """
-        small_bytes = sum(program.small_bytes for program in programs) + self._pager.fixed_bytes
+        small_bytes = sum(program.small_bytes for program in programs) + self._pager.unmoved_bytes
         for program in programs:
             for stage in program.stages:
                 needed = stage.input_bytes + stage.output_bytes + stage.workspace_bytes + small_bytes
@@ -104,7 +163,13 @@ class Lifecycle:
         smallest, name = self._floor
         if smallest > budget:
             raise BudgetError(smallest_bytes=smallest, budget_bytes=budget, stage=name)
-        self._machine.ensure_spill_room(sum(program.kept_bytes for program in programs) - budget)
+        self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
+        self._ensure_room(0)
+
+    def _ensure_room(self, state_bytes: int) -> None:
+        """In the spill files, for what programs keep and so many bytes of states. Raises StorageFullError."""
+        if self._pager.budget_bytes is not None:
+            self._machine.ensure_room(self._kept_bytes + state_bytes - self._pager.budget_bytes)
 
     # -- iterations
 
@@ -116,24 +181,34 @@ class Lifecycle:
             self._other_steps += 1
             return
         self._other_steps = 0
-        self._iteration_done(self._timeline.iteration_ends())
+        watching = self._steps.overlap is not None and not self._steps.overlap.settled
+        ended: _Ended | None = _Ended(self._timeline.iteration_ends(), self._compiled_now or watching)
+        self._compiled_now = False
+        if self._machine.device.asynchronous:  # its times are not known yet; those of the one before mostly are
+            ended, self._ended = self._ended, ended
+        if ended is not None:
+            ended.iteration.read_times()
+            self._iteration_done(ended.iteration, compiled=ended.compiled)
 
-    def _iteration_done(self, iteration: Iteration) -> None:
+    def _iteration_done(self, iteration: Iteration, *, compiled: bool) -> None:
         self._finished += 1
         self._recent.append(iteration.seconds)
+        self._late_seconds = iteration.waited_seconds
         if self._phase == "profile":
-            self._note_profiled(iteration)
+            self._note_profiled(iteration, compiled=compiled)
         elif self._phase == "planning":
             self._take_plan_if_ready()
         elif self._phase == "planned":
-            self._note_strangers(iteration)
+            self._note_planned(iteration, compiled=compiled)
         elif self._phase == "fits":
             self._machine.trim()
-        self._compiled_now = False
+            if self._peaks is not None and self._peaks.outgrown(self._managed_bytes()):
+                logger.info("an iteration took more memory than the budget, which those before fitted in: profiling again")
+                self._start_profile()
 
-    def _note_profiled(self, iteration: Iteration) -> None:
+    def _note_profiled(self, iteration: Iteration, *, compiled: bool) -> None:
         complete = all(region.complete for region in iteration.regions)
-        if self._compiled_now or not complete or not iteration.regions:
+        if compiled or not complete or not iteration.regions:
             self._recorded.clear()
             return
         if self._recorded and self._recorded[-1].signature != iteration.signature:
@@ -149,13 +224,11 @@ class Lifecycle:
             name=Path(sys.argv[0]).stem or "training",
             created_by=f"teraio, torch {torch.__version__}",
             hardware=self._machine.hardware(),
-            optimizer_state_bytes=self._pager.fixed_bytes,
+            fixed_bytes=self._pager.unmoved_bytes,
             survivors=self._recorded[-2].survivors,
         )
         self._recorded = []
-        if self._options.trace_out is not None:
-            self._profile.trace.save(self._options.trace_out)
-            self._trace_path = self._options.trace_out
+        self._trace_path = save(self._profile.trace, self._options.trace_out)
         if self._pager.evictions == 0:
             self._enter("fits")
             limit = "no limit" if self._pager.budget_bytes is None else f"{self._pager.budget_bytes:,} bytes"
@@ -175,8 +248,13 @@ class Lifecycle:
         )
 
     def _budgets(self) -> planner.Budgets:
+        """What a plan may use: no more of the lower tiers than the states leave that stay there, which no trace has."""
+        taken = states_that_stay(self._pager.blocks, self._profile.ids if self._profile is not None else {})
+        host, storage = self._machine.host_bytes, self._options.storage_budget
         return planner.Budgets(
-            device_bytes=self._pager.budget_bytes or 0, storage_bytes=self._options.storage_budget
+            device_bytes=self._pager.budget_bytes or 0,
+            host_bytes=None if host is None else max(host - taken["host"], 0),
+            storage_bytes=None if storage is None else max(storage - taken["storage"], 0),
         )
 
     def _given_plan(self, trace: planner.Trace) -> planner.Plan:
@@ -208,13 +286,8 @@ class Lifecycle:
         self._job = None
 
     def _follow(self, profile: Profile, plan: planner.Plan) -> None:
-        self._plan = plan
-        if self._options.plan_out is not None:
-            plan.save(self._options.plan_out)
-            self._plan_path = self._options.plan_out
-        sizes = [block.size_bytes for block in profile.trace.blocks]
-        hints = lay_out_plan(plan, profile.iteration, profile.ids, sizes)
-        self._timeline.follow(hints, {number: block for block, number in profile.ids.items() if not block.dead})
+        self._plan_path = save(plan, self._options.plan_out)
+        self._follower.follow(profile, plan)
         self._enter("planned")
         if plan.predicted is not None:
             logger.info(
@@ -222,9 +295,12 @@ class Lifecycle:
                 len(plan.moves), plan.predicted.iteration_seconds, plan.predicted.ideal_seconds,
             )  # fmt: skip
 
-    def _note_strangers(self, iteration: Iteration) -> None:
+    def _note_planned(self, iteration: Iteration, *, compiled: bool) -> None:
         profiled = self._profile.iteration.signature if self._profile is not None else ()
-        self._strangers = 0 if iteration.signature == profiled else self._strangers + 1
+        as_planned = iteration.signature == profiled
+        if self._follower.iteration_ended(iteration, as_planned=as_planned and not compiled):
+            self._recent.clear()
+        self._strangers = 0 if as_planned else self._strangers + 1
         if self._strangers > self._options.profile_iterations:
             logger.info("the last %d iterations were not those that were planned: profiling again", self._strangers)
             self._start_profile()
@@ -232,12 +308,18 @@ class Lifecycle:
     def _start_profile(self) -> None:
         self._strangers = 0
         self._recorded = []
-        self._timeline.follow(None, {})
+        self._follower.stop()
         self._enter("profile")
 
     def _enter(self, phase: RunPhase) -> None:
         self._phase = phase
         self._recent.clear()
+        if phase == "fits" and self._peaks is not None:
+            self._peaks.begin(self._managed_bytes())
+
+    def _managed_bytes(self) -> int:
+        self._pager.forget_dead()
+        return self._pager.used_bytes + self._pager.unmoved_bytes
 
     # -- from outside
 
@@ -246,25 +328,36 @@ class Lifecycle:
         """True as long as nothing has run."""
         return self._finished == 0 and not self._pager.blocks
 
+    def manage_optimizer(self, optimizer: Optimizer) -> None:
+        """Manage its steps and states, whatever the option optimizer says. Blocks while states are copied."""
+        self._steps.manage(optimizer)
+
     def wait_for_plan(self, timeout_seconds: float | None) -> bool:
         """Block until no planning is under way, or the time is over."""
-        job = self._job
-        return True if job is None else job.wait(timeout_seconds)
+        job = self._job or self._follower
+        return job.wait(timeout_seconds)
 
     def status(self) -> Status:
         """A snapshot. Never blocks."""
-        predicted = self._plan.predicted if self._plan is not None and self._phase == "planned" else None
+        drift, trace = self._follower.drift, self._follower.trace
+        if trace is None and self._profile is not None:
+            trace = self._profile.trace
         return Status(
             phase=self._phase,
             iterations=self._finished,
             device_budget_bytes=self._pager.budget_bytes,
             device_peak_bytes=self._pager.peak_bytes,
             moved_bytes=self._machine.moved_bytes(),
-            predicted_iteration_seconds=predicted.iteration_seconds if predicted is not None else None,
+            busy_seconds=self._machine.busy_seconds(),
+            exposed_seconds={} if self._machine.device.asynchronous else dict(self._pager.exposed_seconds),
+            predicted_iteration_seconds=self._follower.predicted_seconds,
             measured_iteration_seconds=statistics.median(self._recent) if self._recent else None,
-            ideal_iteration_seconds=self._profile.trace.ideal_seconds if self._profile is not None else None,
+            ideal_iteration_seconds=trace.ideal_seconds if trace is not None else None,
             floor_bytes=self._floor[0] if self._floor is not None else None,
             deviations=self._timeline.deviations,
+            drift=drift.iteration if drift is not None else None,
+            late_seconds=self._late_seconds,
+            replans=self._follower.replans,
             trace_path=str(self._trace_path) if self._trace_path is not None else None,
             plan_path=str(self._plan_path) if self._plan_path is not None else None,
             spill_directories=self._machine.spill_directories(),
@@ -272,13 +365,30 @@ class Lifecycle:
             distinct_stages=self.stage_compiler.distinct_stages,
         )
 
+    @contextlib.contextmanager
+    def on_device(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Within, those of `tensors` that are blocks are on the device, within the budget. Raises BudgetError."""
+        with contextlib.ExitStack() as held:
+            with self._machine.device.region():
+                self._pager.enter()  # forgets blocks whose storage got other memory meanwhile
+                blocks = list(dict.fromkeys(b for t in tensors if (b := self._pager.known_block(t)) is not None))
+                try:
+                    self._pager.acquire(blocks, 0, "tensors that user code asked for")
+                    held.callback(self._pager.retire, blocks, blocks)
+                finally:
+                    self._pager.fence()
+            yield
+
     def close(self) -> None:
         """Bring everything back, unhook, remove files. Blocks."""
         self._steps.close()
-        self._phase = "fits"  # compiled functions that are still called run unmanaged
+        self._closed, self._phase = True, "fits"  # compiled functions that are still called run unmanaged
         if self._job is not None:
             self._job.cancel()
+        self._follower.stop()
+        self._machine.lift_limit()
         try:
-            self._pager.bring_back_all()
+            with self._machine.device.region():
+                self._pager.bring_back_all()
         finally:
             self._machine.close()

@@ -21,11 +21,14 @@ class Options:
 
     memory_budget: int | None = None
     """Device memory that training may use: parameters, gradients, activations, optimizer states and workspaces together.
-    On CPU the device is main memory. Default: what is available less a reserve of one tenth where storage is given,
-    else no limit."""
+    On CPU the device is main memory. On a GPU it holds for all that PyTorch keeps there, its cache included, while compiled
+    regions and optimizer steps run. Default: what is available less a reserve of one tenth where storage or host_budget is
+    given, else no limit."""
 
     host_budget: int | None = None
-    """Pinned host memory that blocks may wait in. There is no host tier yet, so it is refused."""
+    """Main memory that blocks may wait in: pinned, and taken at once, for a GPU; on CPU a pool of its own beside the budget.
+    More than the machine allows is refused. Default: none; for a GPU with a memory_budget but no storage half of the main
+    memory that is available."""
 
     storage: tuple[Path, ...] = ()
     """Directory, or list of directories on different drives, for spill files; blocks are striped over all of them.
@@ -38,11 +41,34 @@ class Options:
     """Seconds after which a drive that has not answered counts as dead: training then ends with an error, not with a hang.
     Far more than a piece of a block (some 10 MB) takes on the slowest drive."""
 
+    storage_path: Literal["auto", "posix", "buffered", "kvikio", "staged"] = "auto"
+    """How blocks get to the drives. "auto" tries and measures what there is and takes the fastest. On CPU: "posix" (direct
+    I/O), and "buffered" (the page cache, host memory that no budget counts; "auto" takes it only where a file system has no
+    direct I/O). On GPUs: "kvikio" (GPUDirect Storage), "staged" (through pinned host memory). What cannot work is refused."""
+
+    checksums: bool = False
+    """Check that what comes back from the drives is what was written; else training stops with ChecksumError. Costs
+    processor time for each byte that moves. On CPU, what user code can reach (parameters, gradients) is not checked: while
+    it is away, its file is mapped into memory, where user code may change it. Refused where blocks are copied from memory that
+    the processor cannot read."""
+
+    debug: bool = False
+    """For tests, and to find out whether wrong results are teraio's doing; slow on a GPU, as each move lets the host wait.
+    Memory is overwritten with the byte 0xFB when a block gives it up, and before one comes back into it, so that whoever uses
+    it at a wrong time computes with absurd numbers. What comes back from any tier is compared with what left; else training
+    stops with ChecksumError. On CPU, what user code can reach (parameters, gradients) is not compared, and the memory that it
+    gives up goes back to the system as it is."""
+
     profile_iterations: int = 3
     """Iterations that are measured, after the first, before a plan is made. At least 1."""
 
     plan: Path | None = None
     """A plan file to use instead of making one. It must have been made from a trace of the same program."""
+
+    replan: bool = True
+    """Correct the plan's prefetch starts by what was late, and plan again in the background when times drift from the
+    predicted ones by more than a tenth. False: the plan stays as it was made and drift is only reported, as it always is
+    with the option `plan`."""
 
     trace_out: Path | None = None
     """Where to write the trace; compressed if the name ends in .gz. Default: not written."""
@@ -52,6 +78,22 @@ class Options:
 
     codegen: Literal["inductor", "eager"] = "inductor"
     """How stages are compiled. "eager" runs them operator by operator: slow, for debugging."""
+
+    optimizer: Literal["auto", "off"] = "auto"
+    """"auto": the steps of `torch.optim` optimizers run by parts where that gives the same bits, and their states are blocks
+    under the budget. "off": steps run as they are and states stay on the device, but for optimizers that were given to
+    `teraio.manage_optimizer`."""
+
+    overlap_step: bool = False
+    """Update a parameter inside the backward pass, as soon as its gradient is final, where that gives the same bits: gradients
+    take less memory. User code finds `.grad` None after backward, and parameters updated before `step`. For loops with one
+    backward pass to a step and nothing in between; what does not qualify in the first iterations is updated by `step` as
+    usual, with the reason in the log. A second backward pass later on is an error. Nothing changes where all fits."""
+
+    host_updates: bool = True
+    """Let the plan run optimizer updates on the host's processor, over states that wait in the host tier (`host_budget`), by
+    PyTorch's fused implementation for CPUs. Results agree with those of the device to rounding. False: never, so that
+    parameters are the same bit for bit whatever the plan; likewise while `torch.use_deterministic_algorithms` is on."""
 
     solver_time_limit: float = 30.0
     """Seconds that the solver may take, in the background, before the best plan found so far is used."""
@@ -129,10 +171,28 @@ def _seconds(name: str, value: Any) -> float:
     raise OptionsError(f"option {name}: found {value!r}, wanted a positive number of seconds")
 
 
+def _switch(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise OptionsError(f"option {name}: found {value!r}, wanted True or False")
+
+
+def _storage_path(name: str, value: Any) -> str:
+    if value in ("auto", "posix", "buffered", "kvikio", "staged"):
+        return str(value)
+    raise OptionsError(f"option {name}: found {value!r}, wanted 'auto', 'posix', 'buffered', 'kvikio' or 'staged'")
+
+
 def _codegen(name: str, value: Any) -> str:
     if value in ("inductor", "eager"):
         return str(value)
     raise OptionsError(f"option {name}: found {value!r}, wanted 'inductor' or 'eager'")
+
+
+def _optimizer(name: str, value: Any) -> str:
+    if value in ("auto", "off"):
+        return str(value)
+    raise OptionsError(f"option {name}: found {value!r}, wanted 'auto' or 'off'")
 
 
 _CHECKS: dict[str, Any] = {
@@ -141,10 +201,17 @@ _CHECKS: dict[str, Any] = {
     "storage": _directories,
     "storage_budget": parse_bytes,
     "storage_timeout": _seconds,
+    "storage_path": _storage_path,
+    "checksums": _switch,
+    "debug": _switch,
     "profile_iterations": _count,
     "plan": _file_to_read,
+    "replan": _switch,
     "trace_out": _file_to_write,
     "plan_out": _file_to_write,
     "codegen": _codegen,
+    "optimizer": _optimizer,
+    "overlap_step": _switch,
+    "host_updates": _switch,
     "solver_time_limit": _seconds,
 }

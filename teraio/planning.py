@@ -66,9 +66,9 @@ class PlanningJob:
     def _solve(self, folder: Path, trace: planner.Trace, budgets: planner.Budgets, seconds: float) -> planner.Plan:
         trace_path, plan_path = folder / "trace.json", folder / "plan.json"
         trace.save(trace_path)
-        storage = "-" if budgets.storage_bytes is None else str(budgets.storage_bytes)
+        lower = ["-" if size is None else str(size) for size in (budgets.host_bytes, budgets.storage_bytes)]
         command = [sys.executable, "-m", "planner.worker", str(trace_path), str(plan_path)]
-        command += [str(budgets.device_bytes), storage, str(seconds)]
+        command += [str(budgets.device_bytes), *lower, str(seconds)]
         home = Path(planner.__file__).parents[1]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])}
         self._process = subprocess.Popen(

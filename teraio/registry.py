@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import weakref
+from collections.abc import Iterable, Iterator
 
 import torch
+from torch.optim import Optimizer
 
+from planner.errors import UnsupportedError
 from teraio.lifecycle import Lifecycle
+from teraio.optimizer_master_hooks import keep_masters
 from teraio.options import Options
 from teraio.status import Status
 
 _lock = threading.Lock()
 _runtimes: dict[tuple[Options, torch.device], Lifecycle] = {}
+_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Those that the user has asked to be managed, also by runtimes that come later."""
 
 
 def _show_messages() -> None:
@@ -32,6 +40,8 @@ def runtime_for(options: Options, device: torch.device) -> Lifecycle:
         if key not in _runtimes:
             _show_messages()
             _runtimes[key] = Lifecycle(options, device)
+            for optimizer in _optimizers:
+                _runtimes[key].manage_optimizer(optimizer)
         return _runtimes[key]
 
 
@@ -56,6 +66,33 @@ def wait_for_plan(timeout_seconds: float | None = None) -> bool:
     with _lock:
         runtimes = list(_runtimes.values())
     return all(runtime.wait_for_plan(timeout_seconds) for runtime in runtimes)
+
+
+@contextlib.contextmanager
+def on_device(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within, these tensors are in the memory of their device, if they are blocks of some runtime. See `teraio.on_device`."""
+    wanted = list(tensors)
+    with _lock:
+        runtimes = list(_runtimes.values())
+    with contextlib.ExitStack() as held:
+        for runtime in runtimes:
+            held.enter_context(runtime.on_device(wanted))
+        yield
+
+
+def manage_optimizer(optimizer: Optimizer, *, master_weights: bool = False) -> None:
+    """Bring its steps and states under the budgets of all runtimes that have its parameters. See `teraio.manage_optimizer`."""
+    if not isinstance(optimizer, Optimizer):
+        raise UnsupportedError(
+            f"manage_optimizer: found {type(optimizer).__name__}, wanted a torch.optim.Optimizer; give the optimizer inside"
+        )
+    if master_weights:
+        keep_masters(optimizer, on_device)
+    with _lock:
+        _optimizers.add(optimizer)
+        runtimes = list(_runtimes.values())
+    for runtime in runtimes:
+        runtime.manage_optimizer(optimizer)
 
 
 def reset() -> None:

@@ -9,103 +9,14 @@ falls into step again.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 
-from planner import Plan, UnsupportedError
 from runtime.block import Block
+from runtime.device import Mark
 from runtime.pager import Pager
-
-
-@dataclass(slots=True, kw_only=True)
-class StageRecord:
-    """One stage as it ran. `seconds` without waiting for copies."""
-
-    name: str
-    phase: str
-    seconds: float
-    workspace_bytes: int = 0
-    read: tuple[Block, ...] = ()
-    made: tuple[Block, ...] = ()
-    written: tuple[Block, ...] = ()
-
-
-@dataclass(slots=True, kw_only=True)
-class Region:
-    """One run of a graph or of an optimizer step, and the user code before it (`stages[0]`, phase "user").
-
-    made: blocks that came into being, in order; the same order in every iteration.
-    """
-
-    identity: Hashable
-    first: int
-    stages: list[StageRecord] = field(default_factory=list)
-    made: list[Block] = field(default_factory=list)
-    complete: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class Iteration:
-    """One recorded iteration. `seconds` from the end of the step before to the end of this one's.
-
-    survivors: (region, ordinal) of the blocks that were made in it and still alive when the next iteration's first
-    region began, such as gradients that are not set to None before the forward pass.
-    """
-
-    number: int
-    regions: list[Region] = field(default_factory=list)
-    seconds: float = 0.0
-    survivors: set[tuple[int, int]] = field(default_factory=set)
-
-    @property
-    def signature(self) -> tuple[tuple[Hashable, int], ...]:
-        """Equal for iterations that ran the same regions in the same order."""
-        return tuple((r.identity, len(r.stages)) for r in self.regions)
-
-    @property
-    def stages(self) -> list[StageRecord]:
-        return [stage for region in self.regions for stage in region.stages]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hints:
-    """A plan, laid out by position, and the regions it expects.
-
-    regions: (identity, position of its user stage) in order. made_ids: trace ids of what each region makes, in order.
-    leave_after, fetch_at: trace ids by position; `fetch_at` counts what belongs to the next iteration from 0 again.
-    """
-
-    regions: tuple[tuple[Hashable, int], ...]
-    made_ids: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
-    leave_after: tuple[tuple[int, ...], ...]
-    fetch_at: tuple[tuple[int, ...], ...]
-
-
-def lay_out_plan(plan: Plan, recorded: Iteration, ids: dict[Block, int], sizes: Sequence[int]) -> Hints:
-    """Turn a plan for the trace of `recorded` into hints; `ids` are the trace ids of its blocks.
-
-    Raises UnsupportedError for a plan with updates on the host.
-    """
-    if any(update.where == "host" for update in plan.updates):
-        raise UnsupportedError("the plan runs optimizer updates on the host, which training cannot do yet; plan without")
-    count = len(recorded.stages)
-    leave: list[list[int]] = [[] for _ in range(count)]
-    fetch: list[list[int]] = [[] for _ in range(count)]
-    for move in plan.moves:  # their order is that of the links' queues
-        start = move.after if move.offload is None else move.offload.start
-        leave[start % count].append(move.block)
-        assert move.prefetch is not None  # only updates on the host consume blocks
-        fetch[move.prefetch.start % count].append(move.block)
-    return Hints(
-        regions=tuple((r.identity, r.first) for r in recorded.regions),
-        made_ids=tuple(tuple(ids.get(b, -1) for b in r.made) for r in recorded.regions),
-        sizes=tuple(sizes),
-        leave_after=tuple(map(tuple, leave)),
-        fetch_at=tuple(map(tuple, fetch)),
-    )
+from teraio.hints import Hints
+from teraio.iteration import Iteration, Region, StageRecord
 
 
 class Timeline:
@@ -120,24 +31,85 @@ class Timeline:
         self._previous: Iteration | None = None
         self._now = Iteration(number=0)
         self._position = 0
-        self._left_user_code = self._began = time.perf_counter()
+        self._device = pager.device
+        self._left_user_code = self._began = self._last_end = self._device.mark()
+        self._waited_until_user_code = self._waited_before = self._host_waited()
         self.deviations = 0
+
+    def _host_waited(self) -> float:
+        """Seconds in which the host waited and the device did nothing, so far: a device that works by itself goes on."""
+        return 0.0 if self._device.asynchronous else self._pager.waited_seconds
 
     @property
     def position(self) -> int:
         """Position of the stage that runs now, or runs next."""
         return self._position
 
+    @property
+    def iteration_number(self) -> int:
+        """Of the iteration that is under way."""
+        return self._now.number
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the region that runs is one that a plan has hints for."""
+        return self._in_step
+
+    @property
+    def parts_on_host(self) -> tuple[int, ...]:
+        """Of the optimizer step that has just begun: numbers of the stages whose updates the plan wants on the host, in order."""
+        if not self._in_step or self._hints is None:
+            return ()
+        numbers = (position - self._position for position in self._hints.on_host)
+        return tuple(number for number in numbers if 0 <= number < self._stage_count)
+
+    def updated_on_host(self, number: int, seconds: float) -> None:
+        """Stage `number` of the optimizer step that runs was an update on the host, and took so long there."""
+        record = self._now.regions[-1].stages[number + 1]
+        record.host_seconds, record.on_host = seconds, True
+
+    def updated_later(self, number: int, begin: Mark, end: Mark) -> None:
+        """Stage `number` of the optimizer step that runs was not updated on the host after all, but here, after the others."""
+        self._now.untimed.append((self._now.regions[-1].stages[number + 1], begin, end))
+        self._device_worked(begin, end)
+
+    def _device_worked(self, begin: Mark, end: Mark) -> None:
+        if self._device.asynchronous:  # the host does not wait, the device does
+            self._now.gaps.append((self._last_end, begin))
+            self._last_end = end
+
+    def replace(self, before: Block, after: Block) -> None:
+        """`after` has taken the place of `before`, which is gone: what is known and planned of the one holds for the other."""
+        after.uses = before.uses
+        if self._by_id.get(before.trace_id) is before and before.size_bytes == after.size_bytes:
+            after.trace_id = before.trace_id
+            self._by_id[after.trace_id] = after
+
     def follow(self, hints: Hints | None, blocks: dict[int, Block]) -> None:
         """Use a plan from the next region on; `blocks` are the persistent blocks by their trace id."""
         self._hints, self._by_id, self._cursor = hints, dict(blocks), 0
+        for trace_id, block in blocks.items():
+            block.trace_id = trace_id
+
+    def change(self, hints: Hints, *, due: Sequence[int]) -> None:
+        """Between two iterations: other hints for the same blocks.
+
+        due: trace ids of what the coming iteration needs and should have been asked for by now.
+        """
+        self._hints, self._cursor = hints, 0
+        for block in [self._by_id[i] for i in due if i in self._by_id]:
+            self._pager.prefetch(block)
 
     # -- Observer
 
     def region_begins(self, identity: Hashable, stage_count: int) -> None:
-        now = time.perf_counter()
         region = Region(identity=identity, first=len(self._now.stages))
-        region.stages.append(StageRecord(name="user", phase="user", seconds=now - self._left_user_code))
+        waited = self._host_waited() - self._waited_until_user_code  # at the end of the region before
+        user = StageRecord(name="user", phase="user", seconds=-waited)
+        self._last_end = self._device.mark()
+        self._now.untimed.append((user, self._left_user_code, self._last_end))
+        region.stages.append(user)
+        self._pager.take_late()  # of a stage that failed
         self._stage_count = stage_count
         self._now.regions.append(region)
         if len(self._now.regions) == 1 and self._previous is not None:
@@ -181,36 +153,43 @@ class Timeline:
             self._pager.prefetch(block)
 
     def _leave(self, position: int) -> None:
-        for trace_id in self._hints.leave_after[position] if self._hints is not None else ():
+        for trace_id, tier in self._hints.leave_after[position] if self._hints is not None else ():
             leaving = self._by_id.get(trace_id)
             if leaving is not None:
-                self._pager.offload(leaving)
+                self._pager.offload(leaving, tier)
 
     def stage_ended(
         self,
         *,
         name: str,
         phase: str,
-        seconds: float,
+        begin: Mark,
+        end: Mark,
         workspace_bytes: int,
         read: Sequence[Block],
         made: Sequence[Block],
         written: Sequence[Block],
         next_uses: dict[Block, int],
+        elements: int = 0,
+        host_seconds: float | None = None,
     ) -> None:
+        """As `Observer` says. elements: of the parameters that the stage updates; host_seconds: see `StageRecord`."""
         region = self._now.regions[-1]
         position = region.first + len(region.stages)
-        region.stages.append(
-            StageRecord(
-                name=name,
-                phase=phase,
-                seconds=seconds,
-                workspace_bytes=workspace_bytes,
-                read=tuple(read),
-                made=tuple(made),
-                written=tuple(written),
-            )
+        record = StageRecord(
+            name=name,
+            phase=phase,
+            workspace_bytes=workspace_bytes,
+            elements=elements,
+            host_seconds=host_seconds,
+            read=tuple(read),
+            made=tuple(made),
+            written=tuple(written),
+            late=tuple((b.trace_id, t) for b, t in self._pager.take_late() if self._by_id.get(b.trace_id) is b),
         )
+        self._now.untimed.append((record, begin, end))
+        self._device_worked(begin, end)
+        region.stages.append(record)
         for block in made:
             self._recognise(block, region)
             region.made.append(block)
@@ -246,7 +225,8 @@ class Timeline:
         return mirrored
 
     def region_ended(self) -> None:
-        self._left_user_code = time.perf_counter()
+        self._left_user_code = self._device.mark()
+        self._waited_until_user_code = self._host_waited()
         region = self._now.regions[-1] if self._now.regions else None
         if region is not None:
             region.complete = len(region.stages) == self._stage_count + 1
@@ -257,10 +237,15 @@ class Timeline:
     # -- iterations
 
     def iteration_ends(self) -> Iteration:
-        """Close the iteration and begin the next one; returns what was recorded."""
+        """Close the iteration and begin the next one; returns what was recorded, without times if the device still works."""
         done = self._now
-        now = time.perf_counter()
-        done.seconds, self._began, self._left_user_code = now - self._began, now, now
+        now = self._device.mark()
+        done.untimed.append((done, self._began, now))
+        self._began = self._left_user_code = now
+        if not self._device.asynchronous:
+            done.read_times()
+        waited = self._host_waited()
+        done.waited_seconds, self._waited_before, self._waited_until_user_code = waited - self._waited_before, waited, waited
         uses: dict[Block, list[int]] = {}
         for position, stage in enumerate(done.stages):
             for block in dict.fromkeys((*stage.read, *stage.made, *stage.written)):

@@ -70,9 +70,11 @@ def _updates(updates: Sequence[UpdateSummary]) -> Page:
 
 
 def _links(hardware: Hardware) -> Page:
-    links = table_of("link", ">rate", ">latency")
+    paths = any(link.path for link in hardware.links)
+    links = table_of("link", ">rate", ">latency", *(["path"] if paths else []))
     for link in hardware.links:
-        links.add_row(link.name, _rate(link.bytes_per_second), format_seconds(link.latency_seconds))
+        cells = link.name, _rate(link.bytes_per_second), format_seconds(link.latency_seconds)
+        links.add_row(*cells, *([plain(link.path)] if paths else []))
     if not hardware.shared:
         return (links,)
     shared = table_of("shared rate", ">at the most", "by")

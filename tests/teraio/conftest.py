@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import teraio
+from teraio import optimizer_parts, optimizer_states
+
+from .managed_steps import SIZE, Training
+from .sliced_steps import Rig
 
 
 @pytest.fixture(autouse=True)
@@ -22,3 +29,51 @@ def _forget() -> None:
     teraio.reset()
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter of 4 KiB is large enough to move, and a part by itself."""
+    for module in (optimizer_states, optimizer_parts):
+        monkeypatch.setattr(module, "SMALLEST_MOVED_BYTES", SIZE)
+    monkeypatch.setattr(optimizer_parts, "_SMALLEST_PART_BYTES", SIZE)
+
+
+@pytest.fixture
+def started(small_is_large: None) -> Iterator[Callable[..., Training]]:
+    running: list[Training] = []
+
+    def start(*args: Any, **settings: Any) -> Training:
+        running.append(Training(*args, **settings))
+        return running[-1]
+
+    yield start
+    for training in running:
+        training.steps.close()
+
+
+@pytest.fixture
+def one_compute_thread() -> Iterator[None]:
+    """On several, PyTorch rounds some elements of 16 bits by where each thread's share ends."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def sliced_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """A rig over `drives` directories: one, unless told otherwise."""
+    numbers = count()
+    running: list[Rig] = []
+
+    def begin(*, drives: int = 1, **settings: Any) -> Rig:
+        folders = [tmp_path / str(next(numbers)) for _ in range(drives)]
+        for folder in folders:
+            folder.mkdir()
+        running.append(Rig(folders, **settings))
+        return running[-1]
+
+    yield begin
+    for rig in running:
+        rig.close()

@@ -203,6 +203,18 @@ def test_where_no_tier_can_be_used_the_floor_is_the_peak(run: Run, tmp_path: Pat
     assert run("plan", tmp_path / "trace.json", "--device", 29).code == 1
 
 
+def test_inspect_tells_the_path_of_links_that_have_one(run: Run, tmp_path: Path) -> None:
+    trace = Trace.load(hand("chain"))
+    to, back = trace.hardware.links
+    links = (to.model_copy(update={"path": "[posix]"}), back)
+    hardware = trace.hardware.model_copy(update={"links": links})
+    trace.model_copy(update={"hardware": hardware}).save(tmp_path / "trace.json")
+    text = run("inspect", tmp_path / "trace.json").out
+    assert re.search(rf"^link +rate +latency +path\n{to.name} .* \[posix\]\n{back.name} .*[^\]]$", text, re.M)
+    assert run("inspect", tmp_path / "trace.json", "--json").json["hardware"]["links"][0]["path"] == "[posix]"
+    assert not re.search(r"latency +path", run("inspect", hand("chain")).out)
+
+
 def test_inspect_a_trace(run: Run) -> None:
     text = run("inspect", hand("clean_and_dirty")).out
     assert fact(text, "trace") == "clean_and_dirty" and fact(text, "iteration without waiting") == "4.00 s"

@@ -42,6 +42,7 @@ def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_exported_names() -> None:
     assert sorted(teraio.__all__) == [
         "BudgetError",
+        "ChecksumError",
         "OptionsError",
         "PlanError",
         "Status",
@@ -52,6 +53,8 @@ def test_exported_names() -> None:
         "TraceError",
         "UnsupportedError",
         "__version__",
+        "manage_optimizer",
+        "on_device",
         "reset",
         "status",
         "wait_for_plan",

@@ -9,8 +9,8 @@ from planner import Hardware
 from runtime.block import Block
 from runtime.cpu_memory import Span
 from runtime.pager import Pager
+from teraio.iteration import Iteration, Region, StageRecord
 from teraio.profiler import Profile, build_profile
-from teraio.timeline import Iteration, Region, StageRecord
 
 HARDWARE = Hardware(name="made up", device_memory_bytes=1 << 30)
 
@@ -67,7 +67,7 @@ def profile(*, state_bytes: int = 0, survivors: set[tuple[int, int]] | None = No
     blocks = Blocks()
     iterations = [iteration(number, blocks, seconds) for number, seconds in ((1, 1.0), (2, 9.0), (3, 2.0))]
     return build_profile(
-        iterations, name="x", created_by="tests", hardware=HARDWARE, optimizer_state_bytes=state_bytes,
+        iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=state_bytes,
         survivors=survivors or set(),
     )  # fmt: skip
 
@@ -112,11 +112,32 @@ def test_what_can_not_move() -> None:
     assert not blocks["table"].movable and blocks["weight"].movable
 
 
-def test_optimizer_state_is_one_block_that_stays() -> None:
+def test_what_no_block_is_counts_as_one_that_stays() -> None:
     *_, state = profile(state_bytes=4096).trace.blocks
     assert (state.kind, state.size_bytes, state.movable, state.persistent) == ("optimizer_state", 4096, False, True)
     assert state.uses == (5,)
     assert all(block.kind != "optimizer_state" for block in profile().trace.blocks)
+
+
+def test_states_persist_and_what_is_updated_is_a_subgroup() -> None:
+    """Also a state that the last iteration has brought: made by its update, or loaded."""
+    blocks = Blocks()
+    iterations = [iteration(number, blocks, 1.0) for number in (1, 2)]
+    made = blocks.make("made", "optimizer_state", born=2)
+    loaded = blocks.make("loaded", "optimizer_state", born=2)
+    step = iterations[-1].regions[-1].stages[-1]
+    step.elements, step.made, step.read, step.written = 64, (made,), (*step.read, loaded), (*step.written, loaded)
+    iterations[-1].regions[-1].made.append(made)
+    found = build_profile(
+        iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=0, survivors=set()
+    )  # fmt: skip
+    states = [block for block in found.trace.blocks if block.kind == "optimizer_state"]
+    assert [block.name for block in states] == ["loaded", "made"]
+    assert all(block.persistent and block.movable and block.reads == block.writes == (5,) for block in states)
+    (subgroup,) = found.trace.subgroups
+    assert (subgroup.stage, subgroup.elements, subgroup.device_seconds, subgroup.host_seconds) == (5, 64, 1.0, None)
+    assert {found.trace.blocks[n].name for n in subgroup.blocks} == {"weight", "gradient2", "loaded", "made"}
+    assert profile().trace.subgroups == (), "nothing is updated"
 
 
 def test_ids_are_those_of_the_last_iteration() -> None:

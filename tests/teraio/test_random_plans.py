@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import teraio
 from planner import Budgets, Plan, Trace, floor
 from planner.lifetimes import live_bytes
 from runtime.engine import Engine
-from teraio import optimizer
+from teraio import optimizer_parts
 
 MIB = 1 << 20
 ROWS, WIDTH, HIDDEN = 128, 64, 4096
@@ -99,8 +100,8 @@ def train(options: dict[str, Any], *, accumulate: int, seed: int = 0) -> Result:
 @pytest.fixture(autouse=True)
 def same_program_at_every_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Subgroups of the optimizer grow with the budget; a plan is for one program. Links are measured in a hurry."""
-    monkeypatch.setattr(optimizer, "_SMALLEST_SUBGROUP_BYTES", MIB)
-    monkeypatch.setattr(optimizer, "_LARGEST_SUBGROUP_BYTES", MIB)
+    monkeypatch.setattr(optimizer_parts, "_SMALLEST_PART_BYTES", MIB)
+    monkeypatch.setattr(optimizer_parts, "_LARGEST_PART_BYTES", MIB)
     monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, MIB))
 
 
@@ -123,19 +124,28 @@ class Profiled:
     trace: Trace
 
 
-_profiled: dict[int, Profiled] = {}
+_profiled: dict[tuple[int, str], Profiled] = {}
+HOST_BYTES = 12 * MIB
+"""Of the host tier where there is storage as well: not enough for all that must wait."""
 
 
-def profiled(accumulate: int, folder: Path) -> Profiled:
-    if accumulate not in _profiled:
+def lower(tiers: str, folder: Path) -> dict[str, Any]:
+    """The options for "storage", "host" or "both"."""
+    host = {"host": {"host_budget": 80 * MIB}, "both": {"host_budget": HOST_BYTES}}.get(tiers, {})
+    where = host if tiers == "host" else {"storage": folder, **host}
+    return {**where, "host_updates": False}  # which round differently
+
+
+def profiled(accumulate: int, tiers: str, folder: Path) -> Profiled:
+    if (accumulate, tiers) not in _profiled:
         reference = train({}, accumulate=accumulate)
         assert reference.progress[-1].phase == "fits"
         peak = reference.progress[-1].device_peak_bytes
         path = folder / "trace.json"
-        options = {"memory_budget": int(0.7 * peak), "storage": folder, "trace_out": path, "profile_iterations": 1}
+        options = {"memory_budget": int(0.7 * peak), "trace_out": path, "profile_iterations": 1, **lower(tiers, folder)}
         check(train(options, accumulate=accumulate), reference, int(0.7 * peak))
-        _profiled[accumulate] = Profiled(reference=reference, trace=Trace.load(path))
-    return _profiled[accumulate]
+        _profiled[accumulate, tiers] = Profiled(reference=reference, trace=Trace.load(path))
+    return _profiled[accumulate, tiers]
 
 
 def check(result: Result, reference: Result, budget: int) -> None:
@@ -145,23 +155,28 @@ def check(result: Result, reference: Result, budget: int) -> None:
     assert 0 < result.progress[-1].device_peak_bytes <= budget
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("seed", range(4))
-def test_random_plans_give_the_same_bits(tmp_path: Path, seed: int, accumulate: int) -> None:
-    known = profiled(accumulate, tmp_path)
+@pytest.mark.parametrize(
+    ("accumulate", "tiers", "seed"),
+    [*itertools.product((1, 2), ("storage",), range(4)), *itertools.product((1,), ("host", "both"), range(2))],
+)
+def test_random_plans_give_the_same_bits(tmp_path: Path, seed: int, tiers: str, accumulate: int) -> None:
+    known = profiled(accumulate, tiers, tmp_path)
     draw = random.Random(seed)
     smallest, _ = floor(known.trace)
     # Somewhat above the smallest one: in this run, memory that user code holds may differ by a tensor or two.
     budget = int(smallest + (0.25 + 0.4 * draw.random()) * (max(live_bytes(known.trace)) - smallest))
-    plan: Plan = load_strategies().random_plan(known.trace, Budgets(device_bytes=budget), draw)
+    host = lower(tiers, tmp_path).get("host_budget")
+    plan: Plan = load_strategies().random_plan(known.trace, Budgets(device_bytes=budget, host_bytes=host), draw)
     assert len(plan.moves) > 5
     path = tmp_path / "plan.json"
     plan.save(path)
-    options = {"memory_budget": budget, "storage": tmp_path, "plan": path, "profile_iterations": 1}
+    options = {"memory_budget": budget, "plan": path, "profile_iterations": 1, **lower(tiers, tmp_path)}
+    options["debug"] = seed % 2 == 1
     result = train(options, accumulate=accumulate)
     check(result, known.reference, budget)
     phases = [status.phase for status in result.progress]
     assert phases[-4:] == ["planned"] * 4, phases
     assert result.progress[-1].deviations <= 1
-    moved = [status.moved_bytes["storage->device"] for status in result.progress[-2:]]
-    assert moved[0] < moved[1], "the plan's moves happen in every iteration"
+    for tier in {move.tier for move in plan.moves}:
+        moved = [status.moved_bytes[f"{tier}->device"] for status in result.progress[-2:]]
+        assert moved[0] < moved[1], "the plan's moves happen in every iteration"

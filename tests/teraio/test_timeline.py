@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+import pytest
 import torch
 
 from planner import Budgets, Move, Offload, Plan, Prefetch
+from planner.plan import WaitingTier
 from runtime.block import Block
+from runtime.device import CpuDevice, WallMark
 from runtime.pager import Pager
-from teraio.timeline import Hints, Iteration, Timeline, lay_out_plan
+from teraio.hints import Hints, lay_out_plan
+from teraio.iteration import Iteration
+from teraio.timeline import Timeline
+
+from .virtual import STAGES, VirtualTraining, plan_for
 
 FORWARD, BACKWARD, STEP, EVALUATION = "forward", "backward", "optimizer", "evaluation"
 COUNTS = {FORWARD: 2, BACKWARD: 2, STEP: 1, EVALUATION: 3}
@@ -23,7 +30,7 @@ class NotingPager(Pager):
         super().__init__(mover=None, budget_bytes=None)
         self.hints: list[str] = []
 
-    def offload(self, block: Block) -> None:
+    def offload(self, block: Block, tier: WaitingTier | None = None) -> None:
         self.hints.append(f"out {block.name}")
 
     def prefetch(self, block: Block) -> None:
@@ -66,7 +73,7 @@ class Training:
         if identity == BACKWARD and self.made:
             read.append(self.made.pop())
         self.timeline.stage_ended(
-            name=f"{identity}/{number}", phase=identity, seconds=0.001, workspace_bytes=7,
+            name=f"{identity}/{number}", phase=identity, begin=WallMark(0.0), end=WallMark(0.001), workspace_bytes=7,
             read=read, made=made, written=[self.weight] if identity == STEP else [], next_uses={},
         )  # fmt: skip
         if identity == BACKWARD and self.kept:
@@ -172,8 +179,8 @@ def test_uses_within_the_region_come_first() -> None:
     training = Training()
     training.timeline.region_begins(FORWARD, 3)
     training.timeline.stage_ended(
-        name="x", phase="forward", seconds=0.0, workspace_bytes=0, read=[training.weight], made=[], written=[],
-        next_uses={training.weight: 2},
+        name="x", phase="forward", begin=WallMark(0.0), end=WallMark(0.0), workspace_bytes=0,
+        read=[training.weight], made=[], written=[], next_uses={training.weight: 2},
     )  # fmt: skip
     assert training.weight.next_use == training.pager.clock + 2
 
@@ -195,6 +202,70 @@ def test_survivors_are_what_lives_when_the_next_iteration_begins() -> None:
     before = training.timeline.iteration_ends()
     training.iteration()
     assert before.survivors == {(3, 0), (3, 1)}
+
+
+def test_waiting_at_the_end_of_a_region_is_not_the_user_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of 1 s is under way that user code could see, then user code runs for 0.25 s."""
+    training = VirtualTraining(monkeypatch)
+    training.iteration()
+    training.weights[0].user_visible = True
+    training.pager.enter()
+    training.timeline.region_begins("one", 1)
+    training.pager.offload(training.weights[0])
+    training.timeline.region_ended()
+    training.pager.fence()
+    training.mover.pass_seconds(0.25)
+    training.pager.enter()
+    training.timeline.region_begins("two", 1)
+    training.timeline.region_ended()
+    recorded = training.timeline.iteration_ends()
+    assert [stage.seconds for stage in recorded.stages] == [0.0, 0.25]
+    assert (recorded.waited_seconds, recorded.seconds) == (1.0, 1.25)
+    assert training.timeline.iteration_ends().waited_seconds == 0.0
+
+
+@pytest.mark.parametrize(("asynchronous", "waited"), [(False, 0.0), (True, 0.25 * (STAGES - 1))])
+def test_what_is_in_no_stage_is_waiting_on_an_asynchronous_device(
+    monkeypatch: pytest.MonkeyPatch, asynchronous: bool, waited: float
+) -> None:
+    """Between stages 0.25 s pass, in which the host did not wait: the host's own time, or the device's waiting."""
+    monkeypatch.setattr(CpuDevice, "asynchronous", asynchronous)
+    training = VirtualTraining(monkeypatch)
+    pass_seconds = training.mover.pass_seconds
+    monkeypatch.setattr(training.mover, "pass_seconds", lambda seconds: pass_seconds(seconds + 0.25))
+    training.iteration()
+    recorded = training.iteration()
+    assert recorded.seconds == (0.0 if asynchronous else 1.25 * STAGES), "not known yet, or known"
+    recorded.read_times()
+    assert (recorded.seconds, recorded.waited_seconds) == (1.25 * STAGES, waited)
+    assert [stage.seconds for stage in recorded.stages] == [0.0] + [1.0] * STAGES
+
+
+def test_late_blocks_are_recorded_where_they_were_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = VirtualTraining(monkeypatch)
+    profile = training.profile()
+    hints = lay_out_plan(plan_for(profile.trace, (3, 3), (6, 6)), profile.iteration, profile.ids, [64] * STAGES)
+    training.timeline.follow(hints, {number: block for block, number in profile.ids.items()})
+    training.iteration()
+    training.mover.seconds["storage->device"] = 1.75
+    recorded = training.iteration()
+    assert {stage.name: stage.late for stage in recorded.stages if stage.late} == {
+        "forward/3": ((3, 0.75),), "forward/6": ((6, 0.75),),
+    }  # fmt: skip
+    assert recorded.waited_seconds == 1.5
+
+
+def test_what_a_stage_that_failed_waited_for_is_not_the_next_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = VirtualTraining(monkeypatch)
+    profile = training.profile()
+    hints = lay_out_plan(plan_for(profile.trace, (3, 3)), profile.iteration, profile.ids, [64] * STAGES)
+    training.timeline.follow(hints, {number: block for block, number in profile.ids.items()})
+    training.iteration()
+    training.pager.prefetch(training.weights[3])
+    training.pager.acquire([training.weights[3]], 0, "a stage that fails")
+    training.pager.retire([training.weights[3]], [])
+    recorded = training.iteration()
+    assert recorded.waited_seconds == 1.0 and all(stage.late == () for stage in recorded.stages)
 
 
 # -- following a plan
@@ -335,4 +406,4 @@ def test_moves_that_run_over_the_end_are_laid_out_from_the_beginning() -> None:
     hints = lay_out_plan(plan, recorded, {}, [64] * 3)
     leave = {p: ids for p, ids in enumerate(hints.leave_after) if ids}
     fetch = {p: ids for p, ids in enumerate(hints.fetch_at) if ids}
-    assert leave == {0: (WEIGHT,), 2: (SECOND,)} and fetch == {1: (WEIGHT,), 3: (SECOND,)}
+    assert leave == {0: ((WEIGHT, "storage"),), 2: ((SECOND, "storage"),)} and fetch == {1: (WEIGHT,), 3: (SECOND,)}

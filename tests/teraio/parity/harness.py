@@ -193,17 +193,20 @@ def budget_between(unbudgeted: Result, fraction: float) -> int:
     return int(least + fraction * (peak - least))
 
 
-def check_parity(case: Case, tmp_path: Path, *, codegen: str = "eager", fraction: float = 0.3) -> Result:
+def check_parity(
+    case: Case, tmp_path: Path, *, codegen: str = "eager", fraction: float = 0.3, debug: bool = False
+) -> Result:
     """Run `case` all three ways, compare, and return the budgeted result.
 
     fraction: where the budget lies between what is needed at least (0) and the unconstrained peak (1).
+    debug: the budgeted run poisons memory that holds nothing, and compares what comes back with what left.
     The budgeted run must have moved blocks both ways, have stayed under its budget, and, for a planned case,
     have run by a plan.
     """
     eager = train(case, backend=None)
     unbudgeted = train(case, backend="teraio", options={"codegen": codegen, "storage": str(tmp_path)})
     budget = budget_between(unbudgeted, fraction)
-    options = budgeted_options(case, tmp_path, budget=budget, codegen=codegen)
+    options = budgeted_options(case, tmp_path, budget=budget, codegen=codegen) | {"debug": debug}
     budgeted = train(case, backend="teraio", options=options)
     _require(not any(moved_bytes(unbudgeted.progress[-1]).values()), "the run without a budget moved blocks")
     check_exact(budgeted, unbudgeted)

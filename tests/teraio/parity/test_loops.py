@@ -67,7 +67,7 @@ def test_evaluation_between_steps(tmp_path: Path) -> None:
             make_batches=features,
             step=evaluate_then_train,
         )
-        check_parity(case, tmp_path)
+        check_parity(case, tmp_path, debug=True)
 
 
 def evaluate_mid_step(run: Run, batch: Batch, index: int) -> None:
@@ -119,7 +119,7 @@ def backward_twice(run: Run, batch: Batch, index: int) -> None:
 
 
 def test_retain_graph(tmp_path: Path) -> None:
-    check_parity(Case(make_model=Chain, make_batches=features, step=backward_twice), tmp_path)
+    check_parity(Case(make_model=Chain, make_batches=features, step=backward_twice), tmp_path, debug=True)
 
 
 def two_losses_at_once(run: Run, batch: Batch, index: int) -> None:
@@ -135,7 +135,8 @@ def two_losses_at_once(run: Run, batch: Batch, index: int) -> None:
 
 
 def test_interleaved_forward_and_backward_passes(tmp_path: Path) -> None:
-    check_parity(Case(make_model=Chain, make_batches=features, step=two_losses_at_once), tmp_path)
+    case = Case(make_model=Chain, make_batches=features, step=two_losses_at_once)
+    check_parity(case, tmp_path, debug=True)
 
 
 def clip(run: Run, batch: Batch, index: int) -> None:
@@ -188,7 +189,7 @@ def test_outputs_kept_over_steps(tmp_path: Path) -> None:
             assert torch.equal(logits, copy)
             run.record("held logits", logits)
 
-    check_parity(Case(make_model=Chain, make_batches=features, step=step), tmp_path)
+    check_parity(Case(make_model=Chain, make_batches=features, step=step), tmp_path, debug=True)
 
 
 def gradients_by_function(run: Run, batch: Batch, index: int) -> None:

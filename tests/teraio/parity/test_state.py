@@ -69,7 +69,7 @@ def write_between_steps(run: Run, batch: Batch, index: int) -> None:
 
 
 def test_in_place_writes_between_steps_are_respected(tmp_path: Path) -> None:
-    check_parity(chain_case(write_between_steps, planned=True), tmp_path)
+    check_parity(chain_case(write_between_steps, planned=True), tmp_path, debug=True)
 
 
 def write_between_passes(run: Run, batch: Batch, index: int) -> None:
@@ -104,7 +104,7 @@ def replace_storage(run: Run, batch: Batch, index: int) -> None:
 
 
 def test_replaced_parameters_and_gradients(tmp_path: Path) -> None:
-    check_parity(chain_case(replace_storage), tmp_path)
+    check_parity(chain_case(replace_storage), tmp_path, debug=True)
 
 
 def test_saving_and_loading(tmp_path: Path) -> None:

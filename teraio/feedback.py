@@ -1,0 +1,217 @@
+"""Planned iterations, measured against what the plan predicts; a trace that says what was measured. No clock of its own.
+
+[Note: What is compared]
+iteration: seconds of an iteration against those of the replayed plan.
+stages: seconds of an iteration without waiting for copies against the sum of the trace's stages. That includes what
+    no stage accounts for (between stages; on an asynchronous device that counts as waiting); a trace made from
+    measurements spreads it over its stages.
+links: seconds a link is busy for a byte, against those in the replay, where links that share a rate slow each other
+    down as well. One number cannot tell latency from rate, so a link that is slower has both scaled. A shared rate is
+    scaled by what its links lose on average; if they slow each other down in the replay and carried more than that
+    together, it is what they carried.
+All are medians over the latest iterations, so that a minority of outliers changes nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import planner
+
+DRIFT_LIMIT = 0.1
+"""Relative drift from which on a plan is made again."""
+_CONTENDED = 1.05
+"""A link that takes so much longer than alone is slowed down by others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One planned iteration as it was measured. Stages by position; bytes and seconds by link, of this iteration alone.
+
+    waited_seconds: in which nothing ran, since blocks or room were not there yet; not part of `stage_seconds`.
+    host_seconds: by stage, of the updates that ran on the host's processor.
+    """
+
+    iteration_seconds: float
+    waited_seconds: float
+    stage_seconds: tuple[float, ...]
+    moved_bytes: dict[str, int]
+    busy_seconds: dict[str, float]
+    host_seconds: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def working_seconds(self) -> float:
+        """Seconds of the iteration in which nothing was waited for."""
+        return self.iteration_seconds - self.waited_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """What a plan promises for one iteration of the steady state.
+
+    ideal_seconds: of the stages on the device. stall_seconds: by stage. contended: links that are slowed down by what they
+    share with others.
+    """
+
+    iteration_seconds: float
+    ideal_seconds: float
+    stall_seconds: tuple[float, ...]
+    link_seconds_per_byte: dict[str, float]
+    contended: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, trace: planner.Trace, timeline: planner.Timeline) -> Expectation:
+        """From the replay of a plan on `trace`."""
+        moved_bytes: dict[str, int] = {}
+        busy_seconds: dict[str, float] = {}
+        alone_seconds: dict[str, float] = {}
+        links = {link.name: link for link in trace.hardware.links}
+        for transfer in timeline.transfers:
+            name, size = transfer.link, trace.blocks[transfer.block].size_bytes
+            seconds = transfer.end_seconds - transfer.start_seconds
+            moved_bytes[name] = moved_bytes.get(name, 0) + size
+            busy_seconds[name] = busy_seconds.get(name, 0.0) + seconds
+            alone_seconds[name] = alone_seconds.get(name, 0.0) + links[name].seconds(size)
+        return cls(
+            iteration_seconds=timeline.iteration_seconds,
+            ideal_seconds=sum(stage.end_seconds - stage.start_seconds for stage in timeline.stages),
+            stall_seconds=tuple(stage.stall_seconds for stage in timeline.stages),
+            link_seconds_per_byte={link: busy_seconds[link] / size for link, size in moved_bytes.items() if size},
+            contended=frozenset(n for n, alone in alone_seconds.items() if busy_seconds[n] > _CONTENDED * alone),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """Measured over predicted, less 1; see [Note: What is compared]. `links`: of those that moved something."""
+
+    iteration: float
+    stages: float
+    links: dict[str, float]
+
+    @property
+    def found(self) -> bool:
+        """Whether any of them is beyond DRIFT_LIMIT, up or down."""
+        return any(abs(value) > DRIFT_LIMIT for value in (self.iteration, self.stages, *self.links.values()))
+
+    def __str__(self) -> str:
+        named = {"iteration": self.iteration, "stages": self.stages, **self.links}
+        return ", ".join(f"{name} {value:+.0%}" for name, value in named.items())
+
+
+def drift_of(expected: Expectation, observations: Sequence[Observation]) -> Drift:
+    """The drift of the median of `observations`, of which there must be one at least."""
+    slowdowns = _link_slowdowns(expected, observations)
+    return Drift(
+        iteration=_relative(statistics.median(o.iteration_seconds for o in observations), expected.iteration_seconds),
+        stages=_relative(statistics.median(o.working_seconds for o in observations), expected.ideal_seconds),
+        links={link: slowdown - 1.0 for link, slowdown in slowdowns.items()},
+    )
+
+
+def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequence[Observation]) -> planner.Trace:
+    """The trace with measured stage times and link rates; same stages, blocks and uses.
+
+    expected: of the plan that was followed on `trace`. A link that moved nothing keeps its rate.
+    """
+    measured = [statistics.median(times) for times in zip(*(o.stage_seconds for o in observations), strict=True)]
+    between = max(statistics.median(o.working_seconds for o in observations) - sum(measured), 0.0) / len(measured)
+    on_host = _host_seconds(observations)
+    seconds = [_on_device(stage, observations, median) + between for stage, median in enumerate(measured)]
+    for stage in on_host:  # what the device would take nobody has measured
+        seconds[stage] = trace.stages[stage].duration_seconds
+    scale = [_ratio(now, stage.duration_seconds) for now, stage in zip(seconds, trace.stages, strict=True)]
+    # Not model_copy: it would keep the fingerprint of the trace that is copied.
+    return planner.Trace(
+        name=trace.name,
+        created_by=trace.created_by,
+        hardware=_remeasured_hardware(trace.hardware, expected, observations),
+        stages=tuple(
+            stage.model_copy(update={"duration_seconds": now}) for stage, now in zip(trace.stages, seconds, strict=True)
+        ),
+        blocks=trace.blocks,
+        subgroups=tuple(
+            s.model_copy(
+                update={
+                    "device_seconds": s.device_seconds * scale[s.stage],
+                    "host_seconds": on_host.get(s.stage, s.host_seconds),
+                }
+            )
+            for s in trace.subgroups
+        ),
+        recompute=tuple(
+            r.model_copy(update={"duration_seconds": r.duration_seconds * scale[r.stage]}) for r in trace.recompute
+        ),
+    )
+
+
+def _on_device(stage: int, observations: Sequence[Observation], otherwise: float) -> float:
+    """The stage's seconds where its update was not on the host; `otherwise` if it always was."""
+    return statistics.median([o.stage_seconds[stage] for o in observations if stage not in o.host_seconds] or [otherwise])
+
+
+def _host_seconds(observations: Sequence[Observation]) -> dict[int, float]:
+    """By stage, of the updates that ran on the host in most iterations."""
+    times: dict[int, list[float]] = {}
+    for observation in observations:
+        for stage, seconds in observation.host_seconds.items():
+            times.setdefault(stage, []).append(seconds)
+    return {stage: statistics.median(each) for stage, each in times.items() if 2 * len(each) > len(observations)}
+
+
+def _remeasured_hardware(
+    hardware: planner.Hardware, expected: Expectation, observations: Sequence[Observation]
+) -> planner.Hardware:
+    slowdowns = _link_slowdowns(expected, observations)
+    links = tuple(
+        link.model_copy(
+            update={
+                "bytes_per_second": link.bytes_per_second / slowdowns.get(link.name, 1.0),
+                "latency_seconds": link.latency_seconds * slowdowns.get(link.name, 1.0),
+            }
+        )
+        for link in hardware.links
+    )
+    shared = tuple(
+        rate.model_copy(update={"bytes_per_second": _shared_rate(rate, slowdowns, expected, observations)})
+        for rate in hardware.shared
+    )
+    return hardware.model_copy(update={"links": links, "shared": shared})
+
+
+def _shared_rate(
+    shared: planner.SharedRate, slowdowns: dict[str, float], expected: Expectation, observations: Sequence[Observation]
+) -> float:
+    links = [link for link in shared.links if link in slowdowns]
+    predicted = expected.link_seconds_per_byte
+    weights = [predicted[n] * statistics.median(o.moved_bytes.get(n, 0) for o in observations) for n in links]
+    if not links or not sum(weights):
+        return shared.bytes_per_second
+    slowdown = sum(slowdowns[n] * weight for n, weight in zip(links, weights, strict=True)) / sum(weights)
+    carried = sum(1.0 / (slowdowns[n] * predicted[n]) for n in links)
+    scaled = shared.bytes_per_second / slowdown
+    return max(scaled, carried) if expected.contended.intersection(links) else scaled
+
+
+def _link_slowdowns(expected: Expectation, observations: Sequence[Observation]) -> dict[str, float]:
+    """Measured seconds a byte over predicted ones, by link; links that move in the plan and have moved in most iterations."""
+    found: dict[str, float] = {}
+    for link, predicted in expected.link_seconds_per_byte.items():
+        ratios = [
+            o.busy_seconds[link] / o.moved_bytes[link] / predicted
+            for o in observations
+            if predicted and o.moved_bytes.get(link, 0) and o.busy_seconds.get(link, 0.0)
+        ]
+        if 2 * len(ratios) > len(observations):
+            found[link] = statistics.median(ratios)
+    return found
+
+
+def _relative(measured: float, predicted: float) -> float:
+    return _ratio(measured, predicted) - 1.0
+
+
+def _ratio(measured: float, predicted: float) -> float:
+    return measured / predicted if predicted else 1.0

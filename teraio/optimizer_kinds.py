@@ -1,0 +1,131 @@
+"""What an optimizer allows and needs: whether its step may be cut into parts, how much state it keeps, its temporaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_iter
+
+_ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split())
+"""Their update computes each element from the same element of gradient and states."""
+_FUSED_ON_CPU = frozenset("Adagrad Adam AdamW SGD".split())
+_BY_PARAMETER = frozenset("Adafactor Muon".split())
+"""Their update looks at a whole parameter, but at no other one."""
+_COPIES = 2
+_MORE_COPIES = 4
+"""Temporaries of an update, in copies of a parameter."""
+_TAKE_MORE_COPIES = _BY_PARAMETER | {"Rprop"}
+
+
+class OwnHooks:
+    """Base of those whose step hooks are teraio's own, and leave gradients as they are.
+
+    keeps_masters: the optimizer that has these hooks keeps masters, see [Note: Master copies].
+    """
+
+    keeps_masters = False
+
+
+def keeps_masters(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's half-precision parameters are updated over copies in fp32."""
+    owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    return any(isinstance(owner, OwnHooks) and owner.keeps_masters for owner in owners)
+
+
+def reason_to_stay_whole(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """Why one step may differ from steps over parts of the parameters; None if they are the same, bit for bit.
+
+    args, kwargs: of the step, the optimizer itself first.
+    """
+    kind = type(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is not None:
+        return "it is called with a closure"
+    named = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE | _BY_PARAMETER
+    if not named or not hasattr(kind.step, "__wrapped__"):
+        return "its update is not known to treat each parameter by itself"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "it is differentiable"
+    hooks = (
+        *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    )
+    if any(not isinstance(getattr(hook, "__self__", None), OwnHooks) for hook in hooks):
+        # One that runs after ours may still change gradients; one that runs before must see all parameters.
+        return "there are step hooks besides teraio's"
+    return None
+
+
+def reason_against_host(optimizer: Optimizer) -> str | None:
+    """Why a step that can be cut into parts cannot run on the host's processor; None if it can."""
+    if not is_elementwise(optimizer):
+        return "its update does not compute each element by itself"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "it is capturable: its settings and counters are on the device"
+    settings = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+    if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in tree_iter(settings)):
+        return "its settings are on the device, and a fused update would read them before they have been copied"
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are asked for, and it does not round as the device does"
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return "a GradScaler has it scale the gradients, which only the device knows the scale of"
+    return None
+
+
+def fused_on_host(optimizer: Optimizer, dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether PyTorch has a fused update on CPU for these parameters, with the optimizer's settings."""
+    return type(optimizer).__name__ in _FUSED_ON_CPU and all(dtype.is_floating_point for dtype in dtypes)
+
+
+def has_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a step with these arguments calls a function of the user's."""
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether the update is known to compute each element from the same element of gradient and states alone."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
+
+
+def states_per_parameter(optimizer: Optimizer) -> int:
+    """How many tensors of a parameter's size the optimizer keeps for it, at most. 0 for one that is not of torch.optim."""
+    kind = type(optimizer)
+    groups = optimizer.param_groups
+    if not kind.__module__.startswith("torch.optim"):
+        return 0
+    match kind.__name__:
+        case "SGD":
+            return int(any(group.get("momentum") for group in groups))
+        case "RMSprop":
+            return 1 + max(bool(g.get("momentum")) + bool(g.get("centered")) for g in groups)
+        case "Adagrad" | "Adafactor" | "Muon":
+            return 1
+        case _:
+            return 2 + int(any(group.get("amsgrad") for group in groups))
+
+
+def temporary_bytes(optimizer: Optimizer, parameters: Sequence[tuple[str, int]]) -> int:
+    """What the update of these parameters (device type, bytes) allocates for as long as it runs.
+
+    Next to none if fused, copies of all of them if foreach, else of one at a time.
+    """
+    groups = optimizer.param_groups
+    copies = _MORE_COPIES if type(optimizer).__name__ in _TAKE_MORE_COPIES else _COPIES
+    if all(group.get("fused") for group in groups):
+        return 0
+    on_gpu = any(device != "cpu" for device, _ in parameters)  # there foreach is what torch takes by itself
+    if any(group.get("foreach") or (group.get("foreach") is None and on_gpu) for group in groups):
+        return copies * sum(size for _, size in parameters)
+    return copies * max((size for _, size in parameters), default=0)
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of the storage, however much of it the tensor shows."""
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,69 @@
+"""The update of an optimizer over other tensors than its parameters: copies in another place, or of another precision."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """Stands for a parameter in one update. `parameter` has its gradient in `.grad`; `state` gets what the update makes."""
+
+    parameter: Tensor
+    state: dict[str, Any]
+
+
+def by_group(optimizer: Optimizer, replicas: Iterable[tuple[int, Replica]]) -> list[list[Replica]]:
+    """Replicas as `ReplicaUpdate` takes them, each given with the number of the optimizer's group that its parameter is in."""
+    groups: list[list[Replica]] = [[] for _ in optimizer.param_groups]
+    for group, replica in replicas:
+        groups[group].append(replica)
+    return groups
+
+
+class ReplicaUpdate:
+    """One update of `groups` of replicas with the optimizer's present settings, group by group; `run` may be called anywhere.
+
+    fused: by PyTorch's fused implementation for CPUs, whatever the groups say, but for groups with tensors that have gaps or
+    differ in strides, which it would take for dense ones.
+    """
+
+    def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[Replica]], *, fused: bool = False) -> None:
+        other = object.__new__(type(optimizer))
+        other.__dict__.update(optimizer.__dict__)
+        other.param_groups = [
+            {
+                **group,
+                **({"fused": True, "foreach": False} if fused and all(map(_is_dense, replicas)) else {}),
+                "params": [replica.parameter for replica in replicas],
+            }
+            for group, replicas in zip(optimizer.param_groups, groups, strict=True)
+        ]
+        other.state = defaultdict(dict)
+        for replicas in groups:
+            for replica in replicas:
+                if replica.state:
+                    other.state[replica.parameter] = replica.state
+        self._optimizer = other
+        self._replicas = [replica for replicas in groups for replica in replicas]
+
+    def run(self) -> None:
+        """Update the replicas and their states. Blocks as the optimizer's step does; calls no hook."""
+        type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
+        for replica in self._replicas:
+            made = self._optimizer.state.get(replica.parameter)
+            if made is not None and made is not replica.state:
+                replica.state.update(made)
+
+
+def _is_dense(replica: Replica) -> bool:
+    parameter, gradient = replica.parameter, replica.parameter.grad
+    states = [v for v in replica.state.values() if isinstance(v, Tensor) and v.size() == parameter.size() and v.dim()]
+    tensors = [parameter, *([gradient] if gradient is not None else []), *states]
+    return all(t.nbytes == t.untyped_storage().nbytes() and t.stride() == parameter.stride() for t in tensors)

@@ -1,0 +1,102 @@
+"""As much of `torch.cuda` as teraio uses, in main memory: streams do at once what is queued, and memory has no limit."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from runtime import cuda_copier
+from runtime.cuda_copier import CudaCopier
+from runtime.cuda_streams import CudaStreams
+from runtime.pinning import CudaPinner
+from teraio import cuda_machine, machine
+
+CPU = torch.device("cpu")
+TOTAL_BYTES = 1 << 34
+
+
+class Stream:
+    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
+        pass
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self._at_seconds = 0.0
+
+    def record(self, stream: Stream) -> None:
+        self._at_seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end._at_seconds - self._at_seconds)
+
+
+class FakeCuda:
+    """Takes the place of the GPU's machine and of the driver for one test. Blocks of "the GPU" are CPU tensors.
+
+    pins: whether host memory can be pinned. limits: shares of the memory that the allocator was limited to, in order.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pins = True
+        self.limits = [1.0]
+        self._streams = [Stream()]
+        properties = SimpleNamespace(total_memory=TOTAL_BYTES, pci_domain_id=0, pci_bus_id=0xFF, pci_device_id=0x1F)
+        for name, value in {
+            "Stream": Stream,
+            "Event": Event,
+            "stream": self._stream,
+            "current_stream": lambda device=None: self._streams[-1],
+            "current_device": lambda: 0,
+            "get_device_properties": lambda device: properties,
+            "get_device_name": lambda device: "made up",
+            "get_per_process_memory_fraction": lambda device: self.limits[-1],
+            "set_per_process_memory_fraction": lambda share, device: self.limits.append(share),
+            "memory_allocated": lambda device: 0,
+            "max_memory_allocated": lambda device: 0,
+            "reset_peak_memory_stats": lambda device: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        made = CudaStreams.__init__
+
+        def make(streams: CudaStreams, device: torch.device) -> None:
+            made(streams, torch.device("cuda", 0))
+            streams.device = CPU
+
+        def on_device(self: object, address: int, size_bytes: int) -> torch.Tensor:
+            return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
+
+        monkeypatch.setattr(CudaStreams, "__init__", make)
+        monkeypatch.setattr(CudaStreams, "_on_device", on_device)
+        monkeypatch.setattr(CudaCopier, "_on_device", on_device)
+        monkeypatch.setattr(cuda_copier, "_pinned", lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
+        refused = "CUDA error 1 (refused)"
+        monkeypatch.setattr(CudaPinner, "_cuda_register", lambda self_, address, size: None if self.pins else refused)
+        monkeypatch.setattr(CudaPinner, "_cuda_unregister", lambda self_, address: None)
+        monkeypatch.setattr(machine, "open_cpu", lambda options: cuda_machine.open_cuda(options, CPU))
+
+    @contextlib.contextmanager
+    def _stream(self, stream: Stream) -> Iterator[None]:
+        self._streams.append(stream)
+        try:
+            yield
+        finally:
+            self._streams.remove(stream)

@@ -1,0 +1,69 @@
+"""Every optimizer under a budget that its states do not fit in: the same bits as the unmanaged optimizer over the same stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import teraio
+
+from .optimizers import KEEPS_NONE, KINDS, MIB, Case, budgeted, check, one, train, unmanaged
+
+pytestmark = pytest.mark.usefixtures("fine_and_quick")
+
+
+@pytest.mark.parametrize("first", list(KINDS)[::2])
+def test_every_optimizer(first: str, tmp_path: Path) -> None:
+    """Two at once, one for each layer."""
+    second = list(KINDS)[list(KINDS).index(first) + 1]
+
+    def make(module: nn.Module) -> list[Optimizer]:
+        layers = [
+            [p for parts in (module.up, module.down) for p in parts[layer].parameters()]  # type: ignore[union-attr, index]
+            for layer in range(2)
+        ]
+        return [KINDS[first]([*layers[0], module.unused]), KINDS[second](layers[1])]  # type: ignore[list-item]
+
+    result = check(Case(make=make, steps=24), tmp_path, states=1, fraction=0.75 if first in KEEPS_NONE else 0.45)
+    for layer, kind in enumerate((first, second)):
+        assert kind in KEEPS_NONE or any(f".{layer}." in name for name in result.moved_states), result.moved_states
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD momentum"])
+def test_by_a_plan(kind: str, tmp_path: Path) -> None:
+    check(Case(make=one(KINDS[kind]), planned=True, steps=8), tmp_path, states=3, debug=True)
+
+
+def test_states_in_the_host_tier(tmp_path: Path) -> None:
+    case = Case(make=one(torch.optim.AdamW), planned=True, steps=8)
+    result = check(case, tmp_path, states=6, host_budget=6 * MIB, host_updates=False, checksums=True)
+    assert min(result.status.moved_bytes[f"device->{tier}"] for tier in ("host", "storage")) > 0
+
+
+def test_thirty_percent_of_the_peak(tmp_path: Path) -> None:
+    case = Case(make=one(torch.optim.AdamW), layers=6, planned=True, steps=8)
+    result = check(case, tmp_path, states=20, fraction=0.3)
+    assert result.status.deviations <= 1
+
+
+def test_the_smallest_budgets_that_the_errors_name(tmp_path: Path) -> None:
+    """Each is larger than the one before, and the last one works."""
+    case = Case(make=one(torch.optim.AdamW), steps=3)
+    expected = unmanaged(case, tmp_path)
+    budgets, stages = [MIB], []
+    while True:
+        try:
+            found = train(case, tmp_path, budgeted(case, tmp_path, budgets[-1]))
+        except teraio.BudgetError as error:
+            assert error.smallest_bytes > budgets[-1]
+            budgets.append(error.smallest_bytes)
+            stages.append(error.stage)
+        else:
+            break
+    assert len(stages) > 1 and stages[-1].startswith("optimizer/subgroup."), stages
+    assert budgets[-1] < 6.5 * MIB, "a parameter, its gradient, two states, two temporaries, and what is small"
+    assert found.status.device_peak_bytes <= budgets[-1] and all(map(torch.equal, found.values, expected.values))

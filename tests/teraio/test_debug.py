@@ -1,0 +1,67 @@
+"""The option debug from end to end, on CPU: what is lost in any tier stops training, and otherwise nothing changes."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import teraio
+from planner import ChecksumError
+from runtime.storage.host import HostStore
+from runtime.storage.posix import PosixStore
+from runtime.storage.store import Piece, Slot
+
+from .test_checksums import STEPS, Chain
+
+STORES: dict[str, Any] = {"host": HostStore, "storage": PosixStore}
+
+
+def train(tier: str, folder: Path, *, debug: bool) -> list[float]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    where = {"host_budget": "64MiB"} if tier == "host" else {"storage": folder}
+    options = {"memory_budget": "36MiB", "codegen": "eager", "debug": debug, **where}
+    model = Chain()
+    compiled = torch.compile(model, backend="teraio", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(16384, 64)
+    losses = []
+    for _ in range(STEPS):
+        loss = compiled(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    (status,) = teraio.status()
+    assert status.moved_bytes[f"{tier}->device"] > 8 << 20
+    teraio.reset()
+    return losses
+
+
+def damage_what_is_read(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
+    """One bit of each piece of a block; measurements get through, else the tier would not be used at all."""
+    store = STORES[tier]
+    read_piece = store.read_piece
+
+    def read_and_damage(self: Any, slot: Slot, piece: Piece, address: int) -> None:
+        read_piece(self, slot, piece, address)
+        if "measurement" not in slot.name:
+            ctypes.c_ubyte.from_address(address + piece.slot_offset_bytes).value ^= 1
+
+    monkeypatch.setattr(store, "read_piece", read_and_damage)
+
+
+@pytest.mark.parametrize("tier", STORES)
+def test_a_damaged_byte_stops_training(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage_what_is_read(monkeypatch, tier)
+    with pytest.raises(ChecksumError, match=rf"block '.+' in .+ \({tier} tier\) from offset \d+ on came back different"):
+        train(tier, tmp_path, debug=True)
+
+
+@pytest.mark.parametrize("tier", STORES)
+def test_without_damage_the_debug_mode_changes_nothing(tier: str, tmp_path: Path) -> None:
+    assert train(tier, tmp_path, debug=True) == train(tier, tmp_path, debug=False)

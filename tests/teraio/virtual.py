@@ -1,0 +1,149 @@
+"""Training in virtual time: a real pager and timeline over a mover whose copies take as long as a test says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import planner
+from planner import Budgets, Hardware, Link, Move, Plan, Prefetch
+from planner.plan import Placement
+from runtime import device as device_module
+from runtime import pager as pager_module
+from runtime import residency as residency_module
+from runtime.block import Block
+from runtime.device import WallMark
+from runtime.mover import Done
+from runtime.pager import Pager
+from teraio.iteration import Iteration
+from teraio.profiler import Profile, build_profile
+from teraio.timeline import Timeline
+
+from ..runtime.memory_mover import UNIT, MemoryMover, Stepping
+
+BLOCK_BYTES = 2 * UNIT
+STAGES = 8
+COUNT = STAGES + 1
+"""Positions in an iteration: user code, then the stages."""
+OUT, IN = "device->storage", "storage->device"
+
+
+class TimedMover(MemoryMover):
+    """Each direction serves its copies in order; `seconds`: what one takes. Counts as the engine's links do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.seconds = {OUT: 1.0, IN: 1.0}
+        self.free_at = {OUT: 0.0, IN: 0.0}
+        self.ends: list[float] = []
+        self.moved = {OUT: 0, IN: 0}
+        self.busy = {OUT: 0.0, IN: 0.0}
+
+    def _begin(self, block: Block, kind: str, done: Done) -> None:
+        super()._begin(block, kind, done)
+        link = {"out": OUT, "in": IN}[kind]
+        self.free_at[link] = max(self.now, self.free_at[link]) + self.seconds[link]
+        self.ends.append(self.free_at[link])
+        self.moved[link] += block.size_bytes
+        self.busy[link] += self.seconds[link]
+
+    def end_next(self) -> bool:
+        if not self.ends:
+            return False
+        index = self.ends.index(min(self.ends))
+        self.now = max(self.now, self.ends.pop(index))
+        self.finish(index)
+        return True
+
+    def pass_seconds(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.ends and min(self.ends) <= until:
+            self.end_next()
+        self.now = until
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    # -- what a follower asks of the machine
+
+    def moved_bytes(self) -> dict[str, int]:
+        return dict(self.moved)
+
+    def busy_seconds(self) -> dict[str, float]:
+        return dict(self.busy)
+
+
+class VirtualTraining:
+    """One region of STAGES stages, each of which reads a weight of its own for `stage_seconds`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, budget_blocks: int = STAGES) -> None:
+        self.mover = TimedMover()
+        clock = SimpleNamespace(perf_counter=self.mover.perf_counter)
+        for module in (pager_module, residency_module):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(device_module, "time", clock)
+        self.pager = Pager(mover=self.mover, budget_bytes=budget_blocks * BLOCK_BYTES)
+        self.pager._changed = Stepping(self.mover.end_next)
+        self.timeline = Timeline(self.pager)
+        self.stage_seconds = [1.0] * STAGES
+        self.weights: list[Block] = []
+        self._tensors: list[torch.Tensor] = []
+        for number in range(STAGES):
+            self.pager.acquire([], BLOCK_BYTES, "make")
+            self._tensors.append(torch.full((BLOCK_BYTES,), number, dtype=torch.uint8))
+            name = f"weight.{number}"
+            self.weights.append(self.pager.block_of(self._tensors[-1], name=name, kind="parameter", user_visible=False))
+            self.pager.retire([], [])
+
+    def iteration(self) -> Iteration:
+        self.pager.enter()
+        self.timeline.region_begins("graph", STAGES)
+        for number, weight in enumerate(self.weights):
+            fetch = self.timeline.stage_reached()
+            self.pager.acquire([weight], 0, f"stage {number}", then_fetch=fetch)
+            begin = self.mover.now
+            self.mover.pass_seconds(self.stage_seconds[number])
+            self.pager.retire([weight], [])
+            self.timeline.stage_ended(
+                name=f"forward/{number}", phase="forward", workspace_bytes=0,
+                begin=WallMark(begin), end=WallMark(begin + self.stage_seconds[number]),
+                read=[weight], made=[], written=[], next_uses={},
+            )  # fmt: skip
+        self.timeline.region_ended()
+        self.pager.fence()
+        return self.timeline.iteration_ends()
+
+    def profile(self) -> Profile:
+        """Of iterations as they run now; the links' rates are those of the mover now."""
+        iterations = [self.iteration() for _ in range(3)]
+        links = tuple(
+            Link(from_tier=a, to_tier=b, bytes_per_second=BLOCK_BYTES / self.mover.seconds[f"{a}->{b}"])  # type: ignore[arg-type]
+            for a, b in (("device", "storage"), ("storage", "device"))
+        )
+        return build_profile(
+            iterations[1:], name="virtual", created_by="tests", fixed_bytes=0, survivors=set(),
+            hardware=Hardware(name="made up", device_memory_bytes=1 << 20, links=links),
+        )  # fmt: skip
+
+
+def plan_for(trace: planner.Trace, *fetched: tuple[int, int], budget_blocks: int = STAGES) -> Plan:
+    """Each weight (stage, start) is dropped after its use and fetched from `start` on, a position in the next iteration."""
+    moves = []
+    for stage, start in sorted(fetched, key=lambda pair: pair[1]):
+        place = stage + 1
+        moves.append(
+            Move(
+                block=stage, after=place, before=place + COUNT, tier="storage", offload=None,
+                prefetch=Prefetch(start=start + COUNT, ready_by=place + COUNT),
+            )
+        )  # fmt: skip
+    return Plan(
+        trace_fingerprint=trace.fingerprint,
+        policy="by hand",
+        budgets=Budgets(device_bytes=budget_blocks * BLOCK_BYTES),
+        moves=tuple(moves),
+        initial=tuple(Placement(block=stage, tier="storage") for stage, start in sorted(fetched) if start >= 0),
+    )
