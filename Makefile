@@ -5,6 +5,7 @@
 # NO_VENV=1       install nothing: run in PYTHON's own environment, which already has torch
 # WHEELS=...      with NO_VENV=1: a folder of wheels for what PYTHON lacks besides torch
 # PIP_ARGS=...    handed to pip install
+# WORKERS=...     processes that make test runs the tests in, 0 for none beside itself  (default: 2)
 # ARGS=...        handed to the demo, to pytest (make test, make test-gpu) or to the benchmark
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -12,6 +13,7 @@ VENV ?= .venv
 NO_VENV ?=
 WHEELS ?=
 PIP_ARGS ?=
+WORKERS ?= 2
 ARGS ?=
 TORCH := torch==2.13.0
 
@@ -48,7 +50,7 @@ demo: $(READY)  ## train a 38M-parameter GPT on real text, with all the memory a
 	$(RUN) -m examples.train_text $(ARGS)
 
 test: $(READY)  ## run the tests (those for a GPU: make test-gpu)
-	$(RUN) -m pytest --ignore=tests/gpu $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest --ignore=tests/gpu -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: lint types imports test wheel  ## ruff, mypy, import-linter, the tests, and the built wheel in a clean environment
 
@@ -78,7 +80,7 @@ require-gpu: $(READY)
 test-gpu: require-gpu  ## run the tests for a GPU; fails where there is none
 	$(RUN) -m pytest tests/gpu $(ARGS)
 
-bench-gpu: require-gpu  ## measure on the GPU; fails where there is none
+bench-gpu: require-gpu  ## train Llamas on the GPU and measure, for about 8 minutes; fails where there is none
 	$(RUN) -m benchmarks --device cuda $(ARGS)
 
 clean:  ## remove what make built, the environment too

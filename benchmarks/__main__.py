@@ -1,46 +1,79 @@
-"""The command line: `python -m benchmarks [part ...]`; without a part, all but those in ON_REQUEST."""
+"""The command line: `python -m benchmarks [part ...]`; without a part, those that DEFAULT names for the device."""
 
+import dataclasses
 import os
 import sys
 import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 
-from benchmarks import budgets, compile_time, engine, planner, planner_policies, stage_overhead
+from benchmarks import (
+    budgets,
+    compile_time,
+    engine,
+    gpu_bubble,
+    gpu_budgets,
+    gpu_links,
+    gpu_optimizer,
+    gpu_overhead,
+    optimizer,
+    planner,
+    planner_policies,
+    stage_overhead,
+)
+from benchmarks.alone import LlamaScale, Runner
+from benchmarks.optimizer import LossesDiffer
 from benchmarks.planning import PlanningFailed
 from benchmarks.results import Figure, Result, save, table
 from benchmarks.turns import Scale
+from examples.llama import SIZES
+from examples.training import DataType
 from examples.worker import ROOT, WorkerFailed
 from planner.errors import TeraioError
 
 Measured = tuple[tuple[Figure, ...], dict[str, list[float]]]
 
-ON_REQUEST = frozenset({"planner", "planner_policies"})
-"""Parts that take minutes, or about an hour, and run only when they are named."""
+DEFAULT = {
+    "cpu": ("stage_overhead", "budget_sweep", "rss", "prediction", "optimizer", "compile_time", "engine"),
+    "cuda": ("gpu_overhead", "gpu_optimizer", "gpu_budgets", "gpu_links", "gpu_bubble"),
+}
+"""The planner's parts take minutes, or about an hour: they run only when they are named."""
 
 
-def parts() -> dict[str, Callable[[Scale], Measured]]:
-    """Every part by name; those about budgets share one run."""
+def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
+    """Every part but the Llamas' by name; those about budgets share one run."""
     sweep = cache(budgets.sweep)
     return {
-        "stage_overhead": stage_overhead.measure,
-        "budget_sweep": lambda scale: (budgets.throughput(sweep(scale)), sweep(scale).seconds),
-        "rss": lambda scale: (budgets.resident_set(sweep(scale)), {}),
-        "prediction": lambda scale: (budgets.prediction(sweep(scale)), {}),
-        "compile_time": compile_time.measure,
-        "engine": engine.measure,
-        "planner": planner.measure,
-        "planner_policies": planner_policies.measure,
+        "stage_overhead": lambda: stage_overhead.measure(scale),
+        "budget_sweep": lambda: (budgets.throughput(sweep(scale)), sweep(scale).seconds),
+        "rss": lambda: (budgets.resident_set(sweep(scale)), {}),
+        "prediction": lambda: (budgets.prediction(sweep(scale)), {}),
+        "optimizer": lambda: optimizer.measure(scale),
+        "compile_time": lambda: compile_time.measure(scale),
+        "engine": lambda: engine.measure(scale),
+        "planner": lambda: planner.measure(scale),
+        "planner_policies": lambda: planner_policies.measure(scale),
+    }
+
+
+def llama_parts(runner: Runner) -> dict[str, Callable[[], Measured]]:
+    """Every part that trains Llamas, by name; they share trainings."""
+    return {
+        "gpu_overhead": lambda: (gpu_overhead.measure(runner), runner.samples),
+        "gpu_optimizer": lambda: (gpu_optimizer.measure(runner), runner.samples),
+        "gpu_budgets": lambda: (gpu_budgets.measure(runner), runner.samples),
+        "gpu_links": lambda: gpu_links.measure(runner),
+        "gpu_bubble": lambda: (gpu_bubble.measure(runner), runner.samples),
     }
 
 
 def scale_for(device: str, output: Path, rounds: int) -> Scale:
-    """Sizes that keep all parts together within about twelve minutes on two cores, or on one GPU."""
+    """Sizes that keep all parts together within about a quarter of an hour on two cores, or on one GPU."""
     if device == "cuda":
         return Scale(
             device=device,
@@ -57,32 +90,69 @@ def scale_for(device: str, output: Path, rounds: int) -> Scale:
     )
 
 
+def llama_scale_for(
+    device: str, output: Path, rounds: int, *, sizes: list[str], dtype: str | None, minutes: float, **shape: int | None
+) -> LlamaScale:
+    """Rows that fill a GPU, or next to nothing for a processor, unless `shape` (batch, context) says otherwise."""
+    defaults = {"batch": 4, "context": 2048} if device == "cuda" else {"batch": 2, "context": 64}
+    return LlamaScale(
+        device=device,
+        dtype=dtype or ("bfloat16" if device == "cuda" else "float32"),
+        sizes=tuple(sizes),
+        rounds=rounds,
+        limit_seconds=60 * minutes,
+        output=output,
+        batch=shape["batch"] or defaults["batch"],
+        context=shape["context"] or defaults["context"],
+    )
+
+
+def one_of(name: str, given: list[str], known: tuple[str, ...]) -> None:
+    """Raises typer.BadParameter unless all that was given is known."""
+    if unknown := [each for each in given if each not in known]:
+        raise typer.BadParameter(f"no {name} {', '.join(unknown)}; there are {', '.join(known)}")
+
+
+def settings_of(scale: Scale | LlamaScale) -> dict[str, Any]:
+    """What the figures depend on, for the file."""
+    return {"scale": {name: str(value) for name, value in dataclasses.asdict(scale).items() if name != "output"}}
+
+
 def main(
-    chosen: Annotated[list[str] | None, typer.Argument(help="If none: all but the planner's.", metavar="PART")] = None,
+    chosen: Annotated[list[str] | None, typer.Argument(help="If none: the usual ones of the device.", metavar="PART")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Turns of each variant.", min=1)] = 3,
     output: Annotated[Path, typer.Option(help="For logs and spill files.")] = ROOT / "benchmarks" / "out",
     results: Annotated[Path, typer.Option(help="For the JSON file.")] = ROOT / "benchmarks" / "results",
+    size: Annotated[list[str] | None, typer.Option(help=f"Llamas, for gpu_...: {', '.join(SIZES)}; may be repeated.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows, for gpu_...", min=1)] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens in a row, for gpu_...", min=1)] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16, for gpu_...")] = None,
+    minutes: Annotated[float, typer.Option(help="After so long no training of gpu_... starts any more.", min=0)] = 7.5,
 ) -> None:
     """Measure teraio; print a table and write a JSON file. Status 1 if a part could not be measured."""
     console = Console() if sys.stdout.isatty() else Console(width=150)
-    known = parts()
-    if unknown := [name for name in chosen or [] if name not in known]:
-        raise typer.BadParameter(f"no part {', '.join(unknown)}; there are {', '.join(known)}")
-    output.mkdir(parents=True, exist_ok=True)
+    one_of("device", [device], tuple(DEFAULT))
+    one_of("size", size or [], tuple(SIZES))
+    one_of("dtype", [dtype] if dtype else [], get_args(DataType))
     scale = scale_for(device, output.resolve(), rounds)
+    llamas = llama_scale_for(
+        device, output.resolve(), rounds, sizes=size or [], dtype=dtype, minutes=minutes, batch=batch, context=context
+    )
+    known, trained = parts(scale), llama_parts(Runner(llamas))
+    one_of("part", chosen or [], (*known, *trained))
+    output.mkdir(parents=True, exist_ok=True)
     found, failed = [], False
-    for name in chosen or [name for name in known if name not in ON_REQUEST]:
+    for name in chosen or DEFAULT[device]:
         started = time.perf_counter()
         console.print(f"measuring {name} ...", highlight=False)
         try:
-            figures, samples = known[name](scale)
-        except (WorkerFailed, PlanningFailed, TeraioError) as failure:
+            figures, samples = (known | trained)[name]()
+        except (WorkerFailed, PlanningFailed, LossesDiffer, TeraioError) as failure:
             console.print(str(failure), style="red", markup=False, highlight=False)
             failed = True
             continue
-        sizes = {field: str(getattr(scale, field)) for field in Scale.__dataclass_fields__ if field != "output"}
-        settings = {"scale": sizes}
+        settings = settings_of(llamas if name in trained else scale)
         seconds = time.perf_counter() - started
         found.append(Result(part=name, seconds=seconds, figures=figures, samples=samples, settings=settings))
     console.print(table(found))

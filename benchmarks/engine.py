@@ -4,8 +4,10 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 
 from benchmarks.results import Figure
@@ -69,17 +71,26 @@ def through(engine: Engine, slots: Sequence[Slot], address: int) -> Timed:
     return timed
 
 
-def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
-    """Bytes per second of both in each direction, in turns, and their ratio."""
+@contextmanager
+def store_and_memory(folder: Path) -> Iterator[tuple[PosixStore, list[Slot], int]]:
+    """A store in `folder`, its SLOTS slots of SLOT_BYTES, and the address of as much memory."""
     total = SLOT_BYTES * SLOTS
     memory = mmap.mmap(-1, total)
     memory.write(os.urandom(1 << 20) * (total >> 20))
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    store = PosixStore([folder], budget_bytes=None)
+    try:
+        slots = [store.allocate(SLOT_BYTES, f"benchmark {index}") for index in range(SLOTS)]
+        yield store, slots, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    finally:
+        store.close()
+
+
+def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
+    """Bytes per second of both in each direction, in turns, and their ratio."""
+    total = SLOT_BYTES * SLOTS
     samples: dict[str, list[float]] = {}
-    store = PosixStore([scale.output], budget_bytes=None)
-    slots = [store.allocate(SLOT_BYTES, f"benchmark {index}") for index in range(SLOTS)]
-    engine = Engine(store, threads=THREADS)
-    with ThreadPoolExecutor(THREADS) as pool:
+    with store_and_memory(scale.output) as (store, slots, address), ThreadPoolExecutor(THREADS) as pool:
+        engine = Engine(store, threads=THREADS)
         ways = {"raw": raw(slots, address, pool), "engine": through(engine, slots, address)}
         for turn in range(scale.rounds + 2):
             for direction in DIRECTIONS:
@@ -87,9 +98,8 @@ def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
                     seconds = ways[way](direction)
                     if turn:  # the first turn allocates the file's blocks
                         samples.setdefault(f"{way} {direction}", []).append(total / seconds)
-    engine.close()
-    direct = "direct I/O" if store.direct else "buffered: this file system refuses direct I/O"
-    store.close()
+        engine.close()
+        direct = "direct I/O" if store.direct else "buffered: this file system refuses direct I/O"
     figures = []
     for direction in DIRECTIONS:
         rates = {way: median(samples[f"{way} {direction}"]) for way in ways}

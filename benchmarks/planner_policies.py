@@ -110,7 +110,8 @@ def outcome(case: Case, policy: str) -> Outcome:
 def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
     """The figures and, by case and policy, time over ideal, time over the bound and planning seconds (none: refused).
 
-    May take an hour; what is known so far stands in `planner_policies.tsv` in the output folder.
+    May take hours, since four of the policies solve integer programs; what is known so far stands in
+    `planner_policies.tsv` in the output folder.
     """
     listed = list(cases(traces()))
     found = []

@@ -2,10 +2,12 @@
 
 import json
 import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import psutil
 import torch
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
+
+PACKAGES = ("teraio", "torch", "numpy", "pulp", "highspy")
+IF_INSTALLED = ("triton", "kvikio-cu12", "kvikio-cu13")
 
 
 class Figure(BaseModel):
@@ -69,7 +74,6 @@ def save(results: Sequence[Result], folder: Path, device: str) -> Path:
     parts = "-".join(result.part for result in results)
     machine = f"{_processor_name()}x{psutil.cpu_count()}" if device == "cpu" else torch.cuda.get_device_name()
     name = "".join(letter if letter.isalnum() else "_" for letter in machine).strip("_").lower()
-    packages = ("teraio", "torch", "numpy", "pulp", "highspy")
     content = {
         "format": "teraio.benchmark",
         "version": 1,
@@ -81,15 +85,40 @@ def save(results: Sequence[Result], folder: Path, device: str) -> Path:
             "memory_bytes": psutil.virtual_memory().total,
             "system": platform.platform(),
             "device": device,
+            **(_gpu() if device == "cuda" else {}),
         },
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in packages},
+        "versions": versions(),
         "results": [result.model_dump() for result in results],
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{now:%Y-%m-%dT%H%M%S}-{name}-{parts}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that figures depend on, so far as they are installed."""
+    found = {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
+    for package in IF_INSTALLED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpu() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    drivers = []
+    if shutil.which(query[0]):
+        drivers = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    return {
+        "gpu": properties.name,
+        "gpu_memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "driver": drivers[0] if drivers else None,
+    }
 
 
 def _processor_name() -> str:

@@ -40,12 +40,17 @@ class Scale:
 
 @contextmanager
 def workers(
-    settings: Mapping[str, Setting], output: Path, environment: Mapping[str, str] | None = None
+    settings: Mapping[str, Setting],
+    output: Path,
+    environment: Mapping[str, str] | None = None,
+    program: str = "examples.worker",
 ) -> Iterator[dict[str, Worker]]:
     """One worker for each setting, by name; all are ended in the end."""
     with ExitStack() as stack:
         yield {
-            name: stack.enter_context(Worker(setting, output / f"{name.replace(' ', '-')}.log", environment))
+            name: stack.enter_context(
+                Worker(setting, output / f"{name.replace(' ', '-')}.log", environment, program=program)
+            )
             for name, setting in settings.items()
         }
 

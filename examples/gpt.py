@@ -1,6 +1,7 @@
 """A plain GPT in plain PyTorch: nothing here knows of teraio."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 class GPTConfig:
     """The shape of a GPT; its first `checkpointed_layers` layers recompute what they save, torch's way."""
 
+    kind: Literal["gpt"] = "gpt"
     layers: int = 12
     width: int = 512
     heads: int = 8

@@ -80,6 +80,7 @@ def summary_table(first: Run, second: Run) -> Table:
     share = second.report.peak_bytes / first.report.peak_bytes
     table.add_row("  share of the first run's", "100 %", f"{share:.1%}")
     table.add_row("  of it mapped files, at most", *(mebibytes(run.file_bytes) for run in runs))
+    table.add_row("AdamW's states, wherever they wait", *(mebibytes(run.report.state_bytes) for run in runs))
     table.add_row("seconds per iteration", *(f"{run.seconds_per_iteration:.2f}" for run in runs))
     statuses = [run.report.status or {} for run in runs]
     rows = (

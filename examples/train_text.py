@@ -2,6 +2,8 @@
 
     python -m examples.train_text
 
+AdamW updates it, so there are two states of each parameter's size, which are part of both peaks and move like all else.
+
 Exit status 0 only if both runs have the same losses, bytes moved, and the second stayed within half of the
 first one's peak.
 """
@@ -59,7 +61,8 @@ def explain(first: Run, budget_bytes: int, console: Console) -> None:
     report = first.report
     half, rest = mebibytes(report.peak_bytes // 2), mebibytes(report.rest_bytes)
     console.print(
-        f"The resident set peaked at {mebibytes(report.peak_bytes)}; without tensors it takes {rest}.\n"
+        f"The resident set peaked at {mebibytes(report.peak_bytes)}: parameters, gradients, AdamW's states "
+        f"({mebibytes(report.state_bytes)}), activations; without tensors it takes {rest}.\n"
         f"For a peak of {half} at most, tensors get a budget of {half} - {rest} - {mebibytes(RESERVE_BYTES)} "
         f"(reserve) = [bold]{mebibytes(budget_bytes)}[/bold].",
         highlight=False,

@@ -1,59 +1,95 @@
-"""One training run of the GPT, step by step: what the demo and the benchmarks measure."""
+"""One training run of a GPT or a Llama, step by step: what the demo and the benchmarks measure."""
 
 import sys
 import time
-from typing import Any, Literal
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from examples.gpt import GPT, GPTConfig
+from examples.llama import LlamaConfig, llama
 from examples.memory import give_free_memory_back, reset_peak, resident_bytes
 from examples.text import batches, standard_library_text
 
+Device = Literal["cpu", "cuda"]
+DataType = Literal["float32", "bfloat16"]
+
+
+_OF_STATUS = ("moved_bytes", "busy_seconds", "exposed_seconds", "late_seconds")
+_COPIES = ("Memcpy HtoD", "Memcpy DtoH")
+"""How the profiler's names of copies between a GPU and main memory begin."""
+
 
 class Setting(BaseModel):
-    """What to train and how; `options` are the backend's own."""
+    """What to train and how; `options` are the backend's own. Token ids are the text's bytes, whatever the vocabulary."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backend: Literal["teraio", "inductor", "eager"] = "teraio"
     options: dict[str, Any] = {}
-    model: GPTConfig = GPTConfig()
+    model: Annotated[GPTConfig | LlamaConfig, Field(discriminator="kind")] = GPTConfig()
     batch: int = 8
     learning_rate: float = 3e-4
     seed: int = 1
     text_bytes: int = 4 << 20
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Device = "cpu"
+    dtype: DataType = "float32"
+    """Of the parameters, and so of gradients and optimizer states."""
+    save_on_cpu: bool = False
+    """Keep what the forward pass saves in main memory, torch's way, pinned for "cuda". Meant for the backend "eager": a compiled
+    graph hands over what it saves only when it ends."""
     deterministic: bool = False
     """Use PyTorch's deterministic operators only: on CPU an embedding's gradient is summed in varying order otherwise."""
+    fused: bool | None = None
+    """One kernel for the optimizer's whole arithmetic. None: on a GPU only, where the default would take room for copies of all
+    parameters; on CPU the default is what the demo has always used."""
     ready_compiler: bool = False
     """Compile something trivial first, so that the first step does not pay for the compiler's start."""
 
 
 class Step(BaseModel):
-    """One iteration: its loss in nats per byte, its wall time and teraio's phase ("" for another backend)."""
+    """One iteration: its loss in nats per byte, its wall time, its tokens and teraio's phase ("" for another backend).
+
+    `optimizer_seconds`: of its wall time, for the optimizer's step; on a GPU by its clock. `moved_bytes`, `busy_seconds` and
+    `exposed_seconds` are teraio's counts by link since the start, `late_seconds` of this iteration, see `teraio.Status`; empty
+    and 0 for another backend.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     loss: float
     seconds: float
+    tokens: int
     phase: str
     resident_bytes: dict[str, int]
+    optimizer_seconds: float = 0.0
+    moved_bytes: dict[str, int] = {}
+    busy_seconds: dict[str, float] = {}
+    exposed_seconds: dict[str, float] = {}
+    late_seconds: float = 0.0
 
 
 class Report(BaseModel):
     """A finished run; bytes as Linux saw them, or for "cuda" as the allocator did.
 
     `peak_bytes` since the first step or the last reset; `rest_bytes` is what the process still takes once its
-    tensors are freed: the interpreter, the libraries, the compiled code. `status` is teraio's own account.
+    tensors are freed: the interpreter, the libraries, the compiled code. `peak_reserved_bytes`, for "cuda" only, counts what
+    the allocator keeps for reuse as well. `state_bytes` is what AdamW's states take, wherever they are. `status` is teraio's
+    own account.
     """
 
     model_config = ConfigDict(frozen=True)
 
     peak_bytes: int
+    peak_reserved_bytes: int | None = None
     rest_bytes: int
     parameters: int
+    state_bytes: int = 0
     status: dict[str, Any] | None
 
 
@@ -67,9 +103,11 @@ class Training:
         torch.manual_seed(setting.seed)
         text = standard_library_text(setting.text_bytes)
         self._setting = setting
+        self._on_gpu = setting.device == "cuda"
         self._batches = batches(text, batch=setting.batch, context=setting.model.context, seed=setting.seed)
-        self._model = GPT(setting.model).to(setting.device)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=setting.learning_rate)
+        self._model = make_model(setting)
+        fused = True if self._on_gpu and setting.fused is None else setting.fused
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=setting.learning_rate, fused=fused)
         if setting.backend == "eager":
             self._run: Any = self._model
         else:
@@ -81,18 +119,41 @@ class Training:
         phase = self._phase()
         tokens, targets = (part.to(self._setting.device) for part in next(self._batches))
         started = time.perf_counter()
-        loss = self._run(tokens, targets)
+        with self._saving():
+            loss = self._run(tokens, targets)
         loss.backward()
+        updating = self._clock()
         self._optimizer.step()
+        updated = self._clock()
         self._optimizer.zero_grad(set_to_none=True)
-        if self._setting.device == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-        return Step(loss=loss.item(), seconds=seconds, phase=phase, resident_bytes=resident_bytes())
+        status = self._status() or {}
+        return Step(
+            loss=loss.item(),
+            seconds=seconds,
+            tokens=tokens.numel(),
+            phase=phase,
+            resident_bytes=resident_bytes(),
+            optimizer_seconds=self._between(updating, updated),
+            **{name: status[name] for name in _OF_STATUS if name in status},
+        )
+
+    def busy_seconds(self) -> float:
+        """Takes one step under torch's profiler: how long the device computed in it, copies to and from it not counted.
+
+        On a GPU the time in which at least one kernel ran; on CPU, in which the training thread ran an operator.
+        """
+        activity = ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU
+        with profile(activities=[activity]) as profiled:
+            self.step()
+        return computing_seconds(profiled.events(), activity.name)
 
     def reset_peak(self) -> None:
-        """Forgets the peak so far."""
-        if self._setting.device == "cuda":
+        """Forgets the peak so far; on a GPU the allocator first gives back what it keeps for reuse."""
+        if self._on_gpu:
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         else:
             reset_peak()
@@ -104,13 +165,39 @@ class Training:
 
     def finish(self) -> Report:
         """Reads the peak, then frees every tensor; the training cannot go on."""
-        on_gpu = self._setting.device == "cuda"
-        peak = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes()["VmHWM"]
+        peak = torch.cuda.max_memory_allocated() if self._on_gpu else resident_bytes()["VmHWM"]
+        reserved = torch.cuda.max_memory_reserved() if self._on_gpu else None
         status = self._status()
         parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        states = [value for state in self._optimizer.state.values() for value in state.values()]
+        state_bytes = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+        del states
         self._free()
-        rest = 0 if on_gpu else resident_bytes()["VmRSS"]
-        return Report(peak_bytes=peak, rest_bytes=rest, parameters=parameters, status=status)
+        rest = 0 if self._on_gpu else resident_bytes()["VmRSS"]
+        return Report(
+            peak_bytes=peak,
+            peak_reserved_bytes=reserved,
+            rest_bytes=rest,
+            parameters=parameters,
+            state_bytes=state_bytes,
+            status=status,
+        )
+
+    def _clock(self) -> Any:
+        """Now: on a GPU where its stream has come to, so that nothing has to wait for it."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        now = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        now.record()
+        return now
+
+    def _between(self, earlier: Any, later: Any) -> float:
+        return float(earlier.elapsed_time(later) / 1e3 if self._on_gpu else later - earlier)
+
+    def _saving(self) -> AbstractContextManager[Any]:
+        if self._setting.save_on_cpu:
+            return torch.autograd.graph.save_on_cpu(pin_memory=self._on_gpu)
+        return nullcontext()
 
     def _free(self) -> None:
         if self._setting.backend == "teraio":
@@ -122,15 +209,37 @@ class Training:
         give_free_memory_back()
 
     def _status(self) -> dict[str, Any] | None:
-        if self._setting.backend != "teraio":
-            return None
-        status = sys.modules["teraio"].status()[0]
-        return {name: getattr(status, name) for name in status.__dataclass_fields__}
-
-    def _phase(self) -> str:
         teraio = sys.modules.get("teraio") if self._setting.backend == "teraio" else None
         known = teraio.status() if teraio is not None else ()
-        return known[0].phase if known else ""
+        return {name: getattr(known[0], name) for name in known[0].__dataclass_fields__} if known else None
+
+    def _phase(self) -> str:
+        status = self._status()
+        return status["phase"] if status else ""
+
+
+def make_model(setting: Setting) -> nn.Module:
+    """The model of `setting` on its device: takes (batch, time) tokens and targets, gives the loss."""
+    dtype = getattr(torch, setting.dtype)
+    if isinstance(setting.model, LlamaConfig):
+        return llama(setting.model, device=setting.device, dtype=dtype)
+    return GPT(setting.model).to(setting.device, dtype)
+
+
+def computing_seconds(events: Iterable[Any], device: str) -> float:
+    """How long at least one of the profiler's `events` ran on "CPU" or "CUDA", copies from and to a GPU not counted."""
+    ran = (event for event in events if event.device_type.name == device and not event.is_user_annotation)
+    spans = ((event.time_range.start, event.time_range.end) for event in ran if not event.name.startswith(_COPIES))
+    return covered(spans) / 1e6  # the profiler counts microseconds
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How much of the axis the spans (start, end) cover together."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _start_compiler(device: str) -> None:

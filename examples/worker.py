@@ -32,7 +32,10 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """The parent's handle. Calls block until the worker answers; WorkerFailed if it ended or hangs."""
+    """The parent's handle. Calls block until the worker answers; WorkerFailed if it ended or hangs.
+
+    `program`: the module that the process runs, which ends in `serve`.
+    """
 
     def __init__(
         self,
@@ -40,13 +43,14 @@ class Worker:
         log: Path,
         environment: Mapping[str, str] | None = None,
         patience_seconds: float = 300.0,
+        program: str = "examples.worker",
     ) -> None:
         self._patience_seconds = patience_seconds
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "examples.worker"],
+                [sys.executable, "-m", program],
                 cwd=ROOT,
                 env={**os.environ, **(environment or {})},
                 stdin=subprocess.PIPE,
@@ -59,6 +63,10 @@ class Worker:
     def step(self) -> Step:
         """Takes one step."""
         return Step.model_validate(self._ask(json.dumps("step")))
+
+    def busy_seconds(self) -> float:
+        """Takes one step and tells how long the device computed in it, see `Training.busy_seconds`."""
+        return float(self._ask(json.dumps("busy_seconds")))
 
     def reset_peak(self) -> None:
         """Forgets the memory peak so far."""
@@ -117,6 +125,8 @@ def serve() -> None:
             command = json.loads(line)
             if command == "step":
                 answers.write(training.step().model_dump_json() + "\n")
+            elif command == "busy_seconds":
+                answers.write(json.dumps(training.busy_seconds()) + "\n")
             elif command == "finish":
                 answers.write(training.finish().model_dump_json() + "\n")
                 return

@@ -12,7 +12,7 @@ MIB = 2**20
 
 def run(losses: list[float], *, peak_bytes: int, status: dict[str, Any] | None, phase: str = "") -> Run:
     resident = {"VmHWM": peak_bytes, "VmRSS": peak_bytes, "RssAnon": peak_bytes, "RssFile": 0, "RssShmem": 0}
-    steps = tuple(Step(loss=loss, seconds=1.0, phase=phase, resident_bytes=resident) for loss in losses)
+    steps = tuple(Step(loss=loss, seconds=1.0, tokens=64, phase=phase, resident_bytes=resident) for loss in losses)
     report = Report(peak_bytes=peak_bytes, rest_bytes=0, parameters=1_000_000, status=status)
     return Run(name="a run", steps=steps, report=report)
 
@@ -58,4 +58,4 @@ def test_a_run_that_lacks_iterations_is_not_compared() -> None:
 
 def test_tables_show_a_run_of_every_kind() -> None:
     assert losses_table(FIRST, second()).row_count == 2
-    assert summary_table(FIRST, second()).row_count == 10
+    assert summary_table(FIRST, second()).row_count == 11

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from examples.gpt import GPT, GPTConfig
-from examples.memory import resident_bytes
+from examples.memory import give_free_memory_back, resident_bytes
 from examples.text import batches, standard_library_text
 from examples.training import Setting
 from examples.worker import Worker, WorkerFailed
@@ -46,12 +46,14 @@ def test_checkpointed_layers_give_the_same_loss_and_gradients() -> None:
 def test_a_worker_trains_in_its_own_process(tmp_path: Path) -> None:
     setting = Setting(backend="eager", model=TINY, batch=4, learning_rate=3e-3, text_bytes=100_000)
     with Worker(setting, tmp_path / "log") as worker:
-        losses = [worker.step().loss for _ in range(12)]
+        steps = [worker.step() for _ in range(12)]
         worker.reset_peak()
         report = worker.finish()
-    assert losses[-1] < losses[0] - 0.5
+    assert steps[-1].loss < steps[0].loss - 0.5
+    assert all(0 < step.optimizer_seconds < step.seconds for step in steps)
     assert report.parameters == sum(parameter.numel() for parameter in GPT(TINY).parameters())
     assert report.peak_bytes >= report.rest_bytes > 0
+    assert 8 * report.parameters < report.state_bytes < 8.1 * report.parameters, "two of four bytes each, and step counters"
     assert report.status is None
 
 
@@ -69,6 +71,7 @@ def test_a_worker_that_hangs_is_ended(tmp_path: Path) -> None:
 
 
 def test_resident_bytes_see_an_allocation() -> None:
+    give_free_memory_back()  # what other tests left would be used again
     before = resident_bytes()["RssAnon"]
     kept = torch.ones(32 << 20, dtype=torch.uint8)
     assert resident_bytes()["RssAnon"] - before > 0.9 * len(kept)

@@ -1,0 +1,125 @@
+"""The optimizer step without interleaving, to compare with: a subgroup is loaded, updated and written back, then the next one.
+
+Same stages, subgroups, files and engine as the interleaved step. `layer_by_layer` makes a plan in which no copy for a
+subgroup starts before its turn; run as a program, this is an `examples.worker` whose pager lets each subgroup's copies end
+before those of the next one begin (a plan alone cannot say that a copy in has to wait for a copy out).
+"""
+
+from collections.abc import Iterator, Sequence
+from unittest.mock import patch
+
+from examples.worker import serve
+from planner import Block, Budgets, Move, Offload, Plan, Prefetch, Trace, plan
+from planner.plan import Placement
+from planner.trace import Tier
+from runtime.block import Block as Resident
+from runtime.block import State
+from runtime.pager import Pager
+from teraio import lifecycle
+
+
+class SubgroupAfterSubgroup(Pager):
+    """A pager for which an update's copies in begin when all other copies have ended. Not for a GPU."""
+
+    def acquire(self, blocks: Sequence[Resident], new_bytes: int, what: str, *, then_fetch: Sequence[Resident] = ()) -> None:
+        if what.startswith("optimizer/"):
+            with self._changed:
+                while any(block.state in (State.LEAVING, State.ARRIVING) for block in self._blocks.values()):
+                    self._wait()
+        super().acquire(blocks, new_bytes, what, then_fetch=then_fetch)
+
+
+def layer_by_layer(trace: Trace, budgets: Budgets) -> Plan:
+    """A plan that moves every state for its update alone: it comes when that begins, and leaves when it has ended.
+
+    Everything else moves as the integer program would have it if a subgroup's states were workspace of its update, and
+    copying them part of its time; but nothing comes in while another subgroup updates, or before its own does.
+    Raises BudgetError, InfeasiblePlanError.
+    """
+    states = [block for block in trace.blocks if _leaves(block)]
+    reduced, numbers = _without(trace, states)
+    rest = plan(reduced, budgets)
+    known = {small: number for number, small in numbers.items()}
+    moves = [_delayed(move.model_copy(update={"block": known[move.block]}), trace) for move in rest.moves]
+    moves += _in_turn(states, len(trace.stages))
+    return Plan(
+        trace_fingerprint=trace.fingerprint,
+        policy="layer-by-layer",
+        budgets=budgets,
+        moves=tuple(moves),
+        initial=tuple(_initial(trace, moves)),
+    )
+
+
+def _leaves(block: Block) -> bool:
+    return block.kind == "optimizer_state" and block.movable and len(block.uses) == 1
+
+
+def _without(trace: Trace, states: Sequence[Block]) -> tuple[Trace, dict[int, int]]:
+    """The trace without these blocks, which their updates have as workspace instead; the others' new numbers by their old."""
+    gone = {block.id for block in states}
+    kept = [block for block in trace.blocks if block.id not in gone]
+    numbers = {block.id: index for index, block in enumerate(kept)}
+    size_bytes = [0] * len(trace.stages)
+    for block in states:
+        size_bytes[block.uses[0]] += block.size_bytes
+    ways = [link for link in trace.hardware.links if "storage" in (link.from_tier, link.to_tier)]
+    stages = tuple(
+        stage.model_copy(
+            update={
+                "workspace_bytes": stage.workspace_bytes + size,
+                "duration_seconds": stage.duration_seconds + (sum(way.seconds(size) for way in ways) if size else 0.0),
+            }
+        )
+        for stage, size in zip(trace.stages, size_bytes, strict=True)
+    )
+    reduced = Trace.build(
+        name=trace.name,
+        created_by=trace.created_by,
+        hardware=trace.hardware,
+        stages=stages,
+        blocks=tuple(block.model_copy(update={"id": numbers[block.id]}) for block in kept),
+    )
+    return reduced, numbers
+
+
+def _delayed(move: Move, trace: Trace) -> Move:
+    """The move, coming in no earlier than the update that needs it, or than all updates are over."""
+    assert move.prefetch is not None  # the reduced trace knows no subgroup that could update on the host
+    updates = {stage.id for stage in trace.stages if stage.phase == "optimizer"}
+    start, count = move.prefetch.start, len(trace.stages)
+    if move.before % count in updates:
+        start = move.before
+    while start < move.before and start % count in updates:
+        start += 1
+    ready_by = max(start, move.prefetch.ready_by)
+    return move.model_copy(update={"prefetch": Prefetch(start=start, ready_by=ready_by)})
+
+
+def _in_turn(states: Sequence[Block], count: int) -> Iterator[Move]:
+    for block in states:
+        (update,) = block.uses
+        yield Move(
+            block=block.id,
+            after=update,
+            before=update + count,
+            tier="storage",
+            offload=Offload(start=update, free_after=update),
+            prefetch=Prefetch(start=update + count, ready_by=update + count),
+        )
+
+
+def _initial(trace: Trace, moves: Sequence[Move]) -> Iterator[Placement]:
+    count = len(trace.stages)
+    away: dict[int, Tier] = {}
+    for move in moves:
+        assert move.prefetch is not None
+        leaves = move.after if move.offload is None else move.offload.start
+        if leaves < count <= move.prefetch.start:
+            away[move.block] = move.tier
+    return (Placement(block=b.id, tier=away.get(b.id, "device")) for b in trace.blocks if b.persistent)
+
+
+if __name__ == "__main__":
+    with patch.object(lifecycle, "Pager", SubgroupAfterSubgroup):
+        serve()

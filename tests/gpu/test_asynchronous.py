@@ -1,0 +1,146 @@
+"""The host only queues work: it waits for nothing in the steady state, and times are the GPU's own."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from planner import Trace
+from runtime import executor
+from runtime.cuda_streams import CudaStreams
+from runtime.host_links import measure_host_links
+from runtime.pinning import CudaPinner
+from runtime.storage.host import HostStore
+
+from .training import GPU_SCALE, MIB, STEPS, Case, Perceptron, Run, train
+
+DEVICE = torch.device("cuda")
+CASE = Case(name="perceptron", model=Perceptron)
+
+
+_peaks: list[int] = []
+"""Measured once."""
+
+
+@pytest.fixture
+def budgets() -> dict[str, int]:
+    """For the host tier alone: a third of the model's memory has to be elsewhere."""
+    if not _peaks:
+        peak = train(CASE, {}, device=DEVICE).allocated_bytes
+        assert peak is not None
+        _peaks.append(peak)
+    return {"memory_budget": int(0.67 * _peaks[0]), "host_budget": 2 * _peaks[0]}
+
+
+class SyncChecked:
+    """For `between`: PyTorch refuses to wait for the GPU from the step on that is given."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __call__(self, step: int, module: nn.Module) -> None:
+        if step + 1 == self.first:
+            torch.cuda.synchronize(DEVICE)
+            torch.cuda.set_sync_debug_mode("error")
+        if step + 1 == STEPS:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def sync_debug_mode() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.usefixtures("sync_debug_mode")
+def test_the_host_waits_for_nothing_when_a_plan_moves_blocks_to_the_host_tier(
+    budgets: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = SyncChecked(STEPS - 3)
+    batches = [torch.randint(0, GPU_SCALE.width, (GPU_SCALE.rows,), device=DEVICE) for _ in range(STEPS)]
+    monkeypatch.setitem(train.__globals__, "_batch", lambda *_: batches.pop())  # its own copies a batch and waits for it
+    run = train(CASE, {**budgets, "replan": False}, device=DEVICE, between=checked)
+    assert run.progress[checked.first].phase == run.progress[-1].phase == "planned"
+    assert run.progress[-1].moved_bytes["host->device"] > run.progress[checked.first].moved_bytes["host->device"]
+    assert run.progress[-1].late_seconds == 0, "nor did the pager wait for copies or room"
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], watch: Any) -> Run:
+    """A run of which `watch(stage, run)` runs each stage; it calls `run()`."""
+    plain = executor._run_stage
+    monkeypatch.setattr(executor, "_run_stage", lambda stage, slots: watch(stage, lambda: plain(stage, slots)))
+    return train(CASE, options, device=DEVICE)
+
+
+def test_stages_run_on_a_stream_of_their_own(budgets: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    def watch(stage: Any, run: Any) -> None:
+        seen.add(torch.cuda.current_stream(DEVICE).cuda_stream)
+        run()
+
+    watched(monkeypatch, budgets, watch)
+    assert len(seen) == 1 and not seen & {0, torch.cuda.default_stream(DEVICE).cuda_stream}
+
+
+def test_stage_times_are_those_of_a_clock_that_waits(
+    budgets: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured: dict[str, list[float]] = defaultdict(list)
+
+    def watch(stage: Any, run: Any) -> None:
+        torch.cuda.synchronize(DEVICE)
+        began = time.perf_counter()
+        run()
+        torch.cuda.synchronize(DEVICE)
+        measured[stage.name].append(time.perf_counter() - began)
+
+    path = tmp_path / "trace.json"
+    watched(monkeypatch, {**budgets, "trace_out": path}, watch)
+    by_event = {stage.name: stage.duration_seconds for stage in Trace.load(path).stages if stage.name in measured}
+    assert len(by_event) > 20
+    by_clock = sum(statistics.median(measured[name]) for name in by_event)
+    assert 0.5 * by_clock < sum(by_event.values()) < 1.5 * by_clock
+
+
+def test_the_trace_and_the_status_tell_the_ways_and_their_rates(budgets: dict[str, int], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    folder = tmp_path / "spill"
+    folder.mkdir()
+    run = train(CASE, {**budgets, "storage": folder, "trace_out": path}, device=DEVICE)
+    hardware = Trace.load(path).hardware
+    links = {link.name: link for link in hardware.links}
+    assert set(links) == set(run.progress[-1].moved_bytes)
+    for name in ("device->host", "host->device"):
+        assert links[name].path == "copies by the GPU, pinned memory"
+        assert 1e9 < links[name].bytes_per_second < 1e12 and 0 < links[name].latency_seconds < 1e-3
+    for name in ("device->storage", "storage->device"):
+        assert links[name].path in ("staged", "kvikio")
+        assert links[name].bytes_per_second > 1e7
+    assert {"bus, outward", "bus, inward"} <= {rate.name for rate in hardware.shared}
+    assert run.progress[-1].trace_path == str(path) and run.progress[-1].spill_directories
+    assert hardware.name == torch.cuda.get_device_name(DEVICE)
+
+
+def test_host_links_are_measured_also_where_the_model_leaves_little_room() -> None:
+    streams = CudaStreams(DEVICE)
+    store = HostStore(64 * MIB, pinner=CudaPinner(DEVICE))
+    before = torch.cuda.get_per_process_memory_fraction(DEVICE)
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    try:
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(DEVICE) + 24 * MIB) / total, DEVICE)
+        rates = measure_host_links(streams, store)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, DEVICE)
+        store.close()
+    assert rates.write_bytes_per_second > 1e9 and rates.read_bytes_per_second > 1e9
+    both = rates.duplex_write_bytes_per_second + rates.duplex_read_bytes_per_second
+    assert 0.8 * rates.write_bytes_per_second < both

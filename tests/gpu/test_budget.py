@@ -1,0 +1,137 @@
+"""What users of a GPU run into: budgets that are too small, their own memory, blocks on drives, the end of it all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import teraio
+from runtime.block import Block, State
+from runtime.pager import Pager
+from teraio import registry
+
+from .training import STEPS, Case, Perceptron, Run, Scale, Transformer, check_equal, train
+
+DEVICE = torch.device("cuda")
+CASE = Case(name="perceptron", model=Perceptron)
+
+
+def peak_of(case: Case) -> tuple[int, Run]:
+    run = train(case, {}, device=DEVICE)
+    assert run.allocated_bytes is not None
+    return run.allocated_bytes, run
+
+
+def the_pager() -> Pager:
+    (runtime,) = registry._runtimes.values()
+    return runtime._pager
+
+
+def test_a_budget_that_no_schedule_can_satisfy_is_refused() -> None:
+    with pytest.raises(teraio.BudgetError, match="needs .* bytes at once; give a memory_budget of at least"):
+        train(CASE, {"memory_budget": "24MiB", "host_budget": "256MiB"}, device=DEVICE)
+    assert teraio.status() == (), "nothing is left of it"
+
+
+def test_the_users_own_memory_counts() -> None:
+    """A tensor that the user makes half-way takes its place within the budget: more blocks have to leave."""
+    peak, wanted = peak_of(CASE)
+    held: list[torch.Tensor] = []
+
+    def between(step: int, module: nn.Module) -> None:
+        if step == STEPS - 6:
+            held.append(torch.zeros(peak // 8, dtype=torch.uint8, device=DEVICE))
+
+    budget = int(0.75 * peak)
+    found = train(CASE, {"memory_budget": budget, "host_budget": 2 * peak}, device=DEVICE, between=between)
+    check_equal(found, wanted)
+    assert found.allocated_bytes is not None and found.allocated_bytes <= budget
+    assert found.progress[-1].device_peak_bytes <= budget
+
+
+@contextmanager
+def away(tensor: torch.Tensor, tier: str) -> Iterator[Block]:
+    """Send a tensor's block to a tier, as a plan would at the end of a region."""
+    pager = the_pager()
+    block = pager.known_block(tensor)
+    assert block is not None and block.span is not None
+    with pager.device.region():
+        pager.enter()
+        pager.offload(block, tier)  # type: ignore[arg-type]
+        pager.fence()
+    assert block.state is State.AWAY and block.tier == tier
+    yield block
+
+
+def test_what_waits_on_a_drive_cannot_be_used_and_says_how_it_can(tmp_path: Path) -> None:
+    looked = []
+
+    def between(step: int, module: nn.Module) -> None:
+        if step != STEPS - 2:
+            return
+        weight = module.layers[0].up.weight
+        with teraio.on_device([weight]):
+            before = weight.detach().cpu()
+        with away(weight, "storage"):
+            with pytest.raises(RuntimeError, match=r"up\.weight .* is not in memory: teraio has moved it to storage.*on_device"):
+                weight.detach().sum()
+            with teraio.on_device([weight]):
+                assert torch.equal(weight.detach().cpu(), before)
+                weight.detach().mul_(1)
+        looked.append(before)
+
+    peak, wanted = peak_of(CASE)
+    options = {"memory_budget": int(0.75 * peak), "storage": tmp_path}
+    found = train(CASE, options, device=DEVICE, between=between)
+    assert looked
+    check_equal(found, wanted)
+
+
+def test_what_waits_in_host_memory_can_be_used_as_it_is() -> None:
+    looked = []
+
+    def between(step: int, module: nn.Module) -> None:
+        if step != STEPS - 2:
+            return
+        weight = module.layers[0].up.weight
+        with teraio.on_device([weight]):
+            before = weight.detach().cpu()
+        with away(weight, "host") as block:
+            assert torch.equal(weight.detach().cpu(), before), "through its copy in host memory"
+            weight.detach().neg_().neg_()
+            assert block.state is State.AWAY
+        looked.append(before)
+
+    peak, wanted = peak_of(CASE)
+    options = {"memory_budget": int(0.75 * peak), "host_budget": 2 * peak}
+    found = train(CASE, options, device=DEVICE, between=between)
+    assert looked
+    check_equal(found, wanted)
+
+
+def test_reset_brings_back_more_than_the_budget() -> None:
+    """A budget holds no longer than its runtime: what does not fit in it comes back all the same."""
+    scale = Scale(rows=512, width=1024, layers=12)
+    module = Transformer(scale).to(DEVICE)
+    wanted = [p.detach().cpu() for p in module.parameters()]
+    size = sum(p.untyped_storage().nbytes() for p in module.parameters())
+    budget = int(1.4 * size)
+    options = {"codegen": "eager", "memory_budget": budget, "host_budget": 4 * size}
+    model = torch.compile(module, backend="teraio", options=options)
+    indices = torch.arange(scale.rows, device=DEVICE)
+    for _ in range(2):  # the second time, gradients are added to those that wait in host memory
+        model(indices).square().mean().backward()
+    assert sum(teraio.status()[0].moved_bytes.values()) > 0
+    teraio.reset()
+    assert torch.cuda.memory_allocated(DEVICE) >= 2 * size > budget, "parameters and gradients"
+    assert all(torch.equal(p.detach().cpu(), w) for p, w in zip(module.parameters(), wanted, strict=True))
+    found = [p.grad.cpu() for p in module.parameters() if p.grad is not None]
+    module.zero_grad()
+    for _ in range(2):
+        module(indices).square().mean().backward()
+    torch.testing.assert_close(found, [p.grad.cpu() for p in module.parameters() if p.grad is not None], rtol=1e-3, atol=1e-5)

@@ -1,0 +1,90 @@
+"""Storages of a GPU that get other memory: kernels see it, and nothing is lost or leaks."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from runtime import storage_memory
+from runtime.pinning import CudaPinner
+from runtime.storage.host import HostStore
+
+DEVICE = torch.device("cuda", 0)
+COUNT = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(DEVICE)
+    yield
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    assert torch.cuda.memory_allocated(DEVICE) == before
+
+
+@pytest.fixture
+def host() -> Iterator[HostStore]:
+    store = HostStore(COUNT * 4, pinner=CudaPinner(DEVICE))
+    assert store.pinned
+    yield store
+    torch.cuda.synchronize(DEVICE)
+    store.close()
+
+
+def on_host(store: HostStore) -> torch.Tensor:
+    """The slab as floats of main memory."""
+    memory = (ctypes.c_char * store.capacity_bytes).from_address(store.address)
+    return torch.frombuffer(memory, dtype=torch.float32)
+
+
+def test_two_storages_exchange_their_memory() -> None:
+    one, other = torch.full((COUNT,), 1.0, device=DEVICE), torch.full((COUNT,), 2.0, device=DEVICE)
+    view = one[10:20]
+    address = one.data_ptr()
+    storage_memory.exchange(one.untyped_storage(), other.untyped_storage())
+    assert other.data_ptr() == address and storage_memory.address(other.untyped_storage()) == address
+    assert bool((view == 2).all()) and bool((other == 1).all())
+
+
+def test_a_kernel_reads_and_writes_pinned_memory_through_its_stand_in(host: HostStore) -> None:
+    slab = on_host(host)
+    slab.fill_(3.0)
+    block = torch.zeros(COUNT, device=DEVICE)
+    taken = torch.cuda.memory_allocated(DEVICE)
+    storage_memory.lend(block.untyped_storage(), host.address)
+    assert torch.cuda.memory_allocated(DEVICE) <= taken - 4 * COUNT, "what it had is freed"
+    assert block.device == DEVICE and block.untyped_storage().nbytes() == 4 * COUNT
+    assert block.sum().item() == 3.0 * COUNT
+    block.mul_(2)
+    block[::2].add_(1)
+    assert block.cpu()[:2].tolist() == [7.0, 6.0], "copies to main memory work, too"
+    assert (block @ torch.ones(COUNT, device=DEVICE)).item() == 6.5 * COUNT, "so do libraries"
+    torch._foreach_mul_([block], 2)
+    torch.cuda.synchronize(DEVICE)
+    assert slab[:2].tolist() == [14.0, 12.0]
+
+
+def test_a_closed_storage_says_why_and_is_opened_again() -> None:
+    block = torch.full((COUNT,), 5.0, device=DEVICE)
+    storage = block.untyped_storage()
+    address = block.data_ptr()
+    for _ in range(2):
+        storage_memory.close(storage, "it is on a drive")
+        for use in (lambda: block + 1, lambda: block.sum(), lambda: block.fill_(0), lambda: block.cpu(), block.data_ptr):
+            with pytest.raises(RuntimeError, match="it is on a drive"):
+                use()
+        assert storage_memory.address(storage) == address and storage.nbytes() == 4 * COUNT
+        storage_memory.open_again(storage)
+        assert bool((block == 5).all())
+
+
+def test_a_storage_that_is_let_go_while_it_is_closed_or_lent_is_freed(host: HostStore) -> None:
+    closed, lent = torch.ones(COUNT, device=DEVICE), torch.ones(COUNT, device=DEVICE)
+    storage_memory.close(closed.untyped_storage(), "gone")
+    storage_memory.lend(lent.untyped_storage(), host.address)
+    del closed, lent

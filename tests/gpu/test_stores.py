@@ -1,0 +1,234 @@
+"""The stores that work with a GPU: the contract of all stores over device memory, and what only CUDA can show."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from planner.errors import StorageError, UnsupportedError
+from runtime.cuda_copier import CudaCopier, PinnedBuffer
+from runtime.engine import Engine
+from runtime.pinning import PIN_CHUNK_BYTES, CudaPinner
+from runtime.storage.host import HostStore
+from runtime.storage.kvikio import KvikioStore, load_kvikio
+from runtime.storage.posix import PosixStore
+from runtime.storage.staged import StagedStore
+from runtime.storage.store import ALIGNMENT_BYTES, Store
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    """A helper of other tests as a module (tests are no package)."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+contract = _load("storage_contract", Path(__file__).parents[1] / "runtime" / "storage" / "contract.py")
+
+MIB = 1 << 20
+CUDA = torch.device("cuda", 0)
+Folders = list[Path]
+
+
+class DeviceMemory:
+    """Aligned device memory, filled with random bytes or zeros."""
+
+    def __init__(self, size_bytes: int, random: bool) -> None:
+        room = torch.empty(size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=CUDA)
+        begin = -room.data_ptr() % ALIGNMENT_BYTES
+        self.tensor = room[begin : begin + size_bytes]
+        if random:
+            self.tensor.random_(0, 256)
+        else:
+            self.tensor.zero_()
+        self.address = self.tensor.data_ptr()
+        torch.cuda.synchronize()
+
+    @property
+    def content(self) -> bytes:
+        return self.tensor.cpu().numpy().tobytes()
+
+
+class HostMemory:
+    """Ordinary host memory."""
+
+    def __init__(self, size_bytes: int, random: bool) -> None:
+        self.tensor = torch.zeros(size_bytes, dtype=torch.uint8)
+        if random:
+            self.tensor.random_(0, 256)
+        self.address = self.tensor.data_ptr()
+
+    @property
+    def content(self) -> bytes:
+        return self.tensor.numpy().tobytes()
+
+
+def kvikio_store(folders: Folders, size_bytes: int) -> Store:
+    return KvikioStore(folders, budget_bytes=size_bytes)
+
+
+def staged_store(buffer_bytes: int) -> Callable[[Folders, int], Store]:
+    return lambda folders, size: StagedStore(
+        PosixStore(folders, budget_bytes=size), CudaCopier(CUDA), buffer_bytes=buffer_bytes
+    )
+
+
+def pinned_store(folders: Folders, size_bytes: int) -> Store:
+    store = HostStore(size_bytes, pinner=CudaPinner(CUDA))
+    assert store.pinned
+    return store
+
+
+MAKERS: dict[str, Callable[[Folders, int], Store]] = {
+    "staged": staged_store(4 << 20),
+    "staged, small buffers": staged_store(300_000),
+    "kvikio": kvikio_store,
+    "host, pinned": pinned_store,
+}
+
+
+@pytest.fixture(params=MAKERS)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[object]:
+    if request.param == "kvikio":
+        need_kvikio()
+    host = request.param == "host, pinned"
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    stores: list[Store] = []
+
+    def make(size_bytes: int) -> Store:
+        stores.append(MAKERS[request.param](folders, size_bytes))
+        return stores[-1]
+
+    yield contract.StoreCase(
+        make=make,
+        memory=HostMemory if host else DeviceMemory,
+        option="host_budget" if host else "storage_budget",
+        stripes=1 if host else 2,
+        mappable=request.param != "kvikio",
+        whole=host,
+    )
+    for store in stores:
+        store.close()
+    assert all(not list(folder.iterdir()) for folder in folders)
+
+
+def need_kvikio() -> None:
+    try:
+        load_kvikio()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+class TestStoreWithAGpu(contract.StoreContract):  # type: ignore[misc, name-defined]
+    """The contract."""
+
+
+def test_an_engine_carries_blocks_of_the_device(tmp_path: Path) -> None:
+    store = StagedStore(PosixStore([tmp_path], budget_bytes=None), CudaCopier(CUDA))
+    engine = Engine(store)
+    blocks = [DeviceMemory(5 * MIB, True) for _ in range(8)]
+    expected = [block.content for block in blocks]
+    slots = [store.allocate(5 * MIB, f"block {number}") for number in range(8)]
+    done: list[object] = []
+    for transfer in [engine.write(slot, block.address, done.append) for slot, block in zip(slots, blocks, strict=True)]:
+        transfer.wait()
+    for block in blocks:
+        block.tensor.zero_()
+    torch.cuda.synchronize()
+    for transfer in [engine.read(slot, block.address, done.append) for slot, block in zip(slots, blocks, strict=True)]:
+        transfer.wait()
+    assert [block.content for block in blocks] == expected
+    assert len(done) == 16
+    engine.close()
+    store.close()
+
+
+def test_copies_do_not_wait_for_the_default_stream() -> None:
+    copier = CudaCopier(CUDA)
+    buffer, device = PinnedBuffer(MIB), DeviceMemory(MIB, True)
+    expected = device.content
+    kernel = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    kernel.record()
+    copier.to_host(buffer.address, device.address, MIB).wait()
+    assert not kernel.query()
+    assert ctypes.string_at(buffer.address, MIB) == expected
+    copier.to_device(device.address, buffer.address, MIB).wait()
+    assert not kernel.query()
+    torch.cuda.synchronize()
+
+
+def test_an_address_that_is_no_device_memory_is_refused() -> None:
+    buffer, host = PinnedBuffer(4096), HostMemory(4096, False)
+    with pytest.raises((StorageError, RuntimeError)):
+        CudaCopier(CUDA).to_host(buffer.address, host.address, 4096)
+
+
+def test_pinned_buffers_are_aligned_and_pinned() -> None:
+    for size in (4096, 300_000, 4 << 20):
+        buffer = PinnedBuffer(size)
+        assert buffer.address % ALIGNMENT_BYTES == 0
+        assert buffer._bytes.is_pinned()
+
+
+def test_the_device_copies_from_and_to_a_pinned_slab() -> None:
+    store = HostStore(64 * MIB, pinner=CudaPinner(CUDA))
+    slot = store.allocate(32 * MIB, "weights")
+    copier, device = CudaCopier(CUDA), DeviceMemory(32 * MIB, True)
+    expected = device.content
+    begin = 0
+    for extent in slot.extents:
+        copier.to_host(store.address_of(extent), device.address + begin, extent.length_bytes).wait()
+        begin += extent.length_bytes
+    read = HostMemory(32 * MIB, False)
+    store.read(slot, read.address)
+    assert read.content == expected
+    device.tensor.zero_()
+    torch.cuda.synchronize()
+    begin = 0
+    for extent in slot.extents:
+        copier.to_device(device.address + begin, store.address_of(extent), extent.length_bytes).wait()
+        begin += extent.length_bytes
+    assert device.content == expected
+    store.close()
+
+
+def test_a_slab_of_several_chunks_is_pinned_and_given_back() -> None:
+    store = HostStore(PIN_CHUNK_BYTES + 64 * MIB, pinner=CudaPinner(CUDA))
+    slot = store.allocate(store.capacity_bytes, "all of it")
+    assert store.pinned and len(slot.extents) == 2
+    device, copier = DeviceMemory(64 * MIB, True), CudaCopier(CUDA)
+    copier.to_host(store.address_of(slot.extents[1]), device.address, 64 * MIB).wait()
+    assert ctypes.string_at(store.address_of(slot.extents[1]), 64 * MIB) == device.content
+    store.close()
+
+
+def test_a_failed_pin_leaves_no_error_behind() -> None:
+    with pytest.raises(StorageError, match="cannot pin 4,096 bytes of host memory: CUDA error"):
+        CudaPinner(CUDA).pin(1 << 46, 4096)  # nothing is there
+    assert int((torch.ones(4, device=CUDA) + 1).sum().item()) == 8
+
+
+def test_what_kvikio_does_is_told(tmp_path: Path) -> None:
+    need_kvikio()
+    store = KvikioStore([tmp_path], budget_bytes=None)
+    assert store.description.startswith("kvikio ")
+    memory = DeviceMemory(8 * MIB, True)
+    slot = store.allocate(8 * MIB, "weights")
+    store.write(slot, memory.address)
+    on_drive = slot.extents[0].path.read_bytes()[: 8 * MIB]
+    assert on_drive == memory.content
+    store.close()

@@ -1,0 +1,108 @@
+"""The random sequences of `tests/runtime/test_stream_mover.py` on real streams, pinned memory and drives.
+
+Now and then a lane is held up, so that the lanes' order varies.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.cuda_copier import CudaCopier
+from runtime.cuda_streams import CudaStreams
+from runtime.engine import Engine
+from runtime.pinning import CudaPinner
+from runtime.storage.host import HostStore
+from runtime.storage.posix import PosixStore
+from runtime.storage.staged import StagedStore
+from runtime.streams import Lane
+from runtime.tiers import Tier
+from runtime.torch_memory import TorchMemory
+
+from ..runtime.block_machine import TIERS, Machine
+
+DEVICE = torch.device("cuda", 0)
+UNIT = 2 << 20
+MOST_CYCLES = 2_000_000
+"""About a millisecond, in which a block can be copied some ten times."""
+
+
+class CudaMachine(Machine):
+    """On a GPU. What its kernels find is looked at when all has ended, so that the host does not wait before."""
+
+    def __init__(self, seed: int, *, budget_blocks: int, tiers: Sequence[str], host: HostStore, files: Tier) -> None:
+        known = {"host": Tier(name="host", store=host, engine=None), "storage": files}
+        super().__init__(
+            seed,
+            CudaStreams(DEVICE),
+            budget_blocks=budget_blocks,
+            unit=UNIT,
+            tiers=[known[name] for name in tiers],
+            host_address=host.address_of,
+            lends=True,
+        )
+        self.found: list[tuple[str, torch.Tensor]] = []
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        return self.device._streams[lane]
+
+    def queue_check(self, lane: Lane, tensor: torch.Tensor, value: int, what: str) -> None:
+        with torch.cuda.stream(self._stream(lane)):
+            self.found.append((f"{what}: bytes other than {value}", (tensor != value).any()))
+
+    def queue_fill(self, lane: Lane, tensor: torch.Tensor, value: int) -> None:
+        with torch.cuda.stream(self._stream(lane)):
+            tensor.fill_(value)
+
+    def time_passes(self) -> None:
+        if self.draw.random() < 0.4:
+            with torch.cuda.stream(self._stream(self.draw.choice(list(Lane)))):
+                torch.cuda._sleep(self.draw.randrange(MOST_CYCLES))
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(DEVICE)
+        self.wrong += [what for what, wrong in self.found if wrong]
+
+
+@pytest.fixture
+def host() -> Iterator[HostStore]:
+    store = HostStore(64 * UNIT, pinner=CudaPinner(DEVICE))
+    assert store.pinned
+    yield store
+    assert store.used_bytes == 0, "every slot came back"
+    store.close()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Tier]:
+    with ExitStack() as undo:
+        store = StagedStore(PosixStore([tmp_path], budget_bytes=None), CudaCopier(DEVICE), buffer_bytes=1 << 20)
+        undo.callback(store.close)
+        engine = Engine(store, memory=TorchMemory(DEVICE))
+        undo.callback(engine.close)
+        yield Tier(name="storage", store=store, engine=engine)
+        assert store.used_bytes == 0, "every slot came back"
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+@pytest.mark.parametrize("seed", range(5))
+def test_any_sequence(seed: int, tiers: Sequence[str], host: HostStore, files: Tier) -> None:
+    before = torch.cuda.memory_allocated(DEVICE)
+    machine = CudaMachine(seed, budget_blocks=random.Random(seed).randint(4, 7), tiers=tiers, host=host, files=files)
+    try:
+        machine.run(15)
+        assert machine.pager.evictions > 20
+    finally:
+        machine.pager.bring_back_all()  # I/O threads are at rest before their engine closes
+        machine.tensors.clear()
+        machine.found.clear()
+        torch.cuda.synchronize(DEVICE)
+        machine.pager.forget_dead()
+        machine.mover.close()
+    del machine
+    assert torch.cuda.memory_allocated(DEVICE) == before
