@@ -78,9 +78,9 @@ class CpuMemory:
         self._users.add(self)
 
     def stand_back(self) -> None:
-        """Give PyTorch its own allocator back, unless others in the process still need this one.
+        """Allocate as PyTorch itself does from now on, unless others in the process still need the pool.
 
-        What was allocated meanwhile stays valid.
+        What was allocated meanwhile stays valid, and all that is allocated still counts.
         """
         self._users.discard(self)
         if not self._users:

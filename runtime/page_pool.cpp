@@ -247,14 +247,11 @@ void free_any(void* address) {
   }
 }
 
-c10::Allocator* before = nullptr;
-
 struct PoolAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    if (!pool().serving) return before->allocate(bytes);
     c10::Device cpu(c10::DeviceType::CPU);
     if (bytes == 0) return {nullptr, nullptr, &free_any, cpu};
-    void* address = bytes >= smallest_chunk ? new_chunk(bytes) : nullptr;
+    void* address = pool().serving && bytes >= smallest_chunk ? new_chunk(bytes) : nullptr;
     if (!address) {
       address = c10::alloc_cpu(bytes);  // throws if there is no memory
       count(static_cast<long>(malloc_usable_size(address)));
@@ -285,7 +282,6 @@ int teraio_install(size_t smallest) {
   smallest_chunk = smallest;
   pool().serving = true;
   if (c10::GetCPUAllocator() != &allocator()) {
-    before = c10::GetCPUAllocator();
     c10::SetCPUAllocator(&allocator());
     if (c10::GetCPUAllocator() != &allocator()) {
       pool().serving = false;
@@ -295,8 +291,8 @@ int teraio_install(size_t smallest) {
   return 0;
 }
 
-// Leaves all further allocations to the allocator that was there before, and gives all kept pages back. Chunks that are
-// in use stay what they are. (It does not become PyTorch's allocator again: what was allocated raw must be freed here.)
+// Makes no more chunks: allocates as PyTorch itself does, and gives all kept pages back. Chunks that are in use stay what
+// they are. (This remains PyTorch's allocator, and counts: what was allocated raw here must be freed here.)
 void teraio_stand_back() {
   std::lock_guard lock(pool().mutex);
   pool().serving = false;

@@ -47,4 +47,5 @@ class PeakWatch:
         return True
 
     def _bytes_beside(self, managed_bytes: int) -> int:
-        return max(0, self._memory.allocated_bytes - managed_bytes)
+        # Less than none if memory is managed that is not counted as allocated, being lent, say: the peak has not got it either.
+        return self._memory.allocated_bytes - managed_bytes
