@@ -168,7 +168,7 @@ def test_waiting_can_time_out(make_link: MakeLink, gate: Gate) -> None:
     assert not transfer.done and transfer.seconds == 0.0
     gate.let()
     transfer.wait(30)
-    assert transfer.done and transfer.seconds >= 0.01 and transfer.bytes == 4096
+    assert transfer.done and transfer.seconds > 0.0 and transfer.bytes == 4096
 
 
 def test_closing_lets_everything_end_that_was_submitted(make_link: MakeLink, gate: Gate) -> None:

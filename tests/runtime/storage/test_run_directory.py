@@ -51,7 +51,11 @@ def left(parent: Path) -> list[str]:
     return [entry.name for entry in parent.iterdir()]
 
 
-WAIT = "say('ready'); time.sleep(60)"
+WAIT = '''
+say('ready')
+for _ in range(600):
+    time.sleep(0.1)  # a signal that comes just before a sleep does not end it
+'''
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ def test_it_goes_with_an_interrupt(start: Start, tmp_path: Path, setup: str) -> 
 
 
 def test_it_goes_with_a_signal_while_the_process_waits_for_a_lock(start: Start, tmp_path: Path) -> None:
-    process = start("import threading; say('ready'); threading.Event().wait()")
+    process = start("import threading; say('ready'); lock = threading.Event()\nwhile not lock.wait(0.1): pass")
     process.terminate()
     assert process.wait(30) == -signal.SIGTERM
     assert left(tmp_path) == []

@@ -126,7 +126,7 @@ def test_the_smallest_budgets(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         assert len(asked) == 1 and found.gradients[-1] < found.gradients[0]
         budgets.append(int(asked[0]))
     assert 2 <= len(budgets) and budget < budgets[-1] < 6.5 * MIB, "a parameter's update takes 6, with temporaries"
-    planned = train(case, tmp_path, options | {"profile_iterations": 2, "solver_time_limit": 5})
+    planned = train(replace(case, planned=True), tmp_path, options | {"profile_iterations": 2, "solver_time_limit": 5})
     assert planned.status.phase == "planned" and all(map(torch.equal, planned.values, expected.values))
     for result in (found, planned):  # in the first pass it turned out that updates have to be cut finer
         assert result.gradients[WATCHED] > 0 and set(result.gradients[WATCHED + 1 :]) == {0}
