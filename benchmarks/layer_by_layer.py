@@ -85,7 +85,8 @@ def _without(trace: Trace, states: Sequence[Block]) -> tuple[Trace, dict[int, in
 
 def _delayed(move: Move, trace: Trace) -> Move:
     """The move, coming in no earlier than the update that needs it, or than all updates are over."""
-    assert move.prefetch is not None  # the reduced trace knows no subgroup that could update on the host
+    if move.prefetch is None:
+        return move
     updates = {stage.id for stage in trace.stages if stage.phase == "optimizer"}
     start, count = move.prefetch.start, len(trace.stages)
     if move.before % count in updates:
@@ -113,9 +114,8 @@ def _initial(trace: Trace, moves: Sequence[Move]) -> Iterator[Placement]:
     count = len(trace.stages)
     away: dict[int, Tier] = {}
     for move in moves:
-        assert move.prefetch is not None
         leaves = move.after if move.offload is None else move.offload.start
-        if leaves < count <= move.prefetch.start:
+        if move.prefetch is not None and leaves < count <= move.prefetch.start:
             away[move.block] = move.tier
     return (Placement(block=b.id, tier=away.get(b.id, "device")) for b in trace.blocks if b.persistent)
 

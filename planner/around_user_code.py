@@ -22,8 +22,8 @@ _MOST_APART = 3  # stages of user code for which the copies that they wait for a
 class _Late:
     """A copy out for which user code waits: queued at the end of `leave`, it could go at the end of `user` as well.
 
-    `index`: its period, None for a gradient of an update on the host. `wait_seconds`: for how long it is under way after
-    `user` was reached. Stages are numbered on over the iteration's end.
+    `index`: its period, None for a gradient of an update on the host, which has none. `wait_seconds`: for how long it is
+    under way after `user` was reached. Stages are numbered on over the iteration's end.
     """
 
     index: int | None
@@ -67,9 +67,9 @@ def _late_copies(problem: Problem, decisions: Decisions, plan: Plan, timeline: T
             continue
         leave = move.offload.start
         user = next_user_stage(trace, leave + 1)
-        index = None if move.prefetch is None else period_of[move.block, move.after]
+        index = period_of.get((move.block, move.after))
         back = move.before if index is None else decisions[index].start
-        if user is None or user >= back:
+        if user is None or user >= back or (index is not None and user > problem.periods[index].last_leave):
             continue
         turns = user // stages - leave // stages
         reached = timeline.stages[user % stages].reached_seconds + turns * timeline.iteration_seconds

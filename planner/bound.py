@@ -8,6 +8,7 @@ consecutive uses of a block and t a lower tier:
 1. *Memory.* At S_s and E_s alike, live_s less the blocks that are absent is within the budget. A block is
    absent only strictly inside a p, so from S_(after+1) to E_(before−1); its copy out has then ended, or a copy
    of an earlier p of the same epoch was still valid (frozen blocks: always); and its copy in has not begun.
+   (A block that outlives its last use has a p from there to its death, stage before − 1, in which nothing comes in.)
    Let O be the share of the copy's time out that has passed, I that of its copy in, d whether the block was
    dropped. Then absent ≤ d + O − I, for a whole block as for any share of one, and I ends at d + O.
 2. *Copies.* O begins at E_after at the earliest and I ends at S_before at the latest. d of one p is at most the
@@ -124,9 +125,9 @@ def _simple_seconds(problem: Problem) -> float:
     """The largest of: the sum of the stage durations, and what must cross the links in one iteration.
 
     At a stage whose live bytes exceed the budget by x, at least x bytes of idle blocks must be absent. Each
-    is copied in once before its next use, so x bytes cross the inward links; and those that some stage
-    writes are also copied out at least once between two writes, so x less the bytes of never-written blocks
-    around the stage cross the outward links. Several tiers work side by side: their rates add up.
+    is copied in once before its next use, so x bytes less those of blocks that are not used again cross the inward links;
+    and those that some stage writes are also copied out at least once between two writes, so x less the bytes of
+    never-written blocks around the stage cross the outward links. Several tiers work side by side: their rates add up.
     """
     compute = problem.trace.ideal_seconds
     if not problem.routes:
@@ -138,7 +139,8 @@ def _simple_seconds(problem: Problem) -> float:
         absent = live - problem.budgets.device_bytes
         if absent <= 0:
             continue
-        periods = (problem.periods[index] for index in problem.covering[stage])
+        periods = [problem.periods[index] for index in problem.covering[stage]]
         clean = sum(period.size_bytes for period in periods if period.frozen)
-        worst = max(worst, absent / inward, (absent - clean) / outward)
+        final = sum(period.size_bytes for period in periods if period.final)
+        worst = max(worst, (absent - final) / inward, (absent - clean) / outward)
     return worst

@@ -165,7 +165,7 @@ def _copies(
         name=label,
         found=model.variable(f"d_{label}", whole=True) if block_class.frozen or not first else None,
         out=[model.variable(f"o_{label}_{k}", whole=k == window.end) for k in ends],
-        into=[model.variable(f"i_{label}_{k}") for k in window.inside],
+        into=[] if window.final else [model.variable(f"i_{label}_{k}") for k in window.inside],
     )
 
 
@@ -203,7 +203,7 @@ def _add_shares(problem: Problem, model: _Model, copies: _Copies) -> None:
     share = copies.block_class.size_bytes / _scale(problem)
     for position, k in enumerate(window.inside):
         left = copies.left(position)
-        absent = [*left, (copies.into[position], -1.0)]
+        absent = [*left, *((variable, -1.0) for variable in copies.into[position:][:1])]
         if model.whole:
             away = model.variable(f"a_{copies.name}_{k}", whole=True)
             model.add([*absent, (away, -1.0)], pulp.LpConstraintGE, 0)
@@ -216,7 +216,8 @@ def _add_shares(problem: Problem, model: _Model, copies: _Copies) -> None:
     out: list[Terms] = [[(variable, 1.0)] for variable in copies.out]
     into: list[Terms] = [[(variable, 1.0)] for variable in copies.into]
     _add_steps(problem, model, copies, copies.route.outward, out)
-    _add_steps(problem, model, copies, copies.route.inward, [*into, copies.waiting])
+    if not window.final:
+        _add_steps(problem, model, copies, copies.route.inward, [*into, copies.waiting])
 
 
 def _add_steps(problem: Problem, model: _Model, copies: _Copies, link: Link, cumulative: list[Terms]) -> None:

@@ -52,7 +52,10 @@ def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seco
     first = instants.last_by(2 * host_start(trace, subgroup) - 1)
     out = grouped(
         gradients(trace, subgroup),
-        lambda block: (instants.last_by(2 * last_before(block, subgroup, stages) + 1),),
+        lambda block: (
+            instants.last_by(2 * last_before(block, subgroup, stages) + 1),
+            instants.last_by(2 * block.last_stage + 1),
+        ),
     )
     back = grouped(
         parameters(trace, subgroup),
@@ -70,11 +73,11 @@ def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seco
         Flow(
             first=begin,
             last=max(last, begin + 1),
-            absent=range(begin + 1, gone + 1),
+            absent=range(begin + 1, dead + 1),
             size_bytes=total_bytes(blocks),
             seconds=_seconds(blocks, route.outward),
         )
-        for (begin,), blocks in out.items()
+        for (begin, dead), blocks in out.items()
     )
     flows_in = tuple(
         Flow(

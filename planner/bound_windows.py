@@ -101,12 +101,14 @@ class Window:
     """One time between two consecutive uses, in instants: copies run in spans `begin` … `end` − 1.
 
     The block can be absent at instants `begin` + 1 … `end` − 1. `adjacent`: the uses are neighbouring
-    stages; then there is a stall at most between them, and one span.
+    stages; then there is a stall at most between them, and one span. `final`: from the last use to the block's death;
+    nothing comes in.
     """
 
     begin: int
     end: int
     adjacent: bool
+    final: bool = False
 
     @property
     def inside(self) -> range:
@@ -198,11 +200,14 @@ def _windows(
         after = uses[number] + turns * stages
         turns, number = divmod(position - back + 1, len(uses))
         before = uses[number] + turns * stages
+        final = last.final and back == 0
+        if final:
+            before = last.before
         begin, end = instants.last_by(2 * after + 1), instants.first_from(2 * before)
         turns, begin_in_turn = divmod(begin, len(instants))
         windows.append(
-            Window(begin=begin_in_turn, end=end - turns * len(instants), adjacent=before == after + 1)
+            Window(begin=begin_in_turn, end=end - turns * len(instants), adjacent=before == after + 1, final=final)
         )
-        if update_stage in (after % stages, before % stages):
+        if update_stage in ((after,) if final else (after % stages, before % stages)):
             around.add(len(windows) - 1)
     return windows, frozenset(around)

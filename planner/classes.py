@@ -16,13 +16,14 @@ __all__ = ["BlockClass", "ClassPeriod", "classes_of"]
 class ClassPeriod:
     """Idle in the whole of segments `begin` + 1 … `end` − 1 (`end` runs on over the iteration's end).
 
-    `indices`: the period of each member, by position in `Problem.periods`.
+    `indices`: the period of each member, by position in `Problem.periods`. `final`: the members do not come back.
     """
 
     begin: int
     end: int
     epoch: int
     rank: int
+    final: bool
     indices: tuple[int, ...]
 
 
@@ -58,16 +59,17 @@ def classes_of(
     owner = {block: subgroup.id for subgroup in subgroups for block in subgroup.blocks}
     segment_of = [number for number, s in enumerate(segments) for _ in range(s.first, s.last + 1)]
     stages, count = len(segment_of), len(segments)
-    by_block: dict[int, list[tuple[int, int, int, int, int]]] = {}
+    by_block: dict[int, list[_Idle]] = {}
     for index, period in enumerate(problem.periods):
         begin = segment_of[period.after]
         end = segment_of[period.before % stages] + period.before // stages * count
         if end - begin >= 2:
-            by_block.setdefault(period.block, []).append((begin, end, period.epoch, period.rank, index))
+            idle = (begin, end, period.epoch, period.rank, period.final)
+            by_block.setdefault(period.block, []).append((idle, index))
     groups: dict[tuple[object, ...], list[int]] = {}
     for block_id, entries in by_block.items():
         block = problem.trace.blocks[block_id]
-        shape = tuple(entry[:4] for entry in entries)
+        shape = tuple(idle for idle, _ in entries)
         key = (owner.get(block_id), block.kind, block.persistent, not block.writes, shape)
         groups.setdefault(key, []).append(block_id)
     classes = []
@@ -75,6 +77,10 @@ def classes_of(
         for chunk in _chunks(problem, members, largest_bytes):
             classes.append(replace(_class(problem, chunk, by_block, segment_of), subgroup=owner.get(chunk[0])))
     return tuple(classes)
+
+
+_Idle = tuple[tuple[int, int, int, int, bool], int]
+"""(begin, end, epoch, rank, final) of a period in segments, and its position in `Problem.periods`."""
 
 
 def _chunks(problem: Problem, members: list[int], largest_bytes: int) -> list[list[int]]:
@@ -93,7 +99,7 @@ def _chunks(problem: Problem, members: list[int], largest_bytes: int) -> list[li
 def _class(
     problem: Problem,
     members: list[int],
-    by_block: dict[int, list[tuple[int, int, int, int, int]]],
+    by_block: dict[int, list[_Idle]],
     segment_of: list[int],
 ) -> BlockClass:
     blocks = [problem.trace.blocks[member] for member in members]
@@ -105,15 +111,16 @@ def _class(
         persistent=blocks[0].persistent,
         user_visible=blocks[0].user_visible,
         first_segment=min(segment_of[block.uses[0]] for block in blocks),
-        last_segment=max(segment_of[block.uses[-1]] for block in blocks),
+        last_segment=max(segment_of[block.last_stage] for block in blocks),
         periods=tuple(
             ClassPeriod(
                 begin=begin,
                 end=end,
                 epoch=epoch,
                 rank=rank,
-                indices=tuple(by_block[member][position][4] for member in members),
+                final=final,
+                indices=tuple(by_block[member][position][1] for member in members),
             )
-            for position, (begin, end, epoch, rank, _) in enumerate(pattern)
+            for position, ((begin, end, epoch, rank, final), _) in enumerate(pattern)
         ),
     )

@@ -21,7 +21,7 @@ class PeriodVariables:
     """Variables of one class, period and tier. `out[i]` and `into[i]` are for segments `begin` + 1 + i.
 
     Copies out happen in the first few segments of a period and copies in in the last few: beyond these
-    windows one variable stands for several segments (out), or None for zero (into).
+    windows one variable stands for several segments (out), or None for zero (into). Of a final period nothing comes in.
     """
 
     block_class: BlockClass
@@ -40,7 +40,12 @@ class PeriodVariables:
     @property
     def in_seconds(self) -> float:
         """Time that copying the class in takes on the link."""
-        return self.block_class.seconds(self.route.inward)
+        return 0.0 if self.period.final else self.block_class.seconds(self.route.inward)
+
+    @property
+    def steps_in(self) -> list[pulp.LpVariable | None]:
+        """The share that is back by the end of each segment from `begin` + 1 on."""
+        return [] if self.period.final else [*self.into, self.chosen]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from planner.errors import InfeasiblePlanError
+from planner.lifetimes import InactivePeriod
 from planner.problem import Decision, Decisions, Problem
 from planner.room import LowerTiers
 
@@ -59,8 +62,12 @@ def _furthest_first(problem: Problem, decisions: Decisions, stage: int) -> list[
         decision = decisions.get(index)
         if decision is None or decision.leave >= position:
             found.append((index, position))
-    found.sort(key=lambda entry: (entry[1] - problem.periods[entry[0]].before, entry[0]))
+    found.sort(key=lambda entry: (-_stages_until_use(problem.periods[entry[0]], entry[1]), entry[0]))
     return found
+
+
+def _stages_until_use(period: InactivePeriod, position: int) -> float:
+    return inf if period.final else period.before - position
 
 
 def prune(problem: Problem, decisions: Decisions, cost: dict[int, float]) -> Decisions:

@@ -11,7 +11,7 @@ from planner.coarse import MOST_INTEGER_STAGES, coarse_solutions, in_order_of_ne
 from planner.errors import InfeasiblePlanError
 from planner.evict import evict_furthest, prune
 from planner.plan import Plan, Predicted, SolverReport
-from planner.problem import Decision, Decisions, Problem, build_plan
+from planner.problem import Decision, Decisions, Problem, build_plan, copies_out
 from planner.room import LowerTiers
 from planner.schedule import StageClock, schedule
 from planner.settings import DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings, outward_weight
@@ -163,10 +163,16 @@ def _decisions(problem: Problem, solution: Solution) -> tuple[Problem, Decisions
 
 
 def _costs(problem: Problem, decisions: Decisions) -> dict[int, float]:
-    return {
-        index: problem.route(decision.tier).inward.seconds(problem.periods[index].size_bytes)
-        for index, decision in decisions.items()
-    }
+    copied_out = copies_out(problem, decisions)
+    return {index: _cost(problem, index, decision, out=index in copied_out) for index, decision in decisions.items()}
+
+
+def _cost(problem: Problem, index: int, decision: Decision, *, out: bool) -> float:
+    """Seconds of the copy in; of the copy out where there is no other."""
+    route, period = problem.route(decision.tier), problem.periods[index]
+    if period.final:
+        return route.outward.seconds(period.size_bytes) if out else 0.0
+    return route.inward.seconds(period.size_bytes)
 
 
 def _best_schedule(

@@ -89,7 +89,7 @@ def _variables(
     window: int,
 ) -> PeriodVariables:
     span = range(period.begin + 1, period.end)
-    first_in = max(len(span) - window, 0)
+    first_in = len(span) if period.final else max(len(span) - window, 0)
     clean_possible = period.rank > 0 or block_class.frozen
     out = [program.add_variable(f"o_{name}_{k}", 0, 1) for k in ([] if block_class.frozen else span[:window])]
     return PeriodVariables(
@@ -138,7 +138,7 @@ def add_one_tier_each(model: CoarseModel) -> None:
 
 
 def add_copy_order(model: CoarseModel) -> None:
-    """O_k ≥ O_{k−1}, I_k ≥ I_{k−1}, O_{b−1} + d = y, I_k ≤ O_{k−1} + d (frozen: d = y), I_b = y."""
+    """O_k ≥ O_{k−1}, I_k ≥ I_{k−1}, O_{b−1} + d = y, I_k ≤ O_{k−1} + d (frozen: d = y), I_b = y (0 if p is final)."""
     for entry in model.periods:
         program, found = model.program, entry.found
         for variables in (entry.out, entry.into):

@@ -28,10 +28,11 @@ def add_link_time(model: CoarseModel, route: Route) -> None:
             continue
         begin = entry.period.begin + 1
         _add_steps(outward, entry.out, begin, entry.out_seconds)
-        _add_steps(inward, [*entry.into, entry.chosen], begin, entry.in_seconds)
-        last = entry.into[-1]
-        assert last is not None  # the window is never empty
-        late[entry.period.end % count] += [(entry.chosen, entry.in_seconds), (last, -entry.in_seconds)]
+        _add_steps(inward, entry.steps_in, begin, entry.in_seconds)
+        if not entry.period.final:
+            last = entry.into[-1]
+            assert last is not None  # the window is never empty
+            late[entry.period.end % count] += [(entry.chosen, entry.in_seconds), (last, -entry.in_seconds)]
     for update in model.updates:
         if route.tier == "host":
             for k, terms in update.late.items():
@@ -54,7 +55,7 @@ def add_user_code(model: CoarseModel, route: Route) -> None:
     for entry in model.periods if users else ():
         if entry.route.tier == route.tier and entry.block_class.user_visible:
             _add_steps(outward, entry.out, entry.period.begin + 1, entry.out_seconds)
-            _add_steps(inward, [*entry.into, entry.chosen], entry.period.begin + 1, entry.in_seconds)
+            _add_steps(inward, entry.steps_in, entry.period.begin + 1, entry.in_seconds)
     for k in users:
         for link, row in ((route.outward, outward[k]), (route.inward, inward[k])):
             row = row + [term for update in model.updates for term in update.busy[link.name][k]]
@@ -71,7 +72,7 @@ def add_shared_rate(model: CoarseModel, shared: SharedRate) -> None:
         if entry.route.outward.name in shared.links:
             _add_steps(rows, entry.out, begin, seconds)
         if entry.route.inward.name in shared.links:
-            _add_steps(rows, [*entry.into, entry.chosen], begin, seconds)
+            _add_steps(rows, entry.steps_in, begin, seconds)
     for update in model.updates:
         for name in shared.links:
             for k, terms in update.moved[name].items():
@@ -91,7 +92,7 @@ def add_updates(problem: Problem, model: CoarseModel) -> None:
         if number is None:
             continue
         period = problem.periods[entry.period.indices[0]]
-        touched = {period.after, period.before % problem.stage_count}
+        touched = {period.after} if period.final else {period.after, period.before % problem.stage_count}
         if problem.trace.subgroups[number].stage in touched or entry.route.tier != "host":
             add_row(model.program, [(entry.chosen, 1.0), (chosen[number], 1.0)], pulp.LpConstraintLE, 1)
     model.add_time_limit([[] for _ in model.segments], PROCESSOR)

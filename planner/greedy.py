@@ -182,7 +182,7 @@ class _Greedy:
         period = self._problem.periods[index]
         copied = period.frozen or (period.block, period.epoch, route.tier) in self._written
         out_seconds = 0.0 if copied else route.outward.seconds(period.size_bytes)
-        in_seconds = route.inward.seconds(period.size_bytes)
+        in_seconds = 0.0 if period.final else route.inward.seconds(period.size_bytes)
         free = self._links[route.outward.name].earliest(period.after + 1, period.before, out_seconds)
         start = self._links[route.inward.name].latest(period.after + 1, period.before, in_seconds)
         if free is None or start is None or free >= start:

@@ -33,7 +33,7 @@ def zero_infinity_decisions(problem: Problem) -> Decisions:
     stages, layers = problem.stage_count, len(first_of)
     for index, period in enumerate(problem.periods):
         needed_in = layer_of[period.before % stages] + period.before // stages * layers
-        if needed_in - layer_of[period.after] <= 1:
+        if not period.final and needed_in - layer_of[period.after] <= 1:
             continue
         kind = problem.trace.blocks[period.block].kind
         wanted: WaitingTier = "host" if kind == "activation" else "storage"

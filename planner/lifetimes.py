@@ -23,9 +23,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InactivePeriod:
-    """The time between two consecutive uses of a movable block.
+    """The time between two consecutive uses of a movable block, or (`final`) between its last use and its death.
 
-    `after` and `before` are the uses; `before` ≥ number of stages means the next iteration. `epoch` numbers
+    `after` and `before` are the uses; `before` ≥ number of stages means the next iteration. If it is `final`, the block
+    dies when stage `before` − 1 has ended, wherever it is then: it need not come back. `epoch` numbers
     the stretches of the block's life between two writes, and `rank` the periods within a stretch, from the
     write on. A copy made in an earlier period of the same epoch is still valid in a later one.
     `frozen`: no stage ever writes the block, so in the steady state a valid copy always exists.
@@ -38,11 +39,17 @@ class InactivePeriod:
     epoch: int
     rank: int
     frozen: bool
+    final: bool = False
 
     @property
     def gap(self) -> int:
         """Number of stages strictly between the two uses."""
         return self.before - self.after - 1
+
+    @property
+    def last_leave(self) -> int:
+        """The last stage after which the block may leave, to be away in one stage at least where it is `final`."""
+        return self.before - 1 - self.final
 
     @property
     def clean(self) -> bool:
@@ -65,10 +72,10 @@ def inactive_periods(trace: Trace) -> tuple[InactivePeriod, ...]:
 
 def _periods_of(block: Block, stages: int) -> list[InactivePeriod]:
     uses = block.uses
-    following = list(uses[1:]) + ([uses[0] + stages] if block.persistent else [])
+    following = [*uses[1:], uses[0] + stages if block.persistent else block.last_stage + 1]
     writes = set(block.writes)
     frozen = block.persistent and not writes
-    pairs = list(zip(uses, following, strict=False))
+    pairs = list(zip(uses, following, strict=True))
     if block.persistent and writes:
         # Begin just after a write, so that ranks run on across the iteration's end.
         first = next(index for index, use in enumerate(uses) if use in writes)
@@ -87,6 +94,7 @@ def _periods_of(block: Block, stages: int) -> list[InactivePeriod]:
                 epoch=epoch,
                 rank=rank,
                 frozen=frozen,
+                final=not block.persistent and after == uses[-1],
             )
         )
         rank += 1
@@ -173,7 +181,7 @@ def live_bytes_by_kind(trace: Trace) -> dict[BlockKind, list[int]]:
 def _existing_bytes(blocks: Iterable[Block], stages: int) -> list[int]:
     change = [0] * (stages + 1)
     for block in blocks:
-        first, last = (0, stages - 1) if block.persistent else (block.uses[0], block.uses[-1])
+        first, last = (0, stages - 1) if block.persistent else (block.uses[0], block.last_stage)
         change[first] += block.size_bytes
         change[last + 1] -= block.size_bytes
     return list(accumulate(change[:-1]))

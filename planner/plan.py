@@ -44,12 +44,12 @@ class Prefetch(FrozenModel):
 
 
 class Move(FrozenModel):
-    """One inactive period's decision: the block leaves the device after `after` and is back for `before`.
+    """One inactive period's decision: the block leaves the device after `after` and is back for `before`, or is dead then.
 
     Stage numbers run on over the iteration's end: a number ≥ the number of stages is in the next iteration.
     `offload` is None where a valid copy waits in `tier`: the block is dropped when stage `after` has ended.
-    `prefetch` is None for a block that an update on the host consumes (`before` is that update's stage): it does
-    not come back. At least one of the two is there.
+    `prefetch` is None for a block that does not come back: an update on the host consumes it (`before` is that update's
+    stage), or it has been used for the last time (it dies when stage `before` - 1 has ended).
     """
 
     block: Id
@@ -63,9 +63,10 @@ class Move(FrozenModel):
     def _in_order(self) -> Self:
         leaves = self.after if self.offload is None else self.offload.start
         if self.prefetch is None:
-            if self.offload is None or not self.after <= leaves < self.before:
+            if not self.after <= leaves < self.before:
                 raise ValueError(
-                    f"move of block {self.block}: without a prefetch it needs an offload with after ≤ start < before"
+                    f"move of block {self.block}: need after ≤ offload.start < before, found {self.after}, {leaves}, "
+                    f"{self.before}"
                 )
             return self
         order = (self.after, leaves, self.prefetch.start - 1, self.prefetch.ready_by - 1, self.before - 1)

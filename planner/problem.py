@@ -29,7 +29,8 @@ class Route:
 class Decision:
     """One period's move: leaves after stage `leave`, prefetch queued when stage `start` is reached.
 
-    `leave` is in [after, before), `start` in (leave, before]; both run on over the iteration's end.
+    `leave` is in [after, last_leave], `start` in (leave, before]; both run on over the iteration's end. Of a final period,
+    `start` is `before`, and there is no prefetch.
     """
 
     tier: WaitingTier
@@ -241,10 +242,12 @@ def build_plan(problem: Problem, decisions: Decisions, *, policy: str) -> Plan:
                 before=period.before,
                 tier=decision.tier,
                 offload=Offload.model_construct(start=leave, free_after=leave) if index in dirty else None,
-                prefetch=Prefetch.model_construct(start=decision.start, ready_by=period.before),
+                prefetch=None
+                if period.final
+                else Prefetch.model_construct(start=decision.start, ready_by=period.before),
             )
         )
-        if leave < stages <= decision.start:
+        if leave < stages <= decision.start and not period.final:
             initial[period.block] = decision.tier
     moves.sort(key=lambda move: _queue_order(move, stages))
     return Plan(

@@ -158,7 +158,7 @@ def _lay_out_block(program: Program, block: Block, *, dies: bool) -> None:
     for stage in block.writes:
         program.written[stage].append(block.id)
     if dies:
-        program.dying[block.uses[-1]].append(block.id)
+        program.dying[block.last_stage].append(block.id)
 
 
 def _lay_out_move(program: Program, index: int, move: Move, count: int, persistent: bool) -> None:
@@ -180,6 +180,13 @@ def _gaps(block: Block, count: int) -> Iterator[tuple[int, int]]:
         yield block.uses[-1], block.uses[0] + count
 
 
+def _is_last(move: Move, block: Block) -> bool:
+    """Whether the block leaves between its last use and its death."""
+    if block.dies_after is None or (move.after, move.before) != (block.uses[-1], block.dies_after + 1):
+        return False
+    return move.offload is None or move.offload.start < block.dies_after
+
+
 def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]], consumed: dict[int, int]) -> None:
     """consumed: by gradient of an update on the host, the stage in the trace that it belongs to."""
     if move.block >= len(trace.blocks):
@@ -191,10 +198,12 @@ def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]], consumed: 
     if not block.movable:
         raise InfeasiblePlanError(f"{what} although it is not movable", block=block.name)
     if move.prefetch is None:
-        if consumed.get(block.id) != move.before or block.uses[-1] != move.after or move.tier != "host":
+        used_up = consumed.get(block.id) == move.before and block.uses[-1] == move.after and move.tier == "host"
+        if not (used_up and move.offload is not None) and not _is_last(move, block):
             raise InfeasiblePlanError(
-                f"{what} after stage {move.after} and not prefetched: only gradients of updates on the host may leave "
-                "for good, to the host tier, between their last use before the update and its stage",
+                f"{what} after stage {move.after} and not prefetched: blocks may leave for good between their last use and "
+                "their death, and gradients of updates on the host, by a copy to the host tier, between their last use "
+                "before the update and its stage",
                 block=block.name,
             )
     elif (move.after, move.before) not in set(_gaps(block, len(trace.stages))):

@@ -73,5 +73,5 @@ class LowerTiers:
         since = self._since.get((tier, block.id))
         if block.persistent:
             return range(0 if since is None else self._problem.stage_count, self._problem.stage_count)
-        last = block.uses[-1] if since is None else since - 1
+        last = block.last_stage if since is None else since - 1
         return range(period.after, last + 1)

@@ -126,7 +126,8 @@ def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int
     result = on_demand(problem, decisions)
     occupied = problem.occupancy(result)
     stages, budget, users = problem.stage_count, problem.budgets.device_bytes, frozenset(user_stages(problem.trace))
-    for index in sorted(targets, key=lambda i: (problem.periods[i].before % stages, targets[i])):
+    coming = (index for index in targets if not problem.periods[index].final)
+    for index in sorted(coming, key=lambda i: (problem.periods[i].before % stages, targets[i])):
         size, start = problem.periods[index].size_bytes, problem.periods[index].before
         lowest = max(targets[index], result[index].leave + 1)
         while start > lowest and occupied[(start - 1) % stages] + size <= budget:
@@ -148,7 +149,7 @@ def _latest_starts(
     Backwards over two iterations, so that those early in the iteration see the queue of the one before.
     """
     link, stages = problem.route(tier).inward, problem.stage_count
-    mine = [index for index, decision in decisions.items() if decision.tier == tier]
+    mine = [index for index, decision in decisions.items() if decision.tier == tier and not problem.periods[index].final]
     mine.sort(key=lambda index: -(problem.periods[index].before % stages))
     begin_next = float("inf")
     starts: dict[int, int] = {}

@@ -11,7 +11,8 @@
   reserves its memory when the link begins it; at the head of the queue it waits for room, and for the block's
   own copy out.
 * A block that is copied out counts until the copy is done. A copy keeps its place in the lower tier until the
-  block dies; that of a persistent block for ever.
+  block dies; that of a persistent block for ever. A block that dies while its copy out is queued or under way counts, and
+  keeps its place, until that is done; a stage that makes it anew waits for that.
 * Links that share a rate divide it max-min fairly while more than one of them is past its latency.
 * Updates on the host: [Note: updates on the host] in `planner.updates`. At the head of its queue, the copy in of a
   parameter waits for the update too.
@@ -62,6 +63,7 @@ class _Replay:
         self.links = Links(trace.hardware)
         self.state: list[Literal["device", "leaving", "coming", "away"]] = ["away"] * len(trace.blocks)
         self.copies: list[set[str]] = [set() for _ in trace.blocks]
+        self.dead: set[int] = set()  # blocks that have died while they were leaving
         self.used = self.peak = 0  # bytes on the device
         self.now = 0.0
         self.iteration = 0
@@ -140,6 +142,8 @@ class _Replay:
             return False
         if stage in self.program.user_stages and (self.visible_copies or not self.processor.idle):
             return False
+        if self.dead and not self.dead.isdisjoint(self.program.born[stage]):
+            return False
         return all(self.state[block] == "device" for block in self.program.inputs[stage])
 
     def _held_back(self, block: int) -> bool:
@@ -178,8 +182,12 @@ class _Replay:
             self._queue(index, inward=False)
 
     def _die(self, block: int) -> None:
+        if self.state[block] == "leaving":
+            self.dead.add(block)
+            return
+        if self.state[block] == "device":
+            self.used -= self.trace.blocks[block].size_bytes
         self.state[block] = "away"
-        self.used -= self.trace.blocks[block].size_bytes
         self.places.give_back(block)
         self.copies[block].clear()
 
@@ -265,10 +273,12 @@ class _Replay:
         else:
             self.state[job.block] = "away"
             self.used -= job.size
+            self.copies[job.block].add(job.tier)
             if self.plan.moves[job.move].prefetch is None:
                 self.processor.landed.add(job.block)
-            else:
-                self.copies[job.block].add(job.tier)
+            if job.block in self.dead:
+                self.dead.discard(job.block)
+                self._die(job.block)
         began = self.iteration_began
         self.transfers.append(
             Transfer(

@@ -120,8 +120,9 @@ class Stage(FrozenModel):
 class Block(FrozenModel):
     """One managed storage. `reads` and `writes` are stage ids, ascending and without repetition.
 
-    A non-persistent block exists from its first use to its last. A block with `movable` false always counts
-    as resident (while it exists).
+    A non-persistent block exists from its first use to its last, or to the end of stage `dies_after` where that comes
+    later (left out of the file, and of the fingerprint, if it does not). A block with `movable` false always counts as
+    resident (while it exists).
     """
 
     id: Id
@@ -132,6 +133,7 @@ class Block(FrozenModel):
     reads: Ids
     writes: Ids
     movable: bool = True
+    dies_after: Id | None = None
 
     @cached_property
     def uses(self) -> tuple[int, ...]:
@@ -143,6 +145,18 @@ class Block(FrozenModel):
         """Whether user code between compiled regions can reach it, see [Note: user code] in `planner.user_code`."""
         return self.kind in ("parameter", "gradient", "optimizer_state")
 
+    @property
+    def last_stage(self) -> int:
+        """The last stage of the iteration in which the block exists, if it is not persistent."""
+        return self.uses[-1] if self.dies_after is None else self.dies_after
+
+    @model_serializer(mode="wrap")
+    def _leave_out_the_usual_death(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        content: dict[str, object] = write(self)
+        if self.dies_after is None:  # added later, like `Link.path`
+            del content["dies_after"]
+        return content
+
     @model_validator(mode="after")
     def _uses_ordered(self) -> Self:
         for label, stages in (("reads", self.reads), ("writes", self.writes)):
@@ -152,6 +166,11 @@ class Block(FrozenModel):
                 )
         if not self.reads and not self.writes:
             raise ValueError(f"block {self.id} has no use: leave out what no stage reads or writes")
+        if self.dies_after is not None and (self.persistent or self.dies_after <= self.uses[-1]):
+            raise ValueError(
+                f"block {self.id} dies after stage {self.dies_after}; only one that is not persistent can outlive its last use, "
+                f"which is in stage {self.uses[-1]}"
+            )
         return self
 
 
@@ -224,6 +243,8 @@ class Trace(FrozenModel):
                 raise ValueError(
                     f"block {block.id} is used by stage {block.uses[-1]}; the last stage is {stages - 1}"
                 )
+            if block.last_stage >= stages:
+                raise ValueError(f"block {block.id} dies after stage {block.last_stage}; the last stage is {stages - 1}")
         taken: dict[int, float] = {}
         for subgroup in self.subgroups:
             _check_ids(f"subgroup {subgroup.id}", (subgroup.stage,), stages, "stage")

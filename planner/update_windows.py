@@ -43,7 +43,10 @@ def segment_windows(
     span, begin = place(subgroup.stage), place(host_start(trace, subgroup))
     user = next_user_stage(trace, host_start(trace, subgroup))
     border = None if user is None else max(begin + 1, place(user))  # the update ends before it
-    out = grouped(gradients(trace, subgroup), lambda block: (place(last_before(block, subgroup, stages)),))
+    out = grouped(
+        gradients(trace, subgroup),
+        lambda block: (place(last_before(block, subgroup, stages)), place(block.last_stage)),
+    )
     back = grouped(
         parameters(trace, subgroup),
         lambda block: (place(last_before(block, subgroup, stages)), place(next_after(block, subgroup, stages))),
@@ -52,11 +55,11 @@ def segment_windows(
         Flow(
             first=after + 1,
             last=after + 1 + window if border is None else max(after + 2, min(after + 1 + window, border)),
-            absent=range(after + 2, span + 1),
+            absent=range(after + 2, gone + 1),
             size_bytes=total_bytes(blocks),
             seconds=sum(route.outward.seconds(block.size_bytes) for block in blocks),
         )
-        for (after,), blocks in out.items()
+        for (after, gone), blocks in out.items()
     )
     flows_in = tuple(
         Flow(

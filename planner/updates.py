@@ -98,7 +98,7 @@ def device_part(trace: Trace, on_host: Collection[int]) -> Trace:
                 name: tuple(stage for stage in getattr(block, name) if stage != subgroup.stage)
                 for name in ("reads", "writes")
             }
-            blocks[block.id] = block.model_copy(update=uses)
+            blocks[block.id] = block.model_copy(update={**uses, "dies_after": None})
         stage = stages[subgroup.stage]
         left = stage.duration_seconds - subgroup.device_seconds
         if left <= _NOTHING_LEFT * trace.stages[stage.id].duration_seconds:

@@ -52,6 +52,7 @@ class Iteration:
     waited_seconds: of these, spent waiting for copies, room and updates on the host; on an asynchronous device also for the host.
     survivors: (region, ordinal) of the blocks that were made in it and still alive when the next iteration's first
     region began, such as gradients that are not set to None before the forward pass.
+    held: blocks that were used in it and still alive when it ended, such as gradients that are set to None after the step.
     """
 
     number: int
@@ -59,6 +60,7 @@ class Iteration:
     seconds: float = 0.0
     waited_seconds: float = 0.0
     survivors: set[tuple[int, int]] = field(default_factory=set)
+    held: frozenset[Block] = frozenset()
     untimed: list[tuple[StageRecord | Iteration, Mark, Mark]] = field(default_factory=list)
     gaps: list[tuple[Mark, Mark]] = field(default_factory=list)
 

@@ -16,9 +16,10 @@ __all__ = ["HostUpdateSummary", "MoveSummary", "PlanSummary", "summarise_plan"]
 class MoveSummary(FrozenModel):
     """One move of the plan; names, size and reason are None where the trace is not at hand.
 
-    `offload_start` is None where a valid copy waits already and the block is only dropped; `prefetch_start` where an
-    update on the host consumes it. The reason: of the stages that run while the block is away, `relieved_stage` would
-    exceed the device budget the most if nothing at all ever left, by `excess_bytes`; None where none would.
+    `offload_start` is None where a valid copy waits already and the block is only dropped; `prefetch_start` where it does
+    not come back: an update on the host consumes it, or nothing uses it before it dies. The reason: of the stages that run
+    while the block is away, `relieved_stage` would exceed the device budget the most if nothing at all ever left, by
+    `excess_bytes`; None where none would.
     `host_update`: the subgroup whose update on the host takes the block there, whatever there is room for.
     """
 
@@ -146,7 +147,7 @@ def _move(
     updated: the block's subgroup, if that updates on the host.
     """
     block = None if trace is None else trace.blocks[move.block]
-    relieved = None if trace is None else _relieved(move, excess)
+    relieved = None if trace is None else _relieved(move, excess, consumed=updated is not None)
     return MoveSummary(
         block=move.block,
         block_name=None if block is None else block.name,
@@ -165,10 +166,13 @@ def _move(
     )
 
 
-def _relieved(move: planner.Move, excess: Sequence[int]) -> int | None:
-    """Of the stages that the block is away in, the one that exceeds the budget the most, if one does."""
+def _relieved(move: planner.Move, excess: Sequence[int], *, consumed: bool) -> int | None:
+    """Of the stages that the block is away in, the one that exceeds the budget the most, if one does.
+
+    consumed: if the block does not come back, then since an update on the host needs it.
+    """
     leaves = move.after if move.offload is None else move.offload.start
-    back = move.before + 1 if move.prefetch is None else move.prefetch.start
+    back = move.before + consumed if move.prefetch is None else move.prefetch.start
     away = (stage % len(excess) for stage in range(leaves + 1, back))
     worst = max(away, key=excess.__getitem__, default=None)
     return worst if worst is not None and excess[worst] > 0 else None

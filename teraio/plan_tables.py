@@ -101,7 +101,7 @@ def _moves(moves: Sequence[MoveSummary]) -> Table:
             named(move.after, move.after_name),
             named(move.before, move.before_name),
             "dropped" if move.offload_start is None else str(move.offload_start),
-            "consumed by the update" if move.prefetch_start is None else str(move.prefetch_start),
+            "does not come back" if move.prefetch_start is None else str(move.prefetch_start),
             *reason,
         )
     return table

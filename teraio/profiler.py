@@ -57,16 +57,19 @@ def build_profile(
         first = min((*reads.get(block, ()), *writes.get(block, ())))
         kept = block.kind == "optimizer_state"
         external = not kept and block not in made_here and block.born == last.number
+        persistent = kept or made_here.get(block, not external)
+        final = max((*reads.get(block, ()), *writes.get(block, ())))
         blocks.append(
             planner.Block(
                 id=number,
                 name=block.name,
                 kind=block.kind,
                 size_bytes=block.size_bytes,
-                persistent=kept or made_here.get(block, not external),
+                persistent=persistent,
                 reads=tuple(reads.get(block, ())),
                 writes=tuple(sorted({*writes.get(block, ()), *([_user_stage_before(last, first)] if external else [])})),
                 movable=block.span is not None,
+                dies_after=len(stages) - 1 if not persistent and block in last.held and final < len(stages) - 1 else None,
             )
         )
     subgroups = _subgroups(stages, times, ids)

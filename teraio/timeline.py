@@ -252,6 +252,7 @@ class Timeline:
                 uses.setdefault(block, []).append(position)
         for block, positions in uses.items():
             block.uses = tuple(positions)
+        done.held = frozenset(block for block in uses if not block.dead)
         self._previous = done
         self._now = Iteration(number=done.number + 1)
         self._pager.iteration = self._now.number

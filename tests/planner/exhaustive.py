@@ -67,7 +67,8 @@ def _training_trace(rng: random.Random) -> Trace:
     subgroups = []
     for layer in range(layers):
         uses = sorted({layer, rng.choice([layer, 2 * layers - 1 - layer]), 2 * layers + layer})
-        size, update = rng.choice([5, 10]), uses[-1]
+        size, update, end = rng.choice([5, 10]), uses[-1], len(names) - 1
+        dies_after = end if update < end and rng.random() < 0.5 else None
         parts: list[tuple[str, int, bool, list[int], list[int]]] = [
             ("parameter", size, True, uses, [update]),
             ("gradient", size, False, [update], [2 * layers - 1 - layer]),
@@ -76,7 +77,8 @@ def _training_trace(rng: random.Random) -> Trace:
         first = len(blocks)
         for kind, bytes_, persistent, reads, writes in parts:
             block = {"id": len(blocks), "name": kind, "kind": kind, "size_bytes": bytes_, "persistent": persistent}
-            blocks.append({**block, "reads": reads, "writes": writes})
+            outlives = {"dies_after": dies_after} if kind == "gradient" else {}
+            blocks.append({**block, "reads": reads, "writes": writes, **outlives})
         share = stages[update]["duration_seconds"] * rng.choice([0.5, 1.0])
         times = {"device_seconds": share, "host_seconds": rng.choice([0.2, 1.0, 3.0])}
         subgroups.append({"id": layer, "stage": update, "blocks": [first, first + 1, first + 2], "elements": 1, **times})
@@ -122,6 +124,7 @@ def _block(rng: random.Random, number: int, count: int) -> dict[str, Any]:
     persistent = rng.random() < 0.4
     uses = sorted(rng.sample(range(count), rng.randint(1 if persistent else 2, min(3, count))))
     writes = [] if persistent and rng.random() < 0.3 else sorted({rng.choice(uses), rng.choice(uses)})
+    outlives = not persistent and uses[-1] + 1 < count and rng.random() < 0.3
     return {
         "id": number,
         "name": f"block{number}",
@@ -130,6 +133,7 @@ def _block(rng: random.Random, number: int, count: int) -> dict[str, Any]:
         "persistent": persistent,
         "reads": [use for use in uses if use not in writes or rng.random() < 0.5],
         "writes": writes,
+        "dies_after": rng.randint(uses[-1] + 1, count - 1) if outlives else None,
     }
 
 
@@ -143,8 +147,8 @@ def _options(problem: Problem) -> list[list[Decision | None]]:
         + [
             Decision(tier=route.tier, leave=leave, start=start)
             for route in problem.routes_of(index)
-            for leave in range(period.after, period.after + 1 if period.frozen else period.before)
-            for start in range(leave + 1, period.before + 1)
+            for leave in range(period.after, (period.after if period.frozen else period.last_leave) + 1)
+            for start in range(period.before if period.final else leave + 1, period.before + 1)
         ]
         for index, period in enumerate(problem.periods)
     ]

@@ -73,17 +73,19 @@ def traces(draw: st.DrawFn, *, most_stages: int = 12, most_blocks: int = 14) -> 
         reads, writes = draw(stage_sets), draw(stage_sets)
         if not reads and not writes:
             continue
-        number = len(blocks)
+        number, last, persistent = len(blocks), max(reads + writes), draw(st.booleans())
+        outlives = not persistent and last + 1 < count and draw(st.booleans())
         blocks.append(
             {
                 "id": number,
                 "name": f"block{number}",
                 "kind": draw(st.sampled_from(KINDS)),
                 "size_bytes": draw(st.integers(0, 60)),
-                "persistent": draw(st.booleans()),
+                "persistent": persistent,
                 "reads": reads,
                 "writes": writes,
                 "movable": draw(st.integers(0, 5)) > 0,
+                "dies_after": draw(st.integers(last + 1, count - 1)) if outlives else None,
             }
         )
     machine = hardware(
@@ -113,6 +115,7 @@ def trainings(draw: st.DrawFn, *, most_layers: int = 4) -> Trace:
     seconds = st.sampled_from([0.1, 0.5, 1.0])
     sizes = [draw(st.sampled_from([0, 5, 10, 40])) for _ in range(layers)]
     together = draw(st.booleans())  # all subgroups in one stage
+    kept = draw(st.booleans())  # gradients, until all updates are over
     names = [f"forward/{i}" for i in range(layers)] + [f"backward/{i}" for i in reversed(range(layers))]
     names += [f"optimizer/{i}" for i in range(layers)]
     stages: list[dict[str, Any]] = [
@@ -138,7 +141,17 @@ def trainings(draw: st.DrawFn, *, most_layers: int = 4) -> Trace:
         ]
         for kind, bytes_, persistent, reads, writes in wanted:
             block = {"id": len(blocks), "name": f"{kind}.{layer}", "kind": kind, "size_bytes": bytes_}
-            blocks.append({**block, "persistent": persistent, "reads": reads, "writes": writes, "movable": movable})
+            dies_after = len(names) - 1 if kept and kind == "gradient" and update < len(names) - 1 else None
+            blocks.append(
+                {
+                    **block,
+                    "persistent": persistent,
+                    "reads": reads,
+                    "writes": writes,
+                    "movable": movable,
+                    "dies_after": dies_after,
+                }
+            )
         share = draw(st.sampled_from([1.0, 0.5])) / (layers if together else 1)
         device_seconds = stages[update]["duration_seconds"] * share
         first = 4 * layer
@@ -172,7 +185,13 @@ def with_user_code(
         place.append(len(stages))
         stages.append({**stage.model_dump(), "id": len(stages)})
     blocks = [
-        {**b.model_dump(), "reads": [place[s] for s in b.reads], "writes": [place[s] for s in b.writes]} for b in trace.blocks
+        {
+            **b.model_dump(),
+            "reads": [place[s] for s in b.reads],
+            "writes": [place[s] for s in b.writes],
+            "dies_after": None if b.dies_after is None else place[b.dies_after],
+        }
+        for b in trace.blocks
     ]
     subgroups = [{**subgroup.model_dump(), "stage": place[subgroup.stage]} for subgroup in trace.subgroups]
     fields = {"name": trace.name, "hardware": trace.hardware, "stages": stages, "blocks": blocks, "subgroups": subgroups}
@@ -202,7 +221,7 @@ def random_plan(trace: Trace, budgets: Budgets, rng: random.Random) -> Plan:
     decisions: Decisions = {}
     for index, period in enumerate(problem.periods):
         if index in problem.updated or rng.random() < 0.5:
-            leave = rng.randint(period.after, period.before - 1)
+            leave = rng.randint(period.after, period.last_leave)
             route = rng.choice(problem.routes_of(index))
             if index in problem.updated or LowerTiers(problem, decisions).fits(index, route.tier):
                 decisions[index] = Decision(tier=route.tier, leave=leave, start=period.before)
@@ -211,6 +230,8 @@ def random_plan(trace: Trace, budgets: Budgets, rng: random.Random) -> Plan:
     for index in rng.sample(sorted(decisions), len(decisions)):
         decision, size = decisions[index], problem.periods[index].size_bytes
         start = decision.start
+        if problem.periods[index].final:
+            continue
         earliest = decision.leave + 1
         if index in problem.updated:  # before, it would hold up what the update's gradients are made from
             earliest = max(earliest, host_start(trace, trace.subgroups[problem.updated[index]]))

@@ -52,7 +52,7 @@ def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close(monkeypatch
             stalling += 1
             close += bound >= 0.95 * best
     assert min(stalling, wrapping) >= TRACES // 2 and two_tiers >= TRACES // 20 and user_code >= TRACES // 3
-    assert close >= 0.7 * stalling
+    assert close >= 0.65 * stalling
 
 
 def test_no_plan_with_updates_on_the_host_beats_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ OPTIMA = [
     ("clean_and_dirty", 20, 5.0, 10, 20),
     ("swap", 30, 14.0, 60, 60),
     ("copy_stays_valid", 15, 8.0, 10, 20),
+    ("gradient_outlives_update", 20, 5.0, 0, 0),
+    ("gradient_outlives_update", 15, 7.0, 10, 10),
     ("one_drive", 30, 4.0, 0, 0),
     ("one_drive", 20, 6.0, 20, 20),
     ("two_tiers", 40, 3.0, 0, 0),

@@ -77,14 +77,14 @@ def test_kinds_and_workspace_make_up_what_is_live(trace: Trace) -> None:
     for stage, live in zip(trace.stages, live_bytes(trace), strict=True):
         assert sum(sizes[stage.id] for sizes in kinds.values()) + stage.workspace_bytes == live
         for kind, sizes in kinds.items():
-            there = [b for b in trace.blocks if b.kind == kind and (b.persistent or b.uses[0] <= stage.id <= b.uses[-1])]
+            there = [b for b in trace.blocks if b.kind == kind and (b.persistent or b.uses[0] <= stage.id <= b.last_stage)]
             assert sizes[stage.id] == sum(block.size_bytes for block in there)
 
 
 @given(traces())
 def test_used_and_idle_make_up_the_life(trace: Trace) -> None:
     for block, found in zip(trace.blocks, block_activities(trace), strict=True):
-        lives = trace.stages if block.persistent else trace.stages[block.uses[0] : block.uses[-1] + 1]
+        lives = trace.stages if block.persistent else trace.stages[block.uses[0] : block.last_stage + 1]
         life = sum(stage.duration_seconds for stage in lives)
         assert found.active_seconds + found.idle_seconds == pytest.approx(life, abs=1e-9)
         assert 0 <= found.longest_idle_seconds <= found.idle_seconds + 1e-12

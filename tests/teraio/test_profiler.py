@@ -60,7 +60,7 @@ def iteration(number: int, blocks: Blocks, seconds: float) -> Iteration:
         Region(identity=1, first=2, stages=[user(), backward], made=[gradient], complete=True),
         Region(identity=2, first=4, stages=[user(), step], complete=True),
     ]
-    return Iteration(number=number, regions=regions)
+    return Iteration(number=number, regions=regions, held=frozenset({weight, given, gradient}))
 
 
 def profile(*, state_bytes: int = 0, survivors: set[tuple[int, int]] | None = None) -> Profile:
@@ -105,6 +105,16 @@ def test_what_outlives_the_iteration_persists() -> None:
     """A gradient that is set to None only before the next backward."""
     assert by_name(profile(survivors={(1, 0)}))["gradient"].persistent
     assert not by_name(profile(survivors={(0, 0)}))["gradient"].persistent
+
+
+def test_what_is_alive_when_the_iteration_ends_lives_until_then() -> None:
+    """An input that user code still has. Not what persists anyway, and not more than its last use where that is at the end."""
+    blocks = by_name(profile())
+    assert {name: block.dies_after for name, block in blocks.items()} == {
+        **dict.fromkeys(blocks, None),
+        "input": 5,
+    }
+    assert by_name(profile(survivors={(1, 0)}))["gradient"].dies_after is None
 
 
 def test_what_can_not_move() -> None:
