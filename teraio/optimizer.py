@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from runtime.block import Block, State
 from runtime.device import Mark
 from runtime.pager import Pager
+from teraio.optimizer_gradients import GradientVersions
 from teraio.optimizer_host import HostUpdate, HostUpdates
 from teraio.optimizer_kinds import OwnHooks, has_closure, keeps_masters, reason_to_stay_whole
 from teraio.optimizer_master_hooks import refuse_with_masters
@@ -271,11 +272,13 @@ class OptimizerSteps(OwnHooks):
         missing = [block for block in following if block.state is State.AWAY]
         self._pager.acquire(part.read, part.workspace_bytes, name, then_fetch=missing or fetch)
         made: list[Block] = []
+        gradients: GradientVersions | None = None
         try:
             self._pager.make_way(sum(block.size_bytes for block in missing), keep=following)
             begin = self._pager.device.mark()
             for group, parameters, chosen in zip(optimizer.param_groups, groups, part.chosen, strict=True):
                 group["params"] = [parameters[index] for index in chosen]
+            gradients = GradientVersions(optimizer)
             if sliced is not None:
                 sliced.run()
             else:
@@ -286,7 +289,8 @@ class OptimizerSteps(OwnHooks):
                 group["params"] = parameters
             # Before what was reserved for new states is given back.
             made = self._states.made(optimizer, part.numbers, part.read) if part.fresh_bytes else []
-            self._pager.retire(part.read, part.read)
+            unchanged = gradients.unchanged(self._pager.known_block) if gradients is not None else set()
+            self._pager.retire(part.read, [b for b in part.read if b not in unchanged or b in part.written])
         return begin, end, made
 
     def _host_seconds(self, optimizer: Optimizer, part: Part) -> float | None:
