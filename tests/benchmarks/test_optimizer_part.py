@@ -102,6 +102,8 @@ def test_layer_by_layer_the_copies_of_subgroups_do_not_overlap_and_the_losses_ar
     interleaved, _ = train(limited)
     trace = Trace.load(tmp_path / "trace.json")
     assert peak_bytes(trace) > 2 * (36 << 20)
+    *earlier, last = [block for block in trace.blocks if block.kind == "gradient" and block.movable]
+    assert len(earlier) > 4 and {block.dies_after for block in earlier} >= {len(trace.stages) - 1}, "freed after the step"
     layer_by_layer(trace, Budgets(device_bytes=36 << 20)).save(tmp_path / "plan.json")
     in_flight: list[tuple[str, int]] = []
 
