@@ -62,6 +62,8 @@ class Lifecycle:
     """One budget, one timeline: everything that models compiled with the same options share."""
 
     def __init__(self, options: Options, device: torch.device) -> None:
+        # A plan is for the subgroups of the run that it was made from.
+        subgroup_bytes = planner.Plan.load(options.plan).subgroup_bytes if options.plan is not None else None
         self._options = options
         self._machine = Machine(options, device)
         self._pager = Pager(
@@ -77,7 +79,7 @@ class Lifecycle:
             first_is_special=self._machine.device.asynchronous,
         )
         self.stage_compiler = StageCompiler(codegen=options.codegen)
-        self._subgroups = SubgroupSizes(self._machine.hardware, given_bytes=self._given_subgroup_bytes())
+        self._subgroups = SubgroupSizes(self._machine.hardware, given_bytes=subgroup_bytes)
         self._steps = OptimizerSteps(
             self._pager,
             self._timeline,
@@ -124,10 +126,6 @@ class Lifecycle:
             return self._machine.host_scratch(size_bytes)
 
         return HostRates(scratch, shared=not self._machine.device.asynchronous)
-
-    def _given_subgroup_bytes(self) -> int | None:
-        """Of the plan that the user gave: its subgroups are those of the run that it was made for. Raises PlanError."""
-        return planner.Plan.load(self._options.plan).subgroup_bytes if self._options.plan is not None else None
 
     # -- compiled graphs
 

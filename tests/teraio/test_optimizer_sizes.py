@@ -17,7 +17,9 @@ from planner import Hardware, Link, stations_of_step, subgroup_bytes
 from planner.subgroup_size import UNMEASURED_BYTES
 from runtime.device import CpuDevice, Device, WallMark
 from teraio import optimizer_sizes
+from teraio.lifecycle import Lifecycle
 from teraio.optimizer_sizes import SMALLEST_PART_BYTES, SubgroupSizes, update_seconds
+from teraio.options import parse_options
 
 from .every_optimizer import OPTIMIZERS
 from .managed_steps import everything, make_parameters, same, set_gradients
@@ -212,6 +214,16 @@ def test_a_plan_brings_the_size_that_it_was_made_for(
         assert (len(planner.Trace.load(tmp_path / "again.json").subgroups) == count) == (given is not None)
         for result in (found, again):
             assert all(map(torch.equal, result.values, expected.values)) and len(result.values) == len(expected.values)
+
+
+def test_a_damaged_plan_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
+    path, storage = tmp_path / "plan.json", tmp_path / "storage"
+    path.write_text("{}")
+    storage.mkdir()
+    options = parse_options({"plan": path, "memory_budget": 64 * MIB, "storage": storage})
+    with pytest.raises(planner.PlanError, match="plan.json"):
+        Lifecycle(options, torch.device("cpu"))
+    assert not list(storage.iterdir())
 
 
 def test_a_real_measure_is_taken_once_in_training(
