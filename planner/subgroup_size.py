@@ -32,7 +32,7 @@ from planner.trace import Hardware, Link
 __all__ = ["UNMEASURED_BYTES", "Station", "largest_subgroup_bytes", "stations_of_step", "step_seconds", "subgroup_bytes"]
 
 UNMEASURED_BYTES = 256 << 20
-"""Of a subgroup at most where no figures are known; about the best for 100 GB of states over a link of 50 GB/s."""
+"""Of a subgroup at most where no figures are known; of the right order for 100 GB over a link of 50 GB/s."""
 _PARTS_PER_ROOM = 8
 
 
@@ -53,6 +53,7 @@ def stations_of_step(hardware: Hardware, tier: WaitingTier, *, update_seconds: f
 
     update_seconds: fixed cost of one update. Its rate is taken for that of the slower link: whatever it really is, a step with
     the size chosen so takes about a tenth longer than with the best one, at most. Links that share a rate get equal shares.
+    A latency counts once for a part: all its blocks follow one another, and there are as many of them however they are parted.
     """
     inward, outward = hardware.link(tier, "device"), hardware.link("device", tier)
     if inward is None or outward is None:
