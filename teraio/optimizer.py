@@ -47,9 +47,8 @@ class OptimizerSteps(OwnHooks):
     active: whether steps are run under management now. step_done is called with the optimizer after each step of it, when
     all bookkeeping is finished. automatic: manage every optimizer; False: only those given to `manage`. ensure_room is called
     before an optimizer makes states, with the bytes of all that it will have; it may refuse by a StorageFullError. rates: of
-    updates on the host, None if there is no host tier. sizes: chooses how
-    large subgroups are. overlap: update inside the backward pass what may be; regions then take part in that through the
-    attribute `overlap`.
+    updates on the host, None if there is no host tier. sizes: chooses how large subgroups are. overlap: update inside the
+    backward pass what may be; regions then take part in that through the attribute `overlap`.
     """
 
     def __init__(
