@@ -51,8 +51,8 @@ class Station:
 def stations_of_step(hardware: Hardware, tier: WaitingTier, *, update_seconds: float) -> tuple[Station, ...]:
     """A part's way in from `tier`, its update, its way out; none where the hardware has no links to and from there.
 
-    update_seconds: fixed cost of one update. Its rate is taken for that of the slower link: whatever it really is, a step with
-    the size chosen so takes about a tenth longer than with the best one, at most. Links that share a rate get equal shares.
+    update_seconds: fixed cost of updating one part. The rate is taken for that of the slower link: whatever it really is, a step
+    with the size chosen so takes about a tenth longer than with the best one, at most. Links that share a rate get equal shares.
     A latency counts once for a part: all its blocks follow one another, and there are as many of them however they are parted.
     """
     inward, outward = hardware.link(tier, "device"), hardware.link("device", tier)

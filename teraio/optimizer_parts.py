@@ -124,7 +124,7 @@ class OptimizerParts:
         known = self._cuts.get(optimizer)
         if known is None or known.sizes != sizes:
             each = [size for group in sizes for size in group]
-            part_bytes = self._sizes.choose(optimizer, each, self._room_bytes(), self._pager.device)
+            part_bytes = self._sizes.choose(optimizer, each, self._room_bytes(), self._pager)
             known = self._cut(optimizer, updates, part_bytes)
         parts = self._parts(optimizer, updates, known)
         budget = self._pager.budget_bytes

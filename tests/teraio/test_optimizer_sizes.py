@@ -1,4 +1,4 @@
-"""The size of subgroups: chosen once from measured figures, taken from a given plan, and how an update is measured."""
+"""The size of subgroups: chosen once from measured figures, taken from a given plan, and how a part is measured."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import teraio
 from planner import Hardware, Link, stations_of_step, subgroup_bytes
 from planner.subgroup_size import UNMEASURED_BYTES
 from runtime.device import CpuDevice, Device, WallMark
+from runtime.pager import Pager
 from teraio import optimizer_sizes
 from teraio.lifecycle import Lifecycle
-from teraio.optimizer_sizes import SMALLEST_PART_BYTES, SubgroupSizes, update_seconds
+from teraio.optimizer_sizes import SMALLEST_PART_BYTES, SubgroupSizes, part_seconds
 from teraio.options import parse_options
 
 from .every_optimizer import OPTIMIZERS
@@ -48,9 +49,13 @@ class Measured:
         self.seconds = seconds
         self.count = 0
 
-    def __call__(self, optimizer: Optimizer, device: Device) -> float:
+    def __call__(self, optimizer: Optimizer, pager: Pager) -> float:
         self.count += 1
         return self.seconds
+
+
+def pager(device: Device | None = None) -> Pager:
+    return Pager(mover=None, budget_bytes=None, device=device)
 
 
 def adam() -> Optimizer:
@@ -67,18 +72,18 @@ def test_the_size_is_chosen_once_from_what_is_measured() -> None:
     machine, measure = hardware({"host": 1e10}), Measured(1e-3)
     sizes = SubgroupSizes(lambda: machine, measure=measure)
     assert sizes.used_bytes is None
-    found = sizes.choose(adam(), SIZES, 4 * GIB, CpuDevice())
+    found = sizes.choose(adam(), SIZES, 4 * GIB, pager())
     assert found == sizes.used_bytes == best(machine, "host", 1e-3, 4 * GIB)
     assert SMALLEST_PART_BYTES < found < 4 * GIB // 8, "neither limit decided"
     for room in (GIB // 16, None):
-        assert sizes.choose(adam(), SIZES[:3], room, CpuDevice()) == found
+        assert sizes.choose(adam(), SIZES[:3], room, pager()) == found
     assert measure.count == 1
 
 
 def test_costly_updates_and_slow_links_give_larger_and_smaller_parts() -> None:
     def chosen(rate: float, seconds: float, room: int = 64 * GIB) -> int:
         return SubgroupSizes(lambda: hardware({"host": rate}), measure=Measured(seconds)).choose(
-            adam(), SIZES, room, CpuDevice()
+            adam(), SIZES, room, pager()
         )
 
     assert chosen(1e9, 1e-4) < chosen(1e10, 1e-4) < chosen(1e10, 1e-2)
@@ -90,29 +95,29 @@ def test_costly_updates_and_slow_links_give_larger_and_smaller_parts() -> None:
 def test_the_links_are_those_of_the_tier_that_holds_the_states(host_bytes: int, tier: str) -> None:
     machine = hardware({"host": 2e10, "storage": 1e9}, host_bytes)
     sizes = SubgroupSizes(lambda: machine, measure=Measured(1e-3))
-    assert sizes.choose(adam(), SIZES, 4 * GIB, CpuDevice()) == best(machine, tier, 1e-3, 4 * GIB)
+    assert sizes.choose(adam(), SIZES, 4 * GIB, pager()) == best(machine, tier, 1e-3, 4 * GIB)
 
 
 def test_where_nothing_is_measured() -> None:
     measure = Measured(1e-3)
-    assert SubgroupSizes(measure=measure).choose(adam(), SIZES, 16 * MIB, CpuDevice()) == SMALLEST_PART_BYTES
-    assert SubgroupSizes(measure=measure).choose(adam(), SIZES, 400 * MIB, CpuDevice()) == 50 * MIB
+    assert SubgroupSizes(measure=measure).choose(adam(), SIZES, 16 * MIB, pager()) == SMALLEST_PART_BYTES
+    assert SubgroupSizes(measure=measure).choose(adam(), SIZES, 400 * MIB, pager()) == 50 * MIB
     no_links = SubgroupSizes(lambda: hardware({}), measure=measure)
-    assert no_links.choose(adam(), SIZES, 64 * GIB, CpuDevice()) == UNMEASURED_BYTES
+    assert no_links.choose(adam(), SIZES, 64 * GIB, pager()) == UNMEASURED_BYTES
     no_limit = SubgroupSizes(lambda: hardware({"host": 1e10}), measure=measure)
-    assert no_limit.choose(adam(), SIZES, None, CpuDevice()) == UNMEASURED_BYTES
+    assert no_limit.choose(adam(), SIZES, None, pager()) == UNMEASURED_BYTES
     for small in ([MIB, 2 * MIB], [GIB]):  # one part in any case, which must not decide for an optimizer that comes later
         sizes = SubgroupSizes(lambda: hardware({"host": 1e10}), measure=measure)
-        assert sizes.choose(adam(), small, GIB, CpuDevice()) == SMALLEST_PART_BYTES and sizes.used_bytes is None
+        assert sizes.choose(adam(), small, GIB, pager()) == SMALLEST_PART_BYTES and sizes.used_bytes is None
     assert measure.count == 0
 
 
 def test_a_given_size_is_used_as_it_is() -> None:
     sizes = SubgroupSizes(lambda: hardware({"host": 1e10}), given_bytes=12345, measure=(measure := Measured(1e-3)))
-    assert sizes.choose(adam(), SIZES, 16 * MIB, CpuDevice()) == 12345 == sizes.used_bytes and measure.count == 0
+    assert sizes.choose(adam(), SIZES, 16 * MIB, pager()) == 12345 == sizes.used_bytes and measure.count == 0
 
 
-# -- how an update is measured
+# -- how a part is measured
 
 
 def contents(optimizer: Optimizer) -> Any:
@@ -130,7 +135,7 @@ def test_measuring_an_update_changes_nothing(name: str, steps: int) -> None:
             set_gradients(parameters, step)
             if step == steps and parameters is measured:
                 before = contents(optimizer)
-                assert 0 < update_seconds(optimizer, CpuDevice()) < 1
+                assert 0 < part_seconds(optimizer, pager()) < 1
                 assert str(contents(optimizer)) == str(before)
             optimizer.step()
     assert same(everything(optimizers[0]), everything(optimizers[1]))
@@ -147,7 +152,7 @@ def test_updates_over_masters_are_measured(name: str, steps: int) -> None:
         optimizer.step()
     before = everything(optimizer)
     optimizer.found_inf, optimizer.grad_scale = torch.ones(1), torch.ones(1)  # as a GradScaler leaves them for a step
-    assert 0 < update_seconds(optimizer, CpuDevice()) < 1
+    assert 0 < part_seconds(optimizer, pager()) < 1
     assert same(everything(optimizer), before) and optimizer.found_inf == optimizer.grad_scale == 1
 
 
@@ -175,7 +180,7 @@ class Queue(CpuDevice):
 def test_the_device_tells_how_long_an_update_takes() -> None:
     """Once it has done all that it was asked for before."""
     device = Queue([100.0, 50.0, 9.0, 8.0, 3.0, 5.0, 7.0, 6.0, 4.0, 9.0, 9.0])
-    assert update_seconds(adam(), device) == 3.0 and device.waited == 1
+    assert part_seconds(adam(), pager(device)) == 3.0 and device.waited == 1
 
 
 # -- in training
@@ -188,7 +193,7 @@ def several_parameters_in_a_part(monkeypatch: pytest.MonkeyPatch) -> Callable[[f
     monkeypatch.setattr(optimizer_sizes, "largest_subgroup_bytes", lambda room: room // 2)
 
     def updates_take(seconds: float) -> None:
-        monkeypatch.setattr(optimizer_sizes, "update_seconds", lambda optimizer, device: seconds)
+        monkeypatch.setattr(optimizer_sizes, "part_seconds", lambda optimizer, pager: seconds)
 
     return updates_take
 
@@ -231,11 +236,11 @@ def test_a_real_measure_is_taken_once_in_training(
 ) -> None:
     taken: list[float] = []
 
-    def measure(optimizer: Optimizer, device: Device) -> float:
-        taken.append(update_seconds(optimizer, device))
+    def measure(optimizer: Optimizer, pager: Pager) -> float:
+        taken.append(part_seconds(optimizer, pager))
         return taken[-1]
 
-    monkeypatch.setattr(optimizer_sizes, "update_seconds", measure)
+    monkeypatch.setattr(optimizer_sizes, "part_seconds", measure)
     case = Case(make=one(torch.optim.AdamW), layers=4)
     expected = unmanaged(case, tmp_path)
     assert not taken, "nothing is cut without a budget"
