@@ -48,6 +48,7 @@ def layer_by_layer(trace: Trace, budgets: Budgets) -> Plan:
         budgets=budgets,
         moves=tuple(moves),
         initial=tuple(_initial(trace, moves)),
+        subgroup_bytes=trace.subgroup_bytes,
     )
 
 

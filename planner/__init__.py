@@ -22,6 +22,7 @@ from planner.lifetimes import InactivePeriod, floor, inactive_periods
 from planner.plan import Budgets, Move, Offload, Plan, Prefetch
 from planner.policies import plan
 from planner.simulate import simulate
+from planner.subgroup_size import Station, stations_of_step, step_seconds, subgroup_bytes
 from planner.timeline import HostUpdate, StageTimes, Timeline, Transfer
 from planner.trace import Block, Hardware, Link, SharedRate, Stage, Subgroup, Trace
 
@@ -45,6 +46,7 @@ __all__ = [
     "SolverError",
     "Stage",
     "StageTimes",
+    "Station",
     "StorageError",
     "StorageFullError",
     "StorageIOError",
@@ -59,4 +61,7 @@ __all__ = [
     "inactive_periods",
     "plan",
     "simulate",
+    "stations_of_step",
+    "step_seconds",
+    "subgroup_bytes",
 ]

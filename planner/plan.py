@@ -6,11 +6,11 @@ import json
 import os
 from typing import Annotated, Literal, Self
 
-from pydantic import FailFast, model_validator
+from pydantic import FailFast, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from planner.errors import PlanError
 from planner.files import FrozenModel, read_model, write_atomic
-from planner.trace import Bytes, Id, Seconds, Tier
+from planner.trace import Bytes, Id, PartBytes, Seconds, Tier, without_unknown
 
 FORMAT = "teraio.plan"
 VERSION = 1
@@ -135,7 +135,7 @@ class Plan(FrozenModel):
     """Decisions for one trace.
 
     `moves` are in queue order: of those that start at the same stage, a link serves the first one first; `updates`
-    likewise, of those on the host.
+    likewise, of those on the host. subgroup_bytes: of the trace; who follows the plan has to cut optimizers by it.
     """
 
     format: Literal["teraio.plan"] = "teraio.plan"
@@ -149,6 +149,11 @@ class Plan(FrozenModel):
     updates: Annotated[tuple[Update, ...], FailFast()] = ()
     recompute: Annotated[tuple[Recompute, ...], FailFast()] = ()
     predicted: Predicted | None = None
+    subgroup_bytes: PartBytes | None = None
+
+    @model_serializer(mode="wrap")
+    def _leave_out_what_is_not_known(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        return without_unknown(write(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

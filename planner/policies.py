@@ -58,7 +58,8 @@ def plan(
     settings = SolverSettings(
         time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight
     )
-    return POLICIES[policy](trace, budgets, settings)
+    made = POLICIES[policy](trace, budgets, settings)
+    return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
 
 
 def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:

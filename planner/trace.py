@@ -22,6 +22,7 @@ BlockKind = Literal["parameter", "gradient", "optimizer_state", "activation", "b
 Bytes = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=1e-60)]
+PartBytes = Annotated[int, Field(gt=0)]
 Id = Annotated[int, Field(ge=0, lt=2**63)]
 Ids = Annotated[tuple[Id, ...], FailFast()]
 """FailFast: the first fault of a list is told; to collect them all could take gigabytes."""
@@ -203,6 +204,7 @@ class Trace(FrozenModel):
 
     Construction checks that ids are consecutive from 0 and that every id that is referred to exists
     (pydantic's ValidationError); `Trace.load` raises TraceError for the same and for all faults of the file.
+    subgroup_bytes: what the optimizer was cut by, see [Note: The size of subgroups]; left out of the file where it is not known.
     """
 
     format: Literal["teraio.trace"] = "teraio.trace"
@@ -214,14 +216,15 @@ class Trace(FrozenModel):
     blocks: Annotated[tuple[Block, ...], FailFast()] = ()
     subgroups: Annotated[tuple[Subgroup, ...], FailFast()] = ()
     recompute: Annotated[tuple[RecomputeGroup, ...], FailFast()] = ()
+    subgroup_bytes: PartBytes | None = None
     stored_fingerprint: str | None = Field(
         default=None, validation_alias="fingerprint", serialization_alias="fingerprint", exclude=True
     )
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the content, name and creator apart: equal traces have equal fingerprints."""
-        content = self.model_dump(mode="json", by_alias=True, exclude={"name", "created_by"})
+        """Hash of what is planned with: traces that differ in name, creator and `subgroup_bytes` only have the same."""
+        content = self.model_dump(mode="json", by_alias=True, exclude={"name", "created_by", "subgroup_bytes"})
         if not self.hardware.shared:
             del content["hardware"]["shared"]  # added later: fingerprints of traces without it stay what they were
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -231,6 +234,10 @@ class Trace(FrozenModel):
     def ideal_seconds(self) -> float:
         """Time of an iteration that never waits: the sum of the stage durations."""
         return sum(stage.duration_seconds for stage in self.stages)
+
+    @model_serializer(mode="wrap")
+    def _leave_out_what_is_not_known(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        return without_unknown(write(self))
 
     @model_validator(mode="after")
     def _references_exist(self) -> Self:
@@ -284,6 +291,11 @@ class Trace(FrozenModel):
         content = self.model_dump(mode="json", by_alias=True)
         content["fingerprint"] = self.fingerprint
         write_atomic(path, json.dumps(content, indent=1) + "\n")
+
+
+def without_unknown(content: dict[str, object]) -> dict[str, object]:
+    """Of a trace or a plan: without `subgroup_bytes` where that is None, since the field came later than the format."""
+    return {name: value for name, value in content.items() if name != "subgroup_bytes" or value is not None}
 
 
 def _check_consecutive(label: str, ids: list[int]) -> None:

@@ -13,6 +13,7 @@ fits     -> profile   a new graph was compiled, sizes grew, or an iteration took
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import statistics
 import sys
@@ -36,6 +37,7 @@ from teraio.iteration import Iteration
 from teraio.machine import Machine
 from teraio.optimizer import OptimizerSteps
 from teraio.optimizer_rates import HostRates
+from teraio.optimizer_sizes import SubgroupSizes
 from teraio.options import Options
 from teraio.peaks import PeakWatch
 from teraio.planning import PlanningJob
@@ -60,6 +62,8 @@ class Lifecycle:
     """One budget, one timeline: everything that models compiled with the same options share."""
 
     def __init__(self, options: Options, device: torch.device) -> None:
+        # A plan is for the subgroups of the run that it was made from.
+        subgroup_bytes = planner.Plan.load(options.plan).subgroup_bytes if options.plan is not None else None
         self._options = options
         self._machine = Machine(options, device)
         self._pager = Pager(
@@ -75,6 +79,7 @@ class Lifecycle:
             first_is_special=self._machine.device.asynchronous,
         )
         self.stage_compiler = StageCompiler(codegen=options.codegen)
+        self._subgroups = SubgroupSizes(self._machine.hardware, given_bytes=subgroup_bytes)
         self._steps = OptimizerSteps(
             self._pager,
             self._timeline,
@@ -84,6 +89,7 @@ class Lifecycle:
             ensure_room=self._ensure_room,
             overlap=options.overlap_step,
             rates=self._host_rates(),
+            sizes=self._subgroups,
         )
         self._phase: RunPhase = "profile"
         self._sizes = LargestSizes()
@@ -219,7 +225,7 @@ class Lifecycle:
             self._finish_profile()
 
     def _finish_profile(self) -> None:
-        self._profile = build_profile(
+        profile = build_profile(
             self._recorded[1:],
             name=Path(sys.argv[0]).stem or "training",
             created_by=f"teraio, torch {torch.__version__}",
@@ -227,8 +233,10 @@ class Lifecycle:
             fixed_bytes=self._pager.unmoved_bytes,
             survivors=self._recorded[-2].survivors,
         )
+        trace = profile.trace.model_copy(update={"subgroup_bytes": self._subgroups.used_bytes})
+        self._profile = dataclasses.replace(profile, trace=trace)
         self._recorded = []
-        self._trace_path = save(self._profile.trace, self._options.trace_out)
+        self._trace_path = save(trace, self._options.trace_out)
         if self._pager.evictions == 0:
             self._enter("fits")
             limit = "no limit" if self._pager.budget_bytes is None else f"{self._pager.budget_bytes:,} bytes"

@@ -33,6 +33,7 @@ from teraio.optimizer_masters import run_step
 from teraio.optimizer_overlap import OverlappedSteps
 from teraio.optimizer_parts import OptimizerParts, Part, Update
 from teraio.optimizer_rates import HostRates
+from teraio.optimizer_sizes import SubgroupSizes
 from teraio.optimizer_slices import SlicedUpdate, SlicedUpdates
 from teraio.optimizer_states import OptimizerStates
 from teraio.optimizer_whole import WholeSteps
@@ -47,8 +48,8 @@ class OptimizerSteps(OwnHooks):
     active: whether steps are run under management now. step_done is called with the optimizer after each step of it, when
     all bookkeeping is finished. automatic: manage every optimizer; False: only those given to `manage`. ensure_room is called
     before an optimizer makes states, with the bytes of all that it will have; it may refuse by a StorageFullError. rates: of
-    updates on the host, None if there is no host tier. overlap: update inside the backward pass what may be; regions then take
-    part in that through the attribute `overlap`.
+    updates on the host, None if there is no host tier. sizes: chooses how large subgroups are. overlap: update inside the
+    backward pass what may be; regions then take part in that through the attribute `overlap`.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class OptimizerSteps(OwnHooks):
         automatic: bool = True,
         ensure_room: Callable[[int], None] | None = None,
         rates: HostRates | None = None,
+        sizes: SubgroupSizes | None = None,
         overlap: bool = False,
     ) -> None:
         self._pager = pager
@@ -70,7 +72,7 @@ class OptimizerSteps(OwnHooks):
         self._automatic = automatic
         self._ensure_room = ensure_room
         self._states = OptimizerStates(pager, timeline)
-        self._parts = OptimizerParts(pager, self._states)
+        self._parts = OptimizerParts(pager, self._states, sizes)
         self._rates = rates
         self._host = HostUpdates(pager)
         self._slices = SlicedUpdates(pager, self._states)

@@ -147,7 +147,7 @@ class OverlappedSteps:
             tuple((member.final, id(member.optimizer), member.size_bytes) for member in members),
         )  # fmt: skip
         if key not in self._cuts:
-            self._cuts[key] = cut_updates(members, 0 if self._finest else self._parts.part_bytes())
+            self._cuts[key] = cut_updates(members, 0 if self._finest else self._parts.part_bytes)
         for optimizer in dict.fromkeys(member.optimizer for member in members):
             self._settings[optimizer] = settings_of(optimizer)
         return RegionUpdates(self._pager, self._timeline, program.name, members, self._cuts[key], self._no_room)

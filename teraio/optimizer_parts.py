@@ -16,13 +16,10 @@ from runtime.cpu_memory import SMALLEST_MOVED_BYTES
 from runtime.pager import Pager
 from teraio.optimizer_kinds import bytes_of, keeps_masters, states_per_parameter, temporary_bytes
 from teraio.optimizer_masters import casting_bytes, lacks_master, master_bytes
+from teraio.optimizer_sizes import SMALLEST_PART_BYTES, SubgroupSizes
 from teraio.optimizer_slicing import Slicing, slicing
 from teraio.optimizer_states import OptimizerStates
 
-_LARGEST_PART_BYTES = 256 << 20
-_SMALLEST_PART_BYTES = 4 << 20
-_PARTS_PER_ROOM = 8
-"""While a part updates, the one before leaves and the next one arrives; much of the room is left for what comes after."""
 _COUNTERS_BYTES = 16
 """Of a parameter's step counter and the like."""
 
@@ -103,9 +100,10 @@ class _Cut:
 class OptimizerParts:
     """Cuts optimizers so that each part fits, the same in every iteration as long as their parameters stay the same."""
 
-    def __init__(self, pager: Pager, states: OptimizerStates) -> None:
+    def __init__(self, pager: Pager, states: OptimizerStates, sizes: SubgroupSizes | None = None) -> None:
         self._pager = pager
         self._states = states
+        self._sizes = sizes or SubgroupSizes()
         self._cuts: weakref.WeakKeyDictionary[Optimizer, _Cut] = weakref.WeakKeyDictionary()
 
     def updates(self, optimizer: Optimizer) -> list[list[Update]]:
@@ -125,7 +123,9 @@ class OptimizerParts:
         sizes = tuple(tuple(update.part_bytes for update in group) for group in updates)
         known = self._cuts.get(optimizer)
         if known is None or known.sizes != sizes:
-            known = self._cut(optimizer, updates, self.part_bytes())
+            each = [size for group in sizes for size in group]
+            part_bytes = self._sizes.choose(optimizer, each, self._room_bytes(), self._pager)
+            known = self._cut(optimizer, updates, part_bytes)
         parts = self._parts(optimizer, updates, known)
         budget = self._pager.budget_bytes
         if budget is not None and self.largest(parts)[0] > budget:
@@ -156,9 +156,9 @@ class OptimizerParts:
 
     def _large(self, optimizer: Optimizer, updates: list[list[Update]]) -> frozenset[int]:
         """Numbers of the parameters whose update takes most of the room, unless there is room for all of them at once."""
-        if self._pager.budget_bytes is None:
+        room = self._room_bytes()
+        if room is None:
             return frozenset()
-        room = self._pager.budget_bytes - self._stuck_bytes()
         own = [update for group in updates for update in group]
         temporaries = [temporary_bytes(optimizer, [(update.device, update.size_bytes)]) for update in own]
         if sum(update.part_bytes for update in own) + max(temporaries, default=0) <= room:
@@ -237,12 +237,15 @@ class OptimizerParts:
     def _leaves(self, size_bytes: int) -> bool:
         return self._pager.can_move and size_bytes >= SMALLEST_MOVED_BYTES
 
+    @property
     def part_bytes(self) -> int:
-        """Of parameters, gradients and states that are updated together, at most."""
+        """Of parameters, gradients and states that are updated together, at most: what the first steps were cut by."""
+        return self._sizes.used_bytes or SMALLEST_PART_BYTES
+
+    def _room_bytes(self) -> int | None:
+        """What the budget leaves for blocks that can leave; None where nothing limits it."""
         budget = self._pager.budget_bytes
-        if budget is None:
-            return _LARGEST_PART_BYTES
-        return min(max((budget - self._stuck_bytes()) // _PARTS_PER_ROOM, _SMALLEST_PART_BYTES), _LARGEST_PART_BYTES)
+        return None if budget is None else budget - self._stuck_bytes()
 
     def _update(self, optimizer: Optimizer, number: int, parameter: torch.Tensor, states: int, masters: bool) -> Update:
         size = bytes_of(parameter)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -60,6 +61,31 @@ class ReplicaUpdate:
             made = self._optimizer.state.get(replica.parameter)
             if made is not None and made is not replica.state:
                 replica.state.update(made)
+
+
+def scratch_replica(optimizer: Optimizer, parameter: Tensor, shape: tuple[int, ...], *, states: bool = True) -> Replica:
+    """Zeros of `shape` in place of a parameter and its gradient, to try an update with. Reads no data but that of counters.
+
+    states: with those that the parameter has: zeros in place of those of element per element, copies of the others.
+    """
+    tried = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+    tried.grad = torch.zeros_like(tried)
+    known = optimizer.state.get(parameter) or {} if states else {}
+    state = {
+        name: torch.zeros_like(tried, dtype=value.dtype) if has_elements_of(value, parameter) else copied(value)
+        for name, value in known.items()
+    }
+    return Replica(parameter=tried, state=state)
+
+
+def has_elements_of(state: Any, parameter: Tensor) -> bool:
+    """Whether a state has one element for each of the parameter's."""
+    return isinstance(state, Tensor) and state.numel() == parameter.numel()
+
+
+def copied(value: Any) -> Any:
+    """A state of its own if it is a tensor."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _is_dense(replica: Replica) -> bool:

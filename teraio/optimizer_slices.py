@@ -34,8 +34,8 @@ from runtime.pager import Pager
 from runtime.slot_range import RangeCopy, in_turns
 from runtime.storage.store import ALIGNMENT_BYTES, align_up
 from teraio.optimizer_parts import Part
-from teraio.optimizer_replica import Replica
-from teraio.optimizer_slicing import BUFFERS, READ_AHEAD, Slicing, copied, update_alone
+from teraio.optimizer_replica import Replica, copied
+from teraio.optimizer_slicing import BUFFERS, READ_AHEAD, Slicing, update_alone
 from teraio.optimizer_states import OptimizerStates
 
 

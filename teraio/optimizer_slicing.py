@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from runtime.cpu_memory import SMALLEST_MOVED_BYTES
 from runtime.pager import Pager
 from runtime.storage.store import ALIGNMENT_BYTES
 from teraio.optimizer_kinds import is_elementwise, keeps_masters, temporary_bytes
-from teraio.optimizer_replica import Replica, ReplicaUpdate, by_group
+from teraio.optimizer_replica import Replica, ReplicaUpdate, by_group, has_elements_of, scratch_replica
 
 BUFFERS = 4
 """Slices of the states that are on the device at once: one that is updated, those that come before it, one that leaves."""
@@ -80,7 +79,7 @@ def slicing(optimizer: Optimizer, group: int, parameter: Tensor, pager: Pager) -
         return None
     if not all(_can_be_cut(value, parameter, pager) for value in state.values()):
         return None
-    states = _states_after(optimizer, group, parameter, state)
+    states = _states_after(optimizer, group, parameter)
     itemsize = sum(dtype.itemsize for dtype in states.values())
     fresh = frozenset(name for name in states if not has_elements_of(state.get(name), parameter))
 
@@ -107,11 +106,6 @@ def slicing(optimizer: Optimizer, group: int, parameter: Tensor, pager: Pager) -
     )
 
 
-def has_elements_of(state: object, parameter: Tensor) -> bool:
-    """Whether a state has one element for each of the parameter's."""
-    return isinstance(state, Tensor) and state.numel() == parameter.numel()
-
-
 def _fills_its_strides(tensor: Tensor) -> bool:
     """Its elements are all there is in a storage's first bytes, each once: then they are a flat tensor in another order."""
     dense = tensor.layout is torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
@@ -133,31 +127,16 @@ def _can_be_cut(state: object, parameter: Tensor, pager: Pager) -> bool:
     return _is_like(state, parameter) and block is not None and block.span is not None and block.size_bytes == state.nbytes
 
 
-def _states_after(optimizer: Optimizer, group: int, parameter: Tensor, state: dict[str, object]) -> dict[str, torch.dtype]:
+def _states_after(optimizer: Optimizer, group: int, parameter: Tensor) -> dict[str, torch.dtype]:
     """The states of element per element that the next update leaves behind, found out by one over a tiny parameter."""
-    tried = _zeros(parameter.dtype, parameter.device)
-    tried.grad = _zeros(parameter.dtype, parameter.device)
-    before = {
-        name: _zeros(value.dtype, parameter.device) if has_elements_of(value, parameter) else copied(value)  # type: ignore[attr-defined]
-        for name, value in state.items()
-    }
-    replica = Replica(parameter=tried, state=before)
+    replica = scratch_replica(optimizer, parameter, (_TRIED_ELEMENTS,))
     update_alone(optimizer, group, replica)
-    return {name: value.dtype for name, value in replica.state.items() if has_elements_of(value, tried)}
+    return {name: value.dtype for name, value in replica.state.items() if has_elements_of(value, replica.parameter)}
 
 
 def update_alone(optimizer: Optimizer, group: int, replica: Replica) -> None:
     """Update one replica of a parameter of the optimizer's group `group`."""
     ReplicaUpdate(optimizer, by_group(optimizer, [(group, replica)])).run()
-
-
-def copied(value: Any) -> Any:
-    """A state of its own if it is a tensor."""
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _zeros(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(_TRIED_ELEMENTS, dtype=dtype, device=device)
 
 
 def _largest_power_of_two(limit: int) -> int:

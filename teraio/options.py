@@ -63,7 +63,8 @@ class Options:
     """Iterations that are measured, after the first, before a plan is made. At least 1."""
 
     plan: Path | None = None
-    """A plan file to use instead of making one. It must have been made from a trace of the same program."""
+    """A plan file to use instead of making one. It must have been made from a trace of the same program; optimizers are cut into
+    subgroups of the size that it names."""
 
     replan: bool = True
     """Correct the plan's prefetch starts by what was late, and plan again in the background when times drift from the

@@ -160,3 +160,17 @@ def test_the_path_of_a_link_is_part_of_the_content_only_if_it_is_given(tmp_path:
     other.save(tmp_path / "with.json")
     assert Trace.load(tmp_path / "with.json") == other
     assert [link.path for link in Trace.load(tmp_path / "with.json").hardware.links] == ["posix", "posix"]
+
+
+def test_the_size_of_subgroups_is_in_the_files_only_if_it_is_known(tmp_path: Path) -> None:
+    trace = Trace.load(TRACES / "hand" / "wrap.json")
+    known = trace.model_copy(update={"subgroup_bytes": 1000})
+    assert known.fingerprint == trace.fingerprint, "plans for either are plans for both"
+    for number, each in enumerate((trace, known)):
+        path, plan_path = tmp_path / f"trace.{number}.json", tmp_path / f"plan.{number}.json"
+        made = plan(each, Budgets(device_bytes=20), policy="g10")
+        each.save(path)
+        made.save(plan_path)
+        assert Trace.load(path).subgroup_bytes == Plan.load(plan_path).subgroup_bytes == each.subgroup_bytes
+        assert ("subgroup_bytes" in path.read_text()) == ("subgroup_bytes" in plan_path.read_text()) == (number == 1)
+    assert Trace.load(tmp_path / "trace.1.json") == known

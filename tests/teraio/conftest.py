@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import teraio
-from teraio import optimizer_parts, optimizer_states
+from teraio import lifecycle, optimizer_parts, optimizer_sizes, optimizer_states
+from teraio.optimizer_sizes import SubgroupSizes
 
 from .managed_steps import SIZE, Training
 from .sliced_steps import Rig
@@ -36,7 +37,17 @@ def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter of 4 KiB is large enough to move, and a part by itself."""
     for module in (optimizer_states, optimizer_parts):
         monkeypatch.setattr(module, "SMALLEST_MOVED_BYTES", SIZE)
-    monkeypatch.setattr(optimizer_parts, "_SMALLEST_PART_BYTES", SIZE)
+    monkeypatch.setattr(optimizer_sizes, "SMALLEST_PART_BYTES", SIZE)
+
+
+@pytest.fixture
+def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Fixes the size of subgroups, in bytes, which otherwise follows from what was measured."""
+
+    def fix(size_bytes: int) -> None:
+        monkeypatch.setattr(lifecycle, "SubgroupSizes", lambda *_, **__: SubgroupSizes(given_bytes=size_bytes))
+
+    return fix
 
 
 @pytest.fixture

@@ -14,14 +14,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planner.errors import BudgetError
 from runtime.pager import Pager
-from teraio import optimizer_parts
 from teraio.optimizer import OptimizerSteps
+from teraio.optimizer_sizes import SubgroupSizes
 from teraio.optimizer_states import state_bytes
 from teraio.timeline import Timeline
 
 from .every_optimizer import OPTIMIZERS, two_groups
 
 KIB = 1 << 10
+SUBGROUP_BYTES = 16 * KIB
 
 
 class Steps:
@@ -33,8 +34,9 @@ class Steps:
         self.finished: list[Optimizer] = []
         self.active = True
         self.steps = OptimizerSteps(
-            self.pager, self.timeline, active=lambda: self.active, step_done=self.finished.append
-        )
+            self.pager, self.timeline, active=lambda: self.active, step_done=self.finished.append,
+            sizes=SubgroupSizes(given_bytes=SUBGROUP_BYTES),
+        )  # fmt: skip
 
     def manage(self, parameters: list[nn.Parameter]) -> None:
         for number, parameter in enumerate(parameters):
@@ -43,11 +45,6 @@ class Steps:
     def stage_names(self) -> list[str]:
         """Of the stages since the last call."""
         return [s.name for s in self.timeline.iteration_ends().stages if s.phase == "optimizer"]
-
-
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_parts, "_LARGEST_PART_BYTES", 16 * KIB)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,6 @@ import teraio
 from planner import Budgets, Plan, Trace, floor
 from planner.lifetimes import live_bytes
 from runtime.engine import Engine
-from teraio import optimizer_parts
 
 MIB = 1 << 20
 ROWS, WIDTH, HIDDEN = 128, 64, 4096
@@ -98,10 +97,9 @@ def train(options: dict[str, Any], *, accumulate: int, seed: int = 0) -> Result:
 
 
 @pytest.fixture(autouse=True)
-def same_program_at_every_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Subgroups of the optimizer grow with the budget; a plan is for one program. Links are measured in a hurry."""
-    monkeypatch.setattr(optimizer_parts, "_SMALLEST_PART_BYTES", MIB)
-    monkeypatch.setattr(optimizer_parts, "_LARGEST_PART_BYTES", MIB)
+def same_program_at_every_budget(monkeypatch: pytest.MonkeyPatch, subgroups_of: Callable[[int], None]) -> None:
+    """The size of subgroups follows from budget and rates; a plan is for one program. Links are measured in a hurry."""
+    subgroups_of(MIB)
     monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, MIB))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import planner
 import teraio
 from runtime.engine import Engine, LinkRates
 from runtime.storage.posix import PosixStore
-from teraio import lifecycle, opened, optimizer_parts
+from teraio import lifecycle, opened
 from teraio.planning import PlanningJob
 
 MIB = 1 << 20
@@ -69,7 +70,7 @@ def train(options: dict[str, Any], steps: int) -> tuple[list[torch.Tensor], list
 
 
 @pytest.fixture
-def slow_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_drive(monkeypatch: pytest.MonkeyPatch, subgroups_of: Callable[[int], None]) -> None:
     """Taken for one of 4 GB/s; but each of the four threads reads for 10 ms longer, so 0.4 GB/s with blocks of 1 MiB."""
     read = PosixStore.read_piece
 
@@ -80,8 +81,7 @@ def slow_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PosixStore, "read_piece", slow)
     monkeypatch.setattr(Engine, "measure", lambda engine: RATES)
     monkeypatch.setattr(opened, "_known_paths", {})
-    monkeypatch.setattr(optimizer_parts, "_SMALLEST_PART_BYTES", MIB)
-    monkeypatch.setattr(optimizer_parts, "_LARGEST_PART_BYTES", MIB)
+    subgroups_of(MIB)
 
 
 def test_another_plan_takes_over(

@@ -1,0 +1,186 @@
+"""The size of subgroups: against brute force, against the simulator, and where figures are missing or wrong."""
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner import (
+    Budgets,
+    Hardware,
+    Link,
+    SharedRate,
+    Station,
+    Trace,
+    plan,
+    simulate,
+    stations_of_step,
+    step_seconds,
+    subgroup_bytes,
+)
+from planner.subgroup_size import UNMEASURED_BYTES, largest_subgroup_bytes
+
+KB, MB, GB = 10**3, 10**6, 10**9
+
+
+def sizes_between(smallest: int, largest: int, count: int = 400) -> list[float]:
+    """Evenly in the logarithm, both included."""
+    return [smallest * (largest / smallest) ** (number / count) for number in range(count + 1)]
+
+
+stations = st.lists(
+    st.builds(
+        Station,
+        fixed_seconds=st.one_of(st.just(0.0), st.floats(1e-6, 1e-2)),
+        bytes_per_second=st.one_of(st.just(math.inf), st.floats(1e8, 1e12)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(stations=stations, total=st.integers(1, 10**12), smallest=st.integers(1, 10**8), ratio=st.floats(1, 10**4))
+def test_no_size_is_better_than_the_one_that_is_chosen(
+    stations: list[Station], total: int, smallest: int, ratio: float
+) -> None:
+    largest = int(smallest * ratio)
+    found = subgroup_bytes(stations, total_bytes=total, smallest_bytes=smallest, largest_bytes=largest)
+    assert smallest <= found <= max(largest, smallest)
+    limit = max(min(largest, total), smallest)
+    best = min(step_seconds(stations, total_bytes=total, part_bytes=size) for size in sizes_between(smallest, limit))
+    rounding = 1 + 2 / smallest
+    assert step_seconds(stations, total_bytes=total, part_bytes=found) <= best * rounding * (1 + 1e-9)
+
+
+def by_hand(parts: int, *times: float) -> float:
+    """When the last of `parts` equal jobs leaves the last of several machines, each of which has one at a time."""
+    free = [0.0] * len(times)
+    for _ in range(parts):
+        ready = 0.0
+        for machine, seconds in enumerate(times):
+            ready = free[machine] = max(ready, free[machine]) + seconds
+    return free[-1]
+
+
+@pytest.mark.parametrize("times", [(1.0, 2.0, 3.0), (3.0, 2.0, 1.0), (1.0, 5.0, 1.0), (2.0, 2.0, 2.0)])
+@pytest.mark.parametrize("parts", [1, 2, 7])
+def test_the_time_of_a_step_is_that_of_a_flow_shop(parts: int, times: tuple[float, ...]) -> None:
+    line = [Station(fixed_seconds=seconds / 2, bytes_per_second=200 / seconds) for seconds in times]
+    assert step_seconds(line, total_bytes=100 * parts, part_bytes=100) == pytest.approx(by_hand(parts, *times))
+
+
+def test_a_known_optimum() -> None:
+    """All stations take 1 s for 100 bytes, and the update 1 s more for each part."""
+    line = [
+        Station(fixed_seconds=0.0, bytes_per_second=100.0),
+        Station(fixed_seconds=1.0, bytes_per_second=100.0),
+        Station(fixed_seconds=0.0, bytes_per_second=100.0),
+    ]
+    assert subgroup_bytes(line, total_bytes=5000, smallest_bytes=1, largest_bytes=10**6) == 500, "√(5000 · 1 / (2 / 100))"
+    assert step_seconds(line, total_bytes=5000, part_bytes=500) == 10 * 6 + 2 * 5
+    assert subgroup_bytes(line, total_bytes=5000, smallest_bytes=1, largest_bytes=300) == 300
+    assert subgroup_bytes(line, total_bytes=5000, smallest_bytes=700, largest_bytes=10**6) == 700
+
+
+def test_where_nothing_costs_or_nothing_is_known() -> None:
+    free = [Station(fixed_seconds=0.0, bytes_per_second=GB)] * 3
+    assert subgroup_bytes(free, total_bytes=GB, smallest_bytes=MB, largest_bytes=GB) == MB, "nothing speaks against small parts"
+    limits = {"total_bytes": 10**12, "smallest_bytes": MB}
+    assert subgroup_bytes([], **limits, largest_bytes=10 * MB) == 10 * MB
+    assert subgroup_bytes([], **limits, largest_bytes=10**12) == UNMEASURED_BYTES
+    assert subgroup_bytes([], **limits, largest_bytes=0) == subgroup_bytes(free, **limits, largest_bytes=0) == MB
+    at_once = [Station(fixed_seconds=1.0, bytes_per_second=math.inf)] * 3
+    assert subgroup_bytes(at_once, total_bytes=GB, smallest_bytes=MB, largest_bytes=2 * GB) == GB, "all in one part"
+
+
+def hardware(*rates: float, latency: float = 0.0, shared: float | None = None) -> Hardware:
+    """Of the links into and out of main memory."""
+    ways = [("host", "device"), ("device", "host")]
+    links = tuple(
+        Link(from_tier=a, to_tier=b, bytes_per_second=rate, latency_seconds=latency)  # type: ignore[arg-type]
+        for (a, b), rate in zip(ways, rates, strict=True)
+    )
+    together = SharedRate(name="bus", links=tuple(link.name for link in links), bytes_per_second=shared or 1.0)
+    return Hardware(name="made up", device_memory_bytes=0, links=links, shared=(together,) if shared else ())
+
+
+def test_figures_of_the_hardware() -> None:
+    way_in, update, way_out = stations_of_step(hardware(3 * GB, 2 * GB, latency=1e-4), "host", update_seconds=1e-3)
+    assert way_in == Station(fixed_seconds=1e-4, bytes_per_second=3 * GB)
+    assert way_out == Station(fixed_seconds=1e-4, bytes_per_second=2 * GB)
+    assert update == Station(fixed_seconds=1e-3, bytes_per_second=2 * GB)
+    slowed = stations_of_step(hardware(3 * GB, 1 * GB, shared=3 * GB), "host", update_seconds=0.0)
+    assert [station.bytes_per_second for station in slowed] == [1.5 * GB, GB, GB]
+    assert stations_of_step(hardware(GB, GB), "storage", update_seconds=0.0) == ()
+
+
+def test_the_rate_of_updates_matters_little() -> None:
+    """Taken for that of the links, it costs a tenth at most, whatever it really is."""
+    steps = product((3e8, 3e9, 3e10, 3e11), (3e8, 3e9, 5e10), (1e-5, 1e-4, 3e-4), (1e-4, 1e-3, 3e-3), (0.1, 0.3, 1, 3, 10, 1000))
+    for total, rate, latency, update, faster in steps:
+        known = stations_of_step(hardware(rate, rate, latency=latency), "host", update_seconds=update)
+        true = (known[0], Station(fixed_seconds=update, bytes_per_second=rate * faster), known[2])
+        limits = {"total_bytes": int(total), "smallest_bytes": 4 * MB, "largest_bytes": GB}
+        best = step_seconds(true, total_bytes=total, part_bytes=subgroup_bytes(true, **limits))
+        found = step_seconds(true, total_bytes=total, part_bytes=subgroup_bytes(known, **limits))
+        assert found <= 1.11 * best, (total, rate, latency, update, faster)
+
+
+# -- against the simulator
+
+
+def step_trace(machine: Hardware, *, total: int, part: float, update: Station, activations: int) -> Trace:
+    """States of `total` bytes in equal parts; the activations of the passes before fill the room. User code before the step."""
+    count = max(round(total / part), 1)
+    seconds = update.seconds(total / count)
+    stages: list[dict[str, Any]] = [
+        {"id": 0, "name": "forward", "phase": "forward", "duration_seconds": 1.0},
+        {"id": 1, "name": "backward", "phase": "backward", "duration_seconds": 1.0},
+        {"id": 2, "name": "user", "phase": "user", "duration_seconds": 0.0},
+    ]
+    blocks: list[dict[str, Any]] = [
+        {"id": 0, "name": "x", "kind": "activation", "size_bytes": activations, "persistent": False, "reads": [1], "writes": [0]}
+    ]
+    for number in range(count):
+        use = [number + 3]
+        stages.append({"id": use[0], "name": f"update {number}", "phase": "optimizer", "duration_seconds": seconds})
+        block = {"id": number + 1, "name": f"state {number}", "kind": "optimizer_state", "size_bytes": total // count}
+        blocks.append({**block, "persistent": True, "reads": use, "writes": use})
+    stages.append({"id": count + 3, "name": "user", "phase": "user", "duration_seconds": 0.0})
+    return Trace.model_validate({"name": "step", "hardware": machine, "stages": stages, "blocks": blocks})
+
+
+@pytest.mark.parametrize(
+    ("machine", "update"),
+    [
+        (hardware(20 * GB, 25 * GB, latency=1e-4), Station(fixed_seconds=2e-3, bytes_per_second=200 * GB)),
+        (hardware(2 * GB, 2 * GB, latency=1e-3), Station(fixed_seconds=1e-3, bytes_per_second=8 * GB)),
+        (hardware(3 * GB, 2 * GB, shared=3 * GB, latency=5e-3), Station(fixed_seconds=5e-3, bytes_per_second=8 * GB)),
+        (hardware(8 * GB, 8 * GB, latency=1e-4), Station(fixed_seconds=5e-3, bytes_per_second=2 * GB)),
+    ],
+    ids=["the links are slow", "latencies are long", "links share a rate", "updates are slow"],
+)
+def test_no_other_size_is_much_better_in_the_simulator(machine: Hardware, update: Station) -> None:
+    """A plan is made for each size, in the same room."""
+    total, room = 2 * GB, 800 * MB
+    largest = largest_subgroup_bytes(room)
+    chosen = subgroup_bytes(
+        stations_of_step(machine, "host", update_seconds=update.fixed_seconds),
+        total_bytes=total, smallest_bytes=4 * MB, largest_bytes=largest,
+    )  # fmt: skip
+
+    def simulated(part: float) -> float:
+        trace = step_trace(machine, total=total, part=part, update=update, activations=room)
+        made = plan(trace, Budgets(device_bytes=room), policy="g10")
+        return simulate(trace, made).iteration_seconds - 2.0
+
+    found = simulated(chosen)
+    others = [simulated(size * MB) for size in (10, 14, 20, 28, 40, 57, 80, 100)]
+    assert found <= 1.05 * min(others)
+    assert max(others) > 1.1 * found, "the size matters here"
+    way_in, _, way_out = stations_of_step(machine, "host", update_seconds=0.0)
+    predicted = step_seconds([way_in, update, way_out], total_bytes=total, part_bytes=total / round(total / chosen))
+    assert found == pytest.approx(predicted, rel=0.05)
