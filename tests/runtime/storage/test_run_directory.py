@@ -19,6 +19,8 @@ from runtime.storage.run_directory import RunDirectory, remove_leftovers
 
 PRELUDE = """
 import os, signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where whoever runs the tests ignores them, as nohup does
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from runtime.storage.posix import PosixStore
 store = PosixStore([sys.argv[1]], budget_bytes=None)
 store.allocate(1 << 20, "weights")
