@@ -1,8 +1,9 @@
 """AdamW with its states on the drives: 30 % of the unconstrained peak, the step interleaved or layer by layer.
 
-A Llama of which nearly all is parameters, gradients and states; four trainings in turns, on the CPU: plain Inductor and
-teraio without a budget, teraio under the budget, and the same stages with each subgroup's states loaded, its parameters
-updated and all of it written back before the next one's turn (see `benchmarks.layer_by_layer`).
+A Llama of which nearly all is parameters, gradients and states; five trainings in turns, on the CPU: plain Inductor and
+teraio without a budget, teraio under the budget, with the step and with updates inside the backward pass, and the same stages
+with each subgroup's states loaded, its parameters updated and all of it written back before the next one's turn (see
+`benchmarks.layer_by_layer`).
 
 The unconstrained peak is what teraio's trace of the training without a budget adds up to at its fullest stage: parameters,
 gradients, states, activations and workspaces, but nothing that an allocator keeps for reuse.
@@ -38,11 +39,12 @@ BATCH = 2
 PERCENT = 30
 TOLERANCE = 1e-4
 """Relative, of losses after some 20 iterations by Inductor, which fuses whole graphs and so adds in another order."""
-WARM_STEPS = 6
-"""One compiles, four are profiled."""
+WARM_STEPS = 9
+"""One compiles, four are profiled; before updates move into the backward pass, three are watched."""
 MIB = 2**20
 
 INDUCTOR, FREE, PLANNED, SERIAL = "Inductor", "teraio, no budget", f"teraio, {PERCENT} %", f"layer by layer, {PERCENT} %"
+OVERLAPPED = f"teraio, {PERCENT} %, overlap_step"
 
 
 class LossesDiffer(Exception):
@@ -98,7 +100,7 @@ def measure(
 
 
 def trained(scale: Scale, plain: Setting) -> tuple[int, dict[str, Measured]]:
-    """The unconstrained peak, and all four trainings, warm and then in turns.
+    """The unconstrained peak, and all five trainings, warm and then in turns.
 
     They start one after the other: the budget comes from the trace of the one that has none, and the one that goes layer by
     layer follows a plan for the trace of the one that has the same budget. Plans stay as they were made: pauses between turns
@@ -116,9 +118,11 @@ def trained(scale: Scale, plain: Setting) -> tuple[int, dict[str, Measured]]:
         phases = {name: warm_up(worker, WARM_STEPS) for name, worker in running.items()}
         peak = peak_bytes(Trace.load(free))
         budget = budget_of(peak)
-        planned = _with(plain, memory_budget=budget, storage=folder, trace_out=limited, replan=False)
-        with workers({PLANNED: planned}, folder, EXACT_MEMORY) as second:
+        under_budget = _with(plain, memory_budget=budget, storage=folder, replan=False)
+        planned = {PLANNED: _with(under_budget, trace_out=limited), OVERLAPPED: _with(under_budget, overlap_step=True)}
+        with workers(planned, folder, EXACT_MEMORY) as second:
             phases[PLANNED] = warm_up(second[PLANNED], WARM_STEPS)
+            phases[OVERLAPPED] = warm_up(second[OVERLAPPED], WARM_STEPS)
             trace = Trace.load(limited)
             layer_by_layer(trace, budgets_for(trace, budget)).save(plan)
             serial = _with(plain, memory_budget=budget, storage=folder, plan=plan)
@@ -172,9 +176,10 @@ def figures(measured: Mapping[str, Measured], budget: int) -> Iterator[Figure]:
         (PLANNED, FREE, ""),
         (SERIAL, FREE, ""),
         (PLANNED, SERIAL, "<= 1"),
+        (OVERLAPPED, SERIAL, "<= 1"),
     ):
         yield from _ratio(f"{over} / {under}", measured[over], measured[under], aim)
-    for name in (PLANNED, SERIAL):
+    for name in (PLANNED, OVERLAPPED, SERIAL):
         yield _predicted(name, measured[name])
         yield _peak(name, measured[name].report, budget)
         yield from traffic(name, measured[name])

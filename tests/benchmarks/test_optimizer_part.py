@@ -9,7 +9,19 @@ import pytest
 import torch
 
 from benchmarks.layer_by_layer import SubgroupAfterSubgroup, layer_by_layer
-from benchmarks.optimizer import FREE, INDUCTOR, PLANNED, SERIAL, LossesDiffer, Measured, figures, hidden, same_losses, traffic
+from benchmarks.optimizer import (
+    FREE,
+    INDUCTOR,
+    OVERLAPPED,
+    PLANNED,
+    SERIAL,
+    LossesDiffer,
+    Measured,
+    figures,
+    hidden,
+    same_losses,
+    traffic,
+)
 from benchmarks.variants import peak_bytes
 from examples.llama import LlamaConfig
 from examples.training import Report, Setting, Step, Training
@@ -150,23 +162,25 @@ def a_training(*, seconds: float, optimizer_seconds: float, loss: float = 1.0, p
     return Measured(before=step(10), steps=counted, turns_steps=6, phase="planned", report=report)
 
 
-def all_four(**changes: Measured) -> dict[str, Measured]:
+def all_five(**changes: Measured) -> dict[str, Measured]:
     return {
         INDUCTOR: a_training(seconds=1.0, optimizer_seconds=0.2, loss=1.0 + 1e-6),
         FREE: a_training(seconds=1.0, optimizer_seconds=0.25),
         PLANNED: a_training(seconds=1.5, optimizer_seconds=0.5),
+        OVERLAPPED: a_training(seconds=1.0, optimizer_seconds=0.1),
         SERIAL: a_training(seconds=2.0, optimizer_seconds=1.0, peak=101),
         **changes,
     }
 
 
 def test_figures_compare_in_one_run() -> None:
-    found = {figure.name: figure for figure in figures(all_four(), 100)}
+    found = {figure.name: figure for figure in figures(all_five(), 100)}
     assert found[f"{PLANNED}: iteration"].value == 1.5 and found[f"{PLANNED}: iteration"].note == "planned; 4 iterations"
     assert found[f"{PLANNED} / {FREE}: iteration"].value == 1.5
     assert found[f"{SERIAL} / {FREE}: optimizer step"].value == 4.0
     assert found[f"{PLANNED} / {SERIAL}: optimizer step"].value == 0.5
     assert found[f"{PLANNED} / {SERIAL}: optimizer step"].met
+    assert found[f"{OVERLAPPED} / {SERIAL}: iteration"].value == 0.5
     assert found[f"{FREE} / {INDUCTOR}: iteration"].value == 1.0
     assert found[f"{PLANNED}: predicted / measured"].value == pytest.approx(0.8)
     assert found[f"{SERIAL}: predicted / measured"].note == "no plan was followed"
@@ -186,9 +200,9 @@ def test_copying_is_hidden_unless_the_training_thread_waits() -> None:
 
 
 def test_losses_must_be_the_same_to_the_last_bit_but_for_another_compilers() -> None:
-    same_losses(all_four())
+    same_losses(all_five())
     off = a_training(seconds=1.0, optimizer_seconds=0.1, loss=1.0 + 1e-6)
     with pytest.raises(LossesDiffer, match=f"counted iteration 1: {FREE} has loss 1.0, {SERIAL} 1.000001"):
-        same_losses(all_four(**{SERIAL: off}))
+        same_losses(all_five(**{SERIAL: off}))
     with pytest.raises(LossesDiffer, match=INDUCTOR):
-        same_losses(all_four(**{INDUCTOR: a_training(seconds=1.0, optimizer_seconds=0.1, loss=1.1)}))
+        same_losses(all_five(**{INDUCTOR: a_training(seconds=1.0, optimizer_seconds=0.1, loss=1.1)}))
