@@ -249,7 +249,7 @@ def build_plan(problem: Problem, decisions: Decisions, *, policy: str) -> Plan:
         )
         if leave < stages <= decision.start and not period.final:
             initial[period.block] = decision.tier
-    moves.sort(key=lambda move: _queue_order(move, stages))
+    moves.sort(key=lambda move: _queue_order(move, stages, dies=problem.trace.blocks[move.block].dies_after is not None))
     return Plan(
         trace_fingerprint=problem.source.fingerprint,
         policy=policy,
@@ -278,10 +278,10 @@ def _gradient_moves(problem: Problem, number: int) -> Iterator[Move]:
         )
 
 
-def _queue_order(move: Move, stages: int) -> tuple[int, int, int]:
+def _queue_order(move: Move, stages: int, *, dies: bool) -> tuple[int, int, int]:
     """By the stage at which the prefetch starts, then by the stage before which the block must be back, counted on
-    from there. What does not come back goes out first: an update waits for it."""
+    from there. What does not come back goes out first if an update waits for it, last if it only dies."""
     if move.prefetch is None:
-        return -1, 0, move.block
+        return stages if dies else -1, 0, move.block
     start = move.prefetch.start
     return start % stages, move.before - start + start % stages, move.block

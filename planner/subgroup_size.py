@@ -78,7 +78,7 @@ def step_seconds(stations: Sequence[Station], *, total_bytes: float, part_bytes:
 
 
 def subgroup_bytes(stations: Sequence[Station], *, total_bytes: int, smallest_bytes: int, largest_bytes: int) -> int:
-    """The size between the limits with the least `step_seconds`; `largest_bytes` if that is not more than the smallest.
+    """The size between the limits with the least `step_seconds`; `smallest_bytes` if the largest is not more than that.
 
     Without stations, which says that nothing was measured, the largest one, but UNMEASURED_BYTES at most.
     """

@@ -54,7 +54,7 @@ class Link(FrozenModel):
     def _leave_out_an_empty_path(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
         content: dict[str, object] = write(self)
         if not self.path:  # added later: traces without it, and their fingerprints, stay what they were
-            del content["path"]
+            content.pop("path", None)
         return content
 
     @model_validator(mode="after")
@@ -155,7 +155,7 @@ class Block(FrozenModel):
     def _leave_out_the_usual_death(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
         content: dict[str, object] = write(self)
         if self.dies_after is None:  # added later, like `Link.path`
-            del content["dies_after"]
+            content.pop("dies_after", None)
         return content
 
     @model_validator(mode="after")

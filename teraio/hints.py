@@ -36,7 +36,7 @@ def lay_out_plan(plan: Plan, recorded: Iteration, ids: dict[Block, int], sizes: 
     for move in plan.moves:  # their order is that of the links' queues
         start = move.after if move.offload is None else move.offload.start
         leave[start % count].append((move.block, move.tier))
-        if move.prefetch is not None:  # an update on the host consumes the block
+        if move.prefetch is not None:  # else it does not come back
             fetch[move.prefetch.start % count].append(move.block)
     updates = updating_stages(recorded)
     return Hints(

@@ -13,7 +13,8 @@ from runtime.block import Block
 class GradientVersions:
     """The gradients of all parameters that an optimizer has now, and how often each had been written before its update.
 
-    Most updates only read them. A fused one divides them in place where a GradScaler has scaled them, and counts no version.
+    For torch.optim's optimizers: most only read gradients, and none writes through `.data`, which counts no version. A fused
+    one divides them in place where a GradScaler has scaled them, and counts none either.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

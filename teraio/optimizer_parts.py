@@ -124,7 +124,8 @@ class OptimizerParts:
         known = self._cuts.get(optimizer)
         if known is None or known.sizes != sizes:
             each = [size for group in sizes for size in group]
-            part_bytes = self._sizes.choose(optimizer, each, self._room_bytes(), self._pager)
+            others = self._others_bytes([update for group in updates for update in group])
+            part_bytes = self._sizes.choose(optimizer, each, self._room_bytes(), self._pager, others_bytes=others)
             known = self._cut(optimizer, updates, part_bytes)
         parts = self._parts(optimizer, updates, known)
         budget = self._pager.budget_bytes
@@ -241,6 +242,14 @@ class OptimizerParts:
     def part_bytes(self) -> int:
         """Of parameters, gradients and states that are updated together, at most: what the first steps were cut by."""
         return self._sizes.used_bytes or SMALLEST_PART_BYTES
+
+    def _others_bytes(self, own: Sequence[Update]) -> int:
+        """Of what other optimizers update, by the gradients that there are, as if they kept what this one does."""
+        gradients = sum(update.gradient.size_bytes for update in own if update.gradient is not None)
+        if not gradients:
+            return 0
+        others = sum(block.size_bytes for block in self._pager.blocks if block.kind == "gradient") - gradients
+        return max(others, 0) * sum(update.part_bytes for update in own if update.elements) // gradients
 
     def _room_bytes(self) -> int | None:
         """What the budget leaves for blocks that can leave; None where nothing limits it."""

@@ -49,14 +49,17 @@ class SubgroupSizes:
         self._hardware = hardware
         self._measure = measure or part_seconds
 
-    def choose(self, optimizer: Optimizer, sizes: Sequence[int], room_bytes: int | None, pager: Pager) -> int:
+    def choose(
+        self, optimizer: Optimizer, sizes: Sequence[int], room_bytes: int | None, pager: Pager, *, others_bytes: int = 0
+    ) -> int:
         """Bytes of parameters, gradients and states to update together, at most.
 
-        sizes: of the optimizer's parameters, each with gradient and states. room_bytes: of the budget, for what can leave; None
-        where nothing limits it. For a region. Blocks the first time, while some tiny updates run and the device gets to them.
+        sizes: of the optimizer's parameters, each with gradient and states. others_bytes: the same of all that other optimizers
+        update. room_bytes: of the budget, for what can leave; None where nothing limits it. For a region. Blocks the first time,
+        while some tiny updates run and the device gets to them.
         """
         if self.used_bytes is None and sum(sizes) > SMALLEST_PART_BYTES and len(sizes) > 1:
-            self.used_bytes = self._best(optimizer, sum(sizes), room_bytes, pager)
+            self.used_bytes = self._best(optimizer, sum(sizes) + others_bytes, room_bytes, pager)
         return self.used_bytes or SMALLEST_PART_BYTES  # if there is none: one part, which decides nothing for other optimizers
 
     def _best(self, optimizer: Optimizer, total_bytes: int, room_bytes: int | None, pager: Pager) -> int:

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import planner
 from runtime.block import Block
@@ -52,12 +53,17 @@ def build_profile(
             for block in dict.fromkeys(used):
                 ids.setdefault(block, len(ids))
                 uses.setdefault(block, []).append(position)
+    for region, following in pairwise(last.regions):
+        for block in region.made:
+            if block.user_visible and block.kind == "activation":  # a model's output: user code has it next
+                reads.setdefault(block, []).append(following.first)
     blocks = []
     for block, number in ids.items():
         first = min((*reads.get(block, ()), *writes.get(block, ())))
         kept = block.kind == "optimizer_state"
         external = not kept and block not in made_here and block.born == last.number
         persistent = kept or made_here.get(block, not external)
+        outlives = block.kind == "gradient" and not persistent and block in last.held
         final = max((*reads.get(block, ()), *writes.get(block, ())))
         blocks.append(
             planner.Block(
@@ -66,10 +72,10 @@ def build_profile(
                 kind=block.kind,
                 size_bytes=block.size_bytes,
                 persistent=persistent,
-                reads=tuple(reads.get(block, ())),
+                reads=tuple(sorted(reads.get(block, ()))),
                 writes=tuple(sorted({*writes.get(block, ()), *([_user_stage_before(last, first)] if external else [])})),
                 movable=block.span is not None,
-                dies_after=len(stages) - 1 if not persistent and block in last.held and final < len(stages) - 1 else None,
+                dies_after=len(stages) - 1 if outlives and final < len(stages) - 1 else None,
             )
         )
     subgroups = _subgroups(stages, times, ids)

@@ -37,7 +37,8 @@ def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter of 4 KiB is large enough to move, and a part by itself."""
     for module in (optimizer_states, optimizer_parts):
         monkeypatch.setattr(module, "SMALLEST_MOVED_BYTES", SIZE)
-    monkeypatch.setattr(optimizer_sizes, "SMALLEST_PART_BYTES", SIZE)
+    for module in (optimizer_sizes, optimizer_parts):
+        monkeypatch.setattr(module, "SMALLEST_PART_BYTES", SIZE)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from teraio.optimizer_sizes import SMALLEST_PART_BYTES, SubgroupSizes, part_seco
 from teraio.options import parse_options
 
 from .every_optimizer import OPTIMIZERS
-from .managed_steps import everything, make_parameters, same, set_gradients
+from .managed_steps import SIZE, Start, everything, make_parameters, same, set_gradients
 from .masters import KINDS, half_parameters
 from .masters import set_gradients as set_half_gradients
 from .parity.optimizers import MIB, Case, budgeted, one, train, unmanaged
@@ -78,6 +78,31 @@ def test_the_size_is_chosen_once_from_what_is_measured() -> None:
     for room in (GIB // 16, None):
         assert sizes.choose(adam(), SIZES[:3], room, pager()) == found
     assert measure.count == 1
+
+
+def test_what_other_optimizers_update_counts_whichever_steps_first(started: Start) -> None:
+    chosen: list[int] = []
+
+    class Sizes(SubgroupSizes):
+        def choose(self, *args: Any, others_bytes: int = 0) -> int:
+            chosen.append(others_bytes)
+            return super().choose(*args, others_bytes=others_bytes)
+
+    training = started(6, budget_bytes=100 * SIZE)
+    training.steps._parts._sizes = Sizes()
+    optimizers = [torch.optim.AdamW(training.parameters[:2]), torch.optim.SGD(training.parameters[2:])]
+    set_gradients(training.parameters, 0)
+    for parameter in training.parameters:
+        training.pager.block_of(parameter.grad, name="gradient", kind="gradient", user_visible=True)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert chosen == [4 * 4 * SIZE, 2 * 2 * SIZE], "four parameters as by AdamW, then two as by SGD"
+    machine = hardware({"host": 1e10})
+    alone, together = (
+        SubgroupSizes(lambda: machine, measure=Measured(1e-3)).choose(adam(), SIZES, 4 * GIB, pager(), others_bytes=others)
+        for others in (0, 3 * sum(SIZES))
+    )
+    assert alone < together == best(machine, "host", 1e-3, 4 * GIB, total=4 * sum(SIZES))
 
 
 def test_costly_updates_and_slow_links_give_larger_and_smaller_parts() -> None:

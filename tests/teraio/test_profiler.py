@@ -108,13 +108,29 @@ def test_what_outlives_the_iteration_persists() -> None:
 
 
 def test_what_is_alive_when_the_iteration_ends_lives_until_then() -> None:
-    """An input that user code still has. Not what persists anyway, and not more than its last use where that is at the end."""
-    blocks = by_name(profile())
-    assert {name: block.dies_after for name, block in blocks.items()} == {
-        **dict.fromkeys(blocks, None),
-        "input": 5,
-    }
-    assert by_name(profile(survivors={(1, 0)}))["gradient"].dies_after is None
+    """Gradients, if their last use is not at the end anyway; no inputs that user code happens to have still."""
+    assert {block.dies_after for block in profile().trace.blocks} == {None}
+    blocks = Blocks()
+    iterations = [iteration(number, blocks, 1.0) for number in (1, 2, 3)]
+    for each in iterations:
+        each.regions[-1].stages.append(record("optimizer/1", "optimizer", 1.0))
+    found = build_profile(iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=0, survivors=set())
+    assert {name: block.dies_after for name, block in by_name(found).items() if block.dies_after} == {"gradient": 6}
+    found = build_profile(iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=0, survivors={(1, 0)})
+    assert {block.dies_after for block in found.trace.blocks} == {None}, "it persists"
+
+
+def test_user_code_has_what_a_region_returns() -> None:
+    """A model's output is used by the user code after it; a plan may take it away after that only. Not what is only saved."""
+    blocks = Blocks()
+    iterations = [iteration(number, blocks, 1.0) for number in (1, 2, 3)]
+    output, gradient = iterations[-1].regions[0].made[1], iterations[-1].regions[1].made[0]
+    output.user_visible = gradient.user_visible = True
+    found = by_name(
+        build_profile(iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=0, survivors=set())
+    )
+    assert (found["output"].reads, found["output"].writes) == ((2,), (1,)) and found["saved"].uses == (1, 3)
+    assert found["gradient"].uses == (3, 5), "wherever it is, user code can reach it"
 
 
 def test_what_can_not_move() -> None:
