@@ -22,7 +22,7 @@ from planner.user_code import user_stages
 HAND = Path(__file__).parents[2] / "traces" / "hand"
 SAME = 1 + 1e-9
 TRACES = 200
-TRAININGS = 150
+TRAININGS = 80
 
 
 def load_exhaustive() -> ModuleType:

@@ -37,7 +37,7 @@ def test_on_demand_plans_replay_and_never_beat_the_bound(case: tuple[Trace, Budg
 
 
 @given(problems(most_stages=30, most_blocks=30), st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_random_plans_replay_and_never_beat_the_bound(case: tuple[Trace, Budgets], seed: int) -> None:
     trace, budgets = case
     timeline = simulate(trace, random_plan(trace, budgets, random.Random(seed)))
@@ -60,7 +60,7 @@ def test_every_plan_with_updates_replays_within_its_budgets(case: tuple[Trace, B
 
 
 @given(training_problems(most_layers=8), st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_random_plans_with_updates_replay_and_never_beat_the_bound(case: tuple[Trace, Budgets], seed: int) -> None:
     trace, budgets = case
     timeline = replay_of_random_plan(trace, budgets, seed)

@@ -23,7 +23,7 @@ from .optimizers import HIDDEN, KINDS, MIB, WIDTH, Case, Result, Run, budgeted, 
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
 
-STEPS = 24
+STEPS = 16
 WATCHED = 3
 """Steps until parameters are updated inside the backward pass: the optimizer's first one, and two more."""
 
