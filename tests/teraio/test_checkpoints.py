@@ -13,8 +13,8 @@ from .every_optimizer import OPTIMIZERS
 from .managed_steps import SIZE, Start, everything, make_parameters, plain, same, set_gradients
 
 STEPS, HALF = 50, 25
-BUDGET_BYTES = 16 * SIZE
-"""Less than six parameters, their gradients and two states each."""
+BUDGET_BYTES = 11 * SIZE
+"""Less than six parameters and their gradients."""
 
 Checkpoint = tuple[list[Tensor], dict[str, Any]]
 
