@@ -15,9 +15,9 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from planner.errors import FileFormatError
 
@@ -76,6 +76,23 @@ class FrozenModel(BaseModel):
         for name in copied.__dict__.keys() - type(self).model_fields.keys():
             del copied.__dict__[name]
         return copied
+
+
+class GrownModel(FrozenModel):
+    """One that got fields after files of it had been written: `added_later`.
+
+    Those are left out where they have their default, so that files, and fingerprints of what was there before, stay the same.
+    """
+
+    added_later: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _leave_out_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        content: dict[str, object] = write(self)
+        for name in self.added_later:
+            if getattr(self, name) == type(self).model_fields[name].default:
+                content.pop(name, None)
+        return content
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -6,11 +6,11 @@ import json
 import os
 from typing import Annotated, Literal, Self
 
-from pydantic import FailFast, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import FailFast, model_validator
 
 from planner.errors import PlanError
-from planner.files import FrozenModel, read_model, write_atomic
-from planner.trace import Bytes, Id, PartBytes, Seconds, Tier, without_unknown
+from planner.files import FrozenModel, GrownModel, read_model, write_atomic
+from planner.trace import Bytes, Id, PartBytes, Seconds, Tier
 
 FORMAT = "teraio.plan"
 VERSION = 1
@@ -131,12 +131,14 @@ class Predicted(FrozenModel):
     storage_written_bytes: Bytes
 
 
-class Plan(FrozenModel):
+class Plan(GrownModel):
     """Decisions for one trace.
 
     `moves` are in queue order: of those that start at the same stage, a link serves the first one first; `updates`
     likewise, of those on the host. subgroup_bytes: of the trace; who follows the plan has to cut optimizers by it.
     """
+
+    added_later = ("subgroup_bytes",)
 
     format: Literal["teraio.plan"] = "teraio.plan"
     version: Literal[1] = 1
@@ -150,10 +152,6 @@ class Plan(FrozenModel):
     recompute: Annotated[tuple[Recompute, ...], FailFast()] = ()
     predicted: Predicted | None = None
     subgroup_bytes: PartBytes | None = None
-
-    @model_serializer(mode="wrap")
-    def _leave_out_what_is_not_known(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
-        return without_unknown(write(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

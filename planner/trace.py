@@ -8,10 +8,10 @@ import os
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
-from pydantic import FailFast, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
+from pydantic import FailFast, Field, ValidationError, model_validator
 
 from planner.errors import TraceError
-from planner.files import FrozenModel, describe, read_model, write_atomic
+from planner.files import FrozenModel, GrownModel, describe, read_model, write_atomic
 
 FORMAT = "teraio.trace"
 VERSION = 1
@@ -28,12 +28,14 @@ Ids = Annotated[tuple[Id, ...], FailFast()]
 """FailFast: the first fault of a list is told; to collect them all could take gigabytes."""
 
 
-class Link(FrozenModel):
+class Link(GrownModel):
     """One direction between two tiers; serial and FIFO. Fields `from` and `to` in the file.
 
     path: how bytes get from one to the other where there are several ways ("posix", "kvikio"); for people. Left out of the
     file, and of the fingerprint, where it is empty.
     """
+
+    added_later = ("path",)
 
     from_tier: Tier = Field(validation_alias="from", serialization_alias="from")
     to_tier: Tier = Field(validation_alias="to", serialization_alias="to")
@@ -49,13 +51,6 @@ class Link(FrozenModel):
     def seconds(self, size_bytes: int) -> float:
         """Time that a block of `size_bytes` occupies the link."""
         return self.latency_seconds + size_bytes / self.bytes_per_second
-
-    @model_serializer(mode="wrap")
-    def _leave_out_an_empty_path(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
-        content: dict[str, object] = write(self)
-        if not self.path:  # added later: traces without it, and their fingerprints, stay what they were
-            content.pop("path", None)
-        return content
 
     @model_validator(mode="after")
     def _two_tiers(self) -> Self:
@@ -118,13 +113,15 @@ class Stage(FrozenModel):
     workspace_bytes: Bytes = 0
 
 
-class Block(FrozenModel):
+class Block(GrownModel):
     """One managed storage. `reads` and `writes` are stage ids, ascending and without repetition.
 
     A non-persistent block exists from its first use to its last, or to the end of stage `dies_after` where that comes
     later (left out of the file, and of the fingerprint, if it does not). A block with `movable` false always counts as
     resident (while it exists).
     """
+
+    added_later = ("dies_after",)
 
     id: Id
     name: str
@@ -150,13 +147,6 @@ class Block(FrozenModel):
     def last_stage(self) -> int:
         """The last stage of the iteration in which the block exists, if it is not persistent."""
         return self.uses[-1] if self.dies_after is None else self.dies_after
-
-    @model_serializer(mode="wrap")
-    def _leave_out_the_usual_death(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
-        content: dict[str, object] = write(self)
-        if self.dies_after is None:  # added later, like `Link.path`
-            content.pop("dies_after", None)
-        return content
 
     @model_validator(mode="after")
     def _uses_ordered(self) -> Self:
@@ -199,13 +189,15 @@ class RecomputeGroup(FrozenModel):
     reads: Ids
 
 
-class Trace(FrozenModel):
+class Trace(GrownModel):
     """One iteration as measured: stages in order, blocks with their uses, links.
 
     Construction checks that ids are consecutive from 0 and that every id that is referred to exists
     (pydantic's ValidationError); `Trace.load` raises TraceError for the same and for all faults of the file.
     subgroup_bytes: what the optimizer was cut by, see [Note: The size of subgroups]; left out of the file where it is not known.
     """
+
+    added_later = ("subgroup_bytes",)
 
     format: Literal["teraio.trace"] = "teraio.trace"
     version: Literal[1] = 1
@@ -234,10 +226,6 @@ class Trace(FrozenModel):
     def ideal_seconds(self) -> float:
         """Time of an iteration that never waits: the sum of the stage durations."""
         return sum(stage.duration_seconds for stage in self.stages)
-
-    @model_serializer(mode="wrap")
-    def _leave_out_what_is_not_known(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
-        return without_unknown(write(self))
 
     @model_validator(mode="after")
     def _references_exist(self) -> Self:
@@ -291,11 +279,6 @@ class Trace(FrozenModel):
         content = self.model_dump(mode="json", by_alias=True)
         content["fingerprint"] = self.fingerprint
         write_atomic(path, json.dumps(content, indent=1) + "\n")
-
-
-def without_unknown(content: dict[str, object]) -> dict[str, object]:
-    """Of a trace or a plan: without `subgroup_bytes` where that is None, since the field came later than the format."""
-    return {name: value for name, value in content.items() if name != "subgroup_bytes" or value is not None}
 
 
 def _check_consecutive(label: str, ids: list[int]) -> None:
