@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.storage.link import Link
 from runtime.storage.posix import PosixStore
 
 from ..direct_io import refuse_direct_io
@@ -23,6 +24,8 @@ for _name in ("memory", "gate", "contract", "slow_copier", "fake_kvikio"):
         _module = importlib.util.module_from_spec(_spec)
         sys.modules[f"storage_{_name}"] = _module
         _spec.loader.exec_module(_module)
+
+from storage_gate import PIECE, Gate, MakeLink  # noqa: E402  (loaded above)
 
 MakeStore = Callable[..., PosixStore]
 
@@ -54,3 +57,32 @@ def make_store(
 @pytest.fixture
 def store(make_store: MakeStore) -> PosixStore:
     return make_store()
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def make_link(gate: Gate) -> Iterator[MakeLink]:
+    """A maker of links whose every piece waits at the gate; closes them."""
+    links: list[Link] = []
+
+    def make(drives: int = 1, threads: int = 1, stuck_after_seconds: float = 30.0) -> Link:
+        links.append(
+            Link(
+                "device->storage",
+                gate.move,
+                drives=range(drives),
+                threads=threads,
+                piece_bytes=PIECE,
+                stuck_after_seconds=stuck_after_seconds,
+            )
+        )
+        return links[-1]
+
+    yield make
+    gate.let()
+    for link in links:
+        link.close()

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
+from runtime.storage.link import Link, Transfer
 from runtime.storage.store import Extent, Piece, Slot
+
+PIECE = 4096
+MakeLink = Callable[..., Link]
+
+
+def nothing(transfer: Transfer) -> None:
+    """An `on_done` for transfers that are waited for."""
 
 
 def slot(name: str, size_bytes: int = 4096, extents: int = 1, drives: tuple[int, ...] = (0,)) -> Slot:

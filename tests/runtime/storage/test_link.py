@@ -5,47 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
-from storage_gate import Gate, slot
+from storage_gate import PIECE, Gate, MakeLink, nothing, slot
 
 from planner.errors import StorageError, StorageIOError
-from runtime.storage.link import Link, Transfer
-
-PIECE = 4096
-MakeLink = Callable[..., Link]
-
-
-def nothing(transfer: Transfer) -> None:
-    """An `on_done` for transfers that are waited for."""
-
-
-@pytest.fixture
-def gate() -> Gate:
-    return Gate()
-
-
-@pytest.fixture
-def make_link(gate: Gate) -> Iterator[MakeLink]:
-    links: list[Link] = []
-
-    def make(threads: int = 1, stuck_after_seconds: float = 30.0, drives: tuple[int, ...] = (0,)) -> Link:
-        link = Link(
-            "device->storage",
-            gate.move,
-            drives=drives,
-            threads=threads,
-            piece_bytes=PIECE,
-            stuck_after_seconds=stuck_after_seconds,
-        )
-        links.append(link)
-        return link
-
-    yield make
-    gate.let()
-    for link in links:
-        link.close()
+from runtime.storage.link import Transfer
 
 
 def test_blocks_move_in_the_order_of_issue(make_link: MakeLink, gate: Gate) -> None:

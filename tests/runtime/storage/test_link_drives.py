@@ -4,49 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
-from storage_gate import Gate, slot
+from storage_gate import PIECE, Gate, MakeLink, nothing, slot
 
 from planner.errors import StorageError, StorageIOError
 from runtime.storage.link import MOST_THREADS, Link, Transfer
 from runtime.storage.store import Piece, Slot
-
-PIECE = 4096
-MakeLink = Callable[..., Link]
-
-
-def nothing(transfer: Transfer) -> None:
-    """An `on_done` for transfers that are waited for."""
-
-
-@pytest.fixture
-def gate() -> Gate:
-    return Gate()
-
-
-@pytest.fixture
-def make_link(gate: Gate) -> Iterator[MakeLink]:
-    links: list[Link] = []
-
-    def make(drives: int = 2, threads: int = 1, stuck_after_seconds: float = 30.0) -> Link:
-        links.append(
-            Link(
-                "device->storage",
-                gate.move,
-                drives=range(drives),
-                threads=threads,
-                piece_bytes=PIECE,
-                stuck_after_seconds=stuck_after_seconds,
-            )
-        )
-        return links[-1]
-
-    yield make
-    gate.let()
-    for link in links:
-        link.close()
 
 
 def striped(name: str, pieces: int = 2) -> Slot:
@@ -56,7 +20,7 @@ def striped(name: str, pieces: int = 2) -> Slot:
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_blocked_drive_does_not_hold_up_the_other(make_link: MakeLink, gate: Gate, threads: int) -> None:
-    link = make_link(threads=threads)
+    link = make_link(drives=2, threads=threads)
     blocked = [link.submit(slot(f"blocked {n}", drives=(1,)), 0, nothing) for n in range(8)]
     healthy = [link.submit(slot(f"healthy {n}", drives=(0,)), 0, nothing) for n in range(8)]
     gate.let_on(0)
@@ -70,7 +34,7 @@ def test_a_blocked_drive_does_not_hold_up_the_other(make_link: MakeLink, gate: G
 
 
 def test_a_transfer_ends_when_its_pieces_on_all_drives_have(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link()
+    link = make_link(drives=2)
     ended: list[str] = []
     both = link.submit(striped("both", 6), 0, lambda t: ended.append(t.slot.name))
     last = link.submit(slot("last", drives=(0,)), 0, lambda t: ended.append(t.slot.name))
@@ -83,7 +47,7 @@ def test_a_transfer_ends_when_its_pieces_on_all_drives_have(make_link: MakeLink,
 
 
 def test_the_order_on_each_drive_is_that_of_submission(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link()
+    link = make_link(drives=2)
     transfers = [link.submit(striped(name), 0, nothing) for name in "abcde"]
     gate.let_on(1)
     gate.wait_until_begun(6)
@@ -94,7 +58,7 @@ def test_the_order_on_each_drive_is_that_of_submission(make_link: MakeLink, gate
 
 
 def test_what_is_promoted_goes_first_on_the_drives_where_it_has_not_begun(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link()
+    link = make_link(drives=2)
     transfers = {name: link.submit(striped(name), 0, nothing) for name in "abcd"}
     gate.wait_until_begun(2)
     gate.let_on(1, 2)
@@ -111,7 +75,7 @@ def test_what_is_promoted_goes_first_on_the_drives_where_it_has_not_begun(make_l
 
 
 def test_what_has_begun_on_one_drive_is_not_cancelled(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link()
+    link = make_link(drives=2)
     first = link.submit(slot("first", drives=(0,)), 0, nothing)
     second = link.submit(striped("second"), 0, nothing)  # begins on drive 1 at once
     third = link.submit(striped("third"), 0, nothing)
@@ -125,7 +89,7 @@ def test_what_has_begun_on_one_drive_is_not_cancelled(make_link: MakeLink, gate:
 
 
 def test_after_an_error_on_one_drive_the_others_leave_the_rest_out(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link()
+    link = make_link(drives=2)
     before = link.submit(slot("before", drives=(0,)), 0, nothing)
     gate.errors["bad"] = StorageIOError(path="/nowhere", block="bad", errno=5)
     bad = link.submit(striped("bad", 8), 0, nothing)
@@ -141,7 +105,7 @@ def test_after_an_error_on_one_drive_the_others_leave_the_rest_out(make_link: Ma
 
 
 def test_an_error_where_pieces_move_on_the_other_drive_too(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link()
+    link = make_link(drives=2)
     gate.errors["bad"] = StorageIOError(path="/nowhere", block="bad", errno=5)
     told: list[Transfer] = []
     bad = link.submit(striped("bad", 8), 0, told.append)
@@ -167,7 +131,7 @@ def test_threads_are_bounded(drives: int, threads: int, expected: int) -> None:
 
 
 def test_a_drive_that_does_not_answer_is_named_and_the_others_end_first(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link(stuck_after_seconds=0.2)
+    link = make_link(drives=2, stuck_after_seconds=0.2)
     stuck = link.submit(slot("stuck", 2 * PIECE, extents=2, drives=(0, 1)), 0, nothing)
     gate.let_on(0)
     healthy = link.submit(slot("healthy", drives=(0,)), 0, nothing)
@@ -196,7 +160,7 @@ class Fence:
 
 
 def test_no_piece_moves_before_its_memory_is_ready(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link()
+    link = make_link(drives=2)
     gate.let()
     fence = Fence()
     late = link.submit(striped("late", 6), 0, nothing, fence)
@@ -266,7 +230,7 @@ def test_closing_waits_for_memory_too(make_link: MakeLink, gate: Gate) -> None:
 
 def test_behind_a_drive_that_does_not_answer_nothing_begins_on_any(make_link: MakeLink, gate: Gate) -> None:
     """The store is closed next: whatever began later would write through closed descriptors."""
-    link = make_link(stuck_after_seconds=0.2)
+    link = make_link(drives=2, stuck_after_seconds=0.2)
     both = link.submit(striped("both", 8), 0, nothing)
     behind = link.submit(striped("behind"), 0, nothing)
     gate.wait_until_begun(2)
