@@ -62,8 +62,7 @@ class Lifecycle:
     """One budget, one timeline: everything that models compiled with the same options share."""
 
     def __init__(self, options: Options, device: torch.device) -> None:
-        # A plan is for the subgroups of the run that it was made from.
-        subgroup_bytes = planner.Plan.load(options.plan).subgroup_bytes if options.plan is not None else None
+        self._given = planner.Plan.load(options.plan) if options.plan is not None else None
         self._options = options
         self._machine = Machine(options, device)
         self._pager = Pager(
@@ -79,7 +78,9 @@ class Lifecycle:
             first_is_special=self._machine.device.asynchronous,
         )
         self.stage_compiler = StageCompiler(codegen=options.codegen)
-        self._subgroups = SubgroupSizes(self._machine.hardware, given_bytes=subgroup_bytes)
+        # A plan is for the subgroups of the run that it was made from.
+        given_bytes = self._given.subgroup_bytes if self._given is not None else None
+        self._subgroups = SubgroupSizes(self._machine.hardware, given_bytes=given_bytes)
         self._steps = OptimizerSteps(
             self._pager,
             self._timeline,
@@ -247,8 +248,8 @@ class Lifecycle:
     def _begin_planning(self, profile: Profile) -> None:
         smallest, stage = planner.floor(profile.trace)
         self._floor = (smallest, profile.trace.stages[stage].name)
-        if self._options.plan is not None:
-            self._follow(profile, self._given_plan(profile.trace))
+        if self._given is not None:
+            self._follow(profile, self._fitted(self._given, profile.trace))
             return
         self._enter("planning")
         self._job = PlanningJob(
@@ -265,18 +266,14 @@ class Lifecycle:
             storage_bytes=None if storage is None else max(storage - taken["storage"], 0),
         )
 
-    def _given_plan(self, trace: planner.Trace) -> planner.Plan:
-        """The plan file that the user gave, if it can be carried out here. Raises PlanError if not."""
-        path = self._options.plan
-        plan = planner.Plan.load(path) if path is not None else None
-        if plan is None:
-            raise PlanError("no plan file was given")
+    def _fitted(self, plan: planner.Plan, trace: planner.Trace) -> planner.Plan:
+        """The plan that the user gave, if it can be carried out here. Raises PlanError if not."""
         plan = plan.model_copy(update={"trace_fingerprint": trace.fingerprint, "budgets": self._budgets()})
         try:
             planner.simulate(trace, plan)
         except InfeasiblePlanError as error:
             raise PlanError(
-                f"{path}: this plan was made for another program, shape or budget: {error}; make a new one from a "
+                f"{self._options.plan}: this plan was made for another program, shape or budget: {error}; make a new one from a "
                 "trace of this run (option trace_out), or leave out the option plan"
             ) from error
         return plan
