@@ -10,12 +10,12 @@ from unittest.mock import patch
 
 from examples.worker import serve
 from planner import Block, Budgets, Move, Offload, Plan, Prefetch, Trace, plan
-from planner.plan import Placement
-from planner.trace import Tier
-from runtime.block import Block as Resident
-from runtime.block import State
-from runtime.pager import Pager
-from teraio import lifecycle
+from planner.schema.plan import Placement
+from planner.schema.trace import Tier
+from runtime.paging.block import Block as Resident
+from runtime.paging.block import State
+from runtime.paging.pager import Pager
+from teraio import training_run as lifecycle
 
 
 class SubgroupAfterSubgroup(Pager):

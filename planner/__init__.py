@@ -1,7 +1,7 @@
 """Plans without torch: `plan(trace, budgets)` decides, `simulate(trace, plan)` replays.
 
-The function `plan` and the module `planner.plan` (the schema) share a name: `from planner import plan` is the
-function, `from planner.plan import Plan` reaches the module.
+The function `plan` and the module `planner.schema.plan` (the schema) share a name: `from planner import plan` is the
+function, `from planner.schema.plan import Plan` reaches the module.
 """
 
 from planner.errors import (
@@ -18,13 +18,13 @@ from planner.errors import (
     TraceError,
     UnsupportedError,
 )
-from planner.lifetimes import InactivePeriod, floor, inactive_periods
-from planner.plan import Budgets, Move, Offload, Plan, Prefetch
-from planner.policies import plan
-from planner.simulate import simulate
+from planner.policies.registry import plan
+from planner.problem.lifetimes import InactivePeriod, floor, inactive_periods
+from planner.schema.plan import Budgets, Move, Offload, Plan, Prefetch
+from planner.schema.trace import Block, Hardware, Link, SharedRate, Stage, Subgroup, Trace
+from planner.simulator.simulate import simulate
+from planner.simulator.timeline import HostUpdate, StageTimes, Timeline, Transfer
 from planner.subgroup_size import Station, stations_of_step, step_seconds, subgroup_bytes
-from planner.timeline import HostUpdate, StageTimes, Timeline, Transfer
-from planner.trace import Block, Hardware, Link, SharedRate, Stage, Subgroup, Trace
 
 __all__ = [
     "Block",

@@ -11,10 +11,10 @@ import torch
 from torch.fx import GraphModule
 
 from planner.errors import TeraioError
-from runtime.program import Kind, Phase, Program
+from runtime.execution.program import Kind, Phase, Program
 from teraio import registry
-from teraio.lifecycle import Lifecycle
 from teraio.options import parse_options
+from teraio.training_run import Lifecycle
 
 _CONFIG: dict[str, Any] = {
     # The backward graph is compiled with the forward one: a budget that is too small is found before training starts.

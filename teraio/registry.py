@@ -12,10 +12,10 @@ import torch
 from torch.optim import Optimizer
 
 from planner.errors import UnsupportedError
-from teraio.lifecycle import Lifecycle
-from teraio.optimizer_master_hooks import keep_masters
+from teraio.optimizer.master_hooks import keep_masters
 from teraio.options import Options
 from teraio.status import Status
+from teraio.training_run import Lifecycle
 
 _lock = threading.Lock()
 _runtimes: dict[tuple[Options, torch.device], Lifecycle] = {}

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from planner.errors import StorageError, StorageFullError
-from runtime.host_limits import HostLimit, check_host_memory, host_limits
-from runtime.numa import on_processors
-from runtime.pinning import PIN_CHUNK_BYTES, Pinner
 from runtime.storage.free_space import FreeSpace
 from runtime.storage.store import ALIGNMENT_BYTES, Extent, Piece, Slot, align_up
+from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
+from runtime.system.numa import on_processors
+from runtime.system.pinning import PIN_CHUNK_BYTES, Pinner
 
 _PATH = Path("memfd:teraio-host")
 """What stands for the slab in messages and extents; it is in no file system."""
@@ -35,7 +35,7 @@ class HostStore:
     pages can also be mapped elsewhere through an extent's descriptor and offset. Blocks are put together from several
     holes if none is large enough; no extent crosses a multiple of PIN_CHUNK_BYTES.
 
-    prefault: take all pages from the system now, in several threads on `processors` (see `runtime.numa`), else as they
+    prefault: take all pages from the system now, in several threads on `processors` (see `runtime.system.numa`), else as they
     are first written to. pinner: pin them (and prefault); if that fails, `pinned` is False and a warning says why.
     limits: what the machine allows, by default what it says now.
     Raises StorageFullError if the machine does not allow so much, StorageError if it cannot be mapped.

@@ -2,7 +2,7 @@
 
 [Note: KvikIO and streams]
 KvikIO waits for the device's default stream before it begins a copy. Where kernels are queued there, every copy waits for
-all of them: stages must run on another stream, as they do under `runtime.cuda_streams`. Threads, task size and the other
+all of them: stages must run on another stream, as they do under `runtime.cuda.streams`. Threads, task size and the other
 settings are the process's; `close` puts them back.
 """
 
@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from planner.errors import StorageIOError, UnsupportedError
-from runtime.device_bytes import DeviceBytes
+from runtime.device.device_bytes import DeviceBytes
 from runtime.storage.file_space import FileSpace
 from runtime.storage.store import Piece, Slot, content_of
 

@@ -41,7 +41,7 @@ class Slot:
 
     name: the block, for messages. size_bytes: aligned. content_bytes: of the block itself; stores of device memory touch
     no more of it. extents: in the order of the block's bytes; as long as `size_bytes`. of: the slot that this one is a range
-    of, see `runtime.slot_range`; a range is not released.
+    of, see `runtime.storage.slot_range`; a range is not released.
     """
 
     name: str

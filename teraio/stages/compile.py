@@ -12,9 +12,9 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node
 
-from runtime.cpu_memory import SMALLEST_MOVED_BYTES
-from runtime.program import Constant, Kind, Phase, Program, Stage, StageFunction
-from teraio.stages import work
+from runtime.cpu.memory import SMALLEST_MOVED_BYTES
+from runtime.execution.program import Constant, Kind, Phase, Program, Stage, StageFunction
+from teraio.stages import cost as work
 from teraio.stages.cut import CutPolicy, assign, can_cut
 from teraio.stages.split import Piece, split
 

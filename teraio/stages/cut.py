@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from teraio.stages import work
+from teraio.stages import cost as work
 
 _STAGES_PER_LAYER = 6
 _SMALL_BYTES = 1 << 20

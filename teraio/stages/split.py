@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from teraio.stages import work
+from teraio.stages import cost as work
 from teraio.stages.cut import layer_of, module_path
 
 

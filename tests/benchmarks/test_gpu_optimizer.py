@@ -11,8 +11,8 @@ from benchmarks.alone import Missing, Run, Runner
 from benchmarks.gpu_budgets import options_for
 from benchmarks.gpu_optimizer import followed, policy_figures
 from planner import Budgets, Plan, plan
-from planner.plan import Update
-from planner.trace import Subgroup
+from planner.schema.plan import Update
+from planner.schema.trace import Subgroup
 
 from .test_gpu_parts import GIB, MadeUp, a_trace, by_name, run, tiny_scale
 

@@ -26,8 +26,8 @@ from benchmarks.variants import peak_bytes
 from examples.llama import LlamaConfig
 from examples.training import Report, Setting, Step, Training
 from planner import Block, Budgets, Hardware, Link, Plan, Stage, Subgroup, Trace, plan, simulate
-from runtime.block import State
-from teraio import lifecycle
+from runtime.paging.block import State
+from teraio import training_run as lifecycle
 
 LAYERS = 4
 """Each with a forward, a backward and an update; one weight, one gradient and one state of a byte, a byte a second."""

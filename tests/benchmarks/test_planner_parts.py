@@ -11,7 +11,7 @@ from benchmarks.planning import PlanningFailed, planned_apart
 from benchmarks.transformer_trace import LLAMA_3_8B, Workload
 from benchmarks.variants import budgets_for, device_budgets, peak_bytes, with_errors, with_rates, with_times
 from planner import Trace, plan, simulate
-from planner.policies import POLICIES
+from planner.policies.registry import POLICIES
 
 HAND = Path(__file__).parents[2] / "traces" / "hand"
 

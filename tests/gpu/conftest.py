@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import teraio
-from teraio import lifecycle
+from teraio import training_run as lifecycle
 from teraio.stages.compile import StageCompiler
 from teraio.stages.cut import CutPolicy
 

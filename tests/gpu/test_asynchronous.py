@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from planner import Trace
-from runtime import executor
-from runtime.cuda_streams import CudaStreams
-from runtime.host_links import measure_host_links
-from runtime.pinning import CudaPinner
+from runtime.cuda.host_links import measure_host_links
+from runtime.cuda.streams import CudaStreams
+from runtime.execution import executor
 from runtime.storage.host import HostStore
+from runtime.system.pinning import CudaPinner
 
 from .training import GPU_SCALE, MIB, STEPS, Case, Perceptron, Run, train
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import teraio
-from runtime.block import Block, State
-from runtime.pager import Pager
+from runtime.paging.block import Block, State
+from runtime.paging.pager import Pager
 from teraio import registry
 
 from .training import STEPS, Case, Perceptron, Run, Scale, Transformer, check_equal, train

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from runtime import storage_memory
-from runtime.pinning import CudaPinner
+from runtime.cuda import storage_swap as storage_memory
 from runtime.storage.host import HostStore
+from runtime.system.pinning import CudaPinner
 
 DEVICE = torch.device("cuda", 0)
 COUNT = 1 << 20

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from planner.errors import StorageError, UnsupportedError
-from runtime.cuda_copier import CudaCopier, PinnedBuffer
-from runtime.engine import Engine
-from runtime.pinning import PIN_CHUNK_BYTES, CudaPinner
+from runtime.cuda.copier import CudaCopier, PinnedBuffer
 from runtime.storage.host import HostStore
 from runtime.storage.kvikio import KvikioStore, load_kvikio
 from runtime.storage.posix import PosixStore
 from runtime.storage.staged import StagedStore
 from runtime.storage.store import ALIGNMENT_BYTES, Store
+from runtime.system.pinning import PIN_CHUNK_BYTES, CudaPinner
+from runtime.transfer.engine import Engine
 
-
-def _load(name: str, path: Path) -> ModuleType:
-    """A helper of other tests as a module (tests are no package)."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-contract = _load("storage_contract", Path(__file__).parents[1] / "runtime" / "storage" / "contract.py")
+from ..runtime.storage import contract
 
 MIB = 1 << 20
 CUDA = torch.device("cuda", 0)
@@ -132,7 +117,7 @@ def need_kvikio() -> None:
         pytest.skip(str(error))
 
 
-class TestStoreWithAGpu(contract.StoreContract):  # type: ignore[misc, name-defined]
+class TestStoreWithAGpu(contract.StoreContract):
     """The contract."""
 
 

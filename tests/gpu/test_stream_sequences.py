@@ -1,4 +1,4 @@
-"""The random sequences of `tests/runtime/test_stream_mover.py` on real streams, pinned memory and drives.
+"""The random sequences of `tests/runtime/cuda/test_mover.py` on real streams, pinned memory and drives.
 
 Now and then a lane is held up, so that the lanes' order varies.
 """
@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.cuda_copier import CudaCopier
-from runtime.cuda_streams import CudaStreams
-from runtime.engine import Engine
-from runtime.pinning import CudaPinner
+from runtime.cuda.copier import CudaCopier
+from runtime.cuda.streams import CudaStreams
+from runtime.device.streams import Lane
+from runtime.paging.tiers import Tier
 from runtime.storage.host import HostStore
 from runtime.storage.posix import PosixStore
 from runtime.storage.staged import StagedStore
-from runtime.streams import Lane
-from runtime.tiers import Tier
-from runtime.torch_memory import TorchMemory
+from runtime.system.pinning import CudaPinner
+from runtime.transfer.engine import Engine
+from runtime.transfer.torch_memory import TorchMemory
 
 from ..runtime.block_machine import TIERS, Machine
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import teraio
-from runtime.block import State
+from runtime.paging.block import State
 from teraio import registry
 
 MIB = 1 << 20

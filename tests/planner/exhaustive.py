@@ -8,12 +8,12 @@ from itertools import permutations, product
 from math import prod
 from typing import Any
 
-from planner_strategies import with_user_code
-
 from planner import Budgets, InfeasiblePlanError, Trace, floor, simulate
-from planner.lifetimes import live_bytes
-from planner.problem import Decision, Decisions, Problem, build_plan
-from planner.updates import host_updatable
+from planner.problem.host_updates import host_updatable
+from planner.problem.lifetimes import live_bytes
+from planner.problem.problem import Decision, Decisions, Problem, build_plan
+
+from .strategies import with_user_code
 
 
 def small_problem(rng: random.Random, *, most_combinations: int) -> Problem:

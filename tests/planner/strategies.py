@@ -9,12 +9,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Plan, Timeline, Trace, floor, simulate
-from planner.coarse import in_order_of_need
-from planner.evict import evict_furthest
-from planner.lifetimes import live_bytes
-from planner.problem import Decision, Decisions, Problem, build_plan
-from planner.room import LowerTiers
-from planner.updates import host_start, host_updatable
+from planner.ilp.coarse import in_order_of_need
+from planner.problem.host_updates import host_start, host_updatable
+from planner.problem.lifetimes import live_bytes
+from planner.problem.problem import Decision, Decisions, Problem, build_plan
+from planner.problem.tier_capacity import LowerTiers
+from planner.schedule.eviction import evict_furthest
 
 KINDS = ("parameter", "gradient", "optimizer_state", "activation", "buffer")
 

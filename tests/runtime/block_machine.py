@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.block import Block, State
-from runtime.debug import Debug
-from runtime.pager import Pager
-from runtime.slot_range import RangeCopy
+from runtime.cuda.mover import StreamMover
+from runtime.device.streams import Lane
+from runtime.paging.block import Block, State
+from runtime.paging.debug import Debug
+from runtime.paging.pager import Pager
+from runtime.paging.tiers import Tier, Tiers
+from runtime.storage.slot_range import RangeCopy
 from runtime.storage.store import Extent
-from runtime.stream_mover import StreamMover
-from runtime.streams import Lane
-from runtime.tiers import Tier, Tiers
 
 SLICES = 4
 TIERS = [("host",), ("storage",), ("host", "storage")]

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from planner.errors import StorageError, StorageIOError
-from planner.plan import WaitingTier
-from runtime.block import Block, State
-from runtime.cpu_memory import Span
-from runtime.mover import Done
-from runtime.pager import Pager
+from planner.schema.plan import WaitingTier
+from runtime.cpu.memory import Span
+from runtime.paging.block import Block, State
+from runtime.paging.mover import Done
+from runtime.paging.pager import Pager
 
 UNIT = 16
 """Sizes are multiples of this many bytes."""

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from planner.errors import BudgetError
-from runtime.device import WallMark
-from runtime.streams import Lane
+from runtime.device.device import WallMark
+from runtime.device.streams import Lane
 
 POISON = 0xEE
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from runtime.engine import Ready
+from runtime.device.streams import Lane
+from runtime.paging.tiers import Tier
 from runtime.storage.store import Slot
-from runtime.streams import Lane
-from runtime.tiers import Tier
+from runtime.transfer.engine import Ready
 
 from .block_machine import Machine
 from .memory_mover import Stepping

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 import teraio
-from teraio import lifecycle, optimizer_parts, optimizer_sizes, optimizer_states
-from teraio.optimizer_sizes import SubgroupSizes
+from teraio import training_run as lifecycle
+from teraio.optimizer import states as optimizer_states
+from teraio.optimizer import subgroup_sizes as optimizer_sizes
+from teraio.optimizer import subgroups as optimizer_parts
+from teraio.optimizer.subgroup_sizes import SubgroupSizes
 
-from .managed_steps import SIZE, Training
-from .sliced_steps import Rig
+from .optimizer.managed_steps import SIZE, Training
+from .optimizer.sliced_steps import Rig
 
 
 @pytest.fixture(autouse=True)

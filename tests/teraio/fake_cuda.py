@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime import cuda_copier
-from runtime.cuda_copier import CudaCopier
-from runtime.cuda_streams import CudaStreams
-from runtime.pinning import CudaPinner
-from teraio import cuda_machine, machine
+from runtime.cuda import copier as cuda_copier
+from runtime.cuda.copier import CudaCopier
+from runtime.cuda.streams import CudaStreams
+from runtime.system.pinning import CudaPinner
+from teraio.machine import cuda as cuda_machine
+from teraio.machine import machine
 
 CPU = torch.device("cpu")
 TOTAL_BYTES = 1 << 34

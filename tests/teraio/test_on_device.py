@@ -11,8 +11,8 @@ from torch import nn
 
 import teraio
 from planner.errors import StorageIOError
-from runtime.block import State
-from runtime.pager import Pager
+from runtime.paging.block import State
+from runtime.paging.pager import Pager
 from teraio import registry
 
 MIB = 1 << 20

@@ -6,13 +6,11 @@ The trace is a real one, of a profiled run of the same small model; the plans ar
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,23 +18,16 @@ import torch
 from torch import Tensor, nn
 
 import teraio
-from planner import Budgets, Plan, Trace, floor
-from planner.lifetimes import live_bytes
-from runtime.engine import Engine
+from planner import Budgets, Trace, floor
+from planner.problem.lifetimes import live_bytes
+from runtime.transfer.engine import Engine
+
+from ..planner.strategies import random_plan
 
 MIB = 1 << 20
 ROWS, WIDTH, HIDDEN = 128, 64, 4096
 STEPS = 7
 """One compiles, two are profiled, the others run by the plan."""
-
-
-def load_strategies() -> ModuleType:
-    path = Path(__file__).parents[1] / "planner" / "strategies.py"
-    spec = importlib.util.spec_from_file_location("planner_strategies_for_runtime", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Layer(nn.Module):
@@ -164,7 +155,7 @@ def test_random_plans_give_the_same_bits(tmp_path: Path, seed: int, tiers: str, 
     # Somewhat above the smallest one: in this run, memory that user code holds may differ by a tensor or two.
     budget = int(smallest + (0.25 + 0.4 * draw.random()) * (max(live_bytes(known.trace)) - smallest))
     host = lower(tiers, tmp_path).get("host_budget")
-    plan: Plan = load_strategies().random_plan(known.trace, Budgets(device_bytes=budget, host_bytes=host), draw)
+    plan = random_plan(known.trace, Budgets(device_bytes=budget, host_bytes=host), draw)
     assert len(plan.moves) > 5
     path = tmp_path / "plan.json"
     plan.save(path)

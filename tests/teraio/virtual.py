@@ -9,17 +9,17 @@ import torch
 
 import planner
 from planner import Budgets, Hardware, Link, Move, Plan, Prefetch
-from planner.plan import Placement
-from runtime import device as device_module
-from runtime import pager as pager_module
-from runtime import residency as residency_module
-from runtime.block import Block
-from runtime.device import WallMark
-from runtime.mover import Done
-from runtime.pager import Pager
-from teraio.iteration import Iteration
-from teraio.profiler import Profile, build_profile
-from teraio.timeline import Timeline
+from planner.schema.plan import Placement
+from runtime.device import device as device_module
+from runtime.device.device import WallMark
+from runtime.paging import pager as pager_module
+from runtime.paging import residency as residency_module
+from runtime.paging.block import Block
+from runtime.paging.mover import Done
+from runtime.paging.pager import Pager
+from teraio.profiling.iteration import Iteration
+from teraio.profiling.profiler import Profile, build_profile
+from teraio.profiling.recorder import Timeline
 
 from ..runtime.memory_mover import UNIT, MemoryMover, Stepping
 

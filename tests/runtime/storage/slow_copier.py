@@ -7,7 +7,7 @@ import random
 import threading
 import time
 
-from storage_memory import Memory
+from .memory import Memory
 
 POISON = 0xA5
 

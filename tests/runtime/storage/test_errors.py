@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from storage_memory import Memory
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
 from runtime.storage.posix import PosixStore
+
+from .memory import Memory
 
 MIB = 1 << 20
 Call = Callable[..., int]

@@ -14,14 +14,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from storage_memory import Memory
 
 from planner.errors import StorageError, StorageFullError
-from runtime.cpu_memory import CpuMemory
-from runtime.host_limits import HostLimit
-from runtime.pinning import PIN_CHUNK_BYTES
+from runtime.cpu.memory import CpuMemory
 from runtime.storage.host import HostStore
 from runtime.storage.store import cut
+from runtime.system.host_limits import HostLimit
+from runtime.system.pinning import PIN_CHUNK_BYTES
+
+from .memory import Memory
 
 MIB = 1 << 20
 LIMITS = (HostLimit(what="the machine has available", available_bytes=1 << 40, remedy="lower host_budget"),)

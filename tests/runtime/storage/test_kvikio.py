@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storage_fake_kvikio import CompatMode, FakeKvikio
-from storage_memory import Memory
 
 from planner.errors import StorageError, StorageIOError, UnsupportedError
 from runtime.storage.kvikio import KvikioStore, load_kvikio
 from runtime.storage.store import ALIGNMENT_BYTES, content_of, cut
+
+from .fake_kvikio import CompatMode, FakeKvikio
+from .memory import Memory
 
 MIB = 1 << 20
 

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from storage_memory import Memory
 
 from planner.errors import StorageFullError
 from runtime.storage.posix import PosixStore
 from runtime.storage.store import ALIGNMENT_BYTES
+
+from .memory import Memory
 
 MakeStore = Callable[..., PosixStore]
 MIB = 1 << 20

@@ -12,14 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from storage_memory import Memory
-from storage_slow_copier import SlowCopier, SlowCopy
 
 from planner.errors import StorageIOError
-from runtime.engine import Engine
 from runtime.storage.posix import PosixStore
 from runtime.storage.staged import StagedStore
 from runtime.storage.store import Piece, Slot, cut
+from runtime.transfer.engine import Engine
+
+from .memory import Memory
+from .slow_copier import SlowCopier, SlowCopy
 
 MIB = 1 << 20
 BUFFER = MIB // 4

@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from storage_contract import StoreCase, StoreContract
-from storage_fake_kvikio import FakeKvikio
-from storage_memory import Memory
-from storage_slow_copier import SlowCopier
 
-from runtime.host_limits import HostLimit
 from runtime.storage.host import HostStore
 from runtime.storage.kvikio import KvikioStore
 from runtime.storage.posix import PosixStore
 from runtime.storage.staged import StagedStore
 from runtime.storage.store import Store
+from runtime.system.host_limits import HostLimit
+
+from .contract import StoreCase, StoreContract
+from .fake_kvikio import FakeKvikio
+from .memory import Memory
+from .slow_copier import SlowCopier
 
 PLENTY = (HostLimit(what="a test has", available_bytes=1 << 40, remedy="nothing"),)
 

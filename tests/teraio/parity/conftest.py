@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from runtime.engine import Engine
+from runtime.transfer.engine import Engine
 from teraio.stages import compile as compile_module
 
 

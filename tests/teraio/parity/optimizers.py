@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import teraio
-from runtime.block import State
+from runtime.paging.block import State
 from teraio import registry
 
 MIB = 1 << 20

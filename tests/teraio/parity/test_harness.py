@@ -7,17 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from .harness import (
-    MIB,
-    Case,
-    Result,
-    budget_between,
-    check_budget,
-    check_close,
-    check_exact,
-    check_planned,
-    train,
-)
+from .harness import MIB, Case, Result, budget_between, check_budget, check_close, check_exact, check_planned, train
 from .models import Chain, features
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import planner
-from runtime.block import State
-from teraio import optimizer_host, registry
+from runtime.paging.block import State
+from teraio import registry
+from teraio.optimizer import host as optimizer_host
 
 from .optimizers import KINDS, MIB, Case, Result, Run, budgeted, one, plain, train, unmanaged
 

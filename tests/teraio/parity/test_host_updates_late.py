@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from planner.errors import StorageError
-from runtime.pager import Pager
-from teraio import optimizer, optimizer_host
-from teraio.iteration import Iteration
-from teraio.timeline import Timeline
+from runtime.paging.pager import Pager
+from teraio.optimizer import host as optimizer_host
+from teraio.optimizer import steps as optimizer
+from teraio.profiling.iteration import Iteration
+from teraio.profiling.recorder import Timeline
 
 from .optimizers import Case, Run, one, train, unmanaged
 from .test_host_updates import HOST_BYTES, check_close, counted, on_host, plan_for, updates
@@ -147,7 +148,7 @@ def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monke
         seconds.append([stage.seconds for stage in iteration.stages if stage.elements])
         return iteration
 
-    monkeypatch.setattr("runtime.pager.Pager.lend_memory", refuse)
+    monkeypatch.setattr("runtime.paging.pager.Pager.lend_memory", refuse)
     monkeypatch.setattr(optimizer, "run_step", slow)
     monkeypatch.setattr(Timeline, "iteration_ends", ending)
     expected, found = on_host(case, tmp_path)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import teraio
-from teraio.optimizer_host import HostUpdate
-from teraio.optimizer_rates import HostRates
+from teraio.optimizer.host import HostUpdate
+from teraio.optimizer.host_rates import HostRates
 
 from . import optimizers
 from .optimizers import KINDS, MIB, Case, Make, Result, Run, budgeted, train

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import planner
 import teraio
-from teraio.timeline import Timeline
+from teraio.profiling.recorder import Timeline
 
 from .harness import compiled_input_needs_grad
 from .optimizers import HIDDEN, KINDS, MIB, WIDTH, Case, Result, Run, budgeted, check, one, plain, train, unmanaged

@@ -13,18 +13,7 @@ from torch.optim import Optimizer
 
 import teraio
 
-from .harness import (
-    MIB,
-    Batch,
-    Case,
-    Run,
-    budgeted_options,
-    check_budget,
-    check_exact,
-    check_parity,
-    plain_step,
-    train,
-)
+from .harness import MIB, Batch, Case, Run, budgeted_options, check_budget, check_exact, check_parity, plain_step, train
 from .models import Chain, ConvNet, features, images
 
 Step = Callable[[Run, Batch, int], None]

@@ -1,0 +1,1 @@
+"""A lower bound on the iteration time of every plan."""

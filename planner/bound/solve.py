@@ -1,0 +1,60 @@
+"""Solve the program behind the lower bound, and take no more from the solver than it has proved."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import pulp
+
+from planner.errors import SolverError
+from planner.ilp.solve import has_run, pick_solver, run
+from planner.problem.solver_settings import SolverSettings
+
+__all__ = ["least_stall"]
+
+
+def least_stall(program: pulp.LpProblem, *, whole: bool, settings: SolverSettings) -> float:
+    """What the solver proves that the objective is at the least.
+
+    `whole`: it is an integer program. Raises SolverError when no solver is installed or it fails, and where a linear
+    program is not solved in time.
+    """
+    name, solver = pick_solver(settings, linear=not whole, vertex=False)
+    try:
+        run(program, solver)
+        if not whole and program.sol_status != pulp.LpSolutionOptimal:  # the interior point method got stuck
+            run(program, pick_solver(settings)[1])
+    except (pulp.PulpSolverError, IndexError) as failure:
+        raise SolverError(f"{name} failed on the lower bound: {failure}; the simple bound holds") from failure
+    # After a time limit the bound counts even where no solution was found, but not where nothing was run.
+    if whole and name == "HiGHS" and has_run(program):
+        proved = float(program.solverModel.getInfo().mip_dual_bound)
+        if math.isfinite(proved):
+            return proved
+    if program.sol_status != pulp.LpSolutionOptimal:
+        raise SolverError(
+            f"{name} proved no lower bound in {settings.time_limit_seconds} s "
+            f"({pulp.LpSolution[program.sol_status]}); the simple bound holds"
+        )
+    return float(pulp.value(program.objective)) if whole else _weak_dual(program)
+
+
+def _weak_dual(program: pulp.LpProblem) -> float:
+    """The bound that the solver's row prices π prove, however inexact they are (weak duality).
+
+    With rows a·x ≥ b, π ≥ 0 (≤ the other way), shares x ∈ [0, 1] at costs c and stalls ≥ 0 at cost 1, and prices scaled
+    so that no stall is worth more than 1 (π a ≤ 1): objective ≥ π b + Σ over shares of min(0, c − π a).
+    """
+    load: dict[pulp.LpVariable, float] = defaultdict(float)
+    right = 0.0
+    for row in program.constraints():
+        price = max(row.pi, 0.0) if row.sense == pulp.LpConstraintGE else min(row.pi, 0.0)
+        right -= price * row.constant
+        for variable, factor in row.items():
+            load[variable] += price * factor
+    cost = dict(program.objective)
+    scale = 1.0 / max(1.0, *(load[variable] for variable in cost if variable.upBound is None))
+    variables = {*load, *cost}
+    shares = (variable for variable in variables if variable.upBound is not None)
+    return scale * right + math.fsum(min(0.0, cost.get(share, 0.0) - scale * load[share]) for share in shares)

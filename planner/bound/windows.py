@@ -1,0 +1,213 @@
+"""What the lower bound looks at: chosen instants, and when each block's copies may run, rounded outward."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from planner.problem.lifetimes import InactivePeriod
+from planner.problem.problem import Problem
+
+__all__ = ["CopyClass", "Instants", "Window", "copy_classes"]
+
+_TURN_WEIGHT = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instants:
+    """Chosen starts and ends of stages. Position 2 s is the start of stage s, 2 s + 1 its end.
+
+    Instants are numbered on over the iteration's end. Span k lies between instants k and k + 1 (the last
+    one ends at the next iteration's first instant): `span_seconds[k]` of stages, and a stall unless the span
+    is one stage's run (`can_stall[k]`). `live_bytes[k]`: device bytes at instant k if nothing ever leaves.
+    """
+
+    positions: tuple[int, ...]
+    stage_count: int
+    span_seconds: tuple[float, ...]
+    can_stall: tuple[bool, ...]
+    live_bytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, problem: Problem, most: int) -> Instants:
+        """At most `most` (at least one) of the iteration's instants.
+
+        Which ones does not depend on the budget, and those of a smaller `most` are a subset of those of a
+        larger one.
+        """
+        stages = problem.trace.stages
+        ends = list(accumulate(stage.duration_seconds for stage in stages))
+        times = [time for start, end in zip([0.0, *ends[:-1]], ends, strict=True) for time in (start, end)]
+        live = [bytes_ for bytes_ in problem.live_bytes for _ in (0, 1)]
+        kept = _keep(times, live, ends[-1], max(most, 1))
+        count = len(kept)
+        spans = []
+        for number, position in enumerate(kept):
+            later = times[kept[number + 1]] if number + 1 < count else ends[-1] + times[kept[0]]
+            spans.append(later - times[position])
+        runs = [p % 2 == 0 and number + 1 < count and kept[number + 1] == p + 1 for number, p in enumerate(kept)]
+        return cls(
+            positions=tuple(kept),
+            stage_count=len(stages),
+            span_seconds=tuple(spans),
+            can_stall=tuple(not run for run in runs),
+            live_bytes=tuple(live[position] for position in kept),
+        )
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def last_by(self, position: int) -> int:
+        """The last instant at or before a position (both numbered on, perhaps negative)."""
+        turns, rest = divmod(position, 2 * self.stage_count)
+        return turns * len(self) + bisect_right(self.positions, rest) - 1
+
+    def first_from(self, position: int) -> int:
+        """The first instant at or after a position (both numbered on)."""
+        turns, rest = divmod(position, 2 * self.stage_count)
+        return turns * len(self) + bisect_left(self.positions, rest)
+
+
+def _keep(times: list[float], live: list[int], total: float, most: int) -> list[int]:
+    """Take away one position after the other, always the one that says least, until `most` are left.
+
+    A position says how the time around it is divided and, above all, how far the memory there rises over that
+    of its neighbours or falls below it: peaks bind, and between valleys most blocks come and go. One removal
+    after the other: fewer instants are always a subset of more.
+    """
+    kept = list(range(len(times)))
+    most_live = max(*live, 1)
+
+    def worth(number: int) -> float:
+        before, here, after = kept[number - 1], kept[number], kept[(number + 1) % len(kept)]
+        seconds = (times[after] - times[before]) % total if total > 0 else 0.0
+        low, high = sorted((live[before], live[after]))
+        turn = max(live[here] - high, low - live[here], 0)
+        return seconds / (total or 1.0) + _TURN_WEIGHT * turn / most_live
+
+    worths = [worth(number) for number in range(len(kept))]
+    while len(kept) > most:
+        least = min(range(len(kept)), key=worths.__getitem__)
+        del kept[least], worths[least]
+        for number in {(least - 1) % len(kept), least % len(kept)}:
+            worths[number] = worth(number)
+    return kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """One time between two consecutive uses, in instants: copies run in spans `begin` … `end` − 1.
+
+    The block can be absent at instants `begin` + 1 … `end` − 1. `adjacent`: the uses are neighbouring
+    stages; then there is a stall at most between them, and one span. `final`: from the last use to the block's death;
+    nothing comes in.
+    """
+
+    begin: int
+    end: int
+    adjacent: bool
+    final: bool = False
+
+    @property
+    def inside(self) -> range:
+        """Instants at which the block can be absent."""
+        return range(self.begin + 1, self.end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyClass:
+    """Blocks of which one stretch between two writes has the same windows, in the order of rank.
+
+    `size_bytes`: of all members together. `frozen`: a valid copy always waits below. `update`: the class of updates
+    that may run on the host, by number, that the members belong to; `around_update`: windows with its stage at an end.
+    `persistent`: they are there for good.
+    """
+
+    windows: tuple[Window, ...]
+    frozen: bool
+    size_bytes: int
+    smallest_bytes: int
+    largest_bytes: int
+    update: int | None = None
+    around_update: frozenset[int] = frozenset()
+    persistent: bool = False
+
+
+def copy_classes(
+    problem: Problem, instants: Instants, updates: Sequence[Collection[int]] = (), *, apart: bool
+) -> tuple[CopyClass, ...]:
+    """Every stretch between two writes of every block, without windows that cannot help.
+
+    Like ones are put together, unless all are to be kept `apart`. updates: the subgroups of each class of them.
+
+    A window helps where the block can be absent at an instant that exceeds the budget, and where a copy made
+    in it still serves such a later window.
+    """
+    budget = problem.budgets.device_bytes
+    tight = [live > budget for live in instants.live_bytes]
+    stretches: dict[tuple[int, int], list[InactivePeriod]] = {}
+    for period in problem.periods:
+        stretches.setdefault((period.block, period.epoch), []).append(period)
+    owner = {
+        block: (number, problem.trace.subgroups[subgroup].stage)
+        for number, subgroups in enumerate(updates)
+        for subgroup in subgroups
+        for block in problem.trace.subgroups[subgroup].blocks
+    }
+    groups: dict[tuple[tuple[Window, ...], bool, int, int | None, frozenset[int], bool], list[int]] = {}
+    for periods in stretches.values():
+        update, stage = owner.get(periods[0].block, (None, None))
+        windows, around = _windows(problem, periods, instants, stage)
+        helpful = [number for number, w in enumerate(windows) if any(tight[k % len(tight)] for k in w.inside)]
+        frozen = periods[0].frozen
+        # A frozen block's windows have nothing to do with one another.
+        pieces = [windows[n : n + 1] for n in helpful] if frozen else [windows[: n + 1] for n in helpful[-1:]]
+        member = periods[0].block if apart else 0
+        for piece in pieces:
+            persistent = problem.trace.blocks[periods[0].block].persistent
+            key = (tuple(piece), frozen, member, update, around.intersection(range(len(piece))), persistent)
+            groups.setdefault(key, []).append(periods[0].size_bytes)
+    return tuple(
+        CopyClass(
+            windows=windows,
+            frozen=frozen,
+            size_bytes=sum(sizes),
+            smallest_bytes=min(sizes),
+            largest_bytes=max(sizes),
+            update=update,
+            around_update=around,
+            persistent=persistent,
+        )
+        for (windows, frozen, _, update, around, persistent), sizes in groups.items()
+    )
+
+
+def _windows(
+    problem: Problem, periods: list[InactivePeriod], instants: Instants, update_stage: int | None
+) -> tuple[list[Window], frozenset[int]]:
+    """All windows of a stretch from its first on to the last of `periods`, by rank, adjacent uses included; and the
+    ranks of those that begin or end with `update_stage`."""
+    last = max(periods, key=lambda period: period.rank)
+    stages = problem.stage_count
+    uses = problem.trace.blocks[last.block].uses
+    position = uses.index(last.after)
+    windows: list[Window] = []
+    around: set[int] = set()
+    for back in range(last.rank, -1, -1):
+        turns, number = divmod(position - back, len(uses))
+        after = uses[number] + turns * stages
+        turns, number = divmod(position - back + 1, len(uses))
+        before = uses[number] + turns * stages
+        final = last.final and back == 0
+        if final:
+            before = last.before
+        begin, end = instants.last_by(2 * after + 1), instants.first_from(2 * before)
+        turns, begin_in_turn = divmod(begin, len(instants))
+        windows.append(
+            Window(begin=begin_in_turn, end=end - turns * len(instants), adjacent=before == after + 1, final=final)
+        )
+        if update_stage in ((after,) if final else (after % stages, before % stages)):
+            around.add(len(windows) - 1)
+    return windows, frozenset(around)

@@ -1,0 +1,1 @@
+"""The integer program that decides what moves, where to, and when."""

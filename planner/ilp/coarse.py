@@ -1,0 +1,137 @@
+"""Solve the program over coarse time: as an integer program where it is small, else relaxed, in two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from planner.errors import SolverError
+from planner.ilp.block_classes import classes_of
+from planner.ilp.formulation import build_model
+from planner.ilp.solve import Solution, solve
+from planner.lp.host_update_windows import candidates, segment_windows
+from planner.lp.segments import segments_of
+from planner.problem.host_updates import movable_blocks, parameters, total_bytes
+from planner.problem.problem import Problem, in_units
+from planner.problem.solver_settings import SolverSettings
+from planner.schema.trace import Subgroup
+
+__all__ = ["MOST_INTEGER_STAGES", "coarse_solutions", "in_order_of_need"]
+
+_CLASSES_AT_PEAK = 300  # more blocks than this at once are put together, so that large programs stay solvable
+_UNITS_PER_ITERATION = 100.0  # solvers have absolute tolerances: keep numbers near one
+MOST_INTEGER_STAGES = 64
+"""Longer iterations get the linear relaxation, rounded and made exact: it comes as close to the bound, in a fraction
+of the time, where the integer program often finds nothing within the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grid:
+    """How fine the program is: most segments, and how many of them a copy may choose from."""
+
+    segments: int
+    window: int
+
+
+_FINE = _Grid(segments=64, window=6)
+_ROUGH = _Grid(segments=24, window=3)
+
+
+def coarse_solutions(
+    problem: Problem, settings: SolverSettings, on_host: Collection[int] | None = None
+) -> list[Solution]:
+    """Of the integer program, unless it is too large; and of the relaxed one, unless that has been solved to the end.
+
+    on_host: the subgroups that update on the host, where that is decided already. If not, and relaxed, where updates run is
+    decided on a rough grid first, and fixed: rounded afterwards, the moves of a subgroup that is half here and half there
+    would fit neither. None where no solver is installed or all of them fail.
+    """
+    decided = on_host is not None
+    subgroups = [subgroup for subgroup in candidates(problem) if on_host is None or subgroup.id in on_host]
+    found: list[Solution] = []
+    if problem.stage_count <= MOST_INTEGER_STAGES:
+        with contextlib.suppress(SolverError):
+            found.append(_solve(problem, settings, subgroups, _FINE, relaxed=False, decided=decided))
+            if found[0].report.status == "optimal":
+                return found
+    with contextlib.suppress(SolverError):
+        if decided:
+            found.append(_solve(problem, settings, subgroups, _FINE, relaxed=True, decided=True))
+        else:
+            found.append(_solve_relaxed(problem, settings, subgroups))
+    return found
+
+
+def in_order_of_need(problem: Problem, on_host: Collection[int]) -> list[int]:
+    """Subgroups by the stage that first needs their parameters again; as many as fit into the host tier."""
+    limit = next((route.budget_bytes for route in problem.routes if route.tier == "host"), None)
+    trace = problem.source
+
+    def needed(number: int) -> tuple[int, int]:
+        subgroup = trace.subgroups[number]
+        uses = (use for block in parameters(trace, subgroup) for use in block.uses if use != subgroup.stage)
+        return min((use - subgroup.stage) % len(trace.stages) for use in uses) + subgroup.stage, number
+
+    fitting, filled = [], 0
+    for number in sorted(on_host, key=needed):
+        size = total_bytes(movable_blocks(trace, trace.subgroups[number]))
+        if limit is None or filled + size <= limit:
+            fitting.append(number)
+            filled += size
+    return fitting
+
+
+def _solve_relaxed(problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgroup]) -> Solution:
+    if not subgroups:
+        return _solve(problem, settings, (), _FINE, relaxed=True)
+    first = _solve(problem, settings, subgroups, _ROUGH, relaxed=True)
+    on_host = in_order_of_need(problem, first.on_host)
+    decided = [subgroup for subgroup in subgroups if subgroup.id in on_host]
+    second = _solve(problem, settings, decided, _FINE, relaxed=True, decided=True)
+    report = second.report.model_copy(
+        update={
+            "bound_seconds": None,  # it holds for these updates only
+            "build_seconds": first.report.build_seconds + second.report.build_seconds,
+            "solve_seconds": first.report.solve_seconds + second.report.solve_seconds,
+        }
+    )
+    return replace(second, report=report)
+
+
+def _solve(
+    problem: Problem,
+    settings: SolverSettings,
+    subgroups: Sequence[Subgroup],
+    grid: _Grid,
+    *,
+    relaxed: bool,
+    decided: bool = False,
+) -> Solution:
+    """subgroups: those that may update on the host, or (decided) do so."""
+    began = time.perf_counter()
+    segments = segments_of(problem, grid.segments)
+    largest = max(problem.budgets.device_bytes // 100, max(problem.live_bytes) // _CLASSES_AT_PEAK, 1)
+    classes = classes_of(problem, segments, subgroups, largest_bytes=largest)
+    unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
+    scaled = in_units(problem, unit)
+    model = build_model(
+        scaled,
+        tuple(replace(segment, seconds=segment.seconds / unit) for segment in segments),
+        classes,
+        write_weight=settings.write_weight,
+        window=grid.window,
+        updates=[
+            segment_windows(scaled, segments, subgroup, unit_seconds=unit, window=grid.window) for subgroup in subgroups
+        ],
+        updates_decided=decided,
+    )
+    return solve(
+        model,
+        relaxed=relaxed,
+        vertex=not relaxed or grid is _FINE,
+        settings=settings,
+        build_seconds=time.perf_counter() - began,
+        unit_seconds=unit,
+    )

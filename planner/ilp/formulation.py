@@ -1,0 +1,233 @@
+"""The integer program over coarse time, one function per constraint family; limits of links and tiers: `formulation_limits`.
+
+Symbols: segments k with duration τ_k; classes c of blocks with periods p = (a, b) in segments; tiers t.
+
+* y_{p,t} ∈ {0, 1}: the class waits in t during p. d_{p,t} ∈ [0, y]: the part that finds a valid copy there.
+* O_{p,t,k}, I_{p,t,k} ∈ [0, 1]: fractions copied out and in by the end of segment k; both ascend.
+* δ_k ≥ 0: stall before segment k. e_k ≥ 0: bytes that leave during that stall. v_k ≥ 0: bytes that the coarse
+  model cannot place in segment k; they are paid like moves on demand, and the exact stage places them.
+* h_g ∈ {0, 1}: where an optimizer subgroup updates; see `planner.lp.host_update`.
+
+A period frees nothing in the segments of its two uses, so the coarse objective is pessimistic: where segments
+hold several stages the exact plan is often faster. The solver's bound is one on this model only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pulp
+
+from planner.ilp.block_classes import BlockClass, ClassPeriod
+from planner.ilp.limits import add_capacity, add_link_time, add_shared_rate, add_updates, add_user_code
+from planner.ilp.model import CoarseModel, PeriodVariables
+from planner.lp.host_update import HostWindows, host_update
+from planner.lp.rows import Terms, add_row, linear
+from planner.lp.segments import Segment
+from planner.problem.problem import Problem, Route
+from planner.problem.solver_settings import TIE_WEIGHT, outward_weight
+
+__all__ = ["build_model"]
+
+
+def build_model(
+    problem: Problem,
+    segments: tuple[Segment, ...],
+    classes: tuple[BlockClass, ...],
+    *,
+    write_weight: float,
+    window: int,
+    updates: Sequence[HostWindows] = (),
+    updates_decided: bool = False,
+) -> CoarseModel:
+    """The whole program; changes nothing that it is given.
+
+    Routes, segments and updates count time in the same unit; that of the trace does not matter. updates: those that
+    may run on the host, or (updates_decided) do so; their names are the subgroups' ids.
+    """
+    program = pulp.LpProblem("teraio", pulp.LpMinimize)
+    numbers = range(len(segments))
+    model = CoarseModel(
+        program=program,
+        segments=segments,
+        stall=[program.add_variable(f"stall_{k}", lowBound=0) for k in numbers],
+        leaving=[program.add_variable(f"leaving_{k}", lowBound=0) for k in numbers],
+        unplaced=[program.add_variable(f"unplaced_{k}", lowBound=0) for k in numbers],
+    )
+    for number, block_class in enumerate(classes):
+        for position, period in enumerate(block_class.periods):
+            for route in problem.routes:
+                name = f"{number}_{position}_{route.tier}"
+                model.periods.append(_variables(program, name, block_class, period, route, window))
+    model.updates = [
+        host_update(program, windows, problem.route("host"), count=len(segments), whole=True) for windows in updates
+    ]
+    for update in model.updates:
+        update.chosen.lowBound = float(updates_decided)
+    add_objective(problem, model, write_weight)
+    add_one_tier_each(model)
+    add_copy_order(model)
+    add_valid_copies(model)
+    add_memory(problem, model)
+    for route in problem.routes:
+        add_link_time(model, route)
+        add_user_code(model, route)
+        add_capacity(model, route)
+    for shared in problem.shared:
+        add_shared_rate(model, shared)
+    add_updates(problem, model)
+    return model
+
+
+def _variables(
+    program: pulp.LpProblem,
+    name: str,
+    block_class: BlockClass,
+    period: ClassPeriod,
+    route: Route,
+    window: int,
+) -> PeriodVariables:
+    span = range(period.begin + 1, period.end)
+    first_in = len(span) if period.final else max(len(span) - window, 0)
+    clean_possible = period.rank > 0 or block_class.frozen
+    out = [program.add_variable(f"o_{name}_{k}", 0, 1) for k in ([] if block_class.frozen else span[:window])]
+    return PeriodVariables(
+        block_class=block_class,
+        period=period,
+        route=route,
+        chosen=program.add_variable(f"y_{name}", 0, 1, cat=pulp.LpBinary),
+        found=program.add_variable(f"d_{name}", 0, 1) if clean_possible else None,
+        out=[] if block_class.frozen else out + out[-1:] * (len(span) - len(out)),
+        into=[None] * first_in + [program.add_variable(f"i_{name}_{k}", 0, 1) for k in span[first_in:]],
+    )
+
+
+def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> None:
+    """min Σ τ_k − Σ h_g · device_seconds + Σ δ_k + λ_t · seconds out + ε/10 · seconds in + Σ v_k · (1/rate_out + 1/rate_in).
+
+    λ_t: the weight of writes for storage, ε for the host tier, which does not wear out: that only breaks ties.
+    """
+    ideal = model.program.add_variable("ideal", 1, 1)
+    terms: Terms = [(ideal, sum(segment.seconds for segment in model.segments))]
+    terms += [(stall, 1.0) for stall in model.stall]
+    route = problem.routes[0]
+    per_byte = 1 / route.outward.bytes_per_second + 1 / route.inward.bytes_per_second
+    scale = _scale(problem)
+    terms += [(variable, per_byte * scale) for variable in model.unplaced]
+    for entry in model.periods:
+        terms.append((entry.chosen, TIE_WEIGHT / 10 * entry.in_seconds))
+        if entry.out:
+            terms.append((entry.out[-1], outward_weight(entry.route.tier, write_weight) * entry.out_seconds))
+    for update in model.updates:
+        terms.append((update.chosen, -update.windows.device_seconds))
+        for route in problem.routes:
+            for link, weight in ((route.outward, TIE_WEIGHT), (route.inward, TIE_WEIGHT / 10)):
+                terms += [(v, c * weight) for row in update.busy[link.name].values() for v, c in row]
+    model.program.setObjective(linear(terms))
+
+
+def add_one_tier_each(model: CoarseModel) -> None:
+    """Σ_t y_{p,t} ≤ 1."""
+    by_period: dict[tuple[int, ...], Terms] = defaultdict(list)
+    for entry in model.periods:
+        by_period[entry.period.indices].append((entry.chosen, 1.0))
+    for terms in by_period.values():
+        if len(terms) > 1:
+            add_row(model.program, terms, pulp.LpConstraintLE, 1)
+
+
+def add_copy_order(model: CoarseModel) -> None:
+    """O_k ≥ O_{k−1}, I_k ≥ I_{k−1}, O_{b−1} + d = y, I_k ≤ O_{k−1} + d (frozen: d = y), I_b = y (0 if p is final)."""
+    for entry in model.periods:
+        program, found = model.program, entry.found
+        for variables in (entry.out, entry.into):
+            for earlier, later in zip(variables, variables[1:], strict=False):
+                if later is not earlier and earlier is not None and later is not None:
+                    add_row(program, [(later, 1.0), (earlier, -1.0)], pulp.LpConstraintGE, 0)
+        valid: Terms = [(entry.chosen, -1.0)]
+        if entry.out:
+            valid.append((entry.out[-1], 1.0))
+        if found is not None:
+            valid.append((found, 1.0))
+        add_row(program, valid, pulp.LpConstraintEQ, 0)
+        for position, into in enumerate(entry.into):
+            if into is None:
+                continue
+            if entry.out and position > 0 and entry.out[position - 1] is entry.out[-1]:
+                # The copy out is done by then: I_{b−1} ≤ y says the same.
+                if position == len(entry.into) - 1:
+                    add_row(program, [(into, 1.0), (entry.chosen, -1.0)], pulp.LpConstraintLE, 0)
+                continue
+            terms: Terms = [(into, 1.0)]
+            if entry.out and position > 0:
+                terms.append((entry.out[position - 1], -1.0))
+            if found is not None:
+                terms.append((found, -1.0))
+            add_row(program, terms, pulp.LpConstraintLE, 0)
+
+
+def add_valid_copies(model: CoarseModel) -> None:
+    """d_p ≤ Σ O_{p',end} over the earlier periods p' of the same class, epoch and tier; in the host tier plus h_g."""
+    chosen = {int(update.windows.name): update.chosen for update in model.updates}
+    families: dict[tuple[object, ...], list[PeriodVariables]] = defaultdict(list)
+    for entry in model.periods:
+        if not entry.block_class.frozen:
+            key = (entry.block_class.blocks, entry.period.epoch, entry.route.tier)
+            families[key].append(entry)
+    for family in families.values():
+        family.sort(key=lambda entry: entry.period.rank)
+        for position, entry in enumerate(family):
+            if entry.found is not None:
+                terms: Terms = [(entry.found, 1.0)] + [(p.out[-1], -1.0) for p in family[:position]]
+                if entry.route.tier == "host" and entry.block_class.subgroup in chosen:
+                    terms.append((chosen[entry.block_class.subgroup], -1.0))
+                add_row(model.program, terms, pulp.LpConstraintLE, 0)
+
+
+def _scale(problem: Problem) -> float:
+    """Bytes are counted in shares of the budget, so that the numbers stay near one."""
+    return float(max(problem.budgets.device_bytes, 1))
+
+
+def add_memory(problem: Problem, model: CoarseModel) -> None:
+    """base_k − Σ size · (O_{k−1} + d − I_k) ≤ budget + e_k + v_k; base_k: largest of the segment's stages.
+
+    And e_k ≤ rate · δ_k, e_k ≤ Σ size · ΔO_k.
+    """
+    count, scale = len(model.segments), _scale(problem)
+    rows: list[Terms] = [[(model.leaving[k], -1.0), (model.unplaced[k], -1.0)] for k in range(count)]
+    for entry in model.periods:
+        share = entry.block_class.size_bytes / scale
+        for position in range(len(entry.into)):
+            row = rows[(entry.period.begin + 1 + position) % count]
+            into = entry.into[position]
+            if into is not None:
+                row.append((into, share))
+            if entry.out and position > 0:
+                row.append((entry.out[position - 1], -share))
+            if entry.found is not None:
+                row.append((entry.found, -share))
+    for update in model.updates:
+        for k, terms in update.absent.items():
+            rows[k] += [(variable, -size / scale) for variable, size in terms]
+    for segment, row in zip(model.segments, rows, strict=True):
+        base = max(problem.live_bytes[segment.first : segment.last + 1])
+        add_row(model.program, row, pulp.LpConstraintLE, (problem.budgets.device_bytes - base) / scale)
+    leaving: list[Terms] = [[(model.leaving[k], scale)] for k in range(count)]
+    for entry in model.periods:
+        for position, (variable, previous) in enumerate(zip(entry.out, [None, *entry.out], strict=False)):
+            row = leaving[(entry.period.begin + 1 + position) % count]
+            if variable is previous:
+                break
+            row.append((variable, -float(entry.block_class.size_bytes)))
+            if previous is not None:
+                row.append((previous, float(entry.block_class.size_bytes)))
+    for update in model.updates:
+        for k, terms in update.left.items():
+            leaving[k] += [(variable, -size) for variable, size in terms]
+    rate = sum(route.outward.bytes_per_second for route in problem.routes)
+    for k in range(count):
+        # What leaves during a stall is part of what leaves in the segment, and the links limit it.
+        add_row(model.program, [(v, c / scale) for v, c in leaving[k]], pulp.LpConstraintLE, 0)
+        add_row(model.program, [(model.leaving[k], 1.0), (model.stall[k], -rate / scale)], pulp.LpConstraintLE, 0)

@@ -1,0 +1,156 @@
+"""What links, shared rates, lower tiers and the host's processor can take: rows of the program in `planner.ilp.formulation`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pulp
+
+from planner.ilp.block_classes import BlockClass
+from planner.ilp.model import CoarseModel, PeriodVariables
+from planner.lp.host_update import PROCESSOR
+from planner.lp.rows import Terms, add_row
+from planner.problem.problem import Problem, Route
+from planner.schema.trace import SharedRate
+
+__all__ = ["add_capacity", "add_link_time", "add_shared_rate", "add_updates", "add_user_code"]
+
+
+def add_link_time(model: CoarseModel, route: Route) -> None:
+    """Σ seconds · ΔO_k ≤ τ_k + δ_k and Σ seconds · ΔI_k ≤ τ_k + δ_k; what comes in at b itself: ≤ δ_b."""
+    count = len(model.segments)
+    outward: list[Terms] = [[] for _ in range(count)]
+    inward: list[Terms] = [[] for _ in range(count)]
+    late: list[Terms] = [[] for _ in range(count)]
+    for entry in model.periods:
+        if entry.route.tier != route.tier:
+            continue
+        begin = entry.period.begin + 1
+        _add_steps(outward, entry.out, begin, entry.out_seconds)
+        _add_steps(inward, entry.steps_in, begin, entry.in_seconds)
+        if not entry.period.final:
+            last = entry.into[-1]
+            assert last is not None  # the window is never empty
+            late[entry.period.end % count] += [(entry.chosen, entry.in_seconds), (last, -entry.in_seconds)]
+    for update in model.updates:
+        if route.tier == "host":
+            for k, terms in update.late.items():
+                late[k] += terms
+    model.add_time_limit(outward, route.outward.name)
+    model.add_time_limit(inward, route.inward.name)
+    for k, row in enumerate(late):
+        if row:
+            add_row(model.program, [*row, (model.stall[k], -1.0)], pulp.LpConstraintLE, 0)
+
+
+def add_user_code(model: CoarseModel, route: Route) -> None:
+    """In segments of user code, of what it can reach: Σ seconds · ΔO_k ≤ δ_k and Σ seconds · ΔI_k ≤ δ_k, before it starts.
+
+    See [Note: user code] in `planner.problem.user_code`.
+    """
+    users = [k for k, segment in enumerate(model.segments) if segment.user]
+    outward: list[Terms] = [[] for _ in model.segments]
+    inward: list[Terms] = [[] for _ in model.segments]
+    for entry in model.periods if users else ():
+        if entry.route.tier == route.tier and entry.block_class.user_visible:
+            _add_steps(outward, entry.out, entry.period.begin + 1, entry.out_seconds)
+            _add_steps(inward, entry.steps_in, entry.period.begin + 1, entry.in_seconds)
+    for k in users:
+        for link, row in ((route.outward, outward[k]), (route.inward, inward[k])):
+            row = row + [term for update in model.updates for term in update.busy[link.name][k]]
+            if row:
+                add_row(model.program, [*row, (model.stall[k], -1.0)], pulp.LpConstraintLE, 0)
+
+
+def add_shared_rate(model: CoarseModel, shared: SharedRate) -> None:
+    """Σ over the links that share it of bytes moved / rate ≤ τ_k + δ_k."""
+    count = len(model.segments)
+    rows: list[Terms] = [[] for _ in range(count)]
+    for entry in model.periods:
+        begin, seconds = entry.period.begin + 1, entry.block_class.size_bytes / shared.bytes_per_second
+        if entry.route.outward.name in shared.links:
+            _add_steps(rows, entry.out, begin, seconds)
+        if entry.route.inward.name in shared.links:
+            _add_steps(rows, entry.steps_in, begin, seconds)
+    for update in model.updates:
+        for name in shared.links:
+            for k, terms in update.moved[name].items():
+                rows[k] += [(variable, size / shared.bytes_per_second) for variable, size in terms]
+    model.add_time_limit(rows)
+
+
+def add_updates(problem: Problem, model: CoarseModel) -> None:
+    """y_{p,t} ≤ 1 − h_g for periods that end or begin with the update of g, and for all in another tier than host.
+
+    And the host's processor: Σ host_seconds · ΔU_k ≤ τ_k + δ_k. And what follows one another takes its time:
+    Σ τ_k + Σ δ_k ≥ h_g · seconds of each of its chains.
+    """
+    chosen = {int(update.windows.name): update.chosen for update in model.updates}
+    for entry in model.periods:
+        number = entry.block_class.subgroup
+        if number is None:
+            continue
+        period = problem.periods[entry.period.indices[0]]
+        touched = {period.after} if period.final else {period.after, period.before % problem.stage_count}
+        if problem.trace.subgroups[number].stage in touched or entry.route.tier != "host":
+            add_row(model.program, [(entry.chosen, 1.0), (chosen[number], 1.0)], pulp.LpConstraintLE, 1)
+    model.add_time_limit([[] for _ in model.segments], PROCESSOR)
+    count = len(model.segments)
+    for update in model.updates:
+        for chain in update.windows.chains:
+            spans = [k % count for k in chain.spans]
+            row: Terms = [(update.chosen, chain.seconds)]
+            row += [(model.stall[k], -1.0) for k in [*spans, chain.spans.stop % count]]
+            row += [(u.chosen, u.windows.device_seconds * spans.count(u.windows.span)) for u in model.updates]
+            add_row(model.program, row, pulp.LpConstraintLE, sum(model.segments[k].seconds for k in spans))
+
+
+def _add_steps(
+    rows: list[Terms], variables: Sequence[pulp.LpVariable | None], begin: int, seconds: float
+) -> None:
+    previous = None
+    for position, variable in enumerate(variables):
+        if variable is not previous and variable is not None:
+            row = rows[(begin + position) % len(rows)]
+            row.append((variable, seconds))
+            if previous is not None:
+                row.append((previous, -seconds))
+        previous = variable
+
+
+def add_capacity(model: CoarseModel, route: Route) -> None:
+    """Σ size · z_{c,t} ≤ budget_t at every segment in which the copy can exist, with z_{c,t} ≥ y_{p,t}.
+
+    And z_{c,host} ≥ h_g for what the update of g keeps there; the rest of its blocks count with h_g itself.
+    """
+    if route.budget_bytes is None:
+        return
+    count, scale = len(model.segments), float(max(route.budget_bytes, 1))
+    rows: list[Terms] = [[] for _ in range(count)]
+    by_class: dict[tuple[int, ...], list[PeriodVariables]] = defaultdict(list)
+    for entry in model.periods:
+        if entry.route.tier == route.tier:
+            by_class[entry.block_class.blocks].append(entry)
+    kept: dict[int, int] = defaultdict(int)
+    chosen = {int(update.windows.name): update.chosen for update in model.updates if route.tier == "host"}
+    for number, entries in enumerate(by_class.values()):
+        place = model.program.add_variable(f"z_{route.tier}_{number}", 0, 1)
+        for entry in entries:
+            terms: Terms = [(place, 1.0), (entry.chosen, -1.0)]
+            add_row(model.program, terms, pulp.LpConstraintGE, 0)
+        block_class: BlockClass = entries[0].block_class
+        if block_class.persistent and block_class.subgroup in chosen:
+            kept[block_class.subgroup] += block_class.size_bytes
+            add_row(model.program, [(place, 1.0), (chosen[block_class.subgroup], -1.0)], pulp.LpConstraintGE, 0)
+        first = 0 if block_class.persistent else block_class.first_segment
+        last = count - 1 if block_class.persistent else block_class.last_segment
+        for k in range(first, last + 1):
+            rows[k].append((place, block_class.size_bytes / scale))
+    for update in model.updates if chosen else ():
+        rest = update.windows.host_bytes - kept[int(update.windows.name)]
+        for each in rows:
+            each.append((update.chosen, rest / scale))
+    for row in rows:
+        if row:
+            add_row(model.program, row, pulp.LpConstraintLE, route.budget_bytes / scale)

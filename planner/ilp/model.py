@@ -1,0 +1,69 @@
+"""The integer program over coarse time, as far as it is built: the program, its variables, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pulp
+
+from planner.ilp.block_classes import BlockClass, ClassPeriod
+from planner.lp.host_update import HostUpdate
+from planner.lp.rows import Terms, add_row
+from planner.lp.segments import Segment
+from planner.problem.problem import Route
+
+__all__ = ["CoarseModel", "PeriodVariables"]
+
+
+@dataclass(slots=True, kw_only=True)
+class PeriodVariables:
+    """Variables of one class, period and tier. `out[i]` and `into[i]` are for segments `begin` + 1 + i.
+
+    Copies out happen in the first few segments of a period and copies in in the last few: beyond these
+    windows one variable stands for several segments (out), or None for zero (into). Of a final period nothing comes in.
+    """
+
+    block_class: BlockClass
+    period: ClassPeriod
+    route: Route
+    chosen: pulp.LpVariable
+    found: pulp.LpVariable | None
+    out: list[pulp.LpVariable]
+    into: list[pulp.LpVariable | None]
+
+    @property
+    def out_seconds(self) -> float:
+        """Time that copying the class out takes on the link."""
+        return self.block_class.seconds(self.route.outward)
+
+    @property
+    def in_seconds(self) -> float:
+        """Time that copying the class in takes on the link."""
+        return 0.0 if self.period.final else self.block_class.seconds(self.route.inward)
+
+    @property
+    def steps_in(self) -> list[pulp.LpVariable | None]:
+        """The share that is back by the end of each segment from `begin` + 1 on."""
+        return [] if self.period.final else [*self.into, self.chosen]
+
+
+@dataclass(slots=True, kw_only=True)
+class CoarseModel:
+    """The program and the variables that a solution is read from."""
+
+    program: pulp.LpProblem
+    segments: tuple[Segment, ...]
+    stall: list[pulp.LpVariable]
+    leaving: list[pulp.LpVariable]
+    unplaced: list[pulp.LpVariable]
+    periods: list[PeriodVariables] = field(default_factory=list)
+    updates: list[HostUpdate] = field(default_factory=list)
+
+    def add_time_limit(self, rows: Sequence[Terms], name: str = "") -> None:
+        """Σ row_k ≤ τ_k − Σ_g h_g · device_seconds of its stage, if in k, + δ_k; `name`: a link, or the processor."""
+        for k, segment in enumerate(self.segments):
+            row = rows[k] + [term for update in self.updates for term in update.busy[name][k]]
+            if row:
+                saved = [(u.chosen, u.windows.device_seconds) for u in self.updates if u.windows.span == k]
+                add_row(self.program, [*row, *saved, (self.stall[k], -1.0)], pulp.LpConstraintLE, segment.seconds)

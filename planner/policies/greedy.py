@@ -1,0 +1,211 @@
+"""Greedy selection of idle periods by benefit and cost: the planners of TERAIO and of G10.
+
+Both place transfers on an ideal clock: a copy out takes the earliest time that its link has free, a copy in the latest.
+Written from the publications, not from their code. What neither covers -- memory that is still over the budget when no
+candidate is left -- is made room for on demand, furthest next use first, and stalls.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from planner.problem.problem import Decision, Decisions, Problem, Route
+from planner.problem.tier_capacity import LowerTiers
+from planner.schedule.eviction import evict_furthest
+from planner.schedule.prefetch import on_demand, prefetch_from
+
+__all__ = ["g10_decisions", "teraio_decisions"]
+
+_EPSILON = 1e-12
+
+
+def teraio_decisions(problem: Problem) -> Decisions:
+    """The published algorithm of TERAIO.
+
+    While some stage is over the budget, the period with the highest benefit / cost moves. Benefit: bytes x time within
+    the period, both copies apart, during which memory is over the budget. Cost: seconds of both copies. Storage comes
+    first; host memory only where storage has no bandwidth left in the period, or no room. Prefetches as late as is safe.
+
+    Source: Yuan et al., Cost-Efficient LLM Training with Lifetime-Aware Tensor Offloading via GPUDirect Storage
+    (NeurIPS 2025), the part on its migration planner.
+    """
+    chosen = _Greedy(problem, _time_over_budget).choose()
+    feasible = evict_furthest(problem, on_demand(problem, chosen), early=True)
+    return prefetch_from(problem, feasible, {index: decision.start for index, decision in chosen.items()})
+
+
+def g10_decisions(problem: Problem) -> Decisions:
+    """Pressure-ordered eviction with eager prefetching, after G10.
+
+    Like `teraio_decisions`, but the benefit is the pressure that the move takes away: per stage no more bytes than the
+    stage is over the budget. Afterwards every prefetch moves to as early a stage as there is memory for.
+
+    Source: Zhang et al., G10: Enabling An Efficient Unified GPU Memory and Storage Architecture with Smart Tensor
+    Migrations (MICRO 2023), the parts on smart eviction and prefetching.
+    """
+    chosen = _Greedy(problem, _relieved).choose()
+    feasible = evict_furthest(problem, on_demand(problem, chosen), early=True)
+    return prefetch_from(problem, feasible, {index: decision.leave + 1 for index, decision in feasible.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pressure:
+    """How far each stage is over the budget, over two iterations in a row so that a range may wrap.
+
+    `seconds_until[s]`: time over the budget before stage s. `thin`: stages that the largest block would bring below
+    the budget, with the bytes that they are over it.
+    """
+
+    seconds: list[float]
+    seconds_until: list[float]
+    thin: list[tuple[int, float]]
+
+    @classmethod
+    def of(cls, excess: list[float], seconds: list[float], largest_bytes: int) -> _Pressure:
+        over = [length if bytes_over > 0 else 0.0 for bytes_over, length in zip(excess, seconds, strict=True)]
+        thin = [(stage, bytes_over) for stage, bytes_over in enumerate(excess * 2) if 0 < bytes_over < largest_bytes]
+        return cls(seconds=seconds * 2, seconds_until=list(accumulate(over * 2, initial=0.0)), thin=thin)
+
+
+Benefit = Callable[[int, int, int, _Pressure], float]
+"""(bytes that a move frees, first stage without them, stage where they are back, pressure) -> byte seconds."""
+
+
+def _time_over_budget(size_bytes: int, first: int, end: int, pressure: _Pressure) -> float:
+    return size_bytes * (pressure.seconds_until[end] - pressure.seconds_until[first])
+
+
+def _relieved(size_bytes: int, first: int, end: int, pressure: _Pressure) -> float:
+    """As above, but per stage no more bytes than the stage is over the budget."""
+    begin, stop = bisect_left(pressure.thin, (first, 0.0)), bisect_left(pressure.thin, (end, 0.0))
+    unneeded = sum(
+        (size_bytes - over) * pressure.seconds[stage] for stage, over in pressure.thin[begin:stop] if over < size_bytes
+    )
+    return _time_over_budget(size_bytes, first, end, pressure) - unneeded
+
+
+class _LinkTime:
+    """Time that a link has free within each stage; ranges of stages run on over the iteration's end."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self._free = list(seconds)
+        self._sum()
+
+    def _sum(self) -> None:
+        self._until = list(accumulate(self._free * 2, initial=0.0))
+
+    def earliest(self, first: int, end: int, seconds: float) -> int | None:
+        """The stage before which `seconds` of the link are free from stage `first` on; None if that is after `end`."""
+        stage = bisect_left(self._until, self._until[first] + seconds - _EPSILON, first)
+        return stage if stage <= end else None
+
+    def latest(self, first: int, end: int, seconds: float) -> int | None:
+        """The last stage from which on `seconds` are free until stage `end`; None if that is before `first`."""
+        stage = bisect_right(self._until, self._until[end] - seconds + _EPSILON, 0, end + 1) - 1
+        return stage if stage >= first else None
+
+    def take(self, stages: range, seconds: float) -> None:
+        """Use up `seconds` in the first of `stages` that have some free."""
+        for stage in stages:
+            share = min(self._free[stage % len(self._free)], seconds)
+            self._free[stage % len(self._free)] -= share
+            seconds -= share
+        self._sum()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A period's move to one tier: its memory is free from stage `free` to stage `start`, where it comes back."""
+
+    index: int
+    route: Route
+    out_seconds: float
+    in_seconds: float
+    free: int
+    start: int
+    ratio: float
+
+
+class _Greedy:
+    """Takes the best move again and again, and keeps account of link time and memory."""
+
+    def __init__(self, problem: Problem, benefit: Benefit) -> None:
+        self._problem = problem
+        self._benefit = benefit
+        self._seconds = [stage.duration_seconds for stage in problem.trace.stages]
+        self._largest = max((period.size_bytes for period in problem.periods), default=0)
+        self._excess = [float(live - problem.budgets.device_bytes) for live in problem.live_bytes]
+        self._measure_pressure()
+        self._links = {
+            link.name: _LinkTime(self._seconds) for route in problem.routes for link in (route.outward, route.inward)
+        }
+        self._room = LowerTiers(problem, {})
+        self._written: set[tuple[int, int, str]] = set()
+        self._routes = sorted(problem.routes, key=lambda route: route.tier != "storage")
+
+    def choose(self) -> Decisions:
+        """A candidate that has become stale is valued anew when its turn comes: values only fall, to the same tier."""
+        chosen: Decisions = {}
+        heap = [(-c.ratio, c.index) for i in range(len(self._problem.periods)) if (c := self._candidate(i))]
+        heapq.heapify(heap)
+        while heap and self._over_budget:
+            _, index = heapq.heappop(heap)
+            candidate = self._candidate(index)
+            if candidate is None:
+                continue
+            if heap and candidate.ratio < -heap[0][0] * (1 - 1e-9):
+                heapq.heappush(heap, (-candidate.ratio, index))
+                continue
+            self._take(candidate)
+            period = self._problem.periods[index]
+            chosen[index] = Decision(tier=candidate.route.tier, leave=period.after, start=candidate.start)
+        return chosen
+
+    def _measure_pressure(self) -> None:
+        self._pressure = _Pressure.of(self._excess, self._seconds, self._largest)
+        self._over_budget = max(self._excess) > 0
+
+    def _candidate(self, index: int) -> _Candidate | None:
+        """The move to the first tier with bandwidth and room for it that is of any use; None if there is none."""
+        for route in self._routes:
+            if self._room.fits(index, route.tier):
+                candidate = self._to(index, route)
+                if candidate is not None:
+                    return candidate
+        return None
+
+    def _to(self, index: int, route: Route) -> _Candidate | None:
+        period = self._problem.periods[index]
+        copied = period.frozen or (period.block, period.epoch, route.tier) in self._written
+        out_seconds = 0.0 if copied else route.outward.seconds(period.size_bytes)
+        in_seconds = 0.0 if period.final else route.inward.seconds(period.size_bytes)
+        free = self._links[route.outward.name].earliest(period.after + 1, period.before, out_seconds)
+        start = self._links[route.inward.name].latest(period.after + 1, period.before, in_seconds)
+        if free is None or start is None or free >= start:
+            return None
+        benefit = self._benefit(period.size_bytes, free, start, self._pressure)
+        if benefit <= 0:
+            return None
+        return _Candidate(
+            index=index,
+            route=route,
+            out_seconds=out_seconds,
+            in_seconds=in_seconds,
+            free=free,
+            start=start,
+            ratio=benefit / max(out_seconds + in_seconds, _EPSILON),
+        )
+
+    def _take(self, candidate: _Candidate) -> None:
+        period, route, stages = self._problem.periods[candidate.index], candidate.route, len(self._seconds)
+        self._links[route.outward.name].take(range(period.after + 1, candidate.free), candidate.out_seconds)
+        self._links[route.inward.name].take(range(period.before - 1, candidate.start - 1, -1), candidate.in_seconds)
+        for stage in range(candidate.free, candidate.start):
+            self._excess[stage % stages] -= period.size_bytes
+        self._measure_pressure()
+        self._room.take(candidate.index, route.tier)
+        self._written.add((period.block, period.epoch, route.tier))

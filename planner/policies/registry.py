@@ -1,0 +1,116 @@
+"""`plan`: one signature for every policy, from the integer program down to keeping everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from planner.errors import BudgetError, OptionsError
+from planner.policies.fixed_updates import all_on_host, every_nth_on_device
+from planner.policies.greedy import g10_decisions, teraio_decisions
+from planner.policies.ilp import finish, optimise
+from planner.policies.zero_infinity import zero_infinity_decisions
+from planner.problem.problem import Decisions, Problem, build_plan
+from planner.problem.solver_settings import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings
+from planner.schedule.eviction import evict_furthest
+from planner.schema.plan import Budgets, Plan
+from planner.schema.trace import Trace
+
+__all__ = ["POLICIES", "plan"]
+
+Policy = Callable[[Trace, Budgets, SolverSettings], Plan]
+
+
+def plan(
+    trace: Trace,
+    budgets: Budgets,
+    *,
+    policy: str = "ilp",
+    time_limit_seconds: float = 30.0,
+    gap: float = DEFAULT_GAP,
+    threads: int = DEFAULT_THREADS,
+    write_weight: float = DEFAULT_WRITE_WEIGHT,
+) -> Plan:
+    """Decide which blocks wait where and when they move; the result has been replayed in the simulator.
+
+    Policies: `"ilp"`: the integer program, made exact, and no slower than any of the heuristics that follow; `"teraio"`
+    and `"g10"`: greedy by benefit and cost, see `planner.policies.greedy`; `"zero-infinity"`: everything is offloaded and
+    comes back one layer ahead, see `planner.policies.zero_infinity`; `"belady"`: on demand, furthest next use first, as a
+    pager without a plan would do it; `"keep-all"`: no moves. And the integer program with where optimizer subgroups
+    update decided beforehand, to compare with: `"device-updates"`, all on the device; `"host-updates"`, all that can
+    on the host; `"stride-2"`, of these every second on the device, see `planner.policies.fixed_updates`.
+
+    `write_weight`: seconds of iteration time that one second of writing to storage is worth (drives wear out); up to its
+    default it only decides between plans that are no slower than every heuristic's. `gap`: share of the objective by
+    which the solver's solution may miss its bound (the coarse model's; it says little below the model's own error).
+    `threads`: of the solver.
+
+    Blocks: the solver gets `time_limit_seconds` for each of its programs (one, two where updates may run on the
+    host, three for short iterations); to place, replay and bound comes on top, half a minute for 1,000 stages.
+
+    Raises BudgetError (the budget is below what one stage needs, or below everything with keep-all),
+    InfeasiblePlanError (the lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can
+    update on the host), OptionsError (no such policy). Never SolverError:
+    where the solver fails, a greedy plan is returned and `plan.solver.status` says "failed".
+    """
+    if policy not in POLICIES:
+        raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
+    settings = SolverSettings(
+        time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight
+    )
+    made = POLICIES[policy](trace, budgets, settings)
+    return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
+
+
+def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
+    return optimise(Problem.of(trace, budgets), policy="ilp", rivals=tuple(HEURISTICS.values()), settings=settings)
+
+
+def _fixed_updates(name: str, decide: Callable[[str, Problem], Sequence[int]]) -> Policy:
+    def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
+        problem = Problem.of(trace, budgets)
+        on_host = decide(name, problem)
+        rivals = () if on_host else tuple(HEURISTICS.values())  # these update on the device
+        return optimise(problem, policy=name, rivals=rivals, settings=settings, on_host=on_host)
+
+    return policy
+
+
+def _heuristic(name: str, decide: Callable[[Problem], Decisions]) -> Policy:
+    def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
+        problem = Problem.of(trace, budgets)
+        return finish(problem, build_plan(problem, decide(problem), policy=name), threads=settings.threads)
+
+    return policy
+
+
+def _on_demand(problem: Problem) -> Decisions:
+    return evict_furthest(problem, {}, early=False)
+
+
+def _keep_all(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
+    problem = Problem.of(trace, budgets)
+    if not problem.everything_fits:
+        worst = max(range(problem.stage_count), key=problem.live_bytes.__getitem__)
+        raise BudgetError(
+            smallest_bytes=problem.live_bytes[worst],
+            budget_bytes=budgets.device_bytes,
+            stage=trace.stages[worst].name,
+        )
+    return finish(problem, build_plan(problem, {}, policy="keep-all"), threads=settings.threads)
+
+
+HEURISTICS: dict[str, Callable[[Problem], Decisions]] = {
+    "teraio": teraio_decisions,
+    "g10": g10_decisions,
+    "zero-infinity": zero_infinity_decisions,
+    "belady": _on_demand,
+}
+POLICIES: dict[str, Policy] = {
+    "ilp": _ilp,
+    **{name: _heuristic(name, decide) for name, decide in HEURISTICS.items()},
+    "keep-all": _keep_all,
+    "device-updates": _fixed_updates("device-updates", lambda name, problem: ()),
+    "host-updates": _fixed_updates("host-updates", all_on_host),
+    "stride-2": _fixed_updates("stride-2", partial(every_nth_on_device, stride=2)),
+}

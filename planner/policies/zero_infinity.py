@@ -1,0 +1,64 @@
+"""Everything is offloaded and comes back one layer ahead: ZeRO-Infinity's fixed schedule."""
+
+from __future__ import annotations
+
+import re
+
+from planner.problem.problem import Decision, Decisions, Problem
+from planner.problem.tier_capacity import LowerTiers
+from planner.schedule.eviction import evict_furthest
+from planner.schedule.prefetch import prefetch_from
+from planner.schema.plan import WaitingTier
+
+__all__ = ["zero_infinity_decisions"]
+
+_LAYER = re.compile(r"^(.*?[./]\d+)(?:[./:]|$)")
+
+
+def zero_infinity_decisions(problem: Problem) -> Decisions:
+    """Every block leaves after every use; what a layer needs is prefetched while the layer before it runs.
+
+    A layer: neighbouring stages with the same name up to their first number (`forward/layers.3`); other stages are
+    layers of their own. Model and optimizer states go to storage, activations to host memory, each to the other tier
+    where its own is missing or full; blocks stay where neither has room. A block whose next use lies in the same layer
+    or the next one stays too. Prefetches that there is no memory for start later.
+
+    Source: Rajbhandari et al., ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning (SC 2021):
+    all states on NVMe, activation checkpoints in CPU memory, overlap-centric prefetching along the traced order of layers.
+    """
+    layer_of, first_of = _layers(problem)
+    room = LowerTiers(problem, {})
+    decisions: Decisions = {}
+    ahead: dict[int, int] = {}
+    stages, layers = problem.stage_count, len(first_of)
+    for index, period in enumerate(problem.periods):
+        needed_in = layer_of[period.before % stages] + period.before // stages * layers
+        if not period.final and needed_in - layer_of[period.after] <= 1:
+            continue
+        kind = problem.trace.blocks[period.block].kind
+        wanted: WaitingTier = "host" if kind == "activation" else "storage"
+        tiers = sorted((route.tier for route in problem.routes), key=lambda tier: tier != wanted)
+        tier = next((tier for tier in tiers if room.fits(index, tier)), None)
+        if tier is None:
+            continue
+        room.take(index, tier)
+        decisions[index] = Decision(tier=tier, leave=period.after, start=period.before)
+        turns, layer = divmod(needed_in - 1, layers)
+        ahead[index] = max(first_of[layer] + turns * stages, period.after + 1)
+    feasible = evict_furthest(problem, decisions, early=True)
+    return prefetch_from(problem, feasible, ahead)
+
+
+def _layers(problem: Problem) -> tuple[list[int], list[int]]:
+    """Layer of every stage, and first stage of every layer."""
+    layer_of: list[int] = []
+    first_of: list[int] = []
+    last = ""
+    for number, stage in enumerate(problem.trace.stages):
+        match = _LAYER.match(stage.name)
+        name = match[1] if match else f"stage {number}"
+        if name != last:
+            first_of.append(number)
+            last = name
+        layer_of.append(len(first_of) - 1)
+    return layer_of, first_of

@@ -1,0 +1,210 @@
+"""Trace → when every block exists, when it is idle, and what each stage needs at the least."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from planner.schema.trace import Block, BlockKind, Tier, Trace
+
+__all__ = [
+    "BlockActivity",
+    "InactivePeriod",
+    "block_activities",
+    "floor",
+    "inactive_periods",
+    "live_bytes",
+    "live_bytes_by_kind",
+    "mean_active_fraction",
+    "stage_need_bytes",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InactivePeriod:
+    """The time between two consecutive uses of a movable block, or (`final`) between its last use and its death.
+
+    `after` and `before` are the uses; `before` ≥ number of stages means the next iteration. If it is `final`, the block
+    dies when stage `before` − 1 has ended, wherever it is then: it need not come back. `epoch` numbers
+    the stretches of the block's life between two writes, and `rank` the periods within a stretch, from the
+    write on. A copy made in an earlier period of the same epoch is still valid in a later one.
+    `frozen`: no stage ever writes the block, so in the steady state a valid copy always exists.
+    """
+
+    block: int
+    size_bytes: int
+    after: int
+    before: int
+    epoch: int
+    rank: int
+    frozen: bool
+    final: bool = False
+
+    @property
+    def gap(self) -> int:
+        """Number of stages strictly between the two uses."""
+        return self.before - self.after - 1
+
+    @property
+    def last_leave(self) -> int:
+        """The last stage after which the block may leave, to be away in one stage at least where it is `final`."""
+        return self.before - 1 - self.final
+
+    @property
+    def clean(self) -> bool:
+        """Whether the block can leave without a copy out: one made earlier in the same epoch may still be valid."""
+        return self.frozen or self.rank > 0
+
+
+def inactive_periods(trace: Trace) -> tuple[InactivePeriod, ...]:
+    """All periods of all movable blocks that have at least one stage in between, by block and then by time.
+
+    Within an epoch the order is that of `rank`; a persistent block's wrapping period may come before later
+    ones of the same iteration in rank.
+    """
+    periods: list[InactivePeriod] = []
+    for block in trace.blocks:
+        if block.movable and block.size_bytes > 0:
+            periods.extend(p for p in _periods_of(block, len(trace.stages)) if p.gap > 0)
+    return tuple(periods)
+
+
+def _periods_of(block: Block, stages: int) -> list[InactivePeriod]:
+    uses = block.uses
+    following = [*uses[1:], uses[0] + stages if block.persistent else block.last_stage + 1]
+    writes = set(block.writes)
+    frozen = block.persistent and not writes
+    pairs = list(zip(uses, following, strict=True))
+    if block.persistent and writes:
+        # Begin just after a write, so that ranks run on across the iteration's end.
+        first = next(index for index, use in enumerate(uses) if use in writes)
+        pairs = pairs[first:] + pairs[:first]
+    periods = []
+    epoch, rank = 0, 0
+    for position, (after, before) in enumerate(pairs):
+        if position and after in writes:
+            epoch, rank = epoch + 1, 0
+        periods.append(
+            InactivePeriod(
+                block=block.id,
+                size_bytes=block.size_bytes,
+                after=after,
+                before=before,
+                epoch=epoch,
+                rank=rank,
+                frozen=frozen,
+                final=not block.persistent and after == uses[-1],
+            )
+        )
+        rank += 1
+    return periods
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockActivity:
+    """For how long one block is used and idle, in an iteration that never waits.
+
+    `active_seconds`: the stages that use it; `active_fraction`: their share of the iteration (0 if that takes no
+    time). `idle_seconds`: the rest of the time that the block exists, all its inactive periods together;
+    `longest_idle_seconds`: the longest of them; that of a persistent block may wrap round the iteration's end.
+    `clean`: persistent and never written, so in the steady state it needs no copy out; any other block is dirty.
+    """
+
+    block: int
+    active_seconds: float
+    active_fraction: float
+    idle_seconds: float
+    longest_idle_seconds: float
+    clean: bool
+
+
+def block_activities(trace: Trace) -> tuple[BlockActivity, ...]:
+    """The activity of every block, movable or not, by block."""
+    durations = [stage.duration_seconds for stage in trace.stages]
+    # Begin of each stage, over two iterations: a period that wraps ends in the second.
+    begins = list(accumulate(durations * 2, initial=0.0))
+    found = []
+    for block in trace.blocks:
+        active = sum(durations[stage] for stage in block.uses)
+        idle = [begins[p.before] - begins[p.after + 1] for p in _periods_of(block, len(durations))]
+        found.append(
+            BlockActivity(
+                block=block.id,
+                active_seconds=active,
+                active_fraction=active / trace.ideal_seconds if trace.ideal_seconds else 0.0,
+                idle_seconds=sum(idle),
+                longest_idle_seconds=max(idle, default=0.0),
+                clean=block.persistent and not block.writes,
+            )
+        )
+    return tuple(found)
+
+
+def mean_active_fraction(trace: Trace) -> float:
+    """The active fraction of the movable blocks, averaged over their bytes: Σ size · active / (Σ size · iteration).
+
+    0 where nothing is movable. How small it is tells how much of the memory could be elsewhere at any moment (TERAIO,
+    Yuan et al., 2025, finds 1.7 % of the memory active on average).
+    """
+    movable = [(block, found) for block, found in zip(trace.blocks, block_activities(trace), strict=True) if block.movable]
+    total = sum(block.size_bytes for block, _ in movable)
+    return sum(block.size_bytes / total * found.active_fraction for block, found in movable) if total else 0.0
+
+
+def stage_need_bytes(trace: Trace) -> list[int]:
+    """Per stage: bytes that come into being when it starts (outputs born there, and workspace)."""
+    need = [stage.workspace_bytes for stage in trace.stages]
+    for block in trace.blocks:
+        if not block.persistent:
+            need[block.uses[0]] += block.size_bytes
+    return need
+
+
+def live_bytes(trace: Trace) -> list[int]:
+    """Per stage: device bytes while it runs if nothing ever leaves the device, workspace included."""
+    live = _existing_bytes(trace.blocks, len(trace.stages))
+    return [size + stage.workspace_bytes for size, stage in zip(live, trace.stages, strict=True)]
+
+
+def live_bytes_by_kind(trace: Trace) -> dict[BlockKind, list[int]]:
+    """Per kind of block that the trace has, per stage: bytes of the blocks that exist while it runs.
+
+    Their sum and the stage's workspace are `live_bytes`.
+    """
+    kinds: dict[BlockKind, list[Block]] = {}
+    for block in trace.blocks:
+        kinds.setdefault(block.kind, []).append(block)
+    return {kind: _existing_bytes(blocks, len(trace.stages)) for kind, blocks in kinds.items()}
+
+
+def _existing_bytes(blocks: Iterable[Block], stages: int) -> list[int]:
+    change = [0] * (stages + 1)
+    for block in blocks:
+        first, last = (0, stages - 1) if block.persistent else (block.uses[0], block.last_stage)
+        change[first] += block.size_bytes
+        change[last + 1] -= block.size_bytes
+    return list(accumulate(change[:-1]))
+
+
+def stage_floors(trace: Trace) -> list[int]:
+    """Per stage: inputs + outputs + workspace + live bytes that cannot move."""
+    floors = live_bytes(trace)
+    stages = len(trace.stages)
+    for period in inactive_periods(trace):
+        for stage in range(period.after + 1, period.before):
+            floors[stage % stages] -= period.size_bytes
+    return floors
+
+
+def floor(trace: Trace) -> tuple[int, int]:
+    """The smallest device budget under which every stage can run, in bytes, and the stage that sets it.
+
+    All updates run on the device. Where no lower tier has links both ways, nothing can leave.
+    """
+    hardware = trace.hardware
+    tiers: tuple[Tier, ...] = ("host", "storage")
+    usable = any(hardware.link("device", tier) and hardware.link(tier, "device") for tier in tiers)
+    floors = stage_floors(trace) if usable else live_bytes(trace)
+    worst = max(range(len(floors)), key=floors.__getitem__)
+    return floors[worst], worst

@@ -1,0 +1,287 @@
+"""What every policy works on: trace and budgets with all that follows from them, and decisions per period."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from planner.errors import BudgetError
+from planner.problem.host_updates import device_part, gradients, movable_blocks, parameters
+from planner.problem.lifetimes import InactivePeriod, inactive_periods, live_bytes, stage_floors
+from planner.schema.plan import Budgets, Move, Offload, Placement, Plan, Prefetch, Update, WaitingTier
+from planner.schema.trace import Block, Link, SharedRate, Trace
+
+__all__ = ["Decision", "Decisions", "Problem", "Route", "build_plan", "copies_out", "in_units"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A usable lower tier with its two links and its budget (None: no limit)."""
+
+    tier: WaitingTier
+    outward: Link
+    inward: Link
+    budget_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One period's move: leaves after stage `leave`, prefetch queued when stage `start` is reached.
+
+    `leave` is in [after, last_leave], `start` in (leave, before]; both run on over the iteration's end. Of a final period,
+    `start` is `before`, and there is no prefetch.
+    """
+
+    tier: WaitingTier
+    leave: int
+    start: int
+
+
+Decisions = dict[int, Decision]
+"""Period index (in `Problem.periods`) → decision; a period without one stays on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A trace and budgets under which every stage can run, and what follows from them.
+
+    `on_host`: subgroups that update on the host, in this order; `trace`: what is left for the device then.
+    `source`: the whole trace. `live_bytes[s]`: device bytes during stage s if nothing leaves. `covering[s]`: periods
+    that s lies in. `routes`: usable lower tiers, fastest (to copy in) first; `shared`: what their links share.
+    `updated`: by period around an update on the host of its block, that subgroup: such a period always has a decision,
+    to wait in the host tier. `host_blocks`: movable blocks of subgroups that update on the host, with their whole size;
+    they have their place in the host tier for good, and wait nowhere else. `gradient_leaves`: stages at whose end gradients
+    of such subgroups leave, by block, where that is later than right after their last use; `live_bytes` counts that.
+    """
+
+    source: Trace
+    on_host: tuple[int, ...]
+    trace: Trace
+    budgets: Budgets
+    periods: tuple[InactivePeriod, ...]
+    routes: tuple[Route, ...]
+    shared: tuple[SharedRate, ...]
+    live_bytes: tuple[int, ...]
+    covering: tuple[tuple[int, ...], ...]
+    updated: dict[int, int]
+    host_blocks: tuple[Block, ...]
+    gradient_leaves: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: Trace, budgets: Budgets, on_host: Sequence[int] = ()) -> Problem:
+        """Raises BudgetError when the device budget is below what one stage needs.
+
+        on_host: of `host_updatable` subgroups; that their blocks fit into the host tier is not checked here.
+        """
+        trace = device_part(source, on_host)
+        routes = _routes(trace, budgets)
+        live = live_bytes(trace)
+        floors = stage_floors(trace) if routes else live
+        worst = max(range(len(floors)), key=floors.__getitem__)
+        if floors[worst] > budgets.device_bytes:
+            raise BudgetError(
+                smallest_bytes=floors[worst],
+                budget_bytes=budgets.device_bytes,
+                stage=trace.stages[worst].name,
+            )
+        periods = inactive_periods(trace) if routes else ()
+        covering: list[list[int]] = [[] for _ in trace.stages]
+        for index, period in enumerate(periods):
+            for stage in range(period.after + 1, period.before):
+                covering[stage % len(trace.stages)].append(index)
+        return cls(
+            source=source,
+            on_host=tuple(on_host),
+            trace=trace,
+            budgets=budgets,
+            periods=periods,
+            routes=routes,
+            shared=tuple(s for s in trace.hardware.shared if any(_uses(route, s) for route in routes)),
+            live_bytes=tuple(live),
+            covering=tuple(tuple(indices) for indices in covering),
+            updated=_updated(source, periods, on_host),
+            host_blocks=tuple(
+                block for number in on_host for block in movable_blocks(source, source.subgroups[number])
+            ),
+        )
+
+    @property
+    def stage_count(self) -> int:
+        """Number of stages in the iteration."""
+        return len(self.trace.stages)
+
+    @cached_property
+    def _host_only(self) -> frozenset[int]:
+        return frozenset(block.id for block in self.host_blocks)
+
+    @property
+    def everything_fits(self) -> bool:
+        """Whether the device holds all blocks at all times, and all updates run there."""
+        return not self.on_host and max(self.live_bytes) <= self.budgets.device_bytes
+
+    def route(self, tier: WaitingTier) -> Route:
+        """The route of a usable tier."""
+        return next(route for route in self.routes if route.tier == tier)
+
+    def routes_of(self, index: int) -> tuple[Route, ...]:
+        """The routes that the block of a period may take."""
+        if self.on_host and self.periods[index].block in self._host_only:
+            return tuple(route for route in self.routes if route.tier == "host")
+        return self.routes
+
+    def with_gradient_leaves(self, leaves: dict[int, int]) -> Problem:
+        """The same problem, in which just these gradients of updates on the host leave later."""
+        live = list(live_bytes(self.trace))
+        for block, leave in leaves.items():
+            for stage in range(self.trace.blocks[block].uses[-1] + 1, leave + 1):
+                live[stage] += self.trace.blocks[block].size_bytes
+        return replace(self, gradient_leaves=leaves, live_bytes=tuple(live))
+
+    def occupancy(self, decisions: Decisions) -> list[int]:
+        """Device bytes per stage: a block counts until it leaves and again from its prefetch's start on.
+
+        When this is within the budget at every stage, the plan cannot deadlock: copies out always end, and
+        then everything that was queued fits.
+        """
+        stages = self.stage_count
+        change = [0] * (stages + 1)
+        for index, decision in decisions.items():
+            size = self.periods[index].size_bytes
+            first, end = decision.leave + 1, decision.start
+            if first >= end:
+                continue
+            first, end = (first - stages, end - stages) if first >= stages else (first, end)
+            change[first] -= size
+            if end <= stages:
+                change[end] += size
+            else:
+                change[0] -= size
+                change[end - stages] += size
+        occupied, total = [], 0
+        for live, delta in zip(self.live_bytes, change, strict=False):
+            total += delta
+            occupied.append(live + total)
+        return occupied
+
+
+def _updated(source: Trace, periods: Sequence[InactivePeriod], on_host: Sequence[int]) -> dict[int, int]:
+    owner = {block.id: number for number in on_host for block in parameters(source, source.subgroups[number])}
+    updated = {}
+    for index, period in enumerate(periods):
+        if period.block in owner:
+            stage = source.subgroups[owner[period.block]].stage
+            if any(period.after < s < period.before for s in (stage, stage + len(source.stages))):
+                updated[index] = owner[period.block]
+    return updated
+
+
+def _uses(route: Route, shared: SharedRate) -> bool:
+    return route.outward.name in shared.links or route.inward.name in shared.links
+
+
+def _routes(trace: Trace, budgets: Budgets) -> tuple[Route, ...]:
+    routes = []
+    tiers: tuple[tuple[WaitingTier, int | None], ...] = (
+        ("host", budgets.host_bytes),
+        ("storage", budgets.storage_bytes),
+    )
+    for tier, limit in tiers:
+        outward, inward = trace.hardware.link("device", tier), trace.hardware.link(tier, "device")
+        if outward is not None and inward is not None and limit != 0:
+            routes.append(Route(tier=tier, outward=outward, inward=inward, budget_bytes=limit))
+    return tuple(sorted(routes, key=lambda route: -route.inward.bytes_per_second))
+
+
+def in_units(problem: Problem, unit_seconds: float) -> Problem:
+    """The same problem with all rates and latencies of links per `unit_seconds`; the trace is left as it is."""
+    routes = []
+    for route in problem.routes:
+        outward, inward = (
+            link.model_copy(
+                update={
+                    "bytes_per_second": link.bytes_per_second * unit_seconds,
+                    "latency_seconds": link.latency_seconds / unit_seconds,
+                }
+            )
+            for link in (route.outward, route.inward)
+        )
+        routes.append(replace(route, outward=outward, inward=inward))
+    shared = tuple(
+        rate.model_copy(update={"bytes_per_second": rate.bytes_per_second * unit_seconds}) for rate in problem.shared
+    )
+    return replace(problem, routes=tuple(routes), shared=shared)
+
+
+def copies_out(problem: Problem, decisions: Decisions) -> set[int]:
+    """Periods whose move must copy out: the first of each block, epoch and tier. Others find a valid copy."""
+    first: dict[tuple[int, int, str], int] = {}
+    for index in decisions:
+        period = problem.periods[index]
+        if period.frozen:
+            continue
+        key = (period.block, period.epoch, decisions[index].tier)
+        if key not in first or problem.periods[first[key]].rank > period.rank:
+            first[key] = index
+    return set(first.values())
+
+
+def build_plan(problem: Problem, decisions: Decisions, *, policy: str) -> Plan:
+    """The plan that carries out `decisions`, not yet with predictions; earliest deadlines first."""
+    dirty = copies_out(problem, decisions)
+    stages = problem.stage_count
+    moves = [move for number in problem.on_host for move in _gradient_moves(problem, number)]
+    initial = {block.id: "device" for block in problem.trace.blocks if block.persistent}
+    for index, decision in decisions.items():
+        period = problem.periods[index]
+        leave = decision.leave if index in dirty else period.after
+        moves.append(
+            Move.model_construct(
+                block=period.block,
+                after=period.after,
+                before=period.before,
+                tier=decision.tier,
+                offload=Offload.model_construct(start=leave, free_after=leave) if index in dirty else None,
+                prefetch=None
+                if period.final
+                else Prefetch.model_construct(start=decision.start, ready_by=period.before),
+            )
+        )
+        if leave < stages <= decision.start and not period.final:
+            initial[period.block] = decision.tier
+    moves.sort(key=lambda move: _queue_order(move, stages, dies=problem.trace.blocks[move.block].dies_after is not None))
+    return Plan(
+        trace_fingerprint=problem.source.fingerprint,
+        policy=policy,
+        budgets=problem.budgets,
+        moves=tuple(moves),
+        initial=tuple(
+            Placement.model_validate({"block": block, "tier": tier}) for block, tier in initial.items()
+        ),
+        updates=tuple(Update(subgroup=number, where="host") for number in problem.on_host),
+    )
+
+
+def _gradient_moves(problem: Problem, number: int) -> Iterator[Move]:
+    """Out after the last use before the update, never back."""
+    subgroup = problem.source.subgroups[number]
+    for block in gradients(problem.source, subgroup):
+        after = problem.trace.blocks[block.id].uses[-1]
+        leave = problem.gradient_leaves.get(block.id, after)
+        yield Move(
+            block=block.id,
+            after=after,
+            before=subgroup.stage,
+            tier="host",
+            offload=Offload(start=leave, free_after=leave),
+            prefetch=None,
+        )
+
+
+def _queue_order(move: Move, stages: int, *, dies: bool) -> tuple[int, int, int]:
+    """By the stage at which the prefetch starts, then by the stage before which the block must be back, counted on
+    from there. What does not come back goes out first if an update waits for it, last if it only dies."""
+    if move.prefetch is None:
+        return stages if dies else -1, 0, move.block
+    start = move.prefetch.start
+    return start % stages, move.before - start + start % stages, move.block

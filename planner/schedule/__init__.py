@@ -1,0 +1,1 @@
+"""From decisions to exact moves: when each copy begins."""

@@ -1,0 +1,85 @@
+"""Make room where a stage has none: evict what is needed furthest in the future (Belady's rule)."""
+
+from __future__ import annotations
+
+from math import inf
+
+from planner.errors import InfeasiblePlanError
+from planner.problem.lifetimes import InactivePeriod
+from planner.problem.problem import Decision, Decisions, Problem
+from planner.problem.tier_capacity import LowerTiers
+
+__all__ = ["evict_furthest", "prune"]
+
+
+def evict_furthest(problem: Problem, decisions: Decisions, *, early: bool, spread: bool = False) -> Decisions:
+    """Add moves until every stage fits: at each stage that does not, furthest next use first.
+
+    `early`: the block leaves right after its last use; else just before the stage that needs the room, as a
+    pager without a plan does it. `spread`: over the tiers by the load of their links; else each block takes the fastest
+    tier with room. Prefetches are on demand. Given a budget at or above the floor this always
+    succeeds, unless the lower tiers are full: then InfeasiblePlanError, naming the stage.
+
+    Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer (1966).
+    """
+    result = dict(decisions)
+    room = LowerTiers(problem, result)
+    occupied = problem.occupancy(result)
+    budget = problem.budgets.device_bytes
+    for stage in range(problem.stage_count):
+        if occupied[stage] <= budget:
+            continue
+        for index, position in _furthest_first(problem, result, stage):
+            old = result.get(index)
+            tier = old.tier if old else room.least_busy(index) if spread else room.best(index)
+            if tier is None:
+                continue
+            period = problem.periods[index]
+            leave = period.after if early else position - 1
+            if old is None:
+                room.take(index, tier)
+            end = old.leave + 1 if old else period.before
+            result[index] = Decision(tier=tier, leave=leave, start=old.start if old else period.before)
+            for freed in range(leave + 1, end):
+                occupied[freed % problem.stage_count] -= period.size_bytes
+            if occupied[stage] <= budget:
+                break
+        else:
+            raise InfeasiblePlanError(
+                f"stage {problem.trace.stages[stage].name!r} would occupy {occupied[stage]:,} device bytes "
+                f"of {budget:,}: the lower tiers have no room for more; raise storage_budget or host_budget",
+                stage=problem.trace.stages[stage].name,
+            )
+    return result
+
+
+def _furthest_first(problem: Problem, decisions: Decisions, stage: int) -> list[tuple[int, int]]:
+    """Periods around `stage` whose block is on the device then, with the stage numbered as in the period."""
+    found = []
+    for index in problem.covering[stage]:
+        period = problem.periods[index]
+        position = stage if period.after < stage else stage + problem.stage_count
+        decision = decisions.get(index)
+        if decision is None or decision.leave >= position:
+            found.append((index, position))
+    found.sort(key=lambda entry: (-_stages_until_use(problem.periods[entry[0]], entry[1]), entry[0]))
+    return found
+
+
+def _stages_until_use(period: InactivePeriod, position: int) -> float:
+    return inf if period.final else period.before - position
+
+
+def prune(problem: Problem, decisions: Decisions, cost: dict[int, float]) -> Decisions:
+    """Take back moves that neither the budget nor an update on the host needs, dearest first (`cost` by period)."""
+    result = dict(decisions)
+    occupied = problem.occupancy(result)
+    budget = problem.budgets.device_bytes
+    for index in sorted(decisions.keys() - problem.updated.keys(), key=lambda i: (-cost[i], i)):
+        decision, size = result[index], problem.periods[index].size_bytes
+        stages = [stage % problem.stage_count for stage in range(decision.leave + 1, decision.start)]
+        if all(occupied[stage] + size <= budget for stage in stages):
+            del result[index]
+            for stage in stages:
+                occupied[stage] += size
+    return result

@@ -1,0 +1,181 @@
+"""When each copy in starts: late enough that it fits, early enough that nothing waits for it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from planner.problem.host_updates import host_start
+from planner.problem.problem import Decisions, Problem
+from planner.problem.user_code import user_stages
+from planner.schema.plan import Plan, WaitingTier
+from planner.simulator.timeline import Timeline
+
+__all__ = ["StageClock", "on_demand", "prefetch_from", "schedule"]
+
+_SAME = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageClock:
+    """When each stage is reached, in seconds from the iteration's begin, and how long the iteration takes.
+
+    `update_seconds`: when each subgroup's update on the host ends, counted on over the iteration's end.
+    `copy_seconds`: what the copies in took, by period, where that is known; else what their links need alone.
+    `user_stages`: stages of user code, ascending.
+    """
+
+    reached_seconds: tuple[float, ...]
+    iteration_seconds: float
+    update_seconds: dict[int, float] = field(default_factory=dict)
+    copy_seconds: dict[int, float] = field(default_factory=dict)
+    user_stages: tuple[int, ...] = ()
+
+    @classmethod
+    def ideal(cls, problem: Problem) -> StageClock:
+        """The clock of an iteration that never waits."""
+        durations = [stage.duration_seconds for stage in problem.trace.stages]
+        ends = [0.0, *accumulate(durations)]
+        free = 0.0
+        updates = {}
+        for number in problem.on_host:
+            subgroup = problem.source.subgroups[number]
+            free = max(free, ends[host_start(problem.source, subgroup)]) + (subgroup.host_seconds or 0.0)
+            updates[number] = free
+        return cls(
+            reached_seconds=tuple(ends[:-1]),
+            iteration_seconds=ends[-1],
+            update_seconds=updates,
+            user_stages=user_stages(problem.trace),
+        )
+
+    @classmethod
+    def replayed(cls, problem: Problem, plan: Plan, timeline: Timeline) -> StageClock:
+        """The clock of a replay of `plan`."""
+        period_of = {(period.block, period.after): index for index, period in enumerate(problem.periods)}
+        reached = tuple(stage.reached_seconds for stage in timeline.stages)
+        updates = dict(cls.ideal(problem).update_seconds)  # one may be missing where the replay was not steady
+        for update in timeline.updates:
+            start = host_start(problem.source, problem.source.subgroups[update.subgroup])
+            updates[update.subgroup] = reached[start] + update.end_seconds - update.queued_seconds
+        copies = {}
+        for transfer in timeline.transfers:
+            move = plan.moves[transfer.move]
+            if transfer.link.endswith("->device"):
+                copies[period_of[move.block, move.after]] = transfer.end_seconds - transfer.start_seconds
+        return cls(
+            reached_seconds=reached,
+            iteration_seconds=timeline.iteration_seconds,
+            update_seconds=updates,
+            copy_seconds=copies,
+            user_stages=user_stages(problem.trace),
+        )
+
+    def time(self, stage: int) -> float:
+        """When a stage (numbered on over the iteration's end) is reached."""
+        turns, stage = divmod(stage, len(self.reached_seconds))
+        return turns * self.iteration_seconds + self.reached_seconds[stage]
+
+    def stage_at(self, seconds: float) -> int:
+        """The last stage (numbered on, perhaps negative) that is reached by `seconds`."""
+        if self.iteration_seconds <= 0:
+            return 0
+        turns, rest = divmod(seconds, self.iteration_seconds)
+        return int(turns) * len(self.reached_seconds) + bisect_right(self.reached_seconds, rest) - 1
+
+
+    def last_user_stage(self, seconds: float) -> int | None:
+        """The last stage of user code (numbered on, perhaps negative) that is reached clearly before `seconds`."""
+        if not self.user_stages or self.iteration_seconds <= 0:
+            return None
+        turns, rest = divmod(seconds - _SAME * self.iteration_seconds, self.iteration_seconds)
+        position = bisect_left(self.user_stages, rest, key=self.reached_seconds.__getitem__) - 1
+        return (int(turns) - (position < 0)) * len(self.reached_seconds) + self.user_stages[position]
+
+
+def schedule(problem: Problem, decisions: Decisions, clock: StageClock, *, lead: float) -> Decisions:
+    """Choose the stage at which each prefetch is queued.
+
+    Begins with every prefetch on demand (which always fits), then, earliest deadline first, moves each
+    forward in time to where it must begin if its link serves all in order of deadline and `lead` times its
+    own transfer time is kept as a reserve; as far as the budget holds at every stage that it would occupy.
+    """
+    targets: dict[int, int] = {}
+    for route in problem.routes:
+        targets.update(_latest_starts(problem, decisions, clock, route.tier, lead))
+    for index, subgroup in problem.updated.items():
+        # The link would wait for the update, with all that is queued behind.
+        updated = clock.stage_at(clock.update_seconds[subgroup])
+        targets[index] = min(max(targets[index], updated), problem.periods[index].before)
+    return prefetch_from(problem, decisions, targets)
+
+
+def on_demand(problem: Problem, decisions: Decisions) -> Decisions:
+    """The same moves, each prefetch queued by the stage that needs the block."""
+    return {
+        index: replace(decision, start=problem.periods[index].before) for index, decision in decisions.items()
+    }
+
+
+def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int]) -> Decisions:
+    """Queue each prefetch at its target stage, or as early after it as the budget allows; others on demand.
+
+    Earliest deadline first. A prefetch occupies its memory from the stage at which it is queued.
+    """
+    result = on_demand(problem, decisions)
+    occupied = problem.occupancy(result)
+    stages, budget, users = problem.stage_count, problem.budgets.device_bytes, frozenset(user_stages(problem.trace))
+    coming = (index for index in targets if not problem.periods[index].final)
+    for index in sorted(coming, key=lambda i: (problem.periods[i].before % stages, targets[i])):
+        size, start = problem.periods[index].size_bytes, problem.periods[index].before
+        lowest = max(targets[index], result[index].leave + 1)
+        while start > lowest and occupied[(start - 1) % stages] + size <= budget:
+            start -= 1
+            occupied[start % stages] += size
+        if start < problem.periods[index].before and problem.trace.blocks[problem.periods[index].block].user_visible:
+            while start % stages in users and start < problem.periods[index].before:
+                occupied[start % stages] -= size  # it could not begin before, and would hold up what is queued behind it
+                start += 1
+        result[index] = replace(result[index], start=start)
+    return result
+
+
+def _latest_starts(
+    problem: Problem, decisions: Decisions, clock: StageClock, tier: WaitingTier, lead: float
+) -> dict[int, int]:
+    """Per period of one tier: the latest stage at which its prefetch may be queued and still be in time.
+
+    Backwards over two iterations, so that those early in the iteration see the queue of the one before.
+    """
+    link, stages = problem.route(tier).inward, problem.stage_count
+    mine = [index for index, decision in decisions.items() if decision.tier == tier and not problem.periods[index].final]
+    mine.sort(key=lambda index: -(problem.periods[index].before % stages))
+    begin_next = float("inf")
+    starts: dict[int, int] = {}
+    for turn in (1, 0):
+        for index in mine:
+            period = problem.periods[index]
+            shift = turn * stages - (period.before // stages) * stages
+            seconds = clock.copy_seconds.get(index) or link.seconds(period.size_bytes)
+            finish = min(clock.time(period.before + shift), begin_next)
+            earliest = clock.time(decisions[index].leave + 1 + shift)
+            begin_next, lowest = max(finish - seconds, earliest), None
+            if problem.trace.blocks[period.block].user_visible:
+                begin_next, lowest = _around_user_code(clock, begin_next, seconds, earliest)
+            start = clock.stage_at(begin_next - lead * seconds)
+            starts[index] = (start if lowest is None else max(start, lowest)) - shift
+    return starts
+
+
+def _around_user_code(clock: StageClock, begin: float, seconds: float, earliest: float) -> tuple[float, int | None]:
+    """When a copy in must begin at the latest so that it is not under way in user code: before it where there is time for
+    it, else after it; and the stage after the last user code before that: queued earlier, it could be under way in that.
+    """
+    user = clock.last_user_stage(begin + seconds)
+    while user is not None and clock.time(user + 1) > begin:
+        before = clock.time(user) - seconds
+        if before < earliest:
+            return clock.time(user + 1), user + 1
+        begin, user = before, clock.last_user_stage(before + seconds)
+    return begin, None if user is None else user + 1

@@ -1,0 +1,120 @@
+"""Other starts for the copies that user code would wait for: when it has ended, they run beside the next region.
+
+That takes room for longer and may move the wait elsewhere, so all of these are proposals: the replay decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from planner.problem.problem import Decisions, Problem
+from planner.problem.user_code import next_user_stage, user_stages
+from planner.schema.plan import Plan
+from planner.simulator.timeline import Timeline
+
+__all__ = ["proposals"]
+
+_MOST_APART = 3  # stages of user code for which the copies that they wait for are put off by themselves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Late:
+    """A copy out for which user code waits: queued at the end of `leave`, it could go at the end of `user` as well.
+
+    `index`: its period, None for a gradient of an update on the host, which has none. `wait_seconds`: for how long it is
+    under way after `user` was reached. Stages are numbered on over the iteration's end.
+    """
+
+    index: int | None
+    block: int
+    leave: int
+    user: int
+    wait_seconds: float
+
+
+def proposals(
+    problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline
+) -> Iterator[tuple[Problem, Decisions]]:
+    """Variants of `decisions`, of which `plan` is the plan and `timeline` the replay, in which user code may wait for less.
+
+    All of them fit into the device budget at every stage, as the decisions given must. The problem differs only in when
+    gradients of updates on the host leave. None where no stage waits for user code's sake.
+    """
+    late = sorted(_late_copies(problem, decisions, plan, timeline), key=lambda copy: -copy.wait_seconds)
+    sooner = _without_copies_in_under_way(problem, decisions, plan, timeline)
+    if sooner != decisions:
+        yield problem, sooner
+    worst = list(dict.fromkeys(copy.user % problem.stage_count for copy in late))
+    groups: list[Collection[int]] = [worst, *([user] for user in worst[:_MOST_APART] if len(worst) > 1)]
+    for users in groups if late else ():
+        chosen = [copy for copy in late if copy.user % problem.stage_count in users]
+        for count in sorted({len(chosen), (len(chosen) + 1) // 2, 1}, reverse=True):
+            put_off = _put_off(problem, decisions, chosen[:count])
+            if put_off is not None:
+                yield put_off
+                if sooner != decisions:
+                    yield put_off[0], {i: replace(d, start=max(d.start, sooner[i].start)) for i, d in put_off[1].items()}
+
+
+def _late_copies(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Iterator[_Late]:
+    trace, stages = problem.trace, problem.stage_count
+    period_of = {(problem.periods[index].block, problem.periods[index].after): index for index in decisions}
+    tolerance = 1e-9 * timeline.iteration_seconds
+    for transfer in timeline.transfers:
+        move = plan.moves[transfer.move]
+        if move.offload is None or transfer.link.endswith("->device") or not trace.blocks[move.block].user_visible:
+            continue
+        leave = move.offload.start
+        user = next_user_stage(trace, leave + 1)
+        index = period_of.get((move.block, move.after))
+        back = move.before if index is None else decisions[index].start
+        if user is None or user >= back or (index is not None and user > problem.periods[index].last_leave):
+            continue
+        turns = user // stages - leave // stages
+        reached = timeline.stages[user % stages].reached_seconds + turns * timeline.iteration_seconds
+        done = timeline.stages[leave % stages].end_seconds + transfer.end_seconds - transfer.queued_seconds
+        if done > reached + tolerance:
+            yield _Late(index=index, block=move.block, leave=leave, user=user, wait_seconds=done - reached)
+
+
+def _put_off(problem: Problem, decisions: Decisions, late: list[_Late]) -> tuple[Problem, Decisions] | None:
+    """The copies of `late` leave after their user code, as far as there is room for that; None if there is for none."""
+    occupied, stages, budget = problem.occupancy(decisions), problem.stage_count, problem.budgets.device_bytes
+    result, gradients = dict(decisions), dict(problem.gradient_leaves)
+    for copy in late:
+        size = problem.trace.blocks[copy.block].size_bytes
+        longer = [stage % stages for stage in range(copy.leave + 1, copy.user + 1)]
+        if any(occupied[stage] + size > budget for stage in longer):
+            continue
+        for stage in longer:
+            occupied[stage] += size
+        if copy.index is None:
+            gradients[copy.block] = copy.user
+        else:
+            result[copy.index] = replace(result[copy.index], leave=copy.user)
+    if gradients == problem.gradient_leaves and result == decisions:
+        return None
+    return problem.with_gradient_leaves(gradients), result
+
+
+def _without_copies_in_under_way(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Decisions:
+    """The copies in that are under way when user code is reached begin after it."""
+    trace, stages, length = problem.trace, problem.stage_count, timeline.iteration_seconds
+    period_of = {(problem.periods[index].block, problem.periods[index].after): index for index in decisions}
+    reached = [(user, timeline.stages[user].reached_seconds) for user in user_stages(trace)]
+    tolerance = 1e-9 * length
+    result = dict(decisions)
+    for transfer in timeline.transfers:
+        move = plan.moves[transfer.move]
+        if not transfer.link.endswith("->device") or not trace.blocks[move.block].user_visible:
+            continue
+        index = period_of[move.block, move.after]
+        for user, time in reached:
+            under_way = any(
+                transfer.start_seconds < time + turn * length < transfer.end_seconds - tolerance for turn in (-1, 0, 1)
+            )
+            after = user + 1 + (decisions[index].start - user + stages - 1) // stages * stages
+            if under_way and after <= problem.periods[index].before:
+                result[index] = replace(result[index], start=after)
+    return result

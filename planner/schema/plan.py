@@ -1,0 +1,163 @@
+"""The plan: what was decided for one trace and one set of budgets. Schema, validation, file."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated, Literal, Self
+
+from pydantic import FailFast, model_validator
+
+from planner.errors import PlanError
+from planner.schema.json_file import FrozenModel, GrownModel, read_model, write_atomic
+from planner.schema.trace import Bytes, Id, PartBytes, Seconds, Tier
+
+FORMAT = "teraio.plan"
+VERSION = 1
+WaitingTier = Literal["host", "storage"]
+
+
+class Budgets(FrozenModel):
+    """Bytes of each tier that teraio may use; hard.
+
+    None means no limit of ours. A tier that the trace's hardware has no link to and from cannot be used,
+    whatever its budget.
+    """
+
+    device_bytes: Bytes
+    host_bytes: Bytes | None = None
+    storage_bytes: Bytes | None = None
+
+
+class Offload(FrozenModel):
+    """Copy out: queued when stage `start` has ended; predicted to be out before `free_after` + 1 starts."""
+
+    start: Id
+    free_after: Id
+
+
+class Prefetch(FrozenModel):
+    """Copy in: queued when stage `start` is reached (the one before has ended); needed by `ready_by`."""
+
+    start: Id
+    ready_by: Id
+
+
+class Move(FrozenModel):
+    """One inactive period's decision: the block leaves the device after `after` and is back for `before`, or is dead then.
+
+    Stage numbers run on over the iteration's end: a number ≥ the number of stages is in the next iteration.
+    `offload` is None where a valid copy waits in `tier`: the block is dropped when stage `after` has ended.
+    `prefetch` is None for a block that does not come back: an update on the host consumes it (`before` is that update's
+    stage), or it has been used for the last time (it dies when stage `before` - 1 has ended).
+    """
+
+    block: Id
+    after: Id
+    before: Id
+    tier: WaitingTier
+    offload: Offload | None
+    prefetch: Prefetch | None
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        leaves = self.after if self.offload is None else self.offload.start
+        if self.prefetch is None:
+            if not self.after <= leaves < self.before:
+                raise ValueError(
+                    f"move of block {self.block}: need after ≤ offload.start < before, found {self.after}, {leaves}, "
+                    f"{self.before}"
+                )
+            return self
+        order = (self.after, leaves, self.prefetch.start - 1, self.prefetch.ready_by - 1, self.before - 1)
+        if list(order) != sorted(order):
+            raise ValueError(
+                f"move of block {self.block}: need after ≤ offload.start < prefetch.start ≤ ready_by "
+                f"≤ before, found {self.after}, {leaves}, {self.prefetch.start}, {self.prefetch.ready_by}, "
+                f"{self.before}"
+            )
+        return self
+
+
+class Update(FrozenModel):
+    """Where one optimizer subgroup's update runs; without one, it runs on the device.
+
+    On the host the subgroup's movable blocks have their place in the host tier for good: states stay there, gradients
+    are copied out, and parameters come back. See [Note: updates on the host] in `planner.problem.host_updates`.
+    """
+
+    subgroup: Id
+    where: Literal["device", "host"]
+
+
+class Recompute(FrozenModel):
+    """Recompute group `group` of the trace is run again just before stage `at`."""
+
+    group: Id
+    at: Id
+
+
+class Placement(FrozenModel):
+    """Where a persistent block waits when the iteration begins."""
+
+    block: Id
+    tier: Tier
+
+
+class SolverReport(FrozenModel):
+    """What the solver said about the coarse model (not about the exact plan; see Predicted for that).
+
+    `bound_seconds` and `gap` = (objective − bound) / objective are None where the solver gave no bound.
+    """
+
+    name: str = "none"
+    status: Literal["optimal", "feasible", "failed", "not needed"] = "not needed"
+    objective_seconds: Seconds | None = None
+    bound_seconds: float | None = None
+    gap: float | None = None
+    build_seconds: Seconds = 0.0
+    solve_seconds: Seconds = 0.0
+
+
+class Predicted(FrozenModel):
+    """What the simulator says the plan does in one iteration of the steady state."""
+
+    iteration_seconds: Seconds
+    ideal_seconds: Seconds
+    lower_bound_seconds: Seconds
+    stall_seconds: Seconds
+    peak_bytes: dict[str, Bytes]
+    moved_bytes: dict[str, Bytes]
+    storage_written_bytes: Bytes
+
+
+class Plan(GrownModel):
+    """Decisions for one trace.
+
+    `moves` are in queue order: of those that start at the same stage, a link serves the first one first; `updates`
+    likewise, of those on the host. subgroup_bytes: of the trace; who follows the plan has to cut optimizers by it.
+    """
+
+    added_later = ("subgroup_bytes",)
+
+    format: Literal["teraio.plan"] = "teraio.plan"
+    version: Literal[1] = 1
+    trace_fingerprint: str
+    policy: str
+    budgets: Budgets
+    solver: SolverReport = SolverReport()
+    moves: Annotated[tuple[Move, ...], FailFast()] = ()
+    initial: Annotated[tuple[Placement, ...], FailFast()] = ()
+    updates: Annotated[tuple[Update, ...], FailFast()] = ()
+    recompute: Annotated[tuple[Recompute, ...], FailFast()] = ()
+    predicted: Predicted | None = None
+    subgroup_bytes: PartBytes | None = None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan file. Raises PlanError (file, place in it, what is wrong)."""
+        return read_model(path, cls, format_name=FORMAT, version=VERSION, error=PlanError)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan file, replacing an old one at once or not at all. Raises OSError."""
+        write_atomic(path, json.dumps(self.model_dump(mode="json"), indent=1) + "\n")

@@ -1,0 +1,295 @@
+"""The trace: what was measured in one iteration. Schema, validation, file; prose: `traces/README.md`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from functools import cached_property
+from typing import Annotated, Literal, Self
+
+from pydantic import FailFast, Field, ValidationError, model_validator
+
+from planner.errors import TraceError
+from planner.schema.json_file import FrozenModel, GrownModel, describe, read_model, write_atomic
+
+FORMAT = "teraio.trace"
+VERSION = 1
+
+Tier = Literal["device", "host", "storage"]
+Phase = Literal["forward", "backward", "optimizer", "user"]
+BlockKind = Literal["parameter", "gradient", "optimizer_state", "activation", "buffer"]
+Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(ge=1e-60)]
+PartBytes = Annotated[int, Field(gt=0)]
+Id = Annotated[int, Field(ge=0, lt=2**63)]
+Ids = Annotated[tuple[Id, ...], FailFast()]
+"""FailFast: the first fault of a list is told; to collect them all could take gigabytes."""
+
+
+class Link(GrownModel):
+    """One direction between two tiers; serial and FIFO. Fields `from` and `to` in the file.
+
+    path: how bytes get from one to the other where there are several ways ("posix", "kvikio"); for people. Left out of the
+    file, and of the fingerprint, where it is empty.
+    """
+
+    added_later = ("path",)
+
+    from_tier: Tier = Field(validation_alias="from", serialization_alias="from")
+    to_tier: Tier = Field(validation_alias="to", serialization_alias="to")
+    bytes_per_second: Rate
+    latency_seconds: Seconds = 0.0
+    path: str = ""
+
+    @property
+    def name(self) -> str:
+        """`"device->storage"` and the like; the key of `moved_bytes`."""
+        return f"{self.from_tier}->{self.to_tier}"
+
+    def seconds(self, size_bytes: int) -> float:
+        """Time that a block of `size_bytes` occupies the link."""
+        return self.latency_seconds + size_bytes / self.bytes_per_second
+
+    @model_validator(mode="after")
+    def _two_tiers(self) -> Self:
+        if self.from_tier == self.to_tier:
+            raise ValueError(f"a link joins two different tiers, found {self.name}")
+        return self
+
+
+class SharedRate(FrozenModel):
+    """What several links carry together at the most, where they share a bus or a drive.
+
+    While more than one of `links` (names such as "device->storage") is busy, the rate is divided max-min fairly.
+    """
+
+    name: str
+    links: Annotated[tuple[str, ...], FailFast()] = Field(min_length=2)
+    bytes_per_second: Rate
+
+
+class Hardware(FrozenModel):
+    """Capacities and measured rates of the machine that the trace was taken on."""
+
+    name: str
+    device_memory_bytes: Bytes
+    host_memory_bytes: Bytes = 0
+    storage_bytes: Bytes = 0
+    links: Annotated[tuple[Link, ...], FailFast()] = ()
+    shared: Annotated[tuple[SharedRate, ...], FailFast()] = ()
+    host_update_elements_per_second: Rate | None = None
+
+    @model_validator(mode="after")
+    def _links_once(self) -> Self:
+        names = [link.name for link in self.links]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"links must be given once each, found twice: {', '.join(twice)}")
+        for shared in self.shared:
+            unknown = sorted(set(shared.links) - set(names))
+            if unknown:
+                raise ValueError(f"shared rate {shared.name!r} names links that there are not: {', '.join(unknown)}")
+            if len(set(shared.links)) != len(shared.links):
+                raise ValueError(f"shared rate {shared.name!r} names a link twice: {', '.join(shared.links)}")
+        return self
+
+    def link(self, from_tier: Tier, to_tier: Tier) -> Link | None:
+        """The link of that direction, or None where the machine has none."""
+        for link in self.links:
+            if link.from_tier == from_tier and link.to_tier == to_tier:
+                return link
+        return None
+
+
+class Stage(FrozenModel):
+    """One planned unit of execution. `workspace_bytes`: peak beyond its inputs and outputs."""
+
+    id: Id
+    name: str
+    phase: Phase
+    duration_seconds: Seconds
+    workspace_bytes: Bytes = 0
+
+
+class Block(GrownModel):
+    """One managed storage. `reads` and `writes` are stage ids, ascending and without repetition.
+
+    A non-persistent block exists from its first use to its last, or to the end of stage `dies_after` where that comes
+    later (left out of the file, and of the fingerprint, if it does not). A block with `movable` false always counts as
+    resident (while it exists).
+    """
+
+    added_later = ("dies_after",)
+
+    id: Id
+    name: str
+    kind: BlockKind
+    size_bytes: Bytes
+    persistent: bool
+    reads: Ids
+    writes: Ids
+    movable: bool = True
+    dies_after: Id | None = None
+
+    @cached_property
+    def uses(self) -> tuple[int, ...]:
+        """Stages that read or write the block, ascending."""
+        return tuple(sorted({*self.reads, *self.writes}))
+
+    @property
+    def user_visible(self) -> bool:
+        """Whether user code between compiled regions can reach it, see [Note: user code] in `planner.problem.user_code`."""
+        return self.kind in ("parameter", "gradient", "optimizer_state")
+
+    @property
+    def last_stage(self) -> int:
+        """The last stage of the iteration in which the block exists, if it is not persistent."""
+        return self.uses[-1] if self.dies_after is None else self.dies_after
+
+    @model_validator(mode="after")
+    def _uses_ordered(self) -> Self:
+        for label, stages in (("reads", self.reads), ("writes", self.writes)):
+            if list(stages) != sorted(set(stages)):
+                raise ValueError(
+                    f"block {self.id} {label} must ascend without repetition, found {list(stages)}"
+                )
+        if not self.reads and not self.writes:
+            raise ValueError(f"block {self.id} has no use: leave out what no stage reads or writes")
+        if self.dies_after is not None and (self.persistent or self.dies_after <= self.uses[-1]):
+            raise ValueError(
+                f"block {self.id} dies after stage {self.dies_after}; only one that is not persistent can outlive its last use, "
+                f"which is in stage {self.uses[-1]}"
+            )
+        return self
+
+
+class Subgroup(FrozenModel):
+    """One optimizer subgroup: its update runs in `stage` and touches `blocks`.
+
+    `device_seconds`: its share of the stage's duration. `host_seconds`: what the update takes on the host's
+    processor; None where it cannot run there.
+    """
+
+    id: Id
+    stage: Id
+    blocks: Ids
+    elements: Annotated[int, Field(ge=0)]
+    device_seconds: Seconds
+    host_seconds: Seconds | None = None
+
+
+class RecomputeGroup(FrozenModel):
+    """Running `stage` again (from `reads`) regenerates `blocks`."""
+
+    blocks: Ids
+    stage: Id
+    duration_seconds: Seconds
+    reads: Ids
+
+
+class Trace(GrownModel):
+    """One iteration as measured: stages in order, blocks with their uses, links.
+
+    Construction checks that ids are consecutive from 0 and that every id that is referred to exists
+    (pydantic's ValidationError); `Trace.load` raises TraceError for the same and for all faults of the file.
+    subgroup_bytes: what the optimizer was cut by, see [Note: The size of subgroups]; left out of the file where it is not known.
+    """
+
+    added_later = ("subgroup_bytes",)
+
+    format: Literal["teraio.trace"] = "teraio.trace"
+    version: Literal[1] = 1
+    name: str
+    created_by: str = ""
+    hardware: Hardware
+    stages: Annotated[tuple[Stage, ...], FailFast()] = Field(min_length=1)
+    blocks: Annotated[tuple[Block, ...], FailFast()] = ()
+    subgroups: Annotated[tuple[Subgroup, ...], FailFast()] = ()
+    recompute: Annotated[tuple[RecomputeGroup, ...], FailFast()] = ()
+    subgroup_bytes: PartBytes | None = None
+    stored_fingerprint: str | None = Field(
+        default=None, validation_alias="fingerprint", serialization_alias="fingerprint", exclude=True
+    )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of what is planned with: traces that differ in name, creator and `subgroup_bytes` only have the same."""
+        content = self.model_dump(mode="json", by_alias=True, exclude={"name", "created_by", "subgroup_bytes"})
+        if not self.hardware.shared:
+            del content["hardware"]["shared"]  # added later: fingerprints of traces without it stay what they were
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+    @cached_property
+    def ideal_seconds(self) -> float:
+        """Time of an iteration that never waits: the sum of the stage durations."""
+        return sum(stage.duration_seconds for stage in self.stages)
+
+    @model_validator(mode="after")
+    def _references_exist(self) -> Self:
+        _check_consecutive("stages", [stage.id for stage in self.stages])
+        _check_consecutive("blocks", [block.id for block in self.blocks])
+        _check_consecutive("subgroups", [subgroup.id for subgroup in self.subgroups])
+        stages, blocks = len(self.stages), len(self.blocks)
+        for block in self.blocks:
+            if block.uses[-1] >= stages:
+                raise ValueError(
+                    f"block {block.id} is used by stage {block.uses[-1]}; the last stage is {stages - 1}"
+                )
+            if block.last_stage >= stages:
+                raise ValueError(f"block {block.id} dies after stage {block.last_stage}; the last stage is {stages - 1}")
+        taken: dict[int, float] = {}
+        for subgroup in self.subgroups:
+            _check_ids(f"subgroup {subgroup.id}", (subgroup.stage,), stages, "stage")
+            _check_ids(f"subgroup {subgroup.id}", subgroup.blocks, blocks, "block")
+            taken[subgroup.stage] = taken.get(subgroup.stage, 0.0) + subgroup.device_seconds
+            if taken[subgroup.stage] > self.stages[subgroup.stage].duration_seconds * (1 + 1e-9):
+                raise ValueError(
+                    f"subgroups up to {subgroup.id} take {taken[subgroup.stage]} s of stage {subgroup.stage}, which lasts "
+                    f"{self.stages[subgroup.stage].duration_seconds} s"
+                )
+        for position, group in enumerate(self.recompute):
+            _check_ids(f"recompute {position}", (group.stage,), stages, "stage")
+            _check_ids(f"recompute {position}", (*group.blocks, *group.reads), blocks, "block")
+        return self
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """Read a trace file. Raises TraceError (file, place in it, what is wrong)."""
+        trace = read_model(path, cls, format_name=FORMAT, version=VERSION, error=TraceError)
+        if trace.stored_fingerprint not in (None, "", trace.fingerprint):
+            raise TraceError(
+                f"{path}: the content does not match its fingerprint {trace.stored_fingerprint}; it was "
+                "changed after it was written: remove the field 'fingerprint' if the change was meant"
+            )
+        return trace.model_copy(update={"stored_fingerprint": None})
+
+    @classmethod
+    def build(cls, **fields: object) -> Trace:
+        """Like the constructor, but raises TraceError with every problem in one line."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as problem:
+            raise TraceError(f"the trace contradicts itself: {describe(problem)}") from problem
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace file, replacing an old one at once or not at all. Raises OSError."""
+        content = self.model_dump(mode="json", by_alias=True)
+        content["fingerprint"] = self.fingerprint
+        write_atomic(path, json.dumps(content, indent=1) + "\n")
+
+
+def _check_consecutive(label: str, ids: list[int]) -> None:
+    for position, identifier in enumerate(ids):
+        if identifier != position:
+            raise ValueError(f"{label}: ids must be 0, 1, 2, …; found id {identifier} at position {position}")
+
+
+def _check_ids(owner: str, ids: tuple[int, ...], count: int, what: str) -> None:
+    for identifier in ids:
+        if identifier >= count:
+            raise ValueError(
+                f"{owner} refers to {what} {identifier}; there are {count} ({what} ids are 0 to {count - 1})"
+            )

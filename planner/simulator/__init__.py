@@ -1,0 +1,1 @@
+"""Replays a plan on its trace, independent of how the plan was made."""

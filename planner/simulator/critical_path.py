@@ -1,0 +1,163 @@
+"""Why an iteration takes as long as it does: the chain of stages and copies that fills it without a gap.
+
+In a replay, whatever begins does so at the instant at which the last thing that it waited for ended. By the rules of
+[Note: execution semantics] in `planner.simulator.simulate` that is
+
+* for a stage: the stage before it, the copy in of a block that it uses, or a copy out that made room; for user code
+  also a copy either way of a block that it can reach, or an update on the host;
+* for a copy: the stage at whose end it was queued, or the copy before it on the link;
+* for a copy in also: a copy out or a stage whose end made room, user code that held it back, the block's own copy out,
+  or the update that wrote it;
+* for an update on the host: the stage at whose end it was queued, the update before it, or its gradients' copy out.
+
+So from the end of the last stage one can go back from each piece to one that ended when it began, down to the begin
+of the iteration: such a chain is a longest path in the graph of these waits, and its pieces together take as long as
+the iteration. To make the iteration shorter, some piece of every such chain must become shorter or go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx
+
+from planner.problem.host_updates import host_start
+from planner.problem.user_code import user_stages
+from planner.schema.plan import Plan
+from planner.schema.trace import Trace
+from planner.simulator.timeline import Timeline
+
+__all__ = ["HOST_UPDATES", "STAGES", "CriticalPath", "Piece", "critical_path"]
+
+STAGES = "stages"
+HOST_UPDATES = "host updates"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One stage, copy or update of an iteration of the steady state, in seconds from the iteration's begin.
+
+    `resource`: `"stages"`, `"host updates"` or the name of a link. `index`: of the stage or subgroup in the trace, or of
+    the move in the plan. `block`: what a copy copies, else None. What began in the iteration before starts at 0.
+    """
+
+    resource: str
+    index: int
+    block: int | None
+    start_seconds: float
+    end_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes, within the iteration."""
+        return self.end_seconds - self.start_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalPath:
+    """A chain of pieces, each beginning when the one before ended, from the iteration's begin to its end."""
+
+    pieces: tuple[Piece, ...]
+
+    def seconds(self) -> dict[str, float]:
+        """How much of the chain each resource takes, largest first. The sum is the iteration's time."""
+        total: dict[str, float] = {}
+        for piece in self.pieces:
+            total[piece.resource] = total.get(piece.resource, 0.0) + piece.seconds
+        return dict(sorted(total.items(), key=lambda entry: -entry[1]))
+
+
+def critical_path(trace: Trace, plan: Plan, timeline: Timeline) -> CriticalPath:
+    """The critical path of `timeline`, the replay of `plan` on `trace`. There may be others that are as long.
+
+    Time and memory in proportion to stages and transfers; where many end at the same instant, to their square.
+    """
+    pieces = _pieces(timeline)
+    waits = _Waits(trace, plan)
+    ended: dict[float, list[int]] = {}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(pieces)))
+    for number, piece in enumerate(pieces):
+        for earlier in ended.get(piece.start_seconds, ()):
+            if waits.may_wait(piece, pieces[earlier]):
+                graph.add_edge(earlier, number, seconds=pieces[earlier].seconds)
+        ended.setdefault(piece.end_seconds, []).append(number)
+    last = max(number for number, piece in enumerate(pieces) if piece.resource == STAGES)
+    # The path must end in the last stage, also where that takes no time.
+    graph.add_edge(last, "end", seconds=pieces[last].seconds + timeline.iteration_seconds + 1.0)
+    chain = nx.dag_longest_path(graph, weight="seconds")
+    return CriticalPath(pieces=tuple(pieces[number] for number in chain[:-1]))
+
+
+def _pieces(timeline: Timeline) -> list[Piece]:
+    """All that the iteration did, in an order in which nothing comes before what it waited for.
+
+    Only pieces that take no time can begin and end at the same instant; of those the stages come first.
+    """
+    found = [
+        Piece(resource=STAGES, index=number, block=None, start_seconds=stage.start_seconds, end_seconds=stage.end_seconds)
+        for number, stage in enumerate(timeline.stages)
+    ]
+    found += [
+        Piece(
+            resource=HOST_UPDATES,
+            index=update.subgroup,
+            block=None,
+            start_seconds=max(update.start_seconds, 0.0),
+            end_seconds=update.end_seconds,
+        )
+        for update in timeline.updates
+    ]
+    found += [
+        Piece(
+            resource=transfer.link,
+            index=transfer.move,
+            block=transfer.block,
+            start_seconds=max(transfer.start_seconds, 0.0),
+            end_seconds=transfer.end_seconds,
+        )
+        for transfer in timeline.transfers
+    ]
+    return sorted(found, key=lambda piece: (piece.end_seconds, piece.start_seconds))
+
+
+class _Waits:
+    """Which pieces can wait for which, by the rules above; that they touch in time is for the caller to see."""
+
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        self.moves = plan.moves
+        self.stages = len(trace.stages)
+        self.updated = [frozenset(subgroup.blocks) for subgroup in trace.subgroups]
+        self.user = frozenset(user_stages(trace))
+        self.visible = frozenset(block.id for block in trace.blocks if block.user_visible)
+        self.begin = [host_start(trace, subgroup) for subgroup in trace.subgroups]
+
+    def may_wait(self, piece: Piece, earlier: Piece) -> bool:
+        """Whether `piece` may have waited for `earlier`."""
+        if piece.resource == STAGES:
+            return self._stage_waits(piece, earlier)
+        if earlier.resource == piece.resource:
+            return True
+        if piece.resource == HOST_UPDATES:
+            if earlier.resource == STAGES:
+                return earlier.index == self.begin[piece.index] - 1
+            return _outward(earlier) and earlier.block in self.updated[piece.index]
+        if _outward(piece):
+            offload = self.moves[piece.index].offload
+            return earlier.resource == STAGES and offload is not None and earlier.index == offload.start % self.stages
+        if earlier.resource == HOST_UPDATES:
+            return piece.block in self.updated[earlier.index]
+        return earlier.resource == STAGES or _outward(earlier)
+
+    def _stage_waits(self, piece: Piece, earlier: Piece) -> bool:
+        if earlier.resource == STAGES:
+            return earlier.index == piece.index - 1
+        if earlier.resource == HOST_UPDATES:
+            return piece.index in self.user
+        if piece.index in self.user and earlier.block in self.visible:
+            return True
+        return _outward(earlier) or self.moves[earlier.index].before % self.stages == piece.index
+
+
+def _outward(piece: Piece) -> bool:
+    return piece.resource.startswith("device->")

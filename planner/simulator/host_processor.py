@@ -1,0 +1,59 @@
+"""The host's processor at work, for the simulator: one update at a time, see [Note: updates on the host] in `planner.problem`."""
+
+from __future__ import annotations
+
+from collections import deque
+from math import inf
+
+from planner.schema.trace import Trace
+from planner.simulator.program import Program
+from planner.simulator.timeline import HostUpdate
+
+__all__ = ["HostProcessor"]
+
+
+class HostProcessor:
+    """The queue of updates, and the one that runs.
+
+    `landed`: gradients that have been copied out and not been consumed. `stale`: parameters that wait for their update.
+    `event`: when the update under way ends, infinite if there is none.
+    """
+
+    def __init__(self, source: Trace, program: Program) -> None:
+        self._source, self._program = source, program
+        self._queue: deque[tuple[int, float]] = deque()
+        self._active: tuple[int, float, float] | None = None  # subgroup, when it was queued, when it began
+        self.landed: set[int] = set()
+        self.stale: set[int] = set()
+        self.event = inf
+
+    @property
+    def idle(self) -> bool:
+        """Whether no update is queued or under way."""
+        return self._active is None and not self._queue
+
+    def add(self, subgroup: int, now: float) -> None:
+        """Queue an update."""
+        self._queue.append((subgroup, now))
+
+    def begin(self, now: float) -> None:
+        """Begin the head of the queue, if nothing runs and its gradients are there."""
+        if self._active is None and self._queue and self._program.gradients[self._queue[0][0]] <= self.landed:
+            subgroup, queued = self._queue.popleft()
+            self._active = (subgroup, queued, now)
+            self.event = now + (self._source.subgroups[subgroup].host_seconds or 0.0)
+
+    def end(self, origin: float) -> HostUpdate:
+        """The update under way has ended; its times counted from `origin`."""
+        assert self._active is not None  # `event` was finite
+        subgroup, queued, began = self._active
+        done = HostUpdate(
+            subgroup=subgroup,
+            queued_seconds=queued - origin,
+            start_seconds=began - origin,
+            end_seconds=self.event - origin,
+        )
+        self._active, self.event = None, inf
+        self.landed -= self._program.gradients[subgroup]
+        self.stale -= self._program.parameters[subgroup]
+        return done

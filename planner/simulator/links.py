@@ -1,0 +1,124 @@
+"""Links at work, for the simulator: each serves its queue in order; what several share is divided between them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from planner.schema.trace import Hardware, Link
+
+__all__ = ["Channel", "Job", "Links", "max_min_rates"]
+
+
+@dataclass(slots=True)
+class Job:
+    """One queued transfer."""
+
+    move: int
+    block: int
+    size: int
+    inward: bool
+    tier: str
+    queued: float
+
+
+@dataclass(slots=True, eq=False)
+class Channel:
+    """A link and its queue. `event`: when the transfer under way ends (or its latency does), infinite if there is none.
+
+    A link that shares a rate with others moves `left` bytes at `rate`, from the time `since` on.
+    """
+
+    link: Link
+    shares: bool
+    queue: deque[Job] = field(default_factory=deque)
+    active: Job | None = None
+    began: float = 0.0
+    event: float = inf
+    order: int = 0
+    moving: bool = False
+    left: float = 0.0
+    since: float = 0.0
+    rate: float = 0.0
+
+
+class Links:
+    """All links of a machine. A transfer takes latency + size / rate, more where what is shared does not suffice."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        sharing = {name for shared in hardware.shared for name in shared.links}
+        self.channels = {link.name: Channel(link, link.name in sharing) for link in hardware.links}
+        self._shared = [
+            (shared.bytes_per_second, [self.channels[name] for name in shared.links]) for shared in hardware.shared
+        ]
+        self._begun = 0
+
+    def next(self) -> Channel | None:
+        """The link on which something happens next, of those at the same time the one that began first."""
+        first: Channel | None = None
+        for channel in self.channels.values():
+            if channel.active is not None and (
+                first is None or (channel.event, channel.order) < (first.event, first.order)
+            ):
+                first = channel
+        return first
+
+    def begin(self, channel: Channel, now: float) -> None:
+        """Begin the head of the queue of an idle link."""
+        job = channel.queue.popleft()
+        self._begun += 1
+        channel.active, channel.began, channel.order = job, now, self._begun
+        if channel.shares:
+            channel.left, channel.moving, channel.event = float(job.size), False, now + channel.link.latency_seconds
+        else:
+            channel.moving, channel.event = True, now + channel.link.seconds(job.size)
+
+    def proceed(self, channel: Channel) -> Job | None:
+        """Go on to `channel.event`: the job that has ended, or None if it is only the latency that is over."""
+        now = channel.event
+        ended = channel.active if channel.moving else None
+        if ended is not None:
+            channel.active, channel.event = None, inf
+        else:
+            channel.moving, channel.since, channel.rate = True, now, 0.0
+        if channel.shares:
+            self._divide(now)
+        return ended
+
+    def _divide(self, now: float) -> None:
+        """Divide anew what is shared, since a transfer has joined or left."""
+        moving = [c for c in self.channels.values() if c.shares and c.active is not None and c.moving]
+        groups = [
+            (rate, [number for number, channel in enumerate(moving) if channel in members])
+            for rate, members in self._shared
+        ]
+        rates = max_min_rates([channel.link.bytes_per_second for channel in moving], groups)
+        for channel, rate in zip(moving, rates, strict=True):
+            channel.left = max(channel.left - channel.rate * (now - channel.since), 0.0)
+            channel.since, channel.rate = now, rate
+            channel.event = now + channel.left / rate
+
+
+def max_min_rates(limits: Sequence[float], groups: Sequence[tuple[float, Sequence[int]]]) -> list[float]:
+    """Max-min fair rates: all rise together; each stops at its own limit, or where a group of it is used up.
+
+    Source: D. Bertsekas, R. Gallager, Data Networks (1992), section 6.5.2.
+    """
+    rates = [0.0] * len(limits)
+    rising = set(range(len(limits)))
+    while rising:
+        step = min(limits[number] - rates[number] for number in rising)
+        for limit, members in groups:
+            sharing = len(rising.intersection(members))
+            if sharing:
+                step = min(step, (limit - sum(rates[number] for number in members)) / sharing)
+        for number in rising:
+            rates[number] += max(step, 0.0)
+        stopped = {number for number in rising if rates[number] >= limits[number] * (1 - 1e-12)}
+        for limit, members in groups:
+            if sum(rates[number] for number in members) >= limit * (1 - 1e-12):
+                stopped |= rising.intersection(members)
+        rising -= stopped
+    return rates

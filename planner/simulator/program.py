@@ -1,0 +1,244 @@
+"""What the simulator replays: a plan laid out by stage, checked against the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from planner.errors import InfeasiblePlanError, PlanError, UnsupportedError
+from planner.problem.host_updates import device_part, gradients, host_start, host_updatable, parameters
+from planner.problem.user_code import user_stages
+from planner.schema.plan import Move, Plan
+from planner.schema.trace import Block, Subgroup, Trace
+
+__all__ = ["Program", "compile_program"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What happens at each stage of `trace`, the device's part of the iteration. All lists but `initial` and
+    `persistent_places` (by block) are by stage.
+
+    `updates`: subgroups whose update on the host may begin when the stage is reached. `gradients`, `parameters`: the
+    blocks that it waits for and that wait for it, by subgroup. `awaiting`: moves whose copy in waits for an update.
+    `user_stages`: stages of user code; `visible`: blocks that these can reach, none if there are no such stages.
+    """
+
+    trace: Trace
+    inputs: list[list[int]]
+    born: list[list[int]]
+    dying: list[list[int]]
+    written: list[list[int]]
+    need_bytes: list[int]
+    drops: list[list[int]]
+    offloads: list[list[int]]
+    prefetches: list[list[int]]
+    initial: list[str]
+    persistent_places: list[set[str]]
+    frozen: frozenset[int]
+    updates: list[list[int]]
+    user_stages: frozenset[int]
+    visible: frozenset[int]
+    gradients: dict[int, frozenset[int]] = field(default_factory=dict)
+    parameters: dict[int, frozenset[int]] = field(default_factory=dict)
+    awaiting: set[int] = field(default_factory=set)
+
+
+def compile_program(trace: Trace, plan: Plan) -> Program:
+    """Lay the plan out by stage.
+
+    Raises PlanError (made for another trace), InfeasiblePlanError (a move or an update does not fit the trace) or
+    UnsupportedError (the plan recomputes).
+    """
+    if plan.trace_fingerprint != trace.fingerprint:
+        raise PlanError(
+            f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: "
+            "plan again"
+        )
+    if plan.recompute:
+        raise UnsupportedError("the plan recomputes blocks, which this release cannot replay yet: plan again")
+    on_host = _on_host(trace, plan)
+    source, trace = trace, device_part(trace, [subgroup.id for subgroup in on_host])
+    count, user = len(trace.stages), user_stages(trace)
+    program = Program(
+        trace=trace,
+        inputs=[[] for _ in range(count)],
+        born=[[] for _ in range(count)],
+        dying=[[] for _ in range(count)],
+        written=[[] for _ in range(count)],
+        need_bytes=[stage.workspace_bytes for stage in trace.stages],
+        drops=[[] for _ in range(count)],
+        offloads=[[] for _ in range(count)],
+        prefetches=[[] for _ in range(count)],
+        initial=["device"] * len(trace.blocks),
+        persistent_places=[set() for _ in trace.blocks],
+        frozen=frozenset(block.id for block in source.blocks if block.persistent and not block.writes),
+        updates=[[] for _ in range(count)],
+        user_stages=frozenset(user),
+        visible=frozenset(block.id for block in source.blocks if user and block.user_visible),
+    )
+    consumed = {block.id: subgroup.stage for subgroup in on_host for block in gradients(source, subgroup)}
+    for block in trace.blocks:
+        _lay_out_block(program, block, dies=not block.persistent and block.id not in consumed)
+    seen: set[tuple[int, int]] = set()
+    for index, move in enumerate(plan.moves):
+        _check_move(trace, move, seen, consumed)
+        _lay_out_move(program, index, move, count, trace.blocks[move.block].persistent)
+    moves_of: dict[int, list[int]] = {}
+    for index, move in enumerate(plan.moves):
+        moves_of.setdefault(move.block, []).append(index)
+    for subgroup in on_host:
+        _lay_out_update(program, source, subgroup, plan, moves_of)
+    _check_initial(trace, plan, program)
+    return program
+
+
+def _on_host(trace: Trace, plan: Plan) -> list[Subgroup]:
+    """Subgroups that the plan updates on the host, in its order."""
+    updatable = {subgroup.id for subgroup in host_updatable(trace)}
+    seen: set[int] = set()
+    for number in (update.subgroup for update in plan.updates):
+        if number >= len(trace.subgroups):
+            raise InfeasiblePlanError(f"updates name subgroup {number}; the trace has {len(trace.subgroups)} subgroups")
+        if number in seen:
+            raise InfeasiblePlanError(f"updates name subgroup {number} twice")
+        seen.add(number)
+    found = [trace.subgroups[update.subgroup] for update in plan.updates if update.where == "host"]
+    for subgroup in found:
+        if subgroup.id not in updatable:
+            raise InfeasiblePlanError(
+                f"subgroup {subgroup.id} cannot update on the host: that takes host_seconds, links both ways, a stage that "
+                "is not user code, blocks that no other subgroup has and no other stage writes, and movable parameters that "
+                "are used before it",
+                stage=trace.stages[subgroup.stage].name,
+            )
+    return found
+
+
+def _lay_out_update(
+    program: Program, source: Trace, subgroup: Subgroup, plan: Plan, moves_of: dict[int, list[int]]
+) -> None:
+    """moves_of: positions in the plan's moves, by block."""
+    program.updates[host_start(source, subgroup)].append(subgroup.id)
+    program.gradients[subgroup.id] = frozenset(block.id for block in gradients(source, subgroup))
+    program.parameters[subgroup.id] = frozenset(block.id for block in parameters(source, subgroup))
+    count = len(source.stages)
+    for number in subgroup.blocks:
+        if source.blocks[number].movable and source.blocks[number].size_bytes:
+            program.persistent_places[number].add("host")
+    for number in sorted(program.gradients[subgroup.id] | program.parameters[subgroup.id]):
+        moves = [(index, plan.moves[index]) for index in moves_of.get(number, ())]
+        around = {
+            index
+            for index, move in moves
+            if move.tier == "host"
+            and move.offload is None
+            and any(move.after < stage < move.before for stage in (subgroup.stage, subgroup.stage + count))
+        }
+        leaves = any(move.prefetch is None for _, move in moves)
+        if not (leaves if number in program.gradients[subgroup.id] else around):
+            raise InfeasiblePlanError(
+                f"subgroup {subgroup.id} updates on the host, but no move takes its block "
+                f"{source.blocks[number].name!r} there (parameters are dropped: without an offload)",
+                stage=source.stages[subgroup.stage].name,
+                block=source.blocks[number].name,
+            )
+        if number in program.parameters[subgroup.id]:
+            program.awaiting.update(around)
+
+
+def _lay_out_block(program: Program, block: Block, *, dies: bool) -> None:
+    """dies: with its last use; else it is there for good, or an update on the host consumes it."""
+    for stage in block.uses:
+        if not block.persistent and stage == block.uses[0]:
+            program.born[stage].append(block.id)
+            program.need_bytes[stage] += block.size_bytes
+        else:
+            program.inputs[stage].append(block.id)
+    for stage in block.writes:
+        program.written[stage].append(block.id)
+    if dies:
+        program.dying[block.last_stage].append(block.id)
+
+
+def _lay_out_move(program: Program, index: int, move: Move, count: int, persistent: bool) -> None:
+    leaves = move.after if move.offload is None else move.offload.start
+    by_stage = program.drops if move.offload is None else program.offloads
+    by_stage[leaves % count].append(index)
+    if move.prefetch is None:
+        return
+    program.prefetches[move.prefetch.start % count].append(index)
+    if persistent:
+        program.persistent_places[move.block].add(move.tier)
+    if leaves < count <= move.prefetch.start:
+        program.initial[move.block] = move.tier
+
+
+def _gaps(block: Block, count: int) -> Iterator[tuple[int, int]]:
+    yield from zip(block.uses, block.uses[1:], strict=False)
+    if block.persistent:
+        yield block.uses[-1], block.uses[0] + count
+
+
+def _is_last(move: Move, block: Block) -> bool:
+    """Whether the block leaves between its last use and its death."""
+    if block.dies_after is None or (move.after, move.before) != (block.uses[-1], block.dies_after + 1):
+        return False
+    return move.offload is None or move.offload.start < block.dies_after
+
+
+def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]], consumed: dict[int, int]) -> None:
+    """consumed: by gradient of an update on the host, the stage in the trace that it belongs to."""
+    if move.block >= len(trace.blocks):
+        raise InfeasiblePlanError(
+            f"a move names block {move.block}; the trace has {len(trace.blocks)} blocks"
+        )
+    block = trace.blocks[move.block]
+    what = f"block {block.name!r} is moved"
+    if not block.movable:
+        raise InfeasiblePlanError(f"{what} although it is not movable", block=block.name)
+    if move.prefetch is None:
+        used_up = consumed.get(block.id) == move.before and block.uses[-1] == move.after and move.tier == "host"
+        if not (used_up and move.offload is not None) and not _is_last(move, block):
+            raise InfeasiblePlanError(
+                f"{what} after stage {move.after} and not prefetched: blocks may leave for good between their last use and "
+                "their death, and gradients of updates on the host, by a copy to the host tier, between their last use "
+                "before the update and its stage",
+                block=block.name,
+            )
+    elif (move.after, move.before) not in set(_gaps(block, len(trace.stages))):
+        raise InfeasiblePlanError(
+            f"{what} between stages {move.after} and {move.before}, which are not consecutive uses of it; "
+            f"its uses are {list(block.uses)}",
+            block=block.name,
+        )
+    if (move.block, move.after) in seen:
+        raise InfeasiblePlanError(f"{what} twice after stage {move.after}", block=block.name)
+    seen.add((move.block, move.after))
+    for pair in (("device", move.tier), (move.tier, "device")):
+        if trace.hardware.link(*pair) is None:
+            raise InfeasiblePlanError(
+                f"{what} to the {move.tier} tier, but there is no link {pair[0]}->{pair[1]}",
+                block=block.name,
+            )
+
+
+def _check_initial(trace: Trace, plan: Plan, program: Program) -> None:
+    """The iteration is cyclic: what the moves leave behind must be what the plan begins with."""
+    given: dict[int, str] = {}
+    for placement in plan.initial:
+        if placement.block >= len(trace.blocks):
+            raise InfeasiblePlanError(
+                f"initial names block {placement.block}; the trace has {len(trace.blocks)} blocks"
+            )
+        given[placement.block] = placement.tier
+    for block in trace.blocks:
+        found = given.get(block.id, "device")
+        wanted = program.initial[block.id] if block.persistent else "device"
+        if found != wanted:
+            raise InfeasiblePlanError(
+                f"block {block.name!r} waits in the {found} tier when the iteration begins, but the moves "
+                f"leave it in {wanted}: the plan is not cyclic",
+                stage=trace.stages[0].name,
+                block=block.name,
+            )

@@ -1,0 +1,51 @@
+"""How full the lower tiers are, for the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.errors import InfeasiblePlanError
+from planner.schema.plan import Budgets
+from planner.schema.trace import Trace
+
+__all__ = ["Places"]
+
+
+class Places:
+    """A copy has its place in a tier from its begin until its block dies; in the tiers `lasting` (by block) for ever.
+
+    `peak_bytes`: by tier, the most that was taken.
+    """
+
+    def __init__(self, trace: Trace, budgets: Budgets, lasting: Sequence[set[str]]) -> None:
+        self._trace = trace
+        self._limits = {"host": budgets.host_bytes, "storage": budgets.storage_bytes}
+        self._lasting = lasting
+        self._held: list[set[str]] = [set() for _ in trace.blocks]
+        self._used = dict.fromkeys(self._limits, 0)
+        self.peak_bytes = dict(self._used)
+        for block, tiers in enumerate(lasting):
+            for tier in tiers:
+                self.take(block, tier, stage=0)
+
+    def take(self, block: int, tier: str, *, stage: int) -> None:
+        """A copy begins, in `stage`, or is there from the beginning. Raises InfeasiblePlanError where there is no room."""
+        if tier in self._held[block]:
+            return
+        self._held[block].add(tier)
+        self._used[tier] += self._trace.blocks[block].size_bytes
+        self.peak_bytes[tier] = max(self.peak_bytes[tier], self._used[tier])
+        limit = self._limits[tier]
+        if limit is not None and self._used[tier] > limit:
+            raise InfeasiblePlanError(
+                f"the {tier} tier would hold {self._used[tier]:,} bytes; its budget is {limit:,} bytes: raise "
+                f"it, or move fewer blocks (the last was {self._trace.blocks[block].name!r})",
+                stage=self._trace.stages[stage].name,
+                block=self._trace.blocks[block].name,
+            )
+
+    def give_back(self, block: int) -> None:
+        """The block has died."""
+        for tier in self._held[block] - self._lasting[block]:
+            self._used[tier] -= self._trace.blocks[block].size_bytes
+        self._held[block] &= self._lasting[block]

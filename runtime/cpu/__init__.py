@@ -1,0 +1,1 @@
+"""Main memory as the device."""

@@ -1,0 +1,157 @@
+"""Carries blocks of the CPU device tier to their slots and back; knows memory and files, nothing of budgets."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from planner.errors import StorageError
+from planner.schema.plan import WaitingTier
+from runtime.cpu.memory import CpuMemory, Span
+from runtime.paging.block import Block
+from runtime.paging.block_transfers import Carrier
+from runtime.paging.debug import POISON, Debug
+from runtime.paging.mover import Done
+from runtime.paging.ownership import claim, give_up, give_up_all
+from runtime.paging.tiers import Tiers
+from runtime.storage.host import HostStore
+from runtime.storage.slot_range import RangeCopy
+
+
+class CpuMover:
+    """A `Mover` between main memory and the files of lower tiers, see [Note: Pages leave, addresses stay].
+
+    debug: see [Note: Debug mode]. Pages of a block that user code can see are not poisoned, as another thread may be reading
+    them; they go back to the system. Nor is such a block compared: its copy is mapped where user code can write to it.
+    """
+
+    def __init__(self, memory: CpuMemory, tiers: Tiers, *, debug: Debug | None = None) -> None:
+        self._memory = memory
+        self._tiers = tiers
+        self._debug = debug
+        self._carrier = Carrier(tiers)
+        self._arrived: dict[Block, Span] = {}
+
+    def span(self, storage: torch.UntypedStorage) -> Span | None:
+        span = self._memory.span(storage)
+        return span if span is not None and claim(storage, self) else None
+
+    def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
+        return storage.data_ptr() == block.address and (block.span is None or self.span(storage) == block.span)
+
+    def adopt(self, storage: torch.UntypedStorage) -> None:
+        self._memory.adopt(storage)
+
+    def trim(self, spare_bytes: int) -> None:
+        self._memory.trim(spare_bytes)
+
+    def has_room(self, block: Block, tier: WaitingTier) -> bool:
+        return self._tiers.has_room(block, _span(block).length_bytes, tier)
+
+    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
+        span = _span(block)
+        place = self._tiers.place(block, span.length_bytes, tier)
+        if self._debug is not None:
+            self._debug.leaves(block, _content(block))
+        self._carrier.write(place, block, span.address, done)
+
+    def finished(self, block: Block) -> bool:
+        return True
+
+    def release(self, block: Block) -> None:
+        if block.slot is None:
+            raise StorageError(f"{block} was released without a copy; this is a bug in teraio, please report it")
+        poison = POISON if self._debug is not None else None
+        self._memory.map_files(_span(block), block.slot.extents, keep_pages=not block.user_visible, poison=poison)
+
+    def drop_copy(self, block: Block) -> None:
+        self._tiers.free(block)
+
+    def copy_in(self, block: Block, done: Done) -> None:
+        if block.user_visible:  # may have been written through the mapping, also before `settle`
+            self._distrust(block)
+        area = self._memory.take_pages(_span(block).length_bytes)
+        if self._debug is not None:
+            ctypes.memset(area.address, POISON, area.length_bytes)
+        self._arrived[block] = area
+
+        def landed(error: StorageError | None) -> None:
+            if error is not None:
+                self._memory.drop_pages(self._arrived.pop(block))
+            done(error)
+
+        try:
+            self._carrier.read(self._tiers.of(block), block, area.address, landed)
+        except StorageError:
+            self._memory.drop_pages(self._arrived.pop(block))
+            raise
+
+    def install(self, block: Block) -> None:
+        self._memory.install_pages(self._arrived.pop(block), _span(block))
+        if self._debug is not None:
+            self._debug.arrives(block)
+
+    def land(self, blocks: Sequence[Block]) -> None:
+        """Nothing to wait for: what is installed has landed."""
+        if self._debug is not None:
+            self._debug.check(blocks, _content)
+
+    def read_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
+        if self._debug is not None:
+            memory.fill_(POISON)
+        return self._carrier.read_range(self._tiers.of(block), block, begin_bytes, memory)
+
+    def write_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
+        if self._debug is not None:
+            self._debug.distrust(block)
+        return self._carrier.write_range(self._tiers.of(block), block, begin_bytes, memory)
+
+    def hurry(self, block: Block) -> None:
+        self._carrier.hurry(block)
+
+    def check(self) -> None:
+        self._carrier.check()
+
+    def poll(self) -> None:
+        """Nothing to do: transfers let go of their memory by themselves."""
+
+    def settle(self, block: Block) -> None:
+        self._memory.forget_cached(_span(block))
+        self._distrust(block)
+
+    def host_address(self, block: Block) -> int | None:
+        """In the slab, whose pages are there for good; where it is in pieces, what stands in for the block is not."""
+        store = self._tiers.of(block).store
+        if not isinstance(store, HostStore) or block.slot is None:
+            return None
+        return store.address_of_slot(block.slot) or _span(block).address
+
+    def forget(self, block: Block) -> None:
+        if self._debug is not None:
+            self._debug.forget(block)
+        self._carrier.forget(block)
+        give_up(block.key, self)
+        self._tiers.free(block)
+
+    def close(self) -> None:
+        """Give up all storages, which must be on the device."""
+        give_up_all(self)
+
+    def _distrust(self, block: Block) -> None:
+        """User code may have written to the block's slot."""
+        if block.slot is not None:
+            self._tiers.of(block).threads().forget_sums(block.slot)
+        if self._debug is not None:
+            self._debug.distrust(block)
+
+
+def _span(block: Block) -> Span:
+    if block.span is None:
+        raise StorageError(f"{block} cannot move; this is a bug in teraio, please report it")
+    return block.span
+
+
+def _content(block: Block) -> memoryview:
+    return memoryview((ctypes.c_char * block.size_bytes).from_address(_span(block).address))

@@ -1,0 +1,100 @@
+"""Copies between a GPU's memory and pinned host memory, by raw addresses and on streams of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import torch
+
+from planner.errors import StorageError
+from runtime.device.device_bytes import DeviceBytes
+from runtime.storage.store import ALIGNMENT_BYTES
+
+
+class CudaCopier:
+    """A `Copier` (see `runtime.storage.staged`) for `device`, with one stream for each calling thread and direction.
+
+    PyTorch's streams do not wait for the default stream, nor it for them, and nothing here waits for the whole device.
+    PyTorch has 32 of them for each device, so that above 16 threads some share one: that costs time, not correctness.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+        self._own = threading.local()
+
+    def buffer(self, size_bytes: int) -> PinnedBuffer:
+        return PinnedBuffer(size_bytes)
+
+    def to_host(self, target_address: int, source_address: int, size_bytes: int) -> Copy:
+        source = self._on_device(source_address, size_bytes)
+        return _begin(self._stream("to_host"), _on_host(target_address, size_bytes), source)
+
+    def to_device(self, target_address: int, source_address: int, size_bytes: int) -> Copy:
+        target = self._on_device(target_address, size_bytes)
+        return _begin(self._stream("to_device"), target, _on_host(source_address, size_bytes))
+
+    def _stream(self, direction: str) -> torch.cuda.Stream:
+        stream: torch.cuda.Stream | None = getattr(self._own, direction, None)
+        if stream is None:
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            setattr(self._own, direction, stream)
+        return stream
+
+    def _on_device(self, address: int, size_bytes: int) -> torch.Tensor:
+        tensor = torch.as_tensor(DeviceBytes(address, size_bytes), device=self._device)
+        if tensor.data_ptr() != address:  # then PyTorch has made a copy on this device
+            raise StorageError(
+                f"address {address:#x} is not in the memory of {self._device}; this is a bug in teraio, please report it"
+            )
+        return tensor
+
+
+class PinnedBuffer:
+    """A `HostBuffer` of pinned memory. Raises StorageError where there is none.
+
+    PyTorch takes powers of two from the system, so only they waste nothing.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._bytes = _pinned(size_bytes)
+        if self._bytes.data_ptr() % ALIGNMENT_BYTES:
+            self._bytes = _pinned(size_bytes + ALIGNMENT_BYTES)
+        self.address = -(-self._bytes.data_ptr() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class Copy:
+    """A `Pending` copy; keeps what PyTorch needs for it alive."""
+
+    __slots__ = ("_done", "_operands")
+
+    def __init__(self, done: torch.cuda.Event, operands: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._done = done
+        self._operands = operands
+
+    def wait(self) -> None:
+        self._done.synchronize()
+
+
+def _pinned(size_bytes: int) -> torch.Tensor:
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise StorageError(
+            f"cannot pin a staging buffer of {size_bytes:,} bytes: {error}; lower host_budget, or raise the limit on locked "
+            "memory (ulimit -l, or the container's)"
+        ) from error
+
+
+def _on_host(address: int, size_bytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
+
+
+def _begin(stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Copy:
+    # A waiting thread sleeps: there are many of them, and the training thread needs its core.
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        done.record(stream)
+    return Copy(done, (target, source))

@@ -1,0 +1,75 @@
+"""The copies that a device with streams makes by itself between its memory and the host tier, and what they carried."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from runtime.device.device import Mark
+from runtime.device.streams import Event, Lane, Streams
+from runtime.storage.store import Extent, Slot
+
+_LINKS = {Lane.OUTWARD: "device->host", Lane.INWARD: "host->device"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy to or from the host tier, to be counted once it has ended."""
+
+    link: str
+    size_bytes: int
+    begin: Mark
+    end: Mark
+    event: Event
+
+
+class HostCopies:
+    """Queues copies. host_address: where an extent of the host tier lies.
+
+    moved_bytes, busy_seconds: of the copies that are known to have ended, by link, since the start.
+    """
+
+    def __init__(self, streams: Streams, host_address: Callable[[Extent], int]) -> None:
+        self._streams = streams
+        self._host_address = host_address
+        self._copies: deque[_Copy] = deque()
+        self.moved_bytes = dict.fromkeys(_LINKS.values(), 0)
+        self.busy_seconds = dict.fromkeys(_LINKS.values(), 0.0)
+
+    def queue(self, lane: Lane, slot: Slot, size_bytes: int, address: int) -> Event:
+        """Queue a copy of a slot's first `size_bytes` to or from the device memory at `address`. Gives its end."""
+        before = self._streams.mark_lane(lane)
+        begin = 0
+        for extent in slot.extents:
+            size = min(extent.length_bytes, size_bytes - begin)  # slots are rounded up, blocks are not
+            here, there = address + begin, self._host_address(extent)
+            target, source = (there, here) if lane is Lane.OUTWARD else (here, there)
+            self._streams.copy(lane, target=target, source=source, size_bytes=size)
+            begin += size
+        after, event = self._streams.mark_lane(lane), self._streams.record(lane)
+        self._copies.append(_Copy(_LINKS[lane], size_bytes, before, after, event))
+        return event
+
+    def count(self) -> None:
+        """Count what has ended since the last call."""
+        while self._copies and self._copies[0].event.done():
+            copy = self._copies.popleft()
+            self.moved_bytes[copy.link] += copy.size_bytes
+            self.busy_seconds[copy.link] += copy.end.seconds_since(copy.begin)
+
+
+class QueuedRange:
+    """A `RangeCopy` that the device makes by itself. It keeps the memory alive until it was waited for (rule 5)."""
+
+    def __init__(self, streams: Streams, event: Event, memory: torch.Tensor) -> None:
+        self._streams = streams
+        self._event = event
+        self._memory: torch.Tensor | None = memory
+
+    def wait(self) -> None:
+        """Lets computation wait, not the host."""
+        self._streams.wait(Lane.COMPUTE, self._event)
+        self._memory = None

@@ -1,0 +1,300 @@
+"""Carries blocks of a device with streams: to the host tier by its copy engines, to drives by I/O threads.
+
+A block that leaves takes its place in the host tier as its memory: user code that touches it reads and writes there,
+through the bus. What waits on a drive cannot be touched; user code gets an error that says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from planner.errors import StorageError
+from planner.schema.plan import WaitingTier
+from runtime.cpu.memory import Span
+from runtime.cuda import storage_swap as storage_memory
+from runtime.cuda.host_copies import HostCopies, QueuedRange
+from runtime.device.streams import Event, Lane, Streams
+from runtime.paging.block import Block
+from runtime.paging.block_transfers import Carrier
+from runtime.paging.debug import POISON, Debug
+from runtime.paging.mover import Done
+from runtime.paging.ownership import claim, give_up, give_up_all
+from runtime.paging.tiers import Tier, Tiers
+from runtime.storage.slot_range import RangeCopy, slot_range
+from runtime.storage.store import Extent, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """A copy in that the device may not have ended yet; it keeps the storage alive (rule 5)."""
+
+    event: Event
+    storage: torch.UntypedStorage
+
+
+class StreamMover:
+    """A `Mover` for a device with streams, see [Note: What orders what].
+
+    host_address: where an extent of the host tier lies. in_reach: whether kernels can read and write there, as they can
+    pinned memory; else what waits in the host tier cannot be touched either. debug: see [Note: Debug mode]; the host then
+    waits for the device wherever it reads the device's memory.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        tiers: Tiers,
+        host_address: Callable[[Extent], int],
+        *,
+        in_reach: bool = True,
+        debug: Debug | None = None,
+    ) -> None:
+        self._debug = debug
+        self._streams = streams
+        self._tiers = tiers
+        self._host_address = host_address
+        self._in_reach = in_reach
+        self._carrier = Carrier(tiers)
+        self._fresh: dict[Block, torch.UntypedStorage] = {}
+        self._out: dict[Block, Event] = {}
+        self._in: dict[Block, _Arriving] = {}
+        self._copies = HostCopies(streams, host_address)
+
+    @property
+    def moved_bytes(self) -> Mapping[str, int]:
+        """Of the copies between device and host tier that are known to have ended, by link, since the start."""
+        return self._copies.moved_bytes
+
+    @property
+    def busy_seconds(self) -> Mapping[str, float]:
+        """Like `moved_bytes`, for how long these copies took."""
+        return self._copies.busy_seconds
+
+    def span(self, storage: torch.UntypedStorage) -> Span | None:
+        return Span(0, storage.nbytes()) if self._streams.can_move(storage) and claim(storage, self) else None
+
+    def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
+        return storage_memory.address(storage) == block.address
+
+    def adopt(self, storage: torch.UntypedStorage) -> None:
+        """Nothing to do: all of the device's own memory can be given back."""
+
+    def trim(self, spare_bytes: int) -> None:
+        self._streams.trim(spare_bytes)
+
+    # -- out
+
+    def has_room(self, block: Block, tier: WaitingTier) -> bool:
+        return self._tiers.has_room(block, block.size_bytes, tier)
+
+    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
+        self._join([block])
+        if block.kind == "gradient":
+            tier = None  # between backward and the step user code clips or adds to it: rather where it can be touched
+        place = self._tiers.place(block, block.size_bytes, tier)
+        computed = self._streams.record(Lane.COMPUTE)
+        if self._debug is not None:
+            self._streams.wait(Lane.OUTWARD, computed)
+            self._debug.leaves(block, self._streams.read(Lane.OUTWARD, block.address, block.size_bytes))
+        if place.engine is not None:
+            self._carrier.write(place, block, block.address, done, ready=computed.wait)
+            return
+        self._streams.wait(Lane.OUTWARD, computed)
+        self._out[block] = self._copies.queue(Lane.OUTWARD, _slot(block), block.size_bytes, block.address)
+        done(None)
+
+    def finished(self, block: Block) -> bool:
+        event = self._out.get(block)
+        return event is None or event.done()
+
+    def release(self, block: Block) -> None:
+        self._join([block])
+        copied = self._out.pop(block, None)
+        if copied is not None:
+            self._streams.wait(Lane.COMPUTE, copied)
+        storage = _storage(block)
+        if self._debug is not None:
+            self._poison_left(block)
+        holder = torch.empty(0, dtype=torch.uint8, device=self._streams.device).untyped_storage()
+        stand_in = self._stand_in(block)
+        storage_memory.lend(holder, stand_in or 0)
+        storage_memory.exchange(storage, holder)  # the holder frees what the storage had
+        block.address = stand_in or 0
+        if stand_in is None:
+            storage_memory.close(storage, _not_here(block))
+
+    def drop_copy(self, block: Block) -> None:
+        """Computation waits for what was read from the slot, and all copies out for computation: rules 1 and 3."""
+        self._tiers.free(block)
+
+    def _poison_left(self, block: Block) -> None:
+        self._streams.fill(Lane.COMPUTE, block.address, block.size_bytes, POISON)
+        if not self._streams.in_region:  # user code may get that memory, and does not wait for computation
+            self._streams.record(Lane.COMPUTE).wait()
+
+    def _stand_in(self, block: Block) -> int | None:
+        """Where the block's copy can be used in its place, if it is in the host tier and in one piece."""
+        return self.host_address(block) if self._in_reach else None
+
+    def host_address(self, block: Block) -> int | None:
+        if self._tiers.of(block).engine is not None:
+            return None
+        extents = _slot(block).extents
+        end = first = self._host_address(extents[0])
+        for extent in extents:
+            if self._host_address(extent) != end:
+                return None
+            end += extent.length_bytes
+        return first
+
+    # -- in
+
+    def copy_in(self, block: Block, done: Done) -> None:
+        place = self._tiers.of(block)
+        area = self._streams.allocate(block.size_bytes)
+        address = storage_memory.address(area)
+        self._fresh[block] = area
+        lanes = (Lane.COMPUTE,) if self._streams.in_region else (Lane.COMPUTE, Lane.USER)
+        before = [self._streams.record(lane) for lane in lanes]
+        if self._debug is not None:
+            before = [self._poison_arriving(address, block.size_bytes, before)]
+        if place.engine is not None:
+            self._read(place, block, address, before, done)
+            return
+        for event in before:
+            self._streams.wait(Lane.INWARD, event)
+        copied = self._copies.queue(Lane.INWARD, _slot(block), block.size_bytes, address)
+        self._in[block] = _Arriving(copied, _storage(block))
+        done(None)
+
+    def _poison_arriving(self, address: int, size_bytes: int, before: Sequence[Event]) -> Event:
+        """Gives what the copy in has to wait for, in place of `before`."""
+        for event in before:
+            self._streams.wait(Lane.INWARD, event)
+        self._streams.fill(Lane.INWARD, address, size_bytes, POISON)
+        return self._streams.record(Lane.INWARD)
+
+    def _read(self, place: Tier, block: Block, address: int, before: Sequence[Event], done: Done) -> None:
+        def ready() -> None:
+            for event in before:
+                event.wait()
+
+        def drop() -> None:
+            for event in before:  # the memory may be in use until then: rule 4
+                self._streams.wait(Lane.COMPUTE, event)
+            del self._fresh[block]
+
+        def landed(error: StorageError | None) -> None:
+            try:
+                if error is not None:
+                    drop()
+            finally:
+                done(error)
+
+        try:
+            self._carrier.read(place, block, address, landed, ready)
+        except StorageError:
+            drop()
+            raise
+
+    def install(self, block: Block) -> None:
+        storage = _storage(block)
+        storage_memory.open_again(storage)
+        storage_memory.exchange(storage, self._fresh.pop(block))
+        block.address = storage_memory.address(storage)
+        if self._debug is not None:
+            self._debug.arrives(block)
+
+    def land(self, blocks: Sequence[Block]) -> None:
+        self._join(blocks)
+        if self._debug is not None:
+            self._debug.check(blocks, lambda block: self._streams.read(Lane.COMPUTE, block.address, block.size_bytes))
+
+    def _join(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            arriving = self._in.pop(block, None)
+            if arriving is not None:
+                self._streams.wait(Lane.COMPUTE, arriving.event)
+
+    # -- parts of slots
+
+    def read_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
+        place, before = self._tiers.of(block), self._streams.record(Lane.COMPUTE)
+        if self._debug is not None:
+            before = self._poison_arriving(memory.data_ptr(), memory.nbytes, [before])
+        if place.engine is not None:
+            return self._carrier.read_range(place, block, begin_bytes, memory, before.wait)
+        self._streams.wait(Lane.INWARD, before)
+        return self._queue_range(Lane.INWARD, block, begin_bytes, memory)
+
+    def write_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
+        place, computed = self._tiers.of(block), self._streams.record(Lane.COMPUTE)
+        if self._debug is not None:
+            self._debug.distrust(block)
+        if place.engine is not None:
+            return self._carrier.write_range(place, block, begin_bytes, memory, computed.wait)
+        self._streams.wait(Lane.OUTWARD, computed)
+        return self._queue_range(Lane.OUTWARD, block, begin_bytes, memory)
+
+    def _queue_range(self, lane: Lane, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
+        part = slot_range(_slot(block), begin_bytes, memory.nbytes)
+        copied = self._copies.queue(lane, part, part.content_bytes, memory.data_ptr())
+        return QueuedRange(self._streams, copied, memory)
+
+    # -- the rest
+
+    def hurry(self, block: Block) -> None:
+        self._carrier.hurry(block)
+
+    def check(self) -> None:
+        self._carrier.check()
+
+    def poll(self) -> None:
+        for block in [block for block, arriving in self._in.items() if arriving.event.done()]:
+            del self._in[block]
+        for block in [block for block, event in self._out.items() if event.done()]:
+            del self._out[block]
+        self._copies.count()
+
+    def settle(self, block: Block) -> None:
+        """Nothing to do, but in the debug mode: what stands in for a block is its only copy."""
+        if self._debug is not None and self.host_address(block) is not None:
+            self._debug.distrust(block)
+
+    def forget(self, block: Block) -> None:
+        if self._debug is not None:
+            self._debug.forget(block)
+        self._join([block])
+        self._out.pop(block, None)
+        self._carrier.forget(block)
+        give_up(block.key, self)
+        self._tiers.free(block)
+
+    def close(self) -> None:
+        """Blocks until the device has done with the host tier: its memory goes next, and a copy may still read it."""
+        for lane in Lane:
+            self._streams.record(lane).wait()
+        give_up_all(self)
+
+
+def _storage(block: Block) -> torch.UntypedStorage:
+    storage = block.storage()
+    if storage is None:
+        raise StorageError(f"{block} is moved, but nobody holds it; this is a bug in teraio, please report it")
+    return storage
+
+
+def _slot(block: Block) -> Slot:
+    if block.slot is None:
+        raise StorageError(f"{block} has no slot; this is a bug in teraio, please report it")
+    return block.slot
+
+
+def _not_here(block: Block) -> str:
+    return (
+        f"{block.name} ({block.kind}, {block.size_bytes:,} bytes) is not in memory: teraio has moved it to {block.tier}. "
+        "Use it inside `with teraio.on_device([tensor]):`, raise memory_budget, or give a host_budget that holds it"
+    )

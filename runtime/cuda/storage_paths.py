@@ -1,0 +1,34 @@
+"""The ways between a GPU and drives: cuFile through KvikIO, or staging through pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from planner.errors import UnsupportedError
+from runtime.cuda.copier import CudaCopier
+from runtime.storage.checksums import Checksums
+from runtime.storage.kvikio import KvikioStore
+from runtime.storage.posix import PosixStore
+from runtime.storage.staged import StagedStore
+from runtime.storage.store import Store
+from runtime.transfer.storage_path import Candidate
+
+
+def cuda_candidates(
+    directories: Sequence[Path], device: torch.device, *, budget_bytes: int | None, checksums: bool
+) -> tuple[Candidate, ...]:
+    """Between the memory of `device` and spill files in `directories`. Checksums are computed on the way through the host."""
+
+    def kvikio() -> Store:
+        if checksums:
+            raise UnsupportedError("checksums are computed by the processor, which does not see what cuFile moves; leave one out")
+        return KvikioStore(directories, budget_bytes=budget_bytes)
+
+    def staged() -> Store:
+        files = PosixStore(directories, budget_bytes=budget_bytes)
+        return StagedStore(files, CudaCopier(device), pieces=Checksums(files) if checksums else None)
+
+    return Candidate(name="kvikio", open=kvikio), Candidate(name="staged", open=staged)

@@ -1,0 +1,176 @@
+"""The lanes, the clock and the memory of an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+
+from planner.errors import StorageError
+from runtime.cpu.memory import SMALLEST_MOVED_BYTES
+from runtime.device.device_bytes import DeviceBytes
+from runtime.device.streams import Event, Lane
+
+
+class CudaEvent:
+    """A point in a lane of a GPU. A thread that waits for it sleeps: the training thread needs its core."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaMark:
+    """A moment in a GPU's work, by its own clock."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: CudaMark) -> float:
+        self.event.synchronize()
+        return float(earlier.event.elapsed_time(self.event)) / 1000
+
+
+class CudaStreams:
+    """`Streams` and `Device` of one GPU, and what its allocator says. One stream for each lane; none is the NULL stream.
+
+    Stages run on a stream of their own, not on the user's: the two are joined by events where a region begins and ends.
+    What a stage allocates comes from that stream's pool, so memory that is freed serves in the order of computation.
+
+    spare_bytes: count as taken; for free memory that is in too small pieces to serve, and for what comes with first uses
+    in the midst of a stage (the workspaces of cuBLAS, of each thread one).
+    limit_bytes: of what PyTorch's allocator may reserve while a region runs; it then gives cached memory back before it
+    raises OutOfMemoryError. User code may take more: nobody knows its temporary memory before, and that need not end training.
+    """
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.in_region = False
+        self.spare_bytes = 0
+        self.limit_bytes: int | None = None
+        self._total_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        own = (Lane.COMPUTE, Lane.OUTWARD, Lane.INWARD)
+        # PyTorch hands out the 32 streams of a priority in turns: those of the I/O threads, of the other one, must not be these.
+        self._streams = {lane: torch.cuda.Stream(self.device, priority=-1) for lane in own}  # type: ignore[no-untyped-call]
+        self._streams[Lane.USER] = torch.cuda.current_stream(self.device)
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        """Computation goes to the lane of computation; the user's current stream waits for it at the end."""
+        user = self._streams[Lane.USER] = torch.cuda.current_stream(self.device)
+        compute = self._streams[Lane.COMPUTE]
+        compute.wait_stream(user)
+        self.in_region = True
+        try:
+            with torch.cuda.stream(compute), self._limited():
+                yield
+        finally:
+            self.in_region = False
+            user.wait_stream(compute)
+
+    @contextlib.contextmanager
+    def _limited(self) -> Iterator[None]:
+        if self.limit_bytes is None:
+            yield
+            return
+        before = torch.cuda.get_per_process_memory_fraction(self.device)
+        torch.cuda.set_per_process_memory_fraction(min(before, self.limit_bytes / self._total_bytes), self.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(before, self.device)
+
+    def record(self, lane: Lane) -> CudaEvent:
+        return CudaEvent(self._streams[lane])
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        self._streams[lane].wait_event(cast(CudaEvent, event).event)
+
+    def mark_lane(self, lane: Lane) -> CudaMark:
+        return CudaMark(self._streams[lane])
+
+    def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
+        """Between the GPU and main memory, which should be pinned: else the call waits for the copy."""
+        outward = lane is Lane.OUTWARD
+        there = self._on_device(source if outward else target, size_bytes)
+        here = torch.frombuffer((ctypes.c_char * size_bytes).from_address(target if outward else source), dtype=torch.uint8)
+        with torch.cuda.stream(self._streams[lane]):
+            if outward:
+                here.copy_(there, non_blocking=True)
+            else:
+                there.copy_(here, non_blocking=True)
+
+    def fill(self, lane: Lane, address: int, size_bytes: int, value: int) -> None:
+        with torch.cuda.stream(self._streams[lane]):
+            self._on_device(address, size_bytes).fill_(value)
+
+    def read(self, lane: Lane, address: int, size_bytes: int) -> memoryview:
+        with torch.cuda.stream(self._streams[lane]):  # a copy to pageable memory waits for the current stream
+            return self._on_device(address, size_bytes).cpu().numpy().data
+
+    def allocate(self, size_bytes: int) -> torch.UntypedStorage:
+        with torch.cuda.stream(self._streams[Lane.COMPUTE]):
+            try:
+                # Not `torch.empty`, which fills memory where deterministic algorithms are asked for.
+                return torch.UntypedStorage(size_bytes, device=self.device)  # type: ignore[no-untyped-call]
+            except torch.OutOfMemoryError as error:
+                raise StorageError(
+                    f"{self.device} has no {size_bytes:,} bytes in one piece for a block that comes back, although the budget "
+                    f"has room ({self.allocated_bytes:,} bytes allocated, {torch.cuda.memory_reserved(self.device):,} "
+                    "reserved); lower memory_budget, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+                ) from error
+
+    def can_move(self, storage: torch.UntypedStorage) -> bool:
+        own = storage.device == self.device and storage.resizable()
+        return own and storage.nbytes() >= SMALLEST_MOVED_BYTES
+
+    def trim(self, spare_bytes: int) -> None:
+        """Nothing to do: PyTorch's allocator gives cached memory back by itself where the limit would be exceeded."""
+
+    # -- Device
+
+    def mark(self) -> CudaMark:
+        return CudaMark(torch.cuda.current_stream(self.device))
+
+    def bytes_beside(self, known_bytes: int) -> int:
+        """What PyTorch's allocator has given out beyond what is known, and `spare_bytes`."""
+        return max(self.allocated_bytes - known_bytes, 0) + self.spare_bytes
+
+    # -- memory
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that PyTorch has allocated on the GPU and not freed."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far, also for `torch.cuda.max_memory_allocated`."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest `allocated_bytes` since the last reset."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def _on_device(self, address: int, size_bytes: int) -> torch.Tensor:
+        return torch.as_tensor(DeviceBytes(address, size_bytes), device=self.device)

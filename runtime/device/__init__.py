@@ -1,0 +1,1 @@
+"""Where stages run: devices, streams and events, and which bytes are theirs."""

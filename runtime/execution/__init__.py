@@ -1,0 +1,1 @@
+"""Runs the stages of compiled graphs, paged or plain."""

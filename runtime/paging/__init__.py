@@ -1,0 +1,1 @@
+"""Keeps the blocks on the device within the budget."""

@@ -1,0 +1,94 @@
+"""The debug mode: nobody gets to read memory that holds nothing, and what comes back is compared with what left.
+
+[Note: Debug mode]
+Movers overwrite memory with POISON in two moments: when a block gives it up, before anybody else gets it, and when a block
+is about to be copied into it. Whoever reads too early, too late or elsewhere than it should then computes with absurd
+numbers, instead of with old ones that look right. Memory that is freed because its block has died is PyTorch's affair.
+On a device with streams these writes follow the rules for copies in [Note: What orders what]: the first is computation,
+after the block's copies and before the memory is given back; the second goes before the copy in, in its lane.
+
+The bytes of a block are hashed (XXH3, 64 bits) when its copy out begins, and compared when the block has landed, before a
+stage or user code sees it. Unlike a checksum, which follows pieces through a store, a hash covers the whole way: queues,
+streams, pages that change places. Not compared is what user code may have written to while it was away, because it reaches
+the copy that stands in for the block: movers tell by `distrust`. A copy out that a write overtakes is not used, and so
+never compared; the next one is hashed anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from xxhash import xxh3_64_intdigest
+
+from planner.errors import ChecksumError, StorageError
+from runtime.paging.block import Block
+from runtime.storage.store import Extent
+
+POISON = 0xFB
+"""The byte that memory is filled with. As floats, of whichever width, far from all that training computes with: -6.5e4 in
+16 bits, -2.6e36 in bfloat16 and 32 bits, -1.7e289 in 64. As integers of 32 or 64 bits, so low that any index is refused."""
+
+_REMEDY = (
+    "teraio has lost it on the way, or memory or a drive is damaged: run again with the option checksums, which finds what "
+    "drives do; if it finds nothing, please report this"
+)
+
+
+class Debug:
+    """The hashes of one mover's blocks, see [Note: Debug mode]. The pager's lock guards the calls; all hash at once."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[Block, tuple[int, ...]] = {}
+        self._unseen: set[Block] = set()
+
+    def leaves(self, block: Block, content: memoryview) -> None:
+        """A copy of the block, which has its slot, begins; these are its bytes."""
+        self._hashes[block] = tuple(xxh3_64_intdigest(part) for _, part in _parts(block, content))
+
+    def distrust(self, block: Block) -> None:
+        """User code may have changed the copy of a block that is away: what comes back is not compared."""
+        self._hashes.pop(block, None)
+
+    def arrives(self, block: Block) -> None:
+        """The block got memory that its copy fills; nobody may see it before `check`."""
+        self._unseen.add(block)
+
+    def check(self, blocks: Sequence[Block], read: Callable[[Block], memoryview]) -> None:
+        """Compare those of `blocks` that nobody has seen since they came back. read: gives the bytes that a stage would see.
+
+        Raises ChecksumError, again each time until the block has left and come back.
+        """
+        for block in [block for block in blocks if block in self._unseen]:
+            held = block.storage()  # its memory must stay while it is read
+            if held is not None and block in self._hashes:
+                self._compare(block, read(block))
+            self._unseen.discard(block)
+
+    def forget(self, block: Block) -> None:
+        """The block is gone."""
+        self._hashes.pop(block, None)
+        self._unseen.discard(block)
+
+    def _compare(self, block: Block, content: memoryview) -> None:
+        for (extent, part), expected in zip(_parts(block, content), self._hashes[block], strict=True):
+            found = xxh3_64_intdigest(part)
+            if found != expected:
+                raise ChecksumError(
+                    path=str(extent.path),
+                    offset_bytes=extent.offset_bytes,
+                    block=block.name,
+                    expected=expected,
+                    found=found,
+                    tier=block.tier,
+                    remedy=_REMEDY,
+                )
+
+
+def _parts(block: Block, content: memoryview) -> Iterator[tuple[Extent, memoryview]]:
+    """What lies in each extent of the block's slot."""
+    if block.slot is None:
+        raise StorageError(f"{block} has no slot; this is a bug in teraio, please report it")
+    begin = 0
+    for extent in block.slot.extents:
+        yield extent, content[begin : begin + extent.length_bytes]  # slots are rounded up, blocks are not
+        begin += extent.length_bytes

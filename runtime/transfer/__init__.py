@@ -1,0 +1,1 @@
+"""Copies between device and stores: links, their queues, their measured rates."""

@@ -1,0 +1,52 @@
+"""What a link has carried, how long it was busy with that, and which pieces are moving now."""
+
+from __future__ import annotations
+
+import time
+
+from runtime.storage.store import Piece
+from runtime.transfer.transfer import Transfer
+
+
+class Meter:
+    """Counters of one link. Not thread-safe: the link's lock guards it.
+
+    moved_bytes: of pieces that have moved since the start. moving: when each piece that moves now has begun to, by
+    `time.perf_counter`.
+    """
+
+    __slots__ = ("_busy_seconds", "_busy_since", "moved_bytes", "moving")
+
+    def __init__(self) -> None:
+        self.moved_bytes = 0
+        self.moving: dict[tuple[Transfer, Piece], float] = {}
+        self._busy_since = 0.0
+        self._busy_seconds = 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time during which at least one piece was moving, up to now."""
+        since = time.perf_counter() - self._busy_since if self.moving else 0.0
+        return self._busy_seconds + since
+
+    def start(self, transfer: Transfer, piece: Piece) -> None:
+        """A piece begins to move."""
+        now = time.perf_counter()
+        if not self.moving:
+            self._busy_since = now
+        self.moving[transfer, piece] = now
+        if transfer.begun_at is None:
+            transfer.begun_at = now
+
+    def stop(self, transfer: Transfer, piece: Piece, *, moved: bool) -> None:
+        """A piece has moved, or failed, perhaps before it began to move."""
+        begun = self.moving.pop((transfer, piece), None)
+        if begun is None:
+            return
+        now = time.perf_counter()
+        if not self.moving:
+            self._busy_seconds += now - self._busy_since
+        if moved:
+            self.moved_bytes += piece.length_bytes
+        if transfer.begun_at is not None:
+            transfer.seconds = now - transfer.begun_at

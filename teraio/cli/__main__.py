@@ -1,0 +1,5 @@
+"""`python -m teraio.cli`."""
+
+from teraio.cli import main
+
+main()

@@ -1,0 +1,178 @@
+"""What `teraio inspect TRACE` tells: a trace in numbers. Also its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import planner
+from planner.problem.host_updates import host_updatable
+from planner.problem.lifetimes import BlockActivity, block_activities, live_bytes, live_bytes_by_kind, mean_active_fraction
+from planner.schema.json_file import FrozenModel
+from planner.schema.trace import BlockKind, Phase
+
+__all__ = ["BlockSummary", "TraceSummary", "summarise_trace"]
+
+
+class PhaseSummary(FrozenModel):
+    """All stages of one phase."""
+
+    phase: Phase
+    stages: int
+    duration_seconds: float
+
+
+class KindSummary(FrozenModel):
+    """All blocks of one kind. `movable_bytes`: of those that may leave the device."""
+
+    kind: BlockKind
+    blocks: int
+    size_bytes: int
+    movable_bytes: int
+
+
+class StageSummary(FrozenModel):
+    """One stage. `live_bytes`: on the device while it runs if nothing ever leaves, workspace included.
+
+    `bytes_by_kind`: the same without the workspace, by kind of block.
+    """
+
+    id: int
+    name: str
+    phase: Phase
+    duration_seconds: float
+    workspace_bytes: int
+    live_bytes: int
+    bytes_by_kind: dict[BlockKind, int]
+
+
+class BlockSummary(planner.Block):
+    """One block and how it is used in an iteration that never waits.
+
+    `active_fraction`: share of the iteration in which a stage uses it. `idle_seconds`, `longest_idle_seconds`: all
+    its inactive periods, and the longest. `clean`: never written, so that it needs no copy out.
+    """
+
+    active_fraction: float
+    idle_seconds: float
+    longest_idle_seconds: float
+    clean: bool
+
+
+class UpdateSummary(FrozenModel):
+    """The optimizer subgroups that can update in one place, and what the updates of all of them take there."""
+
+    where: Literal["device", "host"]
+    subgroups: int
+    elements: int
+    seconds: float
+
+
+class TraceSummary(FrozenModel):
+    """A trace. `floor_bytes`, `floor_stage`: the smallest device budget that works, and what sets it.
+
+    `peak_bytes`, `peak_stage`: the same if nothing ever leaves the device. `mean_active_fraction`: of the movable
+    blocks' bytes, on average. `updates`: on the device (all subgroups), then on the host; empty where there are no
+    subgroups. `blocks`: largest first.
+    """
+
+    name: str
+    created_by: str
+    fingerprint: str
+    hardware: planner.Hardware
+    ideal_seconds: float
+    peak_bytes: int
+    peak_stage: str
+    floor_bytes: int
+    floor_stage: str
+    mean_active_fraction: float
+    phases: tuple[PhaseSummary, ...]
+    kinds: tuple[KindSummary, ...]
+    updates: tuple[UpdateSummary, ...]
+    stages: tuple[StageSummary, ...]
+    blocks: tuple[BlockSummary, ...]
+
+
+def summarise_trace(trace: planner.Trace) -> TraceSummary:
+    """The trace in numbers."""
+    live = live_bytes(trace)
+    peak_stage = max(range(len(live)), key=live.__getitem__)
+    floor_bytes, floor_stage = planner.floor(trace)
+    kinds = live_bytes_by_kind(trace)
+    blocks = [_block(block, found) for block, found in zip(trace.blocks, block_activities(trace), strict=True)]
+    return TraceSummary(
+        name=trace.name,
+        created_by=trace.created_by,
+        fingerprint=trace.fingerprint,
+        hardware=trace.hardware,
+        ideal_seconds=trace.ideal_seconds,
+        peak_bytes=live[peak_stage],
+        peak_stage=trace.stages[peak_stage].name,
+        floor_bytes=floor_bytes,
+        floor_stage=trace.stages[floor_stage].name,
+        mean_active_fraction=mean_active_fraction(trace),
+        phases=tuple(_phases(trace.stages)),
+        kinds=tuple(_kinds(trace.blocks)),
+        updates=_updates(trace),
+        stages=tuple(
+            StageSummary(
+                **dict(stage),
+                live_bytes=live[stage.id],
+                bytes_by_kind={kind: sizes[stage.id] for kind, sizes in kinds.items()},
+            )
+            for stage in trace.stages
+        ),
+        blocks=tuple(sorted(blocks, key=lambda block: (-block.size_bytes, block.id))),
+    )
+
+
+def _block(block: planner.Block, found: BlockActivity) -> BlockSummary:
+    return BlockSummary(
+        **block.model_dump(),
+        active_fraction=found.active_fraction,
+        idle_seconds=found.idle_seconds,
+        longest_idle_seconds=found.longest_idle_seconds,
+        clean=found.clean,
+    )
+
+
+def _phases(stages: Iterable[planner.Stage]) -> Iterable[PhaseSummary]:
+    by_phase: dict[Phase, list[planner.Stage]] = {}
+    for stage in stages:
+        by_phase.setdefault(stage.phase, []).append(stage)
+    for phase, members in by_phase.items():
+        seconds = sum(stage.duration_seconds for stage in members)
+        yield PhaseSummary(phase=phase, stages=len(members), duration_seconds=seconds)
+
+
+def _kinds(blocks: Iterable[planner.Block]) -> Iterable[KindSummary]:
+    by_kind: dict[BlockKind, list[planner.Block]] = {}
+    for block in blocks:
+        by_kind.setdefault(block.kind, []).append(block)
+    for kind, members in by_kind.items():
+        yield KindSummary(
+            kind=kind,
+            blocks=len(members),
+            size_bytes=sum(block.size_bytes for block in members),
+            movable_bytes=sum(block.size_bytes for block in members if block.movable),
+        )
+
+
+def _updates(trace: planner.Trace) -> tuple[UpdateSummary, ...]:
+    if not trace.subgroups:
+        return ()
+    on_host = host_updatable(trace)
+    return (
+        UpdateSummary(
+            where="device",
+            subgroups=len(trace.subgroups),
+            elements=sum(subgroup.elements for subgroup in trace.subgroups),
+            seconds=sum(subgroup.device_seconds for subgroup in trace.subgroups),
+        ),
+        UpdateSummary(
+            where="host",
+            subgroups=len(on_host),
+            elements=sum(subgroup.elements for subgroup in on_host),
+            seconds=sum(subgroup.host_seconds or 0.0 for subgroup in on_host),  # none of them is None
+        ),
+    )

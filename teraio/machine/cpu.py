@@ -1,0 +1,84 @@
+"""Main memory as the device: under a budget, with another pool of main memory and files as the tiers below it."""
+
+from __future__ import annotations
+
+import platform
+from contextlib import ExitStack
+
+import psutil
+
+from planner.errors import UnsupportedError
+from runtime.cpu.memory import CpuMemory
+from runtime.cpu.mover import CpuMover
+from runtime.device.device import CpuDevice
+from runtime.paging.debug import Debug
+from runtime.paging.tiers import Tiers
+from runtime.storage.host import HostStore
+from runtime.storage.store import Store
+from runtime.transfer.engine import Engine, LinkRates
+from runtime.transfer.storage_path import cpu_candidates
+from teraio.machine.tiers import Opened, OpenTier, open_storage
+from teraio.options import Options
+
+_RESERVE = 0.1
+_HOST_THREADS = 2
+"""For copies in main memory; a few threads carry all that the memory's bus can."""
+
+_host_rates: list[LinkRates] = []
+"""Measured once in a process."""
+
+
+def open_cpu(options: Options) -> Opened:
+    """Raises UnsupportedError, StorageError, StorageFullError."""
+    with ExitStack() as undo:
+        memory = CpuMemory()
+        tiers = list(_open_tiers(options, undo))
+        budget = options.memory_budget
+        if budget is None and tiers:
+            budget = int(psutil.virtual_memory().available * (1 - _RESERVE)) - (options.host_budget or 0)
+            if budget <= 0:
+                raise UnsupportedError(
+                    f"host_budget of {options.host_budget:,} bytes leaves nothing of the memory that is available; lower it, "
+                    "or give a memory_budget"
+                )
+        debug = Debug() if options.debug else None
+        mover = CpuMover(memory, Tiers([opened.tier for opened in tiers]), debug=debug) if tiers else None
+        if mover is not None:
+            undo.callback(mover.close)
+        undo.callback(memory.stand_back)
+        opened = Opened(
+            name=f"{platform.node()} cpu",
+            device=CpuDevice(),
+            device_memory_bytes=psutil.virtual_memory().total,
+            memory=memory,
+            budget_bytes=budget,
+            mover=mover,
+            tiers=tiers,
+            trim=lambda: memory.trim(budget - memory.allocated_bytes) if budget is not None else None,
+            undo=undo.pop_all(),
+        )
+    return opened
+
+
+def _open_tiers(options: Options, undo: ExitStack) -> list[OpenTier]:
+    tiers = []
+    if options.host_budget is not None:
+        tiers.append(_open_host(options.host_budget, options, undo))
+    if options.storage:
+
+        def open_engine(store: Store) -> Engine:
+            return Engine(store, checksums=options.checksums, stuck_after_seconds=options.storage_timeout)
+
+        candidates = cpu_candidates(options.storage, budget_bytes=options.storage_budget)
+        tiers.append(open_storage(options, candidates, open_engine, "cpu", undo))
+    return tiers
+
+
+def _open_host(size_bytes: int, options: Options, undo: ExitStack) -> OpenTier:
+    store = HostStore(size_bytes)
+    undo.callback(store.close)
+    engine = Engine(store, tier="host", threads=_HOST_THREADS, checksums=options.checksums)
+    undo.callback(engine.close)
+    if not _host_rates:
+        _host_rates.append(engine.measure())
+    return OpenTier.with_threads("host", store, engine, _host_rates[0], "copies by threads")

@@ -1,0 +1,1 @@
+"""Updates inside the backward pass (option `overlap_step`)."""

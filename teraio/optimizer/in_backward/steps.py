@@ -1,0 +1,226 @@
+"""Updates inside the backward pass (option `overlap_step`): as soon as a gradient is final, so that its memory goes at once.
+
+[Note: Updates inside the backward pass]
+What qualifies (see [Note: When a gradient is final]) is updated by a stage that runs between those of the compiled backward
+graph, which returns None in place of the gradient; `step` then updates only the rest, since PyTorch's optimizers leave out
+what has no `.grad`. Where something speaks against it in one pass, the graph returns all its gradients, and the step updates
+them. What comes after an update cannot be undone: another backward pass before the step is refused by an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from planner.errors import BudgetError, UnsupportedError
+from runtime.execution.executor import Guest
+from runtime.execution.program import Program
+from runtime.paging.block import Block
+from runtime.paging.pager import Pager
+from teraio.optimizer.capabilities import reason_to_stay_whole, states_per_parameter
+from teraio.optimizer.in_backward.autograd import Leaf, leaf_problem, leaves, pass_problem
+from teraio.optimizer.in_backward.records import Final, Settings, Standing, WatchedRun, places, settings_of
+from teraio.optimizer.in_backward.updates import Member, RegionUpdates, UpdateStage, cut_updates
+from teraio.optimizer.in_backward.watch import Watch
+from teraio.optimizer.masters import lacks_master
+from teraio.optimizer.states import OptimizerStates
+from teraio.optimizer.subgroups import OptimizerParts
+from teraio.profiling.recorder import Timeline
+
+_REMEDY = "leave out the option overlap_step, and restart from the last checkpoint"
+
+
+class _Chosen(NamedTuple):
+    leaf: Leaf
+    final: Final
+    standing: Standing
+    optimizer: Optimizer
+
+
+class OverlappedSteps:
+    """Decides for every run of a graph what is updated in it, and what is left for the steps."""
+
+    def __init__(self, pager: Pager, timeline: Timeline, states: OptimizerStates, parts: OptimizerParts) -> None:
+        self._pager = pager
+        self._timeline = timeline
+        self._states = states
+        self._parts = parts
+        self._watch = Watch(pager)
+        self._cuts: dict[Hashable, tuple[UpdateStage, ...]] = {}
+        self._finest = False
+        self._settings: weakref.WeakKeyDictionary[Optimizer, Settings] = weakref.WeakKeyDictionary()
+        self._done: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
+
+    @property
+    def settled(self) -> bool:
+        """False while more iterations are watched before updates move into the backward pass."""
+        return self._watch.settled
+
+    # -- graphs
+
+    def guest(self, program: Program, arguments: Sequence[Any]) -> Guest | None:
+        """For a run of `program` that is about to begin; None if there is nothing to see or do. Blocks while states that user
+        code has put in their place are copied to where they can leave.
+
+        Raises UnsupportedError, before anything is changed, if a parameter would get a gradient that was updated already.
+        """
+        found = leaves() if program.phase == "backward" else {}
+        if program.phase == "forward" and not program.is_inference:
+            self._note_use(arguments)
+        self._refuse_second_pass(found)
+        layout = self._watch.layout(program, arguments, found) if found else {}
+        members = self._members(layout, found)
+        run = self._watch.begin(program, layout, found)
+        updates = self._updates(program, members) if members else None
+        return _RegionGuest(self._watch, run, updates) if run is not None or updates is not None else None
+
+    def _note_use(self, arguments: Sequence[Any]) -> None:
+        for value in arguments:
+            standing = self._watch.standing(value) if isinstance(value, Tensor) and value.requires_grad else None
+            if standing is not None:
+                standing.forwards += 1
+
+    def _refuse_second_pass(self, found: dict[int, Leaf]) -> None:
+        for parameter in (leaf.parameter for leaf in found.values()):
+            standing = self._watch.standing(parameter)
+            if standing is not None and standing.updated:
+                raise UnsupportedError(
+                    f"{self._name(parameter)} was updated inside the backward pass, and a second backward pass wants to add to "
+                    f"its gradient before optimizer.step(), which overlap_step cannot do; {_REMEDY}"
+                )
+
+    def _name(self, parameter: Tensor) -> str:
+        block = self._pager.known_block(parameter)
+        return f"parameter {block.name!r}" if block is not None else "a parameter"
+
+    def _members(self, layout: dict[int, Final], found: dict[int, Leaf]) -> list[Member]:
+        """What this run updates: all that qualifies, or nothing."""
+        chosen = [each for edge, final in layout.items() if edge in found and (each := self._qualified(found[edge], final))]
+        problems = ((each.leaf.parameter, self._problem(each)) for each in chosen)
+        problem = next((pair for pair in problems if pair[1] is not None), None)
+        if problem is None and chosen:
+            problem = chosen[0].leaf.parameter, self._problem_of_all(chosen)
+        if problem is not None and problem[1] is not None:
+            self._watch.say(problem[0], problem[1])
+            return []
+        return [self._member(each) for each in chosen]
+
+    def _qualified(self, leaf: Leaf, final: Final) -> _Chosen | None:
+        standing = self._watch.standing(leaf.parameter)
+        optimizer = standing.optimizer() if standing is not None else None
+        if standing is None or optimizer is None or not standing.qualified:
+            return None
+        return _Chosen(leaf, final, standing, optimizer)
+
+    def _problem(self, chosen: _Chosen) -> str | None:
+        if chosen.standing.forwards > 1:
+            return "several forward passes used it before a step"
+        optimizer, parameter = chosen.optimizer, chosen.leaf.parameter
+        lacks_states = states_per_parameter(optimizer) and not self._states.exist(optimizer, parameter)
+        if lacks_states or lacks_master(optimizer, parameter):
+            return "the optimizer has to make its states first"
+        return leaf_problem(parameter)
+
+    def _problem_of_all(self, chosen: Sequence[_Chosen]) -> str | None:
+        reasons = [self._reason(optimizer, (optimizer,), {}) for optimizer in dict.fromkeys(c.optimizer for c in chosen)]
+        return next(filter(None, (pass_problem([c.leaf for c in chosen]), *reasons)), None)
+
+    def _member(self, chosen: _Chosen) -> Member:
+        parameter, number = chosen.leaf.parameter, chosen.standing.place[1]
+        name = f"optimizer/parameter.{number}"
+        return Member(
+            optimizer=chosen.optimizer,
+            parameter=parameter,
+            standing=chosen.standing,
+            final=chosen.final,
+            block=self._pager.block_of(parameter, name=name, kind="parameter", user_visible=True),
+            states=tuple(self._states.blocks(chosen.optimizer, number, parameter)),
+        )
+
+    def _updates(self, program: Program, members: Sequence[Member]) -> RegionUpdates:
+        key = (
+            program.identity, self._finest,
+            tuple((member.final, id(member.optimizer), member.size_bytes) for member in members),
+        )  # fmt: skip
+        if key not in self._cuts:
+            self._cuts[key] = cut_updates(members, 0 if self._finest else self._parts.part_bytes)
+        for optimizer in dict.fromkeys(member.optimizer for member in members):
+            self._settings[optimizer] = settings_of(optimizer)
+        return RegionUpdates(self._pager, self._timeline, program.name, members, self._cuts[key], self._no_room)
+
+    def _no_room(self, members: Sequence[Member], error: BudgetError) -> None:
+        if len(members) > 1:
+            self._finest = True
+            return
+        remedy = f"give a memory_budget of at least {error.smallest_bytes} bytes"
+        self._watch.refuse(members[0].parameter, f"activations leave too little room for its update; {remedy}", topic="room")
+
+    # -- steps
+
+    def step_begins(
+        self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any], *, managed: bool
+    ) -> None:
+        """Before each step with these arguments. managed: whether the optimizer's steps are run under management at all.
+
+        Blocks while gradients are brought in that are to be compared with what the graph had made. Raises UnsupportedError if
+        what the backward pass has updated should have waited for this step.
+        """
+        done = []
+        for (_, number), parameter in places(optimizer):
+            standing = self._watch.standing(parameter)
+            if standing is None or not standing.updated:
+                continue
+            problem = None
+            if standing.optimizer() is not optimizer:
+                problem = "another optimizer has it as well"
+            elif parameter.grad is not None:
+                problem = "got another gradient after that, from outside of the compiled graph"
+            elif hasattr(optimizer, "found_inf"):
+                problem = "its gradient was scaled by a GradScaler"
+            if problem is not None:
+                raise UnsupportedError(
+                    f"{self._name(parameter)} was updated inside the backward pass, but {problem}; {_REMEDY}"
+                )
+            done.append((number, parameter))
+        self._done[optimizer] = frozenset(number for number, _ in done)
+        if done and self._settings.get(optimizer) != settings_of(optimizer):
+            for _, parameter in done:
+                self._watch.refuse(parameter, "the optimizer's settings are changed between backward and step")
+        reason = self._reason(optimizer, arguments, keywords)
+        if not managed:
+            reason = "the option optimizer is 'off'; give the optimizer to teraio.manage_optimizer before its first step"
+        if hasattr(optimizer, "found_inf") or hasattr(optimizer, "grad_scale"):
+            reason = "a GradScaler drives the optimizer"
+        self._watch.step_begins(optimizer, reason)
+
+    def _reason(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> str | None:
+        reason = reason_to_stay_whole(optimizer, arguments, keywords)
+        return None if reason is None else f"{type(optimizer).__name__} is not updated by parts: {reason}"
+
+    def done(self, optimizer: Optimizer) -> frozenset[int]:
+        """Numbers of the parameters that the backward pass has updated for the step that runs now."""
+        return self._done.get(optimizer, frozenset())
+
+
+class _RegionGuest:
+    """Looks on at a run, and updates in it."""
+
+    def __init__(self, watch: Watch, run: WatchedRun | None, updates: RegionUpdates | None) -> None:
+        self._watch = watch
+        self._run = run
+        self._updates = updates
+        self.stage_count = updates.stage_count if updates is not None else 0
+
+    def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
+        if self._run is not None:
+            self._watch.stage_ended(self._run, number, read, slots)
+        if self._updates is not None:
+            self._updates.after_stage(number, slots)
+
+    def region_done(self, results: Sequence[Any]) -> None:
+        if self._run is not None:
+            self._watch.run_ended(self._run, results)

@@ -1,0 +1,224 @@
+"""Finds out from ordinary iterations which parameters may be updated inside the backward pass, and after which stage.
+
+[Note: When a gradient is final]
+A parameter qualifies if in several iterations one after the other, the first step of its optimizer not counted,
+* one compiled backward graph ran once that hands it a gradient, and `.grad` was None then;
+* at the step `.grad` was the very tensor that the graph had made, of the same version (clipping writes also where it changes
+  nothing) and content (a version does not count writes through `.data`, nor those of GradScaler);
+* no compiled graph read the parameter in between, and the optimizer's settings were the same;
+* one optimizer updates it, by parts.
+Its update may run when the graph's last stage has ended that makes or reads the gradient or reads the parameter's block (views
+of it, and parameters that share its storage, included). What fails once is refused for good, with the reason in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from runtime.execution.program import Program
+from runtime.paging.block import Block
+from runtime.paging.pager import Pager
+from teraio.optimizer.in_backward.autograd import Leaf, leaf_problem, pass_problem
+from teraio.optimizer.in_backward.records import (
+    Digest,
+    Final,
+    Shown,
+    Standing,
+    WatchedRun,
+    digest,
+    equal,
+    last_use,
+    places,
+    settings_of,
+)
+
+logger = logging.getLogger("teraio")
+
+class Watch:
+    """Keeps the standings of all parameters; holds no parameter and no optimizer."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self._standings: Any = WeakTensorKeyDictionary()
+        self._layouts: dict[Hashable, dict[int, Final]] = {}
+        self._last_reader: dict[Block, int] = {}
+        self._runs = 0
+        self._said: set[str] = set()
+
+    def standing(self, parameter: Tensor) -> Standing | None:
+        """None before the first step of an optimizer that has it."""
+        found: Standing | None = self._standings.get(parameter)
+        return found
+
+    @property
+    def settled(self) -> bool:
+        """False while more steps have to be seen until parameters qualify."""
+        standings: list[Standing] = [each for each in self._standings.values() if each.optimizer() is not None]
+        return all(each.refused or each.qualified or each.good_steps == 0 for each in standings)
+
+    def refuse(self, parameter: Tensor, reason: str, *, topic: str | None = None) -> None:
+        """It is updated by the step from now on."""
+        standing = self.standing(parameter)
+        if standing is not None:
+            standing.refused = True
+        self.say(parameter, reason, topic=topic)
+
+    def say(self, parameter: Tensor, reason: str, *, topic: str | None = None) -> None:
+        """Once for each reason, or for each topic."""
+        if (topic or reason) not in self._said:
+            self._said.add(topic or reason)
+            block = self._pager.known_block(parameter)
+            name = block.name if block is not None else "a parameter"
+            logger.warning("overlap_step: optimizer.step() updates %r, not the backward pass: %s", name, reason)
+
+    # -- graphs
+
+    def layout(self, program: Program, arguments: Sequence[Any], leaves: dict[int, Leaf]) -> dict[int, Final]:
+        """Of what has been learnt, by edge: for this graph, where the same inputs and parameters share storages."""
+        edges = {leaf.parameter.untyped_storage()._cdata: edge for edge, leaf in leaves.items()}
+        strided = (
+            (place, value)
+            for place, value in enumerate(arguments)
+            if isinstance(value, Tensor) and value.layout is torch.strided
+        )
+        shared = ((place, edges.get(value.untyped_storage()._cdata)) for place, value in strided)
+        alike = tuple(edges[leaf.parameter.untyped_storage()._cdata] for leaf in leaves.values())
+        key = (program.identity, alike, tuple(pair for pair in shared if pair[1] is not None))
+        return self._layouts.setdefault(key, {})
+
+    def begin(self, program: Program, layout: dict[int, Final], leaves: dict[int, Leaf]) -> WatchedRun | None:
+        """Watch this run of a graph; None if there is nothing to be learnt from it."""
+        new: list[tuple[int, Leaf, Standing]] = []
+        for edge, leaf in leaves.items():
+            standing = self.standing(leaf.parameter)
+            if standing is not None and not standing.refused and not (standing.qualified and edge in layout):
+                new.append((edge, leaf, standing))
+        if not new and not self._last_reader:
+            return None
+        self._runs += 1
+        members = [(leaf.parameter, standing) for _, leaf, standing in new]
+        run = WatchedRun(number=self._runs, program=program, layout=layout, members=members)
+        problem = pass_problem([leaf for _, leaf, _ in new]) if new else None
+        for edge, leaf, standing in new:
+            standing.passes += 1
+            standing.run, standing.edge, standing.block = run, edge, self._pager.known_block(leaf.parameter)
+            standing.problem = standing.problem or problem or leaf_problem(leaf.parameter)
+        return run
+
+    def stage_ended(self, run: WatchedRun, number: int, read: Sequence[Block], slots: Sequence[Any]) -> None:
+        """Blocks while what the stage has made is brought back to the device, if it is on its way out already."""
+        for block in read:
+            run.last_read[block] = number
+            self._last_reader[block] = run.number
+        if run.members:
+            for slot in set(run.program.stages[number].outputs) & run.result_slots:
+                value = slots[slot]
+                made = self._pager.known_block(value) if isinstance(value, Tensor) and value.is_floating_point() else None
+                if made is not None:
+                    run.digests[slot] = self._digest(value, made)
+
+    def _digest(self, tensor: Tensor, block: Block) -> Digest:
+        self._pager.acquire([block], 0, f"looking at {block.name}")
+        try:
+            return digest(tensor)
+        finally:
+            self._pager.retire([block], [])
+
+    def run_ended(self, run: WatchedRun, results: Sequence[Any]) -> None:
+        for parameter, standing in run.members:
+            if self._pager.known_block(parameter) is not standing.block:
+                standing.block = None
+        for optimizer in [found for r in dict.fromkeys(s.optimizer for _, s in run.members) if (found := r()) is not None]:
+            run.settings[id(optimizer)] = settings_of(optimizer)
+        run.members.clear()
+        for value in results:
+            run.results.append(self._shown(value) if isinstance(value, Tensor) else None)
+
+    def _shown(self, tensor: Tensor) -> Shown:
+        block = self._pager.known_block(tensor)
+        return block, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+    # -- steps
+
+    def step_begins(self, optimizer: Optimizer, reason: str | None) -> None:
+        """Draw conclusions. reason: why none of its parameters may be updated inside the backward pass. Blocks while gradients
+        are brought in that are to be compared.
+        """
+        watched = any(s is not None and s.run is not None for _, p in places(optimizer) for s in [self.standing(p)])
+        with self._reading() if watched else contextlib.nullcontext():
+            self._conclude_all(optimizer, reason)
+        if not any(each.passes for each in list(self._standings.values())):
+            self._last_reader.clear()
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._pager.device.region():
+            self._pager.enter()
+            try:
+                yield
+            finally:
+                self._pager.fence()
+
+    def _conclude_all(self, optimizer: Optimizer, reason: str | None) -> None:
+        for place, parameter in places(optimizer):
+            standing = self.standing(parameter)
+            if standing is None or standing.optimizer() is None:
+                self._standings[parameter] = Standing(optimizer=weakref.ref(optimizer), place=place)
+                continue
+            standing.place = place
+            problem = "several optimizers have it" if standing.optimizer() is not optimizer else reason
+            if not standing.refused and problem is not None:
+                self.refuse(parameter, problem)
+            elif not standing.refused and not standing.updated:
+                self._conclude(optimizer, parameter, standing)
+            standing.forget_passes()
+
+    def _conclude(self, optimizer: Optimizer, parameter: Tensor, standing: Standing) -> None:
+        if parameter.grad is None and not standing.qualified:
+            standing.good_steps = 0
+        if parameter.grad is None or (standing.run is None and standing.qualified):
+            return  # nothing was learnt
+        problem = self._problem(optimizer, parameter, standing)
+        if problem is not None:
+            self.refuse(parameter, problem)
+        else:
+            standing.good_steps += 1
+
+    def _problem(self, optimizer: Optimizer, parameter: Tensor, standing: Standing) -> str | None:
+        """Why what has been seen does not allow its update inside the backward pass; else notes when that may run."""
+        run, gradient = standing.run, parameter.grad
+        if standing.passes > 1:
+            return "several backward passes, or several graphs, contribute to its gradient before a step"
+        if run is None or gradient is None:
+            return "its gradient does not come from a compiled graph that it is an input of"
+        if gradient.layout is not torch.strided:
+            return "its gradient is sparse"
+        if standing.problem is not None:
+            return standing.problem
+        shown = self._shown(gradient)
+        found = [place for place, result in enumerate(run.results) if result == shown]
+        slots = [slot for place in found if isinstance(slot := run.program.results[place], int)]
+        if len(slots) != 1 or slots[0] < run.program.input_count:
+            return "others contribute to its gradient, or get hold of it, or put another one in its place"
+        before = run.digests.get(slots[0])
+        if before is None or shown[0] is None or not equal(before, self._digest(gradient, shown[0])):
+            return "gradients are changed between backward and step (clipping, or a GradScaler)"
+        if run.settings.get(id(optimizer)) != settings_of(optimizer):
+            return "the optimizer's settings are changed between backward and step"
+        if standing.block is None or self._pager.known_block(parameter) is not standing.block:
+            return "its memory was replaced between backward and step"
+        if any(result is not None and result[0] is standing.block for result in run.results):
+            return "the backward graph returns a view of it"
+        if self._last_reader.get(standing.block, 0) > run.number:
+            return "another compiled graph reads it between its update and the step"
+        run.layout[standing.edge] = Final(slot=slots[0], after=last_use(run, slots[0], standing.block))
+        return None

@@ -1,0 +1,118 @@
+"""What an optimizer gets that is to keep masters: hooks that also work where teraio does not manage its steps, or no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from planner.errors import UnsupportedError
+from teraio.optimizer.capabilities import OwnHooks, keeps_masters, reason_to_stay_whole
+from teraio.optimizer.masters import HALF, MASTER, master_bytes, run_step, scaling_put_aside
+from teraio.optimizer.subgroups import Update, cut
+
+_PART_BYTES = 64 << 20
+"""Of masters that are updated together where no budget says more: gradients in fp32 are temporary."""
+
+
+def keep_masters(optimizer: Optimizer, on_device: Callable[[Iterable[Tensor]], AbstractContextManager[None]]) -> None:
+    """From now on the optimizer keeps masters, see [Note: Master copies]; states that it has are cast to fp32.
+
+    on_device: within, tensors are where they can be read. Raises UnsupportedError, and then changes nothing, if the optimizer
+    is not updated by parts or was loaded before.
+    """
+    if keeps_masters(optimizer):
+        return
+    refuse_with_masters(optimizer, reason_to_stay_whole(optimizer, (optimizer,), {}))
+    named = [
+        (group, optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]
+        if p.dtype in HALF and p in optimizer.state
+    ]  # fmt: skip
+    if any(MASTER in state and state[MASTER].dtype != torch.float32 for _, state in named):
+        raise UnsupportedError(
+            f"master_weights: this optimizer's {MASTER} is not fp32, because load_state_dict has rounded it; call "
+            "manage_optimizer(optimizer, master_weights=True) first, then load_state_dict"
+        )
+    for group, state in named:
+        narrow = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dtype in HALF}
+        with on_device(narrow.values()):
+            state.update({name: _widened(group, state, name, value) for name, value in narrow.items()})
+    hooks = MasterHooks()
+    optimizer.register_step_pre_hook(hooks.before)
+    optimizer.register_step_post_hook(hooks.after)
+    optimizer.register_load_state_dict_pre_hook(hooks.loading)
+    # Else a GradScaler would unscale the gradients in half precision, which it refuses to do in fp16.
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+def _widened(group: dict[str, Any], state: dict[str, Any], name: str, value: Tensor) -> Tensor:
+    if name == "sum" and "initial_accumulator_value" in group and not state["step"]:  # Adagrad begins with rounded ones
+        return torch.full_like(value, group["initial_accumulator_value"], dtype=torch.float32)
+    return value.float()
+
+
+def refuse_with_masters(optimizer: Optimizer, reason: str | None) -> None:
+    """Raise UnsupportedError if the optimizer is to keep masters and there is a reason not to update it by parts."""
+    if reason is not None:
+        raise UnsupportedError(
+            f"master_weights: {type(optimizer).__name__} cannot be updated over fp32 copies: {reason}; use an optimizer of "
+            "torch.optim that updates each parameter by itself, without closure and step hooks"
+        )
+
+
+class MasterHooks(OwnHooks):
+    """The hooks of one optimizer. Where its step is not run by parts, its parameters are updated before it, some at a time."""
+
+    keeps_masters = True
+
+    def __init__(self) -> None:
+        self._after = ExitStack()
+
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Update all parameters that the optimizer has now, and leave the step none."""
+        self._after.close()  # of a step that failed
+        refuse_with_masters(optimizer, reason_to_stay_whole(optimizer, args, kwargs))
+        groups = [group["params"] for group in optimizer.param_groups]
+        sizes = [[Update(part_bytes=master_bytes(p) or p.nbytes) for p in parameters] for parameters in groups]
+        with ExitStack() as restoring:
+            restoring.callback(_give, optimizer, groups)
+            for slices in cut(sizes, _PART_BYTES):
+                _give(optimizer, [ps[first:last] for ps, (first, last) in zip(groups, slices, strict=True)])
+                run_step(optimizer)
+            _give(optimizer, [[] for _ in groups])
+            restoring.enter_context(scaling_put_aside(optimizer))
+            self._after = restoring.pop_all()
+
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Give the optimizer its parameters back."""
+        self._after.close()
+
+    def loading(self, optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+        """What `load_state_dict` is to load: without the casts to the parameter's type that it makes."""
+        return {**content, "state": {number: _guarded(state) for number, state in content["state"].items()}}
+
+
+def _give(optimizer: Optimizer, parameters: Iterable[list[Any]]) -> None:
+    for group, own in zip(optimizer.param_groups, parameters, strict=True):
+        group["params"] = own
+
+
+def _guarded(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    floats = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.is_floating_point() and name != "step"}
+    return {**state, **{name: value.as_subclass(_Widening) for name, value in floats.items()}}
+
+
+class _Widening(Tensor):
+    """Becomes an fp32 tensor where `Optimizer.load_state_dict` casts it to half precision; shares the memory if it is one."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def to(self, *, dtype: torch.dtype, device: torch.device) -> Tensor:  # type: ignore[override]
+        """As `load_state_dict` calls it."""
+        return self.as_subclass(Tensor).to(dtype=torch.float32 if dtype in HALF else dtype, device=device)

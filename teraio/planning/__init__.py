@@ -1,0 +1,1 @@
+"""Plans in a training run: made in the background, followed, corrected."""

@@ -1,0 +1,1 @@
+"""What an iteration did and when: the way to a trace."""

@@ -1,0 +1,217 @@
+"""The lower bound: below every plan that trying all of them finds, and mostly close to the best."""
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from planner import Budgets, InfeasiblePlanError, Plan, Trace, floor, plan, simulate
+from planner.bound import lower_bound as bound_module
+from planner.bound.lower_bound import lower_bound_seconds
+from planner.bound.windows import Instants
+from planner.errors import BudgetError, SolverError, UnsupportedError
+from planner.policies.registry import POLICIES
+from planner.problem.lifetimes import live_bytes
+from planner.problem.problem import Problem
+from planner.problem.user_code import user_stages
+
+from .. import exhaustive
+from ..strategies import hardware, problems, transformer_trace
+
+HAND = Path(__file__).parents[3] / "traces" / "hand"
+SAME = 1 + 1e-9
+TRACES = 200
+TRAININGS = 80
+
+
+def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(20)
+    stalling = close = wrapping = two_tiers = user_code = 0
+    for number in range(TRACES):
+        problem = exhaustive.small_problem(rng, most_combinations=500)
+        bound, best = lower_bound_seconds(problem), exhaustive.best_seconds(problem)
+        with monkeypatch.context() as patched:
+            patched.setattr(bound_module, "_MOST_WHOLE", -1)
+            shares = [lower_bound_seconds(problem, most_instants=most) for most in (5, 24)]
+        coarse = lower_bound_seconds(problem, most_instants=5)
+        which = f"trace {number}: {problem.trace.model_dump_json()} {problem.budgets}"
+        assert max(bound, coarse, *shares) <= best * SAME, which
+        wrapping += any(period.before >= problem.stage_count for period in problem.periods)
+        two_tiers += len(problem.routes) == 2
+        user_code += bool(user_stages(problem.trace))
+        if best > problem.trace.ideal_seconds * SAME:
+            stalling += 1
+            close += bound >= 0.95 * best
+    assert min(stalling, wrapping) >= TRACES // 2 and two_tiers >= TRACES // 20 and user_code >= TRACES // 3
+    assert close >= 0.65 * stalling
+
+
+def test_no_plan_with_updates_on_the_host_beats_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(21)
+    close = on_host = user_code = 0
+    for number in range(TRAININGS):
+        problem = exhaustive.small_training(rng, most_combinations=600)
+        bests = [exhaustive.best_seconds(each) for each in exhaustive.placements(problem)]
+        bounds = [lower_bound_seconds(problem), lower_bound_seconds(problem, most_instants=5)]
+        with monkeypatch.context() as patched:
+            patched.setattr(bound_module, "_MOST_WHOLE", -1)
+            bounds += [lower_bound_seconds(problem, most_instants=most) for most in (5, 24)]
+        which = f"training {number}: {problem.source.model_dump_json()} {problem.budgets}"
+        assert max(bounds) <= min(bests) * SAME, which
+        on_host += bests[0] > min(bests) * SAME
+        user_code += bool(user_stages(problem.trace))
+        close += bounds[0] >= 0.9 * min(bests)
+    assert TRAININGS // 5 <= on_host <= TRAININGS * 4 // 5
+    assert user_code >= TRAININGS // 4
+    assert close >= TRAININGS // 2
+
+
+@pytest.mark.parametrize("most_whole", [-1, 32])
+@pytest.mark.parametrize("path", sorted(HAND.glob("*.json")), ids=lambda path: path.stem)
+def test_no_policy_beats_the_bound(
+    path: Path, most_whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bound_module, "_MOST_WHOLE", most_whole)
+    trace = Trace.load(path)
+    made = 0
+    for budget in range(floor(trace)[0], max(live_bytes(trace)) + 1):
+        budgets = Budgets(device_bytes=budget)
+        bound = lower_bound_seconds(Problem.of(trace, budgets))
+        for policy in POLICIES:
+            try:
+                predicted = plan(trace, budgets, policy=policy).predicted
+            except (BudgetError, InfeasiblePlanError, UnsupportedError):
+                continue  # not every policy can plan under every budget
+            assert predicted is not None
+            assert bound <= predicted.iteration_seconds * SAME
+            made += 1
+    assert made > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "seconds"),
+    [
+        ("chain", 10, 10.0),
+        ("diamond", 20, 6.0),
+        ("wrap", 20, 4.0),
+        ("clean_and_dirty", 25, 4.0),
+        ("clean_and_dirty", 20, 5.0),
+        ("copy_stays_valid", 15, 8.0),
+    ],
+)
+def test_the_bound_meets_the_optimum_of_hand_made_traces(name: str, budget: int, seconds: float) -> None:
+    problem = Problem.of(Trace.load(HAND / f"{name}.json"), Budgets(device_bytes=budget))
+    assert lower_bound_seconds(problem) == pytest.approx(seconds, rel=2e-6)
+
+
+@given(problems())
+@settings(max_examples=40, deadline=None)
+def test_more_budget_never_raises_the_bound(case: tuple[Trace, Budgets]) -> None:
+    trace, budgets = case
+    most = max(live_bytes(trace))
+    steps = sorted({budgets.device_bytes, (budgets.device_bytes + most) // 2, most})
+    bounds = [lower_bound_seconds(Problem.of(trace, Budgets(device_bytes=step))) for step in steps]
+    for less, more in zip(bounds, bounds[1:], strict=False):
+        assert more <= less * (1 + 1e-6)
+    assert bounds[-1] == trace.ideal_seconds
+
+
+@given(problems())
+@settings(max_examples=40, deadline=None)
+def test_fewer_instants_never_raise_the_bound(case: tuple[Trace, Budgets]) -> None:
+    problem = Problem.of(*case)
+    bounds = [lower_bound_seconds(problem, most_instants=most) for most in (1, 3, 8, 1000)]
+    for fewer, more in zip(bounds, bounds[1:], strict=False):
+        assert fewer <= more * (1 + 1e-6)
+
+
+@given(problems())
+@settings(max_examples=40, deadline=None)
+def test_instants_are_nested_and_divide_the_iteration(case: tuple[Trace, Budgets]) -> None:
+    problem = Problem.of(*case)
+    chosen = [Instants.of(problem, most) for most in (1, 2, 5, 9, 1000)]
+    for instants in chosen:
+        assert sum(instants.span_seconds) == pytest.approx(problem.trace.ideal_seconds)
+    for fewer, more in zip(chosen, chosen[1:], strict=False):
+        assert set(fewer.positions) <= set(more.positions)
+    assert len(chosen[-1]) == 2 * problem.stage_count
+
+
+def test_on_a_large_trace_the_bound_tells_a_stall_and_grows_with_the_instants() -> None:
+    trace = transformer_trace(layers=8, stages_per_layer=4, rate=2e9)
+    smallest, most = floor(trace)[0], max(live_bytes(trace))
+    budgets = Budgets(device_bytes=smallest + (most - smallest) // 10)
+    problem = Problem.of(trace, budgets)
+    bounds = [lower_bound_seconds(problem, most_instants=most) for most in (4, 16, 32)]
+    assert bounds == sorted(bounds)
+    predicted = plan(trace, budgets, policy="belady").predicted
+    assert predicted is not None
+    assert trace.ideal_seconds * 1.2 < bounds[-1] <= predicted.iteration_seconds
+
+
+def waits_for_the_lower_tier(host_bytes: int) -> Problem:
+    """40 bytes must be away in stage 1 of 3; host is four times as fast as storage."""
+    stages = [
+        {"id": s, "name": f"s{s}", "phase": "user", "duration_seconds": 1.0, "workspace_bytes": 40 * (s == 1)}
+        for s in range(3)
+    ]
+    blocks = [
+        {
+            "id": b, "name": f"b{b}", "kind": "activation", "size_bytes": 20, "persistent": False,
+            "reads": [2], "writes": [0],
+        }
+        for b in range(2)
+    ]  # fmt: skip
+    machine = hardware(host=True, rate=10.0)
+    trace = Trace.model_validate({"name": "lower", "hardware": machine, "stages": stages, "blocks": blocks})
+    return Problem.of(trace, Budgets(device_bytes=40, host_bytes=host_bytes))
+
+
+def test_the_budget_of_a_lower_tier_counts() -> None:
+    # Both through host: 1 s out, 1 s in. One through each: 2 s out and in, in storage's time. Room for neither: 4 + 4.
+    assert lower_bound_seconds(waits_for_the_lower_tier(40)) == pytest.approx(5.0, rel=2e-6)
+    assert lower_bound_seconds(waits_for_the_lower_tier(20)) == pytest.approx(7.0, rel=2e-6)
+    assert lower_bound_seconds(waits_for_the_lower_tier(19)) == pytest.approx(11.0, rel=2e-6)
+
+
+def test_a_copy_made_between_neighbouring_stages_is_allowed_for() -> None:
+    """While stage 1 waits 5 s for z anyway, b goes out and in again; then it need not go out before stage 2."""
+    stages = [
+        {"id": s, "name": f"s{s}", "phase": "user", "duration_seconds": 1.0, "workspace_bytes": workspace}
+        for s, workspace in enumerate([50, 0, 60, 50])
+    ]
+    b = {"id": 0, "name": "b", "kind": "activation", "size_bytes": 10, "persistent": False}
+    z = {"id": 1, "name": "z", "kind": "parameter", "size_bytes": 50, "persistent": True}
+    blocks = [{**b, "reads": [1, 3], "writes": [0]}, {**z, "reads": [1], "writes": []}]
+    pairs = [("device", "host"), ("host", "device"), ("device", "storage"), ("storage", "device")]
+    links = [{"from": a, "to": b, "bytes_per_second": 10.0} for a, b in pairs]
+    machine = {"name": "equal tiers", "device_memory_bytes": 100, "links": links}
+    trace = Trace.model_validate({"name": "between", "hardware": machine, "stages": stages, "blocks": blocks})
+    budgets = Budgets(device_bytes=60)
+
+    def move(block: int, after: int, before: int, tier: str, *, out: bool) -> dict[str, object]:
+        return {
+            "block": block, "after": after, "before": before, "tier": tier,
+            "offload": {"start": after, "free_after": after} if out else None,
+            "prefetch": {"start": before, "ready_by": before},
+        }  # fmt: skip
+
+    between = move(0, 0, 1, "host", out=True)
+    rest = [move(1, 1, 5, "storage", out=False), move(0, 1, 3, "host", out=False)]
+    made = {"trace_fingerprint": trace.fingerprint, "policy": "by hand", "budgets": budgets}
+    initial = [{"block": 1, "tier": "storage"}]
+    seconds = simulate(trace, Plan.model_validate({**made, "moves": [between, *rest], "initial": initial}))
+    without = [rest[0], move(0, 1, 3, "host", out=True)]
+    slower = simulate(trace, Plan.model_validate({**made, "moves": without, "initial": initial}))
+    assert (seconds.iteration_seconds, slower.iteration_seconds) == (pytest.approx(10.0), pytest.approx(11.0))
+    assert lower_bound_seconds(Problem.of(trace, budgets)) == pytest.approx(10.0, rel=2e-6)
+
+
+def test_without_a_solver_the_simple_bound_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object, **options: object) -> float:
+        raise SolverError("no solver is installed")
+
+    problem = Problem.of(Trace.load(HAND / "chain.json"), Budgets(device_bytes=10))
+    monkeypatch.setattr(bound_module, "least_stall", fails)
+    assert lower_bound_seconds(problem) == problem.trace.ideal_seconds

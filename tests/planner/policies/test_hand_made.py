@@ -1,0 +1,135 @@
+"""Plans for the hand-made traces meet the optima that `traces/README.md` works out."""
+
+from pathlib import Path
+
+import pytest
+
+from planner import BudgetError, Budgets, InfeasiblePlanError, Plan, Trace, floor, plan, simulate
+
+HAND = Path(__file__).parents[3] / "traces" / "hand"
+
+# name, device budget, optimum in seconds, bytes out, bytes in
+OPTIMA = [
+    ("chain", 30, 6.0, 0, 0),
+    ("chain", 20, 6.0, 10, 10),
+    ("chain", 10, 10.0, 20, 20),
+    ("diamond", 30, 4.0, 0, 0),
+    ("diamond", 20, 6.0, 10, 10),
+    ("wrap", 25, 4.0, 0, 0),
+    ("wrap", 20, 4.0, 10, 10),
+    ("clean_and_dirty", 25, 4.0, 0, 10),
+    ("clean_and_dirty", 20, 5.0, 10, 20),
+    ("swap", 30, 14.0, 60, 60),
+    ("copy_stays_valid", 15, 8.0, 10, 20),
+    ("gradient_outlives_update", 20, 5.0, 0, 0),
+    ("gradient_outlives_update", 15, 7.0, 10, 10),
+    ("one_drive", 30, 4.0, 0, 0),
+    ("one_drive", 20, 6.0, 20, 20),
+    ("two_tiers", 40, 3.0, 0, 0),
+    ("two_tiers", 20, 5.0, 20, 20),
+    ("host_update", 60, 3.0, 0, 0),
+    ("host_update", 40, 5.0, 10, 10),
+    ("user_code", 25, 6.0, 0, 0),
+    ("user_code", 20, 6.0, 10, 10),
+    ("user_code", 15, 6.0, 10, 10),
+    ("no_way_back", 20, 3.0, 0, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "budget", "seconds", "out", "into"), OPTIMA)
+def test_the_optimum_is_found(name: str, budget: int, seconds: float, out: int, into: int) -> None:
+    trace = Trace.load(HAND / f"{name}.json")
+    made = plan(trace, Budgets(device_bytes=budget))
+    timeline = simulate(trace, made)
+    assert timeline.iteration_seconds == pytest.approx(seconds)
+    moved = timeline.moved_bytes
+    assert sum(moved.get(f"device->{tier}", 0) for tier in ("host", "storage")) == out
+    assert sum(moved.get(f"{tier}->device", 0) for tier in ("host", "storage")) == into
+    assert timeline.storage_written_bytes == moved.get("device->storage", 0)
+    assert made.predicted is not None
+    assert made.predicted.lower_bound_seconds <= seconds
+    saved = sum(trace.subgroups[update.subgroup].device_seconds for update in made.updates)
+    assert made.predicted.stall_seconds == pytest.approx(seconds - (trace.ideal_seconds - saved))
+
+
+@pytest.mark.parametrize(
+    ("name", "smallest", "stage"),
+    [
+        ("chain", 10, 0),
+        ("diamond", 20, 1),
+        ("wrap", 15, 0),
+        ("clean_and_dirty", 20, 0),
+        ("swap", 30, 0),
+        ("copy_stays_valid", 10, 0),
+        ("one_drive", 20, 0),
+        ("two_tiers", 20, 0),
+        ("host_update", 40, 0),
+        ("user_code", 15, 2),
+        ("no_way_back", 20, 1),
+    ],
+)
+def test_floor(name: str, smallest: int, stage: int) -> None:
+    trace = Trace.load(HAND / f"{name}.json")
+    assert floor(trace) == (smallest, stage)
+    with pytest.raises(BudgetError, match=f"at least {smallest} bytes") as caught:
+        plan(trace, Budgets(device_bytes=smallest - 1))
+    assert caught.value.stage == trace.stages[stage].name
+    assert plan(trace, Budgets(device_bytes=smallest)).predicted is not None
+
+
+def test_a_block_that_waits_over_the_border_is_in_initial() -> None:
+    trace = Trace.load(HAND / "wrap.json")
+    made = plan(trace, Budgets(device_bytes=20))
+    (move,) = made.moves
+    assert (move.after, move.before) == (2, 6)
+    assert move.offload is not None
+    assert (move.offload.start, move.offload.free_after) == (2, 3)
+    assert move.prefetch is not None
+    assert move.prefetch.start == 5
+    assert [(placement.block, placement.tier) for placement in made.initial] == [(0, "storage")]
+
+
+def test_the_clean_block_is_dropped_and_the_dirty_one_stays() -> None:
+    trace = Trace.load(HAND / "clean_and_dirty.json")
+    (move,) = plan(trace, Budgets(device_bytes=25)).moves
+    assert trace.blocks[move.block].name == "clean"
+    assert move.offload is None
+
+
+def test_only_the_first_move_of_an_epoch_copies_out() -> None:
+    made: Plan = plan(Trace.load(HAND / "copy_stays_valid.json"), Budgets(device_bytes=15))
+    assert [move.offload is not None for move in sorted(made.moves, key=lambda m: m.after)] == [True, False]
+
+
+def test_both_tiers_work_side_by_side() -> None:
+    made = plan(Trace.load(HAND / "two_tiers.json"), Budgets(device_bytes=20))
+    assert {move.tier for move in made.moves} == {"host", "storage"}
+
+
+def test_without_room_below_there_is_no_plan() -> None:
+    with pytest.raises(InfeasiblePlanError, match="no room"):
+        plan(Trace.load(HAND / "chain.json"), Budgets(device_bytes=20, storage_bytes=9))
+
+
+def test_the_update_runs_on_the_host_where_that_is_faster() -> None:
+    trace = Trace.load(HAND / "host_update.json")
+    made = plan(trace, Budgets(device_bytes=40))
+    assert [(update.subgroup, update.where) for update in made.updates] == [(0, "host")]
+    gradient, weight = sorted(made.moves, key=lambda move: -move.block)
+    assert (gradient.after, gradient.before, gradient.prefetch) == (1, 2, None)
+    assert (weight.after, weight.before, weight.offload) == (1, 3, None)
+    timeline = simulate(trace, made)
+    (update,) = timeline.updates
+    assert (update.start_seconds, update.end_seconds) == pytest.approx((1.0, 2.0))
+    assert timeline.peak_bytes == {"device": 40, "host": 40, "storage": 0}
+    assert timeline.iteration_seconds < min(
+        simulate(trace, plan(trace, Budgets(device_bytes=40), policy=policy)).iteration_seconds
+        for policy in ("teraio", "g10", "zero-infinity", "belady")
+    )
+    with_little = plan(trace, Budgets(device_bytes=40, host_bytes=39))
+    assert with_little.updates == ()
+    assert simulate(trace, with_little).iteration_seconds == pytest.approx(6.0)
+
+
+def test_every_hand_made_trace_is_used_here() -> None:
+    assert {path.stem for path in HAND.glob("*.json")} == {row[0] for row in OPTIMA}

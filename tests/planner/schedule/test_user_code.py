@@ -1,0 +1,172 @@
+"""Copies that user code would wait for are put off where there is room for that, and only what the replay finds better stays."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner import Budgets, InfeasiblePlanError, Trace, simulate
+from planner.ilp.coarse import in_order_of_need
+from planner.policies.ilp import _around_user_code, _exact_candidates, _undecided
+from planner.problem.host_updates import host_updatable
+from planner.problem.problem import Decision, Decisions, Problem, build_plan
+from planner.problem.user_code import user_stages
+from planner.schedule.prefetch import StageClock, prefetch_from, schedule
+from planner.schedule.user_code import proposals
+
+from ..strategies import hardware, training_problems
+
+HAND = Path(__file__).parents[3] / "traces" / "hand"
+
+
+def proposed(problem: Problem, decisions: Decisions) -> list[tuple[Problem, Decisions]]:
+    made = build_plan(problem, decisions, policy="by hand")
+    return list(proposals(problem, decisions, made, simulate(problem.source, made)))
+
+
+def seconds(problem: Problem, decisions: Decisions) -> float:
+    return simulate(problem.source, build_plan(problem, decisions, policy="by hand")).iteration_seconds
+
+
+def user_code(*, workspace: int = 0, budget: int = 20) -> Problem:
+    """The hand-made trace; `workspace` of stage 0, user code."""
+    trace = Trace.load(HAND / "user_code.json")
+    stages = [stage.model_dump() for stage in trace.stages]
+    stages[0]["workspace_bytes"] = workspace
+    trace = Trace.model_validate({**trace.model_dump(by_alias=True), "stages": stages, "fingerprint": None})
+    return Problem.of(trace, Budgets(device_bytes=budget))
+
+
+def test_a_copy_out_is_put_off_until_user_code_has_ended() -> None:
+    problem = user_code()
+    before: Decisions = {0: Decision(tier="storage", leave=5, start=10)}
+    ((_, after),) = proposed(problem, before)
+    assert after == {0: replace(before[0], leave=6)}
+    assert (seconds(problem, before), seconds(problem, after)) == (7.0, 6.0)
+    assert proposed(problem, after) == []
+
+
+@pytest.mark.parametrize(("workspace", "count"), [(10, 1), (11, 0)])
+def test_only_where_there_is_room(workspace: int, count: int) -> None:
+    """The state takes 10 of 20 bytes for one stage more."""
+    assert len(proposed(user_code(workspace=workspace), {0: Decision(tier="storage", leave=5, start=10)})) == count
+
+
+def test_not_where_the_block_comes_back_before_user_code() -> None:
+    trace = Trace.load(HAND / "chain.json")
+    problem = Problem.of(trace, Budgets(device_bytes=20))
+    assert proposed(problem, {0: Decision(tier="storage", leave=0, start=4)}) == []
+
+
+def layer(*, workspace: int = 0) -> Trace:
+    """Two gradients of 20 bytes are born in stages 2 and 3; user code, then both subgroups update; 10 bytes a second.
+
+    All stages take 1 s, but for the second update: 3 s. `workspace`: of stage 4, user code.
+    """
+    phases = ["user", "forward", "backward", "backward", "user", "optimizer", "optimizer"]
+    stages = [{"id": n, "name": f"s{n}", "phase": phase, "duration_seconds": 1.0} for n, phase in enumerate(phases)]
+    stages[6]["duration_seconds"], stages[4]["workspace_bytes"] = 3.0, workspace
+    blocks: list[dict[str, Any]] = []
+    subgroups = []
+    for number in range(2):
+        parts: list[tuple[str, int, bool, list[int], list[int]]] = [
+            ("parameter", 20, True, [1, 3 - number, 5 + number], [5 + number]),
+            ("gradient", 20, False, [5 + number], [3 - number]),
+            ("optimizer_state", 40, True, [5 + number], [5 + number]),
+        ]
+        for kind, size, persistent, reads, writes in parts:
+            block = {"id": len(blocks), "name": kind, "kind": kind, "size_bytes": size, "persistent": persistent}
+            blocks.append({**block, "reads": reads, "writes": writes})
+        times = {"device_seconds": 1.0, "host_seconds": 1.0}
+        own = [3 * number, 3 * number + 1, 3 * number + 2]
+        subgroups.append({"id": number, "stage": 5 + number, "blocks": own, "elements": 1, **times})
+    machine = hardware(host=True, rate=2.5)
+    fields = {"name": "layer", "hardware": machine, "stages": stages, "blocks": blocks, "subgroups": subgroups}
+    return Trace.model_validate(fields)
+
+
+def test_gradients_of_updates_on_the_host_are_put_off_too() -> None:
+    trace = layer()
+    problem = Problem.of(trace, Budgets(device_bytes=1000), [0])
+    assert problem.with_gradient_leaves({1: 4}).live_bytes == tuple(
+        live + 20 * (stage == 4) for stage, live in enumerate(problem.live_bytes)
+    )
+    decisions: Decisions = {
+        index: Decision(tier="host", leave=problem.periods[index].after, start=problem.periods[index].before)
+        for index in problem.updated
+    }
+    put_off = [each for each, _ in proposed(problem, decisions) if each.gradient_leaves == {1: 4}]
+    assert put_off
+    timelines = [simulate(trace, build_plan(each, decisions, policy="by hand")) for each in (problem, put_off[0])]
+    assert timelines[0].stages[4].stall_seconds == pytest.approx(2.0) and timelines[1].stages[4].stall_seconds == 0
+    assert timelines[1].iteration_seconds == pytest.approx(timelines[0].iteration_seconds - 2.0)
+    for workspace, room in ((20, True), (21, False)):  # the parameter has left 20 bytes
+        tight = Problem.of(layer(workspace=workspace), Budgets(device_bytes=max(problem.live_bytes)), [0])
+        assert any(each.gradient_leaves for each, _ in proposed(tight, decisions)) == room
+
+
+def test_a_copy_in_under_way_begins_after_user_code() -> None:
+    """A parameter of 25 bytes, asked for in stage 1, would keep stage 2, user code, waiting for 1.5 s."""
+    phases = ["optimizer", "forward", "user", "forward", "forward", "forward", "forward"]
+    stages = [{"id": n, "name": f"s{n}", "phase": phase, "duration_seconds": 1.0} for n, phase in enumerate(phases)]
+    parameter = {
+        "id": 0, "name": "p", "kind": "parameter", "size_bytes": 25, "persistent": True, "reads": [6], "writes": [],
+    }  # fmt: skip
+    fields = {"name": "in", "hardware": hardware(rate=10.0), "stages": stages, "blocks": [parameter]}
+    problem = Problem.of(Trace.model_validate(fields), Budgets(device_bytes=30))
+    before: Decisions = {0: Decision(tier="storage", leave=6, start=8)}
+    ((_, after),) = proposed(problem, before)
+    assert after == {0: replace(before[0], start=10)}
+    assert (seconds(problem, before), seconds(problem, after)) == (8.5, 7.0)
+
+
+def test_copies_in_are_scheduled_around_user_code() -> None:
+    """Where the clock says that a copy would be under way in user code, it begins early enough to end before."""
+    trace = Trace.load(HAND / "user_code.json")
+    problem = Problem.of(trace, Budgets(device_bytes=25))
+    clock = StageClock.ideal(problem)
+    assert [clock.last_user_stage(time) for time in (0.0, 0.5, 3.0, 3.5, 6.0, 6.5, -0.5)] == [-3, 0, 0, 3, 3, 6, -3]
+    decisions: Decisions = {0: Decision(tier="storage", leave=5, start=11)}
+    assert schedule(problem, decisions, clock, lead=0.0)[0].start == 10
+    # With five times the time to copy, stage 4 does not suffice; it is moved before user code, where there is time.
+    links = [link.model_copy(update={"bytes_per_second": 6.0}) for link in trace.hardware.links]
+    slow = Trace.model_validate(
+        {**trace.model_dump(by_alias=True), "hardware": {**trace.hardware.model_dump(by_alias=True), "links": [
+            link.model_dump(by_alias=True) for link in links
+        ]}}
+    )  # fmt: skip
+    problem = Problem.of(slow, Budgets(device_bytes=30))
+    assert schedule(problem, decisions, StageClock.ideal(problem), lead=0.0)[0].start == 7
+
+
+def test_what_would_be_held_back_is_queued_after_user_code() -> None:
+    problem = user_code(budget=20)
+    decisions: Decisions = {0: Decision(tier="storage", leave=6, start=11)}
+    assert prefetch_from(problem, decisions, {0: 9})[0].start == 10
+    assert prefetch_from(problem, decisions, {0: 8})[0].start == 10, "in stage 2 there is no room"
+
+
+@given(training_problems(most_layers=4), st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_every_proposal_can_be_carried_out(case: tuple[Trace, Budgets], seed: int) -> None:
+    trace, budgets = case
+    if not user_stages(trace):
+        return
+    rng, updatable = random.Random(seed), [subgroup.id for subgroup in host_updatable(trace)]
+    whole = Problem.of(trace, budgets)
+    on_host = in_order_of_need(whole, rng.sample(updatable, rng.randint(0, len(updatable))))
+    try:
+        candidates = _exact_candidates(*_undecided(whole, on_host), 0.005)
+    except InfeasiblePlanError:
+        assert budgets.host_bytes is not None  # too small for what has to move
+        return
+    for candidate in candidates:
+        for problem, decisions in proposals(candidate.problem, candidate.decisions, candidate.plan, candidate.timeline):
+            assert max(problem.occupancy(decisions)) <= budgets.device_bytes
+            timeline = simulate(trace, build_plan(problem, decisions, policy="proposed"))
+            assert timeline.peak_bytes["device"] <= budgets.device_bytes
+        assert _around_user_code(candidate, 0.005).cost <= candidate.cost

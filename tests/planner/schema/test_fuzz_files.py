@@ -1,0 +1,422 @@
+"""Wrong, damaged and hostile files: an error of one line that names the place, or a file that can be worked with."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gzip
+import io
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import Budgets, Plan, PlanError, TeraioError, Trace, TraceError, plan, simulate
+from planner.errors import FileFormatError
+from planner.problem.problem import Problem, build_plan
+from planner.schedule.eviction import evict_furthest
+from planner.schema.json_file import LARGEST_NUMBER, LONGEST_TEXT, MOST_BYTES, MOST_VALUES, printable, read_format
+from teraio.cli import commands as cli
+from teraio.cli.plan_summary import summarise_plan
+from teraio.cli.plan_tables import plan_tables, replay_tables
+from teraio.cli.replay_summary import summarise_replay
+from teraio.cli.tables import show
+from teraio.cli.trace_summary import summarise_trace
+from teraio.cli.trace_tables import trace_tables
+
+ROOT = Path(__file__).parents[3]
+HAND = ROOT / "traces" / "hand"
+
+HOSTILE = [
+    "null", "true", "-1", "0", "1", "0.0", "-0.0", "1.5", "4294967296", str(LARGEST_NUMBER), str(1 << 63), "1" + "0" * 30,
+    "1" + "0" * 400, "9" * 5000, "1e18", "1e300", "1e400", "-1e400", "1e-20", "1e-320", "NaN", "-Infinity",
+    '""', '"x"', '"\\ud800"', '"\\u0000\\u001b[2J\\n\\u202e"', json.dumps("x" * (LONGEST_TEXT + 1)), "[]", "{}", "[0]", "[[]]",
+    "[9223372036854775807]", '{"start": 0}', '{"a": 1, "a": 2}', "[" * 150 + "]" * 150, "[" * 2000 + "]" * 2000,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[type[Trace] | type[Plan], Any]:
+    """The content of a trace file with all kinds of entries, and of a plan for it."""
+    content = json.loads((HAND / "clean_and_dirty.json").read_text())
+    del content["fingerprint"]
+    common = dict(stage=3, blocks=[0], elements=5, device_seconds=0.5, host_seconds=0.5)
+    content["subgroups"] = [dict(id=0, **common)]
+    content["recompute"] = [dict(blocks=[1], stage=0, duration_seconds=1.0, reads=[0])]
+    both = [f"{link['from']}->{link['to']}" for link in content["hardware"]["links"]]
+    content["hardware"]["shared"] = [dict(name="bus", links=both, bytes_per_second=15.0)]
+    made = plan(Trace.model_validate(content), Budgets(device_bytes=20, storage_bytes=10**6))
+    assert len(made.moves) == 2 and made.initial and made.predicted is not None
+    return {Trace: content, Plan: {**made.model_dump(mode="json"), "updates": [dict(subgroup=0, where="device")]}}
+
+
+def places(content: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every field and entry, however deep."""
+    entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in entries:
+        yield (*place, key)
+        yield from places(value, (*place, key))
+
+
+def replaced(content: Any, place: tuple[Any, ...], token: str) -> str:
+    """The file's text with the value at `place` replaced by `token`, which need not be JSON."""
+    changed = copy.deepcopy(content)
+    target = changed
+    for key in place[:-1]:
+        target = target[key]
+    target[place[-1]] = "@here@"
+    return json.dumps(changed).replace('"@here@"', token)
+
+
+def one_line(path: Path, error: TeraioError) -> None:
+    message = str(error)
+    assert message.startswith(f"{path}: ") and len(message) < 2500
+    assert message.isprintable(), repr(message)
+
+
+def load(path: Path, model: type[Trace] | type[Plan]) -> Trace | Plan | None:
+    """What the file holds, or None if it is refused, as it should be."""
+    try:
+        return model.load(path)
+    except FileFormatError as error:
+        assert type(error) is (TraceError if model is Trace else PlanError)
+        one_line(path, error)
+        return None
+
+
+def on_demand(trace: Trace, budgets: Budgets) -> Plan:
+    """A plan that no solver has seen."""
+    problem = Problem.of(trace, budgets)
+    return build_plan(problem, evict_furthest(problem, {}, early=False), policy="on demand")
+
+
+def work_with(loaded: Trace | Plan, trace: Trace) -> None:
+    """Everything that the commands do with a file that was read, but for the solver."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(TeraioError):
+        if isinstance(loaded, Trace):
+            show(trace_tables(summarise_trace(loaded), 10))
+            loaded = on_demand(trace := loaded, Budgets(device_bytes=20, storage_bytes=10**6))
+        else:
+            show(plan_tables(summarise_plan(loaded), 10))
+        show(replay_tables(summarise_replay(trace, loaded, simulate(trace, loaded)), 10))
+        show(plan_tables(summarise_plan(loaded, trace), 10))
+
+
+@pytest.mark.parametrize("model", [Trace, Plan])
+def test_hostile_values_at_every_place(
+    tmp_path: Path, whole: dict[type[Trace] | type[Plan], Any], model: type[Trace] | type[Plan]
+) -> None:
+    trace = Trace.model_validate(whole[Trace])
+    path = tmp_path / "file.json"
+    refused, taken = 0, 0
+    chance = random.Random(1)
+    for place in places(whole[model]):
+        for token in HOSTILE:
+            path.write_text(replaced(whole[model], place, token))
+            loaded = load(path, model)
+            if loaded is None:
+                refused += 1
+                continue
+            taken += 1
+            if chance.random() < 0.3:
+                work_with(loaded, trace)
+    assert refused > 1500 and taken > 100, "the changes reach the models' rules, and some are harmless"
+
+
+@pytest.mark.parametrize("model", [Trace, Plan])
+def test_damaged_bytes(tmp_path: Path, whole: dict[type[Trace] | type[Plan], Any], model: type[Trace] | type[Plan]) -> None:
+    trace = Trace.model_validate(whole[Trace])
+    raw = json.dumps(whole[model], indent=1).encode()
+    chance = random.Random(2)
+    refused = 0
+    for number in range(800):
+        damaged = bytearray(raw)
+        for _ in range(chance.randint(1, 3)):
+            at = chance.randrange(len(damaged))
+            if number % 4 == 0:
+                damaged[at] ^= 1 << chance.randrange(8)
+            elif number % 4 == 1:
+                damaged[at : at + chance.randint(1, 40)] = b""
+            elif number % 4 == 2:
+                damaged[at : at + 1] = chance.randbytes(chance.randint(1, 4))
+            else:
+                other = chance.randrange(len(damaged))
+                damaged[at:at] = damaged[other : other + chance.randint(1, 60)]
+        packed = number % 10 == 9
+        path = tmp_path / ("file.json.gz" if packed else "file.json")
+        path.write_bytes(gzip.compress(damaged, 1) if packed else damaged)
+        loaded = load(path, model)
+        refused += loaded is None
+        if loaded is not None:
+            work_with(loaded, trace)
+    assert 400 < refused < 800
+
+
+def test_a_damaged_compressed_file(tmp_path: Path, whole: dict[type[Trace] | type[Plan], Any]) -> None:
+    path = tmp_path / "trace.json.gz"
+    raw = gzip.compress(json.dumps(whole[Trace]).encode())
+    chance = random.Random(3)
+    for number in range(300):
+        damaged = bytearray(raw)
+        damaged[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged if number % 2 else damaged[: chance.randrange(len(raw))])
+        load(path, Trace)
+
+
+def test_the_command_line_never_shows_a_traceback(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    whole: dict[type[Trace] | type[Plan], Any],
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer replaces it
+    chance = random.Random(4)
+    trace, made, hostile = tmp_path / "trace.json", tmp_path / "plan.json", tmp_path / "hostile.json"
+    trace.write_text(json.dumps(whole[Trace]))
+    made.write_text(json.dumps(whole[Plan]))
+    codes = set()
+    for number in range(120):
+        model = (Trace, Plan)[number % 2]
+        place = chance.choice(list(places(whole[model])))
+        hostile.write_text(replaced(whole[model], place, chance.choice(HOSTILE)))
+        commands: list[list[object]] = [["inspect", hostile], ["inspect", hostile, "--json"]]
+        if model is Trace:
+            commands += [["simulate", hostile, made], ["plan", hostile, "--device", "20", "--policy", "belady"]]
+            commands += [["inspect", made, "--trace", hostile]]
+        else:
+            commands += [["simulate", trace, hostile], ["inspect", hostile, "--trace", trace]]
+        monkeypatch.setattr(sys, "argv", ["teraio", *map(str, chance.choice(commands))])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        codes.add(ended.value.code)
+        if ended.value.code:
+            assert captured.err.startswith("teraio: ") and captured.err.count("\n") == 1 and len(captured.err) < 2500
+            assert captured.err[:-1].isprintable()
+    assert codes == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("size", "seconds", "rate", "solved"),
+    [
+        (LARGEST_NUMBER, 1e18, 1e-60, True),
+        (LARGEST_NUMBER, 1e-60, 1e18, True),
+        (LARGEST_NUMBER, 1e-60, 1e-60, True),
+        (1, 1e18, 1e18, True),
+        (LARGEST_NUMBER, 1.0, 1e6, True),
+        (LARGEST_NUMBER, 1e18, 1.0, True),
+        (1, 1e-6, 1e6, True),
+    ],
+)
+def test_numbers_up_to_the_limits_are_planned(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    whole: dict[type[Trace] | type[Plan], Any],
+    size: int,
+    seconds: float,
+    rate: float,
+    solved: bool,
+) -> None:
+    """All at once as large, as slow or as fast as a file can say."""
+    content = copy.deepcopy(whole[Trace])
+    content["subgroups"] = []
+    for stage in content["stages"]:
+        stage.update(duration_seconds=seconds, workspace_bytes=size if stage["workspace_bytes"] else 0)
+    for block in content["blocks"]:
+        block["size_bytes"] = size
+    for link in content["hardware"]["links"]:
+        link["bytes_per_second"] = rate
+    content["hardware"]["shared"][0]["bytes_per_second"] = rate
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(content))
+    loaded, budgets = Trace.load(path), Budgets(device_bytes=2 * size)
+    plans = [on_demand(loaded, budgets)]
+    if solved:
+        plans += [plan(loaded, budgets, policy=policy, time_limit_seconds=5) for policy in ("ilp", "g10")]
+    for made in plans:
+        timeline = simulate(loaded, made)
+        assert loaded.ideal_seconds <= timeline.iteration_seconds < float("inf")
+        show(replay_tables(summarise_replay(loaded, made, timeline), 10))
+        show(plan_tables(summarise_plan(made, loaded), 10))
+        assert capsys.readouterr().out.count("critical path  ") == 2
+    show(trace_tables(summarise_trace(loaded), 10))
+
+
+# single faults, and where the message says they are
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("1" + "0" * 30, "blocks.1.size_bytes: the number 1000000000000000000000000000000; at most 9,223,372,036,854,775,807"),
+        ("1" + "0" * 400, "blocks.1.size_bytes: the number 1000"),
+        ("-" + "9" * 20, "blocks.1.size_bytes: the number -99999999999999999999; at most"),
+        ("9" * 5000, "a number has thousands of digits"),
+        ("1e400", "blocks.1.size_bytes: the number inf; at most"),
+        ("1e-320", "blocks.1.size_bytes: the number 1e-320; it may be 0, or at least 1e-60"),
+        ("NaN", "blocks.1.size_bytes: Input should be a valid integer"),
+        ('"' + "x" * 4097 + '"', "blocks.1.size_bytes: a text of 4,097 characters; at most 4,096"),
+        ('1, "size_bytes": 1', "blocks.1.size_bytes: given more than once"),
+        ("[" * 100_000, "nests too deeply"),
+        ("[" * 500 + "]" * 500, "line 1"),
+        ('"\\ud800"', "line 1"),
+        ('"\n"', "malformed JSON at line 1 column"),
+        ('1, "\\u001b[2Jfield": 1', "blocks.1.\\x1b[2Jfield: Extra inputs are not permitted"),
+    ],
+)  # fmt: skip
+def test_the_place_of_a_fault(
+    tmp_path: Path, whole: dict[type[Trace] | type[Plan], Any], token: str, message: str
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(replaced(whole[Trace], ("blocks", 1, "size_bytes"), token))
+    with pytest.raises(TraceError, match=re.escape(message)) as caught:
+        Trace.load(path)
+    one_line(path, caught.value)
+
+
+@pytest.mark.parametrize("field", ["format", "version"])
+@pytest.mark.parametrize("token", ['"' + "y" * 100_000 + '"', '{"deep": [[[[[1]]]]]}', "1e99", "true", '"\\u001b[31m"', "[]"])
+def test_other_formats_and_versions_are_quoted_short(
+    tmp_path: Path, whole: dict[type[Trace] | type[Plan], Any], field: str, token: str
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(replaced(whole[Trace], (field,), token))
+    with pytest.raises(TraceError, match=field) as caught:
+        Trace.load(path)
+    one_line(path, caught.value)
+    assert len(str(caught.value)) < len(str(path)) + 400
+
+
+def test_a_long_list_is_not_quoted_whole(tmp_path: Path, whole: dict[type[Trace] | type[Plan], Any]) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(replaced(whole[Trace], ("blocks", 0, "reads"), json.dumps([3, *range(100_000)])))
+    with pytest.raises(TraceError, match=r"blocks\.0: .*must ascend.*characters\)") as caught:
+        Trace.load(path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_byte_order_mark_is_ignored(tmp_path: Path, whole: dict[type[Trace] | type[Plan], Any]) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(whole[Trace]).encode())
+    assert Trace.load(path) == Trace.model_validate(whole[Trace]) and read_format(path) == "teraio.trace"
+
+
+def test_a_null_byte_in_the_name() -> None:
+    with pytest.raises(TraceError, match="cannot be read: embedded null byte"):
+        Trace.load("trace\0.json")
+
+
+def test_printable() -> None:
+    assert printable("größe ≤ 3 µs") == "größe ≤ 3 µs"
+    assert printable("a\x1b[0m\n\x9b\u202e\ud800") == "a\\x1b[0m\\n\\x9b\\u202e\\ud800"
+    assert printable("x" * 11, most=10) == "xxxxxxxxxx… (11 characters)"
+
+
+# what must neither hang nor fill the memory
+
+
+LOADS_WITHIN = """
+import resource, sys
+from planner import Plan, Trace
+from planner.errors import FileFormatError
+limit = {megabytes} << 20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    {model}.load(sys.argv[1])
+except FileFormatError as error:
+    print(error)
+"""
+
+
+def loads_within(path: str | Path, megabytes: int, *, model: type[Trace] | type[Plan] = Trace) -> str:
+    """The error of loading a file in a process that may have so much address space. Fails if it takes 20 s."""
+    program = LOADS_WITHIN.format(megabytes=megabytes, model=model.__name__)
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def test_a_small_file_that_unpacks_to_gigabytes(tmp_path: Path) -> None:
+    """4 GiB of blanks, four megabytes packed, read by a process that may have 1 GiB."""
+    member = gzip.compress(b" " * (64 << 20))
+    path = tmp_path / "bomb.json.gz"
+    path.write_bytes(member * 64)
+    assert path.stat().st_size < 5_000_000
+    message = loads_within(path, 1024)
+    assert f"more than {MOST_BYTES:,} bytes when unpacked, and at most {MOST_BYTES:,} are read" in message
+
+
+def test_a_huge_plain_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "huge.json"
+    with path.open("wb") as stream:
+        stream.truncate(1 << 40)
+    for load_it in (Trace.load, Plan.load, read_format):
+        with pytest.raises(TeraioError, match=r"1,099,511,627,776 bytes, and at most .* are read"):
+            load_it(path)
+
+
+def test_many_values_are_not_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "many.json"
+    path.write_text('{"format": "teraio.trace", "version": 1, "blocks": [' + "[]," * MOST_VALUES + "0]}")
+    message = loads_within(path, 1024)
+    assert re.search(r"about 2,000,0\d\d values, and at most 1,000,000 are read", message)
+
+
+LISTS: list[tuple[type[Trace] | type[Plan], tuple[Any, ...]]] = [
+    *((Trace, (field,)) for field in ("stages", "blocks", "subgroups", "recompute")),
+    (Trace, ("hardware", "links")),
+    (Trace, ("hardware", "shared")),
+    (Trace, ("blocks", 0, "reads")),
+    *((Plan, (field,)) for field in ("moves", "initial", "updates", "recompute")),
+]
+
+
+@pytest.mark.parametrize(("model", "place"), LISTS, ids=[".".join(map(str, place)) for _, place in LISTS])
+def test_many_faults_are_not_collected(
+    tmp_path: Path,
+    whole: dict[type[Trace] | type[Plan], Any],
+    model: type[Trace] | type[Plan],
+    place: tuple[Any, ...],
+) -> None:
+    """490,000 objects without any of their fields, just within `MOST_VALUES`: to report what each lacks takes gigabytes."""
+    path = tmp_path / "file.json"
+    path.write_text(replaced(whole[model], place, "[" + "{}," * 489_999 + "{}]"))
+    message = loads_within(path, 1024, model=model)
+    where = ".".join(map(str, place))
+    assert re.search(rf" {re.escape(where)}\.0(\.\w+)?: ", message) and f"{where}.1" not in message
+    assert "at most 1,000,000 are read" not in message
+
+
+def test_deep_and_wide_takes_no_memory_for_its_places(tmp_path: Path) -> None:
+    """If each of 600,000 values had a list of the 900 keys that lead to it, that alone would be 4 GB."""
+    path = tmp_path / "deep.json"
+    nested = '{"format": "teraio.trace", "version": 1, "name": ' + "[" * 900 + "0," * 600_000 + "1e400" + "]" * 900 + "}"
+    path.write_text(nested)
+    assert "the number inf; at most" in loads_within(path, 1024)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "/dev/null", "fifo", "fifo.gz"])
+def test_devices_and_pipes_are_refused_at_once(tmp_path: Path, name: str) -> None:
+    path = Path(name) if name.startswith("/") else tmp_path / name
+    if not path.exists():
+        os.mkfifo(path)
+    assert "it is a device or a pipe; give the name of a regular file" in loads_within(path, 1024)
+
+
+def test_problems_are_counted_not_listed(whole: dict[type[Trace] | type[Plan], Any], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(replaced(whole[Trace], ("blocks",), "[{}]"))
+    with pytest.raises(TraceError, match=r"blocks\.0\.id: Field required; .*; and 2 more$") as caught:
+        Trace.load(path)
+    one_line(path, caught.value)
+    assert str(caught.value).count(";") == 5

@@ -1,0 +1,144 @@
+"""Which stream a copy goes to, in which direction, and what is waited for; CUDA's part is played by host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from planner.errors import StorageError
+from runtime.cuda.copier import CudaCopier, PinnedBuffer
+from runtime.storage.store import ALIGNMENT_BYTES
+
+SIZE = 8192
+
+
+class Stream:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
+class Cuda:
+    """Stands for what the copier uses of torch.cuda. log: what happened, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, object]] = []
+        self.current: Stream | None = None
+        self.elsewhere = False
+        cuda = self
+
+        class Event:
+            def __init__(self, *, blocking: bool) -> None:
+                assert blocking
+
+            def record(self, stream: Stream) -> None:
+                assert stream is cuda.current
+                cuda.log.append(("record", stream))
+
+            def synchronize(self) -> None:
+                cuda.log.append(("wait", None))
+
+        self.Event = Event
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self.current = stream
+        yield
+        self.current = None
+
+    def as_tensor(self, memory: Any, device: torch.device) -> torch.Tensor:
+        address, size = memory.__cuda_array_interface__["data"][0], memory.__cuda_array_interface__["shape"][0]
+        assert device == torch.device("cuda", 1)
+        tensor = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+        return tensor.clone() if self.elsewhere else tensor
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    cuda = Cuda()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", cuda.Event)
+    monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
+    monkeypatch.setattr(torch, "as_tensor", cuda.as_tensor)
+    return cuda
+
+
+def memory() -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(os.urandom(SIZE), SIZE)
+
+
+@pytest.mark.parametrize("call", ["to_host", "to_device"])
+def test_bytes_go_from_source_to_target_and_only_the_copy_is_waited_for(cuda: Cuda, call: str) -> None:
+    copier = CudaCopier(torch.device("cuda"))
+    target, source = memory(), memory()
+    expected = target.raw[:4096] + source.raw[4096:6000] + target.raw[6000:]
+    copy = getattr(copier, call)(ctypes.addressof(target) + 4096, ctypes.addressof(source) + 4096, 6000 - 4096)
+    assert [name for name, _ in cuda.log] == ["record"]
+    copy.wait()
+    assert [name for name, _ in cuda.log] == ["record", "wait"]
+    assert target.raw == expected
+
+
+def test_each_thread_and_direction_has_a_stream_of_its_own(cuda: Cuda) -> None:
+    copier = CudaCopier(torch.device("cuda", 1))
+    target, source = memory(), memory()
+
+    def copy() -> None:
+        for _ in range(2):
+            copier.to_host(ctypes.addressof(target), ctypes.addressof(source), SIZE)
+            copier.to_device(ctypes.addressof(target), ctypes.addressof(source), SIZE)
+
+    copy()
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+    streams = [stream for _, stream in cuda.log]
+    assert all(isinstance(stream, Stream) and stream.device == torch.device("cuda", 1) for stream in streams)
+    assert streams[:2] == streams[2:4] and streams[4:6] == streams[6:8]
+    assert len(set(map(id, streams))) == 4
+
+
+def test_an_address_of_another_device_is_refused_instead_of_copied(cuda: Cuda) -> None:
+    cuda.elsewhere = True
+    target, source = memory(), memory()
+    before = target.raw
+    copier = CudaCopier(torch.device("cuda", 1))
+    for call in (copier.to_host, copier.to_device):
+        with pytest.raises(StorageError, match="is not in the memory of cuda:1"):
+            call(ctypes.addressof(target), ctypes.addressof(source), SIZE)
+    assert target.raw == before and cuda.log == []
+
+
+@pytest.mark.parametrize("skew", [0, 64])
+def test_buffers_are_aligned_also_where_pytorch_is_not(monkeypatch: pytest.MonkeyPatch, skew: int) -> None:
+    asked: list[int] = []
+    room = torch.zeros(4 * ALIGNMENT_BYTES, dtype=torch.uint8)
+    begin = -room.data_ptr() % ALIGNMENT_BYTES + skew
+
+    def empty(size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert dtype == torch.uint8 and pin_memory
+        asked.append(size)
+        return room[begin : begin + size]
+
+    monkeypatch.setattr(torch, "empty", empty)
+    buffer = PinnedBuffer(ALIGNMENT_BYTES)
+    assert buffer.address % ALIGNMENT_BYTES == 0
+    assert asked == [ALIGNMENT_BYTES] if skew == 0 else asked == [ALIGNMENT_BYTES, 2 * ALIGNMENT_BYTES]
+    assert room.data_ptr() + begin <= buffer.address
+    assert buffer.address + ALIGNMENT_BYTES <= room.data_ptr() + begin + asked[-1]
+
+
+def test_no_memory_to_pin_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(StorageError, match="cannot pin a staging buffer of 4,096 bytes: CUDA error.*lower host_budget"):
+        PinnedBuffer(4096)

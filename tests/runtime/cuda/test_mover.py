@@ -1,0 +1,262 @@
+"""The stream mover under the pager, on a device that runs its lanes in any order that their events allow.
+
+Every sequence is random, and so is the order in which the device does what was queued. No stage, copy or user code may
+ever see other bytes than those written last. `test_every_wait_is_needed` leaves out one wait after the other and sees
+that these tests notice.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from planner.errors import ChecksumError
+from runtime.cuda.mover import _Arriving
+from runtime.device.streams import Lane
+from runtime.paging.block import Block, State
+
+from ..block_machine import TIERS
+from ..memory_mover import Stepping
+from ..simulated_device import SimulatedDevice, SimulatedEvent
+from ..simulated_machine import SimulatedMachine
+
+STEPS = 120
+
+
+MODES = pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
+"""The debug mode adds waits of its own: everything must hold without them, and with them nothing else may break."""
+
+
+def unchanged(machine: SimulatedMachine) -> None:
+    """All rules are kept."""
+
+
+def run(
+    seed: int, tiers: Sequence[str], prepare: Callable[[SimulatedMachine], None] = unchanged, *, debug: bool = False
+) -> SimulatedMachine:
+    machine = SimulatedMachine(seed, budget_blocks=random.Random(seed).randint(4, 7), tiers=tiers, debug=debug)
+    prepare(machine)
+    try:
+        machine.run(STEPS // 8)
+        return machine
+    finally:
+        machine.mover.close()
+
+
+@MODES
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+@pytest.mark.parametrize("seed", range(20))
+def test_any_sequence_in_any_order(seed: int, tiers: Sequence[str], debug: bool) -> None:
+    machine = run(seed, tiers, debug=debug)
+    assert machine.pager.evictions > 20
+    slots = {block.slot for block in machine.tensors if block.slot is not None}
+    machine.tensors.clear()
+    machine.device.synchronise()
+    machine.pager.forget_dead()
+    assert slots and machine.slab.used_bytes == machine.files.used_bytes == 0, "every slot came back"
+    assert machine.debug is None or not (machine.debug._hashes or machine.debug._unseen), "blocks that are gone are forgotten"
+
+
+def dies_while_it_arrives(seed: int, prepare: Callable[[SimulatedMachine], None], *, debug: bool = False) -> SimulatedMachine:
+    """A block is fetched and dropped before its copy in has ended; a stage makes another block at once."""
+    machine = SimulatedMachine(seed, budget_blocks=2, tiers=("host",), debug=debug)
+    prepare(machine)
+    machine.slow(Lane.INWARD)
+    with machine.device.region():
+        machine.pager.enter()
+        block = machine.made()
+        machine.pager.offload(block)
+        machine.device.synchronise()
+        machine.pager.forget_dead()
+        assert block.state is State.AWAY
+        machine.pager.prefetch(block)
+        del machine.tensors[block], machine.expected[block]
+        machine.made()
+        machine.pager.fence()
+    machine.finish()
+    return machine
+
+
+def arrives_while_user_code_runs(
+    seed: int, prepare: Callable[[SimulatedMachine], None], *, debug: bool = False
+) -> SimulatedMachine:
+    """User code reads a block and lets go of it; then a drive makes room for a prefetch, which may get that memory."""
+    machine = SimulatedMachine(seed, budget_blocks=3, tiers=("host", "storage"), debug=debug)
+    prepare(machine)
+    machine.slow(Lane.USER)
+    with machine.device.region():
+        machine.pager.enter()
+        fetched, leaving, seen = machine.made(), machine.made(), machine.made(visible=True)
+        machine.pager.offload(fetched, "host")
+        machine.device.synchronise()
+        machine.pager.forget_dead()
+        other = machine.made()
+        machine.pager.offload(leaving, "storage")
+        machine.pager.prefetch(fetched)
+        assert fetched.state is State.AWAY, "there is no room yet"
+        machine.pager.fence()
+    machine.between_regions = True
+    machine.kernel(Lane.USER, seen, None)
+    del machine.tensors[seen], machine.expected[seen]
+    machine.drive.finish()
+    assert fetched.state is State.ON_DEVICE and other.state is State.ON_DEVICE
+    machine.between_regions = False
+    machine.finish()
+    return machine
+
+
+def leaves_twice_before_the_fence(
+    seed: int, prepare: Callable[[SimulatedMachine], None], *, debug: bool = False
+) -> SimulatedMachine:
+    """A copy to a drive ends while the fence waits for it, but the device has not ended the copy to the host tier before."""
+    machine = SimulatedMachine(seed, budget_blocks=3, tiers=("host", "storage"), debug=debug)
+    prepare(machine)
+    machine.slow(Lane.OUTWARD)
+    with machine.device.region():
+        machine.pager.enter()
+        block = machine.made(visible=True)
+        machine.pager.offload(block, "host")
+        machine.pager.acquire([block], 0, "write")
+        machine.kernel(Lane.COMPUTE, block, machine.new_value())
+        machine.pager.retire([block], [block])
+        machine.pager.offload(block, "storage")
+        machine.pager.fence()
+        assert block.state is State.AWAY
+    machine.finish()
+    return machine
+
+
+@MODES
+@pytest.mark.parametrize("scene", [dies_while_it_arrives, arrives_while_user_code_runs, leaves_twice_before_the_fence])
+def test_scenes(scene: Callable[..., SimulatedMachine], debug: bool) -> None:
+    for seed in range(20):
+        scene(seed, unchanged, debug=debug).mover.close()
+
+
+def test_the_end_waits_for_copies_from_memory_that_goes() -> None:
+    machine = SimulatedMachine(0, budget_blocks=2, tiers=("host",))
+    machine.slow(Lane.INWARD)
+    with machine.device.region():
+        machine.pager.enter()
+        block = machine.made(visible=True)
+        machine.pager.offload(block)
+        machine.pager.fence()
+    assert block.state is State.AWAY
+    with machine.device.region():
+        machine.pager.bring_back_all()
+        machine.kernel(Lane.COMPUTE, block, None)
+    assert machine.device.lanes[Lane.INWARD], "the copy is queued"
+    machine.mover.close()
+    assert not machine.device.lanes[Lane.INWARD]
+    machine.device.synchronise()
+    assert not machine.wrong
+
+
+class Deaf(SimulatedDevice):
+    """A device on which some lanes do not wait."""
+
+    deaf: tuple[Lane, ...] = ()
+
+    def wait(self, lane: Lane, event: SimulatedEvent) -> None:
+        if lane not in self.deaf:
+            super().wait(lane, event)
+
+
+def no_wait(lane: Lane) -> Callable[[SimulatedMachine], None]:
+    def prepare(machine: SimulatedMachine) -> None:
+        machine.device.__class__ = Deaf
+        machine.device.deaf = (lane,)  # type: ignore[attr-defined]
+
+    return prepare
+
+
+def no_landing(machine: SimulatedMachine) -> None:
+    machine.mover.land = lambda blocks: [machine.mover._in.pop(block, None) for block in blocks]  # type: ignore
+
+
+def no_wait_to_release(machine: SimulatedMachine) -> None:
+    release = machine.mover.release
+
+    def hasty(block: Block) -> None:
+        machine.mover._out.pop(block, None)
+        release(block)
+
+    machine.mover.release = hasty  # type: ignore[method-assign]
+
+
+def no_hold(machine: SimulatedMachine) -> None:
+    """A copy in does not keep its storage alive."""
+    copy_in = machine.mover.copy_in
+
+    def careless(block: Block, done: Callable[[Any], None]) -> None:
+        def then(error: Any) -> None:
+            if block in machine.mover._in:
+                event = machine.mover._in[block].event
+                machine.mover._in[block] = _Arriving(event, torch.UntypedStorage(0))
+            done(error)
+
+        copy_in(block, then)
+
+    machine.mover.copy_in = careless  # type: ignore[method-assign]
+
+
+def no_user(machine: SimulatedMachine) -> None:
+    """Copies in between regions do not wait for what user code does."""
+    record = machine.device.record
+
+    def forgetful(lane: Lane) -> SimulatedEvent:
+        event = record(lane)
+        event.passed = event.passed or lane is Lane.USER and machine.between_regions
+        return event
+
+    machine.device.record = forgetful  # type: ignore[method-assign]
+
+
+def drives_do_not_wait(machine: SimulatedMachine) -> None:
+    finish = machine.drive.finish
+
+    def hasty() -> bool:
+        if machine.drive.queue:
+            move, on_done, _, transfer = machine.drive.queue.popleft()
+            machine.drive.queue.appendleft((move, on_done, lambda: None, transfer))
+        return finish()
+
+    machine.drive.finish = hasty  # type: ignore[method-assign]
+    machine.pager._changed = Stepping(hasty)
+
+
+def any_sequence(seed: int, prepare: Callable[[SimulatedMachine], None], *, debug: bool = False) -> SimulatedMachine:
+    return run(seed, ("host", "storage"), prepare, debug=debug)
+
+
+@MODES
+@pytest.mark.parametrize(
+    ("scene", "without"),
+    [
+        pytest.param(any_sequence, no_wait(Lane.OUTWARD), id="rule 1"),
+        pytest.param(any_sequence, no_wait(Lane.INWARD), id="rule 2"),
+        pytest.param(arrives_while_user_code_runs, no_user, id="rule 2, user code"),
+        pytest.param(any_sequence, no_landing, id="rule 3"),
+        pytest.param(any_sequence, no_wait_to_release, id="rule 4"),
+        pytest.param(dies_while_it_arrives, no_hold, id="rule 5"),
+        pytest.param(any_sequence, drives_do_not_wait, id="drives"),
+    ],
+)
+def test_every_wait_is_needed(
+    scene: Callable[..., SimulatedMachine], without: Callable[[SimulatedMachine], None], debug: bool
+) -> None:
+    """One rule of [Note: What orders what] is broken at a time: in some order of events there must be wrong bytes."""
+    for seed in range(100):
+        try:
+            scene(seed, without, debug=debug)
+        except ChecksumError:
+            assert debug
+            return
+        except AssertionError as error:
+            assert "instead of" in str(error)
+            return
+    pytest.fail("nothing noticed that the rule was broken")

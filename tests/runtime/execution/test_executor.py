@@ -1,0 +1,421 @@
+"""Programs of hand-made stages: run straight through and managed, with what the observer is told and what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from planner.errors import StorageFullError
+from runtime.cpu.memory import CpuMemory
+from runtime.execution.executor import run_managed, run_plain
+from runtime.execution.program import Constant, Kind, Program, Stage
+from runtime.execution.workspace import WorkspaceMeter
+from runtime.paging.block import Block, State
+from runtime.paging.pager import Pager
+
+from ..memory_mover import UNIT, Bench
+
+WIDTH = 2 * UNIT
+MIB = 1 << 20
+"""Bytes of every tensor here."""
+
+
+@dataclass
+class Recorder:
+    """An observer that notes what it is told; `fetch` is what it asks for, by stage."""
+
+    regions: list[tuple[Hashable, int]] = field(default_factory=list)
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    fetch: dict[int, list[Block]] = field(default_factory=dict)
+    reached: int = 0
+    ended: int = 0
+
+    def region_begins(self, identity: Hashable, stage_count: int) -> None:
+        self.regions.append((identity, stage_count))
+
+    def stage_reached(self) -> Sequence[Block]:
+        self.reached += 1
+        return self.fetch.get(self.reached - 1, ())
+
+    def stage_ended(self, **record: Any) -> None:
+        self.stages.append(record)
+
+    def region_ended(self) -> None:
+        self.ended += 1
+
+
+def filled(value: float) -> torch.Tensor:
+    return torch.full((WIDTH // 4,), float(value))
+
+
+def stage(
+    name: str,
+    run: Callable[..., tuple[Any, ...]],
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    *,
+    frees: tuple[int, ...] = (),
+    next_uses: tuple[int, ...] = (),
+    mutates: tuple[int, ...] = (),
+) -> Stage:
+    def boxed(values: list[Any]) -> Sequence[Any]:
+        arguments = list(values)
+        values.clear()
+        return run(*arguments)
+
+    return Stage(
+        name=name,
+        phase="forward",
+        run=boxed,
+        inputs=inputs,
+        outputs=outputs,
+        frees=frees,
+        next_uses=next_uses or (-1,) * (len(inputs) + len(outputs)),
+        input_bytes=len(inputs) * WIDTH,
+        output_bytes=len(outputs) * WIDTH,
+        workspace_bytes=0,
+        mutates=mutates,
+    )
+
+
+def program(*stages: Stage, inputs: int, results: tuple[int | Constant, ...], kinds: Sequence[Kind] = ()) -> Program:
+    slots = 1 + max(slot for s in stages for slot in (*s.inputs, *s.outputs))
+    return Program(
+        identity="p",
+        name="p",
+        phase="forward",
+        stages=stages,
+        input_count=inputs,
+        slot_names=tuple(f"slot{number}" for number in range(slots)),
+        slot_kinds=tuple([*kinds, *["activation"] * (slots - len(kinds))]),
+        results=results,
+        user_results=(0,),
+        kept_bytes=0,
+        small_bytes=0,
+    )
+
+
+def chain() -> Program:
+    """0 -> 2 = 0 + 1 -> 3 = 2 * 2 -> 4 = 3 - 0; results 4, None and 2."""
+    return program(
+        stage("add", lambda a, b: (a + b,), (0, 1), (2,), frees=(1,), next_uses=(2, -1, 1)),
+        stage("double", lambda a: (a * 2,), (2,), (3,), next_uses=(-1, 2)),
+        stage("subtract", lambda a, b: (a - b,), (3, 0), (4,), frees=(3, 0)),
+        inputs=2,
+        results=(4, Constant(None), 2),
+    )
+
+
+def managed(plan: Program, arguments: list[Any], bench: Bench, recorder: Recorder | None = None) -> list[Any]:
+    return run_managed(plan, arguments, bench.pager, recorder or Recorder(), WorkspaceMeter(None))
+
+
+def test_straight_through() -> None:
+    arguments = [filled(3), filled(4)]
+    difference, nothing, total = run_plain(chain(), arguments)
+    assert arguments == [] and nothing is None
+    assert difference.tolist() == filled(11).tolist() and total.tolist() == filled(7).tolist()
+
+
+def test_managed_gives_the_same() -> None:
+    bench = Bench(None)
+    arguments = [filled(3), filled(4)]
+    difference, nothing, total = managed(chain(), arguments, bench)
+    assert arguments == [] and nothing is None
+    assert difference.tolist() == filled(11).tolist() and total.tolist() == filled(7).tolist()
+    assert {block.name for block in bench.pager.blocks} == {"slot4", "slot2"}
+    assert bench.pager.peak_bytes <= 4 * WIDTH
+
+
+@pytest.mark.parametrize("budget", [3, 4, 5])
+def test_managed_under_a_budget(budget: int) -> None:
+    bench = Bench(budget * WIDTH)
+    kept = [bench.make(f"other {number}", 2) for number in range(3)]
+    difference, _, total = managed(chain(), [filled(3), filled(4)], bench)
+    assert difference.tolist() == filled(11).tolist() and total.tolist() == filled(7).tolist()
+    assert bench.pager.evictions > 0
+    assert [bench.value(block.name) for block in kept] == [1, 1, 1]
+
+
+def test_what_is_not_needed_any_more_is_freed_inside_a_stage() -> None:
+    seen: list[bool] = []
+    probe = filled(1)
+    block = Bench(None).pager.block_of(probe, name="probe", kind="activation", user_visible=False)
+
+    def look(a: torch.Tensor) -> tuple[torch.Tensor]:
+        doubled = a * 2
+        del a
+        seen.append(block.dead)
+        return (doubled,)
+
+    def boxed(values: list[Any]) -> Sequence[Any]:
+        doubled = values.pop() * 2
+        seen.append(block.dead)
+        return (doubled,)
+
+    base = stage("look", look, (0,), (1,), frees=(0,))
+    plan = program(
+        Stage(**{name: getattr(base, name) for name in base.__slots__} | {"run": boxed}), inputs=1, results=(1,)
+    )
+    arguments = [probe]
+    del probe
+    run_plain(plan, arguments)
+    assert seen == [True]
+
+
+def test_the_observer_hears_of_every_stage() -> None:
+    bench, recorder = Bench(None), Recorder()
+    managed(chain(), [filled(3), filled(4)], bench, recorder)
+    assert recorder.regions == [("p", 3)] and recorder.reached == 3 and recorder.ended == 1
+    assert [record["name"] for record in recorder.stages] == ["add", "double", "subtract"]
+    names = [[[b.name for b in record[key]] for key in ("read", "made")] for record in recorder.stages]
+    assert names == [[["slot0", "slot1"], ["slot2"]], [["slot2"], ["slot3"]], [["slot3", "slot0"], ["slot4"]]]
+    ahead = [{b.name: after for b, after in record["next_uses"].items()} for record in recorder.stages]
+    assert ahead == [{"slot0": 2, "slot2": 1}, {"slot3": 1}, {}]
+    assert all(record["end"].seconds_since(record["begin"]) >= 0 for record in recorder.stages)
+
+
+def test_views_are_not_made_and_have_the_nearest_next_use() -> None:
+    plan = program(
+        stage("split", lambda a: (a[:4], a[4:]), (0,), (1, 2), next_uses=(-1, 2, 1)),
+        stage("right", lambda a: (a + 1,), (2,), (3,)),
+        stage("left", lambda a: (a + 1,), (1,), (4,)),
+        inputs=1,
+        results=(3, 4),
+    )
+    recorder = Recorder()
+    managed(plan, [filled(1)], Bench(None), recorder)
+    assert recorder.stages[0]["made"] == []
+    assert list(recorder.stages[0]["next_uses"].values()) == [1]
+    assert recorder.stages[1]["read"] == recorder.stages[2]["read"] == recorder.stages[0]["read"]
+
+
+def test_a_stage_that_writes_its_input() -> None:
+    bench, recorder = Bench(None), Recorder()
+    running = filled(1)
+    block = bench.pager.block_of(running, name="running", kind="buffer", user_visible=True)
+    bench.pager.offload(block)
+    bench.mover.finish()
+    plan = program(
+        stage("read", lambda a: (a + 0,), (0,), (1,), next_uses=(1, -1)),
+        stage("update", lambda a: (a.mul_(5) * 1,), (0,), (2,), mutates=(0,)),
+        inputs=1,
+        results=(1, 2),
+        kinds=["buffer"],
+    )
+    managed(plan, [running], bench, recorder)
+    assert [record["written"] for record in recorder.stages] == [[], [block]]
+    assert not block.copy_is_valid and running.tolist() == filled(5).tolist()
+
+
+def test_results_and_inputs_are_reachable_for_user_code_but_what_is_saved_is_not() -> None:
+    bench = Bench(None)
+    shown, _, saved = managed(chain(), [filled(3), filled(4)], bench)
+    known = [bench.pager.known_block(value) for value in (shown, saved)]
+    assert [block.user_visible for block in known if block is not None] == [True, False]
+
+
+def test_parameters_are_made_movable_and_given_activations_are_left_alone() -> None:
+    bench = Bench(None)
+    plan = program(
+        stage("use", lambda a, b: (a + b,), (0, 1), (2,)), inputs=2, results=(2,), kinds=["parameter", "activation"]
+    )
+    parameter = torch.ones(UNIT // 4)
+    managed(plan, [parameter, torch.ones(UNIT // 4)], bench)
+    assert bench.mover.log.count("adopt") == 1
+    managed(plan, [parameter, torch.ones(UNIT // 4)], bench)
+    assert bench.mover.log.count("adopt") == 1, "a block stays where it is"
+
+
+def test_numbers_and_sparse_tensors_are_no_blocks() -> None:
+    bench = Bench(None)
+    plan = program(
+        stage("use", lambda n, s: (torch.sparse.sum(s) * n,), (0, 1), (2,)), inputs=2, results=(2,), kinds=["activation"] * 2
+    )
+    (result,) = managed(plan, [3, torch.eye(4).to_sparse()], bench)
+    assert float(result) == 12
+    assert [block.name for block in bench.pager.blocks] == ["slot2"]
+
+
+# -- errors
+
+
+class Broken(Exception):
+    """Raised by the stages here."""
+
+
+def breaking(*_: Any) -> tuple[Any, ...]:
+    raise Broken
+
+
+def test_a_stage_that_raises() -> None:
+    bench, recorder = Bench(None), Recorder()
+    first, second = filled(3), filled(4)
+    plan = program(
+        stage("write", lambda a, b: (a.add_(b) + 0,), (0, 1), (2,), mutates=(0,), next_uses=(1, 1, 1)),
+        stage("break", breaking, (0, 1, 2), (3,), frees=(0, 1, 2), mutates=(1,)),
+        inputs=2,
+        results=(3,),
+    )
+    with pytest.raises(Broken):
+        managed(plan, [first, second], bench, recorder)
+    assert recorder.ended == 1 and len(recorder.stages) == 1
+    blocks = bench.pager.blocks
+    assert all(block.pins == 0 and not block.copy_is_valid for block in blocks)
+    assert bench.pager.used_bytes == 2 * WIDTH, "what the stages made is gone"
+    bench.pager.enter()
+    bench.pager.acquire(blocks, 100 * WIDTH, "next")
+
+
+def test_an_error_of_the_storage_tier() -> None:
+    bench = Bench(3 * WIDTH)
+    kept = bench.make("kept", 4)
+    bench.mover.refuse = StorageFullError("the drive is full")
+    first = filled(3)
+    with pytest.raises(StorageFullError):
+        managed(chain(), [first, filled(4)], bench)
+    assert bench.value("kept") == 1 and kept.state is State.ON_DEVICE and kept.pins == 0
+    difference, _, _ = managed(chain(), [first, filled(4)], bench)
+    assert difference.tolist() == filled(11).tolist()
+
+
+def test_prefetches_begin_with_the_stage_that_they_are_for() -> None:
+    bench = Bench(6 * WIDTH)
+    other = bench.make("other", 2)
+    bench.pager.offload(other)
+    bench.mover.finish_all()
+    managed(chain(), [filled(3), filled(4)], bench, Recorder(fetch={1: [other]}))
+    assert other.state is State.ARRIVING
+    bench.mover.finish_all()
+    assert other.state is State.ON_DEVICE
+
+
+def test_no_mover() -> None:
+    pager = Pager(mover=None, budget_bytes=None)
+    difference, _, _ = run_managed(chain(), [filled(3), filled(4)], pager, Recorder(), WorkspaceMeter(None))
+    assert difference.tolist() == filled(11).tolist()
+
+
+# -- workspaces
+
+
+def temporary(count: int) -> Callable[..., tuple[torch.Tensor]]:
+    def run(values: list[Any]) -> tuple[torch.Tensor]:
+        source = values.pop()
+        others = [source + 1 for _ in range(count)]
+        return (others[0] * 2,)
+
+    return run
+
+
+def test_a_workspace_is_measured() -> None:
+    meter = WorkspaceMeter(CpuMemory())
+    base = stage("x", lambda a: (a,), (0,), (1,))
+    big = replace(base, run=temporary(3), output_bytes=MIB, workspace_bytes=7)
+    assert meter.workspace_bytes(big) == 7
+    source = torch.ones(MIB // 4)
+    with meter.watching(big):
+        big.run([source])
+    assert 3 * MIB <= meter.workspace_bytes(big) < 3 * MIB + MIB // 16, "the copies, and what the allocator adds"
+    with meter.watching(big):
+        big.run([torch.ones(1)])
+    assert meter.workspace_bytes(big) >= 3 * MIB, "the largest counts"
+
+
+class Counter:
+    """An allocator that has nothing allocated, and a peak that a test says."""
+
+    allocated_bytes = 0
+    peak_bytes = 0
+
+    def reset_peak(self) -> None:
+        pass
+
+
+def test_what_only_the_first_run_needs_can_be_forgotten() -> None:
+    memory = Counter()
+    meter = WorkspaceMeter(memory, runs=4, first_is_special=True)
+    base = replace(stage("x", lambda a: (a,), (0,), (1,)), output_bytes=0)
+    seen = []
+    for memory.peak_bytes in (900, 100, 300, 200, 999):
+        with meter.watching(base):
+            pass
+        seen.append(meter.workspace_bytes(base))
+    assert seen == [900, 100, 300, 300, 300], "the second run counts, then the largest; after four runs none is measured"
+
+
+def test_without_a_measurement_the_estimate_stays() -> None:
+    meter = WorkspaceMeter(None)
+    base = stage("x", lambda a: (a,), (0,), (1,))
+    with meter.watching(base):
+        base.run([torch.ones(WIDTH)])
+    assert meter.workspace_bytes(base) == base.workspace_bytes
+
+
+def test_a_workspace_does_not_depend_on_who_else_holds_the_inputs() -> None:
+    """The same code runs for several stages: one frees its input while it runs, the next one's input lives on."""
+
+    def run(values: list[Any]) -> tuple[torch.Tensor]:
+        once = values.pop() * 1
+        return (once * 2,)
+
+    base = stage("x", lambda a: (a,), (0,), (1,), frees=(0,))
+    freeing = replace(base, run=run)
+    plan = program(freeing, inputs=1, results=(1,))
+    meter = WorkspaceMeter(CpuMemory())
+    run_managed(plan, [filled(1)], Bench(None).pager, Recorder(), meter)
+    assert meter.workspace_bytes(freeing) >= WIDTH
+
+
+# -- guests
+
+
+@dataclass
+class Taker:
+    """A guest that notes what it sees, and takes `slot` out when stage `after` has ended."""
+
+    after: int
+    slot: int
+    stage_count: int = 2
+    seen: list[tuple[int, list[str], list[bool]]] = field(default_factory=list)
+    results: list[Any] | None = None
+
+    def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
+        self.seen.append((number, [block.name for block in read], [slot is not None for slot in slots]))
+        if number == self.after:
+            slots[self.slot] = None
+
+    def region_done(self, results: Sequence[Any]) -> None:
+        self.results = list(results)
+
+
+def test_a_guest_sees_each_stage_and_may_keep_results() -> None:
+    bench, recorder, guest = Bench(None), Recorder(), Taker(after=1, slot=2)
+    arguments = [filled(3), filled(4)]
+    found = run_managed(chain(), arguments, bench.pager, recorder, WorkspaceMeter(None), guest)
+    assert recorder.regions == [("p", 3 + 2)]
+    assert guest.seen == [
+        (0, ["slot0", "slot1"], [True, False, True, False, False]),
+        (1, ["slot2"], [True, False, True, True, False]),
+        (2, ["slot3", "slot0"], [False, False, False, False, True]),
+    ]
+    assert guest.results is not None and all(a is b for a, b in zip(guest.results, found, strict=True))
+    assert torch.equal(found[0], filled(11)) and found[1] is None and found[2] is None
+    bench.pager.forget_dead()
+    assert [block.name for block in bench.pager.blocks] == ["slot4"], "what the guest has taken is gone"
+
+
+def test_a_guest_that_fails_leaves_nothing_held() -> None:
+    class Failing(Taker):
+        def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
+            raise ArithmeticError("no")
+
+    bench, recorder, guest = Bench(None), Recorder(), Failing(after=0, slot=0)
+    with pytest.raises(ArithmeticError):
+        run_managed(chain(), [filled(3), filled(4)], bench.pager, recorder, WorkspaceMeter(None), guest)
+    assert guest.results is None and recorder.ended == 1
+    assert all(block.pins == 0 for block in bench.pager.blocks)

@@ -1,0 +1,236 @@
+"""Slots that are lent: the block stays away until it is given back, whatever is asked of it meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from planner.errors import StorageError, StorageIOError
+from runtime.paging.block import Block, State
+from runtime.storage.store import Slot
+
+from ..memory_mover import UNIT, Bench, Deadlock, Stepping, evicted, io_error
+
+SIZE = 2 * UNIT
+
+
+def change(bench: Bench, block: Block, value: int) -> None:
+    """In two parts."""
+    for begin in (0, UNIT):
+        part = torch.zeros(UNIT, dtype=torch.uint8)
+        bench.pager.read_range(block, begin, part).wait()
+        part += value
+        bench.pager.write_range(block, begin, part).wait()
+
+
+def test_a_block_is_changed_where_it_waits() -> None:
+    bench = Bench(4 * UNIT)
+    block = evicted(bench, bench.make("w", 2, fill=3))
+    bench.mover.log.clear()
+    bench.pager.lend([block])
+    assert block.state is State.UPDATING and bench.pager.used_bytes == 0
+    change(bench, block, 4)
+    bench.pager.give_back([block])
+    assert block.state is State.AWAY and bench.mover.log == ["settle w"], "nothing was copied as a whole"
+    bench.run(block)
+    assert bench.value("w") == 7
+
+
+def test_one_that_is_on_the_device_leaves_first() -> None:
+    bench = Bench(4 * UNIT)
+    block = bench.make("w", 2, fill=3)
+    bench.pager.lend([block])
+    assert block.state is State.UPDATING and "out w" in bench.mover.log
+    change(bench, block, 1)
+    bench.pager.give_back([block])
+    bench.run(block)
+    assert bench.value("w") == 4
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_one_that_is_on_its_way(way: str) -> None:
+    bench = Bench(4 * UNIT)
+    block = bench.make("w", 2)
+    if way == "in":
+        evicted(bench, block)
+        bench.pager.prefetch(block)
+    else:
+        bench.pager.offload(block)
+    assert bench.mover.flying
+    bench.pager.lend([block])
+    assert block.state is State.UPDATING and not bench.mover.flying and bench.pager.used_bytes == 0
+    bench.pager.give_back([block])
+    bench.run(block)
+
+
+def test_hints_wait_and_nobody_fetches_or_evicts() -> None:
+    bench = Bench(4 * UNIT)
+    lent, other, last = (evicted(bench, bench.make(name, 2)) for name in ("lent", "other", "last"))
+    bench.make("a", 2)
+    full = bench.make("b", 2)
+    bench.pager.prefetch(lent)  # for which there is no room yet
+    bench.pager.lend([lent])
+    bench.mover.log.clear()
+    bench.pager.prefetch(lent)
+    bench.pager.prefetch(other)
+    bench.pager.offload(lent)
+    bench.pager.offload(full)
+    bench.mover.finish_all()
+    bench.run(last)
+    assert other.state is State.AWAY, "hints keep their order"
+    assert lent.state is State.UPDATING and not any(entry.endswith(" lent") for entry in bench.mover.log)
+    bench.pager.give_back([lent])
+    bench.run(lent)
+
+
+def test_copies_of_what_it_was_are_void() -> None:
+    """It comes back, and leaves again as what it is then."""
+    bench = Bench(2 * UNIT)
+    block = evicted(bench, bench.make("w", 2, fill=3))
+    bench.pager.lend([block])
+    change(bench, block, 1)
+    bench.pager.give_back([block])
+    bench.run(block)
+    evicted(bench, block)
+    assert "out w" in bench.mover.log and bench.value("w") == 4
+
+
+def test_a_region_does_not_end_while_one_is_lent() -> None:
+    """User code could change what is being updated."""
+    bench = Bench(None)
+    block = evicted(bench, bench.make("w", 2, visible=True))
+    bench.pager.lend([block])
+    with pytest.raises(Deadlock):
+        bench.pager.fence()
+    bench.pager.give_back([block])
+    bench.pager.fence()
+
+
+def test_one_whose_copy_fails_is_not_lent() -> None:
+    bench = Bench(None)
+    first, second = evicted(bench, bench.make("a", 2)), bench.make("b", 2)
+    bench.mover.fail_copies = [io_error("b")]
+    with pytest.raises(StorageIOError, match="'b'"):
+        bench.pager.lend([first, second])
+    assert first.state is State.AWAY and second.state is State.ON_DEVICE
+    bench.pager.lend([first, second])
+    bench.pager.give_back([first, second])
+
+
+def test_one_that_cannot_leave_is_not_lent() -> None:
+    bench = Bench(None)
+    stuck = bench.make("odd", 3)
+    with pytest.raises(StorageError, match="odd .* cannot leave, so that it cannot be lent"):
+        bench.pager.lend([stuck])
+
+
+# -- to the processor, in the host tier
+
+
+def test_what_is_lent_stays_where_it_is_and_comes_back_as_it_was_written() -> None:
+    bench = Bench(8 * UNIT)
+    block = evicted(bench, bench.make("w", 2, visible=True, fill=3))
+    (address,) = bench.pager.lend_memory([block]) or [0]
+    bench.pager.prefetch(block)
+    assert block.state is State.UPDATING and not bench.mover.flying, "nobody fetches it meanwhile"
+    assert ctypes.string_at(address, block.size_bytes) == b"\3" * block.size_bytes
+    ctypes.memset(address, 4, block.size_bytes)
+    version = block.version
+    bench.pager.give_back([block])
+    assert block.state is State.ARRIVING and block.version > version and "settle w" in bench.mover.log
+    bench.run(block)
+    assert bench.value("w") == 4
+
+
+def test_a_copy_out_that_is_under_way_lands_before_its_block_is_lent() -> None:
+    bench = Bench(8 * UNIT)
+    block = bench.make("w", 2)
+    bench.pager.offload(block)
+    assert block.state is State.LEAVING and bench.pager.set_aside([block])
+    assert bench.pager.lend_memory([block]) is not None
+    bench.pager.give_back([block])
+
+
+def test_what_is_not_in_the_host_tier_is_not_lent() -> None:
+    bench = Bench(8 * UNIT)
+    away, here = evicted(bench, bench.make("away", 2)), bench.make("here", 2)
+    assert not bench.pager.set_aside([away, here])
+    assert bench.pager.lend_memory([away, here]) is None
+    assert away.state is State.AWAY and here.state is State.ON_DEVICE
+    away.tier = "storage"
+    assert not bench.pager.set_aside([away]) and bench.pager.lend_memory([away]) is None
+    bench.run(away, here)
+
+
+@pytest.mark.parametrize("state", [State.AWAY, State.LEAVING])
+@pytest.mark.parametrize("then", ["lent", "given back", "not lent"])
+def test_what_is_set_aside_is_not_fetched_before_it_is_lent(state: State, then: str) -> None:
+    bench = Bench(8 * UNIT)
+    block, after = bench.make("w", 2), evicted(bench, bench.make("after", 2))
+    bench.pager.offload(block)
+    if state is State.AWAY:
+        bench.mover.finish_all()
+    assert block.state is state and bench.pager.set_aside([block])
+    bench.pager.prefetch(block)
+    bench.pager.prefetch(after)
+    bench.mover.finish_all()
+    assert block.state is State.AWAY and after.state is State.AWAY, "one waits for it, the other one for its turn"
+    if then == "lent":
+        assert bench.pager.lend_memory([block]) is not None and after.state is State.AWAY
+        bench.pager.give_back([block])
+    elif then == "given back":
+        bench.pager.give_back([block])
+    else:
+        assert bench.pager.lend_memory([block, bench.make("here", 2)]) is None
+    bench.mover.finish_all()
+    assert block.state is after.state is State.ON_DEVICE
+    assert not bench.pager._set_aside
+
+
+def test_void_copies_go_where_room_is_wanted() -> None:
+    bench = Bench(8 * UNIT)
+    void, valid, away, below = (evicted(bench, bench.make(name, 2)) for name in ("void", "valid", "away", "below"))
+    for block in (void, valid, below):
+        bench.pager.acquire([block], 0, "x")
+        bench.pager.retire([block], [block] if block is not valid else [])
+        block.slot = Slot(name=block.name, size_bytes=2 * UNIT, content_bytes=2 * UNIT, extents=())
+    below.tier = "storage"
+    bench.pager.drop_void_copies("host")
+    assert [line for line in bench.mover.log if line.startswith("drop")] == ["drop void"]
+    bench.run(away, valid)
+
+
+def test_a_stage_takes_what_is_set_aside() -> None:
+    bench = Bench(8 * UNIT)
+    block = evicted(bench, bench.make("w", 2))
+    assert bench.pager.set_aside([block])
+    bench.run(block)
+    assert bench.pager.lend_memory([block]) is None
+
+
+@pytest.mark.parametrize("who", ["stage", "fence", "bring back"])
+def test_who_needs_what_is_lent_waits_for_it(who: str) -> None:
+    bench = Bench(8 * UNIT)
+    block = evicted(bench, bench.make("w", 2, visible=True))
+    assert bench.pager.lend_memory([block]) is not None
+    waits = []
+
+    def give_back() -> bool:
+        waits.append(block.state)
+        if block.state is State.UPDATING:
+            bench.pager.give_back([block])
+        elif bench.mover.flying:
+            bench.mover.finish()
+        return True
+
+    bench.pager._changed = Stepping(give_back)
+    if who == "stage":
+        bench.run(block)
+    elif who == "fence":
+        bench.pager.fence()
+        assert block.state is State.AWAY
+    else:
+        bench.pager.bring_back_all()
+    assert waits[0] is State.UPDATING

@@ -1,0 +1,40 @@
+"""Links whose pieces wait at a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from runtime.transfer.link import Link
+
+from .gate import PIECE, Gate, MakeLink
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def make_link(gate: Gate) -> Iterator[MakeLink]:
+    """A maker of links whose every piece waits at the gate; closes them."""
+    links: list[Link] = []
+
+    def make(drives: int = 1, threads: int = 1, stuck_after_seconds: float = 30.0) -> Link:
+        links.append(
+            Link(
+                "device->storage",
+                gate.move,
+                drives=range(drives),
+                threads=threads,
+                piece_bytes=PIECE,
+                stuck_after_seconds=stuck_after_seconds,
+            )
+        )
+        return links[-1]
+
+    yield make
+    gate.let()
+    for link in links:
+        link.close()

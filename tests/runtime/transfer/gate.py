@@ -1,0 +1,82 @@
+"""A store whose reads and writes wait until the test lets them go, to look at queues at rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from runtime.storage.store import Extent, Piece, Slot
+from runtime.transfer.link import Link, Transfer
+
+PIECE = 4096
+MakeLink = Callable[..., Link]
+
+
+def nothing(transfer: Transfer) -> None:
+    """An `on_done` for transfers that are waited for."""
+
+
+def slot(name: str, size_bytes: int = 4096, extents: int = 1, drives: tuple[int, ...] = (0,)) -> Slot:
+    """A slot without a file. drives: which its extents lie on, in turns."""
+    length = size_bytes // extents
+    parts = tuple(
+        Extent(
+            file_descriptor=-1, path=Path(f"/nowhere/{n}"), offset_bytes=0, length_bytes=length,
+            drive=drives[n % len(drives)],
+        )
+        for n in range(extents)
+    )  # fmt: skip
+    return Slot(name=name, size_bytes=size_bytes, content_bytes=size_bytes, extents=parts)
+
+
+class Gate:
+    """Moves nothing; notes what began, and holds every piece until it is let through.
+
+    begun: names of blocks, once for each of their pieces; begun_on: the same for one drive.
+    """
+
+    def __init__(self) -> None:
+        self.errors: dict[str, Exception] = {}
+        self.begun: list[str] = []
+        self._changed = threading.Condition()
+        self._free = 0
+        self._free_on: dict[int, int] = {}
+        self._begun_on: dict[int, list[str]] = {}
+
+    def move(self, slot: Slot, piece: Piece, address: int) -> None:
+        with self._changed:
+            drive = piece.extent.drive
+            self.begun.append(slot.name)
+            self._begun_on.setdefault(drive, []).append(slot.name)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._free > 0 or self._free_on.get(drive, 0) > 0, timeout=30)
+            if self._free_on.get(drive, 0):
+                self._free_on[drive] -= 1
+            else:
+                self._free -= 1
+        if slot.name in self.errors:
+            raise self.errors[slot.name]
+
+    def let(self, pieces: int = 1 << 30) -> None:
+        """Let so many more pieces through."""
+        with self._changed:
+            self._free += pieces
+            self._changed.notify_all()
+
+    def let_on(self, drive: int, pieces: int = 1 << 30) -> None:
+        """Let so many more pieces of one drive through."""
+        with self._changed:
+            self._free_on[drive] = self._free_on.get(drive, 0) + pieces
+            self._changed.notify_all()
+
+    def begun_on(self, drive: int) -> list[str]:
+        """Names of the blocks of the pieces that have begun on one drive, in order."""
+        with self._changed:
+            return list(self._begun_on.get(drive, ()))
+
+    def wait_until_begun(self, pieces: int) -> list[str]:
+        """Wait until so many pieces have begun in all; gives the names of their blocks in order."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.begun) >= pieces, timeout=30)
+            return list(self.begun)

@@ -1,0 +1,242 @@
+"""The engine over real files: what it carries arrives, what it measures is real, it ends in good order."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from planner.errors import StorageError, StorageFullError, StorageIOError
+from runtime.storage.posix import PosixStore
+from runtime.transfer.engine import Engine, Transfer
+
+MIB = 1 << 20
+
+
+def nothing(transfer: Transfer) -> None:
+    """An `on_done` for transfers that are waited for."""
+
+
+class Memory:
+    """Page-aligned memory with an address."""
+
+    def __init__(self, size_bytes: int, content: bytes = b"") -> None:
+        self._map = mmap.mmap(-1, size_bytes)
+        self._map[: len(content)] = content
+        self._view = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._view)
+
+    @property
+    def content(self) -> bytes:
+        return self._map[:]
+
+
+@pytest.fixture
+def engine(store: PosixStore) -> Iterator[Engine]:
+    engine = Engine(store, threads=3, chunk_bytes=64 << 10)
+    yield engine
+    engine.close()
+
+
+def test_many_blocks_of_all_sizes_come_back_as_they_left(store: PosixStore, engine: Engine) -> None:
+    draw = random.Random(0)
+    sizes = [draw.randint(1, 3 * MIB) for _ in range(20)]
+    slots = [store.allocate(size, f"block {number}") for number, size in enumerate(sizes)]
+    sent = [Memory(slot.size_bytes, draw.randbytes(slot.size_bytes)) for slot in slots]
+    received = [Memory(slot.size_bytes) for slot in slots]
+    returned: list[Transfer] = []
+
+    def bring_back(transfer: Transfer) -> None:
+        index = slots.index(transfer.slot)
+        returned.append(engine.read(transfer.slot, received[index].address, nothing))
+
+    for slot, memory in zip(slots, sent, strict=True):
+        engine.write(slot, memory.address, bring_back)
+    engine.write_link.close()
+    for transfer in returned:
+        transfer.wait(30)
+    assert [memory.content for memory in received] == [memory.content for memory in sent]
+    total = sum(slot.size_bytes for slot in slots)
+    assert engine.write_link.moved_bytes == engine.read_link.moved_bytes == total
+    assert engine.links["device->storage"] is engine.write_link
+    assert engine.links["storage->device"] is engine.read_link
+
+
+def test_an_io_error_in_the_middle_of_a_block(
+    store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = store.allocate(MIB, "layers.3.weight")
+    memory = Memory(slot.size_bytes)
+    engine.write(slot, memory.address, nothing).wait(30)
+    real = os.preadv
+    broken_from = slot.extents[-1].offset_bytes + slot.extents[-1].length_bytes // 2
+    last = slot.extents[-1].file_descriptor
+
+    def fail(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if descriptor == last and offset + len(buffers[0]) > broken_from:
+            raise OSError(5, "Input/output error")
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    told: list[StorageError | None] = []
+    transfer = engine.read(slot, memory.address, lambda t: told.append(t.error))
+    with pytest.raises(StorageIOError, match=r"read block 'layers.3.weight' in .*\[errno 5\]") as raised:
+        transfer.wait(30)
+    assert told == [raised.value]
+    monkeypatch.undo()
+    engine.read(slot, memory.address, nothing).wait(30)
+
+
+def test_both_directions_move_at_once(store: PosixStore, engine: Engine) -> None:
+    slots = [store.allocate(MIB, name) for name in ("out", "in")]
+    memory = Memory(2 * MIB)
+    store.write(slots[1], memory.address)
+    arrived = threading.Event()
+    out = engine.write(slots[0], memory.address, lambda t: wait_for(arrived))
+    engine.read(slots[1], memory.address + MIB, lambda t: arrived.set())
+    out.wait(30)
+
+
+def wait_for(event: threading.Event) -> None:
+    if not event.wait(30):
+        raise TimeoutError("the other direction does not move")
+
+
+def test_measuring(store: PosixStore, engine: Engine) -> None:
+    kept = store.allocate(MIB, "kept")
+    memory = Memory(MIB, random.Random(0).randbytes(MIB))
+    store.write(kept, memory.address)
+    rates = engine.measure(8 * MIB)
+    for name in ("write", "read", "duplex_write", "duplex_read"):
+        assert 1e5 < getattr(rates, f"{name}_bytes_per_second") < 1e12, name
+    for name in ("write", "read"):
+        assert 1e-7 < getattr(rates, f"{name}_latency_seconds") < 10, name
+    assert engine.write_link.moved_bytes == engine.read_link.moved_bytes == 0
+    assert store.used_bytes == MIB
+    received = Memory(MIB)
+    store.read(kept, received.address)
+    assert received.content == memory.content
+
+
+def test_measuring_where_little_room_is(tmp_path: Path) -> None:
+    store = PosixStore([tmp_path], budget_bytes=3 * MIB)
+    engine = Engine(store)
+    engine.verify()
+    assert engine.measure().write_bytes_per_second > 0
+    assert store.used_bytes == 0 and store.capacity_bytes <= 3 * MIB
+    slot = store.allocate(3 * MIB, "everything")
+    with pytest.raises(StorageFullError):
+        engine.measure()
+    store.release(slot)
+    engine.close()
+    store.close()
+
+
+def test_an_error_while_measuring_leaves_nothing_behind(
+    store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    threads = threading.active_count()
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(StorageIOError):
+        engine.measure(MIB)
+    assert store.used_bytes == 0
+    assert threading.active_count() == threads
+
+
+def test_closing_stops_the_threads(store: PosixStore) -> None:
+    before = threading.active_count()
+    engine = Engine(store)
+    assert threading.active_count() == before + 8
+    slot = store.allocate(4 * MIB, "weights")
+    memory = Memory(4 * MIB)
+    transfer = engine.write(slot, memory.address, nothing)
+    engine.close()
+    engine.close()
+    assert transfer.done and threading.active_count() == before
+    with pytest.raises(StorageError, match="is closed"):
+        engine.read(slot, memory.address, nothing)
+
+
+@pytest.mark.parametrize("end", ["", "raise ValueError('in the middle')", "sys.exit(3)"])
+def test_the_interpreter_ends_with_work_in_flight(tmp_path: Path, end: str) -> None:
+    code = f"""
+import atexit, mmap, ctypes, sys, time
+from runtime.engine import Engine
+from runtime.storage.posix import PosixStore
+memory = mmap.mmap(-1, 64 << 20)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+store = PosixStore([sys.argv[1]], budget_bytes=None)
+transfers = []
+def look():  # is called after the engine's own
+    before = engine.write_link.busy_seconds
+    time.sleep(0.05)
+    print(engine.write_link.busy_seconds == before, transfers[-1].done)
+atexit.register(look)
+engine = Engine(store)
+slots = [store.allocate(64 << 20, str(number)) for number in range(4)]
+for slot in slots * 50:
+    transfers.append(engine.write(slot, address, lambda transfer: None))
+transfers[0].wait()
+{end}
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1)
+    assert done.stderr.count("Error") == done.stderr.count("ValueError: in the middle"), done.stderr
+    assert done.stdout == "True False\n"  # nothing moves any more, what was queued is dropped
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_are_named_after_the_tier(store: PosixStore) -> None:
+    engine = Engine(store, tier="host")
+    assert list(engine.links) == ["device->host", "host->device"]
+    assert engine.links["host->device"] is engine.read_link
+    engine.close()
+    with pytest.raises(StorageError, match="the link device->host is closed"):
+        engine.write(store.allocate(MIB, "weights"), 0, nothing)
+
+
+def test_copies_wait_until_their_memory_is_ready(store: PosixStore, engine: Engine) -> None:
+    slot = store.allocate(MIB, "weights")
+    memory = Memory(2 * MIB)
+    content = random.Random(0).randbytes(MIB)
+    computed = threading.Event()
+
+    def compute() -> None:
+        ctypes.memmove(memory.address, content, MIB)
+        computed.set()
+
+    out = engine.write(slot, memory.address, nothing, lambda: wait_for(computed))
+    threading.Timer(0.1, compute).start()
+    out.wait(30)
+    engine.read(slot, memory.address + MIB, nothing, computed.wait).wait(30)
+    assert memory.content[MIB:] == content
+
+
+def test_verifying_finds_bytes_that_differ(
+    store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.verify(MIB)
+    assert store.used_bytes == engine.write_link.moved_bytes == engine.read_link.moved_bytes == 0
+    real = os.preadv
+
+    def damaged(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(descriptor, buffers, offset)
+        buffers[0].cast("B")[count - 1] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", damaged)
+    with pytest.raises(StorageError, match=r"1,052,672 bytes that were written to .*blocks.spill.* came back different"):
+        engine.verify(MIB)
+    assert store.used_bytes == 0

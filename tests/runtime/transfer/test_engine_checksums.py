@@ -1,0 +1,167 @@
+"""Checksums: what changed on a drive is found, what user code may have changed is let pass."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import pickle
+import re
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from planner.errors import ChecksumError, StorageError, UnsupportedError
+from runtime.storage import checksums
+from runtime.storage.device_memory import HostBuffer, HostMemory
+from runtime.storage.posix import PosixStore
+from runtime.storage.store import Slot
+from runtime.transfer.engine import Engine, Transfer
+
+MIB = 1 << 20
+CHUNK = 256 << 10
+
+
+def nothing(transfer: Transfer) -> None:
+    """An `on_done` for transfers that are waited for."""
+
+
+@pytest.fixture
+def engine(store: PosixStore) -> Iterator[Engine]:
+    engine = Engine(store, checksums=True, threads=2, chunk_bytes=CHUNK)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def buffer() -> Iterator[HostBuffer]:
+    with HostMemory().allocate(3 * MIB) as buffer:
+        buffer.write(0, os.urandom(3 * MIB))
+        yield buffer
+
+
+def written(store: PosixStore, engine: Engine, buffer: HostBuffer) -> Slot:
+    slot = store.allocate(3 * MIB, "layers.3.weight")
+    engine.write(slot, buffer.address, nothing).wait(30)
+    return slot
+
+
+def flip(slot: Slot, extent: int, offset_bytes: int) -> None:
+    """Change one bit of an extent in its file."""
+    place = slot.extents[extent].offset_bytes + offset_bytes
+    with open(slot.extents[extent].path, "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+        os.fsync(file.fileno())
+
+
+def test_what_is_unchanged_passes(store: PosixStore, engine: Engine, buffer: HostBuffer) -> None:
+    before = buffer.read(0, 3 * MIB)
+    slot = written(store, engine, buffer)
+    buffer.write(0, bytes(3 * MIB))
+    for _ in range(2):
+        engine.read(slot, buffer.address, nothing).wait(30)
+    assert buffer.read(0, 3 * MIB) == before
+    buffer.write(5, b"changed")
+    engine.write(slot, buffer.address, nothing).wait(30)  # new sums in place of the old ones
+    engine.read(slot, buffer.address, nothing).wait(30)
+
+
+@pytest.mark.parametrize("offset_bytes", [0, CHUNK - 1, CHUNK, MIB + 17])
+def test_a_flipped_bit_is_found(store: PosixStore, engine: Engine, buffer: HostBuffer, offset_bytes: int) -> None:
+    slot = written(store, engine, buffer)
+    flip(slot, -1, offset_bytes)
+    told: list[StorageError | None] = []
+    with pytest.raises(ChecksumError) as raised:
+        engine.read(slot, buffer.address, lambda t: told.append(t.error)).wait(30)
+    error = raised.value
+    assert told == [error]
+    assert error.path == str(slot.extents[-1].path) and error.block == "layers.3.weight"
+    begin = error.offset_bytes - slot.extents[-1].offset_bytes
+    assert begin <= offset_bytes and begin % CHUNK == 0
+    assert error.expected != error.found
+    sums = f"{error.expected:016x}", f"{error.found:016x}"
+    for part in ("'layers.3.weight'", error.path, f"offset {error.offset_bytes}", *sums):
+        assert part in str(error)
+    assert "restart from the last checkpoint" in str(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.args, again.offset_bytes, again.found) == (error.args, error.offset_bytes, error.found)
+    engine.write(slot, buffer.address, nothing).wait(30)
+    engine.read(slot, buffer.address, nothing).wait(30)
+
+
+def test_without_checksums_nobody_notices(store: PosixStore, buffer: HostBuffer) -> None:
+    engine = Engine(store)
+    slot = written(store, engine, buffer)
+    flip(slot, 0, 5)
+    engine.forget_sums(slot)
+    engine.read(slot, buffer.address, nothing).wait(30)
+    engine.close()
+
+
+def test_what_user_code_may_have_written_is_let_pass(store: PosixStore, engine: Engine, buffer: HostBuffer) -> None:
+    slot, other = written(store, engine, buffer), written(store, engine, buffer)
+    for changed in (slot, other):
+        flip(changed, 0, 5)
+    engine.forget_sums(slot)
+    engine.read(slot, buffer.address, nothing).wait(30)
+    with pytest.raises(ChecksumError):
+        engine.read(other, buffer.address, nothing).wait(30)
+
+
+def test_sums_go_with_the_slot(store: PosixStore, engine: Engine, buffer: HostBuffer) -> None:
+    slot = written(store, engine, buffer)
+    places = slot.extents
+    store.release(slot)
+    gone = weakref.ref(slot)
+    del slot
+    gc.collect()
+    assert gone() is None, "nothing holds on to a slot that was released"
+    again = store.allocate(3 * MIB, "in its place")
+    assert again.extents == places
+    store.write(again, buffer.address)  # not by the engine
+    engine.read(again, buffer.address, nothing).wait(30)
+
+
+def test_a_failed_write_leaves_no_valid_sum(
+    store: PosixStore, engine: Engine, buffer: HostBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = written(store, engine, buffer)
+    buffer.write(0, os.urandom(3 * MIB))
+
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(StorageError):
+        engine.write(slot, buffer.address, nothing).wait(30)
+    monkeypatch.undo()
+    with pytest.raises(ChecksumError):
+        engine.read(slot, buffer.address, nothing).wait(30)
+
+
+def test_measuring_counts_the_checksums_in(
+    store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    real = checksums.xxh3_64_intdigest
+
+    def spy(memory: ctypes.Array[ctypes.c_char]) -> int:
+        hashed.append(len(memory))
+        return real(memory)
+
+    monkeypatch.setattr(checksums, "xxh3_64_intdigest", spy)
+    engine.measure(8 * MIB)
+    assert sum(hashed) >= 2 * 8 * MIB
+
+
+def test_memory_of_a_device_is_refused(store: PosixStore) -> None:
+    class DeviceOnly(HostMemory):
+        on_host = False
+
+    with pytest.raises(UnsupportedError, match=re.escape("leave the option checksums out")):
+        Engine(store, memory=DeviceOnly(), checksums=True)
+    Engine(store, memory=DeviceOnly()).close()

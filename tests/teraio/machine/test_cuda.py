@@ -1,0 +1,170 @@
+"""A GPU's machine, mover and life cycle in main memory: all but the calls to the driver."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import teraio
+from runtime.transfer.engine import Engine
+from teraio import registry
+from teraio import training_run as lifecycle
+from teraio.machine import cuda as cuda_machine
+from teraio.machine import tiers as opened
+from teraio.stages.compile import StageCompiler
+from teraio.stages.cut import CutPolicy
+
+from ...gpu.training import (
+    STEPS,
+    Case,
+    Odd,
+    Perceptron,
+    Run,
+    Scale,
+    Table,
+    check_equal,
+    check_within,
+    one_adam,
+    one_adam_over_masters,
+    table_bytes,
+    table_states_stay_away,
+    train,
+)
+from ..fake_cuda import CPU, TOTAL_BYTES, FakeCuda
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several threads would add up the gradient of an embedding in varying order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+SCALE = Scale(rows=512, width=256, layers=3, heads=4, sequence=64)
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Scaled down with the models: what of the budget is kept free, what is measured, how long a stage is."""
+    monkeypatch.setattr(cuda_machine, "_SPARE_BYTES", MIB)
+    monkeypatch.setattr(cuda_machine, "_SEGMENT_PAGE_BYTES", MIB)
+    monkeypatch.setattr(cuda_machine, "_grow_segments", lambda undo: None)
+    monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, MIB))
+    monkeypatch.setattr(opened, "_known_paths", {})  # those of main memory lead nowhere here
+    policy = CutPolicy(shortest_seconds=1e-6, most_stages=96)
+    monkeypatch.setattr(lifecycle, "StageCompiler", functools.partial(StageCompiler, policy=policy))
+    return FakeCuda(monkeypatch)
+
+
+def reference(case: Case, scale: Scale = SCALE) -> tuple[Run, int]:
+    run = train(case, {}, device=CPU, scale=scale)
+    assert run.progress[-1].phase == "fits"
+    return run, run.progress[-1].device_peak_bytes
+
+
+PLAIN = Case(name="plain", model=Perceptron)
+ACCUMULATED = Case(name="accumulated and clipped", model=Perceptron, accumulate=2, clip=True)
+ADAM = Case(name="adam", model=Perceptron, optimizers=one_adam)
+MASTERS = Case(name="adam over masters, bf16", model=Perceptron, optimizers=one_adam_over_masters, dtype=torch.bfloat16)
+ODD = Case(name="odd weights, evaluated", model=Odd, evaluate=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "tiers", "share"),
+    [
+        (ACCUMULATED, "host", 0.85),
+        (ACCUMULATED, "host+storage", 0.85),
+        (ODD, "storage", 0.85),
+        (ADAM, "host", 0.65),
+        (ADAM, "storage", 0.65),
+        (MASTERS, "host", 0.8),
+    ],
+)
+def test_the_same_bits_within_the_budget(
+    tmp_path: Path, cuda: FakeCuda, case: Case, tiers: str, share: float
+) -> None:
+    wanted, peak = reference(case)
+    budget = int(share * peak)
+    options: dict[str, Any] = {"memory_budget": budget, "solver_time_limit": 5}
+    if "host" in tiers:
+        options["host_budget"] = 4 * peak
+    if "storage" in tiers:
+        options["storage"] = tmp_path
+    found = train(case, options, device=CPU, scale=SCALE)
+    check_equal(found, wanted)
+    check_within(found, budget)
+    if "host" in tiers:
+        assert found.progress[-1].moved_bytes["device->host"] > 0
+    assert registry._runtimes == {}
+    assert set(cuda.limits[1::2]) == {(budget - MIB) / TOTAL_BYTES}, "in regions"
+    assert set(cuda.limits[::2]) == {1.0}, "user code, and the end, may take more"
+
+
+@pytest.mark.parametrize(("tiers", "fused"), [("host", False), ("storage", True)])
+def test_an_embedding_by_slices(tmp_path: Path, tiers: str, fused: bool) -> None:
+    """Its update does not fit: the states pass through the GPU. Bytes on their way to drives are checked."""
+
+    def adam(module: torch.nn.Module) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW(module.parameters(), lr=1e-3, fused=fused)]
+
+    case = Case(name="table", model=Table, optimizers=adam)
+    scale = Scale(rows=64, width=192, layers=1, heads=4, sequence=64)
+    wanted, peak = reference(case, scale)
+    budget = table_bytes(scale) * 39 // 10
+    assert budget < peak
+    options: dict[str, Any] = {"memory_budget": budget, "solver_time_limit": 5}
+    options |= {"host_budget": 2 * peak} if tiers == "host" else {"storage": tmp_path, "checksums": True}
+    found = train(case, options, device=CPU, scale=scale, between=table_states_stay_away)
+    check_equal(found, wanted)
+    check_within(found, budget)
+
+
+@pytest.mark.parametrize("tiers", ["host", "storage"])
+def test_updates_inside_the_backward_pass(tmp_path: Path, cuda: FakeCuda, tiers: str) -> None:
+    """On a device that works by itself, an iteration's times are known one later: the plan must not be for those before."""
+    steps = STEPS + 3
+    wanted = train(ADAM, {}, device=CPU, scale=SCALE, steps=steps)
+    peak = wanted.progress[-1].device_peak_bytes
+    gradients: list[int] = []
+    options: dict[str, Any] = {"memory_budget": int(0.65 * peak), "solver_time_limit": 5, "overlap_step": True}
+    options |= {"host_budget": 4 * peak} if tiers == "host" else {"storage": tmp_path}
+    found = train(
+        ADAM, options, device=CPU, scale=SCALE, steps=steps,
+        backward_done=lambda module: gradients.append(sum(p.grad is not None for p in module.parameters())),
+    )  # fmt: skip
+    check_equal(found, wanted)
+    check_within(found, int(0.65 * peak))
+    assert min(gradients[:3]) > 0 and set(gradients[3:]) == {0}
+    assert {status.deviations for status in found.progress} == {0}
+
+
+def test_what_cannot_be_pinned_is_out_of_reach_of_kernels(cuda: FakeCuda) -> None:
+    """A kernel that reads main memory which is not pinned ends the process: user code must get an error instead."""
+    cuda.pins = False
+    seen = []
+
+    def between(step: int, module: torch.nn.Module) -> None:
+        pager = next(iter(registry._runtimes.values()))._pager
+        for parameter in module.parameters():
+            block = pager.known_block(parameter)
+            if block is not None and block.tier == "host" and block.state.name == "AWAY":
+                with pytest.raises(RuntimeError, match="is not in memory: teraio has moved it to host"):
+                    parameter.detach().sum()
+                with teraio.on_device([parameter]):
+                    parameter.detach().sum()
+                seen.append(block)
+
+    wanted, peak = reference(PLAIN)
+    found = train(
+        PLAIN, {"memory_budget": int(0.8 * peak), "host_budget": 4 * peak}, device=CPU, scale=SCALE, between=between
+    )
+    check_equal(found, wanted)
+    assert seen

@@ -1,0 +1,213 @@
+"""Loops in which parameters are updated inside the backward pass: with every optimizer, and with graphs of many kinds."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import teraio
+
+from ...parity.optimizers import KINDS
+from .loops import ALL, STEPS, Loop, Net, plain, same
+
+# Dynamo looks at it where what another graph has made enters a graph.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
+
+OPTIONS = {"codegen": "eager", "profile_iterations": 1000}
+WEIGHTS = {name for name in ALL if name.endswith("weight")}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "AdamW, learning rate in a tensor", "AdamW maximize"])
+def test_every_optimizer(kind: str) -> None:
+    def make(module: nn.Module) -> Optimizer:
+        if kind == "AdamW, learning rate in a tensor":
+            return torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.01))
+        if kind == "AdamW maximize":
+            return torch.optim.AdamW(module.parameters(), maximize=True, weight_decay=0.1)
+        return KINDS[kind](list(module.parameters()))
+
+    kept = ALL - WEIGHTS if kind == "Muon" else set()  # it has no others
+    assert same(plain, make=make).left == [ALL] * 3 + [kept] * (STEPS - 3)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "AdamW fused", "SGD", "SGD momentum", "Muon"])
+def test_parameters_in_half_precision(kind: str) -> None:
+    """Updated over masters in fp32."""
+
+    def make(module: nn.Module) -> Optimizer:
+        optimizer = KINDS[kind](list(module.bfloat16().parameters()))
+        teraio.manage_optimizer(optimizer, master_weights=True)
+        return optimizer
+
+    def in_half(loop: Loop, index: int) -> None:
+        x = torch.randn(4, 16, generator=loop.generator).bfloat16()
+        loss = loop.model(x).square().mean()
+        loss.backward()
+        loop.seen.append(loss.detach().clone())
+        loop.note()
+        loop.step()
+
+    loop = same(in_half, make=make)
+    kept = ALL - WEIGHTS if kind == "Muon" else set()
+    assert loop.left == [ALL] * 3 + [kept] * (STEPS - 3)
+    assert loop.optimizer.state[loop.module.first.weight]["master_param"].dtype == torch.float32
+
+
+def test_a_checkpoint_is_loaded_on_the_way() -> None:
+    def loading(loop: Loop, index: int) -> None:
+        plain(loop, index)
+        if index == 3:
+            loop.kept["saved"] = {"model": loop.module.state_dict(), "optimizer": loop.optimizer.state_dict()}
+            loop.kept["saved"] = torch.utils._pytree.tree_map_only(Tensor, torch.clone, loop.kept["saved"])
+        if index == 5:
+            loop.module.load_state_dict(loop.kept["saved"]["model"])
+            loop.optimizer.load_state_dict(loop.kept["saved"]["optimizer"])
+
+    assert same(loading, steps=9).left[3:] == [set()] * 6
+
+
+def compiled(loop: Loop, module: nn.Module) -> Any:
+    return torch.compile(module, backend="teraio", options={**OPTIONS, "overlap_step": loop.overlap})
+
+
+def test_one_graph_for_several_layers() -> None:
+    """The same code runs for each layer, with parameters of its own."""
+
+    def by_layers(loop: Loop, index: int) -> None:
+        layers = (loop.module.first, loop.module.second, loop.module.last)
+        parts = loop.kept.setdefault("parts", [compiled(loop, layer) for layer in layers])
+        x = torch.randn(4, 16, generator=loop.generator).requires_grad_()
+        for part in parts:
+            x = torch.tanh(part(x))
+        loop.seen.append(x.detach().clone())
+        x.square().mean().backward()
+        loop.note()
+        loop.step()
+
+    assert same(by_layers).left == [ALL] * 3 + [set()] * (STEPS - 3)
+
+
+def test_a_generator_and_a_discriminator() -> None:
+    """The discriminator gets gradients of the generator's loss as well, and of two passes: its own step is as ever."""
+
+    def adversarial(loop: Loop, index: int) -> None:
+        if "other" not in loop.kept:
+            other = loop.kept["module"] = Net()
+            loop.kept["judge"] = compiled(loop, other)
+            loop.kept["other"] = torch.optim.AdamW(other.parameters(), lr=0.01)
+        judge, noise = loop.kept["judge"], torch.randn(4, 16, generator=loop.generator)
+        loop.kept["other"].zero_grad()
+        judge(torch.ones(4, 16)).mean().backward()
+        with torch.no_grad():
+            made = loop.model(noise)
+        (-judge(made).mean()).backward()
+        loop.kept["other"].step()
+        judge(loop.model(noise)).mean().backward()
+        loop.seen += [p.detach().clone() for p in loop.kept["module"].parameters()]
+        loop.seen += [p.grad.clone() for p in loop.kept["module"].parameters()]
+        loop.note()
+        loop.step()
+
+    assert same(adversarial).left == [ALL] * 3 + [set()] * (STEPS - 3)
+
+
+def test_the_option_and_a_step_in_the_phase_fits() -> None:
+    """Where all fits, iterations run unmanaged, and the step updates."""
+    loop = Loop(overlap=True)
+    loop.model = torch.compile(loop.module, backend="teraio", options={"codegen": "eager", "overlap_step": True})
+    phases = []
+    for index in range(10):
+        plain(loop, index)
+        phases.append(teraio.status()[0].phase)
+    first = phases.index("fits")
+    assert loop.left == [ALL] * 3 + [set()] * (first - 2) + [ALL] * (9 - first) and first > 3
+
+
+# -- what one graph may do
+
+
+class Sum(nn.Module):
+    """Two parameters with one and the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.other = (nn.Parameter(torch.randn(16, 16)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ (self.one + self.two)) @ self.other
+
+
+class AsIs(torch.autograd.Function):
+    """Hands the weight itself on as the gradient of `x`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return weight.view(weight.shape), None
+
+
+class Lent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (AsIs.apply(x, self.weight) @ self.other).tanh() @ torch.tanh(self.weight)  # type: ignore[no-untyped-call]
+
+
+class Other(Loop):
+    """A loop over another model, which gets an input whose gradient is looked at."""
+
+    kind: type[nn.Module]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        torch.manual_seed(0)
+        self.module = self.kind()  # type: ignore[assignment]
+        self.model = compiled(self, self.module)
+        self.optimizer = self.make(self.module)
+
+    def run(self) -> list[Tensor]:
+        for _ in range(STEPS):
+            x = torch.randn(16, 16, generator=self.generator).requires_grad_()
+            self.model(3 * x).square().mean().backward()
+            assert x.grad is not None
+            self.seen.append(x.grad)
+            self.note()
+            self.step()
+        return self.everything()
+
+
+class SumLoop(Other):
+    kind = Sum
+
+
+class LentLoop(Other):
+    kind = Lent
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
+@pytest.mark.parametrize(
+    ("loop", "refused", "reason"),
+    [
+        (SumLoop, {"one", "two"}, "others contribute to its gradient, or get hold of it"),
+        (LentLoop, {"weight"}, "the backward graph returns a view of it"),
+    ],
+)
+def test_what_is_shared(loop: type[Other], refused: set[str], reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    expected = loop(overlap=False).run()
+    ours = loop(overlap=True)
+    with caplog.at_level(logging.WARNING, logger="teraio"):
+        assert all(map(torch.equal, ours.run(), expected))
+    assert ours.left[3:] == [refused] * (STEPS - 3)
+    assert reason in caplog.text

@@ -1,0 +1,175 @@
+"""Update stages within a backward graph: how they are cut, and what is left where one cannot run, or fails."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim import Optimizer
+
+from teraio.optimizer.in_backward import updates as overlap_region
+from teraio.optimizer.in_backward.records import Final, Standing, places
+from teraio.optimizer.in_backward.updates import Member, RegionUpdates, UpdateStage, cut_updates
+
+from ..managed_steps import SIZE, Start, Training, everything, plain, same, set_gradients
+
+KIB = 1 << 10
+
+
+def members_of(training: Training, optimizer: Optimizer, afters: Sequence[int]) -> list[Member]:
+    """Every parameter of the training; its gradient is in the slot of its number, final after the stage that `afters` gives."""
+    found = []
+    for (place, parameter), after in zip(places(optimizer), afters, strict=True):
+        states = tuple(training.steps._states.blocks(optimizer, place[1], parameter))
+        block = training.pager.known_block(parameter)
+        assert block is not None
+        standing = Standing(optimizer=weakref.ref(optimizer), place=place)
+        final = Final(slot=place[1], after=after)
+        found.append(
+            Member(optimizer=optimizer, parameter=parameter, standing=standing, final=final, block=block, states=states)
+        )
+    return found
+
+
+def updates(training: Training, members: Sequence[Member], stages: Sequence[UpdateStage], **more: Any) -> RegionUpdates:
+    settings: dict[str, Any] = {"no_room": lambda members, error: pytest.fail(str(error)), **more}
+    return RegionUpdates(training.pager, training.timeline, "backward", members, stages, **settings)
+
+
+def gradients(training: Training, step: int) -> list[Any]:
+    """New blocks, as a graph makes them, that nobody else holds."""
+    set_gradients(training.parameters, step)
+    slots = []
+    for number, parameter in enumerate(training.parameters):
+        slots.append(parameter.grad)
+        parameter.grad = None
+        training.pager.acquire([], SIZE, "make")
+        training.pager.block_of(slots[-1], name=f"gradient.{number}", kind="gradient", user_visible=False)
+        training.pager.retire([], [])
+    return slots
+
+
+def step_in_region(training: Training, region: RegionUpdates, slots: list[Any], stages: int) -> None:
+    with training.pager.device.region():
+        training.pager.enter()
+        training.timeline.region_begins("graph", region.stage_count)
+        try:
+            for number in range(stages):
+                region.after_stage(number, slots)
+        finally:
+            training.timeline.region_ended()
+            training.pager.fence()
+
+
+@pytest.mark.parametrize("budget", [None, 26 * SIZE])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9)])
+def test_the_same_bits_as_a_step(make: Callable[[Any], Optimizer], budget: int | None, started: Start) -> None:
+    """Six parameters, in three stages, one after the other."""
+    training = started(6, budget_bytes=budget)
+    optimizer = make(training.parameters)
+    training.train(optimizer, 1)
+    for step in (1, 2):
+        members = members_of(training, optimizer, [2, 2, 1, 1, 0, 0])
+        stages = (UpdateStage(0, (4, 5)), UpdateStage(1, (2, 3)), UpdateStage(2, (0, 1)))
+        slots = gradients(training, step)
+        step_in_region(training, updates(training, members, stages), slots, 3)
+        assert slots == [None] * 6 and all(p.grad is None for p in training.parameters)
+        assert all(member.standing.updated for member in members)
+    recorded = training.timeline.iteration_ends().regions[-1].stages[1:]
+    assert [s.name for s in recorded] == ["backward/update.0", "backward/update.1", "backward/update.2"]
+    assert {(s.phase, s.elements) for s in recorded} == {("optimizer", 2 * 32 * 32)}
+    assert all({b.kind for b in s.written} == {"parameter", "optimizer_state"} for s in recorded)
+    assert not any(block.kind == "gradient" for block in training.pager.blocks)
+    assert same(everything(optimizer), plain(3, 6, make))
+    assert budget is None or training.pager.peak_bytes <= budget
+
+
+def test_no_room_keeps_the_gradient(started: Start) -> None:
+    """The budget shrinks so that the first update just fits, and the second, of two parameters, does not."""
+    training = started(3, budget_bytes=64 * SIZE)
+    optimizer = torch.optim.AdamW(training.parameters)
+    training.train(optimizer, 1)
+    members = members_of(training, optimizer, [0, 0, 0])
+    slots = gradients(training, 1)
+    refused: list[tuple[list[Member], int]] = []
+    region = updates(
+        training, members, [UpdateStage(0, (2,)), UpdateStage(0, (0, 1))],
+        no_room=lambda members, error: refused.append((list(members), error.smallest_bytes)),
+    )  # fmt: skip
+    needed = 4 * SIZE + 2 * SIZE + training.pager.fixed_bytes  # AdamW's temporaries are two copies
+    training.pager.budget_bytes = needed + SIZE
+    before = [p.detach().clone() for p in training.parameters]
+    step_in_region(training, region, slots, 1)
+    ((whom, smallest),) = refused
+    assert whom == members[:2] and smallest == needed + 4 * SIZE
+    assert [slot is None for slot in slots] == [False, False, True]
+    assert [member.standing.updated for member in members] == [False, False, True]
+    assert [torch.equal(p, b) for p, b in zip(training.parameters, before, strict=True)] == [True, True, False]
+    assert all(block.pins == 0 for block in training.pager.blocks)
+
+
+def test_an_update_that_fails(started: Start) -> None:
+    """The error is the user's to see; nothing stays held, and nobody takes the parameter for untouched."""
+    training = started(2, budget_bytes=None)
+    optimizer = torch.optim.SGD(training.parameters, lr=0.1)
+    training.train(optimizer, 1)
+    optimizer.param_groups[0]["lr"] = "fast"
+    members = members_of(training, optimizer, [0, 0])
+    slots = gradients(training, 1)
+    with pytest.raises(TypeError):
+        step_in_region(training, updates(training, members, [UpdateStage(0, (0, 1))]), slots, 1)
+    assert slots == [None, None] and all(p.grad is None for p in training.parameters)
+    assert all(member.standing.updated for member in members)
+    assert all(block.pins == 0 for block in training.pager.blocks)
+
+
+# -- how they are cut
+
+
+class Planned:
+    """What `cut_updates` looks at: the optimizer, the bytes, and the stage."""
+
+    def __init__(self, optimizer: object, size_bytes: int, after: int) -> None:
+        self.optimizer, self.size_bytes, self.final = optimizer, size_bytes, Final(slot=0, after=after)
+
+
+ONE, OTHER = object(), object()
+
+
+def cut(members: Sequence[Planned], largest_bytes: int) -> tuple[UpdateStage, ...]:
+    return cut_updates(members, largest_bytes)  # type: ignore[arg-type]
+
+
+def test_large_ones_by_themselves_small_ones_with_what_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap_region, "_WORTH_A_STAGE_BYTES", 4 * KIB)
+    members = [Planned(ONE, KIB, 0), Planned(ONE, 8 * KIB, 1), Planned(ONE, KIB, 2), Planned(ONE, KIB, 2), Planned(ONE, KIB, 5)]
+    assert cut(members, 64 * KIB) == (UpdateStage(1, (0, 1)), UpdateStage(5, (2, 3, 4)))
+    assert cut(members, 0) == tuple(UpdateStage(m.final.after, (n,)) for n, m in enumerate(members))
+
+
+def test_every_optimizer_has_stages_of_its_own() -> None:
+    members = [Planned(ONE, KIB, 1), Planned(OTHER, KIB, 0), Planned(ONE, KIB, 0), Planned(OTHER, KIB, 3)]
+    assert cut(members, 64 * KIB) == (UpdateStage(1, (2, 0)), UpdateStage(3, (1, 3)))
+
+
+@given(
+    members=st.lists(
+        st.builds(Planned, st.sampled_from([ONE, OTHER]), st.integers(1, 12 << 20), st.integers(0, 6)), min_size=1, max_size=12
+    ),
+    largest=st.integers(0, 32 << 20),
+)
+def test_each_is_updated_once_and_not_too_early(members: list[Planned], largest: int) -> None:
+    stages = cut(members, largest)
+    assert sorted(number for stage in stages for number in stage.members) == list(range(len(members)))
+    assert [stage.after for stage in stages] == sorted(stage.after for stage in stages)
+    for stage in stages:
+        own = [members[number] for number in stage.members]
+        assert stage.after == max(member.final.after for member in own)
+        assert len({member.optimizer for member in own}) == 1
+        size, last = sum(member.size_bytes for member in own), own[-1].size_bytes
+        assert size <= largest or len(own) == 1 or 2 * (size - last) < largest

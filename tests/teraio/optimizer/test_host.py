@@ -1,0 +1,122 @@
+"""What updates on the host know of a device's small states, and what keeps an optimizer from them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from teraio.optimizer.capabilities import reason_against_host
+from teraio.optimizer.host import HostUpdates, _Counters
+
+
+class OnDevice(Tensor):
+    """A tensor of main memory that says it is elsewhere. `copies`: how often it was copied from there."""
+
+    copies = 0
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+    def cpu(self) -> Tensor:  # type: ignore[override]
+        OnDevice.copies += 1
+        return self.as_subclass(Tensor).clone()
+
+
+@pytest.fixture
+def state() -> Tensor:
+    OnDevice.copies = 0
+    return torch.zeros(()).as_subclass(OnDevice)
+
+
+def test_a_counter_is_copied_from_the_device_once(state: Tensor) -> None:
+    counters = _Counters()
+    for step in range(3):
+        here = counters.here(state)
+        assert here == step
+        here += 1
+        counters.update(state, here)
+    assert state == 3 and OnDevice.copies == 1
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_counter_that_the_device_has_counted_is_copied_again(state: Tensor, begun: bool) -> None:
+    """An update that does not get its blocks is made there, which changes the counter as often as to copy it back does."""
+    counters = _Counters()
+    for step in range(3):
+        here = counters.here(state)
+        assert here == step
+        if begun:
+            here += 7  # it has failed half-way, say
+        torch._foreach_add_([state], 1)
+    here = counters.here(state)
+    assert here == 3
+    here += 1
+    counters.update(state, here)
+    assert state == 4
+
+
+def test_counters_of_main_memory_are_themselves() -> None:
+    state = torch.zeros(())
+    counters = _Counters()
+    here = counters.here(state)
+    assert here is state
+    counters.update(state, here)
+    assert state._version == 0
+
+
+@pytest.mark.parametrize("setting", ["lr", "betas"])
+def test_settings_on_the_device_keep_updates_there(setting: str) -> None:
+    """A fused update on the CPU would copy them without waiting for the copy."""
+    optimizer = torch.optim.AdamW([torch.zeros(4)], lr=torch.tensor(1e-3), fused=True)
+    assert reason_against_host(optimizer) is None, "in main memory"
+    there = torch.tensor(0.1, device="meta")
+    optimizer.param_groups[0][setting] = there if setting == "lr" else (0.9, there)
+    assert "on the device" in (reason_against_host(optimizer) or "")
+
+
+def test_deterministic_algorithms_keep_updates_on_the_device() -> None:
+    """From when they are asked for, whatever a plan says that was made before."""
+    optimizer = torch.optim.AdamW([torch.zeros(4)])
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "deterministic" in (reason_against_host(optimizer) or "")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert reason_against_host(optimizer) is None
+
+
+class Knowing:
+    """Stands in for a pager that knows all tensors."""
+
+    def known_block(self, tensor: Tensor) -> Any:
+        return SimpleNamespace(span=True)
+
+
+def member(optimizer: torch.optim.Optimizer) -> object:
+    (parameter,) = optimizer.param_groups[0]["params"]
+    return HostUpdates(Knowing())._member(optimizer, 0, parameter)  # type: ignore[arg-type]
+
+
+def test_what_memory_alone_does_not_tell_stays_on_the_device() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.conj().backward(torch.full((4,), 1 + 2j))
+    assert parameter.grad is not None and parameter.grad.is_conj() and member(optimizer) is None
+    parameter.grad = parameter.grad.resolve_conj()
+    assert member(optimizer) is not None
+
+
+def test_states_that_are_still_to_come_are_made_on_the_device() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    assert member(optimizer) is None
+    optimizer.state[parameter]["momentum_buffer"] = None  # type: ignore[assignment]
+    assert member(optimizer) is None
+    optimizer.step()
+    assert member(optimizer) is not None

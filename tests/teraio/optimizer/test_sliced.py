@@ -1,0 +1,217 @@
+"""Updates by slices: the same bits as plain PyTorch under a budget that parameter, gradient and states do not fit in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from runtime.paging.block import State
+
+from .sliced_steps import (
+    KINDS,
+    LARGE,
+    SlicedRig,
+    adamw,
+    check_sliced,
+    differing,
+    everything,
+    make_parameters,
+    plain,
+    set_gradients,
+    train,
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
+
+# -- the same bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_optimizer(sliced_rig: SlicedRig, name: str, dtype: torch.dtype) -> None:
+    """In 16 bits vectorised loops round otherwise than what they leave over, so that slices must leave over the same."""
+    if name == "SGD fused" and dtype is torch.bfloat16:
+        name = "SGD momentum"  # the fused one begins with a buffer of arbitrary bits
+    shape = (1553, 257) if dtype is torch.float32 else (1553, 514)
+    rig = sliced_rig(parameters=make_parameters(dtype, shape))
+    optimizer = KINDS[name](rig.parameters)
+    train(optimizer, 4)
+    check_sliced(rig, {"AdamW amsgrad": 3, "RMSprop": 3, "SGD momentum": 1, "SGD fused": 1, "Adagrad": 1, "ASGD": 1}.get(name, 2))
+    assert not differing(everything(optimizer), plain(KINDS[name], 4, make_parameters(dtype, shape)))
+
+
+@pytest.mark.parametrize(
+    ("drives", "host", "checked"),
+    [(1, "no host tier", False), (3, "no host tier", True), (2, "a host tier for one state", False), (0, "host only", True)],
+)
+def test_every_tier(sliced_rig: SlicedRig, drives: int, host: str, checked: bool) -> None:
+    """Over many steps; both states in one tier, or one in each. checked: by checksums and in the debug mode."""
+    host_bytes = {"no host tier": 0, "a host tier for one state": LARGE * 5 // 2, "host only": 4 * LARGE}[host]
+    rig = sliced_rig(drives=drives, host_bytes=host_bytes, debug=checked, checksums=checked)
+    optimizer = adamw(rig.parameters)
+    train(optimizer, 25)
+    check_sliced(rig, 2)
+    expected = {"no host tier": {"storage"}, "host only": {"host"}}.get(host, {"host", "storage"})
+    assert {block.tier for block in rig.states().values()} == expected
+    for tier in expected:
+        engine = rig.tiers[tier].threads()  # type: ignore[index]
+        assert engine.read_link.moved_bytes > 24 * LARGE and engine.write_link.moved_bytes > 25 * LARGE
+    assert not differing(everything(optimizer), plain(adamw, 25))
+
+
+def test_plain_sgd_has_temporaries_by_slices(sliced_rig: SlicedRig) -> None:
+    """It has no states, but copies of the gradient, which the budget has no room for."""
+
+    def sgd(parameters: list[nn.Parameter]) -> Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
+
+    rig = sliced_rig()
+    optimizer = sgd(rig.parameters)
+    train(optimizer, 3)
+    check_sliced(rig, 0)
+    assert not optimizer.state and not differing(everything(optimizer), plain(sgd, 3))
+
+
+def test_a_parameter_in_another_order_than_its_elements(sliced_rig: SlicedRig) -> None:
+    """Its gradient and states have the same strides."""
+
+    def parameters() -> list[nn.Parameter]:
+        made = make_parameters(shape=(16, 3, 91, 97))
+        made[1] = nn.Parameter(made[1].detach().to(memory_format=torch.channels_last))
+        return made
+
+    rig = sliced_rig(parameters=parameters())
+    optimizer = adamw(rig.parameters)
+    train(optimizer, 3)
+    check_sliced(rig, 2)
+    state = optimizer.state[rig.parameters[1]]["exp_avg"]
+    assert state.stride() == rig.parameters[1].stride() != rig.parameters[1].contiguous().stride()
+    assert not differing(everything(optimizer), plain(adamw, 3, parameters()))
+
+
+def test_a_state_that_comes_later(sliced_rig: SlicedRig) -> None:
+    def run(parameters: list[nn.Parameter]) -> Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
+        train(optimizer, 2)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        train(optimizer, 2, first=2)
+        return optimizer
+
+    rig = sliced_rig()
+    optimizer = run(rig.parameters)
+    check_sliced(rig, 1)
+    assert not differing(everything(optimizer), everything(run(make_parameters())))
+
+
+def test_counters_stay_what_user_code_holds(sliced_rig: SlicedRig) -> None:
+    rig = sliced_rig()
+    optimizer = adamw(rig.parameters)
+    train(optimizer, 1)
+    held = optimizer.state[rig.parameters[1]]["step"]
+    train(optimizer, 2, first=1)
+    assert float(held) == 3 and optimizer.state[rig.parameters[1]]["step"] is held
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "RMSprop", "SGD momentum"])
+def test_on_several_threads(sliced_rig: SlicedRig, name: str) -> None:
+    """In 32 bits what loops leave over at the end of a thread's share is rounded as the rest is."""
+    torch.set_num_threads(3)
+    rig = sliced_rig()
+    optimizer = KINDS[name](rig.parameters)
+    train(optimizer, 3)
+    assert rig.states() and not differing(everything(optimizer), plain(KINDS[name], 3))
+
+
+def test_a_scaler_of_gradients(sliced_rig: SlicedRig) -> None:
+    """It tells fused optimizers its scale, and which steps to leave out: the first, and one when there are states."""
+
+    def run(parameters: list[nn.Parameter]) -> tuple[Optimizer, float]:
+        optimizer = torch.optim.AdamW(parameters, lr=0.01, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(5):
+            set_gradients(parameters, step)
+            if step in (0, 2):
+                parameters[1].grad[0, 0] = torch.inf  # type: ignore[index]
+            scaler.scale(torch.ones(1))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return optimizer, scaler.get_scale()
+
+    rig = sliced_rig()
+    optimizer, scale = run(rig.parameters)
+    expected, expected_scale = run(make_parameters())
+    check_sliced(rig, 2)
+    assert scale == expected_scale == 1.0 and float(optimizer.state[rig.parameters[1]]["step"]) == 3
+    assert not differing(everything(optimizer), everything(expected))
+
+
+# -- whole blocks before and after
+
+
+def test_states_that_are_on_the_device(sliced_rig: SlicedRig) -> None:
+    """They leave first; and come back as what they are."""
+    rig = sliced_rig()
+    optimizer = adamw(rig.parameters)
+    train(optimizer, 2)
+    rig.pager.bring_back_all()
+    assert all(block.state is State.ON_DEVICE for block in rig.states().values())
+    train(optimizer, 2, first=2)
+    assert all(block.state is State.AWAY for block in rig.states().values())
+    rig.pager.bring_back_all()
+    assert not differing(everything(optimizer), plain(adamw, 4))
+
+
+def test_user_code_reads_and_writes_states(sliced_rig: SlicedRig) -> None:
+    def run(parameters: list[nn.Parameter]) -> Optimizer:
+        optimizer = adamw(parameters)
+        for step in range(4):
+            train(optimizer, 1, first=step)
+            for parameter in parameters:
+                optimizer.state[parameter]["exp_avg"].mul_(0.5)
+        return optimizer
+
+    rig = sliced_rig(checksums=True, debug=True)
+    optimizer = run(rig.parameters)
+    check_sliced(rig, 2)
+    assert not differing(everything(optimizer), everything(run(make_parameters())))
+
+
+@pytest.mark.parametrize("saved_by", ["teraio", "plain PyTorch"])
+def test_saved_and_resumed(sliced_rig: SlicedRig, tmp_path: Path, saved_by: str) -> None:
+    """By the one, and gone on with by the other; through a file, whose content comes back in memory that cannot leave."""
+
+    def save(parameters: list[nn.Parameter]) -> Optimizer:
+        optimizer = adamw(parameters)
+        train(optimizer, 2)
+        torch.save({"parameters": parameters, "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint")
+        return optimizer
+
+    def resume(parameters: list[nn.Parameter]) -> Optimizer:
+        content = torch.load(tmp_path / "checkpoint", weights_only=True)
+        with torch.no_grad():
+            for parameter, loaded in zip(parameters, content["parameters"], strict=True):
+                parameter.copy_(loaded)
+        optimizer = adamw(parameters)
+        optimizer.load_state_dict(content["optimizer"])
+        train(optimizer, 3, first=2)
+        return optimizer
+
+    if saved_by == "teraio":
+        rig = sliced_rig()
+        optimizer = save(rig.parameters)
+        check_sliced(rig, 2)
+        rig.steps.close()
+        del optimizer
+        optimizer = resume(make_parameters())
+    else:
+        save(make_parameters())
+        rig = sliced_rig()
+        optimizer = resume(rig.parameters)
+        check_sliced(rig, 2)
+    assert not differing(everything(optimizer), plain(adamw, 5))

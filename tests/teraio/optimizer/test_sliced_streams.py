@@ -1,0 +1,110 @@
+"""Updates by slices on a device with streams: copies that the device makes by itself, and copies by threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.cuda.mover import StreamMover
+from runtime.device.device import WallMark
+from runtime.device.streams import Lane
+from runtime.paging.block import State
+from runtime.paging.debug import Debug
+from runtime.paging.pager import Pager
+from runtime.paging.tiers import Tier, Tiers
+from runtime.storage.posix import PosixStore
+from runtime.transfer.engine import Engine
+from teraio.optimizer.steps import OptimizerSteps
+from teraio.profiling.recorder import Timeline
+
+from ...runtime.simulated_device import SimulatedDevice
+from ...runtime.slab import Slab
+from .sliced_steps import BUDGET, LARGE, MIB, adamw, differing, everything, make_parameters, plain, train
+
+
+class EagerDevice(SimulatedDevice):
+    """Does at once what is queued, as optimizers compute at once here; for other orders see `runtime/test_stream_ranges`."""
+
+    asynchronous = True
+
+    def __init__(self, seed: int, *, pieces: int, unit: int) -> None:
+        super().__init__(seed, pieces=pieces, unit=unit)
+        self.lock = threading.RLock()
+
+    def queue(self, lane: Lane, action: Callable[[], None]) -> None:
+        with self.lock:  # I/O threads begin copies as well
+            super().queue(lane, action)
+            self.synchronise()
+
+    def mark(self) -> WallMark:
+        return WallMark(float(self.steps))
+
+    def bytes_beside(self, known_bytes: int) -> int:
+        return 0
+
+
+class Gpu:
+    """Steps of an optimizer on it. host: room for so many blocks of the large parameter's size."""
+
+    def __init__(self, folder: Path | None, *, host: int, debug: bool, last: ExitStack) -> None:
+        self.device = EagerDevice(0, pieces=12, unit=2 * MIB)
+        slab = Slab(host, 2 * MIB)
+        tiers = [Tier(name="host", store=slab, engine=None)] if host else []  # type: ignore[arg-type]
+        if folder is not None:
+            store = PosixStore([folder], budget_bytes=None, direct=False)
+            last.callback(store.close)
+            self.engine = Engine(store, threads=2, chunk_bytes=64 << 10, checksums=True)
+            last.callback(self.engine.close)
+            tiers.append(Tier(name="storage", store=store, engine=self.engine))
+        self.mover = StreamMover(self.device, Tiers(tiers), slab.address_of, debug=Debug() if debug else None)
+        last.callback(self.mover.close)
+        self.pager = Pager(mover=self.mover, budget_bytes=BUDGET, device=self.device)
+        timeline = Timeline(self.pager)
+        self.steps = OptimizerSteps(
+            self.pager, timeline, active=lambda: True, step_done=lambda _: timeline.iteration_ends() and None
+        )
+        last.callback(self.steps.close)
+        self.parameters = make_parameters()
+        for number, parameter in enumerate(self.parameters):
+            self.pager.block_of(parameter, name=f"p{number}", kind="parameter", user_visible=True)
+
+
+@pytest.fixture
+def last() -> Iterator[ExitStack]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with ExitStack() as last:
+        yield last
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
+@pytest.mark.parametrize("tiers", ["host", "storage", "host and storage"])
+def test_the_same_bits(last: ExitStack, tmp_path: Path, tiers: str, debug: bool) -> None:
+    """User code sees the states in between where it can; they come back whole, and leave again."""
+    room = {"host": 6, "storage": 0, "host and storage": 2}[tiers]
+    gpu = Gpu(None if tiers == "host" else tmp_path, host=room, debug=debug, last=last)
+    optimizer = adamw(gpu.parameters)
+    for step in range(6):
+        train(optimizer, 1, first=step)
+        gpu.device.synchronise()
+        states = [block for block in gpu.pager.blocks if block.kind == "optimizer_state"]
+        assert len(states) == 2 and all(block.state is State.AWAY for block in states)
+        if step == 3:
+            with gpu.device.region():
+                gpu.pager.bring_back_all()
+            gpu.device.synchronise()
+    assert {block.tier for block in states} == ({tiers} if " and " not in tiers else {"host", "storage"})
+    assert gpu.pager.peak_bytes >= 2 * LARGE
+    if "host" in tiers:
+        gpu.mover.poll()
+        assert gpu.mover.moved_bytes["host->device"] > 5 * LARGE
+    with gpu.device.region():
+        gpu.pager.bring_back_all()
+    gpu.device.synchronise()
+    assert not differing(everything(optimizer), plain(adamw, 6))

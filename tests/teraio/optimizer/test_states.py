@@ -1,0 +1,248 @@
+"""Optimizer states are blocks: what becomes one, that they move and come back, and what user code does with them."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from planner import Budgets
+from planner import plan as make_plan
+from planner.errors import BudgetError
+from runtime.paging.block import State
+from runtime.paging.pager import Pager
+from teraio.optimizer.states import state_bytes
+from teraio.optimizer.steps import OptimizerSteps
+from teraio.profiling.recorder import Timeline
+from teraio.profiling.schedule_by_stage import lay_out_plan
+
+from .managed_steps import SIZE, Start, Training, everything, make_parameters, plain, same, set_gradients
+
+KIB = 1 << 10
+
+
+def test_states_are_blocks_and_counters_are_not(started: Start) -> None:
+    training = started(2, budget_bytes=None)
+    optimizer = torch.optim.AdamW(training.parameters)
+    training.train(optimizer, 2)
+    states = training.states()
+    assert set(states) == {f"optimizer/layer.{n}.{name}" for n in range(2) for name in ("exp_avg", "exp_avg_sq")}
+    assert all(block.size_bytes == SIZE and block.user_visible for block in states.values())
+    assert training.pager.fixed_bytes == state_bytes(optimizer) - 4 * SIZE == 2 * 4
+    first, second = (iteration.stages for iteration in training.iterations)
+    made = [block for stage in first for block in stage.made]
+    assert sorted(block.name for block in made) == sorted(states)
+    assert not any(stage.made for stage in second)
+    assert all(block in stage.read and block in stage.written for stage in second for block in made if block in stage.read)
+    assert {block for stage in second for block in stage.written} >= set(made)
+
+
+def test_states_that_share_a_storage_are_one_block(started: Start) -> None:
+    training = started(2, budget_bytes=None)
+    optimizer = torch.optim.SGD(training.parameters, lr=0.1, momentum=0.9)
+    both = torch.zeros(2, 32, 32)
+    for parameter, buffer in zip(training.parameters, both, strict=True):
+        optimizer.state[parameter]["momentum_buffer"] = buffer
+    training.train(optimizer, 2)
+    (block,) = training.states().values()
+    assert block.size_bytes == 2 * SIZE and training.pager.fixed_bytes == 0
+
+
+@pytest.mark.parametrize("budget", [None, 7 * SIZE, 10 * SIZE, 14 * SIZE])
+def test_the_same_bits_at_every_budget(started: Start, budget: int | None) -> None:
+    training = started(budget_bytes=budget)
+    optimizer = torch.optim.AdamW(training.parameters)
+    training.train(optimizer, 12)
+    assert same(everything(optimizer), plain(12))
+    if budget is not None:
+        assert any(block.state is State.AWAY for block in training.states().values())
+
+
+def test_the_peak_stays_within_the_budget(started: Start) -> None:
+    """Gradients of user code come from outside; what is counted here is what the steps bring in."""
+    training = started(budget_bytes=None)
+    set_gradients(training.parameters, 0)
+    optimizer = torch.optim.AdamW(training.parameters)
+    training.pager.budget_bytes = KIB
+    with pytest.raises(BudgetError, match=r"stage 'optimizer/subgroup.0' needs [\d,]+ bytes at once; give a") as raised:
+        optimizer.step()
+    smallest = raised.value.smallest_bytes
+    assert 6 * SIZE <= smallest <= 6 * SIZE + 16 * 6, "one parameter, its gradient, two states, two temporaries, and counters"
+    assert not optimizer.state and all(block.pins == 0 for block in training.pager.blocks)
+    training.pager.budget_bytes = smallest - 1
+    with pytest.raises(BudgetError):
+        optimizer.step()
+    assert not optimizer.state
+    training.pager.budget_bytes = smallest
+    training.train(optimizer, 6)
+    assert training.pager.peak_bytes <= smallest
+    assert same(everything(optimizer), plain(6))
+
+
+def test_parts_stay_the_same_over_the_iterations(started: Start) -> None:
+    training = started(12, budget_bytes=72 * SIZE)
+    optimizer = torch.optim.AdamW(training.parameters)
+    training.train(optimizer, 4)
+    assert len({iteration.signature for iteration in training.iterations}) == 1
+    stages = [stage.name for stage in training.iterations[-1].stages if stage.phase == "optimizer"]
+    assert 1 < len(stages) < 12
+
+
+# -- overlap
+
+
+class Watch:
+    """Lets each update take as long as `copies` copies; then what flies (kind, name), and which states are there."""
+
+    def __init__(self, training: Training, copies: int) -> None:
+        self.flying: list[set[tuple[str, str]]] = []
+        self.there: list[set[str]] = []
+        retire = training.pager.retire
+
+        def noting(*args: Any, **more: Any) -> None:
+            for _ in range(copies):
+                training.finish_one()
+            self.flying.append({(copy.kind, copy.block.name) for copy in training.mover.flying})
+            self.there.append({name for name, block in training.states().items() if block.state is State.ON_DEVICE})
+            retire(*args, **more)
+
+        training.pager.retire = noting  # type: ignore[method-assign]
+
+
+def names(number: int) -> set[str]:
+    return {f"optimizer/layer.{number}.exp_avg", f"optimizer/layer.{number}.exp_avg_sq"}
+
+
+def watched(training: Training, copies: int) -> Watch:
+    """The fifth step, of eight subgroups."""
+    optimizer = torch.optim.AdamW(training.parameters)
+    training.train(optimizer, 4)
+    watch = Watch(training, copies)
+    training.train(optimizer, 1, first=4)
+    assert len(watch.flying) == 8
+    assert same(everything(optimizer), plain(5, 8))
+    return watch
+
+
+def test_the_next_ones_arrive_and_those_before_leave_while_one_updates(started: Start) -> None:
+    watch = watched(started(8, budget_bytes=20 * SIZE), copies=1)
+    both = 0
+    for number, flying in enumerate(watch.flying):
+        following = names(number + 1) | {f"layer.{number + 1}", f"optimizer/gradient.{number + 1}"}
+        arriving = {name for kind, name in flying if kind == "in"}
+        leaving = {name for kind, name in flying if kind == "out"}
+        assert arriving <= following and not leaving & (following | names(number))
+        both += bool(arriving and leaving)
+    assert both >= 4, watch.flying
+
+
+def test_the_next_states_are_there_when_an_update_ends(started: Start) -> None:
+    """If it takes long enough."""
+    training = started(8, budget_bytes=20 * SIZE)
+    watch = watched(training, copies=12)
+    assert all(names(number + 1) <= there for number, there in enumerate(watch.there[:7])), watch.there
+    assert all(len(there) < 16 for there in watch.there), "because others have left"
+
+
+def test_a_plan_moves_states(started: Start) -> None:
+    """The trace has them as ordinary blocks; the plan for it lets them go and brings them back ahead."""
+    training = started(8, budget_bytes=20 * SIZE)
+    optimizer = torch.optim.AdamW(training.parameters)
+    training.train(optimizer, 4)
+    profile = training.profile()
+    trace = profile.trace
+    states = [block for block in trace.blocks if block.kind == "optimizer_state" and block.movable]
+    assert {block.name for block in states} == set().union(*map(names, range(8)))
+    assert all(b.persistent and b.reads == b.writes and len(b.uses) == 1 and b.size_bytes == SIZE for b in states)
+    assert [block.size_bytes for block in trace.blocks if not block.movable] == [8 * 4]
+    assert [(s.stage, s.elements, s.host_seconds) for s in trace.subgroups] == [(n + 1, 1024, None) for n in range(8)]
+    assert all(s.device_seconds == trace.stages[s.stage].duration_seconds for s in trace.subgroups)
+    assert all({b.id for b in states if b.uses == (s.stage,)} <= set(s.blocks) and len(s.blocks) == 4 for s in trace.subgroups)
+    plan = make_plan(trace, Budgets(device_bytes=20 * SIZE))
+    moved = {trace.blocks[move.block].name for move in plan.moves} & {block.name for block in states}
+    assert moved and not plan.updates
+    hints = lay_out_plan(plan, profile.iteration, profile.ids, [block.size_bytes for block in trace.blocks])
+    training.timeline.follow(hints, {number: block for block, number in profile.ids.items() if not block.dead})
+    training.train(optimizer, 3, first=4)
+    training.mover.log.clear()
+    training.train(optimizer, 1, first=7)
+    assert moved <= {entry.removeprefix("in ") for entry in training.mover.log if entry.startswith("in ")}
+    assert same(everything(optimizer), plain(8, 8))
+    assert training.timeline.deviations == 0
+
+
+# -- what user code does
+
+
+def test_user_code_reads_and_writes_states_that_are_away(started: Start) -> None:
+    training = started(budget_bytes=10 * SIZE)
+    optimizer = torch.optim.AdamW(training.parameters)
+    training.train(optimizer, 3)
+    away = [p for p in training.parameters if training.pager.known_block(optimizer.state[p]["exp_avg"]).state is State.AWAY]  # type: ignore[union-attr]
+    assert away
+    assert same(everything(optimizer), plain(3))
+    for parameter in training.parameters:
+        optimizer.state[parameter]["exp_avg"].zero_()
+    training.train(optimizer, 1, first=3)
+
+    parameters = make_parameters(6)
+    expected = torch.optim.AdamW(parameters)
+    for step in range(4):
+        set_gradients(parameters, step)
+        if step == 3:
+            for parameter in parameters:
+                expected.state[parameter]["exp_avg"].zero_()
+        expected.step()
+    assert same(everything(optimizer), everything(expected))
+
+
+def test_loaded_states_take_the_place_of_the_old_ones(started: Start) -> None:
+    """Also in the plan; the old blocks are gone, the new ones count at once."""
+    training = started(budget_bytes=20 * SIZE)
+    optimizer = torch.optim.AdamW(training.parameters)
+    training.train(optimizer, 4)
+    before = training.states()
+    training.timeline.follow(None, {})
+    training.timeline._by_id = {number: block for number, block in enumerate(before.values())}
+    for number, block in enumerate(before.values()):
+        block.trace_id = number
+    content = optimizer.state_dict()
+    content["state"] = {
+        number: {name: value.clone() for name, value in state.items()} for number, state in content["state"].items()
+    }
+    optimizer.load_state_dict(content)
+    del content
+    after = training.states()
+    assert after.keys() == before.keys() and not set(after.values()) & set(before.values())
+    assert [training.timeline._by_id[n] for n in range(len(after))] == [after[name] for name in before]
+    assert [after[name].uses for name in before] == [block.uses for block in before.values()]
+    training.train(optimizer, 2, first=4)
+    assert same(everything(optimizer), plain(6))
+
+
+def test_an_optimizer_that_is_gone_counts_no_more(started: Start) -> None:
+    training = started(2, budget_bytes=None)
+    first = torch.optim.AdamW(training.parameters)
+    training.train(first, 1)
+    del first
+    gc.collect()
+    second = torch.optim.SGD(training.parameters, lr=0.1)
+    training.train(second, 1)
+    assert training.states() == {} and training.pager.fixed_bytes == 0
+
+
+def test_without_anywhere_to_go(started: Start) -> None:
+    parameters = make_parameters(3)
+    pager = Pager(mover=None, budget_bytes=None)
+    for parameter in parameters:
+        pager.block_of(parameter, name="p", kind="parameter", user_visible=True)
+    steps = OptimizerSteps(pager, Timeline(pager), active=lambda: True, step_done=lambda _: None)
+    optimizer = torch.optim.AdamW(parameters)
+    for step in range(3):
+        set_gradients(parameters, step)
+        optimizer.step()
+    steps.close()
+    assert same(everything(optimizer), plain(3, 3))
+    assert sum(block.kind == "optimizer_state" for block in pager.blocks) == 6

@@ -1,0 +1,274 @@
+"""The size of subgroups: chosen once from measured figures, taken from a given plan, and how a part is measured."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+import planner
+import teraio
+from planner import Hardware, Link, stations_of_step, subgroup_bytes
+from planner.subgroup_size import UNMEASURED_BYTES
+from runtime.device.device import CpuDevice, Device, WallMark
+from runtime.paging.pager import Pager
+from teraio.optimizer import subgroup_sizes as optimizer_sizes
+from teraio.optimizer.subgroup_sizes import SMALLEST_PART_BYTES, SubgroupSizes, part_seconds
+from teraio.options import parse_options
+from teraio.training_run import Lifecycle
+
+from ..parity.optimizers import MIB, Case, budgeted, one, train, unmanaged
+from .every_optimizer import OPTIMIZERS
+from .managed_steps import SIZE, Start, everything, make_parameters, same, set_gradients
+from .master_runs import KINDS, half_parameters
+from .master_runs import set_gradients as set_half_gradients
+
+GIB = 1 << 30
+SIZES = [64 * MIB] * 64
+
+
+def hardware(tiers: dict[str, float], host_bytes: int = 64 * GIB) -> Hardware:
+    """With links to and from these tiers, of so many bytes per second."""
+    links = tuple(
+        Link(from_tier=a, to_tier=b, bytes_per_second=rate, latency_seconds=1e-4)  # type: ignore[arg-type]
+        for tier, rate in tiers.items()
+        for a, b in (("device", tier), (tier, "device"))
+    )
+    return Hardware(name="made up", device_memory_bytes=GIB, host_memory_bytes=host_bytes, storage_bytes=GIB, links=links)
+
+
+class Measured:
+    """Updates that take so long, and how often that was measured."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.count = 0
+
+    def __call__(self, optimizer: Optimizer, pager: Pager) -> float:
+        self.count += 1
+        return self.seconds
+
+
+def pager(device: Device | None = None) -> Pager:
+    return Pager(mover=None, budget_bytes=None, device=device)
+
+
+def adam() -> Optimizer:
+    return torch.optim.AdamW(make_parameters(2))
+
+
+def best(machine: Hardware, tier: Any, seconds: float, room: int, total: int = sum(SIZES)) -> int:
+    stations = stations_of_step(machine, tier, update_seconds=seconds)
+    limits = {"smallest_bytes": SMALLEST_PART_BYTES, "largest_bytes": room // 8}
+    return subgroup_bytes(stations, total_bytes=total, **limits)
+
+
+def test_the_size_is_chosen_once_from_what_is_measured() -> None:
+    machine, measure = hardware({"host": 1e10}), Measured(1e-3)
+    sizes = SubgroupSizes(lambda: machine, measure=measure)
+    assert sizes.used_bytes is None
+    found = sizes.choose(adam(), SIZES, 4 * GIB, pager())
+    assert found == sizes.used_bytes == best(machine, "host", 1e-3, 4 * GIB)
+    assert SMALLEST_PART_BYTES < found < 4 * GIB // 8, "neither limit decided"
+    for room in (GIB // 16, None):
+        assert sizes.choose(adam(), SIZES[:3], room, pager()) == found
+    assert measure.count == 1
+
+
+def test_what_other_optimizers_update_counts_whichever_steps_first(started: Start) -> None:
+    chosen: list[int] = []
+
+    class Sizes(SubgroupSizes):
+        def choose(self, *args: Any, others_bytes: int = 0) -> int:
+            chosen.append(others_bytes)
+            return super().choose(*args, others_bytes=others_bytes)
+
+    training = started(6, budget_bytes=100 * SIZE)
+    training.steps._parts._sizes = Sizes()
+    optimizers = [torch.optim.AdamW(training.parameters[:2]), torch.optim.SGD(training.parameters[2:])]
+    set_gradients(training.parameters, 0)
+    for parameter in training.parameters:
+        training.pager.block_of(parameter.grad, name="gradient", kind="gradient", user_visible=True)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert chosen == [4 * 4 * SIZE, 2 * 2 * SIZE], "four parameters as by AdamW, then two as by SGD"
+    machine = hardware({"host": 1e10})
+    alone, together = (
+        SubgroupSizes(lambda: machine, measure=Measured(1e-3)).choose(adam(), SIZES, 4 * GIB, pager(), others_bytes=others)
+        for others in (0, 3 * sum(SIZES))
+    )
+    assert alone < together == best(machine, "host", 1e-3, 4 * GIB, total=4 * sum(SIZES))
+
+
+def test_costly_updates_and_slow_links_give_larger_and_smaller_parts() -> None:
+    def chosen(rate: float, seconds: float, room: int = 64 * GIB) -> int:
+        return SubgroupSizes(lambda: hardware({"host": rate}), measure=Measured(seconds)).choose(
+            adam(), SIZES, room, pager()
+        )
+
+    assert chosen(1e9, 1e-4) < chosen(1e10, 1e-4) < chosen(1e10, 1e-2)
+    assert chosen(1e10, 1.0, room=GIB) == GIB // 8
+    assert chosen(1e7, 1e-6) == SMALLEST_PART_BYTES
+
+
+@pytest.mark.parametrize(("host_bytes", "tier"), [(4 * GIB, "host"), (4 * GIB - 1, "storage")])
+def test_the_links_are_those_of_the_tier_that_holds_the_states(host_bytes: int, tier: str) -> None:
+    machine = hardware({"host": 2e10, "storage": 1e9}, host_bytes)
+    sizes = SubgroupSizes(lambda: machine, measure=Measured(1e-3))
+    assert sizes.choose(adam(), SIZES, 4 * GIB, pager()) == best(machine, tier, 1e-3, 4 * GIB)
+
+
+def test_where_nothing_is_measured() -> None:
+    measure = Measured(1e-3)
+    assert SubgroupSizes(measure=measure).choose(adam(), SIZES, 16 * MIB, pager()) == SMALLEST_PART_BYTES
+    assert SubgroupSizes(measure=measure).choose(adam(), SIZES, 400 * MIB, pager()) == 50 * MIB
+    no_links = SubgroupSizes(lambda: hardware({}), measure=measure)
+    assert no_links.choose(adam(), SIZES, 64 * GIB, pager()) == UNMEASURED_BYTES
+    no_limit = SubgroupSizes(lambda: hardware({"host": 1e10}), measure=measure)
+    assert no_limit.choose(adam(), SIZES, None, pager()) == UNMEASURED_BYTES
+    for small in ([MIB, 2 * MIB], [GIB]):  # one part in any case, which must not decide for an optimizer that comes later
+        sizes = SubgroupSizes(lambda: hardware({"host": 1e10}), measure=measure)
+        assert sizes.choose(adam(), small, GIB, pager()) == SMALLEST_PART_BYTES and sizes.used_bytes is None
+    assert measure.count == 0
+
+
+def test_a_given_size_is_used_as_it_is() -> None:
+    sizes = SubgroupSizes(lambda: hardware({"host": 1e10}), given_bytes=12345, measure=(measure := Measured(1e-3)))
+    assert sizes.choose(adam(), SIZES, 16 * MIB, pager()) == 12345 == sizes.used_bytes and measure.count == 0
+
+
+# -- how a part is measured
+
+
+def contents(optimizer: Optimizer) -> Any:
+    return copy.deepcopy((optimizer.state_dict(), list(vars(optimizer))))
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "Adafactor", "Muon"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_measuring_an_update_changes_nothing(name: str, steps: int) -> None:
+    kinds = {**OPTIMIZERS, "Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon}
+    measured, untouched = (make_parameters(6) for _ in range(2))
+    optimizers = [kinds[name](parameters) for parameters in (measured, untouched)]
+    for step in range(steps + 2):
+        for optimizer, parameters in zip(optimizers, (measured, untouched), strict=True):
+            set_gradients(parameters, step)
+            if step == steps and parameters is measured:
+                before = contents(optimizer)
+                assert 0 < part_seconds(optimizer, pager()) < 1
+                assert str(contents(optimizer)) == str(before)
+            optimizer.step()
+    assert same(everything(optimizers[0]), everything(optimizers[1]))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_updates_over_masters_are_measured(name: str, steps: int) -> None:
+    parameters = half_parameters(torch.bfloat16)
+    optimizer = KINDS[name](parameters)
+    teraio.manage_optimizer(optimizer, master_weights=True)
+    for step in range(steps):
+        set_half_gradients(parameters, step)
+        optimizer.step()
+    before = everything(optimizer)
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(1), torch.ones(1)  # as a GradScaler leaves them for a step
+    assert 0 < part_seconds(optimizer, pager()) < 1
+    assert same(everything(optimizer), before) and optimizer.found_inf == optimizer.grad_scale == 1
+
+
+class Queue(CpuDevice):
+    """A device whose clock goes on by as many seconds for each mark as it has been given; it notes who waited for it."""
+
+    asynchronous = True
+
+    def __init__(self, seconds: list[float]) -> None:
+        self._seconds = seconds
+        self._now = 0.0
+        self.waited = 0
+
+    def mark(self) -> WallMark:
+        self._now += self._seconds.pop(0)
+        queue = self
+
+        class Waiting(WallMark):
+            def wait(self) -> None:
+                queue.waited += 1
+
+        return Waiting(self._now)
+
+
+def test_the_device_tells_how_long_an_update_takes() -> None:
+    """Once it has done all that it was asked for before."""
+    device = Queue([100.0, 50.0, 9.0, 8.0, 3.0, 5.0, 7.0, 6.0, 4.0, 9.0, 9.0])
+    assert part_seconds(adam(), pager(device)) == 3.0 and device.waited == 1
+
+
+# -- in training
+
+
+@pytest.fixture
+def several_parameters_in_a_part(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Larger parts than a small room allows; how long an update takes is given."""
+    monkeypatch.setattr(optimizer_sizes, "SMALLEST_PART_BYTES", MIB)
+    monkeypatch.setattr(optimizer_sizes, "largest_subgroup_bytes", lambda room: room // 2)
+
+    def updates_take(seconds: float) -> None:
+        monkeypatch.setattr(optimizer_sizes, "part_seconds", lambda optimizer, pager: seconds)
+
+    return updates_take
+
+
+def test_a_plan_brings_the_size_that_it_was_made_for(
+    tmp_path: Path, several_parameters_in_a_part: Callable[[float], None]
+) -> None:
+    """What is measured the next time does not matter then."""
+    case = Case(make=one(torch.optim.AdamW), layers=6, planned=True)
+    expected = unmanaged(case, tmp_path)
+    paths = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
+    options = budgeted(case, tmp_path, int(0.5 * expected.status.device_peak_bytes))
+    several_parameters_in_a_part(10.0)
+    found = train(case, tmp_path, {**options, **paths})
+    trace, plan = planner.Trace.load(paths["trace_out"]), planner.Plan.load(paths["plan_out"])
+    assert found.status.phase == "planned" and plan.subgroup_bytes == trace.subgroup_bytes > 8 * MIB
+    count = len(trace.subgroups)
+    assert 2 <= count <= 6, "at least two of twelve parameters in each"
+    several_parameters_in_a_part(0.0)
+    for given in (paths["plan_out"], None):
+        again = train(case, tmp_path, {**options, "trace_out": tmp_path / "again.json", "plan": given})
+        assert again.status.phase == "planned"
+        assert (len(planner.Trace.load(tmp_path / "again.json").subgroups) == count) == (given is not None)
+        for result in (found, again):
+            assert all(map(torch.equal, result.values, expected.values)) and len(result.values) == len(expected.values)
+
+
+def test_a_damaged_plan_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
+    path, storage = tmp_path / "plan.json", tmp_path / "storage"
+    path.write_text("{}")
+    storage.mkdir()
+    options = parse_options({"plan": path, "memory_budget": 64 * MIB, "storage": storage})
+    with pytest.raises(planner.PlanError, match="plan.json"):
+        Lifecycle(options, torch.device("cpu"))
+    assert not list(storage.iterdir())
+
+
+def test_a_real_measure_is_taken_once_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several_parameters_in_a_part: object
+) -> None:
+    taken: list[float] = []
+
+    def measure(optimizer: Optimizer, pager: Pager) -> float:
+        taken.append(part_seconds(optimizer, pager))
+        return taken[-1]
+
+    monkeypatch.setattr(optimizer_sizes, "part_seconds", measure)
+    case = Case(make=one(torch.optim.AdamW), layers=4)
+    expected = unmanaged(case, tmp_path)
+    assert not taken, "nothing is cut without a budget"
+    found = train(case, tmp_path, budgeted(case, tmp_path, int(0.5 * expected.status.device_peak_bytes)))
+    assert all(map(torch.equal, found.values, expected.values)) and found.moved_states
+    assert len(taken) == 1 and 0 < taken[0] < 0.1

@@ -1,0 +1,326 @@
+"""A plan in force, in virtual time: late prefetches become punctual, drift leads to a better plan, noise to nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner
+from planner import Plan, SolverError, Trace
+from teraio.options import Options, parse_options
+from teraio.planning import follower as following
+from teraio.planning.follower import PlanFollower
+from teraio.profiling.profiler import Profile
+
+from ..virtual import IN, STAGES, VirtualTraining, plan_for
+
+
+class InstantJob:
+    """Stands for the planning process: the next of `answers` is what it ends with; `asked`: what it was asked for."""
+
+    answers: list[Plan | SolverError | None] = []
+    asked: list[Trace] = []
+
+    def __init__(self, trace: Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> None:
+        self.asked.append(trace)
+        self.done = True
+        self.cancelled = False
+        self._answer = self.answers.pop(0)
+        if self._answer is None:
+            self._answer = planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
+
+    def result(self) -> Plan:
+        if isinstance(self._answer, Plan):
+            return self._answer.model_copy(update={"trace_fingerprint": self.asked[-1].fingerprint})
+        assert self._answer is not None
+        raise self._answer
+
+    def wait(self, timeout_seconds: float | None) -> bool:
+        return self.done
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@pytest.fixture(autouse=True)
+def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[InstantJob]]:
+    monkeypatch.setattr(following, "PlanningJob", InstantJob)
+    InstantJob.answers, InstantJob.asked = [], []
+    yield InstantJob
+
+
+class Following:
+    """A virtual training under a plan made by hand, and its follower."""
+
+    def __init__(self, training: VirtualTraining, *fetched: tuple[int, int], budget_blocks: int = STAGES, **options: Any) -> None:
+        self.training = training
+        self.profile: Profile = training.profile()
+        self.plan = plan_for(self.profile.trace, *fetched, budget_blocks=budget_blocks)
+        given: Options = parse_options(options)
+        self.follower = PlanFollower(given, training.mover, training.timeline)  # type: ignore[arg-type]
+        self.follower.follow(self.profile, self.plan)
+        self.waited: list[float] = []
+
+    def run(self, count: int = 1) -> None:
+        for _ in range(count):
+            iteration = self.training.iteration()
+            self.waited.append(round(iteration.waited_seconds, 6))
+            self.follower.iteration_ended(iteration, as_planned=True)
+
+    def asked_for(self, block: int) -> list[int]:
+        hints = self.training.timeline._hints
+        assert hints is not None
+        return [position for position, ids in enumerate(hints.fetch_at) if block in ids]
+
+    @property
+    def predicted(self) -> float:
+        assert self.follower.predicted_seconds is not None
+        return self.follower.predicted_seconds
+
+
+# -- corrections
+
+
+def test_as_predicted_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    following_it = Following(VirtualTraining(monkeypatch), (6, 6))
+    following_it.run(30)
+    assert following_it.waited[1:] == [0.0] * 29 and following_it.asked_for(6) == [6]
+    assert following_it.follower.drift is not None and abs(following_it.follower.drift.iteration) < 1e-9
+    assert following_it.follower.replans == 0 and InstantJob.asked == []
+
+
+def test_a_late_prefetch_becomes_punctual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight 6 is asked for one stage before its use. Its copy takes 2.5 s: it has to start three stages before."""
+    running = Following(VirtualTraining(monkeypatch), (6, 6))
+    running.training.mover.seconds[IN] = 2.5
+    running.run(9)
+    assert running.waited[1:3] == [1.5, 1.5]
+    assert running.waited[-3:] == [0.0] * 3 and sorted(running.waited[1:], reverse=True) == running.waited[1:]
+    assert running.asked_for(6) == [4], "0.75 s take it one stage ahead, then it is 0.5 s late: another stage"
+
+
+@pytest.mark.parametrize(("weight", "start", "in_time"), [(1, 1, 7), (2, 2, 8)])
+def test_over_the_iteration_s_end(monkeypatch: pytest.MonkeyPatch, weight: int, start: int, in_time: int) -> None:
+    """Early in the iteration: to be in time, these have to be asked for in the one before."""
+    running = Following(VirtualTraining(monkeypatch), (weight, start))
+    running.training.mover.seconds[IN] = 2.5
+    running.run(9)
+    assert running.waited[1:3] == [1.5, 1.5]
+    assert running.waited[-3:] == [0.0] * 3 and running.asked_for(weight) == [in_time]
+    assert sorted(running.waited[1:], reverse=True) == running.waited[1:], "no longer, either, when the start moves back"
+
+
+def test_waiting_that_the_plan_predicts_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight 0 is asked for when it is needed: 1 s of waiting is planned, what comes on top is corrected."""
+    running = Following(VirtualTraining(monkeypatch), (0, 0))
+    running.training.mover.seconds[IN] = 2.0
+    running.run(9)
+    assert running.waited[1:3] == [2.0, 2.0] and running.waited[-3:] == [1.0] * 3 and running.asked_for(0) == [8]
+
+
+def test_once_late_is_not_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Following(VirtualTraining(monkeypatch), (6, 6))
+    running.run(3)
+    for _ in range(4):
+        running.training.mover.seconds[IN] = 2.5
+        running.run(1)
+        running.training.mover.seconds[IN] = 1.0
+        running.run(2)
+    assert running.waited.count(1.5) == 4 and running.asked_for(6) == [6]
+
+
+def test_what_waits_for_room_is_not_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight 6 finds no room before weight 5 has left."""
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (5, 4), (6, 5))
+    training.pager.budget_bytes = (STAGES - 1) * 32
+    training.mover.seconds[IN] = 2.5
+    running.run(9)
+    assert max(running.waited) > 0
+    assert running.asked_for(6) == [5] and running.asked_for(5) == [3], "weight 5 waited for its link, weight 6 for room"
+
+
+@pytest.mark.parametrize("options", [{"replan": False}, {"plan": __file__}])
+def test_a_plan_that_is_to_stay_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    running = Following(VirtualTraining(monkeypatch), (6, 6), **options)
+    running.training.mover.seconds[IN] = 2.5
+    with caplog.at_level(logging.INFO, logger="teraio"):
+        running.run(80)
+    assert set(running.waited[1:]) == {1.5} and running.asked_for(6) == [6] and InstantJob.asked == []
+    assert running.follower.drift is not None and running.follower.drift.iteration == pytest.approx(1.5 / 8)
+    told = [record.message for record in caplog.records]
+    assert told == [
+        "the last 8 iterations differ from what the plan predicts: iteration +19%, stages +0%, "
+        "storage->device +150%; the plan stays as it is"
+    ] * 3, "after 10, 20 and 40 iterations"
+
+
+# -- planning again
+
+
+def test_drift_leads_to_a_better_plan(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Two weights that are not needed away come back late; the solver leaves them where they are."""
+    out = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (2, 2), (3, 3), **out)
+    InstantJob.answers = [None]
+    training.mover.seconds[IN] = 9.0  # no correction makes up for that
+    with caplog.at_level(logging.INFO, logger="teraio"):
+        running.run(12)
+    assert running.follower.replans == 1 and len(InstantJob.asked) == 1
+    measured = {link.name: link.bytes_per_second for link in InstantJob.asked[0].hardware.links}
+    assert measured[IN] == pytest.approx(32 / 9.0)
+    assert InstantJob.asked[0].ideal_seconds == pytest.approx(8.0)
+    running.run(40)
+    assert running.waited[-30:] == [0.0] * 30 and running.predicted == pytest.approx(8.0)
+    assert running.follower.drift is not None and not running.follower.drift.found
+    drift, taken = [record.message for record in caplog.records]
+    assert drift.endswith("storage->device +800%; planning again") and drift.startswith("the last 8 iterations differ")
+    assert taken.startswith("with the measured times the new plan takes 8.000 s an iteration, the old one ")
+    assert taken.endswith(" s: the new one is followed")
+    trace, plan = Trace.load(out["trace_out"]), Plan.load(out["plan_out"])
+    assert trace == InstantJob.asked[0] and plan.trace_fingerprint == trace.fingerprint and plan.moves == ()
+
+
+def test_a_plan_that_is_no_better_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The old plan stays, but promises what it can keep, so that nothing drifts any more."""
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (6, 6), plan_out=tmp_path / "plan.json")
+    InstantJob.answers = [running.plan]
+    training.stage_seconds = [2.0] * STAGES
+    running.run(12)
+    assert len(InstantJob.asked) == 1 and running.follower.replans == 0
+    assert running.predicted == pytest.approx(16.0)
+    running.run(60)
+    assert running.follower.drift is not None and not running.follower.drift.found and len(InstantJob.asked) == 1
+    assert Plan.load(tmp_path / "plan.json").trace_fingerprint == InstantJob.asked[0].fingerprint
+    assert running.asked_for(6) == [6]
+
+
+def test_a_plan_that_is_hardly_better_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = VirtualTraining(monkeypatch)
+    training.mover.seconds[IN] = 0.1
+    running = Following(training, (6, 7))  # asked for when it is needed
+    InstantJob.answers = [plan_for(running.profile.trace, (6, 6))]
+    training.stage_seconds = [2.0] * STAGES
+    running.run(12)
+    assert len(InstantJob.asked) == 1 and running.follower.replans == 0 and running.predicted == pytest.approx(16.1)
+
+
+def test_what_the_new_plan_should_have_asked_for_already_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new plan wants weight 2 from the iteration before; the old one has not asked for it yet."""
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (2, 2), (6, 7))
+    InstantJob.answers = [plan_for(running.profile.trace, (2, -1), (6, 6))]
+    training.stage_seconds = [2.0] * STAGES
+    while running.follower.replans == 0:
+        running.run()
+    before = len(running.waited)
+    running.run(5)
+    assert running.waited[before - 5 : before] == [1.0] * 5 and running.waited[before:] == [0.0] * 5
+
+
+def test_a_solver_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (6, 6))
+    InstantJob.answers = [SolverError("out of luck")] * 3
+    training.stage_seconds = [2.0] * STAGES
+    before = running.follower.trace
+    with caplog.at_level(logging.WARNING, logger="teraio"):
+        running.run(80)
+    assert running.follower.replans == 0 and running.follower.trace is before and running.asked_for(6) == [6]
+    assert caplog.records[0].message == "no new plan could be made, the old one stays in force: out of luck"
+    assert len(InstantJob.asked) == 3, "after 10, 20 and 40 iterations"
+
+
+def test_a_noisy_iteration_does_not_lead_to_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (6, 6))
+    for number in range(40):
+        training.stage_seconds = [50.0 if number % 4 == 3 else 1.0] * STAGES
+        running.run()
+    assert InstantJob.asked == [] and running.asked_for(6) == [6]
+
+
+def test_iterations_that_ran_otherwise_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (6, 6))
+    training.stage_seconds = [9.0] * STAGES
+    for _ in range(30):
+        running.follower.iteration_ended(training.iteration(), as_planned=False)
+    assert running.follower.drift is None and InstantJob.asked == []
+
+
+def test_an_iteration_that_began_otherwise_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one under a plan, and the first one after one that did not run by it."""
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (6, 6))
+    training.stage_seconds = [9.0] * STAGES
+    running.run()
+    assert running.follower.drift is None
+    training.stage_seconds = [1.0] * STAGES
+    running.run()
+    assert running.follower.drift is not None and running.follower.drift.iteration == pytest.approx(0.0)
+    running.follower.iteration_ended(training.iteration(), as_planned=False)
+    training.stage_seconds = [9.0] * STAGES
+    running.run()
+    assert running.follower.drift.iteration == pytest.approx(0.0)
+    running.run()
+    assert running.follower.drift is not None and running.follower.drift.iteration == pytest.approx(4.0), "of 1 and 9 times"
+
+
+def test_iterations_that_are_looked_at_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an asynchronous device: the one before the plan has ended when the plan is followed already."""
+    training = VirtualTraining(monkeypatch)
+    training.stage_seconds = [9.0] * STAGES
+    before = training.iteration()
+    training.stage_seconds = [1.0] * STAGES
+    running = Following(training, (6, 6))
+    before.number = training.timeline.iteration_number - 1
+    running.follower.iteration_ended(before, as_planned=True)
+    running.run()
+    assert running.follower.drift is None
+    running.run()
+    assert running.follower.drift is not None and running.follower.drift.iteration == pytest.approx(0.0)
+
+
+def test_a_plan_that_could_not_be_written_down(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (6, 6), plan_out=tmp_path / "plan.json")
+    InstantJob.answers = [None]
+    training.stage_seconds = [2.0] * STAGES
+
+    def refuse(self: Plan, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Plan, "save", refuse)
+    with caplog.at_level(logging.WARNING, logger="teraio"):
+        running.run(12)
+    (told,) = caplog.records
+    assert "No space left" in told.message and len(InstantJob.asked) == 1
+
+
+def test_stopping_ends_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (6, 6))
+    InstantJob.answers = [None]
+    training.stage_seconds = [2.0] * STAGES
+    while running.follower._job is None:
+        running.run()
+    job: Any = running.follower._job
+    job.done = False
+    running.run(3)
+    assert not running.follower.wait(0.0) and running.follower.replans == 0
+    running.follower.stop()
+    assert job.cancelled and running.follower.wait(0.0) and running.follower.predicted_seconds is None
+    running.run(3)

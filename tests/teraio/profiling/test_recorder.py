@@ -1,0 +1,409 @@
+"""Iterations as they are recorded, and a plan applied by position: in step, out of step, and in step again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import pytest
+import torch
+
+from planner import Budgets, Move, Offload, Plan, Prefetch
+from planner.schema.plan import WaitingTier
+from runtime.device.device import CpuDevice, WallMark
+from runtime.paging.block import Block
+from runtime.paging.pager import Pager
+from teraio.profiling.iteration import Iteration
+from teraio.profiling.recorder import Timeline
+from teraio.profiling.schedule_by_stage import Hints, lay_out_plan
+
+from ..virtual import STAGES, VirtualTraining, plan_for
+
+FORWARD, BACKWARD, STEP, EVALUATION = "forward", "backward", "optimizer", "evaluation"
+COUNTS = {FORWARD: 2, BACKWARD: 2, STEP: 1, EVALUATION: 3}
+"""Stages of each region; every region has the user's code before it as one more."""
+
+
+class NotingPager(Pager):
+    """Notes the hints that it gets; moves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(mover=None, budget_bytes=None)
+        self.hints: list[str] = []
+
+    def offload(self, block: Block, tier: WaitingTier | None = None) -> None:
+        self.hints.append(f"out {block.name}")
+
+    def prefetch(self, block: Block) -> None:
+        self.hints.append(f"in {block.name}")
+
+
+class Training:
+    """A timeline that is driven as the executor drives it. Each forward stage makes an activation for the backward."""
+
+    def __init__(self) -> None:
+        self.pager = NotingPager()
+        self.timeline = Timeline(self.pager)
+        self.weight, self._tensor = self.block("weight")
+        self.kept: list[torch.Tensor] = []
+        self.made: list[Block] = []
+        self.fetched: list[tuple[str, list[str]]] = []
+
+    def block(self, name: str) -> tuple[Block, torch.Tensor]:
+        tensor = torch.zeros(16)
+        return self.pager.block_of(tensor, name=name, kind="activation", user_visible=False), tensor
+
+    def region(self, identity: Hashable, *, stages: int | None = None, fails_at: int | None = None) -> None:
+        count = COUNTS[str(identity)] if stages is None else stages
+        self.timeline.region_begins(identity, count)
+        for number in range(count):
+            wanted = [block.name for block in self.timeline.stage_reached()]
+            self.fetched.append((f"{identity} {number}", wanted))
+            if number == fails_at:
+                break
+            self._stage(str(identity), number)
+        self.timeline.region_ended()
+
+    def _stage(self, identity: str, number: int) -> None:
+        read, made = [self.weight], list[Block]()
+        if identity == FORWARD:
+            block, tensor = self.block(f"activation{number}")
+            self.kept.append(tensor)
+            self.made.append(block)
+            made = [block]
+        if identity == BACKWARD and self.made:
+            read.append(self.made.pop())
+        self.timeline.stage_ended(
+            name=f"{identity}/{number}", phase=identity, begin=WallMark(0.0), end=WallMark(0.001), workspace_bytes=7,
+            read=read, made=made, written=[self.weight] if identity == STEP else [], next_uses={},
+        )  # fmt: skip
+        if identity == BACKWARD and self.kept:
+            self.kept.pop()
+
+    def iteration(self, regions: Sequence[str] = (FORWARD, BACKWARD, STEP)) -> Iteration:
+        for identity in regions:
+            self.region(identity)
+        return self.timeline.iteration_ends()
+
+    def follow(self, hints: Hints, blocks: dict[int, Block]) -> None:
+        self.timeline.follow(hints, blocks)
+        self.pager.hints.clear()
+        self.fetched.clear()
+
+    def asked(self) -> tuple[dict[str, list[str]], list[str]]:
+        """What stages fetched and what else was hinted since the last call."""
+        fetched = {stage: names for stage, names in self.fetched if names}
+        hints = list(self.pager.hints)
+        self.fetched.clear()
+        self.pager.hints.clear()
+        return fetched, hints
+
+
+WEIGHT, FIRST, SECOND = 0, 1, 2
+"""Trace ids of the weight and the two activations."""
+
+
+def plan_hints(recorded: Iteration) -> tuple[Hints, dict[Block, int]]:
+    """Positions: 0 user, 1-2 forward, 3 user, 4-5 backward, 6 user, 7 step."""
+    first, second = recorded.regions[0].made
+    ids = {recorded.stages[1].read[0]: WEIGHT, first: FIRST, second: SECOND}
+    moves = (
+        move(FIRST, after=1, start=2, fetch=4, before=5),
+        move(WEIGHT, after=5, start=5, fetch=6, before=7),
+        move(WEIGHT, after=7, start=7, fetch=8, before=9),
+    )
+    plan = Plan(trace_fingerprint="", policy="by hand", budgets=Budgets(device_bytes=0), moves=moves)
+    return lay_out_plan(plan, recorded, ids, [64, 64, 64]), ids
+
+
+def move(block: int, *, after: int, start: int, fetch: int, before: int) -> Move:
+    return Move(
+        block=block, after=after, before=before, tier="storage",
+        offload=Offload(start=start, free_after=start), prefetch=Prefetch(start=fetch, ready_by=before),
+    )  # fmt: skip
+
+
+def planned() -> Training:
+    """A training that has recorded two iterations and follows a plan since."""
+    training = Training()
+    training.iteration()
+    hints, _ = plan_hints(training.iteration())
+    training.follow(hints, {WEIGHT: training.weight})
+    return training
+
+
+AS_PLANNED = ({"backward 0": ["activation0"]}, ["out activation0", "out weight", "in weight", "out weight", "in weight"])
+"""The activation is fetched at 4, the weight at 6 and 8 = 0: both user code, so when the region before has ended."""
+
+
+# -- recording
+
+
+def test_positions_count_user_code_as_stages() -> None:
+    training = Training()
+    training.iteration()
+    recorded = training.iteration()
+    assert [stage.name for stage in recorded.stages] == [
+        "user", "forward/0", "forward/1", "user", "backward/0", "backward/1", "user", "optimizer/0",
+    ]  # fmt: skip
+    assert [region.first for region in recorded.regions] == [0, 3, 6]
+    assert recorded.signature == ((FORWARD, 3), (BACKWARD, 3), (STEP, 2))
+    assert training.weight.uses == (1, 2, 4, 5, 7)
+    assert recorded.seconds > 0 and all(stage.seconds >= 0 for stage in recorded.stages)
+
+
+def test_blocks_are_recognised_by_their_order() -> None:
+    training = Training()
+    training.iteration()
+    training.region(FORWARD)
+    first, second = training.timeline._now.regions[0].made
+    assert first.uses == (1, 5) and second.uses == (2, 4)
+
+
+def test_the_next_use_is_known_from_the_iteration_before() -> None:
+    training = Training()
+    training.iteration()
+    training.iteration()
+    training.region(FORWARD)
+    clock = training.pager.clock
+    first, second = training.timeline._now.regions[0].made
+    # The clock stands at the end of stage 2; a block made at position p is used 5 - 1 and 4 - 2 stages after it.
+    assert (first.next_use, second.next_use) == (clock - 1 + 4, clock + 2)
+    assert training.weight.next_use == clock + 2
+    training.region(BACKWARD)
+    assert training.weight.next_use == training.pager.clock + 2
+    training.region(STEP)
+    assert training.weight.next_use == training.pager.clock + 2, "over the iteration's end, to position 1"
+
+
+def test_uses_within_the_region_come_first() -> None:
+    training = Training()
+    training.timeline.region_begins(FORWARD, 3)
+    training.timeline.stage_ended(
+        name="x", phase="forward", begin=WallMark(0.0), end=WallMark(0.0), workspace_bytes=0,
+        read=[training.weight], made=[], written=[], next_uses={training.weight: 2},
+    )  # fmt: skip
+    assert training.weight.next_use == training.pager.clock + 2
+
+
+def test_a_region_that_failed_is_not_complete() -> None:
+    training = Training()
+    training.iteration()
+    training.region(FORWARD)
+    training.region(BACKWARD, fails_at=1)
+    training.region(STEP)
+    assert [r.complete for r in training.timeline.iteration_ends().regions] == [True, False, True]
+
+
+def test_survivors_are_what_lives_when_the_next_iteration_begins() -> None:
+    training = Training()
+    for identity in (FORWARD, BACKWARD, STEP):
+        training.region(identity)
+    training.region(FORWARD)  # its activations live on: there was no backward for them
+    before = training.timeline.iteration_ends()
+    training.iteration()
+    assert before.survivors == {(3, 0), (3, 1)}
+
+
+def test_waiting_at_the_end_of_a_region_is_not_the_user_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of 1 s is under way that user code could see, then user code runs for 0.25 s."""
+    training = VirtualTraining(monkeypatch)
+    training.iteration()
+    training.weights[0].user_visible = True
+    training.pager.enter()
+    training.timeline.region_begins("one", 1)
+    training.pager.offload(training.weights[0])
+    training.timeline.region_ended()
+    training.pager.fence()
+    training.mover.pass_seconds(0.25)
+    training.pager.enter()
+    training.timeline.region_begins("two", 1)
+    training.timeline.region_ended()
+    recorded = training.timeline.iteration_ends()
+    assert [stage.seconds for stage in recorded.stages] == [0.0, 0.25]
+    assert (recorded.waited_seconds, recorded.seconds) == (1.0, 1.25)
+    assert training.timeline.iteration_ends().waited_seconds == 0.0
+
+
+@pytest.mark.parametrize(("asynchronous", "waited"), [(False, 0.0), (True, 0.25 * (STAGES - 1))])
+def test_what_is_in_no_stage_is_waiting_on_an_asynchronous_device(
+    monkeypatch: pytest.MonkeyPatch, asynchronous: bool, waited: float
+) -> None:
+    """Between stages 0.25 s pass, in which the host did not wait: the host's own time, or the device's waiting."""
+    monkeypatch.setattr(CpuDevice, "asynchronous", asynchronous)
+    training = VirtualTraining(monkeypatch)
+    pass_seconds = training.mover.pass_seconds
+    monkeypatch.setattr(training.mover, "pass_seconds", lambda seconds: pass_seconds(seconds + 0.25))
+    training.iteration()
+    recorded = training.iteration()
+    assert recorded.seconds == (0.0 if asynchronous else 1.25 * STAGES), "not known yet, or known"
+    recorded.read_times()
+    assert (recorded.seconds, recorded.waited_seconds) == (1.25 * STAGES, waited)
+    assert [stage.seconds for stage in recorded.stages] == [0.0] + [1.0] * STAGES
+
+
+def test_late_blocks_are_recorded_where_they_were_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = VirtualTraining(monkeypatch)
+    profile = training.profile()
+    hints = lay_out_plan(plan_for(profile.trace, (3, 3), (6, 6)), profile.iteration, profile.ids, [64] * STAGES)
+    training.timeline.follow(hints, {number: block for block, number in profile.ids.items()})
+    training.iteration()
+    training.mover.seconds["storage->device"] = 1.75
+    recorded = training.iteration()
+    assert {stage.name: stage.late for stage in recorded.stages if stage.late} == {
+        "forward/3": ((3, 0.75),), "forward/6": ((6, 0.75),),
+    }  # fmt: skip
+    assert recorded.waited_seconds == 1.5
+
+
+def test_what_a_stage_that_failed_waited_for_is_not_the_next_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = VirtualTraining(monkeypatch)
+    profile = training.profile()
+    hints = lay_out_plan(plan_for(profile.trace, (3, 3)), profile.iteration, profile.ids, [64] * STAGES)
+    training.timeline.follow(hints, {number: block for block, number in profile.ids.items()})
+    training.iteration()
+    training.pager.prefetch(training.weights[3])
+    training.pager.acquire([training.weights[3]], 0, "a stage that fails")
+    training.pager.retire([training.weights[3]], [])
+    recorded = training.iteration()
+    assert recorded.waited_seconds == 1.0 and all(stage.late == () for stage in recorded.stages)
+
+
+# -- following a plan
+
+
+def test_in_step_all_hints_come_in_their_places() -> None:
+    training = planned()
+    for _ in range(3):
+        training.iteration()
+        assert training.asked() == AS_PLANNED
+    assert training.timeline.deviations == 0
+
+
+def test_what_leaves_after_user_code_leaves_when_the_next_region_begins() -> None:
+    training = Training()
+    training.iteration()
+    recorded = training.iteration()
+    moves = (move(WEIGHT, after=2, start=3, fetch=4, before=4),)  # 3 is user code
+    plan = Plan(trace_fingerprint="", policy="by hand", budgets=Budgets(device_bytes=0), moves=moves)
+    training.follow(lay_out_plan(plan, recorded, {}, [64]), {WEIGHT: training.weight})
+    training.region(FORWARD)
+    assert training.asked() == ({}, [])
+    training.region(BACKWARD)
+    assert training.asked() == ({"backward 0": ["weight"]}, ["out weight"])
+
+
+def test_a_plan_that_begins_in_the_middle_of_an_iteration() -> None:
+    training = Training()
+    training.iteration()
+    hints, _ = plan_hints(training.iteration())
+    training.region(FORWARD)
+    training.follow(hints, {WEIGHT: training.weight})
+    training.region(BACKWARD)
+    training.region(STEP)
+    training.timeline.iteration_ends()
+    training.asked()
+    training.iteration()
+    assert training.asked() == AS_PLANNED
+
+
+def test_an_evaluation_pass_in_between_has_no_hints_and_changes_none() -> None:
+    training = planned()
+    training.region(FORWARD)
+    training.region(EVALUATION)
+    training.region(BACKWARD)
+    training.region(STEP)
+    training.timeline.iteration_ends()
+    assert training.asked() == AS_PLANNED
+    assert training.timeline.deviations == 1
+    training.iteration()
+    assert training.asked() == AS_PLANNED and training.timeline.deviations == 1
+
+
+def test_the_training_graph_as_an_evaluation_pass_falls_into_step_again() -> None:
+    training = planned()
+    training.iteration((FORWARD, FORWARD, BACKWARD, STEP))
+    training.asked()
+    training.iteration()
+    assert training.asked() == AS_PLANNED
+
+
+def test_more_and_fewer_accumulation_steps() -> None:
+    training = Training()
+    twice = (FORWARD, BACKWARD, FORWARD, BACKWARD, STEP)
+    training.iteration(twice)
+    recorded = training.iteration(twice)
+    ids = {recorded.stages[1].read[0]: WEIGHT}
+    moves = (move(WEIGHT, after=2, start=2, fetch=4, before=4), move(WEIGHT, after=8, start=8, fetch=10, before=10))
+    plan = Plan(trace_fingerprint="", policy="by hand", budgets=Budgets(device_bytes=0), moves=moves)
+    training.follow(lay_out_plan(plan, recorded, ids, [64]), {WEIGHT: training.weight})
+    expected = ({"backward 0": ["weight", "weight"]}, ["out weight", "out weight"])
+    training.iteration(twice)
+    fetched, hints = training.asked()
+    assert hints == expected[1] and list(fetched) == ["backward 0"]
+    training.iteration((FORWARD, BACKWARD, STEP))
+    assert training.asked()[1] == ["out weight"] and training.timeline.deviations == 1
+    training.iteration((FORWARD, BACKWARD) * 3 + (STEP,))
+    assert training.asked()[1].count("out weight") >= 2
+    training.iteration(twice)
+    assert training.asked()[1] == expected[1]
+
+
+def test_a_region_with_another_number_of_stages_is_another_region() -> None:
+    """An optimizer that got more parameters: its positions would run over into those of others."""
+    training = planned()
+    training.region(FORWARD)
+    training.region(BACKWARD)
+    training.region(STEP, stages=4)
+    training.timeline.iteration_ends()
+    assert training.timeline.deviations == 1
+    training.asked()
+    training.iteration()
+    assert training.asked() == AS_PLANNED
+
+
+def test_a_region_that_fails_and_is_repeated() -> None:
+    training = planned()
+    training.region(FORWARD)
+    training.region(BACKWARD, fails_at=1)
+    training.iteration()
+    training.asked()
+    training.iteration()
+    assert training.asked() == AS_PLANNED
+
+
+def test_a_block_of_another_size_is_not_taken_for_the_planned_one() -> None:
+    training = Training()
+    training.iteration()
+    hints, _ = plan_hints(training.iteration())
+    other = Hints(
+        regions=hints.regions, made_ids=hints.made_ids, sizes=(64, 65, 64),
+        leave_after=hints.leave_after, fetch_at=hints.fetch_at,
+    )  # fmt: skip
+    training.follow(other, {WEIGHT: training.weight})
+    training.iteration()
+    assert "out activation0" not in training.asked()[1]
+
+
+def test_without_a_plan_there_are_no_hints() -> None:
+    training = planned()
+    training.timeline.follow(None, {})
+    training.asked()
+    training.iteration()
+    assert training.asked() == ({}, [])
+
+
+def test_moves_that_run_over_the_end_are_laid_out_from_the_beginning() -> None:
+    training = Training()
+    training.iteration()
+    recorded = training.iteration()
+    plan = Plan(
+        trace_fingerprint="", policy="by hand", budgets=Budgets(device_bytes=0),
+        moves=(
+            move(WEIGHT, after=7, start=8, fetch=9, before=9),
+            Move(block=SECOND, after=2, before=4, tier="storage", offload=None, prefetch=Prefetch(start=3, ready_by=4)),
+        ),
+    )  # fmt: skip
+    hints = lay_out_plan(plan, recorded, {}, [64] * 3)
+    leave = {p: ids for p, ids in enumerate(hints.leave_after) if ids}
+    fetch = {p: ids for p, ids in enumerate(hints.fetch_at) if ids}
+    assert leave == {0: ((WEIGHT, "storage"),), 2: ((SECOND, "storage"),)} and fetch == {1: (WEIGHT,), 3: (SECOND,)}

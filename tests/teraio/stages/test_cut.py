@@ -1,0 +1,186 @@
+"""Where graphs are cut: every operator in one stage, in order, before operators that are worth a stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from teraio.stages import cost as work
+from teraio.stages.cut import CutPolicy, assign, can_cut, layer_of, module_path
+
+from .graphs import MODELS, Captured, Transformer, capture, constants, features, tokens, transformer
+
+FINE = CutPolicy(shortest_seconds=1e-9)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def graphs(request: pytest.FixtureRequest) -> list[Captured]:
+    found = MODELS[request.param]()
+    assert [g.phase for g in found] == ["forward", "backward"]
+    return found
+
+
+def operators(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+
+
+def stages(graph: GraphModule, policy: CutPolicy = FINE) -> dict[Node, int]:
+    return assign(graph.graph, device_type="cpu", policy=policy)
+
+
+def test_every_operator_is_in_one_stage_and_after_what_it_needs(graphs: list[Captured]) -> None:
+    for captured in graphs:
+        graph = captured.fresh()
+        stage_of = stages(graph)
+        assert set(stage_of) == set(operators(graph.graph))
+        assert len(set(stage_of.values())) >= 3
+        for node, stage in stage_of.items():
+            assert all(stage_of[source] <= stage for source in node.all_input_nodes if source in stage_of), node
+        graph.graph.lint()
+
+
+def test_what_writes_in_place_comes_after_all_that_reads_the_old_value(graphs: list[Captured]) -> None:
+    for captured in graphs:
+        graph = captured.fresh()
+        stage_of = stages(graph)
+        order = {node: number for number, node in enumerate(graph.graph.nodes)}
+        for node in operators(graph.graph):
+            if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+                target = node.args[0]
+                assert isinstance(target, Node)
+                for user in target.users:
+                    if order[user] < order[node]:
+                        assert stage_of[user] <= stage_of[node]
+
+
+def test_cuts_are_made_right_before_heavy_operators(graphs: list[Captured]) -> None:
+    """Also the pieces of the other side of a cut are whole: what is heavy never follows another stage's light work."""
+    for captured in graphs:
+        graph = captured.fresh()
+        stage_of = stages(graph)
+        first: dict[int, Node] = {}
+        for node in graph.graph.nodes:
+            free = node in stage_of and (work.is_view(node) or work.is_getitem(node) or work.is_creation(node))
+            if node in stage_of and not free:
+                first.setdefault(stage_of[node], node)
+        later = [node for stage, node in first.items() if stage > min(first)]
+        assert later and all(work.flops(node) > 0 for node in later)
+
+
+def test_constants_do_not_cross_cuts() -> None:
+    for captured in constants():
+        graph = captured.fresh()
+        stage_of = stages(graph)
+        made = [node for node in stage_of if work.is_creation(node)]
+        for node in made:
+            assert {stage_of[user] for user in node.users if user in stage_of} <= {stage_of[node]}
+        if captured.phase == "forward":
+            assert len(made) >= 4, "one for each stage that uses it"
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 9])
+def test_there_are_no_more_stages_than_wanted(graphs: list[Captured], most: int) -> None:
+    for captured in graphs:
+        found = stages(captured.fresh(), CutPolicy(shortest_seconds=0.0, most_stages=most))
+        assert len(set(found.values())) <= most
+
+
+def test_a_small_graph_is_one_stage(graphs: list[Captured]) -> None:
+    for captured in graphs:
+        assert set(stages(captured.fresh(), CutPolicy()).values()) == {0}
+
+
+def test_a_longer_least_duration_gives_fewer_stages() -> None:
+    forward, _ = capture(Transformer(4), tokens(8, 64))
+    counts = [
+        len(set(stages(forward.fresh(), CutPolicy(shortest_seconds=seconds)).values()))
+        for seconds in (1e-9, 1e-5, 1e-4, 1e-2, 1)
+    ]
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] > 1 == counts[-1]
+
+
+def test_layers_are_cut_alike() -> None:
+    for captured in transformer(5):
+        graph = captured.fresh()
+        stage_of = stages(graph)
+        per_layer: dict[str, set[int]] = {}
+        for node, stage in stage_of.items():
+            layer = layer_of(module_path(node))
+            if work.flops(node) > 0 and layer.startswith("layers."):
+                per_layer.setdefault(layer, set()).add(stage)
+        counts = [len(found) for found in per_layer.values()]
+        assert len(counts) == 5 and len(set(counts[1:-1])) == 1 and 2 <= counts[2] <= 6
+
+
+def test_small_results_are_computed_where_their_input_is() -> None:
+    """Bias gradients and the like, so that the large input need not live on."""
+    _, backward = transformer(3)
+    graph = backward.fresh()
+    stage_of = stages(graph)
+    sums = [n for n in stage_of if work.packet_name(n) == "sum"]
+    assert sums
+    for node in sums:
+        sources = [stage_of[s] for s in node.all_input_nodes if s in stage_of]
+        assert not sources or stage_of[node] == max(sources)
+
+
+def test_random_numbers_stay_in_order() -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = nn.functional.dropout(layer(x), 0.5)
+            return x
+
+    forward, _ = capture(Dropped(), features())
+    graph = forward.fresh()
+    stage_of = stages(graph)
+    seeded = [n for n in graph.graph.nodes if "rand" in str(n.target)]
+    found = [stage_of[n] for n in seeded]
+    assert len(found) >= 4 and found == sorted(found)
+
+
+# -- names
+
+
+def test_modules_are_found_for_forward_and_backward() -> None:
+    for captured in transformer(2):
+        heavy = {module_path(n) for n in captured.nodes() if work.flops(n) > 0}
+        assert {"layers.0.qkv", "layers.1.up", "layers.1.down", "head"} <= heavy
+
+
+@pytest.mark.parametrize(
+    ("path", "layer"),
+    [("layers.3.mlp.up", "layers.3"), ("encoder.blocks.2.0", "encoder.blocks.2"), ("head", "head"), ("a.b.c", "a"), ("", "")],
+)
+def test_the_layer_of_a_module(path: str, layer: str) -> None:
+    assert layer_of(path) == layer
+
+
+# -- what can not be cut
+
+
+def test_a_graph_with_a_higher_order_operator() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops.higher_order.cond, (x,)),))
+    assert "higher-order operator cond" in (can_cut(graph) or "")
+
+
+def test_a_graph_that_makes_a_size_of_a_value() -> None:
+    class Sized(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.zeros(int(x.sum().item())) + 1
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        (forward,) = capture(Sized(), torch.tensor([2, 3]), loss=False)
+    assert "computes the size" in (can_cut(forward.graph.graph) or "")
+
+
+def test_ordinary_graphs_can_be_cut(graphs: list[Captured]) -> None:
+    assert [can_cut(captured.graph.graph) for captured in graphs] == [None, None]
