@@ -56,6 +56,7 @@ check: lint types imports test wheel  ## ruff, mypy, import-linter, the tests, a
 
 lint: $(READY)
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 
 types: $(READY)
 	$(RUN) -m mypy

@@ -85,9 +85,7 @@ def scale_for(device: str, output: Path, rounds: int) -> Scale:
             rounds=rounds,
             output=output,
         )
-    return Scale(
-        device=device, layers=6, width=384, heads=6, context=512, batch=8, rounds=rounds, output=output
-    )
+    return Scale(device=device, layers=6, width=384, heads=6, context=512, batch=8, rounds=rounds, output=output)
 
 
 def llama_scale_for(

@@ -22,10 +22,7 @@ def compile_seconds(scale: Scale, backend: str, layers: int) -> float:
 
 def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
     """Seconds of each backend at each depth, and how they grow from the least depth to the greatest."""
-    seconds = {
-        backend: [compile_seconds(scale, backend, layers) for layers in DEPTHS]
-        for backend in ("inductor", "teraio")
-    }
+    seconds = {backend: [compile_seconds(scale, backend, layers) for layers in DEPTHS] for backend in ("inductor", "teraio")}
     figures = []
     for backend, values in seconds.items():
         for layers, value in zip(DEPTHS, values, strict=True):

@@ -42,9 +42,7 @@ def raw(slots: Sequence[Slot], address: int, pool: ThreadPoolExecutor) -> Timed:
             for extent in slot.extents:
                 for start in range(0, extent.length_bytes, CHUNK_BYTES):
                     length = min(CHUNK_BYTES, extent.length_bytes - start)
-                    tasks.append(
-                        (direction, extent.file_descriptor, extent.offset_bytes + start, place, length)
-                    )
+                    tasks.append((direction, extent.file_descriptor, extent.offset_bytes + start, place, length))
                     place += length
         started = time.perf_counter()
         list(pool.map(transfer, tasks))

@@ -94,9 +94,7 @@ def _checkpointed(runner: Runner, size: str, peak: int, percent: int, base: Outc
     """Activation checkpointing of the fewest layers that fit, judged by what all of them save."""
     layers, limit = SIZES[size].layers, peak * percent // 100
     name = f"{size}, {percent} %, checkpointing"
-    every = runner.run(
-        f"{size}, checkpointing {layers}", runner.scale.setting(size, "inductor", checkpointed_layers=layers)
-    )
+    every = runner.run(f"{size}, checkpointing {layers}", runner.scale.setting(size, "inductor", checkpointed_layers=layers))
     if isinstance(every, Missing):
         yield speed(name, every)
         return

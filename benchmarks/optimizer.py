@@ -30,9 +30,7 @@ from examples.training import Report, Setting, Step
 from examples.worker import EXACT_MEMORY, Worker
 from planner import Trace
 
-MODEL = LlamaConfig(
-    layers=6, width=1024, heads=16, key_value_heads=8, feed_forward=2816, vocabulary=256, tied=True, context=128
-)
+MODEL = LlamaConfig(layers=6, width=1024, heads=16, key_value_heads=8, feed_forward=2816, vocabulary=256, tied=True, context=128)
 """71 million parameters. The smallest matrix has 1 MiB, so that all but the norms' weights move; the residual stream of BATCH
 rows as well: what is smaller stays, and comes from the C library's heap, which keeps more than it holds."""
 BATCH = 2

@@ -21,8 +21,6 @@ def measure(scale: Scale) -> Measured:
     figures = (
         Figure(name="Inductor", value=middle["inductor"], unit="s"),
         Figure(name="teraio without a budget", value=middle["teraio"], unit="s", note=note),
-        Figure(
-            name="teraio / Inductor", value=median(by_round), unit="", aim="<= 1.03", note=spread(by_round)
-        ),
+        Figure(name="teraio / Inductor", value=median(by_round), unit="", aim="<= 1.03", note=spread(by_round)),
     )
     return figures, seconds

@@ -33,9 +33,7 @@ class Scale:
             context=self.context,
             checkpointed_layers=checkpointed_layers,
         )
-        return Setting.model_validate(
-            {"backend": backend, "model": model, "batch": self.batch, "device": self.device}
-        )
+        return Setting.model_validate({"backend": backend, "model": model, "batch": self.batch, "device": self.device})
 
 
 @contextmanager
@@ -48,9 +46,7 @@ def workers(
     """One worker for each setting, by name; all are ended in the end."""
     with ExitStack() as stack:
         yield {
-            name: stack.enter_context(
-                Worker(setting, output / f"{name.replace(' ', '-')}.log", environment, program=program)
-            )
+            name: stack.enter_context(Worker(setting, output / f"{name.replace(' ', '-')}.log", environment, program=program))
             for name, setting in settings.items()
         }
 

@@ -47,9 +47,7 @@ class Layer(nn.Module):
         self.attention_norm = nn.LayerNorm(config.width)
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.width)
-        self.mlp = nn.Sequential(
-            nn.Linear(config.width, 4 * config.width), nn.GELU(), nn.Linear(4 * config.width, config.width)
-        )
+        self.mlp = nn.Sequential(nn.Linear(config.width, 4 * config.width), nn.GELU(), nn.Linear(4 * config.width, config.width))
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden))

@@ -24,9 +24,7 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-def teraio(
-    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
-) -> Callable[..., Any]:
+def teraio(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Compile a captured graph so that it trains within a memory budget. Called by torch.compile.
 
     gm, example_inputs: from Dynamo. options: see `teraio.options.Options`.
@@ -48,9 +46,7 @@ def _raiser(error: TeraioError) -> Callable[..., Any]:
     return refuse
 
 
-def _compile_graphs(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None
-) -> Callable[..., Any]:
+def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
@@ -80,9 +76,7 @@ def _donate_nothing() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
-def _compile(
-    runtime: Lifecycle, graph: GraphModule, inputs: list[tuple[str, Kind]], settings: Mapping[str, Any]
-) -> Program:
+def _compile(runtime: Lifecycle, graph: GraphModule, inputs: list[tuple[str, Kind]], settings: Mapping[str, Any]) -> Program:
     phase: Phase = "backward" if settings.get("is_backward") else "forward"
     kept = ("is_backward", "is_inference", "graph_id", "get_decomp_fn", "boxed_forward_device_index", "cudagraphs")
     count = sum(node.op == "placeholder" for node in graph.graph.nodes)

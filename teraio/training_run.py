@@ -252,9 +252,7 @@ class Lifecycle:
             self._follow(profile, self._fitted(self._given, profile.trace))
             return
         self._enter("planning")
-        self._job = PlanningJob(
-            profile.trace, self._budgets(), time_limit_seconds=self._options.solver_time_limit
-        )
+        self._job = PlanningJob(profile.trace, self._budgets(), time_limit_seconds=self._options.solver_time_limit)
 
     def _budgets(self) -> planner.Budgets:
         """What a plan may use: no more of the lower tiers than the states leave that stay there, which no trace has."""
@@ -297,8 +295,10 @@ class Lifecycle:
         if plan.predicted is not None:
             logger.info(
                 "following a plan with %d moves: predicted %.3f s an iteration, %.3f s with unlimited memory",
-                len(plan.moves), plan.predicted.iteration_seconds, plan.predicted.ideal_seconds,
-            )  # fmt: skip
+                len(plan.moves),
+                plan.predicted.iteration_seconds,
+                plan.predicted.ideal_seconds,
+            )
 
     def _note_planned(self, iteration: Iteration, *, compiled: bool) -> None:
         profiled = self._profile.iteration.signature if self._profile is not None else ()

@@ -24,9 +24,7 @@ class UpdateClass:
     windows: HostWindows
 
 
-def update_classes(
-    problem: Problem, instants: Instants, *, apart: bool, unit_seconds: float
-) -> tuple[UpdateClass, ...]:
+def update_classes(problem: Problem, instants: Instants, *, apart: bool, unit_seconds: float) -> tuple[UpdateClass, ...]:
     """All subgroups that can update on the host; like ones are put together, unless all are to be kept `apart`.
 
     `unit_seconds`: what routes count time in.

@@ -89,10 +89,7 @@ def build_bound(
         program=program,
         instants=instants,
         whole=whole,
-        stall=[
-            program.add_variable(f"stall_{k}", lowBound=0) if can else None
-            for k, can in enumerate(instants.can_stall)
-        ],
+        stall=[program.add_variable(f"stall_{k}", lowBound=0) if can else None for k, can in enumerate(instants.can_stall)],
         memory=[[] for _ in instants.positions],
     )
     for route in problem.routes:
@@ -142,9 +139,7 @@ def _add_class(problem: Problem, model: _Model, name: str, block_class: CopyClas
             model.add([*waiting, *own], pulp.LpConstraintLE, 1)
 
 
-def _add_kept(
-    problem: Problem, model: _Model, name: str, block_class: CopyClass, chosen: pulp.LpVariable
-) -> pulp.LpVariable:
+def _add_kept(problem: Problem, model: _Model, name: str, block_class: CopyClass, chosen: pulp.LpVariable) -> pulp.LpVariable:
     """z ≥ h, z ≥ d + O of every window in the host tier: persistent blocks of an update keep their one place for good."""
     kept = model.variable(f"z_{name}")
     model.add([(kept, 1.0), (chosen, -1.0)], pulp.LpConstraintGE, 0)

@@ -205,9 +205,7 @@ def _windows(
             before = last.before
         begin, end = instants.last_by(2 * after + 1), instants.first_from(2 * before)
         turns, begin_in_turn = divmod(begin, len(instants))
-        windows.append(
-            Window(begin=begin_in_turn, end=end - turns * len(instants), adjacent=before == after + 1, final=final)
-        )
+        windows.append(Window(begin=begin_in_turn, end=end - turns * len(instants), adjacent=before == after + 1, final=final))
         if update_stage in ((after,) if final else (after % stages, before % stages)):
             around.add(len(windows) - 1)
     return windows, frozenset(around)

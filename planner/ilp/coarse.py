@@ -39,9 +39,7 @@ _FINE = _Grid(segments=64, window=6)
 _ROUGH = _Grid(segments=24, window=3)
 
 
-def coarse_solutions(
-    problem: Problem, settings: SolverSettings, on_host: Collection[int] | None = None
-) -> list[Solution]:
+def coarse_solutions(problem: Problem, settings: SolverSettings, on_host: Collection[int] | None = None) -> list[Solution]:
     """Of the integer program, unless it is too large; and of the relaxed one, unless that has been solved to the end.
 
     on_host: the subgroups that update on the host, where that is decided already. If not, and relaxed, where updates run is
@@ -122,9 +120,7 @@ def _solve(
         classes,
         write_weight=settings.write_weight,
         window=grid.window,
-        updates=[
-            segment_windows(scaled, segments, subgroup, unit_seconds=unit, window=grid.window) for subgroup in subgroups
-        ],
+        updates=[segment_windows(scaled, segments, subgroup, unit_seconds=unit, window=grid.window) for subgroup in subgroups],
         updates_decided=decided,
     )
     return solve(

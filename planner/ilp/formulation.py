@@ -60,9 +60,7 @@ def build_model(
             for route in problem.routes:
                 name = f"{number}_{position}_{route.tier}"
                 model.periods.append(_variables(program, name, block_class, period, route, window))
-    model.updates = [
-        host_update(program, windows, problem.route("host"), count=len(segments), whole=True) for windows in updates
-    ]
+    model.updates = [host_update(program, windows, problem.route("host"), count=len(segments), whole=True) for windows in updates]
     for update in model.updates:
         update.chosen.lowBound = float(updates_decided)
     add_objective(problem, model, write_weight)

@@ -106,9 +106,7 @@ def add_updates(problem: Problem, model: CoarseModel) -> None:
             add_row(model.program, row, pulp.LpConstraintLE, sum(model.segments[k].seconds for k in spans))
 
 
-def _add_steps(
-    rows: list[Terms], variables: Sequence[pulp.LpVariable | None], begin: int, seconds: float
-) -> None:
+def _add_steps(rows: list[Terms], variables: Sequence[pulp.LpVariable | None], begin: int, seconds: float) -> None:
     previous = None
     for position, variable in enumerate(variables):
         if variable is not previous and variable is not None:

@@ -52,9 +52,7 @@ def solve(
     try:
         run(model.program, solver)
     except (pulp.PulpSolverError, IndexError) as problem:
-        raise SolverError(
-            f"{name} failed: {problem}; give a longer solver_time_limit or another policy"
-        ) from problem
+        raise SolverError(f"{name} failed: {problem}; give a longer solver_time_limit or another policy") from problem
     seconds = time.perf_counter() - began
     # `status` says Optimal even after a time limit; only `sol_status` tells a proof from a mere solution.
     proved = model.program.sol_status == pulp.LpSolutionOptimal
@@ -90,9 +88,7 @@ def solve(
     )
 
 
-def pick_solver(
-    settings: SolverSettings, *, linear: bool = False, vertex: bool = True
-) -> tuple[str, pulp.LpSolver]:
+def pick_solver(settings: SolverSettings, *, linear: bool = False, vertex: bool = True) -> tuple[str, pulp.LpSolver]:
     """HiGHS, else CBC, with its name. Raises SolverError where neither is installed.
 
     linear: integer variables count as continuous; HiGHS then uses its interior point method, on large programs faster

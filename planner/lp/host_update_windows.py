@@ -22,8 +22,7 @@ def candidates(problem: Problem) -> tuple[Subgroup, ...]:
     return tuple(
         subgroup
         for subgroup in host_updatable(problem.source)
-        if route.budget_bytes is None
-        or total_bytes(movable_blocks(problem.source, subgroup)) <= route.budget_bytes
+        if route.budget_bytes is None or total_bytes(movable_blocks(problem.source, subgroup)) <= route.budget_bytes
     )
 
 
@@ -115,9 +114,7 @@ def next_after(block: Block, subgroup: Subgroup, stages: int) -> int:
     return later[0] if later else block.uses[0] + stages
 
 
-def grouped(
-    blocks: Iterable[Block], key: Callable[[Block], tuple[int, ...]]
-) -> dict[tuple[int, ...], list[Block]]:
+def grouped(blocks: Iterable[Block], key: Callable[[Block], tuple[int, ...]]) -> dict[tuple[int, ...], list[Block]]:
     """Blocks by key, in order."""
     groups: dict[tuple[int, ...], list[Block]] = {}
     for block in blocks:

@@ -140,9 +140,7 @@ class _Greedy:
         self._largest = max((period.size_bytes for period in problem.periods), default=0)
         self._excess = [float(live - problem.budgets.device_bytes) for live in problem.live_bytes]
         self._measure_pressure()
-        self._links = {
-            link.name: _LinkTime(self._seconds) for route in problem.routes for link in (route.outward, route.inward)
-        }
+        self._links = {link.name: _LinkTime(self._seconds) for route in problem.routes for link in (route.outward, route.inward)}
         self._room = LowerTiers(problem, {})
         self._written: set[tuple[int, int, str]] = set()
         self._routes = sorted(problem.routes, key=lambda route: route.tier != "storage")

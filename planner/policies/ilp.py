@@ -175,9 +175,7 @@ def _cost(problem: Problem, index: int, decision: Decision, *, out: bool) -> flo
     return route.inward.seconds(period.size_bytes)
 
 
-def _best_schedule(
-    problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float]
-) -> _Candidate:
+def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float]) -> _Candidate:
     """Schedule by the ideal clock, replay, schedule again by the replayed clock, and so on; keep the best.
 
     Longer leads come first, and shorter ones must be clearly better: a lead absorbs what was not measured.
@@ -212,9 +210,7 @@ def _replayed(problem: Problem, decisions: Decisions, write_weight: float) -> _C
     return _Candidate(problem=problem, decisions=decisions, plan=plan, timeline=timeline, cost=cost)
 
 
-def finish(
-    problem: Problem, plan: Plan, timeline: Timeline | None = None, *, threads: int = DEFAULT_THREADS
-) -> Plan:
+def finish(problem: Problem, plan: Plan, timeline: Timeline | None = None, *, threads: int = DEFAULT_THREADS) -> Plan:
     """Add the simulator's predictions, and per offload the stage by whose end the copy is out."""
     if timeline is None:
         timeline = simulate(problem.source, plan)
@@ -250,7 +246,5 @@ def _with_free_after(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[
         turns = move.offload.start // problem.stage_count
         stage = clock.stage_at(done - 1e-12) + turns * problem.stage_count
         free_after = min(max(stage, move.offload.start), move.before - 1)
-        moves[transfer.move] = move.model_copy(
-            update={"offload": move.offload.model_copy(update={"free_after": free_after})}
-        )
+        moves[transfer.move] = move.model_copy(update={"offload": move.offload.model_copy(update={"free_after": free_after})})
     return tuple(moves)

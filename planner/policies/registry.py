@@ -55,9 +55,7 @@ def plan(
     """
     if policy not in POLICIES:
         raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
-    settings = SolverSettings(
-        time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight
-    )
+    settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight)
     made = POLICIES[policy](trace, budgets, settings)
     return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
 

@@ -95,8 +95,7 @@ def device_part(trace: Trace, on_host: Collection[int]) -> Trace:
             blocks[block.id] = block.model_copy(update={"size_bytes": 0, "movable": False})
         for block in (*parameters(trace, subgroup), *gradients(trace, subgroup)):
             uses = {
-                name: tuple(stage for stage in getattr(block, name) if stage != subgroup.stage)
-                for name in ("reads", "writes")
+                name: tuple(stage for stage in getattr(block, name) if stage != subgroup.stage) for name in ("reads", "writes")
             }
             blocks[block.id] = block.model_copy(update={**uses, "dies_after": None})
         stage = stages[subgroup.stage]

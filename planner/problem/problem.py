@@ -101,9 +101,7 @@ class Problem:
             live_bytes=tuple(live),
             covering=tuple(tuple(indices) for indices in covering),
             updated=_updated(source, periods, on_host),
-            host_blocks=tuple(
-                block for number in on_host for block in movable_blocks(source, source.subgroups[number])
-            ),
+            host_blocks=tuple(block for number in on_host for block in movable_blocks(source, source.subgroups[number])),
         )
 
     @property
@@ -207,9 +205,7 @@ def in_units(problem: Problem, unit_seconds: float) -> Problem:
             for link in (route.outward, route.inward)
         )
         routes.append(replace(route, outward=outward, inward=inward))
-    shared = tuple(
-        rate.model_copy(update={"bytes_per_second": rate.bytes_per_second * unit_seconds}) for rate in problem.shared
-    )
+    shared = tuple(rate.model_copy(update={"bytes_per_second": rate.bytes_per_second * unit_seconds}) for rate in problem.shared)
     return replace(problem, routes=tuple(routes), shared=shared)
 
 
@@ -242,9 +238,7 @@ def build_plan(problem: Problem, decisions: Decisions, *, policy: str) -> Plan:
                 before=period.before,
                 tier=decision.tier,
                 offload=Offload.model_construct(start=leave, free_after=leave) if index in dirty else None,
-                prefetch=None
-                if period.final
-                else Prefetch.model_construct(start=decision.start, ready_by=period.before),
+                prefetch=None if period.final else Prefetch.model_construct(start=decision.start, ready_by=period.before),
             )
         )
         if leave < stages <= decision.start and not period.final:
@@ -255,9 +249,7 @@ def build_plan(problem: Problem, decisions: Decisions, *, policy: str) -> Plan:
         policy=policy,
         budgets=problem.budgets,
         moves=tuple(moves),
-        initial=tuple(
-            Placement.model_validate({"block": block, "tier": tier}) for block, tier in initial.items()
-        ),
+        initial=tuple(Placement.model_validate({"block": block, "tier": tier}) for block, tier in initial.items()),
         updates=tuple(Update(subgroup=number, where="host") for number in problem.on_host),
     )
 

@@ -17,9 +17,7 @@ class LowerTiers:
     def __init__(self, problem: Problem, decisions: Decisions) -> None:
         self._problem = problem
         self._limits = {route.tier: route.budget_bytes for route in problem.routes}
-        self._used = {
-            tier: [0] * problem.stage_count for tier, limit in self._limits.items() if limit is not None
-        }
+        self._used = {tier: [0] * problem.stage_count for tier, limit in self._limits.items() if limit is not None}
         self._since: dict[tuple[str, int], int] = {}
         self._busy_seconds = dict.fromkeys(self._limits, 0.0)
         for block in problem.host_blocks:

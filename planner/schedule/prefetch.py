@@ -84,7 +84,6 @@ class StageClock:
         turns, rest = divmod(seconds, self.iteration_seconds)
         return int(turns) * len(self.reached_seconds) + bisect_right(self.reached_seconds, rest) - 1
 
-
     def last_user_stage(self, seconds: float) -> int | None:
         """The last stage of user code (numbered on, perhaps negative) that is reached clearly before `seconds`."""
         if not self.user_stages or self.iteration_seconds <= 0:
@@ -113,9 +112,7 @@ def schedule(problem: Problem, decisions: Decisions, clock: StageClock, *, lead:
 
 def on_demand(problem: Problem, decisions: Decisions) -> Decisions:
     """The same moves, each prefetch queued by the stage that needs the block."""
-    return {
-        index: replace(decision, start=problem.periods[index].before) for index, decision in decisions.items()
-    }
+    return {index: replace(decision, start=problem.periods[index].before) for index, decision in decisions.items()}
 
 
 def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int]) -> Decisions:
@@ -141,9 +138,7 @@ def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int
     return result
 
 
-def _latest_starts(
-    problem: Problem, decisions: Decisions, clock: StageClock, tier: WaitingTier, lead: float
-) -> dict[int, int]:
+def _latest_starts(problem: Problem, decisions: Decisions, clock: StageClock, tier: WaitingTier, lead: float) -> dict[int, int]:
     """Per period of one tier: the latest stage at which its prefetch may be queued and still be in time.
 
     Backwards over two iterations, so that those early in the iteration see the queue of the one before.

@@ -33,9 +33,7 @@ class _Late:
     wait_seconds: float
 
 
-def proposals(
-    problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline
-) -> Iterator[tuple[Problem, Decisions]]:
+def proposals(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Iterator[tuple[Problem, Decisions]]:
     """Variants of `decisions`, of which `plan` is the plan and `timeline` the replay, in which user code may wait for less.
 
     All of them fit into the device budget at every stage, as the decisions given must. The problem differs only in when

@@ -244,9 +244,7 @@ def _check_header(
     error: type[FileFormatError],
 ) -> None:
     if not isinstance(content, dict):
-        raise error(
-            f"{path}: expected a JSON object with format {format_name!r}, found {type(content).__name__}"
-        )
+        raise error(f"{path}: expected a JSON object with format {format_name!r}, found {type(content).__name__}")
     found = content.get("format")
     if found != format_name:
         raise error(f"{path}: field 'format' is {_short.repr(found)}; this reader takes {format_name!r} only")
@@ -265,9 +263,7 @@ def printable(text: str, *, most: int | None = None) -> str:
         text = f"{text[:most]}… ({len(text):,} characters)"
     if text.isprintable():
         return text
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
+    return "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
 
 
 def describe(problem: ValidationError, *, limit: int = 5) -> str:

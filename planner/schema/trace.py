@@ -152,9 +152,7 @@ class Block(GrownModel):
     def _uses_ordered(self) -> Self:
         for label, stages in (("reads", self.reads), ("writes", self.writes)):
             if list(stages) != sorted(set(stages)):
-                raise ValueError(
-                    f"block {self.id} {label} must ascend without repetition, found {list(stages)}"
-                )
+                raise ValueError(f"block {self.id} {label} must ascend without repetition, found {list(stages)}")
         if not self.reads and not self.writes:
             raise ValueError(f"block {self.id} has no use: leave out what no stage reads or writes")
         if self.dies_after is not None and (self.persistent or self.dies_after <= self.uses[-1]):
@@ -235,9 +233,7 @@ class Trace(GrownModel):
         stages, blocks = len(self.stages), len(self.blocks)
         for block in self.blocks:
             if block.uses[-1] >= stages:
-                raise ValueError(
-                    f"block {block.id} is used by stage {block.uses[-1]}; the last stage is {stages - 1}"
-                )
+                raise ValueError(f"block {block.id} is used by stage {block.uses[-1]}; the last stage is {stages - 1}")
             if block.last_stage >= stages:
                 raise ValueError(f"block {block.id} dies after stage {block.last_stage}; the last stage is {stages - 1}")
         taken: dict[int, float] = {}
@@ -290,6 +286,4 @@ def _check_consecutive(label: str, ids: list[int]) -> None:
 def _check_ids(owner: str, ids: tuple[int, ...], count: int, what: str) -> None:
     for identifier in ids:
         if identifier >= count:
-            raise ValueError(
-                f"{owner} refers to {what} {identifier}; there are {count} ({what} ids are 0 to {count - 1})"
-            )
+            raise ValueError(f"{owner} refers to {what} {identifier}; there are {count} ({what} ids are 0 to {count - 1})")

@@ -50,18 +50,14 @@ class Links:
     def __init__(self, hardware: Hardware) -> None:
         sharing = {name for shared in hardware.shared for name in shared.links}
         self.channels = {link.name: Channel(link, link.name in sharing) for link in hardware.links}
-        self._shared = [
-            (shared.bytes_per_second, [self.channels[name] for name in shared.links]) for shared in hardware.shared
-        ]
+        self._shared = [(shared.bytes_per_second, [self.channels[name] for name in shared.links]) for shared in hardware.shared]
         self._begun = 0
 
     def next(self) -> Channel | None:
         """The link on which something happens next, of those at the same time the one that began first."""
         first: Channel | None = None
         for channel in self.channels.values():
-            if channel.active is not None and (
-                first is None or (channel.event, channel.order) < (first.event, first.order)
-            ):
+            if channel.active is not None and (first is None or (channel.event, channel.order) < (first.event, first.order)):
                 first = channel
         return first
 
@@ -91,8 +87,7 @@ class Links:
         """Divide anew what is shared, since a transfer has joined or left."""
         moving = [c for c in self.channels.values() if c.shares and c.active is not None and c.moving]
         groups = [
-            (rate, [number for number, channel in enumerate(moving) if channel in members])
-            for rate, members in self._shared
+            (rate, [number for number, channel in enumerate(moving) if channel in members]) for rate, members in self._shared
         ]
         rates = max_min_rates([channel.link.bytes_per_second for channel in moving], groups)
         for channel, rate in zip(moving, rates, strict=True):

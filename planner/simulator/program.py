@@ -51,10 +51,7 @@ def compile_program(trace: Trace, plan: Plan) -> Program:
     UnsupportedError (the plan recomputes).
     """
     if plan.trace_fingerprint != trace.fingerprint:
-        raise PlanError(
-            f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: "
-            "plan again"
-        )
+        raise PlanError(f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: plan again")
     if plan.recompute:
         raise UnsupportedError("the plan recomputes blocks, which this release cannot replay yet: plan again")
     on_host = _on_host(trace, plan)
@@ -115,9 +112,7 @@ def _on_host(trace: Trace, plan: Plan) -> list[Subgroup]:
     return found
 
 
-def _lay_out_update(
-    program: Program, source: Trace, subgroup: Subgroup, plan: Plan, moves_of: dict[int, list[int]]
-) -> None:
+def _lay_out_update(program: Program, source: Trace, subgroup: Subgroup, plan: Plan, moves_of: dict[int, list[int]]) -> None:
     """moves_of: positions in the plan's moves, by block."""
     program.updates[host_start(source, subgroup)].append(subgroup.id)
     program.gradients[subgroup.id] = frozenset(block.id for block in gradients(source, subgroup))
@@ -190,9 +185,7 @@ def _is_last(move: Move, block: Block) -> bool:
 def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]], consumed: dict[int, int]) -> None:
     """consumed: by gradient of an update on the host, the stage in the trace that it belongs to."""
     if move.block >= len(trace.blocks):
-        raise InfeasiblePlanError(
-            f"a move names block {move.block}; the trace has {len(trace.blocks)} blocks"
-        )
+        raise InfeasiblePlanError(f"a move names block {move.block}; the trace has {len(trace.blocks)} blocks")
     block = trace.blocks[move.block]
     what = f"block {block.name!r} is moved"
     if not block.movable:
@@ -228,9 +221,7 @@ def _check_initial(trace: Trace, plan: Plan, program: Program) -> None:
     given: dict[int, str] = {}
     for placement in plan.initial:
         if placement.block >= len(trace.blocks):
-            raise InfeasiblePlanError(
-                f"initial names block {placement.block}; the trace has {len(trace.blocks)} blocks"
-            )
+            raise InfeasiblePlanError(f"initial names block {placement.block}; the trace has {len(trace.blocks)} blocks")
         given[placement.block] = placement.tier
     for block in trace.blocks:
         found = given.get(block.id, "device")

@@ -186,6 +186,4 @@ def _load_pool() -> ctypes.CDLL:
 
 def _check(error: int, call: str, length: int) -> None:
     if error:
-        raise StorageError(
-            f"{call} of {length} bytes failed: {os.strerror(error)}; if memory is free, raise vm.max_map_count"
-        )
+        raise StorageError(f"{call} of {length} bytes failed: {os.strerror(error)}; if memory is free, raise vm.max_map_count")

@@ -202,9 +202,7 @@ def _block(program: Program, slots: list[Any], index: int, pager: Pager, *, user
     value = slots[index]
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return pager.block_of(
-        value, name=program.slot_names[index], kind=program.slot_kinds[index], user_visible=user_visible
-    )
+    return pager.block_of(value, name=program.slot_names[index], kind=program.slot_kinds[index], user_visible=user_visible)
 
 
 def _results(program: Program, slots: list[Any]) -> list[Any]:

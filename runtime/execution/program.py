@@ -13,7 +13,6 @@ StageFunction = Callable[[list[Any]], Sequence[Any]]
 """Boxed call: takes a list of values and empties it, so that what is not needed any more is freed while it runs."""
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One stage of a graph.

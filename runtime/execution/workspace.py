@@ -36,9 +36,7 @@ class WorkspaceMeter:
     first_is_special: what the first run takes is forgotten once there is a second: kernels are tuned and libraries set up.
     """
 
-    def __init__(
-        self, memory: MeasuredMemory | None, *, runs: int | None = None, first_is_special: bool = False
-    ) -> None:
+    def __init__(self, memory: MeasuredMemory | None, *, runs: int | None = None, first_is_special: bool = False) -> None:
         self._memory = memory
         self._runs = runs
         self._first_is_special = first_is_special

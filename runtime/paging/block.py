@@ -64,9 +64,7 @@ class Block:
         "weak",
     )
 
-    def __init__(
-        self, *, storage: torch.UntypedStorage, name: str, kind: str, user_visible: bool, span: Span | None
-    ) -> None:
+    def __init__(self, *, storage: torch.UntypedStorage, name: str, kind: str, user_visible: bool, span: Span | None) -> None:
         self.weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.name = name
         self.kind = kind

@@ -59,9 +59,7 @@ class Carrier:
         """No copy of this block is under way, and none will be."""
         self._transfers.pop(block, None)
 
-    def _begin(
-        self, submit: Callable[..., Transfer], block: Block, address: int, done: Done, ready: Ready | None
-    ) -> None:
+    def _begin(self, submit: Callable[..., Transfer], block: Block, address: int, done: Done, ready: Ready | None) -> None:
         """The storage stays alive until its copy has ended, also if everyone else lets go of it."""
         storage = block.storage()
         if storage is None or block.slot is None:

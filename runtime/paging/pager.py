@@ -82,9 +82,7 @@ class Pager(Lending):
 
     # -- around a stage
 
-    def acquire(
-        self, blocks: Sequence[Block], new_bytes: int, what: str, *, then_fetch: Sequence[Block] = ()
-    ) -> None:
+    def acquire(self, blocks: Sequence[Block], new_bytes: int, what: str, *, then_fetch: Sequence[Block] = ()) -> None:
         """Bring `blocks` to the device, reserve `new_bytes` for outputs and workspace, and hold both until `retire`.
 
         then_fetch: prefetches to ask for once that is under way, see `prefetch`.

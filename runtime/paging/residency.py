@@ -132,9 +132,8 @@ class Residency:
     def _evict(self, wanted_bytes: int, keep: Sequence[Block] = ()) -> None:
         """Start to evict the blocks whose next use is furthest away (Belady's rule), until `wanted_bytes` will be free."""
         idle = [
-            b for b in self._blocks.values()
-            if b.state is State.ON_DEVICE and not b.pins and b.span is not None and b not in keep
-        ]  # fmt: skip
+            b for b in self._blocks.values() if b.state is State.ON_DEVICE and not b.pins and b.span is not None and b not in keep
+        ]
         idle.sort(key=lambda b: b.next_use if b.next_use > self.clock else _NEVER, reverse=True)
         for block in idle:
             if wanted_bytes <= 0:

@@ -33,14 +33,10 @@ class FileSpace(ABC):
     Raises StorageError if a directory is missing, given twice or cannot be used.
     """
 
-    def __init__(
-        self, directories: Sequence[str | os.PathLike[str]], *, budget_bytes: int | None, direct: bool = True
-    ) -> None:
+    def __init__(self, directories: Sequence[str | os.PathLike[str]], *, budget_bytes: int | None, direct: bool = True) -> None:
         parents = [Path(directory).resolve() for directory in directories]
         if not parents or len(set(parents)) < len(parents):
-            raise StorageError(
-                f"storage {[str(p) for p in parents]}: give one or several different directories"
-            )
+            raise StorageError(f"storage {[str(p) for p in parents]}: give one or several different directories")
         self._budget_bytes = budget_bytes
         self._lock = threading.Lock()
         self._live: set[Slot] = set()
@@ -63,9 +59,7 @@ class FileSpace(ABC):
         try:
             file = SpillFile(run.path, direct=direct)
         except OSError as error:
-            raise StorageError(
-                f"cannot create a spill file: {error}; give another storage directory"
-            ) from error
+            raise StorageError(f"cannot create a spill file: {error}; give another storage directory") from error
         undo.callback(file.close)
         return file
 
@@ -122,9 +116,7 @@ class FileSpace(ABC):
                     raise
                 extents = self._gather(size)
             else:
-                extents = [
-                    _take(file, share) for file, share in zip(self._files, shares, strict=True) if share
-                ]
+                extents = [_take(file, share) for file, share in zip(self._files, shares, strict=True) if share]
             slot = Slot(name=name, size_bytes=size, content_bytes=size_bytes, extents=tuple(extents))
             self._live.add(slot)
             self._used_bytes += size
@@ -136,8 +128,7 @@ class FileSpace(ABC):
                 return
             if slot not in self._live:
                 raise StorageError(
-                    f"the slot of block {slot.name!r} is not in use here; this is a bug in teraio, "
-                    "please report it"
+                    f"the slot of block {slot.name!r} is not in use here; this is a bug in teraio, please report it"
                 )
             self._live.remove(slot)
             self._used_bytes -= slot.size_bytes
@@ -231,9 +222,7 @@ class FileSpace(ABC):
             file = max(self._files, key=lambda candidate: candidate.free.largest_bytes)
             taken = file.free.take_largest(size)
             if taken is None:
-                raise StorageError(
-                    f"{size} free bytes are missing; this is a bug in teraio, please report it"
-                )
+                raise StorageError(f"{size} free bytes are missing; this is a bug in teraio, please report it")
             extents.append(file.extent(*taken))
             size -= taken[1]
         return extents
@@ -242,9 +231,7 @@ class FileSpace(ABC):
 def _take(file: SpillFile, size: int) -> Extent:
     offset = file.free.take(size)
     if offset is None:
-        raise StorageError(
-            f"{file.path} has no hole of {size} bytes; this is a bug in teraio, please report it"
-        )
+        raise StorageError(f"{file.path} has no hole of {size} bytes; this is a bug in teraio, please report it")
     return file.extent(offset, size)
 
 

@@ -201,9 +201,7 @@ class HostStore:
         """Another store's offsets would lead anywhere in this process's memory."""
         self._check_open()
         if any(extent.file_descriptor != self._descriptor for extent in extents):
-            raise StorageError(
-                f"the slot of block {slot.name!r} is not of this store; this is a bug in teraio, please report it"
-            )
+            raise StorageError(f"the slot of block {slot.name!r} is not of this store; this is a bug in teraio, please report it")
 
     def _take(self, size: int) -> list[Extent]:
         """Extents that add up to `size`, from the smallest hole that has room, else from the largest ones (lock held)."""
@@ -223,9 +221,7 @@ class HostStore:
         found = []
         while length:
             part = min(length, PIN_CHUNK_BYTES - offset % PIN_CHUNK_BYTES)
-            found.append(
-                Extent(file_descriptor=self._descriptor, path=_PATH, offset_bytes=offset, length_bytes=part, drive=0)
-            )
+            found.append(Extent(file_descriptor=self._descriptor, path=_PATH, offset_bytes=offset, length_bytes=part, drive=0))
             offset, length = offset + part, length - part
         return found
 

@@ -143,8 +143,7 @@ def load_kvikio() -> Any:
         import kvikio.defaults
     except ImportError as error:
         raise UnsupportedError(
-            f"GPUDirect Storage needs KvikIO ({error}); install teraio[cuda12] or teraio[cuda13], or choose another "
-            "storage_path"
+            f"GPUDirect Storage needs KvikIO ({error}); install teraio[cuda12] or teraio[cuda13], or choose another storage_path"
         ) from error
     return kvikio
 

@@ -48,9 +48,7 @@ class RunDirectory:
     def __init__(self, parent: Path) -> None:
         if not parent.is_dir():
             found = "is not a directory" if parent.exists() else "does not exist"
-            raise StorageError(
-                f"storage {str(parent)!r} {found}; create it, or give a directory on a fast drive"
-            )
+            raise StorageError(f"storage {str(parent)!r} {found}; create it, or give a directory on a fast drive")
         self._process = os.getpid()
         try:
             remove_leftovers(parent)
@@ -94,9 +92,7 @@ def remove_leftovers(parent: Path) -> tuple[Path, ...]:
         try:
             dead = _remove_if_dead(path)
         except OSError as error:
-            _log.warning(
-                "cannot remove the spill directory %s of a dead run: %s; please remove it", path, error
-            )
+            _log.warning("cannot remove the spill directory %s of a dead run: %s; please remove it", path, error)
             continue
         if dead:
             _log.info("removed the spill directory %s, which no process held any more", path)
@@ -144,9 +140,7 @@ def _create(parent: Path) -> tuple[Path, int]:
         lock = _take_lock(path, create=True)
         if lock is not None:
             return path, lock
-    raise StorageError(
-        f"other processes removed {_ATTEMPTS} new directories in {parent}; give another storage directory"
-    )
+    raise StorageError(f"other processes removed {_ATTEMPTS} new directories in {parent}; give another storage directory")
 
 
 def _take_lock(directory: Path, *, create: bool) -> int | None:

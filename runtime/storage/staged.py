@@ -54,9 +54,7 @@ class StagedStore:
     `close` closes `inner` too. pieces: what carries chunks to the slots of `inner` and back in its stead, checking them say.
     """
 
-    def __init__(
-        self, inner: Store, copier: Copier, *, buffer_bytes: int = 4 << 20, pieces: MovesPieces | None = None
-    ) -> None:
+    def __init__(self, inner: Store, copier: Copier, *, buffer_bytes: int = 4 << 20, pieces: MovesPieces | None = None) -> None:
         self._inner = inner
         self._pieces = pieces or inner
         self._copier = copier

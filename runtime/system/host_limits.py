@@ -47,8 +47,7 @@ def check_host_memory(size_bytes: int, limits: Sequence[HostLimit]) -> None:
     lowest = min(limits, key=lambda limit: limit.available_bytes)
     if size_bytes > lowest.available_bytes:
         raise StorageFullError(
-            f"a host tier of {size_bytes:,} bytes does not fit: {lowest.what} {lowest.available_bytes:,} bytes; "
-            f"{lowest.remedy}"
+            f"a host tier of {size_bytes:,} bytes does not fit: {lowest.what} {lowest.available_bytes:,} bytes; {lowest.remedy}"
         )
 
 

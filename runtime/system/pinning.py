@@ -85,9 +85,7 @@ def _failure(code: Any) -> str | None:
 
 
 def _chunks(address: int, size_bytes: int) -> list[tuple[int, int]]:
-    return [
-        (address + begin, min(PIN_CHUNK_BYTES, size_bytes - begin)) for begin in range(0, size_bytes, PIN_CHUNK_BYTES)
-    ]
+    return [(address + begin, min(PIN_CHUNK_BYTES, size_bytes - begin)) for begin in range(0, size_bytes, PIN_CHUNK_BYTES)]
 
 
 def _in_a_thread_of_its_own(work: Callable[[], object]) -> None:

@@ -125,9 +125,7 @@ def _try(candidate: Candidate, open_engine: OpenEngine) -> StoragePath:
     return StoragePath(name=candidate.name, store=store, engine=engine, rates=rates, refused={})
 
 
-def _working(
-    candidates: Iterable[Candidate], open_engine: OpenEngine, refused: dict[str, TeraioError]
-) -> list[StoragePath]:
+def _working(candidates: Iterable[Candidate], open_engine: OpenEngine, refused: dict[str, TeraioError]) -> list[StoragePath]:
     """All that work; a last resort is only tried where the others cannot exist. Notes in `refused` why not."""
     working: list[StoragePath] = []
     with ExitStack() as undo:

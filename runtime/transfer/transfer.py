@@ -39,9 +39,21 @@ class Transfer:
     """
 
     __slots__ = (
-        "address", "begun", "begun_at", "cancelled", "done", "ended", "error", "link", "on_done", "ready", "seconds",
-        "slot", "unfinished", "waiting",
-    )  # fmt: skip
+        "address",
+        "begun",
+        "begun_at",
+        "cancelled",
+        "done",
+        "ended",
+        "error",
+        "link",
+        "on_done",
+        "ready",
+        "seconds",
+        "slot",
+        "unfinished",
+        "waiting",
+    )
 
     def __init__(
         self,

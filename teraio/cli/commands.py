@@ -271,7 +271,7 @@ def _settings(time_limit: float, gap: float, threads: int, write_weight: float) 
 
 
 def _sizes(text: str) -> list[int]:
-    """"8GiB:80GiB:10": ten sizes from 8 to 80 GiB at equal distances."""
+    """ "8GiB:80GiB:10": ten sizes from 8 to 80 GiB at equal distances."""
     parts = text.split(":")
     if len(parts) != 3 or not re.fullmatch("[0-9]{1,4}", parts[2]) or not 2 <= int(parts[2]) <= 1000:
         raise planner.OptionsError(
@@ -290,9 +290,7 @@ def _load(path: Path) -> planner.Trace | planner.Plan:
     found = read_format(path)
     if found is None or found not in FORMATS:
         shown = repr(found and printable(found, most=60))
-        raise FileFormatError(
-            f"{path}: field 'format' is {shown}; this command takes {' and '.join(map(repr, FORMATS))} only"
-        )
+        raise FileFormatError(f"{path}: field 'format' is {shown}; this command takes {' and '.join(map(repr, FORMATS))} only")
     return FORMATS[found].load(path)
 
 

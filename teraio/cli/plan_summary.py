@@ -79,9 +79,7 @@ class PlanSummary(FrozenModel):
     drive_lifetime_seconds: float | None = None
 
 
-def summarise_plan(
-    plan: planner.Plan, trace: planner.Trace | None = None, *, rated_bytes: int | None = None
-) -> PlanSummary:
+def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, rated_bytes: int | None = None) -> PlanSummary:
     """The plan in numbers; with names, sizes and stalls if `trace` is given.
 
     rated_bytes: what the drives may be written in all (TBW). Raises PlanError if the plan does not belong to the

@@ -32,7 +32,7 @@ _WIDE = 300
 
 
 def format_bytes(size_bytes: float) -> str:
-    """"1.50 GiB", "64.0 MiB", "10 B": three digits, so that columns can be compared at a glance."""
+    """ "1.50 GiB", "64.0 MiB", "10 B": three digits, so that columns can be compared at a glance."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes >= scale:
             return f"{_three_digits(size_bytes / scale)} {unit}"
@@ -40,7 +40,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """"1.50 s", "64.0 ms", "3.00 µs"."""
+    """ "1.50 s", "64.0 ms", "3.00 µs"."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= scale:
             return f"{_three_digits(seconds / scale)} {unit}"
@@ -101,7 +101,7 @@ def plain(text: str) -> Text:
 
 
 def exact_bytes(size_bytes: int) -> str:
-    """"1.50 GiB (1,610,612,736 bytes)"."""
+    """ "1.50 GiB (1,610,612,736 bytes)"."""
     rounded = format_bytes(size_bytes)
     return rounded if size_bytes < 1024 else f"{rounded} ({size_bytes:,} bytes)"
 
@@ -112,7 +112,7 @@ def limit_bytes(size_bytes: int | None) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """"12.5%"; of nothing it is 0."""
+    """ "12.5%"; of nothing it is 0."""
     return f"{part / whole if whole else 0.0:.1%}"
 
 

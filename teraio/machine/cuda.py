@@ -133,9 +133,7 @@ def _open_slab(size_bytes: int, device: torch.device, undo: ExitStack) -> HostSt
 
 
 def _open_storage(options: Options, device: torch.device, undo: ExitStack) -> OpenTier:
-    candidates = cuda_candidates(
-        options.storage, device, budget_bytes=options.storage_budget, checksums=options.checksums
-    )
+    candidates = cuda_candidates(options.storage, device, budget_bytes=options.storage_budget, checksums=options.checksums)
 
     def open_engine(store: Store) -> Engine:
         return Engine(store, memory=TorchMemory(device), stuck_after_seconds=options.storage_timeout)

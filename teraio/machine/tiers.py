@@ -47,14 +47,20 @@ class OpenTier:
         name, rates = self.tier.name, self.rates
         return (
             planner.Link(
-                from_tier="device", to_tier=name, path=self.path,
-                bytes_per_second=rates.write_bytes_per_second, latency_seconds=rates.write_latency_seconds,
+                from_tier="device",
+                to_tier=name,
+                path=self.path,
+                bytes_per_second=rates.write_bytes_per_second,
+                latency_seconds=rates.write_latency_seconds,
             ),
             planner.Link(
-                from_tier=name, to_tier="device", path=self.path,
-                bytes_per_second=rates.read_bytes_per_second, latency_seconds=rates.read_latency_seconds,
+                from_tier=name,
+                to_tier="device",
+                path=self.path,
+                bytes_per_second=rates.read_bytes_per_second,
+                latency_seconds=rates.read_latency_seconds,
             ),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

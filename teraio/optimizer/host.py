@@ -111,9 +111,12 @@ class HostUpdates:
         seconds = self._thread.submit(update.run, self._pager, self._pager.device.mark())
         small = [pair for member in members.values() for pair in member.small]
         return HostUpdate(
-            frozenset(members), small, seconds,
-            counters=self._counters, give_back=functools.partial(self._pager.give_back, blocks),
-        )  # fmt: skip
+            frozenset(members),
+            small,
+            seconds,
+            counters=self._counters,
+            give_back=functools.partial(self._pager.give_back, blocks),
+        )
 
     def wait_for(self, update: HostUpdate) -> float | None:
         """`update.seconds()`, for the training thread: counts as waiting."""

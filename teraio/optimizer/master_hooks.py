@@ -29,9 +29,11 @@ def keep_masters(optimizer: Optimizer, on_device: Callable[[Iterable[Tensor]], A
         return
     refuse_with_masters(optimizer, reason_to_stay_whole(optimizer, (optimizer,), {}))
     named = [
-        (group, optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]
+        (group, optimizer.state[p])
+        for group in optimizer.param_groups
+        for p in group["params"]
         if p.dtype in HALF and p in optimizer.state
-    ]  # fmt: skip
+    ]
     if any(MASTER in state and state[MASTER].dtype != torch.float32 for _, state in named):
         raise UnsupportedError(
             f"master_weights: this optimizer's {MASTER} is not fp32, because load_state_dict has rounded it; call "

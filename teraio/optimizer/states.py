@@ -37,9 +37,7 @@ class OptimizerStates:
         self._blocks: weakref.WeakKeyDictionary[Optimizer, dict[_Place, Block]] = weakref.WeakKeyDictionary()
         self._small_bytes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
-    def blocks(
-        self, optimizer: Optimizer, number: int, parameter: torch.Tensor, *, just_made: bool = False
-    ) -> list[Block]:
+    def blocks(self, optimizer: Optimizer, number: int, parameter: torch.Tensor, *, just_made: bool = False) -> list[Block]:
         """The large states of the optimizer's parameter `number`; new ones become blocks.
 
         just_made: in the region that runs, so that they were not there when it began. Blocks while one that was made before

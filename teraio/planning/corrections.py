@@ -82,9 +82,7 @@ class Corrections:
     def _excess(self, late: Mapping[tuple[int, int], float], expected: Expectation) -> dict[int, float]:
         """How much later than predicted, by index of the move."""
         excess = {
-            self._by_use[use]: seconds - expected.stall_seconds[use[1]]
-            for use, seconds in late.items()
-            if use in self._by_use
+            self._by_use[use]: seconds - expected.stall_seconds[use[1]] for use, seconds in late.items() if use in self._by_use
         }
         return {index: seconds for index, seconds in excess.items() if seconds > _NEGLIGIBLE * expected.iteration_seconds}
 
@@ -93,9 +91,7 @@ class Corrections:
         return lay_out_starts(self._moves, corrected_starts(self._moves, self.shifts, stage_seconds), self._count)
 
 
-def corrected_starts(
-    moves: Sequence[Move], shifts: Mapping[int, float], stage_seconds: Sequence[float]
-) -> dict[int, int]:
+def corrected_starts(moves: Sequence[Move], shifts: Mapping[int, float], stage_seconds: Sequence[float]) -> dict[int, int]:
     """The stage at which each prefetch is to start, by index in `moves` and numbered as in its move.
 
     shifts: by index, seconds by which a prefetch has to start earlier than planned. It starts as many stages earlier as

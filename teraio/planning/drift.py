@@ -142,9 +142,7 @@ def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequen
             for s in trace.subgroups
         ),
         subgroup_bytes=trace.subgroup_bytes,
-        recompute=tuple(
-            r.model_copy(update={"duration_seconds": r.duration_seconds * scale[r.stage]}) for r in trace.recompute
-        ),
+        recompute=tuple(r.model_copy(update={"duration_seconds": r.duration_seconds * scale[r.stage]}) for r in trace.recompute),
     )
 
 

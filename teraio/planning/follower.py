@@ -179,9 +179,7 @@ class PlanFollower:
         logger.info("the last %d iterations differ from what the plan predicts: %s; %s", _WINDOW, drift, what)
         if self._adaptive:
             self._job_trace = remeasured(now.profile.trace, now.expected, self._observations)
-            self._job = PlanningJob(
-                self._job_trace, now.plan.budgets, time_limit_seconds=self._options.solver_time_limit
-            )
+            self._job = PlanningJob(self._job_trace, now.plan.budgets, time_limit_seconds=self._options.solver_time_limit)
 
     def _decide(self, now: _InForce, job: PlanningJob, trace: planner.Trace) -> bool:
         """The plan in force or the new one. True if it is the new one."""
@@ -223,9 +221,7 @@ def _replay(trace: planner.Trace, plan: planner.Plan) -> planner.Timeline | None
         return None
 
 
-def _promise(
-    old: planner.Plan, new: planner.Plan, trace: planner.Trace, replayed: planner.Timeline
-) -> planner.Plan:
+def _promise(old: planner.Plan, new: planner.Plan, trace: planner.Trace, replayed: planner.Timeline) -> planner.Plan:
     """The old plan with what its replay promises; the bound is that of every plan for `trace`."""
     if old.predicted is None or new.predicted is None:
         return old

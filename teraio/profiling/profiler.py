@@ -86,9 +86,7 @@ def build_profile(
         created_by=created_by,
         hardware=hardware,
         stages=tuple(
-            planner.Stage(
-                id=position, name=s.name, phase=s.phase, duration_seconds=seconds, workspace_bytes=s.workspace_bytes
-            )
+            planner.Stage(id=position, name=s.name, phase=s.phase, duration_seconds=seconds, workspace_bytes=s.workspace_bytes)
             for position, (s, seconds) in enumerate(zip(stages, times, strict=True))
         ),
         blocks=tuple(blocks),
@@ -111,9 +109,7 @@ def _user_stage_before(iteration: Iteration, position: int) -> int:
     return max(region.first for region in iteration.regions if region.first <= position)
 
 
-def _subgroups(
-    stages: Sequence[StageRecord], times: Sequence[float], ids: dict[Block, int]
-) -> tuple[planner.Subgroup, ...]:
+def _subgroups(stages: Sequence[StageRecord], times: Sequence[float], ids: dict[Block, int]) -> tuple[planner.Subgroup, ...]:
     """One for each stage that updates something."""
     updating = [(place, stage, time) for place, (stage, time) in enumerate(zip(stages, times, strict=True)) if stage.elements]
     return tuple(

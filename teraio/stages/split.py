@@ -51,9 +51,7 @@ def _piece(gm: GraphModule, nodes: list[Node], stage_of: Mapping[Node, int], sta
                 inputs[source] = None
     for symbol in _free_symbol_placeholders(gm, [*inputs, *nodes]):
         inputs.setdefault(symbol, None)
-    outputs = [
-        n for n in nodes if any(u not in inside and not (work.is_size(n) and u.op != "output") for u in n.users)
-    ]
+    outputs = [n for n in nodes if any(u not in inside and not (work.is_size(n) and u.op != "output") for u in n.users)]
     graph, copies = Graph(), dict[Node, Node]()
     for source in inputs:
         copies[source] = graph.placeholder(f"input_{len(copies)}")

@@ -32,11 +32,17 @@ def a_trace() -> Trace:
     )
     blocks = tuple(
         Block(
-            id=index, name=f"block {index}", kind="parameter", size_bytes=GIB, persistent=True, reads=(2 * index,),
-            writes=(), movable=True,
+            id=index,
+            name=f"block {index}",
+            kind="parameter",
+            size_bytes=GIB,
+            persistent=True,
+            reads=(2 * index,),
+            writes=(),
+            movable=True,
         )
         for index in range(2)
-    )  # fmt: skip
+    )
     return Trace(name="made up", created_by="test", hardware=hardware, stages=stages, blocks=blocks)
 
 
@@ -143,10 +149,17 @@ def test_figures_of_a_budget(trace: Trace) -> None:
     made = plan(trace, Budgets(device_bytes=GIB))
     assert made.predicted is not None
     outcome = run(
-        2.0, 4.0, 3.0, peak=3 * GIB, reserved=4 * GIB, phase="planned", trace=trace, plan=made,
+        2.0,
+        4.0,
+        3.0,
+        peak=3 * GIB,
+        reserved=4 * GIB,
+        phase="planned",
+        trace=trace,
+        plan=made,
         status={"ideal_iteration_seconds": 2.0, "device_peak_bytes": 2 * GIB},
         moved_bytes={"device->storage": 1.5e9, "host->device": 1e9},
-    )  # fmt: skip
+    )
     figures = by_name(budget_figures("x", outcome, 2 * GIB, base))
     assert figures["x: tokens/s"].value == pytest.approx(200)
     assert figures["x: tokens/s"].note == "0.333 x Inductor; planned; 3 iterations from 2 to 4 s"

@@ -47,11 +47,17 @@ def made_up_trace() -> Trace:
     uses["gradient"] = lambda i: (2 * LAYERS - 1 - i, 2 * LAYERS + i)
     blocks = [
         Block(
-            id=0, name=f"{kind}.{i}", kind=kind, size_bytes=1, persistent=kind != "gradient",  # type: ignore[arg-type]
-            reads=uses[kind](i), writes=uses[kind](i)[-1:] if kind != "gradient" else uses[kind](i)[:1],
+            id=0,
+            name=f"{kind}.{i}",
+            kind=kind,
+            size_bytes=1,
+            persistent=kind != "gradient",  # type: ignore[arg-type]
+            reads=uses[kind](i),
+            writes=uses[kind](i)[-1:] if kind != "gradient" else uses[kind](i)[:1],
         )
-        for kind in uses for i in range(LAYERS)
-    ]  # fmt: skip
+        for kind in uses
+        for i in range(LAYERS)
+    ]
     blocks = [block.model_copy(update={"id": number}) for number, block in enumerate(blocks)]
     subgroups = tuple(
         Subgroup(id=i, stage=2 * LAYERS + i, blocks=(i, LAYERS + i, 2 * LAYERS + i), elements=1, device_seconds=4.0)
@@ -86,13 +92,15 @@ def test_no_copy_in_for_a_subgroup_starts_before_its_turn(device_bytes: int) -> 
 def limited(tmp_path: Path) -> Iterator[Setting]:
     """A training whose states alone are more than its budget; compiled eagerly, which takes next to no time."""
     threads = torch.get_num_threads()
-    model = LlamaConfig(
-        layers=2, width=512, heads=4, key_value_heads=4, feed_forward=1024, vocabulary=256, tied=True, context=16
-    )
+    model = LlamaConfig(layers=2, width=512, heads=4, key_value_heads=4, feed_forward=1024, vocabulary=256, tied=True, context=16)
     options = {
-        "memory_budget": "36MiB", "storage": str(tmp_path), "codegen": "eager", "profile_iterations": 1,
-        "trace_out": str(tmp_path / "trace.json"), "plan_out": str(tmp_path / "followed.json"),
-    }  # fmt: skip
+        "memory_budget": "36MiB",
+        "storage": str(tmp_path),
+        "codegen": "eager",
+        "profile_iterations": 1,
+        "trace_out": str(tmp_path / "trace.json"),
+        "plan_out": str(tmp_path / "followed.json"),
+    }
     yield Setting(model=model, batch=1, text_bytes=100_000, deterministic=True, fused=True, options=options)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
@@ -148,11 +156,17 @@ def test_layer_by_layer_the_copies_of_subgroups_do_not_overlap_and_the_losses_ar
 def step(number: int, *, seconds: float = 2.0, optimizer_seconds: float = 0.5, loss: float = 1.0) -> Step:
     """The counters run on: in each iteration 10 MiB go out in 0.5 s and 20 MiB come in in 1 s, half of that exposed."""
     return Step(
-        loss=loss, seconds=seconds, tokens=1, phase="planned", resident_bytes={}, optimizer_seconds=optimizer_seconds,
+        loss=loss,
+        seconds=seconds,
+        tokens=1,
+        phase="planned",
+        resident_bytes={},
+        optimizer_seconds=optimizer_seconds,
         moved_bytes={"out": number * 10 << 20, "in": number * 20 << 20},
         busy_seconds={"out": 0.5 * number, "in": 1.0 * number},
-        exposed_seconds={"in": 0.5 * number}, late_seconds=0.3,
-    )  # fmt: skip
+        exposed_seconds={"in": 0.5 * number},
+        late_seconds=0.3,
+    )
 
 
 def a_training(*, seconds: float, optimizer_seconds: float, loss: float = 1.0, peak: int = 80) -> Measured:

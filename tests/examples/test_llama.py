@@ -10,9 +10,7 @@ from examples.llama import SIZES, Attention, Llama, LlamaConfig, llama, rotate, 
 from examples.memory import give_free_memory_back, reset_peak, resident_bytes
 from examples.training import Setting, Training, computing_seconds
 
-SMALL = LlamaConfig(
-    layers=2, width=64, heads=4, key_value_heads=2, feed_forward=96, vocabulary=256, tied=True, context=32
-)
+SMALL = LlamaConfig(layers=2, width=64, heads=4, key_value_heads=2, feed_forward=96, vocabulary=256, tied=True, context=32)
 
 PARAMETERS = {
     "tiny": 12_718_592,

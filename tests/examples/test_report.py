@@ -25,9 +25,7 @@ def status(**changes: Any) -> dict[str, Any]:
 FIRST = run([3.0, 2.5], peak_bytes=100 * MIB, status=None)
 
 
-def second(
-    losses: tuple[float, ...] = (3.0, 2.5), peak_bytes: int = 50 * MIB, phase: str = "planned", **changes: Any
-) -> Run:
+def second(losses: tuple[float, ...] = (3.0, 2.5), peak_bytes: int = 50 * MIB, phase: str = "planned", **changes: Any) -> Run:
     return run(list(losses), peak_bytes=peak_bytes, status=status(**changes), phase=phase)
 
 

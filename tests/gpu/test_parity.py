@@ -126,9 +126,12 @@ def test_updates_inside_the_backward_pass(tmp_path: Path, codegen: str, tier: st
     options = {"memory_budget": budget, "solver_time_limit": 5, "overlap_step": True, **tiers(tier, peak, tmp_path)}
     gradients: list[int] = []
     found = train(
-        case, options, device=DEVICE, steps=steps,
+        case,
+        options,
+        device=DEVICE,
+        steps=steps,
         backward_done=lambda module: gradients.append(sum(p.grad is not None for p in module.parameters())),
-    )  # fmt: skip
+    )
     check_equal(found, wanted)
     check_within(found, budget, LOSS_BYTES)
     assert min(gradients[:3]) > 0 and set(gradients[3:]) == {0}

@@ -64,9 +64,7 @@ def kvikio_store(folders: Folders, size_bytes: int) -> Store:
 
 
 def staged_store(buffer_bytes: int) -> Callable[[Folders, int], Store]:
-    return lambda folders, size: StagedStore(
-        PosixStore(folders, budget_bytes=size), CudaCopier(CUDA), buffer_bytes=buffer_bytes
-    )
+    return lambda folders, size: StagedStore(PosixStore(folders, budget_bytes=size), CudaCopier(CUDA), buffer_bytes=buffer_bytes)
 
 
 def pinned_store(folders: Folders, size_bytes: int) -> Store:

@@ -159,20 +159,13 @@ def all_decisions(problem: Problem) -> Iterator[Decisions]:
     budget = problem.budgets.device_bytes
     options = _options(problem)
     for moved in product(*([False, True] if choices[0] is None else [True] for choices in options)):
-        absent = [
-            sum(problem.periods[index].size_bytes for index in covering if moved[index])
-            for covering in problem.covering
-        ]
+        absent = [sum(problem.periods[index].size_bytes for index in covering if moved[index]) for covering in problem.covering]
         if any(live - away > budget for live, away in zip(problem.live_bytes, absent, strict=True)):
             continue
         chosen = [index for index, moves in enumerate(moved) if moves]
         moves = [[choice for choice in options[index] if choice is not None] for index in chosen]
         for combination in product(*moves):
-            yield {
-                index: decision
-                for index, decision in zip(chosen, combination, strict=True)
-                if decision is not None
-            }
+            yield {index: decision for index, decision in zip(chosen, combination, strict=True) if decision is not None}
 
 
 def best_seconds(problem: Problem) -> float:

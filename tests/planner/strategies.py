@@ -32,9 +32,7 @@ def hardware(
     return {
         "name": "made up",
         "device_memory_bytes": 10**9,
-        "links": [
-            {"from": a, "to": b, "bytes_per_second": r, "latency_seconds": latency} for a, b, r in pairs
-        ],
+        "links": [{"from": a, "to": b, "bytes_per_second": r, "latency_seconds": latency} for a, b, r in pairs],
         "shared": shared_rates(host=host, drive=drive * rate, bus=bus * rate),
     }
 
@@ -171,9 +169,7 @@ def trainings(draw: st.DrawFn, *, most_layers: int = 4) -> Trace:
     return with_user_code(trace, draw(seconds)) if draw(st.booleans()) else trace
 
 
-def with_user_code(
-    trace: Trace, seconds: float, phases: Sequence[str] = ("forward", "backward", "optimizer")
-) -> Trace:
+def with_user_code(trace: Trace, seconds: float, phases: Sequence[str] = ("forward", "backward", "optimizer")) -> Trace:
     """The same trace with a stage of user code before each run of stages of one of these phases, as recorded ones have."""
     stages: list[dict[str, Any]] = []
     place: list[int] = []
@@ -275,20 +271,26 @@ def transformer_trace(
     def stage(name: str, phase: str, duration: float) -> None:
         stages.append(
             {
-                "id": len(stages), "name": name, "phase": phase,
-                "duration_seconds": duration, "workspace_bytes": size // 4,
+                "id": len(stages),
+                "name": name,
+                "phase": phase,
+                "duration_seconds": duration,
+                "workspace_bytes": size // 4,
             }
-        )  # fmt: skip
+        )
 
-    def block(
-        name: str, kind: str, bytes_: int, persistent: bool, reads: list[int], writes: list[int]
-    ) -> None:
+    def block(name: str, kind: str, bytes_: int, persistent: bool, reads: list[int], writes: list[int]) -> None:
         blocks.append(
             {
-                "id": len(blocks), "name": name, "kind": kind, "size_bytes": bytes_, "persistent": persistent,
-                "reads": reads, "writes": writes,
+                "id": len(blocks),
+                "name": name,
+                "kind": kind,
+                "size_bytes": bytes_,
+                "persistent": persistent,
+                "reads": reads,
+                "writes": writes,
             }
-        )  # fmt: skip
+        )
 
     for f in range(forward):
         stage(f"forward/layers.{f // stages_per_layer}.{f % stages_per_layer}", "forward", seconds)
@@ -305,6 +307,4 @@ def transformer_trace(
         if states:
             block(f"state.{f}", "optimizer_state", 2 * size, True, [o], [o])
     machine = hardware(rate=rate, latency=1e-4)
-    return Trace.model_validate(
-        {"name": "transformer", "hardware": machine, "stages": stages, "blocks": blocks}
-    )
+    return Trace.model_validate({"name": "transformer", "hardware": machine, "stages": stages, "blocks": blocks})

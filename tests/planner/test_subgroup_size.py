@@ -43,9 +43,7 @@ stations = st.lists(
 
 
 @given(stations=stations, total=st.integers(1, 10**12), smallest=st.integers(1, 10**8), ratio=st.floats(1, 10**4))
-def test_no_size_is_better_than_the_one_that_is_chosen(
-    stations: list[Station], total: int, smallest: int, ratio: float
-) -> None:
+def test_no_size_is_better_than_the_one_that_is_chosen(stations: list[Station], total: int, smallest: int, ratio: float) -> None:
     largest = int(smallest * ratio)
     found = subgroup_bytes(stations, total_bytes=total, smallest_bytes=smallest, largest_bytes=largest)
     assert smallest <= found <= max(largest, smallest)
@@ -169,8 +167,10 @@ def test_no_other_size_is_much_better_in_the_simulator(machine: Hardware, update
     largest = largest_subgroup_bytes(room)
     chosen = subgroup_bytes(
         stations_of_step(machine, "host", update_seconds=update.fixed_seconds),
-        total_bytes=total, smallest_bytes=4 * MB, largest_bytes=largest,
-    )  # fmt: skip
+        total_bytes=total,
+        smallest_bytes=4 * MB,
+        largest_bytes=largest,
+    )
 
     def simulated(part: float) -> float:
         trace = step_trace(machine, total=total, part=part, update=update, activations=room)

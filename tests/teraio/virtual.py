@@ -108,10 +108,16 @@ class VirtualTraining:
             self.mover.pass_seconds(self.stage_seconds[number])
             self.pager.retire([weight], [])
             self.timeline.stage_ended(
-                name=f"forward/{number}", phase="forward", workspace_bytes=0,
-                begin=WallMark(begin), end=WallMark(begin + self.stage_seconds[number]),
-                read=[weight], made=[], written=[], next_uses={},
-            )  # fmt: skip
+                name=f"forward/{number}",
+                phase="forward",
+                workspace_bytes=0,
+                begin=WallMark(begin),
+                end=WallMark(begin + self.stage_seconds[number]),
+                read=[weight],
+                made=[],
+                written=[],
+                next_uses={},
+            )
         self.timeline.region_ended()
         self.pager.fence()
         return self.timeline.iteration_ends()
@@ -124,9 +130,13 @@ class VirtualTraining:
             for a, b in (("device", "storage"), ("storage", "device"))
         )
         return build_profile(
-            iterations[1:], name="virtual", created_by="tests", fixed_bytes=0, survivors=set(),
+            iterations[1:],
+            name="virtual",
+            created_by="tests",
+            fixed_bytes=0,
+            survivors=set(),
             hardware=Hardware(name="made up", device_memory_bytes=1 << 20, links=links),
-        )  # fmt: skip
+        )
 
 
 def plan_for(trace: planner.Trace, *fetched: tuple[int, int], budget_blocks: int = STAGES) -> Plan:
@@ -136,10 +146,14 @@ def plan_for(trace: planner.Trace, *fetched: tuple[int, int], budget_blocks: int
         place = stage + 1
         moves.append(
             Move(
-                block=stage, after=place, before=place + COUNT, tier="storage", offload=None,
+                block=stage,
+                after=place,
+                before=place + COUNT,
+                tier="storage",
+                offload=None,
                 prefetch=Prefetch(start=start + COUNT, ready_by=place + COUNT),
             )
-        )  # fmt: skip
+        )
     return Plan(
         trace_fingerprint=trace.fingerprint,
         policy="by hand",

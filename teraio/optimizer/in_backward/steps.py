@@ -143,9 +143,10 @@ class OverlappedSteps:
 
     def _updates(self, program: Program, members: Sequence[Member]) -> RegionUpdates:
         key = (
-            program.identity, self._finest,
+            program.identity,
+            self._finest,
             tuple((member.final, id(member.optimizer), member.size_bytes) for member in members),
-        )  # fmt: skip
+        )
         if key not in self._cuts:
             self._cuts[key] = cut_updates(members, 0 if self._finest else self._parts.part_bytes)
         for optimizer in dict.fromkeys(member.optimizer for member in members):
@@ -161,9 +162,7 @@ class OverlappedSteps:
 
     # -- steps
 
-    def step_begins(
-        self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any], *, managed: bool
-    ) -> None:
+    def step_begins(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any], *, managed: bool) -> None:
         """Before each step with these arguments. managed: whether the optimizer's steps are run under management at all.
 
         Blocks while gradients are brought in that are to be compared with what the graph had made. Raises UnsupportedError if
@@ -182,9 +181,7 @@ class OverlappedSteps:
             elif hasattr(optimizer, "found_inf"):
                 problem = "its gradient was scaled by a GradScaler"
             if problem is not None:
-                raise UnsupportedError(
-                    f"{self._name(parameter)} was updated inside the backward pass, but {problem}; {_REMEDY}"
-                )
+                raise UnsupportedError(f"{self._name(parameter)} was updated inside the backward pass, but {problem}; {_REMEDY}")
             done.append((number, parameter))
         self._done[optimizer] = frozenset(number for number, _ in done)
         if done and self._settings.get(optimizer) != settings_of(optimizer):

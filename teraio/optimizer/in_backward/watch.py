@@ -43,6 +43,7 @@ from teraio.optimizer.in_backward.records import (
 
 logger = logging.getLogger("teraio")
 
+
 class Watch:
     """Keeps the standings of all parameters; holds no parameter and no optimizer."""
 
@@ -86,9 +87,7 @@ class Watch:
         """Of what has been learnt, by edge: for this graph, where the same inputs and parameters share storages."""
         edges = {leaf.parameter.untyped_storage()._cdata: edge for edge, leaf in leaves.items()}
         strided = (
-            (place, value)
-            for place, value in enumerate(arguments)
-            if isinstance(value, Tensor) and value.layout is torch.strided
+            (place, value) for place, value in enumerate(arguments) if isinstance(value, Tensor) and value.layout is torch.strided
         )
         shared = ((place, edges.get(value.untyped_storage()._cdata)) for place, value in strided)
         alike = tuple(edges[leaf.parameter.untyped_storage()._cdata] for leaf in leaves.values())

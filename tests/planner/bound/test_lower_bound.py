@@ -69,9 +69,7 @@ def test_no_plan_with_updates_on_the_host_beats_the_bound(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("most_whole", [-1, 32])
 @pytest.mark.parametrize("path", sorted(HAND.glob("*.json")), ids=lambda path: path.stem)
-def test_no_policy_beats_the_bound(
-    path: Path, most_whole: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_policy_beats_the_bound(path: Path, most_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bound_module, "_MOST_WHOLE", most_whole)
     trace = Trace.load(path)
     made = 0
@@ -153,16 +151,20 @@ def test_on_a_large_trace_the_bound_tells_a_stall_and_grows_with_the_instants() 
 def waits_for_the_lower_tier(host_bytes: int) -> Problem:
     """40 bytes must be away in stage 1 of 3; host is four times as fast as storage."""
     stages = [
-        {"id": s, "name": f"s{s}", "phase": "user", "duration_seconds": 1.0, "workspace_bytes": 40 * (s == 1)}
-        for s in range(3)
+        {"id": s, "name": f"s{s}", "phase": "user", "duration_seconds": 1.0, "workspace_bytes": 40 * (s == 1)} for s in range(3)
     ]
     blocks = [
         {
-            "id": b, "name": f"b{b}", "kind": "activation", "size_bytes": 20, "persistent": False,
-            "reads": [2], "writes": [0],
+            "id": b,
+            "name": f"b{b}",
+            "kind": "activation",
+            "size_bytes": 20,
+            "persistent": False,
+            "reads": [2],
+            "writes": [0],
         }
         for b in range(2)
-    ]  # fmt: skip
+    ]
     machine = hardware(host=True, rate=10.0)
     trace = Trace.model_validate({"name": "lower", "hardware": machine, "stages": stages, "blocks": blocks})
     return Problem.of(trace, Budgets(device_bytes=40, host_bytes=host_bytes))
@@ -192,10 +194,13 @@ def test_a_copy_made_between_neighbouring_stages_is_allowed_for() -> None:
 
     def move(block: int, after: int, before: int, tier: str, *, out: bool) -> dict[str, object]:
         return {
-            "block": block, "after": after, "before": before, "tier": tier,
+            "block": block,
+            "after": after,
+            "before": before,
+            "tier": tier,
             "offload": {"start": after, "free_after": after} if out else None,
             "prefetch": {"start": before, "ready_by": before},
-        }  # fmt: skip
+        }
 
     between = move(0, 0, 1, "host", out=True)
     rest = [move(1, 1, 5, "storage", out=False), move(0, 1, 3, "host", out=False)]

@@ -46,9 +46,7 @@ def step_trace(host_rate: float, link_rate: float) -> Trace:
                 "host_seconds": ELEMENTS / host_rate,
             }
         )
-    links = [
-        {"from": a, "to": b, "bytes_per_second": link_rate} for a, b in (("device", "host"), ("host", "device"))
-    ]
+    links = [{"from": a, "to": b, "bytes_per_second": link_rate} for a, b in (("device", "host"), ("host", "device"))]
     machine = {"name": "made up", "device_memory_bytes": 10**9, "links": links}
     fields = {"hardware": machine, "stages": stages, "blocks": blocks, "subgroups": subgroups}
     return Trace.model_validate({"name": "step", **fields})

@@ -23,18 +23,21 @@ def trace(blocks: list[tuple[int, list[int]]], *, seconds: list[float], names: l
         {
             "name": "made up",
             "hardware": hardware(**links),
-            "stages": [
-                {"id": i, "name": names[i], "phase": "forward", "duration_seconds": s} for i, s in enumerate(seconds)
-            ],
+            "stages": [{"id": i, "name": names[i], "phase": "forward", "duration_seconds": s} for i, s in enumerate(seconds)],
             "blocks": [
                 {
-                    "id": i, "name": f"b{i}", "kind": "activation", "size_bytes": size,
-                    "persistent": False, "reads": uses[1:], "writes": uses[:1],
+                    "id": i,
+                    "name": f"b{i}",
+                    "kind": "activation",
+                    "size_bytes": size,
+                    "persistent": False,
+                    "reads": uses[1:],
+                    "writes": uses[:1],
                 }
                 for i, (size, uses) in enumerate(blocks)
             ],
         }
-    )  # fmt: skip
+    )
 
 
 def moved(made: Plan) -> dict[int, Move]:
@@ -68,9 +71,7 @@ def test_lower_tiers_are_never_overfilled(policy: str) -> None:
 
 def test_teraio_takes_what_frees_most_for_its_cost() -> None:
     """Both make room at stage 2; the block with the longer idle time under pressure costs the same and is worth more."""
-    described = trace(
-        [(10, [0, 7]), (10, [1, 4]), (10, [2, 3]), (10, [5, 6])], seconds=[1.0] * 8, rate=20.0
-    )
+    described = trace([(10, [0, 7]), (10, [1, 4]), (10, [2, 3]), (10, [5, 6])], seconds=[1.0] * 8, rate=20.0)
     made = plan(described, Budgets(device_bytes=20), policy="teraio")
     assert list(moved(made)) == [0]
 

@@ -30,9 +30,7 @@ def half(trace: Trace) -> Budgets:
     return Budgets(device_bytes=max(live_bytes(trace)) // 2)
 
 
-def test_the_integer_program_beats_on_demand_and_comes_near_its_own_objective(
-    transformer: Trace, made: Plan
-) -> None:
+def test_the_integer_program_beats_on_demand_and_comes_near_its_own_objective(transformer: Trace, made: Plan) -> None:
     on_demand = plan(transformer, half(transformer), policy="belady")
     assert made.predicted is not None and on_demand.predicted is not None
     assert made.solver.status == "optimal"

@@ -93,9 +93,7 @@ def test_with_room_for_everything_nothing_moves(trace: Trace) -> None:
 
 @given(case=problems())
 @settings(max_examples=40, deadline=None)
-def test_files_give_back_what_was_written(
-    tmp_path_factory: pytest.TempPathFactory, case: tuple[Trace, Budgets]
-) -> None:
+def test_files_give_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, case: tuple[Trace, Budgets]) -> None:
     trace, budgets = case
     made = plan(trace, budgets, policy="belady")
     folder: Path = tmp_path_factory.mktemp("round_trip")

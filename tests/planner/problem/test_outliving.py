@@ -35,9 +35,7 @@ def leaves(block: int, after: int, before: int, start: int | None) -> dict[str, 
 
 def made(trace: Trace, device_bytes: int, *moves: dict[str, Any]) -> Plan:
     budgets = Budgets(device_bytes=device_bytes)
-    return Plan.model_validate(
-        {"trace_fingerprint": trace.fingerprint, "policy": "by hand", "budgets": budgets, "moves": moves}
-    )
+    return Plan.model_validate({"trace_fingerprint": trace.fingerprint, "policy": "by hand", "budgets": budgets, "moves": moves})
 
 
 def test_it_lives_until_then_and_may_leave_for_good() -> None:

@@ -37,11 +37,15 @@ def made(phases: str, blocks: list[dict[str, Any]], moves: list[tuple[int, ...]]
     trace = Trace.model_validate({"name": "made", "hardware": hardware(rate=10.0), "stages": stages, "blocks": blocks})
     laid_out = [
         {
-            "block": number, "after": after, "before": before, "tier": "storage",
-            "offload": {"start": leave, "free_after": leave}, "prefetch": {"start": start, "ready_by": before},
+            "block": number,
+            "after": after,
+            "before": before,
+            "tier": "storage",
+            "offload": {"start": leave, "free_after": leave},
+            "prefetch": {"start": start, "ready_by": before},
         }
         for number, after, leave, start, before in moves
-    ]  # fmt: skip
+    ]
     waiting = [{"block": m[0], "tier": "storage"} for m in moves if blocks[m[0]]["persistent"] and m[2] < len(phases) <= m[3]]
     content = {"trace_fingerprint": trace.fingerprint, "policy": "by hand", "budgets": {"device_bytes": device}}
     return trace, Plan.model_validate({**content, "moves": laid_out, "initial": waiting})
@@ -51,9 +55,14 @@ def block(number: int, kind: str, size: int, *uses: int) -> dict[str, Any]:
     """Written by its first use; persistent if it is a parameter or a state."""
     persistent = kind in ("parameter", "optimizer_state")
     return {
-        "id": number, "name": f"b{number}", "kind": kind, "size_bytes": size, "persistent": persistent,
-        "reads": list(uses[1:]), "writes": [uses[0]],
-    }  # fmt: skip
+        "id": number,
+        "name": f"b{number}",
+        "kind": kind,
+        "size_bytes": size,
+        "persistent": persistent,
+        "reads": list(uses[1:]),
+        "writes": [uses[0]],
+    }
 
 
 def times(timeline: Timeline, link: str) -> list[tuple[int, float, float]]:
@@ -117,9 +126,13 @@ def test_user_code_at_the_border_of_iterations() -> None:
     seconds = []
     for leave, start in [(5, 10), (6, 10), (6, 9), (6, 11)]:
         move = {
-            "block": 0, "after": 5, "before": 11, "tier": "storage",
-            "offload": {"start": leave, "free_after": leave}, "prefetch": {"start": start, "ready_by": 11},
-        }  # fmt: skip
+            "block": 0,
+            "after": 5,
+            "before": 11,
+            "tier": "storage",
+            "offload": {"start": leave, "free_after": leave},
+            "prefetch": {"start": start, "ready_by": 11},
+        }
         waits = "device" if leave >= 6 else "storage"
         by_hand = Plan.model_validate({**made_for, "moves": [move], "initial": [{"block": 0, "tier": waits}]})
         seconds.append(simulate(trace, by_hand).iteration_seconds)
@@ -134,25 +147,39 @@ def updating(phases: str, *, device_seconds: float = 1.0) -> tuple[Trace, Plan]:
     kinds = [("parameter", [0, 1, 2], [2]), ("gradient", [2], [1]), ("optimizer_state", [2], [2])]
     blocks = [
         {
-            "id": n, "name": kind, "kind": kind, "size_bytes": 10, "persistent": kind != "gradient",
-            "reads": reads, "writes": writes,
+            "id": n,
+            "name": kind,
+            "kind": kind,
+            "size_bytes": 10,
+            "persistent": kind != "gradient",
+            "reads": reads,
+            "writes": writes,
         }
         for n, (kind, reads, writes) in enumerate(kinds)
-    ]  # fmt: skip
+    ]
     machine: Any = hardware(host=True, rate=2.5)
     subgroup = {
-        "id": 0, "stage": 2, "blocks": [0, 1, 2], "elements": 1, "device_seconds": device_seconds, "host_seconds": 3.0,
-    }  # fmt: skip
+        "id": 0,
+        "stage": 2,
+        "blocks": [0, 1, 2],
+        "elements": 1,
+        "device_seconds": device_seconds,
+        "host_seconds": 3.0,
+    }
     fields = {"name": "updating", "hardware": machine, "stages": stages, "blocks": blocks, "subgroups": [subgroup]}
     trace = Trace.model_validate(fields)
     count = len(phases)
     moves = [
         {"block": 1, "after": 1, "before": 2, "tier": "host", "offload": {"start": 1, "free_after": 1}, "prefetch": None},
         {
-            "block": 0, "after": 1, "before": count, "tier": "host", "offload": None,
+            "block": 0,
+            "after": 1,
+            "before": count,
+            "tier": "host",
+            "offload": None,
             "prefetch": {"start": count, "ready_by": count},
         },
-    ]  # fmt: skip
+    ]
     content = {"trace_fingerprint": trace.fingerprint, "policy": "by hand", "budgets": Budgets(device_bytes=1000)}
     updates = [{"subgroup": 0, "where": "host"}]
     initial = [{"block": 0, "tier": "host"}]

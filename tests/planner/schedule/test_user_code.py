@@ -114,8 +114,14 @@ def test_a_copy_in_under_way_begins_after_user_code() -> None:
     phases = ["optimizer", "forward", "user", "forward", "forward", "forward", "forward"]
     stages = [{"id": n, "name": f"s{n}", "phase": phase, "duration_seconds": 1.0} for n, phase in enumerate(phases)]
     parameter = {
-        "id": 0, "name": "p", "kind": "parameter", "size_bytes": 25, "persistent": True, "reads": [6], "writes": [],
-    }  # fmt: skip
+        "id": 0,
+        "name": "p",
+        "kind": "parameter",
+        "size_bytes": 25,
+        "persistent": True,
+        "reads": [6],
+        "writes": [],
+    }
     fields = {"name": "in", "hardware": hardware(rate=10.0), "stages": stages, "blocks": [parameter]}
     problem = Problem.of(Trace.model_validate(fields), Budgets(device_bytes=30))
     before: Decisions = {0: Decision(tier="storage", leave=6, start=8)}
@@ -135,10 +141,11 @@ def test_copies_in_are_scheduled_around_user_code() -> None:
     # With five times the time to copy, stage 4 does not suffice; it is moved before user code, where there is time.
     links = [link.model_copy(update={"bytes_per_second": 6.0}) for link in trace.hardware.links]
     slow = Trace.model_validate(
-        {**trace.model_dump(by_alias=True), "hardware": {**trace.hardware.model_dump(by_alias=True), "links": [
-            link.model_dump(by_alias=True) for link in links
-        ]}}
-    )  # fmt: skip
+        {
+            **trace.model_dump(by_alias=True),
+            "hardware": {**trace.hardware.model_dump(by_alias=True), "links": [link.model_dump(by_alias=True) for link in links]},
+        }
+    )
     problem = Problem.of(slow, Budgets(device_bytes=30))
     assert schedule(problem, decisions, StageClock.ideal(problem), lead=0.0)[0].start == 7
 

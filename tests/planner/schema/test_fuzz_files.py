@@ -35,11 +35,43 @@ ROOT = Path(__file__).parents[3]
 HAND = ROOT / "traces" / "hand"
 
 HOSTILE = [
-    "null", "true", "-1", "0", "1", "0.0", "-0.0", "1.5", "4294967296", str(LARGEST_NUMBER), str(1 << 63), "1" + "0" * 30,
-    "1" + "0" * 400, "9" * 5000, "1e18", "1e300", "1e400", "-1e400", "1e-20", "1e-320", "NaN", "-Infinity",
-    '""', '"x"', '"\\ud800"', '"\\u0000\\u001b[2J\\n\\u202e"', json.dumps("x" * (LONGEST_TEXT + 1)), "[]", "{}", "[0]", "[[]]",
-    "[9223372036854775807]", '{"start": 0}', '{"a": 1, "a": 2}', "[" * 150 + "]" * 150, "[" * 2000 + "]" * 2000,
-]  # fmt: skip
+    "null",
+    "true",
+    "-1",
+    "0",
+    "1",
+    "0.0",
+    "-0.0",
+    "1.5",
+    "4294967296",
+    str(LARGEST_NUMBER),
+    str(1 << 63),
+    "1" + "0" * 30,
+    "1" + "0" * 400,
+    "9" * 5000,
+    "1e18",
+    "1e300",
+    "1e400",
+    "-1e400",
+    "1e-20",
+    "1e-320",
+    "NaN",
+    "-Infinity",
+    '""',
+    '"x"',
+    '"\\ud800"',
+    '"\\u0000\\u001b[2J\\n\\u202e"',
+    json.dumps("x" * (LONGEST_TEXT + 1)),
+    "[]",
+    "{}",
+    "[0]",
+    "[[]]",
+    "[9223372036854775807]",
+    '{"start": 0}',
+    '{"a": 1, "a": 2}',
+    "[" * 150 + "]" * 150,
+    "[" * 2000 + "]" * 2000,
+]
 
 
 @pytest.fixture(scope="module")
@@ -270,10 +302,8 @@ def test_numbers_up_to_the_limits_are_planned(
         ('"\n"', "malformed JSON at line 1 column"),
         ('1, "\\u001b[2Jfield": 1', "blocks.1.\\x1b[2Jfield: Extra inputs are not permitted"),
     ],
-)  # fmt: skip
-def test_the_place_of_a_fault(
-    tmp_path: Path, whole: dict[type[Trace] | type[Plan], Any], token: str, message: str
-) -> None:
+)
+def test_the_place_of_a_fault(tmp_path: Path, whole: dict[type[Trace] | type[Plan], Any], token: str, message: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(replaced(whole[Trace], ("blocks", 1, "size_bytes"), token))
     with pytest.raises(TraceError, match=re.escape(message)) as caught:

@@ -67,11 +67,14 @@ def test_other_format_and_version(tmp_path: Path, trace_content: dict[str, Any])
         (("hardware", "links", 0, "from"), "disk", "hardware.links.0.from"),
         (("hardware", "links", 0, "to"), "device", "two different tiers"),
         (("hardware", "links", 0, "bytes_per_second"), 0, "bytes_per_second"),
-        (("subgroups",), [dict(id=0, stage=2, blocks=[5], elements=1, device_seconds=0.0, host_seconds=0.0)],
-         "subgroup 0 refers to block 5"),
+        (
+            ("subgroups",),
+            [dict(id=0, stage=2, blocks=[5], elements=1, device_seconds=0.0, host_seconds=0.0)],
+            "subgroup 0 refers to block 5",
+        ),
         (("recompute",), [dict(blocks=[0], stage=8, duration_seconds=0.0, reads=[])], "refers to stage 8"),
     ],
-)  # fmt: skip
+)
 def test_contents_that_contradict_themselves(
     tmp_path: Path, trace_content: dict[str, Any], path: tuple[Any, ...], value: object, message: str
 ) -> None:
@@ -143,9 +146,7 @@ def test_the_published_schemas_name_every_field(name: str, model: type[Trace] | 
 
     def fields(schema: dict[str, Any]) -> dict[str, tuple[list[str], list[str]]]:
         parts = {"": schema, **schema["$defs"]}
-        return {
-            key: (sorted(part["properties"]), sorted(part.get("required", []))) for key, part in parts.items()
-        }
+        return {key: (sorted(part["properties"]), sorted(part.get("required", []))) for key, part in parts.items()}
 
     assert fields(published) == fields(current)
 

@@ -42,15 +42,18 @@ def path_of(trace: Trace, made: Plan) -> CriticalPath:
     [
         ("chain", 20, [(STAGES, n) for n in range(6)]),
         ("wrap", 20, [(STAGES, n) for n in range(4)]),
-        ("chain", 10, [(STAGES, 0), (OUT, 0), (STAGES, 1), (OUT, 1), (STAGES, 2), (STAGES, 3), (IN, 1), (STAGES, 4), (IN, 0),
-                       (STAGES, 5)]),
+        (
+            "chain",
+            10,
+            [(STAGES, 0), (OUT, 0), (STAGES, 1), (OUT, 1), (STAGES, 2), (STAGES, 3), (IN, 1), (STAGES, 4), (IN, 0), (STAGES, 5)],
+        ),
         ("diamond", 20, [(STAGES, 0), (STAGES, 1), (OUT, 1), (STAGES, 2), (IN, 1), (STAGES, 3)]),
         ("clean_and_dirty", 20, [(IN, 1), (STAGES, 0), (STAGES, 1), (STAGES, 2), (STAGES, 3)]),
         ("copy_stays_valid", 15, [(STAGES, 0), (OUT, 0), (STAGES, 1), (IN, 0), (STAGES, 2), (STAGES, 3), (IN, 0), (STAGES, 4)]),
         ("user_code", 20, [(STAGES, n) for n in range(6)]),
         ("swap", 30, [(OUT, 1), (IN, 0), (STAGES, 0), (OUT, 0), (IN, 1), (STAGES, 1)]),
     ],
-)  # fmt: skip
+)
 def test_on_the_hand_made_traces(name: str, budget: int, wanted: list[tuple[str, int]]) -> None:
     """Copies are named by their block. In 'swap' a copy in waits for the copy out that makes room for it."""
     trace = Trace.load(HAND / f"{name}.json")
@@ -60,9 +63,14 @@ def test_on_the_hand_made_traces(name: str, budget: int, wanted: list[tuple[str,
 
 def block(number: int, size: int, reads: list[int], writes: list[int], *, persistent: bool = False) -> dict[str, Any]:
     return {
-        "id": number, "name": f"b{number}", "kind": "activation", "size_bytes": size,
-        "persistent": persistent, "reads": reads, "writes": writes,
-    }  # fmt: skip
+        "id": number,
+        "name": f"b{number}",
+        "kind": "activation",
+        "size_bytes": size,
+        "persistent": persistent,
+        "reads": reads,
+        "writes": writes,
+    }
 
 
 def made(seconds: list[float], blocks: list[dict[str, Any]], moves: list[dict[str, Any]], device: int) -> tuple[Trace, Plan]:
@@ -73,12 +81,15 @@ def made(seconds: list[float], blocks: list[dict[str, Any]], moves: list[dict[st
     trace = Trace.model_validate({"name": "made", "hardware": hardware(rate=10.0), "stages": stages, "blocks": blocks})
     laid_out = [
         {
-            "block": move["block"], "after": move["after"], "before": move["before"], "tier": "storage",
+            "block": move["block"],
+            "after": move["after"],
+            "before": move["before"],
+            "tier": "storage",
             "offload": {"start": move["after"], "free_after": move["after"]},
             "prefetch": {"start": move["start"], "ready_by": move["before"]},
         }
         for move in moves
-    ]  # fmt: skip
+    ]
     return trace, plan_of(trace, laid_out, device)
 
 
@@ -93,8 +104,14 @@ def test_a_copy_waits_for_the_one_before_it_on_the_link() -> None:
     moves = [dict(block=number, after=0, before=2, start=2) for number in (0, 1)]
     path = path_of(*made([1.0, 1.0, 1.0], blocks, moves, 20))
     assert [(p.resource, p.block) for p in path.pieces] == [
-        (STAGES, None), (OUT, 0), (OUT, 1), (STAGES, None), (IN, 0), (IN, 1), (STAGES, None),
-    ]  # fmt: skip
+        (STAGES, None),
+        (OUT, 0),
+        (OUT, 1),
+        (STAGES, None),
+        (IN, 0),
+        (IN, 1),
+        (STAGES, None),
+    ]
 
 
 def test_a_copy_in_waits_for_the_stage_that_frees_its_room() -> None:
@@ -103,8 +120,13 @@ def test_a_copy_in_waits_for_the_stage_that_frees_its_room() -> None:
     path = path_of(*made([1.0, 3.0, 1.0, 0.5, 1.0], blocks, [dict(block=0, after=0, before=4, start=2)], 20))
     # 0..1, out 1..2, stage 1 2..5, stage 2 5..6, in 6..7 while stage 3 runs 6..6.5, stage 4 7..8
     assert [(p.resource, p.index if p.block is None else p.block) for p in path.pieces] == [
-        (STAGES, 0), (OUT, 0), (STAGES, 1), (STAGES, 2), (IN, 0), (STAGES, 4),
-    ]  # fmt: skip
+        (STAGES, 0),
+        (OUT, 0),
+        (STAGES, 1),
+        (STAGES, 2),
+        (IN, 0),
+        (STAGES, 4),
+    ]
 
 
 def test_a_copy_from_the_iteration_before_is_cut_at_the_begin() -> None:
@@ -114,8 +136,12 @@ def test_a_copy_from_the_iteration_before_is_cut_at_the_begin() -> None:
     by_hand = Plan.model_validate({**by_hand.model_dump(), "initial": [{"block": 0, "tier": "storage"}]})
     path = path_of(trace, by_hand)
     assert [(p.resource, p.start_seconds, p.end_seconds) for p in path.pieces] == [
-        (IN, 0.0, 2.0), (STAGES, 2.0, 3.0), (STAGES, 3.0, 4.0), (OUT, 4.0, 6.0), (STAGES, 6.0, 7.0),
-    ]  # fmt: skip
+        (IN, 0.0, 2.0),
+        (STAGES, 2.0, 3.0),
+        (STAGES, 3.0, 4.0),
+        (OUT, 4.0, 6.0),
+        (STAGES, 6.0, 7.0),
+    ]
 
 
 def test_a_copy_that_began_in_the_iteration_before() -> None:
@@ -126,8 +152,12 @@ def test_a_copy_that_began_in_the_iteration_before() -> None:
     by_hand = plan_of(trace, [move], 30)
     assert simulate(trace, by_hand).transfers[0].start_seconds == -1.0
     assert [(p.resource, p.start_seconds, p.seconds) for p in path_of(trace, by_hand).pieces] == [
-        (IN, 0.0, 2.0), (STAGES, 2.0, 1.0), (STAGES, 3.0, 1.0), (STAGES, 4.0, 1.0), (STAGES, 5.0, 1.0),
-    ]  # fmt: skip
+        (IN, 0.0, 2.0),
+        (STAGES, 2.0, 1.0),
+        (STAGES, 3.0, 1.0),
+        (STAGES, 4.0, 1.0),
+        (STAGES, 5.0, 1.0),
+    ]
 
 
 def test_the_host_updates_while_the_device_waits() -> None:
@@ -143,9 +173,13 @@ def test_the_host_updates_while_the_device_waits() -> None:
     more = {"updates": [dict(subgroup=0, where="host")], "initial": [dict(block=0, tier="host")]}
     path = path_of(trace, plan_of(trace, [gone, back], 80, **more))
     assert [(p.resource, p.index, p.seconds) for p in path.pieces] == [
-        ("device->host", 0, 1.0), (HOST_UPDATES, 0, 3.0), ("host->device", 1, 1.0), (STAGES, 0, 1.0), (STAGES, 1, 1.0),
+        ("device->host", 0, 1.0),
+        (HOST_UPDATES, 0, 3.0),
+        ("host->device", 1, 1.0),
+        (STAGES, 0, 1.0),
+        (STAGES, 1, 1.0),
         (STAGES, 2, 0.0),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_host_update_waits_for_the_optimizer_stages() -> None:
@@ -160,8 +194,13 @@ def test_a_host_update_waits_for_the_optimizer_stages() -> None:
     back: dict[str, Any] = dict(block=0, after=0, before=4, tier="host", offload=None, prefetch=dict(start=4, ready_by=4))
     path = path_of(trace, plan_of(trace, [gone, back], 80, updates=[dict(subgroup=0, where="host")]))
     assert [(p.resource, p.index, p.seconds) for p in path.pieces] == [
-        (STAGES, 0, 2.0), (STAGES, 1, 2.0), (STAGES, 2, 2.0), (HOST_UPDATES, 0, 3.0), ("host->device", 1, 1.0), (STAGES, 4, 2.0),
-    ]  # fmt: skip
+        (STAGES, 0, 2.0),
+        (STAGES, 1, 2.0),
+        (STAGES, 2, 2.0),
+        (HOST_UPDATES, 0, 3.0),
+        ("host->device", 1, 1.0),
+        (STAGES, 4, 2.0),
+    ]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -26,9 +26,13 @@ def move(block: int, after: int, before: int, start: int, *, leave: int | None =
     """A move to storage that copies out after stage `leave` (default: at once) and in from `start` on."""
     leave = after if leave is None else leave
     return {
-        "block": block, "after": after, "before": before, "tier": "storage",
-        "offload": {"start": leave, "free_after": leave}, "prefetch": {"start": start, "ready_by": before},
-    }  # fmt: skip
+        "block": block,
+        "after": after,
+        "before": before,
+        "tier": "storage",
+        "offload": {"start": leave, "free_after": leave},
+        "prefetch": {"start": start, "ready_by": before},
+    }
 
 
 @pytest.fixture
@@ -86,9 +90,7 @@ def test_queues_out_of_order_deadlock(chain: Trace) -> None:
     with pytest.raises(InfeasiblePlanError, match="waits for ever for block 'activation.1'") as caught:
         simulate(chain, made(chain, 10, moves))
     assert (caught.value.stage, caught.value.block) == ("backward/1", "activation.1")
-    assert simulate(chain, made(chain, 10, [move(0, 0, 5, 5), moves[1]])).iteration_seconds == pytest.approx(
-        10
-    )
+    assert simulate(chain, made(chain, 10, [move(0, 0, 5, 5), moves[1]])).iteration_seconds == pytest.approx(10)
 
 
 def test_the_next_stage_goes_before_a_prefetch(chain: Trace) -> None:
@@ -115,9 +117,7 @@ def test_over_the_storage_budget(chain: Trace) -> None:
 
 
 def test_not_cyclic(wrap: Trace) -> None:
-    with pytest.raises(
-        InfeasiblePlanError, match="waits in the device tier .* leave it in storage"
-    ) as caught:
+    with pytest.raises(InfeasiblePlanError, match="waits in the device tier .* leave it in storage") as caught:
         simulate(wrap, made(wrap, 20, [move(0, 2, 6, 5)]))
     assert caught.value.block == "weight"
 
@@ -158,11 +158,16 @@ def test_a_link_that_lags_behind_more_and_more_is_followed_to_the_end() -> None:
     """Each second brings 105 bytes to copy out over a link of 100 bytes a second: no stage waits at first, all do later."""
     blocks = [
         {
-            "id": i, "name": f"b{i}", "kind": "parameter", "size_bytes": 105,
-            "persistent": True, "reads": [i], "writes": [i],
+            "id": i,
+            "name": f"b{i}",
+            "kind": "parameter",
+            "size_bytes": 105,
+            "persistent": True,
+            "reads": [i],
+            "writes": [i],
         }
         for i in range(4)
-    ]  # fmt: skip
+    ]
     links = [
         {"from": "device", "to": "storage", "bytes_per_second": 100.0},
         {"from": "storage", "to": "device", "bytes_per_second": 1000.0},

@@ -198,9 +198,18 @@ def test_a_failed_write_under_the_pager(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.int8, torch.bool,
-     torch.complex64],
-)  # fmt: skip
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int8,
+        torch.bool,
+        torch.complex64,
+    ],
+)
 def test_every_type_and_layout_comes_back_as_it_was(rig: Rig, dtype: torch.dtype) -> None:
     content = torch.randint(0, 255, (2 * MIB + 24,), dtype=torch.uint8)
     if dtype is torch.bool:
@@ -334,6 +343,7 @@ def test_what_a_mover_carried_that_is_gone_is_nobodys() -> None:
 
 
 # -- what user code may do to a storage that is away
+
 
 @pytest.mark.parametrize("end", ["next region", "bring back all"])
 @pytest.mark.parametrize("change", ["shared", "resized", "resized and back"])

@@ -158,9 +158,7 @@ def test_what_is_not_needed_any_more_is_freed_inside_a_stage() -> None:
         return (doubled,)
 
     base = stage("look", look, (0,), (1,), frees=(0,))
-    plan = program(
-        Stage(**{name: getattr(base, name) for name in base.__slots__} | {"run": boxed}), inputs=1, results=(1,)
-    )
+    plan = program(Stage(**{name: getattr(base, name) for name in base.__slots__} | {"run": boxed}), inputs=1, results=(1,))
     arguments = [probe]
     del probe
     run_plain(plan, arguments)
@@ -221,9 +219,7 @@ def test_results_and_inputs_are_reachable_for_user_code_but_what_is_saved_is_not
 
 def test_parameters_are_made_movable_and_given_activations_are_left_alone() -> None:
     bench = Bench(None)
-    plan = program(
-        stage("use", lambda a, b: (a + b,), (0, 1), (2,)), inputs=2, results=(2,), kinds=["parameter", "activation"]
-    )
+    plan = program(stage("use", lambda a, b: (a + b,), (0, 1), (2,)), inputs=2, results=(2,), kinds=["parameter", "activation"])
     parameter = torch.ones(UNIT // 4)
     managed(plan, [parameter, torch.ones(UNIT // 4)], bench)
     assert bench.mover.log.count("adopt") == 1

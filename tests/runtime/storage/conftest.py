@@ -16,9 +16,7 @@ MakeStore = Callable[..., PosixStore]
 
 
 @pytest.fixture(params=["one directory", "two directories", "three directories", "memory", "buffered"])
-def make_store(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[MakeStore]:
+def make_store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeStore]:
     """A maker of stores; each test runs over every kind. "buffered": the file system refuses direct I/O."""
     count = {"two directories": 2, "three directories": 3}.get(request.param, 1)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if request.param == "memory" else tmp_path) as base:

@@ -27,9 +27,7 @@ def plain_store(tmp_path: Path) -> Iterator[PosixStore]:
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
-def test_an_io_error_names_file_block_and_errno(
-    plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_an_io_error_names_file_block_and_errno(plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -62,9 +60,7 @@ def test_a_real_refusal_of_the_operating_system(plain_store: PosixStore) -> None
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_short_transfers_are_continued(
-    plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_short_transfers_are_continued(plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     real: Call = getattr(os, call)
     lengths: list[int] = []
 
@@ -102,9 +98,7 @@ def test_too_little_free_space_is_found_before_anything_is_reserved(
     assert plain_store.capacity_bytes == 5 * MIB
 
 
-def test_directories_on_one_drive_share_its_free_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_on_one_drive_share_its_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parents = [tmp_path / "a", tmp_path / "b"]
     for parent in parents:
         parent.mkdir()
@@ -133,9 +127,7 @@ def test_a_drive_that_fills_up_while_room_is_reserved(
     assert (plain_store.directories[0] / "blocks.spill").stat().st_size == 0
 
 
-def test_room_that_is_there_already_counts_wherever_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_that_is_there_already_counts_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parents = [tmp_path / "a", tmp_path / "b"]
     for parent in parents:
         parent.mkdir()

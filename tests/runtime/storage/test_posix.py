@@ -63,7 +63,6 @@ def test_the_page_cache_can_be_asked_for(tmp_path: Path) -> None:
     store.close()
 
 
-
 def test_the_storage_budget_is_named_with_what_is_in_use(make_store: MakeStore) -> None:
     store = make_store(budget_bytes=6 * MIB)
     store.allocate(5 * MIB, "weights")

@@ -53,11 +53,11 @@ def left(parent: Path) -> list[str]:
     return [entry.name for entry in parent.iterdir()]
 
 
-WAIT = '''
+WAIT = """
 say('ready')
 for _ in range(600):
     time.sleep(0.1)  # a signal that comes just before a sleep does not end it
-'''
+"""
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,7 @@ def test_it_goes_at_exit_and_after_exceptions(start: Start, tmp_path: Path, code
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_it_goes_with_signals_and_the_status_is_theirs(
-    start: Start, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_it_goes_with_signals_and_the_status_is_theirs(start: Start, tmp_path: Path, number: signal.Signals) -> None:
     process = start(WAIT)
     assert len(left(tmp_path)) == 1
     process.send_signal(number)
@@ -178,9 +176,7 @@ for _ in range(30):
     assert left(tmp_path) == []
 
 
-def test_a_directory_that_is_not_locked_yet_and_gone_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_is_not_locked_yet_and_gone_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process's clean-up comes between the creation of the directory and its lock."""
     real = Path.mkdir
     made: list[Path] = []

@@ -75,9 +75,7 @@ def test_chunks_of_a_piece_go_to_their_places_in_the_file(drive: Drive) -> None:
     piece = cut(slot, MIB - 4096)[1]
     store.write_piece(slot, piece, memory.address)
     begins = [piece.file_offset_bytes + number * BUFFER for number in range(4)]
-    assert drive.calls == [
-        ("write", begin, min(BUFFER, begins[0] + piece.length_bytes - begin)) for begin in begins
-    ]
+    assert drive.calls == [("write", begin, min(BUFFER, begins[0] + piece.length_bytes - begin)) for begin in begins]
 
 
 def test_the_next_chunk_is_fetched_while_one_is_written(drive: Drive) -> None:

@@ -44,21 +44,17 @@ MAKERS: dict[str, tuple[Callable[[list[Path], int], Store], int, str]] = {
     "posix, one directory": (files(1), 1, "storage_budget"),
     "posix, two directories": (files(2), 2, "storage_budget"),
     "posix, three directories": (files(3), 3, "storage_budget"),
-    "posix, page cache": (
-        lambda parents, size: PosixStore(parents[:1], budget_bytes=size, direct=False), 1, "storage_budget"
-    ),
+    "posix, page cache": (lambda parents, size: PosixStore(parents[:1], budget_bytes=size, direct=False), 1, "storage_budget"),
     "host": (lambda _, size: HostStore(size, limits=PLENTY), 1, "host_budget"),
     "host, pinned": (lambda _, size: HostStore(size, limits=PLENTY, pinner=NoPinner()), 1, "host_budget"),
     "staged": (
         # Buffers that are no divisor of any piece, and so small that every piece needs several.
-        lambda parents, size: StagedStore(
-            PosixStore(parents[:2], budget_bytes=size), SlowCopier(), buffer_bytes=300_000
-        ),
+        lambda parents, size: StagedStore(PosixStore(parents[:2], budget_bytes=size), SlowCopier(), buffer_bytes=300_000),
         2,
         "storage_budget",
     ),
     "kvikio": (lambda parents, size: KvikioStore(parents[:2], budget_bytes=size, kvikio=FakeKvikio()), 2, "storage_budget"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=[*MAKERS, "posix, in memory"])

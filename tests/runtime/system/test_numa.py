@@ -73,9 +73,7 @@ def test_why_it_makes_no_difference_is_logged(
         (nodes / "node1").rmdir()
     with caplog.at_level(logging.INFO, "runtime.system.numa"):
         assert processors_near(GPU, two_nodes) is None
-    assert [record.getMessage() for record in caplog.records] == [
-        f"host memory is not placed near device {GPU}: {reason}"
-    ]
+    assert [record.getMessage() for record in caplog.records] == [f"host memory is not placed near device {GPU}: {reason}"]
 
 
 def test_a_thread_runs_on_the_processors_and_only_it() -> None:

@@ -70,9 +70,7 @@ def test_many_blocks_of_all_sizes_come_back_as_they_left(store: PosixStore, engi
     assert engine.links["storage->device"] is engine.read_link
 
 
-def test_an_io_error_in_the_middle_of_a_block(
-    store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_io_error_in_the_middle_of_a_block(store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     slot = store.allocate(MIB, "layers.3.weight")
     memory = Memory(slot.size_bytes)
     engine.write(slot, memory.address, nothing).wait(30)
@@ -224,9 +222,7 @@ def test_copies_wait_until_their_memory_is_ready(store: PosixStore, engine: Engi
     assert memory.content[MIB:] == content
 
 
-def test_verifying_finds_bytes_that_differ(
-    store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verifying_finds_bytes_that_differ(store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.verify(MIB)
     assert store.used_bytes == engine.write_link.moved_bytes == engine.read_link.moved_bytes == 0
     real = os.preadv

@@ -143,9 +143,7 @@ def test_a_failed_write_leaves_no_valid_sum(
         engine.read(slot, buffer.address, nothing).wait(30)
 
 
-def test_measuring_counts_the_checksums_in(
-    store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measuring_counts_the_checksums_in(store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
     real = checksums.xxh3_64_intdigest
 

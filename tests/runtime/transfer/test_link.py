@@ -24,9 +24,7 @@ def test_blocks_move_in_the_order_of_issue(make_link: MakeLink, gate: Gate) -> N
     assert gate.begun == ended == list("abcde")
 
 
-def test_all_threads_work_on_the_first_block_and_then_go_on_to_the_next(
-    make_link: MakeLink, gate: Gate
-) -> None:
+def test_all_threads_work_on_the_first_block_and_then_go_on_to_the_next(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(threads=3)
     first = link.submit(slot("first", 4 * PIECE, extents=2), 0, nothing)  # two pieces
     second = link.submit(slot("second", 3 * PIECE), 0, nothing)

@@ -123,9 +123,7 @@ def test_an_error_where_pieces_move_on_the_other_drive_too(make_link: MakeLink, 
 @pytest.mark.parametrize(("drives", "threads", "expected"), [(1, 4, 4), (3, 4, 12), (8, 4, 16), (5, 4, 15), (20, 4, 20)])
 def test_threads_are_bounded(drives: int, threads: int, expected: int) -> None:
     before = threading.active_count()
-    link = Link(
-        "x->y", Gate().move, drives=range(drives), threads=threads, piece_bytes=PIECE, stuck_after_seconds=30.0
-    )
+    link = Link("x->y", Gate().move, drives=range(drives), threads=threads, piece_bytes=PIECE, stuck_after_seconds=30.0)
     assert link.thread_count == threading.active_count() - before == expected <= max(MOST_THREADS, drives)
     link.close()
     assert threading.active_count() == before

@@ -195,9 +195,7 @@ def test_too_little_room_is_no_reason_to_look_elsewhere(tmp_path: Path) -> None:
             choose_path(candidates, open_engine=Engine, forced=forced)
 
 
-def test_an_error_later_on_closes_what_was_opened(
-    make_candidate: MakeCandidate, measured: dict[str, LinkRates]
-) -> None:
+def test_an_error_later_on_closes_what_was_opened(make_candidate: MakeCandidate, measured: dict[str, LinkRates]) -> None:
     measured.update(good=rates(1e9, 1e9))
     candidates = [make_candidate("good"), make_candidate("full", error=StorageFullError("the budget is used up"))]
     with pytest.raises(StorageFullError):

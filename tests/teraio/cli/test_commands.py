@@ -115,9 +115,7 @@ SOLVER_OPTIONS = ["--time-limit", "7", "--gap", "0.25", "--threads", "3", "--wri
 
 
 @pytest.mark.parametrize(("command", "device"), [("plan", "20"), ("compare", "20"), ("sweep", "20:30:2")])
-def test_what_the_solver_may_take_reaches_it(
-    run: Run, monkeypatch: pytest.MonkeyPatch, command: str, device: str
-) -> None:
+def test_what_the_solver_may_take_reaches_it(run: Run, monkeypatch: pytest.MonkeyPatch, command: str, device: str) -> None:
     given: list[dict[str, object]] = []
 
     def spy(trace: Trace, budgets: Budgets, **keywords: object) -> Plan:
@@ -506,8 +504,12 @@ def test_a_terminal_that_lacks_characters(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     done = subprocess.run(
         [sys.executable, "-m", "teraio.cli.commands", "inspect", str(path)],
-        cwd=TRACES.parent, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        cwd=TRACES.parent,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert fact(done.stdout, "trace") == "??"
 
@@ -554,9 +556,7 @@ def test_help_and_version(run: Run) -> None:
         (["inspect", "{foreign}", "--trace", "{chain}"], "block 3; the blocks of the trace 'chain' are 0 to 2"),
     ],
 )
-def test_bad_files_and_budgets_end_with_one_line(
-    run: Run, tmp_path: Path, arguments: list[str], message: str
-) -> None:
+def test_bad_files_and_budgets_end_with_one_line(run: Run, tmp_path: Path, arguments: list[str], message: str) -> None:
     made = planned(tmp_path, "chain", 20)
     move = json.loads(made.read_text())["moves"][0]
     foreign = edited(made, moves=[{**move, "block": 3}]).rename(tmp_path / "foreign.json")

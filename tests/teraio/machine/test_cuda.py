@@ -88,9 +88,7 @@ ODD = Case(name="odd weights, evaluated", model=Odd, evaluate=True)
         (MASTERS, "host", 0.8),
     ],
 )
-def test_the_same_bits_within_the_budget(
-    tmp_path: Path, cuda: FakeCuda, case: Case, tiers: str, share: float
-) -> None:
+def test_the_same_bits_within_the_budget(tmp_path: Path, cuda: FakeCuda, case: Case, tiers: str, share: float) -> None:
     wanted, peak = reference(case)
     budget = int(share * peak)
     options: dict[str, Any] = {"memory_budget": budget, "solver_time_limit": 5}
@@ -137,9 +135,13 @@ def test_updates_inside_the_backward_pass(tmp_path: Path, cuda: FakeCuda, tiers:
     options: dict[str, Any] = {"memory_budget": int(0.65 * peak), "solver_time_limit": 5, "overlap_step": True}
     options |= {"host_budget": 4 * peak} if tiers == "host" else {"storage": tmp_path}
     found = train(
-        ADAM, options, device=CPU, scale=SCALE, steps=steps,
+        ADAM,
+        options,
+        device=CPU,
+        scale=SCALE,
+        steps=steps,
         backward_done=lambda module: gradients.append(sum(p.grad is not None for p in module.parameters())),
-    )  # fmt: skip
+    )
     check_equal(found, wanted)
     check_within(found, int(0.65 * peak))
     assert min(gradients[:3]) > 0 and set(gradients[3:]) == {0}
@@ -163,8 +165,6 @@ def test_what_cannot_be_pinned_is_out_of_reach_of_kernels(cuda: FakeCuda) -> Non
                 seen.append(block)
 
     wanted, peak = reference(PLAIN)
-    found = train(
-        PLAIN, {"memory_budget": int(0.8 * peak), "host_budget": 4 * peak}, device=CPU, scale=SCALE, between=between
-    )
+    found = train(PLAIN, {"memory_budget": int(0.8 * peak), "host_budget": 4 * peak}, device=CPU, scale=SCALE, between=between)
     check_equal(found, wanted)
     assert seen

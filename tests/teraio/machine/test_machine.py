@@ -80,9 +80,7 @@ def test_a_host_tier_has_links_and_a_capacity_of_its_own(tmp_path: Path, monkeyp
     try:
         hardware = opened.hardware()
         assert opened.host_bytes == hardware.host_memory_bytes == 64 << 20
-        assert [link.name for link in hardware.links] == [
-            "device->host", "host->device", "device->storage", "storage->device"
-        ]  # fmt: skip
+        assert [link.name for link in hardware.links] == ["device->host", "host->device", "device->storage", "storage->device"]
         assert opened.moved_bytes() == dict.fromkeys((link.name for link in hardware.links), 0)
         assert [Path(folder).parent for folder in opened.spill_directories()] == [tmp_path]
     finally:

@@ -55,9 +55,12 @@ class Training:
         self.active = True
         self.iterations: list[Iteration] = []
         self.steps = OptimizerSteps(
-            self.pager, self.timeline, active=lambda: self.active, automatic=automatic,
+            self.pager,
+            self.timeline,
+            active=lambda: self.active,
+            automatic=automatic,
             step_done=lambda _: self.iterations.append(self.timeline.iteration_ends()),
-        )  # fmt: skip
+        )
         self.parameters = make_parameters(count) if parameters is None else parameters
         for number, parameter in enumerate(self.parameters):
             self.pager.block_of(parameter, name=f"layer.{number}", kind="parameter", user_visible=True)
@@ -85,9 +88,13 @@ class Training:
             for a, b in (("device", "storage"), ("storage", "device"))
         )
         return build_profile(
-            self.iterations[-2:], name="x", created_by="tests", survivors=set(), fixed_bytes=self.pager.unmoved_bytes,
+            self.iterations[-2:],
+            name="x",
+            created_by="tests",
+            survivors=set(),
+            fixed_bytes=self.pager.unmoved_bytes,
             hardware=Hardware(name="made up", device_memory_bytes=1 << 30, links=links),
-        )  # fmt: skip
+        )
 
 
 Start = Callable[..., Training]

@@ -128,9 +128,11 @@ class Rig:
         self.timeline = Timeline(self.pager)
         self.iterations: list[Iteration] = []
         self.steps = OptimizerSteps(
-            self.pager, self.timeline, active=lambda: True,
+            self.pager,
+            self.timeline,
+            active=lambda: True,
             step_done=lambda _: self.iterations.append(self.timeline.iteration_ends()),
-        )  # fmt: skip
+        )
         self._last.callback(self.steps.close)
         for number, parameter in enumerate(self.parameters):
             self.pager.block_of(parameter, name=f"p{number}", kind="parameter", user_visible=True)

@@ -99,7 +99,15 @@ def test_a_host_tier_that_blocks_fill_on_demand(tmp_path: Path) -> None:
     case = Case(make=one(torch.optim.AdamW), steps=5, layers=4)
     budget = int(0.45 * unmanaged(case, tmp_path).status.device_peak_bytes)
     trace = tmp_path / "trace.json"
-    train(case, tmp_path, {
-        "memory_budget": budget, "host_budget": 8 * MIB, "storage": str(tmp_path), "trace_out": trace, "profile_iterations": 1,
-    })  # fmt: skip
+    train(
+        case,
+        tmp_path,
+        {
+            "memory_budget": budget,
+            "host_budget": 8 * MIB,
+            "storage": str(tmp_path),
+            "trace_out": trace,
+            "profile_iterations": 1,
+        },
+    )
     assert all(subgroup.host_seconds for subgroup in planner.Trace.load(trace).subgroups)

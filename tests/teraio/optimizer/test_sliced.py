@@ -23,7 +23,7 @@ from .sliced_steps import (
     plain,
     set_gradients,
     train,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 

@@ -30,7 +30,7 @@ from .sliced_steps import (
     plain,
     set_gradients,
     train,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
@@ -138,9 +138,7 @@ def test_the_trace_has_no_states_that_stay_away(sliced_rig: SlicedRig) -> None:
     train(optimizer, 3)
     for iteration in rig.iterations:
         iteration.read_times()
-    profile = build_profile(
-        rig.iterations[-2:], name="x", created_by="tests", survivors=set(), fixed_bytes=0, hardware=HARDWARE
-    )
+    profile = build_profile(rig.iterations[-2:], name="x", created_by="tests", survivors=set(), fixed_bytes=0, hardware=HARDWARE)
     trace = profile.trace
     assert {block.name for block in trace.blocks} >= {"p1", "optimizer/gradient.1"}
     assert not any(block.kind == "optimizer_state" and block.size_bytes == LARGE for block in trace.blocks)

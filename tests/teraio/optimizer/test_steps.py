@@ -34,9 +34,12 @@ class Steps:
         self.finished: list[Optimizer] = []
         self.active = True
         self.steps = OptimizerSteps(
-            self.pager, self.timeline, active=lambda: self.active, step_done=self.finished.append,
+            self.pager,
+            self.timeline,
+            active=lambda: self.active,
+            step_done=self.finished.append,
             sizes=SubgroupSizes(given_bytes=SUBGROUP_BYTES),
-        )  # fmt: skip
+        )
 
     def manage(self, parameters: list[nn.Parameter]) -> None:
         for number, parameter in enumerate(parameters):

@@ -107,9 +107,7 @@ def test_what_other_optimizers_update_counts_whichever_steps_first(started: Star
 
 def test_costly_updates_and_slow_links_give_larger_and_smaller_parts() -> None:
     def chosen(rate: float, seconds: float, room: int = 64 * GIB) -> int:
-        return SubgroupSizes(lambda: hardware({"host": rate}), measure=Measured(seconds)).choose(
-            adam(), SIZES, room, pager()
-        )
+        return SubgroupSizes(lambda: hardware({"host": rate}), measure=Measured(seconds)).choose(adam(), SIZES, room, pager())
 
     assert chosen(1e9, 1e-4) < chosen(1e10, 1e-4) < chosen(1e10, 1e-2)
     assert chosen(1e10, 1.0, room=GIB) == GIB // 8

@@ -193,9 +193,7 @@ def budget_between(unbudgeted: Result, fraction: float) -> int:
     return int(least + fraction * (peak - least))
 
 
-def check_parity(
-    case: Case, tmp_path: Path, *, codegen: str = "eager", fraction: float = 0.3, debug: bool = False
-) -> Result:
+def check_parity(case: Case, tmp_path: Path, *, codegen: str = "eager", fraction: float = 0.3, debug: bool = False) -> Result:
     """Run `case` all three ways, compare, and return the budgeted result.
 
     fraction: where the budget lies between what is needed at least (0) and the unconstrained peak (1).

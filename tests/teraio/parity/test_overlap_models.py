@@ -37,9 +37,7 @@ def step(left: list[int], run: Run, batch: Batch, index: int) -> None:
 CASES = {
     "transformer, tied": Case(make_model=lambda: Transformer(tied=True, vocabulary=1024), make_batches=tokens, planned=True),
     "convolutions with batch norm": Case(make_model=ConvNet, make_batches=images, planned=True),
-    "two parameters in one storage": Case(
-        make_model=Aliases, make_batches=features, compute_loss=loss_over_views, planned=True
-    ),
+    "two parameters in one storage": Case(make_model=Aliases, make_batches=features, compute_loss=loss_over_views, planned=True),
     "changing sizes": Case(make_model=Chain, make_batches=features_of_changing_size),
     "layers compiled one by one": Case(
         make_model=Chain, make_batches=features, compile_parts=("layers.0", "layers.1", "layers.2"), planned=True

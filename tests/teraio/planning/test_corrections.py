@@ -16,16 +16,22 @@ def move(block: int, start: int, before: int, *, after: int = 0, out_until: int 
     """Dropped after `after`, or copied out until `out_until`."""
     offload = None if out_until is None else Offload(start=after, free_after=out_until)
     return Move(
-        block=block, after=after, before=before, tier="storage", offload=offload,
+        block=block,
+        after=after,
+        before=before,
+        tier="storage",
+        offload=offload,
         prefetch=Prefetch(start=start, ready_by=before),
-    )  # fmt: skip
+    )
 
 
 def expected(*, stalls: dict[int, float] | None = None) -> Expectation:
     return Expectation(
-        iteration_seconds=float(COUNT), ideal_seconds=float(COUNT), link_seconds_per_byte={},
+        iteration_seconds=float(COUNT),
+        ideal_seconds=float(COUNT),
+        link_seconds_per_byte={},
         stall_seconds=tuple((stalls or {}).get(stage, 0.0) for stage in range(COUNT)),
-    )  # fmt: skip
+    )
 
 
 # -- how far

@@ -44,8 +44,7 @@ def replayed(*, out_seconds: float = 2.1, in_seconds: float = 4.1) -> Timeline:
             StageTimes(reached_seconds=1.0, start_seconds=2.0, end_seconds=5.0),
         ),
         transfers=tuple(
-            Transfer(move=0, block=0, link=link, queued_seconds=0.0, start_seconds=a, end_seconds=b)
-            for link, a, b in transfers
+            Transfer(move=0, block=0, link=link, queued_seconds=0.0, start_seconds=a, end_seconds=b) for link, a, b in transfers
         ),
         peak_bytes={},
         moved_bytes={},
@@ -55,9 +54,12 @@ def replayed(*, out_seconds: float = 2.1, in_seconds: float = 4.1) -> Timeline:
 
 EXPECTED = Expectation.of(trace(), replayed())
 AS_EXPECTED = Observation(
-    iteration_seconds=5.0, waited_seconds=1.0, stage_seconds=(1.0, 3.0),
-    moved_bytes={OUT: 200, IN: 200}, busy_seconds={OUT: 2.1, IN: 4.1},
-)  # fmt: skip
+    iteration_seconds=5.0,
+    waited_seconds=1.0,
+    stage_seconds=(1.0, 3.0),
+    moved_bytes={OUT: 200, IN: 200},
+    busy_seconds={OUT: 2.1, IN: 4.1},
+)
 
 
 def test_what_is_expected() -> None:
@@ -90,9 +92,12 @@ def test_up_to_a_tenth_is_no_drift() -> None:
 
 def test_a_minority_of_outliers_is_no_drift() -> None:
     wild = Observation(
-        iteration_seconds=500.0, waited_seconds=0.0, stage_seconds=(99.0, 99.0),
-        moved_bytes={OUT: 1, IN: 1}, busy_seconds={OUT: 99.0, IN: 99.0},
-    )  # fmt: skip
+        iteration_seconds=500.0,
+        waited_seconds=0.0,
+        stage_seconds=(99.0, 99.0),
+        moved_bytes={OUT: 1, IN: 1},
+        busy_seconds={OUT: 99.0, IN: 99.0},
+    )
     assert not drift_of(EXPECTED, [AS_EXPECTED, wild, AS_EXPECTED]).found
     assert drift_of(EXPECTED, [wild, AS_EXPECTED, wild]).found
 

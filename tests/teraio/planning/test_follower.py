@@ -155,18 +155,20 @@ def test_a_plan_that_is_to_stay_stays(
     assert set(running.waited[1:]) == {1.5} and running.asked_for(6) == [6] and InstantJob.asked == []
     assert running.follower.drift is not None and running.follower.drift.iteration == pytest.approx(1.5 / 8)
     told = [record.message for record in caplog.records]
-    assert told == [
-        "the last 8 iterations differ from what the plan predicts: iteration +19%, stages +0%, "
-        "storage->device +150%; the plan stays as it is"
-    ] * 3, "after 10, 20 and 40 iterations"
+    assert (
+        told
+        == [
+            "the last 8 iterations differ from what the plan predicts: iteration +19%, stages +0%, "
+            "storage->device +150%; the plan stays as it is"
+        ]
+        * 3
+    ), "after 10, 20 and 40 iterations"
 
 
 # -- planning again
 
 
-def test_drift_leads_to_a_better_plan(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_drift_leads_to_a_better_plan(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """Two weights that are not needed away come back late; the solver leaves them where they are."""
     out = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
     training = VirtualTraining(monkeypatch)

@@ -27,9 +27,7 @@ def trace(*, links: bool = True) -> planner.Trace:
             "hardware": {
                 "name": "made up",
                 "device_memory_bytes": 100,
-                "links": [
-                    {"from": a, "to": b, "bytes_per_second": 100.0, "latency_seconds": 0.0} for a, b in pairs
-                ],
+                "links": [{"from": a, "to": b, "bytes_per_second": 100.0, "latency_seconds": 0.0} for a, b in pairs],
             },
             "stages": [
                 {"id": n, "name": f"s{n}", "phase": "forward", "duration_seconds": 1.0, "workspace_bytes": w}
@@ -37,12 +35,17 @@ def trace(*, links: bool = True) -> planner.Trace:
             ],
             "blocks": [
                 {
-                    "id": 0, "name": "w", "kind": "parameter", "size_bytes": 50, "persistent": True,
-                    "reads": [0, 2], "writes": [2],
+                    "id": 0,
+                    "name": "w",
+                    "kind": "parameter",
+                    "size_bytes": 50,
+                    "persistent": True,
+                    "reads": [0, 2],
+                    "writes": [2],
                 },
             ],
         }
-    )  # fmt: skip
+    )
 
 
 def job(given: planner.Trace, device_bytes: int, **more: Any) -> PlanningJob:

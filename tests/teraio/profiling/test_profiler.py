@@ -31,12 +31,15 @@ class Blocks:
 
 
 def record(
-    name: str, phase: str, seconds: float, *, read: tuple[Block, ...] = (), made: tuple[Block, ...] = (),
+    name: str,
+    phase: str,
+    seconds: float,
+    *,
+    read: tuple[Block, ...] = (),
+    made: tuple[Block, ...] = (),
     written: tuple[Block, ...] = (),
-) -> StageRecord:  # fmt: skip
-    return StageRecord(
-        name=name, phase=phase, seconds=seconds, workspace_bytes=32, read=read, made=made, written=written
-    )
+) -> StageRecord:
+    return StageRecord(name=name, phase=phase, seconds=seconds, workspace_bytes=32, read=read, made=made, written=written)
 
 
 def user(seconds: float = 0.5) -> StageRecord:
@@ -67,9 +70,13 @@ def profile(*, state_bytes: int = 0, survivors: set[tuple[int, int]] | None = No
     blocks = Blocks()
     iterations = [iteration(number, blocks, seconds) for number, seconds in ((1, 1.0), (2, 9.0), (3, 2.0))]
     return build_profile(
-        iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=state_bytes,
+        iterations,
+        name="x",
+        created_by="tests",
+        hardware=HARDWARE,
+        fixed_bytes=state_bytes,
         survivors=survivors or set(),
-    )  # fmt: skip
+    )
 
 
 def by_name(found: Profile) -> dict[str, planner.Block]:
@@ -126,9 +133,7 @@ def test_user_code_has_what_a_region_returns() -> None:
     iterations = [iteration(number, blocks, 1.0) for number in (1, 2, 3)]
     output, gradient = iterations[-1].regions[0].made[1], iterations[-1].regions[1].made[0]
     output.user_visible = gradient.user_visible = True
-    found = by_name(
-        build_profile(iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=0, survivors=set())
-    )
+    found = by_name(build_profile(iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=0, survivors=set()))
     assert (found["output"].reads, found["output"].writes) == ((2,), (1,)) and found["saved"].uses == (1, 3)
     assert found["gradient"].uses == (3, 5), "wherever it is, user code can reach it"
 
@@ -154,9 +159,7 @@ def test_states_persist_and_what_is_updated_is_a_subgroup() -> None:
     step = iterations[-1].regions[-1].stages[-1]
     step.elements, step.made, step.read, step.written = 64, (made,), (*step.read, loaded), (*step.written, loaded)
     iterations[-1].regions[-1].made.append(made)
-    found = build_profile(
-        iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=0, survivors=set()
-    )  # fmt: skip
+    found = build_profile(iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=0, survivors=set())
     states = [block for block in found.trace.blocks if block.kind == "optimizer_state"]
     assert [block.name for block in states] == ["loaded", "made"]
     assert all(block.persistent and block.movable and block.reads == block.writes == (5,) for block in states)

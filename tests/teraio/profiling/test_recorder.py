@@ -73,9 +73,16 @@ class Training:
         if identity == BACKWARD and self.made:
             read.append(self.made.pop())
         self.timeline.stage_ended(
-            name=f"{identity}/{number}", phase=identity, begin=WallMark(0.0), end=WallMark(0.001), workspace_bytes=7,
-            read=read, made=made, written=[self.weight] if identity == STEP else [], next_uses={},
-        )  # fmt: skip
+            name=f"{identity}/{number}",
+            phase=identity,
+            begin=WallMark(0.0),
+            end=WallMark(0.001),
+            workspace_bytes=7,
+            read=read,
+            made=made,
+            written=[self.weight] if identity == STEP else [],
+            next_uses={},
+        )
         if identity == BACKWARD and self.kept:
             self.kept.pop()
 
@@ -117,9 +124,13 @@ def plan_hints(recorded: Iteration) -> tuple[Hints, dict[Block, int]]:
 
 def move(block: int, *, after: int, start: int, fetch: int, before: int) -> Move:
     return Move(
-        block=block, after=after, before=before, tier="storage",
-        offload=Offload(start=start, free_after=start), prefetch=Prefetch(start=fetch, ready_by=before),
-    )  # fmt: skip
+        block=block,
+        after=after,
+        before=before,
+        tier="storage",
+        offload=Offload(start=start, free_after=start),
+        prefetch=Prefetch(start=fetch, ready_by=before),
+    )
 
 
 def planned() -> Training:
@@ -143,8 +154,15 @@ def test_positions_count_user_code_as_stages() -> None:
     training.iteration()
     recorded = training.iteration()
     assert [stage.name for stage in recorded.stages] == [
-        "user", "forward/0", "forward/1", "user", "backward/0", "backward/1", "user", "optimizer/0",
-    ]  # fmt: skip
+        "user",
+        "forward/0",
+        "forward/1",
+        "user",
+        "backward/0",
+        "backward/1",
+        "user",
+        "optimizer/0",
+    ]
     assert [region.first for region in recorded.regions] == [0, 3, 6]
     assert recorded.signature == ((FORWARD, 3), (BACKWARD, 3), (STEP, 2))
     assert training.weight.uses == (1, 2, 4, 5, 7)
@@ -179,9 +197,16 @@ def test_uses_within_the_region_come_first() -> None:
     training = Training()
     training.timeline.region_begins(FORWARD, 3)
     training.timeline.stage_ended(
-        name="x", phase="forward", begin=WallMark(0.0), end=WallMark(0.0), workspace_bytes=0,
-        read=[training.weight], made=[], written=[], next_uses={training.weight: 2},
-    )  # fmt: skip
+        name="x",
+        phase="forward",
+        begin=WallMark(0.0),
+        end=WallMark(0.0),
+        workspace_bytes=0,
+        read=[training.weight],
+        made=[],
+        written=[],
+        next_uses={training.weight: 2},
+    )
     assert training.weight.next_use == training.pager.clock + 2
 
 
@@ -250,8 +275,9 @@ def test_late_blocks_are_recorded_where_they_were_waited_for(monkeypatch: pytest
     training.mover.seconds["storage->device"] = 1.75
     recorded = training.iteration()
     assert {stage.name: stage.late for stage in recorded.stages if stage.late} == {
-        "forward/3": ((3, 0.75),), "forward/6": ((6, 0.75),),
-    }  # fmt: skip
+        "forward/3": ((3, 0.75),),
+        "forward/6": ((6, 0.75),),
+    }
     assert recorded.waited_seconds == 1.5
 
 
@@ -376,9 +402,12 @@ def test_a_block_of_another_size_is_not_taken_for_the_planned_one() -> None:
     training.iteration()
     hints, _ = plan_hints(training.iteration())
     other = Hints(
-        regions=hints.regions, made_ids=hints.made_ids, sizes=(64, 65, 64),
-        leave_after=hints.leave_after, fetch_at=hints.fetch_at,
-    )  # fmt: skip
+        regions=hints.regions,
+        made_ids=hints.made_ids,
+        sizes=(64, 65, 64),
+        leave_after=hints.leave_after,
+        fetch_at=hints.fetch_at,
+    )
     training.follow(other, {WEIGHT: training.weight})
     training.iteration()
     assert "out activation0" not in training.asked()[1]
@@ -397,12 +426,14 @@ def test_moves_that_run_over_the_end_are_laid_out_from_the_beginning() -> None:
     training.iteration()
     recorded = training.iteration()
     plan = Plan(
-        trace_fingerprint="", policy="by hand", budgets=Budgets(device_bytes=0),
+        trace_fingerprint="",
+        policy="by hand",
+        budgets=Budgets(device_bytes=0),
         moves=(
             move(WEIGHT, after=7, start=8, fetch=9, before=9),
             Move(block=SECOND, after=2, before=4, tier="storage", offload=None, prefetch=Prefetch(start=3, ready_by=4)),
         ),
-    )  # fmt: skip
+    )
     hints = lay_out_plan(plan, recorded, {}, [64] * 3)
     leave = {p: ids for p, ids in enumerate(hints.leave_after) if ids}
     fetch = {p: ids for p, ids in enumerate(hints.fetch_at) if ids}

@@ -97,9 +97,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
-        q, k, v = (
-            part.view(batch, time, 2, width // 2).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        )
+        q, k, v = (part.view(batch, time, 2, width // 2).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))

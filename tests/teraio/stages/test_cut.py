@@ -95,8 +95,7 @@ def test_a_small_graph_is_one_stage(graphs: list[Captured]) -> None:
 def test_a_longer_least_duration_gives_fewer_stages() -> None:
     forward, _ = capture(Transformer(4), tokens(8, 64))
     counts = [
-        len(set(stages(forward.fresh(), CutPolicy(shortest_seconds=seconds)).values()))
-        for seconds in (1e-9, 1e-5, 1e-4, 1e-2, 1)
+        len(set(stages(forward.fresh(), CutPolicy(shortest_seconds=seconds)).values())) for seconds in (1e-9, 1e-5, 1e-4, 1e-2, 1)
     ]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] > 1 == counts[-1]
 

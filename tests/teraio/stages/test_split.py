@@ -44,8 +44,6 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def graphs(request: pytest.FixtureRequest) -> list[Captured]:
     return MODELS[request.param]()

@@ -211,9 +211,11 @@ def from_elsewhere(loop: Loop, index: int) -> None:
     """The graph's inputs are computed from the parameters: what it returns are no gradients of leaves."""
     computed = {name: 2 * p for name, p in loop.module.named_parameters()}
     model = loop.kept.setdefault(
-        "model", torch.compile(functional, backend="teraio", options={"codegen": "eager", "profile_iterations": 1000,
-                                                                      "overlap_step": loop.overlap})
-    )  # fmt: skip
+        "model",
+        torch.compile(
+            functional, backend="teraio", options={"codegen": "eager", "profile_iterations": 1000, "overlap_step": loop.overlap}
+        ),
+    )
     loss = model(loop.module, computed, torch.randn(4, 16, generator=loop.generator)).square().mean()
     loss.backward()
     loop.note()

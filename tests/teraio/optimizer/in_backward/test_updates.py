@@ -30,9 +30,7 @@ def members_of(training: Training, optimizer: Optimizer, afters: Sequence[int]) 
         assert block is not None
         standing = Standing(optimizer=weakref.ref(optimizer), place=place)
         final = Final(slot=place[1], after=after)
-        found.append(
-            Member(optimizer=optimizer, parameter=parameter, standing=standing, final=final, block=block, states=states)
-        )
+        found.append(Member(optimizer=optimizer, parameter=parameter, standing=standing, final=final, block=block, states=states))
     return found
 
 
@@ -98,9 +96,11 @@ def test_no_room_keeps_the_gradient(started: Start) -> None:
     slots = gradients(training, 1)
     refused: list[tuple[list[Member], int]] = []
     region = updates(
-        training, members, [UpdateStage(0, (2,)), UpdateStage(0, (0, 1))],
+        training,
+        members,
+        [UpdateStage(0, (2,)), UpdateStage(0, (0, 1))],
         no_room=lambda members, error: refused.append((list(members), error.smallest_bytes)),
-    )  # fmt: skip
+    )
     needed = 4 * SIZE + 2 * SIZE + training.pager.fixed_bytes  # AdamW's temporaries are two copies
     training.pager.budget_bytes = needed + SIZE
     before = [p.detach().clone() for p in training.parameters]
