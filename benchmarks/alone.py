@@ -17,7 +17,7 @@ from examples.worker import EXACT_MEMORY, Worker, WorkerFailed
 from planner import Plan, Trace
 
 COUNTED_SECONDS = 4.0
-MOST_STEPS = 20
+MAX_STEPS = 20
 PATIENCE_SECONDS = 600.0
 """For the slowest answer: the first iteration of the largest model, which compiles."""
 
@@ -132,7 +132,7 @@ class Runner:
 
 
 def measured(setting: Setting, scale: LlamaScale, log: Path, *, trace: Path, plan: Path) -> Run:
-    """Trains in a process of its own, until `scale.rounds` iterations and COUNTED_SECONDS are over, or MOST_STEPS.
+    """Trains in a process of its own, until `scale.rounds` iterations and COUNTED_SECONDS are over, or MAX_STEPS.
 
     Raises WorkerFailed. `trace`, `plan`: where teraio writes them.
     """
@@ -143,7 +143,7 @@ def measured(setting: Setting, scale: LlamaScale, log: Path, *, trace: Path, pla
         phase = warm_up(worker, 5 if on_teraio else 1)  # four are profiled
         before = worker.step()
         steps: list[Step] = []
-        while len(steps) < scale.rounds or (len(steps) < MOST_STEPS and sum(s.seconds for s in steps) < COUNTED_SECONDS):
+        while len(steps) < scale.rounds or (len(steps) < MAX_STEPS and sum(s.seconds for s in steps) < COUNTED_SECONDS):
             steps.append(worker.step())
         busy_seconds = worker.busy_seconds()
         report = worker.finish()

@@ -15,7 +15,7 @@ from planner.schema.trace import Block, BlockKind, Phase, Stage, Subgroup, Trace
 ELEMENT_BYTES = 4
 MATRIX_WORKSPACE_BYTES = 32 << 20
 """What cuBLAS takes on Hopper in PyTorch (`CUBLAS_WORKSPACE_CONFIG` is ":4096:8" there)."""
-SMALLEST_MOVABLE_BYTES = 1 << 20
+MIN_MOVABLE_BYTES = 1 << 20
 """Blocks below stay on the device: the norms' weights with their gradients and states."""
 
 
@@ -110,7 +110,7 @@ class Draft:
             persistent=self.persistent,
             reads=tuple(self.reads),
             writes=tuple(self.writes),
-            movable=self.size_bytes >= SMALLEST_MOVABLE_BYTES,
+            movable=self.size_bytes >= MIN_MOVABLE_BYTES,
         )
 
 

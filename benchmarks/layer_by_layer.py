@@ -24,7 +24,7 @@ class SubgroupAfterSubgroup(Pager):
     def acquire(self, blocks: Sequence[Resident], new_bytes: int, what: str, *, then_fetch: Sequence[Resident] = ()) -> None:
         if what.startswith("optimizer/"):
             with self._changed:
-                while any(block.state in (State.LEAVING, State.ARRIVING) for block in self._blocks.values()):
+                while any(block.state in (State.OFFLOADING, State.PREFETCHING) for block in self._blocks.values()):
                     self._wait()
         super().acquire(blocks, new_bytes, what, then_fetch=then_fetch)
 

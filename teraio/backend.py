@@ -14,7 +14,7 @@ from planner.errors import TeraioError
 from runtime.execution.program import Kind, Phase, Program
 from teraio import registry
 from teraio.options import parse_options
-from teraio.training_run import Lifecycle
+from teraio.training_run import TrainingRun
 
 _CONFIG: dict[str, Any] = {
     # The backward graph is compiled with the forward one: a budget that is too small is found before training starts.
@@ -76,7 +76,7 @@ def _donate_nothing() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
-def _compile(runtime: Lifecycle, graph: GraphModule, inputs: list[tuple[str, Kind]], settings: Mapping[str, Any]) -> Program:
+def _compile(runtime: TrainingRun, graph: GraphModule, inputs: list[tuple[str, Kind]], settings: Mapping[str, Any]) -> Program:
     phase: Phase = "backward" if settings.get("is_backward") else "forward"
     kept = ("is_backward", "is_inference", "graph_id", "get_decomp_fn", "boxed_forward_device_index", "cudagraphs")
     count = sum(node.op == "placeholder" for node in graph.graph.nodes)

@@ -15,10 +15,10 @@ from planner.errors import UnsupportedError
 from teraio.optimizer.master_hooks import keep_masters
 from teraio.options import Options
 from teraio.status import Status
-from teraio.training_run import Lifecycle
+from teraio.training_run import TrainingRun
 
 _lock = threading.Lock()
-_runtimes: dict[tuple[Options, torch.device], Lifecycle] = {}
+_runtimes: dict[tuple[Options, torch.device], TrainingRun] = {}
 _optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Those that the user has asked to be managed, also by runtimes that come later."""
 
@@ -33,13 +33,13 @@ def _show_messages() -> None:
         logger.setLevel(logging.INFO)
 
 
-def runtime_for(options: Options, device: torch.device) -> Lifecycle:
+def runtime_for(options: Options, device: torch.device) -> TrainingRun:
     """The runtime for these options; models that are compiled with equal options share one budget and one timeline."""
     with _lock:
         key = (options, device)
         if key not in _runtimes:
             _show_messages()
-            _runtimes[key] = Lifecycle(options, device)
+            _runtimes[key] = TrainingRun(options, device)
             for optimizer in _optimizers:
                 _runtimes[key].manage_optimizer(optimizer)
         return _runtimes[key]

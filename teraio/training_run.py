@@ -58,7 +58,7 @@ class _Ended(NamedTuple):
     compiled: bool
 
 
-class Lifecycle:
+class TrainingRun:
     """One budget, one timeline: everything that models compiled with the same options share."""
 
     def __init__(self, options: Options, device: torch.device) -> None:
@@ -143,8 +143,8 @@ class Lifecycle:
                 return run_plain(program, arguments)
             self._steps.between_regions()
             overlap = self._steps.overlap
-            guest = overlap.guest(program, arguments) if overlap is not None else None
-            return run_managed(sized, arguments, self._pager, self._timeline, self._meter, guest)
+            interleaved = overlap.interleaved(program, arguments) if overlap is not None else None
+            return run_managed(sized, arguments, self._pager, self._timeline, self._meter, interleaved)
 
         call._boxed_call = True  # type: ignore[attr-defined]
         self._stages += len(program.stages)
@@ -375,13 +375,13 @@ class Lifecycle:
         """Within, those of `tensors` that are blocks are on the device, within the budget. Raises BudgetError."""
         with contextlib.ExitStack() as held:
             with self._machine.device.region():
-                self._pager.enter()  # forgets blocks whose storage got other memory meanwhile
+                self._pager.enter_region()  # forgets blocks whose storage got other memory meanwhile
                 blocks = list(dict.fromkeys(b for t in tensors if (b := self._pager.known_block(t)) is not None))
                 try:
                     self._pager.acquire(blocks, 0, "tensors that user code asked for")
                     held.callback(self._pager.retire, blocks, blocks)
                 finally:
-                    self._pager.fence()
+                    self._pager.leave_region()
             yield
 
     def close(self) -> None:

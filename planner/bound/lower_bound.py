@@ -7,7 +7,7 @@ consecutive uses of a block and t a lower tier:
 
 1. *Memory.* At S_s and E_s alike, live_s less the blocks that are absent is within the budget. A block is
    absent only strictly inside a p, so from S_(after+1) to E_(before−1); its copy out has then ended, or a copy
-   of an earlier p of the same epoch was still valid (frozen blocks: always); and its copy in has not begun.
+   of an earlier p of the same epoch was still valid (read_only blocks: always); and its copy in has not begun.
    (A block that outlives its last use has a p from there to its death, stage before − 1, in which nothing comes in.)
    Let O be the share of the copy's time out that has passed, I that of its copy in, d whether the block was
    dropped. Then absent ≤ d + O − I, for a whole block as for any share of one, and I ends at d + O.
@@ -76,7 +76,7 @@ _INSTANTS_SHORT = 32  # in iterations of at most _SHORT stages: there they cost 
 _SHORT = 64
 _UNITS_PER_ITERATION = 100.0
 _MARGIN = 1e-6
-_MOST_WHOLE = 32  # stages in which blocks are idle, by tier; beyond, whole blocks may take seconds to prove
+_MAX_WHOLE = 32  # stages in which blocks are idle, by tier; beyond, whole blocks may take seconds to prove
 
 
 def lower_bound_seconds(
@@ -104,7 +104,7 @@ def lower_bound_seconds(
         most_instants = _INSTANTS_SHORT if problem.stage_count <= _SHORT else _INSTANTS
     instants = Instants.of(problem, most_instants)
     idle = sum(period.gap for period in problem.periods) * len(problem.routes)
-    whole = idle <= _MOST_WHOLE
+    whole = idle <= _MAX_WHOLE
     scaled = in_units(problem, unit)
     updates = update_classes(scaled, instants, apart=whole, unit_seconds=unit)
     program = build_bound(
@@ -140,7 +140,7 @@ def _simple_seconds(problem: Problem) -> float:
         if absent <= 0:
             continue
         periods = [problem.periods[index] for index in problem.covering[stage]]
-        clean = sum(period.size_bytes for period in periods if period.frozen)
+        clean = sum(period.size_bytes for period in periods if period.read_only)
         final = sum(period.size_bytes for period in periods if period.final)
         worst = max(worst, (absent - final) / inward, (absent - clean) / outward)
     return worst

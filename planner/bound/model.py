@@ -152,13 +152,13 @@ def _copies(
     model: _Model, label: str, block_class: CopyClass, window: Window, route: Route, *, first: bool, last: bool
 ) -> _Copies:
     # A copy out that ends after the last instant inside serves later windows only.
-    ends = [] if block_class.frozen else [*window.inside] + ([] if last else [window.end])
+    ends = [] if block_class.read_only else [*window.inside] + ([] if last else [window.end])
     return _Copies(
         block_class=block_class,
         window=window,
         route=route,
         name=label,
-        found=model.variable(f"d_{label}", whole=True) if block_class.frozen or not first else None,
+        found=model.variable(f"d_{label}", whole=True) if block_class.read_only or not first else None,
         out=[model.variable(f"o_{label}_{k}", whole=k == window.end) for k in ends],
         into=[] if window.final else [model.variable(f"i_{label}_{k}") for k in window.inside],
     )
@@ -181,13 +181,13 @@ def _add_adjacent(
 
 
 def _add_order(model: _Model, copies: _Copies, made: Terms) -> None:
-    """O and I ascend; I ≤ d + O_end; d ≤ Σ O_end + g over the earlier windows (`made`), frozen blocks apart."""
+    """O and I ascend; I ≤ d + O_end; d ≤ Σ O_end + g over the earlier windows (`made`), read_only blocks apart."""
     for variables in (copies.out, copies.into):
         for before, after in zip(variables, variables[1:], strict=False):
             model.add([(after, 1.0), (before, -1.0)], pulp.LpConstraintGE, 0)
     if copies.into:
         model.add([*copies.waiting, (copies.into[-1], -1.0)], pulp.LpConstraintGE, 0)
-    if copies.found is not None and not copies.block_class.frozen:
+    if copies.found is not None and not copies.block_class.read_only:
         minus = [(variable, -factor) for variable, factor in made]
         model.add([(copies.found, 1.0), *minus], pulp.LpConstraintLE, 0)
 

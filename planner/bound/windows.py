@@ -120,13 +120,13 @@ class Window:
 class CopyClass:
     """Blocks of which one stretch between two writes has the same windows, in the order of rank.
 
-    `size_bytes`: of all members together. `frozen`: a valid copy always waits below. `update`: the class of updates
+    `size_bytes`: of all members together. `read_only`: a valid copy always waits below. `update`: the class of updates
     that may run on the host, by number, that the members belong to; `around_update`: windows with its stage at an end.
     `persistent`: they are there for good.
     """
 
     windows: tuple[Window, ...]
-    frozen: bool
+    read_only: bool
     size_bytes: int
     smallest_bytes: int
     largest_bytes: int
@@ -161,18 +161,18 @@ def copy_classes(
         update, stage = owner.get(periods[0].block, (None, None))
         windows, around = _windows(problem, periods, instants, stage)
         helpful = [number for number, w in enumerate(windows) if any(tight[k % len(tight)] for k in w.inside)]
-        frozen = periods[0].frozen
-        # A frozen block's windows have nothing to do with one another.
-        pieces = [windows[n : n + 1] for n in helpful] if frozen else [windows[: n + 1] for n in helpful[-1:]]
+        read_only = periods[0].read_only
+        # A read_only block's windows have nothing to do with one another.
+        pieces = [windows[n : n + 1] for n in helpful] if read_only else [windows[: n + 1] for n in helpful[-1:]]
         member = periods[0].block if apart else 0
         for piece in pieces:
             persistent = problem.trace.blocks[periods[0].block].persistent
-            key = (tuple(piece), frozen, member, update, around.intersection(range(len(piece))), persistent)
+            key = (tuple(piece), read_only, member, update, around.intersection(range(len(piece))), persistent)
             groups.setdefault(key, []).append(periods[0].size_bytes)
     return tuple(
         CopyClass(
             windows=windows,
-            frozen=frozen,
+            read_only=read_only,
             size_bytes=sum(sizes),
             smallest_bytes=min(sizes),
             largest_bytes=max(sizes),
@@ -180,7 +180,7 @@ def copy_classes(
             around_update=around,
             persistent=persistent,
         )
-        for (windows, frozen, _, update, around, persistent), sizes in groups.items()
+        for (windows, read_only, _, update, around, persistent), sizes in groups.items()
     )
 
 

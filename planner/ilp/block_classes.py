@@ -36,7 +36,7 @@ class BlockClass:
 
     blocks: tuple[int, ...]
     size_bytes: int
-    frozen: bool
+    read_only: bool
     persistent: bool
     first_segment: int
     last_segment: int
@@ -107,7 +107,7 @@ def _class(
     return BlockClass(
         blocks=tuple(members),
         size_bytes=sum(block.size_bytes for block in blocks),
-        frozen=blocks[0].persistent and not blocks[0].writes,
+        read_only=blocks[0].persistent and not blocks[0].writes,
         persistent=blocks[0].persistent,
         user_visible=blocks[0].user_visible,
         first_segment=min(segment_of[block.uses[0]] for block in blocks),

@@ -18,11 +18,11 @@ from planner.problem.problem import Problem, in_units
 from planner.problem.solver_settings import SolverSettings
 from planner.schema.trace import Subgroup
 
-__all__ = ["MOST_INTEGER_STAGES", "coarse_solutions", "in_order_of_need"]
+__all__ = ["MAX_INTEGER_STAGES", "coarse_solutions", "in_order_of_need"]
 
 _CLASSES_AT_PEAK = 300  # more blocks than this at once are put together, so that large programs stay solvable
 _UNITS_PER_ITERATION = 100.0  # solvers have absolute tolerances: keep numbers near one
-MOST_INTEGER_STAGES = 64
+MAX_INTEGER_STAGES = 64
 """Longer iterations get the linear relaxation, rounded and made exact: it comes as close to the bound, in a fraction
 of the time, where the integer program often finds nothing within the limit."""
 
@@ -49,7 +49,7 @@ def coarse_solutions(problem: Problem, settings: SolverSettings, on_host: Collec
     decided = on_host is not None
     subgroups = [subgroup for subgroup in candidates(problem) if on_host is None or subgroup.id in on_host]
     found: list[Solution] = []
-    if problem.stage_count <= MOST_INTEGER_STAGES:
+    if problem.stage_count <= MAX_INTEGER_STAGES:
         with contextlib.suppress(SolverError):
             found.append(_solve(problem, settings, subgroups, _FINE, relaxed=False, decided=decided))
             if found[0].report.status == "optimal":

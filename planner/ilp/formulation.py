@@ -88,15 +88,15 @@ def _variables(
 ) -> PeriodVariables:
     span = range(period.begin + 1, period.end)
     first_in = len(span) if period.final else max(len(span) - window, 0)
-    clean_possible = period.rank > 0 or block_class.frozen
-    out = [program.add_variable(f"o_{name}_{k}", 0, 1) for k in ([] if block_class.frozen else span[:window])]
+    clean_possible = period.rank > 0 or block_class.read_only
+    out = [program.add_variable(f"o_{name}_{k}", 0, 1) for k in ([] if block_class.read_only else span[:window])]
     return PeriodVariables(
         block_class=block_class,
         period=period,
         route=route,
         chosen=program.add_variable(f"y_{name}", 0, 1, cat=pulp.LpBinary),
         found=program.add_variable(f"d_{name}", 0, 1) if clean_possible else None,
-        out=[] if block_class.frozen else out + out[-1:] * (len(span) - len(out)),
+        out=[] if block_class.read_only else out + out[-1:] * (len(span) - len(out)),
         into=[None] * first_in + [program.add_variable(f"i_{name}_{k}", 0, 1) for k in span[first_in:]],
     )
 
@@ -136,7 +136,7 @@ def add_one_tier_each(model: CoarseModel) -> None:
 
 
 def add_copy_order(model: CoarseModel) -> None:
-    """O_k ≥ O_{k−1}, I_k ≥ I_{k−1}, O_{b−1} + d = y, I_k ≤ O_{k−1} + d (frozen: d = y), I_b = y (0 if p is final)."""
+    """O_k ≥ O_{k−1}, I_k ≥ I_{k−1}, O_{b−1} + d = y, I_k ≤ O_{k−1} + d (read_only: d = y), I_b = y (0 if p is final)."""
     for entry in model.periods:
         program, found = model.program, entry.found
         for variables in (entry.out, entry.into):
@@ -170,7 +170,7 @@ def add_valid_copies(model: CoarseModel) -> None:
     chosen = {int(update.windows.name): update.chosen for update in model.updates}
     families: dict[tuple[object, ...], list[PeriodVariables]] = defaultdict(list)
     for entry in model.periods:
-        if not entry.block_class.frozen:
+        if not entry.block_class.read_only:
             key = (entry.block_class.blocks, entry.period.epoch, entry.route.tier)
             families[key].append(entry)
     for family in families.values():

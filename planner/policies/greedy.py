@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from planner.problem.problem import Decision, Decisions, Problem, Route
-from planner.problem.tier_capacity import LowerTiers
+from planner.problem.tier_capacity import TierCapacity
 from planner.schedule.eviction import evict_furthest
 from planner.schedule.prefetch import on_demand, prefetch_from
 
@@ -141,7 +141,7 @@ class _Greedy:
         self._excess = [float(live - problem.budgets.device_bytes) for live in problem.live_bytes]
         self._measure_pressure()
         self._links = {link.name: _LinkTime(self._seconds) for route in problem.routes for link in (route.outward, route.inward)}
-        self._room = LowerTiers(problem, {})
+        self._room = TierCapacity(problem, {})
         self._written: set[tuple[int, int, str]] = set()
         self._routes = sorted(problem.routes, key=lambda route: route.tier != "storage")
 
@@ -178,7 +178,7 @@ class _Greedy:
 
     def _to(self, index: int, route: Route) -> _Candidate | None:
         period = self._problem.periods[index]
-        copied = period.frozen or (period.block, period.epoch, route.tier) in self._written
+        copied = period.read_only or (period.block, period.epoch, route.tier) in self._written
         out_seconds = 0.0 if copied else route.outward.seconds(period.size_bytes)
         in_seconds = 0.0 if period.final else route.inward.seconds(period.size_bytes)
         free = self._links[route.outward.name].earliest(period.after + 1, period.before, out_seconds)

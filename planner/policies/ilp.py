@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from planner.bound.lower_bound import lower_bound_seconds
 from planner.errors import InfeasiblePlanError
-from planner.ilp.coarse import MOST_INTEGER_STAGES, coarse_solutions, in_order_of_need
+from planner.ilp.coarse import MAX_INTEGER_STAGES, coarse_solutions, in_order_of_need
 from planner.ilp.solve import Solution
 from planner.lp.host_update_windows import candidates
 from planner.problem.problem import Decision, Decisions, Problem, build_plan, copies_out
 from planner.problem.solver_settings import DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings, outward_weight
-from planner.problem.tier_capacity import LowerTiers
+from planner.problem.tier_capacity import TierCapacity
 from planner.problem.user_code import user_stages
 from planner.schedule.eviction import evict_furthest, prune
 from planner.schedule.prefetch import StageClock, schedule
@@ -61,7 +61,7 @@ def optimise(
     report = solutions[0].report if solutions else SolverReport(name="none", status="failed")
     # Without a solution the report says so, and a greedy plan stands in.
     starts = [_decisions(problem, solution) for solution in solutions] or [_undecided(problem, on_host or ())]
-    if on_host is None and problem.stage_count <= MOST_INTEGER_STAGES:
+    if on_host is None and problem.stage_count <= MAX_INTEGER_STAGES:
         starts += _extremes(problem)
     own: list[_Candidate] = []
     too_full: InfeasiblePlanError | None = None
@@ -75,7 +75,7 @@ def optimise(
         assert too_full is not None  # why there is no candidate
         raise too_full
     if user_stages(problem.trace):
-        most = _SHIFTED if problem.stage_count <= MOST_INTEGER_STAGES else 1
+        most = _SHIFTED if problem.stage_count <= MAX_INTEGER_STAGES else 1
         cheapest = sorted(own + others, key=lambda candidate: candidate.cost)[:most]
         own += [_around_user_code(candidate, settings.write_weight) for candidate in cheapest]
     best = _choose(own, others, settings.write_weight)
@@ -150,7 +150,7 @@ def _decisions(problem: Problem, solution: Solution) -> tuple[Problem, Decisions
     """
     chosen = {(problem.periods[i].block, problem.periods[i].after): tier for i, tier in solution.tiers.items()}
     left = Problem.of(problem.source, problem.budgets, in_order_of_need(problem, solution.on_host))
-    room = LowerTiers(left, {})
+    room = TierCapacity(left, {})
     decisions: Decisions = {}
     for index, period in enumerate(left.periods):
         tier = "host" if index in left.updated else chosen.get((period.block, period.after))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from planner.problem.problem import Decision, Decisions, Problem
-from planner.problem.tier_capacity import LowerTiers
+from planner.problem.tier_capacity import TierCapacity
 from planner.schedule.eviction import evict_furthest
 from planner.schedule.prefetch import prefetch_from
 from planner.schema.plan import WaitingTier
@@ -27,7 +27,7 @@ def zero_infinity_decisions(problem: Problem) -> Decisions:
     all states on NVMe, activation checkpoints in CPU memory, overlap-centric prefetching along the traced order of layers.
     """
     layer_of, first_of = _layers(problem)
-    room = LowerTiers(problem, {})
+    room = TierCapacity(problem, {})
     decisions: Decisions = {}
     ahead: dict[int, int] = {}
     stages, layers = problem.stage_count, len(first_of)

@@ -29,7 +29,7 @@ class InactivePeriod:
     dies when stage `before` − 1 has ended, wherever it is then: it need not come back. `epoch` numbers
     the stretches of the block's life between two writes, and `rank` the periods within a stretch, from the
     write on. A copy made in an earlier period of the same epoch is still valid in a later one.
-    `frozen`: no stage ever writes the block, so in the steady state a valid copy always exists.
+    `read_only`: no stage ever writes the block, so in the steady state a valid copy always exists.
     """
 
     block: int
@@ -38,7 +38,7 @@ class InactivePeriod:
     before: int
     epoch: int
     rank: int
-    frozen: bool
+    read_only: bool
     final: bool = False
 
     @property
@@ -54,7 +54,7 @@ class InactivePeriod:
     @property
     def clean(self) -> bool:
         """Whether the block can leave without a copy out: one made earlier in the same epoch may still be valid."""
-        return self.frozen or self.rank > 0
+        return self.read_only or self.rank > 0
 
 
 def inactive_periods(trace: Trace) -> tuple[InactivePeriod, ...]:
@@ -74,7 +74,7 @@ def _periods_of(block: Block, stages: int) -> list[InactivePeriod]:
     uses = block.uses
     following = [*uses[1:], uses[0] + stages if block.persistent else block.last_stage + 1]
     writes = set(block.writes)
-    frozen = block.persistent and not writes
+    read_only = block.persistent and not writes
     pairs = list(zip(uses, following, strict=True))
     if block.persistent and writes:
         # Begin just after a write, so that ranks run on across the iteration's end.
@@ -93,7 +93,7 @@ def _periods_of(block: Block, stages: int) -> list[InactivePeriod]:
                 before=before,
                 epoch=epoch,
                 rank=rank,
-                frozen=frozen,
+                read_only=read_only,
                 final=not block.persistent and after == uses[-1],
             )
         )

@@ -214,7 +214,7 @@ def copies_out(problem: Problem, decisions: Decisions) -> set[int]:
     first: dict[tuple[int, int, str], int] = {}
     for index in decisions:
         period = problem.periods[index]
-        if period.frozen:
+        if period.read_only:
             continue
         key = (period.block, period.epoch, decisions[index].tier)
         if key not in first or problem.periods[first[key]].rank > period.rank:

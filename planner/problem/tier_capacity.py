@@ -8,10 +8,10 @@ from __future__ import annotations
 from planner.problem.problem import Decisions, Problem, Route
 from planner.schema.plan import WaitingTier
 
-__all__ = ["LowerTiers"]
+__all__ = ["TierCapacity"]
 
 
-class LowerTiers:
+class TierCapacity:
     """Bytes per lower tier and stage, for tiers with a budget; tiers without one always have room."""
 
     def __init__(self, problem: Problem, decisions: Decisions) -> None:

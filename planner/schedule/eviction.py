@@ -7,7 +7,7 @@ from math import inf
 from planner.errors import InfeasiblePlanError
 from planner.problem.lifetimes import InactivePeriod
 from planner.problem.problem import Decision, Decisions, Problem
-from planner.problem.tier_capacity import LowerTiers
+from planner.problem.tier_capacity import TierCapacity
 
 __all__ = ["evict_furthest", "prune"]
 
@@ -23,7 +23,7 @@ def evict_furthest(problem: Problem, decisions: Decisions, *, early: bool, sprea
     Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer (1966).
     """
     result = dict(decisions)
-    room = LowerTiers(problem, result)
+    room = TierCapacity(problem, result)
     occupied = problem.occupancy(result)
     budget = problem.budgets.device_bytes
     for stage in range(problem.stage_count):

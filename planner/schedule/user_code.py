@@ -15,7 +15,7 @@ from planner.simulator.timeline import Timeline
 
 __all__ = ["proposals"]
 
-_MOST_APART = 3  # stages of user code for which the copies that they wait for are put off by themselves
+_MAX_APART = 3  # stages of user code for which the copies that they wait for are put off by themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def proposals(problem: Problem, decisions: Decisions, plan: Plan, timeline: Time
     if sooner != decisions:
         yield problem, sooner
     worst = list(dict.fromkeys(copy.user % problem.stage_count for copy in late))
-    groups: list[Collection[int]] = [worst, *([user] for user in worst[:_MOST_APART] if len(worst) > 1)]
+    groups: list[Collection[int]] = [worst, *([user] for user in worst[:_MAX_APART] if len(worst) > 1)]
     for users in groups if late else ():
         chosen = [copy for copy in late if copy.user % problem.stage_count in users]
         for count in sorted({len(chosen), (len(chosen) + 1) // 2, 1}, reverse=True):

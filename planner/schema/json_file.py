@@ -1,7 +1,7 @@
 """Reading and writing the two file formats: shared by trace and plan.
 
 A file may come from anyone. Whatever is in it, reading ends with a valid model or with a FileFormatError of one line
-that names the place, and the memory that it takes is bounded by `MOST_BYTES` and `MOST_VALUES`.
+that names the place, and the memory that it takes is bounded by `MAX_BYTES` and `MAX_VALUES`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from planner.errors import FileFormatError
 __all__ = [
     "LARGEST_NUMBER",
     "LONGEST_TEXT",
-    "MOST_BYTES",
-    "MOST_VALUES",
-    "SMALLEST_NUMBER",
+    "MAX_BYTES",
+    "MAX_VALUES",
+    "MIN_NUMBER",
     "FrozenModel",
     "describe",
     "printable",
@@ -35,11 +35,11 @@ __all__ = [
     "write_atomic",
 ]
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """The longest file that is read, in bytes, unpacked where it is compressed. The trace of a 70-billion-parameter
 transformer (968 stages, 4418 blocks) takes 1.2 MB."""
 
-MOST_VALUES = 1_000_000
+MAX_VALUES = 1_000_000
 """The most numbers, texts, lists and objects in a file; that trace has 61 thousand. A short text can hold many: parsed,
 each takes about a hundred bytes. Reports of faults take more (a kilobyte each, and the three characters `{},` can be an
 object that lacks seven fields), so the models' lists end with the first entry that is faulty (pydantic's FailFast)."""
@@ -48,7 +48,7 @@ LARGEST_NUMBER = (1 << 63) - 1
 """No number in a file is greater, nor less than its negative: whole ones fit 64 bits, as file sizes do. With the next
 limit, sums and quotients of sizes, rates and seconds stay finite, since 10^6 · 10^19 / 10^-60 is far below 10^308."""
 
-SMALLEST_NUMBER = 1e-60
+MIN_NUMBER = 1e-60
 """No number in a file but 0 is nearer to 0; differences that are due to rounding only are far from it."""
 
 LONGEST_TEXT = 4096
@@ -108,9 +108,9 @@ def read_model(
 ) -> ModelT:
     """Read and validate a JSON file, gzip-compressed if its name ends in `.gz`.
 
-    Raises `error`, naming the file and the place in it, when the file cannot be read, is longer than `MOST_BYTES` or
-    has more than `MOST_VALUES`, is not JSON, is of another format or version, or breaks a rule of `model`; and where it
-    gives a field twice, or holds a number beyond `LARGEST_NUMBER` or below `SMALLEST_NUMBER`, or a text longer than
+    Raises `error`, naming the file and the place in it, when the file cannot be read, is longer than `MAX_BYTES` or
+    has more than `MAX_VALUES`, is not JSON, is of another format or version, or breaks a rule of `model`; and where it
+    gives a field twice, or holds a number beyond `LARGEST_NUMBER` or below `MIN_NUMBER`, or a text longer than
     `LONGEST_TEXT`.
     """
     text = _read_text(path, error)
@@ -136,22 +136,22 @@ def read_format(path: str | os.PathLike[str]) -> str | None:
 
 
 def _read_text(path: str | os.PathLike[str], error: type[FileFormatError]) -> str:
-    """The text of a regular file, unpacked; never holds more than `MOST_BYTES` of it. A byte order mark is dropped."""
+    """The text of a regular file, unpacked; never holds more than `MAX_BYTES` of it. A byte order mark is dropped."""
     try:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # opening a folder says so itself
             raise error(f"{path}: cannot be read: it is a device or a pipe; give the name of a regular file")
-        if found.st_size > MOST_BYTES:
-            raise error(_too_long(path, f"{found.st_size:,} bytes", f"{MOST_BYTES:,}"))
+        if found.st_size > MAX_BYTES:
+            raise error(_too_long(path, f"{found.st_size:,} bytes", f"{MAX_BYTES:,}"))
         with open(path, "rb") as stream:
             with gzip.GzipFile(fileobj=stream) if _is_compressed(path) else stream as content:
-                raw = content.read(MOST_BYTES + 1)
+                raw = content.read(MAX_BYTES + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as problem:
         raise error(f"{path}: not a whole gzip file, as its name says: {problem}; write it again") from problem
     except (OSError, ValueError) as problem:  # ValueError: a null byte in the path
         raise error(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}") from problem
-    if len(raw) > MOST_BYTES:
-        raise error(_too_long(path, f"more than {MOST_BYTES:,} bytes when unpacked", f"{MOST_BYTES:,}"))
+    if len(raw) > MAX_BYTES:
+        raise error(_too_long(path, f"more than {MAX_BYTES:,} bytes when unpacked", f"{MAX_BYTES:,}"))
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
@@ -182,8 +182,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse(path: str | os.PathLike[str], text: str, error: type[FileFormatError]) -> Any:
     values = sum(map(text.count, "[{,")) + 1  # each follows a comma, or opens or begins a list or object
-    if values > MOST_VALUES:
-        raise error(_too_long(path, f"about {values:,} values", f"{MOST_VALUES:,}"))
+    if values > MAX_VALUES:
+        raise error(_too_long(path, f"about {values:,} values", f"{MAX_VALUES:,}"))
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as problem:
@@ -211,8 +211,8 @@ def _faults(content: Any) -> Iterator[str]:
             yield f"{_dotted(place)}: a text of {len(value):,} characters; at most {LONGEST_TEXT:,} are allowed"
         elif isinstance(value, int | float) and abs(value) > LARGEST_NUMBER:
             yield f"{_dotted(place)}: the number {_short.repr(value)}; at most {LARGEST_NUMBER:,} is allowed"
-        elif isinstance(value, float) and 0 < abs(value) < SMALLEST_NUMBER:
-            yield f"{_dotted(place)}: the number {value}; it may be 0, or at least {SMALLEST_NUMBER}"
+        elif isinstance(value, float) and 0 < abs(value) < MIN_NUMBER:
+            yield f"{_dotted(place)}: the number {value}; it may be 0, or at least {MIN_NUMBER}"
 
 
 _Place = tuple[Any, ...]

@@ -27,14 +27,14 @@ from planner.schema.plan import Plan
 from planner.schema.trace import Trace
 from planner.simulator.timeline import Timeline
 
-__all__ = ["HOST_UPDATES", "STAGES", "CriticalPath", "Piece", "critical_path"]
+__all__ = ["HOST_UPDATES", "STAGES", "CriticalPath", "PathSegment", "critical_path"]
 
 STAGES = "stages"
 HOST_UPDATES = "host updates"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class PathSegment:
     """One stage, copy or update of an iteration of the steady state, in seconds from the iteration's begin.
 
     `resource`: `"stages"`, `"host updates"` or the name of a link. `index`: of the stage or subgroup in the trace, or of
@@ -57,7 +57,7 @@ class Piece:
 class CriticalPath:
     """A chain of pieces, each beginning when the one before ended, from the iteration's begin to its end."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PathSegment, ...]
 
     def seconds(self) -> dict[str, float]:
         """How much of the chain each resource takes, largest first. The sum is the iteration's time."""
@@ -89,17 +89,17 @@ def critical_path(trace: Trace, plan: Plan, timeline: Timeline) -> CriticalPath:
     return CriticalPath(pieces=tuple(pieces[number] for number in chain[:-1]))
 
 
-def _pieces(timeline: Timeline) -> list[Piece]:
+def _pieces(timeline: Timeline) -> list[PathSegment]:
     """All that the iteration did, in an order in which nothing comes before what it waited for.
 
     Only pieces that take no time can begin and end at the same instant; of those the stages come first.
     """
     found = [
-        Piece(resource=STAGES, index=number, block=None, start_seconds=stage.start_seconds, end_seconds=stage.end_seconds)
+        PathSegment(resource=STAGES, index=number, block=None, start_seconds=stage.start_seconds, end_seconds=stage.end_seconds)
         for number, stage in enumerate(timeline.stages)
     ]
     found += [
-        Piece(
+        PathSegment(
             resource=HOST_UPDATES,
             index=update.subgroup,
             block=None,
@@ -109,7 +109,7 @@ def _pieces(timeline: Timeline) -> list[Piece]:
         for update in timeline.updates
     ]
     found += [
-        Piece(
+        PathSegment(
             resource=transfer.link,
             index=transfer.move,
             block=transfer.block,
@@ -132,7 +132,7 @@ class _Waits:
         self.visible = frozenset(block.id for block in trace.blocks if block.user_visible)
         self.begin = [host_start(trace, subgroup) for subgroup in trace.subgroups]
 
-    def may_wait(self, piece: Piece, earlier: Piece) -> bool:
+    def may_wait(self, piece: PathSegment, earlier: PathSegment) -> bool:
         """Whether `piece` may have waited for `earlier`."""
         if piece.resource == STAGES:
             return self._stage_waits(piece, earlier)
@@ -149,7 +149,7 @@ class _Waits:
             return piece.block in self.updated[earlier.index]
         return earlier.resource == STAGES or _outward(earlier)
 
-    def _stage_waits(self, piece: Piece, earlier: Piece) -> bool:
+    def _stage_waits(self, piece: PathSegment, earlier: PathSegment) -> bool:
         if earlier.resource == STAGES:
             return earlier.index == piece.index - 1
         if earlier.resource == HOST_UPDATES:
@@ -159,5 +159,5 @@ class _Waits:
         return _outward(earlier) or self.moves[earlier.index].before % self.stages == piece.index
 
 
-def _outward(piece: Piece) -> bool:
+def _outward(piece: PathSegment) -> bool:
     return piece.resource.startswith("device->")

@@ -35,7 +35,7 @@ class Program:
     prefetches: list[list[int]]
     initial: list[str]
     persistent_places: list[set[str]]
-    frozen: frozenset[int]
+    read_only: frozenset[int]
     updates: list[list[int]]
     user_stages: frozenset[int]
     visible: frozenset[int]
@@ -69,7 +69,7 @@ def compile_program(trace: Trace, plan: Plan) -> Program:
         prefetches=[[] for _ in range(count)],
         initial=["device"] * len(trace.blocks),
         persistent_places=[set() for _ in trace.blocks],
-        frozen=frozenset(block.id for block in source.blocks if block.persistent and not block.writes),
+        read_only=frozenset(block.id for block in source.blocks if block.persistent and not block.writes),
         updates=[[] for _ in range(count)],
         user_stages=frozenset(user),
         visible=frozenset(block.id for block in source.blocks if user and block.user_visible),

@@ -33,12 +33,12 @@ from planner.schema.trace import Trace
 from planner.simulator.host_processor import HostProcessor
 from planner.simulator.links import Channel, Job, Links
 from planner.simulator.program import Program, compile_program
-from planner.simulator.tier_usage import Places
+from planner.simulator.tier_usage import TierUsage
 from planner.simulator.timeline import HostUpdate, StageTimes, Timeline, Transfer, agree
 
 __all__ = ["simulate"]
 
-_MOST_ITERATIONS = 32
+_MAX_ITERATIONS = 32
 
 
 def simulate(trace: Trace, plan: Plan) -> Timeline:
@@ -72,7 +72,7 @@ class _Replay:
         self.reached_at = 0.0
         self.waiting_bytes = 0  # outputs and workspace of the stage that is reached and has not started
         self.processor = HostProcessor(trace, program)
-        self.places = Places(trace, plan.budgets, program.persistent_places)
+        self.tier_usage = TierUsage(trace, plan.budgets, program.persistent_places)
         self.visible_copies = 0  # that user code would wait for: queued outwards, under way inwards
         self.times: list[StageTimes] = []
         self.transfers: list[Transfer] = []
@@ -83,7 +83,7 @@ class _Replay:
         """Replay iterations until two agree."""
         self._begin()
         previous: Timeline | None = None
-        for self.iteration in range(_MOST_ITERATIONS):
+        for self.iteration in range(_MAX_ITERATIONS):
             timeline = self._one_iteration()
             if previous is not None and agree(previous, timeline):
                 break
@@ -123,7 +123,7 @@ class _Replay:
             stages=tuple(self.times),
             transfers=tuple(self.transfers),
             updates=tuple(self.updated),
-            peak_bytes={"device": self.peak, **self.places.peak_bytes},
+            peak_bytes={"device": self.peak, **self.tier_usage.peak_bytes},
             moved_bytes=dict(self.moved),
             storage_written_bytes=sum(size for name, size in self.moved.items() if name.endswith("->storage")),
         )
@@ -188,13 +188,13 @@ class _Replay:
         if self.state[block] == "device":
             self.used -= self.trace.blocks[block].size_bytes
         self.state[block] = "away"
-        self.places.give_back(block)
+        self.tier_usage.give_back(block)
         self.copies[block].clear()
 
     def _drop(self, index: int) -> None:
         move = self.plan.moves[index]
         block = self.trace.blocks[move.block]
-        if move.tier not in self.copies[block.id] and block.id not in self.program.frozen:
+        if move.tier not in self.copies[block.id] and block.id not in self.program.read_only:
             raise InfeasiblePlanError(
                 f"block {block.name!r} is dropped after stage {self.trace.stages[move.after].name!r} "
                 f"although no valid copy waits in the {move.tier} tier: give the move an offload",
@@ -238,7 +238,7 @@ class _Replay:
                 self.state[job.block] = "coming"
                 self.visible_copies += job.block in self.program.visible
             else:
-                self.places.take(job.block, job.tier, stage=self.stage)
+                self.tier_usage.take(job.block, job.tier, stage=self.stage)
             self.links.begin(channel, self.now)
 
     def _proceed(self, limit: float) -> bool:

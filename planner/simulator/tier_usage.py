@@ -8,10 +8,10 @@ from planner.errors import InfeasiblePlanError
 from planner.schema.plan import Budgets
 from planner.schema.trace import Trace
 
-__all__ = ["Places"]
+__all__ = ["TierUsage"]
 
 
-class Places:
+class TierUsage:
     """A copy has its place in a tier from its begin until its block dies; in the tiers `lasting` (by block) for ever.
 
     `peak_bytes`: by tier, the most that was taken.

@@ -31,7 +31,7 @@ from planner.errors import StorageError, UnsupportedError
 from runtime.system import native
 
 PAGE_BYTES = mmap.PAGESIZE
-SMALLEST_MOVED_BYTES = 1 << 20
+MIN_MOVED_BYTES = 1 << 20
 """Smaller blocks stay on the device: moving them would cost more in system calls than it frees."""
 
 
@@ -71,7 +71,7 @@ class CpuMemory:
 
     def take_over(self) -> None:
         """Serve all allocations of PyTorch on CPU from now on."""
-        if self._pool.teraio_install(SMALLEST_MOVED_BYTES) != 0:
+        if self._pool.teraio_install(MIN_MOVED_BYTES) != 0:
             raise UnsupportedError(
                 "training on CPU needs PyTorch's CPU allocator to be replaced, but another one has been installed with "
                 "precedence; leave that one out"
@@ -89,7 +89,7 @@ class CpuMemory:
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         """The pages of `storage` if they are the pool's and its own (not lent to it, by NumPy say), else None."""
-        if storage.nbytes() < SMALLEST_MOVED_BYTES:
+        if storage.nbytes() < MIN_MOVED_BYTES:
             return None
         serial = ctypes.c_long()
         length = self._pool.teraio_chunk(storage._cdata, ctypes.byref(serial))
@@ -101,7 +101,7 @@ class CpuMemory:
         Blocks for as long as the copy takes. Memory that is only lent (by NumPy, shared memory, a file) stays put.
         """
         lent = not storage.resizable() or storage.is_shared()
-        if storage.nbytes() < SMALLEST_MOVED_BYTES or lent or self.span(storage) is not None:
+        if storage.nbytes() < MIN_MOVED_BYTES or lent or self.span(storage) is not None:
             return
         _check(self._pool.teraio_adopt(storage._cdata), "mmap", storage.nbytes())
 

@@ -11,7 +11,7 @@ from planner.errors import StorageError
 from planner.schema.plan import WaitingTier
 from runtime.cpu.memory import CpuMemory, Span
 from runtime.paging.block import Block
-from runtime.paging.block_transfers import Carrier
+from runtime.paging.block_transfers import BlockTransfers
 from runtime.paging.debug import POISON, Debug
 from runtime.paging.mover import Done
 from runtime.paging.ownership import claim, give_up, give_up_all
@@ -31,7 +31,7 @@ class CpuMover:
         self._memory = memory
         self._tiers = tiers
         self._debug = debug
-        self._carrier = Carrier(tiers)
+        self._transfers = BlockTransfers(tiers)
         self._arrived: dict[Block, Span] = {}
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
@@ -55,7 +55,7 @@ class CpuMover:
         place = self._tiers.place(block, span.length_bytes, tier)
         if self._debug is not None:
             self._debug.leaves(block, _content(block))
-        self._carrier.write(place, block, span.address, done)
+        self._transfers.write(place, block, span.address, done)
 
     def finished(self, block: Block) -> bool:
         return True
@@ -70,7 +70,7 @@ class CpuMover:
         self._tiers.free(block)
 
     def copy_in(self, block: Block, done: Done) -> None:
-        if block.user_visible:  # may have been written through the mapping, also before `settle`
+        if block.user_visible:  # may have been written through the mapping, also before `invalidate_mapping`
             self._distrust(block)
         area = self._memory.take_pages(_span(block).length_bytes)
         if self._debug is not None:
@@ -83,7 +83,7 @@ class CpuMover:
             done(error)
 
         try:
-            self._carrier.read(self._tiers.of(block), block, area.address, landed)
+            self._transfers.read(self._tiers.of(block), block, area.address, landed)
         except StorageError:
             self._memory.drop_pages(self._arrived.pop(block))
             raise
@@ -93,7 +93,7 @@ class CpuMover:
         if self._debug is not None:
             self._debug.arrives(block)
 
-    def land(self, blocks: Sequence[Block]) -> None:
+    def wait_resident(self, blocks: Sequence[Block]) -> None:
         """Nothing to wait for: what is installed has landed."""
         if self._debug is not None:
             self._debug.check(blocks, _content)
@@ -101,23 +101,23 @@ class CpuMover:
     def read_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
         if self._debug is not None:
             memory.fill_(POISON)
-        return self._carrier.read_range(self._tiers.of(block), block, begin_bytes, memory)
+        return self._transfers.read_range(self._tiers.of(block), block, begin_bytes, memory)
 
     def write_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
         if self._debug is not None:
             self._debug.distrust(block)
-        return self._carrier.write_range(self._tiers.of(block), block, begin_bytes, memory)
+        return self._transfers.write_range(self._tiers.of(block), block, begin_bytes, memory)
 
-    def hurry(self, block: Block) -> None:
-        self._carrier.hurry(block)
+    def prioritize(self, block: Block) -> None:
+        self._transfers.prioritize(block)
 
     def check(self) -> None:
-        self._carrier.check()
+        self._transfers.check()
 
     def poll(self) -> None:
         """Nothing to do: transfers let go of their memory by themselves."""
 
-    def settle(self, block: Block) -> None:
+    def invalidate_mapping(self, block: Block) -> None:
         self._memory.forget_cached(_span(block))
         self._distrust(block)
 
@@ -131,7 +131,7 @@ class CpuMover:
     def forget(self, block: Block) -> None:
         if self._debug is not None:
             self._debug.forget(block)
-        self._carrier.forget(block)
+        self._transfers.forget(block)
         give_up(block.key, self)
         self._tiers.free(block)
 

@@ -18,7 +18,7 @@ from runtime.cuda import storage_swap as storage_memory
 from runtime.cuda.host_copies import HostCopies, QueuedRange
 from runtime.device.streams import Event, Lane, Streams
 from runtime.paging.block import Block
-from runtime.paging.block_transfers import Carrier
+from runtime.paging.block_transfers import BlockTransfers
 from runtime.paging.debug import POISON, Debug
 from runtime.paging.mover import Done
 from runtime.paging.ownership import claim, give_up, give_up_all
@@ -57,7 +57,7 @@ class StreamMover:
         self._tiers = tiers
         self._host_address = host_address
         self._in_reach = in_reach
-        self._carrier = Carrier(tiers)
+        self._transfers = BlockTransfers(tiers)
         self._fresh: dict[Block, torch.UntypedStorage] = {}
         self._out: dict[Block, Event] = {}
         self._in: dict[Block, _Arriving] = {}
@@ -100,7 +100,7 @@ class StreamMover:
             self._streams.wait(Lane.OUTWARD, computed)
             self._debug.leaves(block, self._streams.read(Lane.OUTWARD, block.address, block.size_bytes))
         if place.engine is not None:
-            self._carrier.write(place, block, block.address, done, ready=computed.wait)
+            self._transfers.write(place, block, block.address, done, ready=computed.wait)
             return
         self._streams.wait(Lane.OUTWARD, computed)
         self._out[block] = self._copies.queue(Lane.OUTWARD, _slot(block), block.size_bytes, block.address)
@@ -195,7 +195,7 @@ class StreamMover:
                 done(error)
 
         try:
-            self._carrier.read(place, block, address, landed, ready)
+            self._transfers.read(place, block, address, landed, ready)
         except StorageError:
             drop()
             raise
@@ -208,7 +208,7 @@ class StreamMover:
         if self._debug is not None:
             self._debug.arrives(block)
 
-    def land(self, blocks: Sequence[Block]) -> None:
+    def wait_resident(self, blocks: Sequence[Block]) -> None:
         self._join(blocks)
         if self._debug is not None:
             self._debug.check(blocks, lambda block: self._streams.read(Lane.COMPUTE, block.address, block.size_bytes))
@@ -226,7 +226,7 @@ class StreamMover:
         if self._debug is not None:
             before = self._poison_arriving(memory.data_ptr(), memory.nbytes, [before])
         if place.engine is not None:
-            return self._carrier.read_range(place, block, begin_bytes, memory, before.wait)
+            return self._transfers.read_range(place, block, begin_bytes, memory, before.wait)
         self._streams.wait(Lane.INWARD, before)
         return self._queue_range(Lane.INWARD, block, begin_bytes, memory)
 
@@ -235,7 +235,7 @@ class StreamMover:
         if self._debug is not None:
             self._debug.distrust(block)
         if place.engine is not None:
-            return self._carrier.write_range(place, block, begin_bytes, memory, computed.wait)
+            return self._transfers.write_range(place, block, begin_bytes, memory, computed.wait)
         self._streams.wait(Lane.OUTWARD, computed)
         return self._queue_range(Lane.OUTWARD, block, begin_bytes, memory)
 
@@ -246,11 +246,11 @@ class StreamMover:
 
     # -- the rest
 
-    def hurry(self, block: Block) -> None:
-        self._carrier.hurry(block)
+    def prioritize(self, block: Block) -> None:
+        self._transfers.prioritize(block)
 
     def check(self) -> None:
-        self._carrier.check()
+        self._transfers.check()
 
     def poll(self) -> None:
         for block in [block for block, arriving in self._in.items() if arriving.event.done()]:
@@ -259,7 +259,7 @@ class StreamMover:
             del self._out[block]
         self._copies.count()
 
-    def settle(self, block: Block) -> None:
+    def invalidate_mapping(self, block: Block) -> None:
         """Nothing to do, but in the debug mode: what stands in for a block is its only copy."""
         if self._debug is not None and self.host_address(block) is not None:
             self._debug.distrust(block)
@@ -269,7 +269,7 @@ class StreamMover:
             self._debug.forget(block)
         self._join([block])
         self._out.pop(block, None)
-        self._carrier.forget(block)
+        self._transfers.forget(block)
         give_up(block.key, self)
         self._tiers.free(block)
 

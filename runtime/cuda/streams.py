@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from planner.errors import StorageError
-from runtime.cpu.memory import SMALLEST_MOVED_BYTES
+from runtime.cpu.memory import MIN_MOVED_BYTES
 from runtime.device.device_bytes import DeviceBytes
 from runtime.device.streams import Event, Lane
 
@@ -142,7 +142,7 @@ class CudaStreams:
 
     def can_move(self, storage: torch.UntypedStorage) -> bool:
         own = storage.device == self.device and storage.resizable()
-        return own and storage.nbytes() >= SMALLEST_MOVED_BYTES
+        return own and storage.nbytes() >= MIN_MOVED_BYTES
 
     def trim(self, spare_bytes: int) -> None:
         """Nothing to do: PyTorch's allocator gives cached memory back by itself where the limit would be exceeded."""

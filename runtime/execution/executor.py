@@ -46,7 +46,7 @@ class Observer(Protocol):
         """The region is about to return to user code, or failed."""
 
 
-class Guest(Protocol):
+class InterleavedStages(Protocol):
     """Looks on while a program runs under management, and may run stages of its own between those of the program."""
 
     @property
@@ -77,14 +77,14 @@ def run_managed(
     pager: Pager,
     observer: Observer,
     meter: WorkspaceMeter,
-    guest: Guest | None = None,
+    interleaved: InterleavedStages | None = None,
 ) -> list[Any]:
     """Run a program under the pager's budget. Takes over `arguments`; blocks while inputs are fetched.
 
     Raises BudgetError and StorageError; then nothing stays held, and all blocks keep their contents.
     """
     with pager.device.region():
-        return _run_region(program, arguments, pager, observer, meter, guest)
+        return _run_region(program, arguments, pager, observer, meter, interleaved)
 
 
 def _run_region(
@@ -93,9 +93,9 @@ def _run_region(
     pager: Pager,
     observer: Observer,
     meter: WorkspaceMeter,
-    guest: Guest | None,
+    interleaved: InterleavedStages | None,
 ) -> list[Any]:
-    pager.enter()
+    pager.enter_region()
     slots = _slots(program, arguments)
     try:
         blocks: list[Block | None] = [None] * program.slot_count
@@ -103,22 +103,24 @@ def _run_region(
             if program.slot_kinds[index] != "activation":
                 pager.make_movable(slots[index])
             blocks[index] = _input_block(program, slots, index, pager)
-        observer.region_begins(program.identity, len(program.stages) + (guest.stage_count if guest is not None else 0))
+        observer.region_begins(
+            program.identity, len(program.stages) + (interleaved.stage_count if interleaved is not None else 0)
+        )
         for number, stage in enumerate(program.stages):
             read = _run_stage_managed(program, number, stage, slots, blocks, pager, observer, meter)
-            if guest is not None:
-                guest.after_stage(number, read, slots)
+            if interleaved is not None:
+                interleaved.after_stage(number, read, slots)
         results = _results(program, slots)
         for index in program.user_results:
             if isinstance(results[index], torch.Tensor) and (block := pager.known_block(results[index])) is not None:
                 block.user_visible = True
-        if guest is not None:
-            guest.region_done(results)
+        if interleaved is not None:
+            interleaved.region_done(results)
         return results
     finally:
         observer.region_ended()
         slots.clear()
-        pager.fence()
+        pager.leave_region()
 
 
 def _slots(program: Program, arguments: list[Any]) -> list[Any]:

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class State(enum.Enum):
-    """ON_DEVICE and AWAY are at rest. LEAVING still holds its memory; ARRIVING has its memory reserved.
+    """ON_DEVICE and OFFLOADED are at rest. OFFLOADING still holds its memory; PREFETCHING has its memory reserved.
 
     UPDATING: away, and its slot is lent to who changes it there, see `Lending`.
     """
 
     ON_DEVICE = enum.auto()
-    LEAVING = enum.auto()
-    AWAY = enum.auto()
-    ARRIVING = enum.auto()
+    OFFLOADING = enum.auto()
+    OFFLOADED = enum.auto()
+    PREFETCHING = enum.auto()
     UPDATING = enum.auto()
 
 
@@ -33,7 +33,7 @@ class Block:
     address: of its memory, as the mover left it; user code may give the storage other memory.
     span: the pages that can leave, None if the block can not (too small, foreign memory).
     slot, tier: where its copy is, or will be.
-    copy_is_valid: the slot holds the block's present content (always so while AWAY or UPDATING).
+    copy_is_valid: the slot holds the block's present content (always so while OFFLOADED or UPDATING).
     version: counts writes, so that a copy out that was overtaken by a write is not taken for valid.
     user_visible: user code may read or write it between compiled regions.
     next_use: position on the pager's clock at which it is expected to be used next; orders evictions.

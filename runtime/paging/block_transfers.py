@@ -14,7 +14,7 @@ from runtime.storage.slot_range import slot_range
 from runtime.transfer.engine import Ready, Transfer
 
 
-class Carrier:
+class BlockTransfers:
     """The transfers of the blocks of one mover. The pager's lock guards the calls.
 
     ready: see `runtime.transfer.link`: called in an I/O thread before bytes move.
@@ -44,7 +44,7 @@ class Carrier:
         """Queue the copy of a part of a block's slot to `memory`. Any number of them may be under way."""
         return self._begin_range(tier.threads().read, block, begin_bytes, memory, ready)
 
-    def hurry(self, block: Block) -> None:
+    def prioritize(self, block: Block) -> None:
         """A copy of this block that has not begun goes to the front of its link."""
         if block in self._transfers:
             self._transfers[block].promote()

@@ -36,7 +36,7 @@ class Lending(Residency):
                 self._raise_failure()
                 for block in blocks:
                     self._send_away(block)
-                if all(block.state is State.AWAY for block in blocks):
+                if all(block.state is State.OFFLOADED for block in blocks):
                     break
                 self._wait()
             self._begin_lending(blocks)
@@ -44,7 +44,7 @@ class Lending(Residency):
     def waits_in_host_tier(self, blocks: Sequence[Block]) -> bool:
         """Whether all blocks are in the host tier, or on their way there, where they can be lent. Never blocks."""
         with self._changed:
-            there = all(block.state in (State.AWAY, State.LEAVING, State.UPDATING) for block in blocks)
+            there = all(block.state in (State.OFFLOADED, State.OFFLOADING, State.UPDATING) for block in blocks)
             return there and all(self._host_address(block) is not None for block in blocks)
 
     def set_aside(self, blocks: Sequence[Block]) -> bool:
@@ -53,7 +53,7 @@ class Lending(Residency):
         If so, no prefetch takes them before that or `give_back` is called for them; who acquires one does.
         """
         with self._changed:
-            if any(b.state not in (State.AWAY, State.LEAVING) or self._host_address(b) is None for b in blocks):
+            if any(b.state not in (State.OFFLOADED, State.OFFLOADING) or self._host_address(b) is None for b in blocks):
                 return False
             self._set_aside.update(blocks)
             return True
@@ -69,7 +69,7 @@ class Lending(Residency):
                 while self._still_leaving(blocks):
                     self._changed.wait(_POLL_SECONDS)
                     self._need_mover().check()
-                if any(block.state is not State.AWAY or block.pins or not self._is_current(block) for block in blocks):
+                if any(block.state is not State.OFFLOADED or block.pins or not self._is_current(block) for block in blocks):
                     return None
                 addresses = [address for b in blocks if (address := self._host_address(b)) is not None]
                 if len(addresses) < len(blocks):
@@ -87,13 +87,13 @@ class Lending(Residency):
 
     def _begin_lending(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
-            self._need_mover().settle(block)
+            self._need_mover().invalidate_mapping(block)
             block.state = State.UPDATING
 
     def _still_leaving(self, blocks: Sequence[Block]) -> bool:
         for block in [b for b in blocks if b in self._under_way and self._need_mover().finished(b)]:
             self._reclaim(block)
-        return any(block.state is State.LEAVING for block in blocks)
+        return any(block.state is State.OFFLOADING for block in blocks)
 
     def _host_address(self, block: Block) -> int | None:
         return self._need_mover().host_address(block) if block.tier == "host" else None
@@ -107,7 +107,7 @@ class Lending(Residency):
             self._set_aside.difference_update(blocks)
             for block in [block for block in blocks if block.state is State.UPDATING]:
                 block.version += 1
-                block.state = State.AWAY
+                block.state = State.OFFLOADED
             self._pump()
             self._changed.notify_all()
 

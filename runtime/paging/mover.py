@@ -23,7 +23,7 @@ class Mover(Protocol):
     [Note: Two kinds of time]
     A copy that threads make has ended when its `Done` is called. A copy that the device makes by itself, in the order
     of its queues, is only queued then: `finished` tells whether it has ended, and whoever needs its result lets the
-    device wait for it, not the host (`land` for copies in, `release` for copies out).
+    device wait for it, not the host (`wait_resident` for copies in, `release` for copies out).
     """
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
@@ -62,7 +62,7 @@ class Mover(Protocol):
     def install(self, block: Block) -> None:
         """Put the memory that `copy_in` fills in place."""
 
-    def land(self, blocks: Sequence[Block]) -> None:
+    def wait_resident(self, blocks: Sequence[Block]) -> None:
         """Let what the device does from now on wait until the copies in of these blocks have ended.
 
         In the debug mode it blocks until they have, and raises ChecksumError where one is not what it was when it left.
@@ -79,7 +79,7 @@ class Mover(Protocol):
     def write_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
         """Begin to copy what the device will have put into `memory` to the slot of a block that is away, see `read_range`."""
 
-    def hurry(self, block: Block) -> None:
+    def prioritize(self, block: Block) -> None:
         """A copy of this block that has not begun goes to the front of its link."""
 
     def check(self) -> None:
@@ -88,7 +88,7 @@ class Mover(Protocol):
     def poll(self) -> None:
         """Let go of what copies needed that have ended meanwhile."""
 
-    def settle(self, block: Block) -> None:
+    def invalidate_mapping(self, block: Block) -> None:
         """User code may have touched what stands in for a block that is away, or the processor its slot."""
 
     def host_address(self, block: Block) -> int | None:

@@ -5,8 +5,8 @@ It can run any sequence of stages without a plan. A plan only adds hints (`offlo
 late, early or wrong: that costs time, never correctness and never the budget.
 
 [Note: User code]
-Between compiled regions user code may write any block that it can reach. `fence` waits until none of those is being
-copied, and takes for granted that user code changes all of them; until `enter` no copy of them begins.
+Between compiled regions user code may write any block that it can reach. `leave_region` waits until none of those is being
+copied, and takes for granted that user code changes all of them; until `enter_region` no copy of them begins.
 """
 
 from __future__ import annotations
@@ -97,25 +97,25 @@ class Pager(Lending):
                 while any(block.state is State.UPDATING for block in blocks):
                     self._wait()
                 self._make_room(blocks, new_bytes, what)
-                coming = [block for block in blocks if block.state is State.ARRIVING and not block.held_back]
-                missing = [block for block in blocks if block.state is State.AWAY]
+                coming = [block for block in blocks if block.state is State.PREFETCHING and not block.held_back]
+                missing = [block for block in blocks if block.state is State.OFFLOADED]
                 self._reserved = new_bytes + sum(block.size_bytes for block in missing)
                 for block in missing:
                     self._reserved -= block.size_bytes
-                    if block.state is State.AWAY:  # still: where one copy fails to begin, waiting prefetches may begin
+                    if block.state is State.OFFLOADED:  # still: where one copy fails to begin, waiting prefetches may begin
                         self._start_in(block)
                 for block in blocks:
-                    if block.state is State.ARRIVING and self._mover is not None:
-                        self._mover.hurry(block)
+                    if block.state is State.PREFETCHING and self._mover is not None:
+                        self._mover.prioritize(block)
                 self._note_peak()
                 self._ask_for(then_fetch)
                 began = time.perf_counter()
-                while any(block.state is State.ARRIVING or block.state is State.AWAY for block in blocks):
+                while any(block.state is State.PREFETCHING or block.state is State.OFFLOADED for block in blocks):
                     self._raise_failure()
                     self._wait()
                     self._note_late(coming, time.perf_counter() - began)
                 if self._mover is not None:
-                    self._mover.land(blocks)
+                    self._mover.wait_resident(blocks)
             except BaseException:
                 self._release(blocks)
                 raise
@@ -156,7 +156,7 @@ class Pager(Lending):
         with self._changed:
             self._ask_for([block])
 
-    def make_way(self, size_bytes: int, *, keep: Sequence[Block]) -> None:
+    def evict_until_free(self, size_bytes: int, *, keep: Sequence[Block]) -> None:
         """Let blocks leave until so many bytes will be free, as a stage that needs them would, but none of `keep`. Never blocks.
 
         Raises StorageFullError if there is nowhere to go.
@@ -176,7 +176,7 @@ class Pager(Lending):
 
     # -- around compiled regions
 
-    def enter(self) -> None:
+    def enter_region(self) -> None:
         """A compiled region begins. Never blocks. Raises StorageError if a copy failed meanwhile."""
         with self._changed:
             self._raise_failure()
@@ -186,7 +186,7 @@ class Pager(Lending):
             self._in_user_code = False
             self._settle()
 
-    def fence(self) -> None:
+    def leave_region(self) -> None:
         """A compiled region ends, see [Note: User code]. Blocks until no block that user code can reach is in flight."""
         with self._changed:
             self._in_user_code = True
@@ -195,14 +195,14 @@ class Pager(Lending):
             while True:
                 for block in [b for b in self._under_way if b.user_visible]:  # also what an I/O thread has put there meanwhile
                     self._reclaim(block)
-                if all(b.state is State.ON_DEVICE or b.state is State.AWAY for b in visible):
+                if all(b.state is State.ON_DEVICE or b.state is State.OFFLOADED for b in visible):
                     break
                 self._wait()
             resident = [block for block in visible if block.state is State.ON_DEVICE]
             for block in resident:
                 touch(block)
             if self._mover is not None:
-                self._mover.land(resident)
+                self._mover.wait_resident(resident)
             self._trim()
             self._raise_failure()
 
@@ -217,17 +217,17 @@ class Pager(Lending):
                 self._forget_replaced()
                 self._settle()
                 for block in list(self._blocks.values()):
-                    if block.state is State.AWAY:
+                    if block.state is State.OFFLOADED:
                         self._start_in(block)
                 self._raise_failure()
                 if all(b.state is State.ON_DEVICE for b in self._blocks.values()):
                     if self._mover is not None:
-                        self._mover.land(list(self._blocks.values()))
+                        self._mover.wait_resident(list(self._blocks.values()))
                     return
                 self._wait()
 
     def _settle(self) -> None:
         for block in self._blocks.values():
-            held = block.storage() if block.user_visible and block.state is State.AWAY else None
+            held = block.storage() if block.user_visible and block.state is State.OFFLOADED else None
             if held is not None and self._mover is not None:
-                self._mover.settle(block)
+                self._mover.invalidate_mapping(block)

@@ -5,7 +5,7 @@ One lock guards all blocks and counters. The training thread takes it between st
 ended. Whoever frees memory starts the prefetches that wait for room, in the order in which they were asked for.
 
 [Note: Copies under way]
-A copy out that the device makes by itself (see [Note: Two kinds of time]) leaves its block LEAVING but `_under_way`: the
+A copy out that the device makes by itself (see [Note: Two kinds of time]) leaves its block OFFLOADING but `_under_way`: the
 pager may take its memory at any time, which lets the device wait for the copy, not the host. It does so where the room
 is needed at once, and for a prefetch that nothing else can make room for; else it waits until the copy has ended.
 """
@@ -175,7 +175,7 @@ class Residency:
             self._left(block)
             return
         version = block.version
-        block.state = State.LEAVING
+        block.state = State.OFFLOADING
         self._leaving += block.size_bytes
 
         def done(error: StorageError | None) -> None:
@@ -224,7 +224,7 @@ class Residency:
 
     def _give_up_copies(self, spare: Sequence[Block]) -> None:
         mover = self._need_mover()
-        mover.land(spare)  # then nothing on the device reads from their slots any more
+        mover.wait_resident(spare)  # then nothing on the device reads from their slots any more
         for block in spare:
             block.copy_is_valid = False
             mover.drop_copy(block)
@@ -233,7 +233,7 @@ class Residency:
         if self._need_mover().finished(block):
             self._left(block)
         else:
-            block.state = State.LEAVING
+            block.state = State.OFFLOADING
             self._leaving += block.size_bytes
             self._under_way.append(block)
 
@@ -242,7 +242,7 @@ class Residency:
         if held is None:
             return
         self._need_mover().release(block)
-        block.state = State.AWAY
+        block.state = State.OFFLOADED
         self._used -= block.size_bytes
 
     def _start_in(self, block: Block) -> None:
@@ -250,7 +250,7 @@ class Residency:
         if held is None:
             self._forget(block)
             return
-        block.state = State.ARRIVING
+        block.state = State.PREFETCHING
         self._used += block.size_bytes
         self._arriving += 1
         self._note_peak()
@@ -265,7 +265,7 @@ class Residency:
                     block.state = State.ON_DEVICE
                 except StorageError as failure:
                     self._failure = failure
-                    block.state = State.AWAY
+                    block.state = State.OFFLOADED
                     self._used -= block.size_bytes
                 self._pump()
                 self._changed.notify_all()
@@ -276,11 +276,11 @@ class Residency:
             done(failure)  # for the training thread; this may be an I/O thread that has ended another copy
 
     def _ask_for(self, blocks: Sequence[Block]) -> None:
-        asked = [b for b in blocks if b.state not in (State.ON_DEVICE, State.ARRIVING)]
+        asked = [b for b in blocks if b.state not in (State.ON_DEVICE, State.PREFETCHING)]
         self._waiting.extend(asked)
         self._pump()
         for block in asked:
-            block.held_back = block.state is not State.ARRIVING
+            block.held_back = block.state is not State.PREFETCHING
 
     def _note_late(self, coming: list[Block], seconds: float) -> None:
         for block in [b for b in coming if b.state is State.ON_DEVICE]:
@@ -300,7 +300,7 @@ class Residency:
     def _begin_waiting(self) -> None:
         while self._waiting:
             block = self._waiting[0]
-            if not self._is_current(block) or block.state in (State.ON_DEVICE, State.ARRIVING):
+            if not self._is_current(block) or block.state in (State.ON_DEVICE, State.PREFETCHING):
                 self._waiting.popleft()
                 continue
             if block in self._set_aside:
@@ -308,7 +308,7 @@ class Residency:
             if block in self._under_way and self._free_bytes() >= 0:  # nobody needs its memory: it need not leave
                 self._keep(block)
                 continue
-            if block.state in (State.LEAVING, State.UPDATING) or (self._in_user_code and block.user_visible):
+            if block.state in (State.OFFLOADING, State.UPDATING) or (self._in_user_code and block.user_visible):
                 return
             if not self._has_room(block.size_bytes):
                 return
@@ -363,7 +363,7 @@ class Residency:
 
     def _forget(self, block: Block) -> None:
         self._keep(block)
-        if block.state not in (State.ON_DEVICE, State.AWAY) or self._blocks.get(block.key) is not block:
+        if block.state not in (State.ON_DEVICE, State.OFFLOADED) or self._blocks.get(block.key) is not block:
             return
         del self._blocks[block.key]
         if block.state is State.ON_DEVICE:
@@ -386,7 +386,7 @@ class Residency:
 
 
 def _away_bytes(blocks: Sequence[Block]) -> int:
-    return sum(block.size_bytes for block in blocks if block.state is State.AWAY)
+    return sum(block.size_bytes for block in blocks if block.state is State.OFFLOADED)
 
 
 def touch(block: Block) -> None:

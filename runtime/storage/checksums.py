@@ -18,14 +18,14 @@ from weakref import WeakKeyDictionary
 from xxhash import xxh3_64_intdigest
 
 from planner.errors import ChecksumError
-from runtime.storage.store import Piece, Slot
+from runtime.storage.store import Chunk, Slot
 
 
 class MovesPieces(Protocol):
     """The part of a `Store` that carries bytes."""
 
-    def write_piece(self, slot: Slot, piece: Piece, address: int) -> None: ...
-    def read_piece(self, slot: Slot, piece: Piece, address: int) -> None: ...
+    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None: ...
+    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None: ...
 
 
 _Place = tuple[int, int, int]
@@ -43,14 +43,14 @@ class Checksums:
         self._lock = threading.Lock()
         self._sums: WeakKeyDictionary[Slot, dict[_Place, int]] = WeakKeyDictionary()
 
-    def write_piece(self, slot: Slot, piece: Piece, address: int) -> None:
+    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
         """Hash a piece, then write it. Blocks; hashing releases the interpreter's lock. Raises StorageIOError."""
         found = _hash(piece, address)
         with self._lock:
             _put(self._sums.setdefault(slot.of or slot, {}), _place(piece), found)
         self._store.write_piece(slot, piece, address)
 
-    def read_piece(self, slot: Slot, piece: Piece, address: int) -> None:
+    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
         """Read a piece, then compare its hash. Blocks. Raises ChecksumError, StorageIOError."""
         self._store.read_piece(slot, piece, address)
         with self._lock:
@@ -73,7 +73,7 @@ class Checksums:
             self._sums.pop(slot, None)
 
 
-def _place(piece: Piece) -> _Place:
+def _place(piece: Chunk) -> _Place:
     return piece.extent.file_descriptor, piece.file_offset_bytes, piece.length_bytes
 
 
@@ -86,6 +86,6 @@ def _put(sums: dict[_Place, int], place: _Place, found: int) -> None:
     sums[place] = found
 
 
-def _hash(piece: Piece, address: int) -> int:
+def _hash(piece: Chunk, address: int) -> int:
     memory = (ctypes.c_char * piece.length_bytes).from_address(address + piece.slot_offset_bytes)
     return xxh3_64_intdigest(memory)

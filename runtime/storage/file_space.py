@@ -13,7 +13,7 @@ from planner.errors import StorageError, StorageFullError, StorageIOError
 from runtime.storage import spill_file
 from runtime.storage.run_directory import RunDirectory
 from runtime.storage.spill_file import SpillFile
-from runtime.storage.store import ALIGNMENT_BYTES, Extent, Piece, Slot, align_up, cut
+from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot, align_up, cut
 
 GROWTH_BYTES = 64 << 20
 _PIECE_BYTES = 256 << 20
@@ -144,10 +144,10 @@ class FileSpace(ABC):
             self.read_piece(slot, piece, address)
 
     @abstractmethod
-    def write_piece(self, slot: Slot, piece: Piece, address: int) -> None: ...
+    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None: ...
 
     @abstractmethod
-    def read_piece(self, slot: Slot, piece: Piece, address: int) -> None: ...
+    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None: ...
 
     def close(self) -> None:
         with self._lock:

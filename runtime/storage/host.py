@@ -14,7 +14,7 @@ from pathlib import Path
 
 from planner.errors import StorageError, StorageFullError
 from runtime.storage.free_space import FreeSpace
-from runtime.storage.store import ALIGNMENT_BYTES, Extent, Piece, Slot, align_up
+from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot, align_up
 from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
 from runtime.system.numa import on_processors
 from runtime.system.pinning import PIN_CHUNK_BYTES, Pinner
@@ -172,11 +172,11 @@ class HostStore:
             ctypes.memmove(address, self.address_of(extent), extent.length_bytes)
             address += extent.length_bytes
 
-    def write_piece(self, slot: Slot, piece: Piece, address: int) -> None:
+    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
         self._check_owned(slot, (piece.extent,))
         ctypes.memmove(self._address + piece.file_offset_bytes, address + piece.slot_offset_bytes, piece.length_bytes)
 
-    def read_piece(self, slot: Slot, piece: Piece, address: int) -> None:
+    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
         self._check_owned(slot, (piece.extent,))
         ctypes.memmove(address + piece.slot_offset_bytes, self._address + piece.file_offset_bytes, piece.length_bytes)
 

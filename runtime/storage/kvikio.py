@@ -19,7 +19,7 @@ from typing import Any
 from planner.errors import StorageIOError, UnsupportedError
 from runtime.device.device_bytes import DeviceBytes
 from runtime.storage.file_space import FileSpace
-from runtime.storage.store import Piece, Slot, content_of
+from runtime.storage.store import Chunk, Slot, content_of
 
 _log = logging.getLogger(__name__)
 
@@ -66,11 +66,11 @@ class KvikioStore(FileSpace):
     def direct(self) -> bool:
         return all(handle.is_direct_io_supported() for handle in self._handles.values())
 
-    def write_piece(self, slot: Slot, piece: Piece, address: int) -> None:
+    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
         self._check_open()
         self._carry("write", self._handles[piece.extent.path].pwrite, slot, piece, address)
 
-    def read_piece(self, slot: Slot, piece: Piece, address: int) -> None:
+    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
         self._check_open()
         self._carry("read", self._handles[piece.extent.path].pread, slot, piece, address)
 
@@ -88,7 +88,7 @@ class KvikioStore(FileSpace):
         """Take `register_memory` back, before the memory is freed."""
         self._kvikio.memory_deregister(DeviceBytes(address, size_bytes))
 
-    def _carry(self, action: str, call: Any, slot: Slot, piece: Piece, address: int) -> None:
+    def _carry(self, action: str, call: Any, slot: Slot, piece: Chunk, address: int) -> None:
         where = f"at offset {piece.file_offset_bytes:,}"
         size = content_of(slot, piece)
         memory = DeviceBytes(address + piece.slot_offset_bytes, size)
@@ -148,5 +148,5 @@ def load_kvikio() -> Any:
     return kvikio
 
 
-def _failed(slot: Slot, piece: Piece, action: str, code: int | None) -> StorageIOError:
+def _failed(slot: Slot, piece: Chunk, action: str, code: int | None) -> StorageIOError:
     return StorageIOError(path=str(piece.extent.path), block=slot.name, errno=code or errno.EIO, action=action)

@@ -11,7 +11,7 @@ from pathlib import Path
 from planner.errors import StorageIOError
 from runtime.storage.free_space import FreeSpace
 from runtime.storage.run_directory import SPILL_SUFFIX
-from runtime.storage.store import ALIGNMENT_BYTES, Extent, Piece, Slot
+from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -74,7 +74,7 @@ class SpillFile:
             os.close(self._descriptor)
 
 
-def write_piece(slot: Slot, piece: Piece, address: int) -> None:
+def write_piece(slot: Slot, piece: Chunk, address: int) -> None:
     """Write one piece of a slot whose first byte is at `address`. Blocks. Raises StorageIOError."""
     view = _view(piece, address)
     done = 0
@@ -88,7 +88,7 @@ def write_piece(slot: Slot, piece: Piece, address: int) -> None:
         done += count
 
 
-def read_piece(slot: Slot, piece: Piece, address: int) -> None:
+def read_piece(slot: Slot, piece: Chunk, address: int) -> None:
     """Read one piece of a slot whose first byte is at `address`. Blocks. Raises StorageIOError, also at a
     file's end."""
     view = _view(piece, address)
@@ -103,12 +103,12 @@ def read_piece(slot: Slot, piece: Piece, address: int) -> None:
         done += count
 
 
-def _view(piece: Piece, address: int) -> memoryview:
+def _view(piece: Chunk, address: int) -> memoryview:
     memory = ctypes.c_char * piece.length_bytes
     return memoryview(memory.from_address(address + piece.slot_offset_bytes))
 
 
-def _failed(action: str, slot: Slot, piece: Piece, code: int) -> StorageIOError:
+def _failed(action: str, slot: Slot, piece: Chunk, code: int) -> StorageIOError:
     return StorageIOError(path=str(piece.extent.path), block=slot.name, errno=code, action=action)
 
 

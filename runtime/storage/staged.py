@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from runtime.storage.checksums import MovesPieces
-from runtime.storage.store import Piece, Slot, Store, align_up, content_of, cut
+from runtime.storage.store import Chunk, Slot, Store, align_up, content_of, cut
 
 _PIECE_BYTES = 256 << 20
 
@@ -109,7 +109,7 @@ class StagedStore:
         for piece in cut(slot, _PIECE_BYTES):
             self.read_piece(slot, piece, address)
 
-    def write_piece(self, slot: Slot, piece: Piece, address: int) -> None:
+    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
         chunks = _chunks(piece, self._buffer_bytes)
         with self._two_buffers() as buffers, ExitStack() as copies:
 
@@ -126,7 +126,7 @@ class StagedStore:
                     copy = fetch(number + 1)
                 self._pieces.write_piece(slot, _alone(chunk), buffers[number % 2].address)
 
-    def read_piece(self, slot: Slot, piece: Piece, address: int) -> None:
+    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
         begun: list[Pending] = []
         with self._two_buffers() as buffers, ExitStack() as copies:
             for number, chunk in enumerate(_chunks(piece, self._buffer_bytes)):
@@ -159,7 +159,7 @@ class StagedStore:
                 self._idle.append(pair)
 
 
-def _chunks(piece: Piece, chunk_bytes: int) -> list[Piece]:
+def _chunks(piece: Chunk, chunk_bytes: int) -> list[Chunk]:
     return [
         replace(
             piece,
@@ -171,6 +171,6 @@ def _chunks(piece: Piece, chunk_bytes: int) -> list[Piece]:
     ]
 
 
-def _alone(chunk: Piece) -> Piece:
+def _alone(chunk: Chunk) -> Chunk:
     """The same place in the file, for memory that begins with it."""
     return replace(chunk, slot_offset_bytes=0)

@@ -52,7 +52,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Chunk:
     """A part of a slot that one call reads or writes: where it is in the file, and where in the slot."""
 
     extent: Extent
@@ -61,12 +61,12 @@ class Piece:
     length_bytes: int
 
 
-def content_of(slot: Slot, piece: Piece) -> int:
+def content_of(slot: Slot, piece: Chunk) -> int:
     """Bytes of the piece that are the block's; what follows, up to the piece's end, only fills the slot."""
     return max(0, min(piece.length_bytes, slot.content_bytes - piece.slot_offset_bytes))
 
 
-def cut(slot: Slot, piece_bytes: int) -> tuple[Piece, ...]:
+def cut(slot: Slot, piece_bytes: int) -> tuple[Chunk, ...]:
     """`slot` in pieces of `piece_bytes` (aligned) at most, the extents in turns so that all drives have
     work."""
     begins = 0
@@ -78,9 +78,9 @@ def cut(slot: Slot, piece_bytes: int) -> tuple[Piece, ...]:
     return tuple(piece for piece in in_turns if piece is not None)
 
 
-def _cut_extent(extent: Extent, begins: int, piece_bytes: int) -> Iterator[Piece]:
+def _cut_extent(extent: Extent, begins: int, piece_bytes: int) -> Iterator[Chunk]:
     for start in range(0, extent.length_bytes, piece_bytes):
-        yield Piece(
+        yield Chunk(
             extent=extent,
             file_offset_bytes=extent.offset_bytes + start,
             slot_offset_bytes=begins + start,
@@ -142,10 +142,10 @@ class Store(Protocol):
     def read(self, slot: Slot, address: int) -> None:
         """Read the whole slot into memory. Blocks. Raises StorageIOError; the memory is undefined then."""
 
-    def write_piece(self, slot: Slot, piece: Piece, address: int) -> None:
+    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
         """Like `write`, for one piece of a slot whose first byte is at `address`."""
 
-    def read_piece(self, slot: Slot, piece: Piece, address: int) -> None:
+    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
         """Like `read`, for one piece of a slot whose first byte is at `address`."""
 
     def close(self) -> None:

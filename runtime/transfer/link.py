@@ -30,15 +30,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from planner.errors import StorageError, StorageIOError
-from runtime.storage.store import Piece, Slot, align_up, cut
+from runtime.storage.store import Chunk, Slot, align_up, cut
 from runtime.transfer.meter import Meter
 from runtime.transfer.transfer import LOOK_SECONDS, OnDone, Ready, Transfer
 
-__all__ = ["MOST_THREADS", "Link", "OnDone", "Ready", "Transfer"]
+__all__ = ["MAX_THREADS", "Link", "OnDone", "Ready", "Transfer"]
 
-MovePiece = Callable[[Slot, Piece, int], None]
+MovePiece = Callable[[Slot, Chunk, int], None]
 
-MOST_THREADS = 16
+MAX_THREADS = 16
 """I/O threads of a link at most, all drives together, unless there are more drives."""
 
 
@@ -56,7 +56,7 @@ class Link:
     """One direction between two tiers, see [Note: Order on a link].
 
     move: carries one piece; blocks; raises StorageError. drives: those that slots may lie on. threads: I/O threads of
-    each drive; fewer where all together would be more than MOST_THREADS. piece_bytes: a block is cut in pieces of at
+    each drive; fewer where all together would be more than MAX_THREADS. piece_bytes: a block is cut in pieces of at
     least this size, if it can be at all. stuck_after_seconds: see `check`.
     """
 
@@ -73,7 +73,7 @@ class Link:
         self._failure: StorageError | None = None
         self._stuck_after_seconds = stuck_after_seconds
         self._meter = Meter()
-        threads = max(1, min(threads, MOST_THREADS // len(self._drives)))
+        threads = max(1, min(threads, MAX_THREADS // len(self._drives)))
         self._threads = [
             threading.Thread(target=self._serve, args=[drive], name=f"teraio {name} {index}.{number}", daemon=True)
             for index, drive in enumerate(self._drives.values())
@@ -201,7 +201,7 @@ class Link:
                 self._deliver(transfer)
             del taken, transfer, piece, error  # an idle thread holds on to no block
 
-    def _take(self, drive: _Drive) -> tuple[Transfer, Piece] | None:
+    def _take(self, drive: _Drive) -> tuple[Transfer, Chunk] | None:
         """The next piece on a drive, None once the link is closed and nothing is left to begin there. Blocks."""
         with self._lock:
             while drive.current is None and not drive.queue:
@@ -217,7 +217,7 @@ class Link:
                 self._meter.start(transfer, piece)
             return transfer, piece
 
-    def _carry(self, transfer: Transfer, piece: Piece) -> StorageError | None:
+    def _carry(self, transfer: Transfer, piece: Chunk) -> StorageError | None:
         """Move a piece as soon as its memory is ready. Gives what went wrong. Blocks."""
         waits_for_memory = transfer.ready is not None
         try:
@@ -238,7 +238,7 @@ class Link:
             return error
         return None
 
-    def _finish(self, transfer: Transfer, piece: Piece, error: StorageError | None) -> bool:
+    def _finish(self, transfer: Transfer, piece: Chunk, error: StorageError | None) -> bool:
         """Book a piece that has moved or failed. True if it was the transfer's last."""
         with self._lock:
             self._meter.stop(transfer, piece, moved=error is None)

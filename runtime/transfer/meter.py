@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from runtime.storage.store import Piece
+from runtime.storage.store import Chunk
 from runtime.transfer.transfer import Transfer
 
 
@@ -19,7 +19,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.moved_bytes = 0
-        self.moving: dict[tuple[Transfer, Piece], float] = {}
+        self.moving: dict[tuple[Transfer, Chunk], float] = {}
         self._busy_since = 0.0
         self._busy_seconds = 0.0
 
@@ -29,7 +29,7 @@ class Meter:
         since = time.perf_counter() - self._busy_since if self.moving else 0.0
         return self._busy_seconds + since
 
-    def start(self, transfer: Transfer, piece: Piece) -> None:
+    def start(self, transfer: Transfer, piece: Chunk) -> None:
         """A piece begins to move."""
         now = time.perf_counter()
         if not self.moving:
@@ -38,7 +38,7 @@ class Meter:
         if transfer.begun_at is None:
             transfer.begun_at = now
 
-    def stop(self, transfer: Transfer, piece: Piece, *, moved: bool) -> None:
+    def stop(self, transfer: Transfer, piece: Chunk, *, moved: bool) -> None:
         """A piece has moved, or failed, perhaps before it began to move."""
         begun = self.moving.pop((transfer, piece), None)
         if begun is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from planner.errors import StorageError
-from runtime.storage.store import Piece, Slot
+from runtime.storage.store import Chunk, Slot
 
 OnDone = Callable[["Transfer"], None]
 Ready = Callable[[], None]
@@ -18,7 +18,7 @@ LOOK_SECONDS = 1.0
 """How often who waits looks whether the drives still answer."""
 
 
-class Carrier(Protocol):
+class BlockTransfers(Protocol):
     """What a transfer asks of its link."""
 
     name: str
@@ -57,10 +57,10 @@ class Transfer:
 
     def __init__(
         self,
-        link: Carrier,
+        link: BlockTransfers,
         slot: Slot,
         address: int,
-        pieces: tuple[Piece, ...],
+        pieces: tuple[Chunk, ...],
         on_done: OnDone,
         ready: Ready | None,
     ) -> None:
@@ -71,7 +71,7 @@ class Transfer:
         self.error: StorageError | None = None
         self.seconds = 0.0
         self.link = link
-        self.waiting: dict[int, deque[Piece]] = {}
+        self.waiting: dict[int, deque[Chunk]] = {}
         for piece in pieces:
             self.waiting.setdefault(piece.extent.drive, deque()).append(piece)
         self.unfinished = len(pieces)

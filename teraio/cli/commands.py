@@ -41,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-MOST_THREADS = 256
+MAX_THREADS = 256
 LONGEST_MESSAGE = 2000
 
 FORMATS: dict[str, type[planner.Trace] | type[planner.Plan]] = {
@@ -263,8 +263,8 @@ def _settings(time_limit: float, gap: float, threads: int, write_weight: float) 
         raise planner.OptionsError(f"option --time-limit: found {time_limit}, wanted seconds, more than 0")
     if not 0 <= gap < 1:
         raise planner.OptionsError(f"option --gap: found {gap}, wanted a share of at least 0 and less than 1, such as 0.005")
-    if not 1 <= threads <= MOST_THREADS:
-        raise planner.OptionsError(f"option --threads: found {threads}, wanted a number from 1 to {MOST_THREADS}")
+    if not 1 <= threads <= MAX_THREADS:
+        raise planner.OptionsError(f"option --threads: found {threads}, wanted a number from 1 to {MAX_THREADS}")
     if not 0 <= write_weight < float("inf"):
         raise planner.OptionsError(f"option --write-weight: found {write_weight}, wanted a number of at least 0")
     return SolverSettings(time_limit_seconds=time_limit, gap=gap, threads=threads, write_weight=write_weight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import planner
 from planner.schema.json_file import FrozenModel
-from planner.simulator.critical_path import STAGES, CriticalPath, Piece, critical_path
+from planner.simulator.critical_path import STAGES, CriticalPath, PathSegment, critical_path
 
 __all__ = ["CriticalSummary", "LinkSummary", "ProcessorSummary", "ReplaySummary", "StallSummary", "summarise_replay"]
 
@@ -136,7 +136,7 @@ def _critical(trace: planner.Trace, path: CriticalPath) -> CriticalSummary:
     )
 
 
-def _piece_name(trace: planner.Trace, piece: Piece) -> str:
+def _piece_name(trace: planner.Trace, piece: PathSegment) -> str:
     if piece.block is not None:
         return trace.blocks[piece.block].name
     stage = piece.index if piece.resource == STAGES else trace.subgroups[piece.index].stage

@@ -17,7 +17,7 @@ from runtime.storage.host import HostStore
 from runtime.storage.store import Store
 from runtime.transfer.engine import Engine, LinkRates
 from runtime.transfer.storage_path import cpu_candidates
-from teraio.machine.tiers import Opened, OpenTier, open_storage
+from teraio.machine.tiers import MachineTiers, OpenTier, open_storage
 from teraio.options import Options
 
 _RESERVE = 0.1
@@ -28,7 +28,7 @@ _host_rates: list[LinkRates] = []
 """Measured once in a process."""
 
 
-def open_cpu(options: Options) -> Opened:
+def open_cpu(options: Options) -> MachineTiers:
     """Raises UnsupportedError, StorageError, StorageFullError."""
     with ExitStack() as undo:
         memory = CpuMemory()
@@ -46,7 +46,7 @@ def open_cpu(options: Options) -> Opened:
         if mover is not None:
             undo.callback(mover.close)
         undo.callback(memory.stand_back)
-        opened = Opened(
+        opened = MachineTiers(
             name=f"{platform.node()} cpu",
             device=CpuDevice(),
             device_memory_bytes=psutil.virtual_memory().total,

@@ -21,7 +21,7 @@ from runtime.system.numa import pci_address, processors_near
 from runtime.system.pinning import CudaPinner
 from runtime.transfer.engine import Engine, LinkRates
 from runtime.transfer.torch_memory import TorchMemory
-from teraio.machine.tiers import Opened, OpenTier, open_storage
+from teraio.machine.tiers import MachineTiers, OpenTier, open_storage
 from teraio.options import Options
 
 _RESERVE = 0.1
@@ -35,7 +35,7 @@ _SPARE_BYTES = 64 << 20
 never more than an eighth."""
 
 
-def open_cuda(options: Options, device: torch.device) -> Opened:
+def open_cuda(options: Options, device: torch.device) -> MachineTiers:
     """Raises UnsupportedError, StorageError, StorageFullError."""
     host_bytes = options.host_budget
     if options.memory_budget is not None and host_bytes is None and not options.storage:
@@ -54,7 +54,7 @@ def open_cuda(options: Options, device: torch.device) -> Opened:
         mover, tiers = _mover(streams, store, storage, Debug() if options.debug else None, undo)
         if budget is not None:
             _limit(streams, budget)
-        opened = Opened(
+        opened = MachineTiers(
             name=torch.cuda.get_device_name(device),
             device=streams,
             device_memory_bytes=torch.cuda.get_device_properties(device).total_memory,

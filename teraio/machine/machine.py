@@ -12,7 +12,7 @@ from planner.errors import StorageFullError, UnsupportedError
 from runtime.storage.host import HostStore
 from teraio.machine.cpu import open_cpu
 from teraio.machine.cuda import open_cuda
-from teraio.machine.tiers import Opened, OpenTier
+from teraio.machine.tiers import MachineTiers, OpenTier
 from teraio.options import Options
 
 _INDEPENDENT = 0.95
@@ -106,7 +106,7 @@ class Machine:
         self._opened.undo.close()
 
 
-def _open(options: Options, device: torch.device) -> Opened:
+def _open(options: Options, device: torch.device) -> MachineTiers:
     if device.type == "cpu":
         return open_cpu(options)
     if device.type == "cuda":

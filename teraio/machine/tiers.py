@@ -64,7 +64,7 @@ class OpenTier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class MachineTiers:
     """budget_bytes: the device budget, None where nothing limits it. mover: None where blocks have nowhere to go.
 
     memory: what stages allocate from, as far as it can be asked; measured_runs: how often a stage is measured there,

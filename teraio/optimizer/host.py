@@ -5,7 +5,7 @@ A plan says which subgroups update there. Their blocks wait in the host tier, an
 tensors that lie there (`teraio.optimizer.replica`), by PyTorch's fused implementation where it has one: results agree with
 those of the device to rounding. One update runs at a time, in the plan's order, in a thread of its own, while the device
 updates other subgroups. Only parameters come back. All have ended before user code goes on after `step()`, since it may
-look at any of them: `Pager.fence` waits for what is lent.
+look at any of them: `Pager.leave_region` waits for what is lent.
 
 What is too small to be a block is updated on the device as ever. Where a block does not wait in the host tier (before the
 first planned iteration, or after a deviation) the whole subgroup is, and goes there afterwards.
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from runtime.cpu.memory import SMALLEST_MOVED_BYTES
+from runtime.cpu.memory import MIN_MOVED_BYTES
 from runtime.device.device import Mark
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
@@ -148,11 +148,11 @@ class HostUpdates:
         tensors = [value for value in state.values() if isinstance(value, Tensor)]
         if len(tensors) < len(state):  # such as a momentum of None: what an update puts there would not come back
             return None
-        large = [parameter, parameter.grad, *(t for t in tensors if bytes_of(t) >= SMALLEST_MOVED_BYTES)]
+        large = [parameter, parameter.grad, *(t for t in tensors if bytes_of(t) >= MIN_MOVED_BYTES)]
         blocks = [(block, t) for t in large if (block := self._pager.known_block(t)) is not None and block.span is not None]
         if len(blocks) < len(large) or any(t.is_conj() or t.is_neg() for t in large):  # memory alone does not tell the value
             return None
-        small = tuple((t, self._counters.here(t)) for t in tensors if bytes_of(t) < SMALLEST_MOVED_BYTES)
+        small = tuple((t, self._counters.here(t)) for t in tensors if bytes_of(t) < MIN_MOVED_BYTES)
         return _Member(group=group, parameter=parameter, blocks=tuple(blocks), state=state, small=small)
 
 

@@ -24,7 +24,7 @@ from teraio.optimizer.replica import Replica, by_group
 Scratch = Callable[[int], AbstractContextManager[int | None]]
 """Gives memory of so many bytes in the host tier for a while: its address, None if there is none."""
 
-_MOST_ELEMENTS = 4 << 20
+_MAX_ELEMENTS = 4 << 20
 _LEAST_ELEMENTS = 64 << 10
 _RUNS = 3
 _ATTEMPTS = 32
@@ -60,7 +60,7 @@ class HostRates:
         return None if each is None else each * elements
 
     def _measure(self, optimizer: Optimizer, dtype: torch.dtype) -> float | None:
-        count = _MOST_ELEMENTS
+        count = _MAX_ELEMENTS
         while count >= _LEAST_ELEMENTS:
             with ExitStack() as last:
                 updates = [last.enter_context(self._update(optimizer, dtype, count)) for _ in range(self._copies)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from runtime.cpu.memory import SMALLEST_MOVED_BYTES
+from runtime.cpu.memory import MIN_MOVED_BYTES
 from runtime.paging.pager import Pager
 from runtime.storage.store import ALIGNMENT_BYTES
 from teraio.optimizer.capabilities import is_elementwise, keeps_masters, temporary_bytes
@@ -122,7 +122,7 @@ def _can_be_cut(state: object, parameter: Tensor, pager: Pager) -> bool:
     if not isinstance(state, Tensor):
         return state is None or isinstance(state, (bool, int, float))
     if not has_elements_of(state, parameter):
-        return state.nbytes < SMALLEST_MOVED_BYTES
+        return state.nbytes < MIN_MOVED_BYTES
     block = pager.known_block(state)
     return _is_like(state, parameter) and block is not None and block.span is not None and block.size_bytes == state.nbytes
 

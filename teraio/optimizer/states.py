@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
-from runtime.cpu.memory import SMALLEST_MOVED_BYTES
+from runtime.cpu.memory import MIN_MOVED_BYTES
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
 from teraio.profiling.recorder import Timeline
@@ -46,7 +46,7 @@ class OptimizerStates:
         known = self._blocks.setdefault(optimizer, {})
         found = []
         for name, ordinal, tensor in _tensors(optimizer, parameter):
-            if tensor.untyped_storage().nbytes() < SMALLEST_MOVED_BYTES:
+            if tensor.untyped_storage().nbytes() < MIN_MOVED_BYTES:
                 continue
             self._pager.make_movable(tensor)
             full_name = self.name(number, parameter, name) + (f".{ordinal}" if ordinal else "")
@@ -97,7 +97,7 @@ class OptimizerStates:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or self._pager.known_block(value) is not None:
             return False
         storage = value.untyped_storage()
-        whole = value.nbytes == storage.nbytes() >= SMALLEST_MOVED_BYTES
+        whole = value.nbytes == storage.nbytes() >= MIN_MOVED_BYTES
         return whole and not storage.resizable() and not storage.is_shared() and not self._pager.can_leave(value)
 
     def count(self, optimizer: Optimizer) -> None:

@@ -169,7 +169,7 @@ class OptimizerSteps(OwnHooks):
         updates = self._parts.updates(optimizer)
         groups = [group["params"] for group in optimizer.param_groups]
         with self._pager.device.region():
-            self._pager.enter()
+            self._pager.enter_region()
             try:
                 parts = self._parts.parts(optimizer, updates)
                 if self.overlap is not None:
@@ -182,7 +182,7 @@ class OptimizerSteps(OwnHooks):
                 self._run_parts(optimizer, groups, updates, parts)
             finally:
                 self._timeline.region_ended()
-                self._pager.fence()
+                self._pager.leave_region()
         for group in optimizer.param_groups:
             group["params"] = []
         self._narrowed[id(optimizer)] = groups
@@ -271,12 +271,12 @@ class OptimizerSteps(OwnHooks):
         fetch: Sequence[Block] = (),
     ) -> tuple[Mark, Mark, list[Block]]:
         """Update a part on the device. Gives when that began and ended, and the states that it made."""
-        missing = [block for block in following if block.state is State.AWAY]
+        missing = [block for block in following if block.state is State.OFFLOADED]
         self._pager.acquire(part.read, part.workspace_bytes, name, then_fetch=missing or fetch)
         made: list[Block] = []
         gradients: GradientVersions | None = None
         try:
-            self._pager.make_way(sum(block.size_bytes for block in missing), keep=following)
+            self._pager.evict_until_free(sum(block.size_bytes for block in missing), keep=following)
             begin = self._pager.device.mark()
             for group, parameters, chosen in zip(optimizer.param_groups, groups, part.chosen, strict=True):
                 group["params"] = [parameters[index] for index in chosen]

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from planner import Hardware, Station, stations_of_step, subgroup_bytes
 from planner.schema.plan import WaitingTier
 from planner.subgroup_size import UNMEASURED_BYTES, largest_subgroup_bytes
-from runtime.cpu.memory import SMALLEST_MOVED_BYTES
+from runtime.cpu.memory import MIN_MOVED_BYTES
 from runtime.device.device import Mark
 from runtime.paging.pager import Pager
 from teraio.optimizer.capabilities import is_elementwise
@@ -24,7 +24,7 @@ from teraio.optimizer.replica import by_group, scratch_replica
 
 logger = logging.getLogger("teraio")
 
-SMALLEST_PART_BYTES = 4 * SMALLEST_MOVED_BYTES
+MIN_SUBGROUP_BYTES = 4 * MIN_MOVED_BYTES
 """Of the smallest parameter that moves, with its gradient and the two states of Adam: cutting finer moves nothing earlier."""
 _RUNS = 9
 _SHAPE = (2, 2)
@@ -58,9 +58,9 @@ class SubgroupSizes:
         update. room_bytes: of the budget, for what can leave; None where nothing limits it. For a region. Blocks the first time,
         while some tiny updates run and the device gets to them.
         """
-        if self.used_bytes is None and sum(sizes) > SMALLEST_PART_BYTES and len(sizes) > 1:
+        if self.used_bytes is None and sum(sizes) > MIN_SUBGROUP_BYTES and len(sizes) > 1:
             self.used_bytes = self._best(optimizer, sum(sizes) + others_bytes, room_bytes, pager)
-        return self.used_bytes or SMALLEST_PART_BYTES  # if there is none: one part, which decides nothing for other optimizers
+        return self.used_bytes or MIN_SUBGROUP_BYTES  # if there is none: one part, which decides nothing for other optimizers
 
     def _best(self, optimizer: Optimizer, total_bytes: int, room_bytes: int | None, pager: Pager) -> int:
         """By [Note: The size of subgroups]; where nothing limits the room or no link is known, as large as is sensible."""
@@ -74,7 +74,7 @@ class SubgroupSizes:
         best = subgroup_bytes(
             stations,
             total_bytes=total_bytes,
-            smallest_bytes=SMALLEST_PART_BYTES,
+            smallest_bytes=MIN_SUBGROUP_BYTES,
             largest_bytes=largest_subgroup_bytes(room_bytes),
         )
         logger.info("optimizers are cut into subgroups of about %s bytes, from %s", f"{best:,}", stations or "no measured rates")

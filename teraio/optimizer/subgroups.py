@@ -11,14 +11,14 @@ import torch
 from torch.optim import Optimizer
 
 from planner.errors import BudgetError
-from runtime.cpu.memory import SMALLEST_MOVED_BYTES
+from runtime.cpu.memory import MIN_MOVED_BYTES
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
 from teraio.optimizer.capabilities import bytes_of, keeps_masters, states_per_parameter, temporary_bytes
 from teraio.optimizer.masters import casting_bytes, lacks_master, master_bytes
 from teraio.optimizer.slicing import Slicing, slicing
 from teraio.optimizer.states import OptimizerStates
-from teraio.optimizer.subgroup_sizes import SMALLEST_PART_BYTES, SubgroupSizes
+from teraio.optimizer.subgroup_sizes import MIN_SUBGROUP_BYTES, SubgroupSizes
 
 _COUNTERS_BYTES = 16
 """Of a parameter's step counter and the like."""
@@ -236,12 +236,12 @@ class OptimizerParts:
         return self._pager.unmoved_bytes + sum(block.size_bytes for block in self._pager.blocks if block.span is None)
 
     def _leaves(self, size_bytes: int) -> bool:
-        return self._pager.can_move and size_bytes >= SMALLEST_MOVED_BYTES
+        return self._pager.can_move and size_bytes >= MIN_MOVED_BYTES
 
     @property
     def part_bytes(self) -> int:
         """Of parameters, gradients and states that are updated together, at most: what the first steps were cut by."""
-        return self._sizes.used_bytes or SMALLEST_PART_BYTES
+        return self._sizes.used_bytes or MIN_SUBGROUP_BYTES
 
     def _others_bytes(self, own: Sequence[Update]) -> int:
         """Of what other optimizers update, by the gradients that there are, as if they kept what this one does."""

@@ -47,7 +47,7 @@ class WholeSteps:
         """
         part = self._parts.whole(optimizer, self._parts.updates(optimizer))
         with self._pager.device.region():
-            self._pager.enter()
+            self._pager.enter_region()
             try:
                 if not self._fits(part, f"optimizer/{type(optimizer).__name__}, which is not updated by parts because {reason},"):
                     return
@@ -55,7 +55,7 @@ class WholeSteps:
                 fetch = self._timeline.stage_reached()
                 self._pager.acquire(part.read, part.workspace_bytes, _NAME, then_fetch=fetch)
             finally:
-                self._pager.fence()
+                self._pager.leave_region()
         self._held = _Held(optimizer=weakref.ref(optimizer), part=part, begin=self._pager.device.mark())
 
     def _fits(self, part: Part, what: str) -> bool:
@@ -92,7 +92,7 @@ class WholeSteps:
                 next_uses={},
             )
             self._timeline.region_ended()
-            self._pager.fence()
+            self._pager.leave_region()
 
     def give_up(self) -> None:
         """The step has failed, or runs compiled regions of its own: hold nothing for it any more. Never blocks."""

@@ -25,7 +25,7 @@ from teraio.planning.saving import save
 from teraio.profiling.iteration import Iteration
 from teraio.profiling.profiler import Profile
 from teraio.profiling.recorder import Timeline
-from teraio.profiling.schedule_by_stage import Hints, lay_out_plan
+from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
 
 logger = logging.getLogger("teraio")
 
@@ -44,7 +44,7 @@ class _InForce:
     profile: Profile
     plan: planner.Plan
     expected: Expectation
-    hints: Hints
+    hints: StageSchedule
     corrections: Corrections
 
     @classmethod

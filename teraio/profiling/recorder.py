@@ -16,7 +16,7 @@ from runtime.device.device import Mark
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
 from teraio.profiling.iteration import Iteration, Region, StageRecord
-from teraio.profiling.schedule_by_stage import Hints
+from teraio.profiling.schedule_by_stage import StageSchedule
 
 
 class Timeline:
@@ -24,7 +24,7 @@ class Timeline:
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self._hints: Hints | None = None
+        self._hints: StageSchedule | None = None
         self._by_id: dict[int, Block] = {}
         self._cursor = 0
         self._in_step = False
@@ -85,13 +85,13 @@ class Timeline:
             after.trace_id = before.trace_id
             self._by_id[after.trace_id] = after
 
-    def follow(self, hints: Hints | None, blocks: dict[int, Block]) -> None:
+    def follow(self, hints: StageSchedule | None, blocks: dict[int, Block]) -> None:
         """Use a plan from the next region on; `blocks` are the persistent blocks by their trace id."""
         self._hints, self._by_id, self._cursor = hints, dict(blocks), 0
         for trace_id, block in blocks.items():
             block.trace_id = trace_id
 
-    def change(self, hints: Hints, *, due: Sequence[int]) -> None:
+    def change(self, hints: StageSchedule, *, due: Sequence[int]) -> None:
         """Between two iterations: other hints for the same blocks.
 
         due: trace ids of what the coming iteration needs and should have been asked for by now.

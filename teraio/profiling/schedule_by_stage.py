@@ -12,7 +12,7 @@ from teraio.profiling.iteration import Iteration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hints:
+class StageSchedule:
     """A plan, laid out by position, and the regions it expects.
 
     regions: (identity, position of its user stage) in order. made_ids: trace ids of what each region makes, in order.
@@ -28,7 +28,7 @@ class Hints:
     on_host: tuple[int, ...] = ()
 
 
-def lay_out_plan(plan: Plan, recorded: Iteration, ids: dict[Block, int], sizes: Sequence[int]) -> Hints:
+def lay_out_plan(plan: Plan, recorded: Iteration, ids: dict[Block, int], sizes: Sequence[int]) -> StageSchedule:
     """Turn a plan for the trace of `recorded` into hints; `ids` are the trace ids of its blocks."""
     count = len(recorded.stages)
     leave: list[list[tuple[int, WaitingTier]]] = [[] for _ in range(count)]
@@ -39,7 +39,7 @@ def lay_out_plan(plan: Plan, recorded: Iteration, ids: dict[Block, int], sizes: 
         if move.prefetch is not None:  # else it does not come back
             fetch[move.prefetch.start % count].append(move.block)
     updates = updating_stages(recorded)
-    return Hints(
+    return StageSchedule(
         regions=tuple((r.identity, r.first) for r in recorded.regions),
         made_ids=tuple(tuple(ids.get(b, -1) for b in r.made) for r in recorded.regions),
         sizes=tuple(sizes),

@@ -12,11 +12,11 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node
 
-from runtime.cpu.memory import SMALLEST_MOVED_BYTES
+from runtime.cpu.memory import MIN_MOVED_BYTES
 from runtime.execution.program import Constant, Kind, Phase, Program, Stage, StageFunction
 from teraio.stages import cost as work
 from teraio.stages.cut import CutPolicy, assign, can_cut
-from teraio.stages.split import Piece, split
+from teraio.stages.split import Subgraph, split
 
 Codegen = Callable[[GraphModule, Sequence[Any], dict[str, Any]], StageFunction]
 """Compiles one piece: (module, fake inputs, compile options) -> boxed function."""
@@ -83,13 +83,13 @@ class StageCompiler:
         _report_strides(gm)
         return _lay_out(gm, pieces, functions, inputs, identity=identity, phase=phase, prefix=prefix)
 
-    def _pieces(self, gm: GraphModule) -> list[Piece]:
+    def _pieces(self, gm: GraphModule) -> list[Subgraph]:
         operators = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
         if can_cut(gm.graph) is not None:
             return split(gm, dict.fromkeys(operators, 0))
         return split(gm, assign(gm.graph, device_type=_device_type(gm), policy=self._policy))
 
-    def _function(self, piece: Piece, options: dict[str, Any]) -> StageFunction:
+    def _function(self, piece: Subgraph, options: dict[str, Any]) -> StageFunction:
         static = set(options.get("static_input_nodes", ()))
         positions = [i for i, node in enumerate(piece.inputs) if node in static]
         key = f"{piece.key} {positions}"
@@ -126,7 +126,7 @@ def _report_strides(gm: GraphModule) -> None:
 
 def _lay_out(
     gm: GraphModule,
-    pieces: list[Piece],
+    pieces: list[Subgraph],
     functions: list[StageFunction],
     inputs: Sequence[tuple[str, Kind]],
     *,
@@ -177,7 +177,7 @@ def _lay_out(
     )
 
 
-def _sizes(piece: Piece, symbols: work.Symbols) -> dict[str, int]:
+def _sizes(piece: Subgraph, symbols: work.Symbols) -> dict[str, int]:
     return {
         "input_bytes": _distinct_bytes(piece.inputs, symbols),
         "output_bytes": _new_bytes(piece, symbols),
@@ -197,7 +197,7 @@ def _is_symbolic(placeholders: Sequence[Node]) -> bool:
 class _Resizer:
     """Gives a program with symbolic sizes the byte counts of one call's arguments; remembers every size it has seen."""
 
-    def __init__(self, placeholders: list[Node], pieces: list[Piece]) -> None:
+    def __init__(self, placeholders: list[Node], pieces: list[Subgraph]) -> None:
         self._placeholders = placeholders
         self._pieces = pieces
         self._known: dict[tuple[int, ...], Program] = {}
@@ -250,7 +250,7 @@ def _distinct_bytes(nodes: Sequence[Node], symbols: work.Symbols) -> int:
 
 
 def _small(nodes: Sequence[Node]) -> list[Node]:
-    return [n for n in nodes if work.output_bytes(n) < SMALLEST_MOVED_BYTES]
+    return [n for n in nodes if work.output_bytes(n) < MIN_MOVED_BYTES]
 
 
 StorageKey = tuple[Node, int | None]
@@ -276,7 +276,7 @@ def _storage_bytes(key: StorageKey, symbols: work.Symbols) -> int:
     return sum((work.storage_bytes(t, symbols) for t in tensors), 0)
 
 
-def _new_bytes(piece: Piece, symbols: work.Symbols) -> int:
+def _new_bytes(piece: Subgraph, symbols: work.Symbols) -> int:
     """Bytes of the storages that the outputs lie in, inputs' storages apart."""
     storages = _storages(piece.module)
     (output,) = (n for n in piece.module.graph.nodes if n.op == "output")
@@ -284,7 +284,7 @@ def _new_bytes(piece: Piece, symbols: work.Symbols) -> int:
     return sum(_storage_bytes(key, symbols) for key in owned if key[0].op != "placeholder")
 
 
-def _workspace_bytes(piece: Piece, symbols: work.Symbols) -> int:
+def _workspace_bytes(piece: Subgraph, symbols: work.Symbols) -> int:
     """Upper estimate by the lifetimes of intermediate results, run operator by operator; fused code needs less."""
     storages = _storages(piece.module)
     nodes = list(piece.module.graph.nodes)

@@ -15,7 +15,7 @@ from teraio.stages.cut import layer_of, module_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Subgraph:
     """One stage of a graph, not yet compiled.
 
     module: takes `inputs` in order, returns a tuple of `outputs` in order.
@@ -32,7 +32,7 @@ class Piece:
     path: str
 
 
-def split(gm: GraphModule, stage_of: Mapping[Node, int]) -> list[Piece]:
+def split(gm: GraphModule, stage_of: Mapping[Node, int]) -> list[Subgraph]:
     """The pieces of `gm` in order of execution. Reads `gm`, changes nothing."""
     members: dict[int, list[Node]] = {}
     for node in gm.graph.nodes:
@@ -41,7 +41,7 @@ def split(gm: GraphModule, stage_of: Mapping[Node, int]) -> list[Piece]:
     return [_piece(gm, members[stage], stage_of, stage) for stage in sorted(members)]
 
 
-def _piece(gm: GraphModule, nodes: list[Node], stage_of: Mapping[Node, int], stage: int) -> Piece:
+def _piece(gm: GraphModule, nodes: list[Node], stage_of: Mapping[Node, int], stage: int) -> Subgraph:
     inside = set(nodes)
     sizes = _sizes_needed(nodes, inside)
     inputs: dict[Node, None] = {}
@@ -62,7 +62,7 @@ def _piece(gm: GraphModule, nodes: list[Node], stage_of: Mapping[Node, int], sta
     result.meta["user_visible_output_idxs"] = list(range(len(outputs)))
     module = GraphModule(gm, graph)
     module.meta = {k: v for k, v in gm.meta.items() if k != "dynamo_flat_name_to_original_fqn"}
-    return Piece(
+    return Subgraph(
         module=module,
         inputs=tuple(inputs),
         outputs=tuple(outputs),

@@ -130,7 +130,7 @@ def test_layer_by_layer_the_copies_of_subgroups_do_not_overlap_and_the_losses_ar
     class Watched(SubgroupAfterSubgroup):
         def acquire(self, blocks: Any, new_bytes: int, what: str, **others: Any) -> None:
             super().acquire(blocks, new_bytes, what, **others)
-            moving = [block for block in self.blocks if block.state in (State.LEAVING, State.ARRIVING)]
+            moving = [block for block in self.blocks if block.state in (State.OFFLOADING, State.PREFETCHING)]
             in_flight.append((what, len(moving)))
 
     with patch.object(lifecycle, "Pager", Watched):

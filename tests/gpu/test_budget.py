@@ -61,10 +61,10 @@ def away(tensor: torch.Tensor, tier: str) -> Iterator[Block]:
     block = pager.known_block(tensor)
     assert block is not None and block.span is not None
     with pager.device.region():
-        pager.enter()
+        pager.enter_region()
         pager.offload(block, tier)  # type: ignore[arg-type]
-        pager.fence()
-    assert block.state is State.AWAY and block.tier == tier
+        pager.leave_region()
+    assert block.state is State.OFFLOADED and block.tier == tier
     yield block
 
 
@@ -104,7 +104,7 @@ def test_what_waits_in_host_memory_can_be_used_as_it_is() -> None:
         with away(weight, "host") as block:
             assert torch.equal(weight.detach().cpu(), before), "through its copy in host memory"
             weight.detach().neg_().neg_()
-            assert block.state is State.AWAY
+            assert block.state is State.OFFLOADED
         looked.append(before)
 
     peak, wanted = peak_of(CASE)

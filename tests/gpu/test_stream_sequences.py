@@ -28,7 +28,7 @@ from ..runtime.block_machine import TIERS, Machine
 
 DEVICE = torch.device("cuda", 0)
 UNIT = 2 << 20
-MOST_CYCLES = 2_000_000
+MAX_CYCLES = 2_000_000
 """About a millisecond, in which a block can be copied some ten times."""
 
 
@@ -62,9 +62,9 @@ class CudaMachine(Machine):
     def time_passes(self) -> None:
         if self.draw.random() < 0.4:
             with torch.cuda.stream(self._stream(self.draw.choice(list(Lane)))):
-                torch.cuda._sleep(self.draw.randrange(MOST_CYCLES))
+                torch.cuda._sleep(self.draw.randrange(MAX_CYCLES))
 
-    def settle(self) -> None:
+    def invalidate_mapping(self) -> None:
         torch.cuda.synchronize(DEVICE)
         self.wrong += [what for what, wrong in self.found if wrong]
 

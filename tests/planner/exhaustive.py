@@ -147,7 +147,7 @@ def _options(problem: Problem) -> list[list[Decision | None]]:
         + [
             Decision(tier=route.tier, leave=leave, start=start)
             for route in problem.routes_of(index)
-            for leave in range(period.after, (period.after if period.frozen else period.last_leave) + 1)
+            for leave in range(period.after, (period.after if period.read_only else period.last_leave) + 1)
             for start in range(period.before if period.final else leave + 1, period.before + 1)
         ]
         for index, period in enumerate(problem.periods)

@@ -13,7 +13,7 @@ from planner.ilp.coarse import in_order_of_need
 from planner.problem.host_updates import host_start, host_updatable
 from planner.problem.lifetimes import live_bytes
 from planner.problem.problem import Decision, Decisions, Problem, build_plan
-from planner.problem.tier_capacity import LowerTiers
+from planner.problem.tier_capacity import TierCapacity
 from planner.schedule.eviction import evict_furthest
 
 KINDS = ("parameter", "gradient", "optimizer_state", "activation", "buffer")
@@ -219,7 +219,7 @@ def random_plan(trace: Trace, budgets: Budgets, rng: random.Random) -> Plan:
         if index in problem.updated or rng.random() < 0.5:
             leave = rng.randint(period.after, period.last_leave)
             route = rng.choice(problem.routes_of(index))
-            if index in problem.updated or LowerTiers(problem, decisions).fits(index, route.tier):
+            if index in problem.updated or TierCapacity(problem, decisions).fits(index, route.tier):
                 decisions[index] = Decision(tier=route.tier, leave=leave, start=period.before)
     decisions = evict_furthest(problem, decisions, early=rng.random() < 0.5)
     occupied = problem.occupancy(decisions)

@@ -74,7 +74,7 @@ class Machine(ABC):
         """The device, and the drives, may go on for a while."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def invalidate_mapping(self) -> None:
         """All that was queued ends."""
 
     # -- what runs on the device
@@ -104,11 +104,11 @@ class Machine(ABC):
     def region(self, steps: int) -> None:
         """A compiled region: stages, hints and deaths; then user code."""
         with self.device.region():
-            self.pager.enter()
+            self.pager.enter_region()
             for _ in range(steps):
                 self.draw.choices((self.stage, self.hint, self.die, self.update), weights=(6, 3, 1, 2 * self.lends))[0]()
                 self.time_passes()
-            self.pager.fence()
+            self.pager.leave_region()
         self.between_regions = True
         self.user_code()
         self.between_regions = False
@@ -190,7 +190,7 @@ class Machine(ABC):
     def user_code(self) -> None:
         """User code between regions touches what it can see, wherever that is, and lets go of some."""
         for block in [block for block in self.pick(3) if block.user_visible]:
-            if block.state is State.AWAY and block.tier == "storage":
+            if block.state is State.OFFLOADED and block.tier == "storage":
                 with pytest.raises(RuntimeError, match=f"{block.name} .* is not in memory: teraio has moved it to storage"):
                     self.tensors[block].sum()
             else:
@@ -202,18 +202,18 @@ class Machine(ABC):
     def check(self) -> None:
         pager = self.pager
         with pager._changed:
-            on_device = sum(b.size_bytes for b in pager._blocks.values() if b.state is not State.AWAY)
+            on_device = sum(b.size_bytes for b in pager._blocks.values() if b.state is not State.OFFLOADED)
             assert pager.used_bytes == on_device <= self.budget_blocks * self.unit
         assert not self.wrong, self.wrong
 
     def finish(self) -> None:
         """All that is left comes back, one by one, and is as it was written."""
         with self.device.region():
-            self.pager.enter()
+            self.pager.enter_region()
             for block in list(self.tensors):
                 self.pager.acquire([block], 0, "finish")
                 self.kernel(Lane.COMPUTE, block, None)
                 self.pager.retire([block], [])
-            self.pager.fence()
-        self.settle()
+            self.pager.leave_region()
+        self.invalidate_mapping()
         self.check()

@@ -108,7 +108,7 @@ class MemoryMover:
     def finished(self, block: Block) -> bool:
         return True
 
-    def land(self, blocks: Sequence[Block]) -> None:
+    def wait_resident(self, blocks: Sequence[Block]) -> None:
         """What has been installed has landed."""
 
     def poll(self) -> None:
@@ -131,14 +131,14 @@ class MemoryMover:
         assert storage is not None, f"{block} is changed, but its storage is gone"
         return torch.empty(0, dtype=torch.uint8).set_(storage)[begin_bytes : begin_bytes + memory.nbytes]
 
-    def hurry(self, block: Block) -> None:
+    def prioritize(self, block: Block) -> None:
         self.log.append(f"hurry {block.name}")
 
     def check(self) -> None:
         if self.stuck is not None:
             raise self.stuck
 
-    def settle(self, block: Block) -> None:
+    def invalidate_mapping(self, block: Block) -> None:
         assert block in self.away
         self.log.append(f"settle {block.name}")
 
@@ -199,7 +199,7 @@ class Bench:
         self.order = random.Random(seed) if seed is not None else None
         self.pager._changed = Stepping(self.finish_one)
         self.tensors: dict[str, torch.Tensor] = {}
-        self.pager.enter()
+        self.pager.enter_region()
 
     def finish_one(self) -> bool:
         if not self.mover.flying:
@@ -218,7 +218,7 @@ class Bench:
     def run(self, *blocks: Block, new_bytes: int = 0) -> None:
         """A stage that reads blocks."""
         self.pager.acquire(blocks, new_bytes, "run")
-        assert all(block.state in (State.ON_DEVICE, State.LEAVING) for block in blocks)
+        assert all(block.state in (State.ON_DEVICE, State.OFFLOADING) for block in blocks)
         self.pager.retire(blocks, [])
 
     def value(self, name: str) -> int:
@@ -238,5 +238,5 @@ def evicted(bench: Bench, block: Block) -> Block:
     """Send a block away and let the copy end."""
     bench.pager.offload(block)
     bench.mover.finish_all()
-    assert block.state is State.AWAY
+    assert block.state is State.OFFLOADED
     return block

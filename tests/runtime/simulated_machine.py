@@ -137,7 +137,7 @@ class SimulatedMachine(Machine):
         while self.draw.random() < (0.6 if self.between_regions else 0.2):
             self.drive.finish()
 
-    def settle(self) -> None:
+    def invalidate_mapping(self) -> None:
         while self.drive.finish():
             pass
         self.device.synchronise()

@@ -39,9 +39,9 @@ def _forget() -> None:
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter of 4 KiB is large enough to move, and a part by itself."""
     for module in (optimizer_states, optimizer_parts):
-        monkeypatch.setattr(module, "SMALLEST_MOVED_BYTES", SIZE)
+        monkeypatch.setattr(module, "MIN_MOVED_BYTES", SIZE)
     for module in (optimizer_sizes, optimizer_parts):
-        monkeypatch.setattr(module, "SMALLEST_PART_BYTES", SIZE)
+        monkeypatch.setattr(module, "MIN_SUBGROUP_BYTES", SIZE)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import teraio
 from planner import ChecksumError
 from runtime.storage.host import HostStore
 from runtime.storage.posix import PosixStore
-from runtime.storage.store import Piece, Slot
+from runtime.storage.store import Chunk, Slot
 
 from .test_checksums import STEPS, Chain
 
@@ -47,7 +47,7 @@ def damage_what_is_read(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
     store = STORES[tier]
     read_piece = store.read_piece
 
-    def read_and_damage(self: Any, slot: Slot, piece: Piece, address: int) -> None:
+    def read_and_damage(self: Any, slot: Slot, piece: Chunk, address: int) -> None:
         read_piece(self, slot, piece, address)
         if "measurement" not in slot.name:
             ctypes.c_ubyte.from_address(address + piece.slot_offset_bytes).value ^= 1

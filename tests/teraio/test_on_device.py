@@ -49,7 +49,7 @@ def test_tensors_are_there_and_what_is_written_to_them_stays(trained: tuple[nn.M
             with torch.no_grad():
                 weight.fill_(number)
         assert block.pins == 0
-    assert any(block.state is State.AWAY for block in pager.blocks)
+    assert any(block.state is State.OFFLOADED for block in pager.blocks)
     assert [weight.unique().tolist() for weight in module.parameters()] == [[number] for number in range(24)]
 
 
@@ -72,10 +72,10 @@ def test_a_failure_meanwhile_leaves_nothing_held(trained: tuple[nn.Module, Pager
 
     def fail() -> None:
         monkeypatch.undo()
-        pager.fence()
+        pager.leave_region()
         raise StorageIOError(path="/nowhere", block="another one", errno=5)
 
-    monkeypatch.setattr(pager, "fence", fail)
+    monkeypatch.setattr(pager, "leave_region", fail)
     with pytest.raises(StorageIOError):
         with teraio.on_device([weight]):
             pytest.fail("a copy was lost")
@@ -84,7 +84,7 @@ def test_a_failure_meanwhile_leaves_nothing_held(trained: tuple[nn.Module, Pager
 
 def test_a_tensor_that_got_other_memory_is_no_block_any_more(trained: tuple[nn.Module, Pager]) -> None:
     module, pager = trained
-    (weight, *_) = [w for w in module.parameters() if (b := pager.known_block(w)) is not None and b.state is State.AWAY]
+    (weight, *_) = [w for w in module.parameters() if (b := pager.known_block(w)) is not None and b.state is State.OFFLOADED]
     expected = weight.detach().clone()
     weight.share_memory_()
     with teraio.on_device([weight]):

@@ -99,7 +99,7 @@ class VirtualTraining:
             self.pager.retire([], [])
 
     def iteration(self) -> Iteration:
-        self.pager.enter()
+        self.pager.enter_region()
         self.timeline.region_begins("graph", STAGES)
         for number, weight in enumerate(self.weights):
             fetch = self.timeline.stage_reached()
@@ -119,7 +119,7 @@ class VirtualTraining:
                 next_uses={},
             )
         self.timeline.region_ended()
-        self.pager.fence()
+        self.pager.leave_region()
         return self.timeline.iteration_ends()
 
     def profile(self) -> Profile:

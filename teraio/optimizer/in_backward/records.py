@@ -35,7 +35,7 @@ class Final:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WatchedRun:
-    """A run of a graph, as a `Guest` saw it.
+    """A run of a graph, as a `InterleavedStages` saw it.
 
     layout: where to note what is learnt. members: who takes part, until the run has ended. last_read: the number of the last
     stage that read a block. results: by position, which tensor user code gets hold of; digests: of the content, by slot.
@@ -45,7 +45,7 @@ class WatchedRun:
     number: int
     program: Program
     layout: dict[int, Final]
-    members: list[tuple[Tensor, Standing]]
+    members: list[tuple[Tensor, UpdateEligibility]]
     last_read: dict[Block, int] = field(default_factory=dict)
     results: list[Shown | None] = field(default_factory=list)
     digests: dict[int, Digest] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class WatchedRun:
 
 
 @dataclass(slots=True, kw_only=True)
-class Standing:
+class UpdateEligibility:
     """What is known of a parameter. place: its group and its number among all parameters of the optimizer.
 
     forwards, passes: graphs that used it, and that handed it a gradient, since the last step; `run` is the last of these

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from planner.errors import BudgetError, UnsupportedError
-from runtime.execution.executor import Guest
+from runtime.execution.executor import InterleavedStages
 from runtime.execution.program import Program
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
 from teraio.optimizer.capabilities import reason_to_stay_whole, states_per_parameter
 from teraio.optimizer.in_backward.autograd import Leaf, leaf_problem, leaves, pass_problem
-from teraio.optimizer.in_backward.records import Final, Settings, Standing, WatchedRun, places, settings_of
+from teraio.optimizer.in_backward.records import Final, Settings, UpdateEligibility, WatchedRun, places, settings_of
 from teraio.optimizer.in_backward.updates import Member, RegionUpdates, UpdateStage, cut_updates
 from teraio.optimizer.in_backward.watch import Watch
 from teraio.optimizer.masters import lacks_master
@@ -37,7 +37,7 @@ _REMEDY = "leave out the option overlap_step, and restart from the last checkpoi
 class _Chosen(NamedTuple):
     leaf: Leaf
     final: Final
-    standing: Standing
+    eligibility: UpdateEligibility
     optimizer: Optimizer
 
 
@@ -62,7 +62,7 @@ class OverlappedSteps:
 
     # -- graphs
 
-    def guest(self, program: Program, arguments: Sequence[Any]) -> Guest | None:
+    def interleaved(self, program: Program, arguments: Sequence[Any]) -> InterleavedStages | None:
         """For a run of `program` that is about to begin; None if there is nothing to see or do. Blocks while states that user
         code has put in their place are copied to where they can leave.
 
@@ -80,14 +80,14 @@ class OverlappedSteps:
 
     def _note_use(self, arguments: Sequence[Any]) -> None:
         for value in arguments:
-            standing = self._watch.standing(value) if isinstance(value, Tensor) and value.requires_grad else None
-            if standing is not None:
-                standing.forwards += 1
+            eligibility = self._watch.eligibility(value) if isinstance(value, Tensor) and value.requires_grad else None
+            if eligibility is not None:
+                eligibility.forwards += 1
 
     def _refuse_second_pass(self, found: dict[int, Leaf]) -> None:
         for parameter in (leaf.parameter for leaf in found.values()):
-            standing = self._watch.standing(parameter)
-            if standing is not None and standing.updated:
+            eligibility = self._watch.eligibility(parameter)
+            if eligibility is not None and eligibility.updated:
                 raise UnsupportedError(
                     f"{self._name(parameter)} was updated inside the backward pass, and a second backward pass wants to add to "
                     f"its gradient before optimizer.step(), which overlap_step cannot do; {_REMEDY}"
@@ -110,14 +110,14 @@ class OverlappedSteps:
         return [self._member(each) for each in chosen]
 
     def _qualified(self, leaf: Leaf, final: Final) -> _Chosen | None:
-        standing = self._watch.standing(leaf.parameter)
-        optimizer = standing.optimizer() if standing is not None else None
-        if standing is None or optimizer is None or not standing.qualified:
+        eligibility = self._watch.eligibility(leaf.parameter)
+        optimizer = eligibility.optimizer() if eligibility is not None else None
+        if eligibility is None or optimizer is None or not eligibility.qualified:
             return None
-        return _Chosen(leaf, final, standing, optimizer)
+        return _Chosen(leaf, final, eligibility, optimizer)
 
     def _problem(self, chosen: _Chosen) -> str | None:
-        if chosen.standing.forwards > 1:
+        if chosen.eligibility.forwards > 1:
             return "several forward passes used it before a step"
         optimizer, parameter = chosen.optimizer, chosen.leaf.parameter
         lacks_states = states_per_parameter(optimizer) and not self._states.exist(optimizer, parameter)
@@ -130,12 +130,12 @@ class OverlappedSteps:
         return next(filter(None, (pass_problem([c.leaf for c in chosen]), *reasons)), None)
 
     def _member(self, chosen: _Chosen) -> Member:
-        parameter, number = chosen.leaf.parameter, chosen.standing.place[1]
+        parameter, number = chosen.leaf.parameter, chosen.eligibility.place[1]
         name = f"optimizer/parameter.{number}"
         return Member(
             optimizer=chosen.optimizer,
             parameter=parameter,
-            standing=chosen.standing,
+            eligibility=chosen.eligibility,
             final=chosen.final,
             block=self._pager.block_of(parameter, name=name, kind="parameter", user_visible=True),
             states=tuple(self._states.blocks(chosen.optimizer, number, parameter)),
@@ -170,11 +170,11 @@ class OverlappedSteps:
         """
         done = []
         for (_, number), parameter in places(optimizer):
-            standing = self._watch.standing(parameter)
-            if standing is None or not standing.updated:
+            eligibility = self._watch.eligibility(parameter)
+            if eligibility is None or not eligibility.updated:
                 continue
             problem = None
-            if standing.optimizer() is not optimizer:
+            if eligibility.optimizer() is not optimizer:
                 problem = "another optimizer has it as well"
             elif parameter.grad is not None:
                 problem = "got another gradient after that, from outside of the compiled graph"

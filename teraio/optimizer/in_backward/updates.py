@@ -13,7 +13,7 @@ from planner.errors import BudgetError
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
 from teraio.optimizer.capabilities import bytes_of, keeps_masters, states_per_parameter, temporary_bytes
-from teraio.optimizer.in_backward.records import Final, Standing
+from teraio.optimizer.in_backward.records import Final, UpdateEligibility
 from teraio.optimizer.masters import casting_bytes, master_bytes, update_replicas
 from teraio.optimizer.replica import Replica, by_group
 from teraio.profiling.recorder import Timeline
@@ -28,7 +28,7 @@ class Member:
 
     optimizer: Optimizer
     parameter: Tensor
-    standing: Standing
+    eligibility: UpdateEligibility
     final: Final
     block: Block
     states: tuple[Block, ...]
@@ -121,7 +121,7 @@ class RegionUpdates:
         try:
             begin = self._pager.device.mark()
             for member in members:
-                member.standing.updated = True  # also by an update that fails half-way
+                member.eligibility.updated = True  # also by an update that fails half-way
                 member.parameter.grad = slots[member.final.slot]
             update_replicas(optimizer, _replicas(optimizer, members))
             end = self._pager.device.mark()
@@ -146,5 +146,5 @@ class RegionUpdates:
 def _replicas(optimizer: Optimizer, members: Sequence[Member]) -> list[list[Replica]]:
     """The parameters themselves, by group: an update of these alone."""
     states = optimizer.state
-    placed = ((m.standing.place[0], Replica(parameter=m.parameter, state=states.get(m.parameter, {}))) for m in members)
+    placed = ((m.eligibility.place[0], Replica(parameter=m.parameter, state=states.get(m.parameter, {}))) for m in members)
     return by_group(optimizer, placed)

@@ -32,7 +32,7 @@ from teraio.optimizer.in_backward.records import (
     Digest,
     Final,
     Shown,
-    Standing,
+    UpdateEligibility,
     WatchedRun,
     digest,
     equal,
@@ -55,22 +55,22 @@ class Watch:
         self._runs = 0
         self._said: set[str] = set()
 
-    def standing(self, parameter: Tensor) -> Standing | None:
+    def eligibility(self, parameter: Tensor) -> UpdateEligibility | None:
         """None before the first step of an optimizer that has it."""
-        found: Standing | None = self._standings.get(parameter)
+        found: UpdateEligibility | None = self._standings.get(parameter)
         return found
 
     @property
     def settled(self) -> bool:
         """False while more steps have to be seen until parameters qualify."""
-        standings: list[Standing] = [each for each in self._standings.values() if each.optimizer() is not None]
+        standings: list[UpdateEligibility] = [each for each in self._standings.values() if each.optimizer() is not None]
         return all(each.refused or each.qualified or each.good_steps == 0 for each in standings)
 
     def refuse(self, parameter: Tensor, reason: str, *, topic: str | None = None) -> None:
         """It is updated by the step from now on."""
-        standing = self.standing(parameter)
-        if standing is not None:
-            standing.refused = True
+        eligibility = self.eligibility(parameter)
+        if eligibility is not None:
+            eligibility.refused = True
         self.say(parameter, reason, topic=topic)
 
     def say(self, parameter: Tensor, reason: str, *, topic: str | None = None) -> None:
@@ -96,21 +96,21 @@ class Watch:
 
     def begin(self, program: Program, layout: dict[int, Final], leaves: dict[int, Leaf]) -> WatchedRun | None:
         """Watch this run of a graph; None if there is nothing to be learnt from it."""
-        new: list[tuple[int, Leaf, Standing]] = []
+        new: list[tuple[int, Leaf, UpdateEligibility]] = []
         for edge, leaf in leaves.items():
-            standing = self.standing(leaf.parameter)
-            if standing is not None and not standing.refused and not (standing.qualified and edge in layout):
-                new.append((edge, leaf, standing))
+            eligibility = self.eligibility(leaf.parameter)
+            if eligibility is not None and not eligibility.refused and not (eligibility.qualified and edge in layout):
+                new.append((edge, leaf, eligibility))
         if not new and not self._last_reader:
             return None
         self._runs += 1
-        members = [(leaf.parameter, standing) for _, leaf, standing in new]
+        members = [(leaf.parameter, eligibility) for _, leaf, eligibility in new]
         run = WatchedRun(number=self._runs, program=program, layout=layout, members=members)
         problem = pass_problem([leaf for _, leaf, _ in new]) if new else None
-        for edge, leaf, standing in new:
-            standing.passes += 1
-            standing.run, standing.edge, standing.block = run, edge, self._pager.known_block(leaf.parameter)
-            standing.problem = standing.problem or problem or leaf_problem(leaf.parameter)
+        for edge, leaf, eligibility in new:
+            eligibility.passes += 1
+            eligibility.run, eligibility.edge, eligibility.block = run, edge, self._pager.known_block(leaf.parameter)
+            eligibility.problem = eligibility.problem or problem or leaf_problem(leaf.parameter)
         return run
 
     def stage_ended(self, run: WatchedRun, number: int, read: Sequence[Block], slots: Sequence[Any]) -> None:
@@ -133,9 +133,9 @@ class Watch:
             self._pager.retire([block], [])
 
     def run_ended(self, run: WatchedRun, results: Sequence[Any]) -> None:
-        for parameter, standing in run.members:
-            if self._pager.known_block(parameter) is not standing.block:
-                standing.block = None
+        for parameter, eligibility in run.members:
+            if self._pager.known_block(parameter) is not eligibility.block:
+                eligibility.block = None
         for optimizer in [found for r in dict.fromkeys(s.optimizer for _, s in run.members) if (found := r()) is not None]:
             run.settings[id(optimizer)] = settings_of(optimizer)
         run.members.clear()
@@ -152,7 +152,7 @@ class Watch:
         """Draw conclusions. reason: why none of its parameters may be updated inside the backward pass. Blocks while gradients
         are brought in that are to be compared.
         """
-        watched = any(s is not None and s.run is not None for _, p in places(optimizer) for s in [self.standing(p)])
+        watched = any(s is not None and s.run is not None for _, p in places(optimizer) for s in [self.eligibility(p)])
         with self._reading() if watched else contextlib.nullcontext():
             self._conclude_all(optimizer, reason)
         if not any(each.passes for each in list(self._standings.values())):
@@ -161,48 +161,48 @@ class Watch:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         with self._pager.device.region():
-            self._pager.enter()
+            self._pager.enter_region()
             try:
                 yield
             finally:
-                self._pager.fence()
+                self._pager.leave_region()
 
     def _conclude_all(self, optimizer: Optimizer, reason: str | None) -> None:
         for place, parameter in places(optimizer):
-            standing = self.standing(parameter)
-            if standing is None or standing.optimizer() is None:
-                self._standings[parameter] = Standing(optimizer=weakref.ref(optimizer), place=place)
+            eligibility = self.eligibility(parameter)
+            if eligibility is None or eligibility.optimizer() is None:
+                self._standings[parameter] = UpdateEligibility(optimizer=weakref.ref(optimizer), place=place)
                 continue
-            standing.place = place
-            problem = "several optimizers have it" if standing.optimizer() is not optimizer else reason
-            if not standing.refused and problem is not None:
+            eligibility.place = place
+            problem = "several optimizers have it" if eligibility.optimizer() is not optimizer else reason
+            if not eligibility.refused and problem is not None:
                 self.refuse(parameter, problem)
-            elif not standing.refused and not standing.updated:
-                self._conclude(optimizer, parameter, standing)
-            standing.forget_passes()
+            elif not eligibility.refused and not eligibility.updated:
+                self._conclude(optimizer, parameter, eligibility)
+            eligibility.forget_passes()
 
-    def _conclude(self, optimizer: Optimizer, parameter: Tensor, standing: Standing) -> None:
-        if parameter.grad is None and not standing.qualified:
-            standing.good_steps = 0
-        if parameter.grad is None or (standing.run is None and standing.qualified):
+    def _conclude(self, optimizer: Optimizer, parameter: Tensor, eligibility: UpdateEligibility) -> None:
+        if parameter.grad is None and not eligibility.qualified:
+            eligibility.good_steps = 0
+        if parameter.grad is None or (eligibility.run is None and eligibility.qualified):
             return  # nothing was learnt
-        problem = self._problem(optimizer, parameter, standing)
+        problem = self._problem(optimizer, parameter, eligibility)
         if problem is not None:
             self.refuse(parameter, problem)
         else:
-            standing.good_steps += 1
+            eligibility.good_steps += 1
 
-    def _problem(self, optimizer: Optimizer, parameter: Tensor, standing: Standing) -> str | None:
+    def _problem(self, optimizer: Optimizer, parameter: Tensor, eligibility: UpdateEligibility) -> str | None:
         """Why what has been seen does not allow its update inside the backward pass; else notes when that may run."""
-        run, gradient = standing.run, parameter.grad
-        if standing.passes > 1:
+        run, gradient = eligibility.run, parameter.grad
+        if eligibility.passes > 1:
             return "several backward passes, or several graphs, contribute to its gradient before a step"
         if run is None or gradient is None:
             return "its gradient does not come from a compiled graph that it is an input of"
         if gradient.layout is not torch.strided:
             return "its gradient is sparse"
-        if standing.problem is not None:
-            return standing.problem
+        if eligibility.problem is not None:
+            return eligibility.problem
         shown = self._shown(gradient)
         found = [place for place, result in enumerate(run.results) if result == shown]
         slots = [slot for place in found if isinstance(slot := run.program.results[place], int)]
@@ -213,11 +213,11 @@ class Watch:
             return "gradients are changed between backward and step (clipping, or a GradScaler)"
         if run.settings.get(id(optimizer)) != settings_of(optimizer):
             return "the optimizer's settings are changed between backward and step"
-        if standing.block is None or self._pager.known_block(parameter) is not standing.block:
+        if eligibility.block is None or self._pager.known_block(parameter) is not eligibility.block:
             return "its memory was replaced between backward and step"
-        if any(result is not None and result[0] is standing.block for result in run.results):
+        if any(result is not None and result[0] is eligibility.block for result in run.results):
             return "the backward graph returns a view of it"
-        if self._last_reader.get(standing.block, 0) > run.number:
+        if self._last_reader.get(eligibility.block, 0) > run.number:
             return "another compiled graph reads it between its update and the step"
-        run.layout[standing.edge] = Final(slot=slots[0], after=last_use(run, slots[0], standing.block))
+        run.layout[eligibility.edge] = Final(slot=slots[0], after=last_use(run, slots[0], eligibility.block))
         return None

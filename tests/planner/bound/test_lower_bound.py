@@ -32,7 +32,7 @@ def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close(monkeypatch
         problem = exhaustive.small_problem(rng, most_combinations=500)
         bound, best = lower_bound_seconds(problem), exhaustive.best_seconds(problem)
         with monkeypatch.context() as patched:
-            patched.setattr(bound_module, "_MOST_WHOLE", -1)
+            patched.setattr(bound_module, "_MAX_WHOLE", -1)
             shares = [lower_bound_seconds(problem, most_instants=most) for most in (5, 24)]
         coarse = lower_bound_seconds(problem, most_instants=5)
         which = f"trace {number}: {problem.trace.model_dump_json()} {problem.budgets}"
@@ -55,7 +55,7 @@ def test_no_plan_with_updates_on_the_host_beats_the_bound(monkeypatch: pytest.Mo
         bests = [exhaustive.best_seconds(each) for each in exhaustive.placements(problem)]
         bounds = [lower_bound_seconds(problem), lower_bound_seconds(problem, most_instants=5)]
         with monkeypatch.context() as patched:
-            patched.setattr(bound_module, "_MOST_WHOLE", -1)
+            patched.setattr(bound_module, "_MAX_WHOLE", -1)
             bounds += [lower_bound_seconds(problem, most_instants=most) for most in (5, 24)]
         which = f"training {number}: {problem.source.model_dump_json()} {problem.budgets}"
         assert max(bounds) <= min(bests) * SAME, which
@@ -70,7 +70,7 @@ def test_no_plan_with_updates_on_the_host_beats_the_bound(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("most_whole", [-1, 32])
 @pytest.mark.parametrize("path", sorted(HAND.glob("*.json")), ids=lambda path: path.stem)
 def test_no_policy_beats_the_bound(path: Path, most_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound_module, "_MOST_WHOLE", most_whole)
+    monkeypatch.setattr(bound_module, "_MAX_WHOLE", most_whole)
     trace = Trace.load(path)
     made = 0
     for budget in range(floor(trace)[0], max(live_bytes(trace)) + 1):

@@ -98,6 +98,6 @@ def test_a_clean_period_follows_a_write_or_an_earlier_period(trace: Trace) -> No
     for period in inactive_periods(trace):
         block = trace.blocks[period.block]
         if period.clean:
-            assert period.after not in block.writes or period.frozen
+            assert period.after not in block.writes or period.read_only
         else:
             assert period.after in block.writes or (not block.persistent and period.after == block.uses[0])

@@ -22,7 +22,7 @@ from planner import Budgets, Plan, PlanError, TeraioError, Trace, TraceError, pl
 from planner.errors import FileFormatError
 from planner.problem.problem import Problem, build_plan
 from planner.schedule.eviction import evict_furthest
-from planner.schema.json_file import LARGEST_NUMBER, LONGEST_TEXT, MOST_BYTES, MOST_VALUES, printable, read_format
+from planner.schema.json_file import LARGEST_NUMBER, LONGEST_TEXT, MAX_BYTES, MAX_VALUES, printable, read_format
 from teraio.cli import commands as cli
 from teraio.cli.plan_summary import summarise_plan
 from teraio.cli.plan_tables import plan_tables, replay_tables
@@ -383,7 +383,7 @@ def test_a_small_file_that_unpacks_to_gigabytes(tmp_path: Path) -> None:
     path.write_bytes(member * 64)
     assert path.stat().st_size < 5_000_000
     message = loads_within(path, 1024)
-    assert f"more than {MOST_BYTES:,} bytes when unpacked, and at most {MOST_BYTES:,} are read" in message
+    assert f"more than {MAX_BYTES:,} bytes when unpacked, and at most {MAX_BYTES:,} are read" in message
 
 
 def test_a_huge_plain_file_is_not_read(tmp_path: Path) -> None:
@@ -397,7 +397,7 @@ def test_a_huge_plain_file_is_not_read(tmp_path: Path) -> None:
 
 def test_many_values_are_not_parsed(tmp_path: Path) -> None:
     path = tmp_path / "many.json"
-    path.write_text('{"format": "teraio.trace", "version": 1, "blocks": [' + "[]," * MOST_VALUES + "0]}")
+    path.write_text('{"format": "teraio.trace", "version": 1, "blocks": [' + "[]," * MAX_VALUES + "0]}")
     message = loads_within(path, 1024)
     assert re.search(r"about 2,000,0\d\d values, and at most 1,000,000 are read", message)
 
@@ -418,7 +418,7 @@ def test_many_faults_are_not_collected(
     model: type[Trace] | type[Plan],
     place: tuple[Any, ...],
 ) -> None:
-    """490,000 objects without any of their fields, just within `MOST_VALUES`: to report what each lacks takes gigabytes."""
+    """490,000 objects without any of their fields, just within `MAX_VALUES`: to report what each lacks takes gigabytes."""
     path = tmp_path / "file.json"
     path.write_text(replaced(whole[model], place, "[" + "{}," * 489_999 + "{}]"))
     message = loads_within(path, 1024, model=model)

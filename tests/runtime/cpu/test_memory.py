@@ -224,9 +224,9 @@ def test_memory_of_others_stays_where_it_is(memory: CpuMemory, tmp_path: Path, o
 def test_memory_that_is_lent_back_has_one_owner(memory: CpuMemory, through: str) -> None:
     """Two storages over the same pages would each have a slot, and what is written to one is missing in the other."""
     owner = torch.ones(4 * MIB, dtype=torch.uint8)
-    guest = torch.from_numpy(owner.numpy()) if through == "numpy" else torch.from_dlpack(owner)
-    assert guest.data_ptr() == owner.data_ptr()
-    assert memory.span(guest.untyped_storage()) is None
+    interleaved = torch.from_numpy(owner.numpy()) if through == "numpy" else torch.from_dlpack(owner)
+    assert interleaved.data_ptr() == owner.data_ptr()
+    assert memory.span(interleaved.untyped_storage()) is None
     assert movable(memory, owner).address == owner.data_ptr()
 
 

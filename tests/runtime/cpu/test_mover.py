@@ -38,7 +38,7 @@ class Rig:
         tiers = Tiers([Tier(name="storage", store=self.store, engine=self.engine)])
         self.mover = CpuMover(self.memory, tiers, debug=Debug() if debug else None)
         self.pager = Pager(mover=self.mover, budget_bytes=budget_bytes)
-        self.pager.enter()
+        self.pager.enter_region()
 
     def close(self) -> None:
         self.engine.close()
@@ -112,7 +112,7 @@ def test_there_and_back(rig: Rig) -> None:
     rig.mover.release(block)
     assert torch.equal(tensor, expected)
     tensor[: 2 * MIB] += 1
-    rig.mover.settle(block)
+    rig.mover.invalidate_mapping(block)
     assert rig.copied(rig.mover.copy_in, block) is None
     rig.mover.install(block)
     expected[: 2 * MIB] += 1
@@ -139,7 +139,7 @@ def test_the_storage_lives_until_its_copies_have_ended(rig: Rig) -> None:
     assert began.wait(SECONDS)
     while rig.engine.write_link.busy_seconds == 0 or rig.pager._leaving:
         pass
-    writer = rig.mover._carrier._transfers[block]
+    writer = rig.mover._transfers._transfers[block]
     del tensor
     threading.Event().wait(0.05)  # the write's end returns in its I/O thread
     alive = block.storage() is not None
@@ -192,7 +192,7 @@ def test_a_failed_write_under_the_pager(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.undo()
     assert block.state is State.ON_DEVICE and tensor.unique().tolist() == [7]
     within(SECONDS, lambda: rig.pager.acquire([], 4 * MIB, "next"))
-    assert block.state is State.AWAY and tensor.unique().tolist() == [7]
+    assert block.state is State.OFFLOADED and tensor.unique().tolist() == [7]
     rig.close()
 
 
@@ -220,7 +220,7 @@ def test_every_type_and_layout_comes_back_as_it_was(rig: Rig, dtype: torch.dtype
     block = rig.pager.block_of(tensor, name="w", kind="activation", user_visible=False)
     del flat
     rig.pager.offload(block)
-    while block.state is not State.AWAY:
+    while block.state is not State.OFFLOADED:
         threading.Event().wait(0.01)
     rig.pager.acquire([block], 0, "read")
     assert (tensor.size(), tensor.stride(), tensor.storage_offset()) == (size, stride, offset)
@@ -244,11 +244,11 @@ def test_what_user_code_writes_while_a_block_is_away_is_no_damage(checked: Rig, 
     tensor, block = checked.make(4 * MIB, 1)
     block.user_visible = True
     checked.pager.offload(block)
-    checked.pager.fence()
-    assert block.state is State.AWAY
+    checked.pager.leave_region()
+    assert block.state is State.OFFLOADED
     tensor[MIB] = 9
     if back == "by the next region":
-        checked.pager.enter()
+        checked.pager.enter_region()
         checked.pager.acquire([block], 0, "read")
         checked.pager.retire([block], [])
     else:
@@ -263,14 +263,14 @@ def test_a_block_that_user_code_got_hold_of_while_it_was_away(checked: Rig) -> N
     checked.copied(checked.out, block)
     checked.mover.release(block)
     tensor[MIB] = 9
-    checked.mover.settle(block)
+    checked.mover.invalidate_mapping(block)
     assert checked.copied(checked.mover.copy_in, block) is None
 
 
 def test_a_damaged_file_fails_the_copy_in(checked: Rig) -> None:
     tensor, block = checked.make(4 * MIB, 1)
     checked.pager.offload(block)
-    while block.state is not State.AWAY:
+    while block.state is not State.OFFLOADED:
         threading.Event().wait(0.01)
     assert block.slot is not None
     (extent,) = block.slot.extents
@@ -292,15 +292,15 @@ def test_a_storage_has_one_mover(rig: Rig, tmp_path: Path) -> None:
     tensor, block = rig.make(4 * MIB, 1)
     rig.pager.offload(block)
     block.user_visible = True
-    rig.pager.fence()
+    rig.pager.leave_region()
     theirs = other.pager.block_of(tensor, name="w", kind="parameter", user_visible=True)
     assert theirs.span is None
     other.pager.acquire([theirs], 0, "write")
     tensor.fill_(5)
     other.pager.retire([theirs], [theirs])
     other.pager.offload(theirs)
-    other.pager.fence()
-    rig.pager.enter()
+    other.pager.leave_region()
+    rig.pager.enter_region()
     rig.pager.acquire([block], 0, "read")
     assert tensor.unique().tolist() == [5]
     rig.pager.retire([block], [])
@@ -352,8 +352,8 @@ def test_a_storage_gets_other_memory_while_it_is_away(rig: Rig, change: str, end
     tensor, block = rig.make(4 * MIB, 3)
     block.user_visible = True
     rig.pager.offload(block)
-    rig.pager.fence()
-    assert block.state is State.AWAY
+    rig.pager.leave_region()
+    assert block.state is State.OFFLOADED
     storage = tensor.untyped_storage()
     if change == "shared":
         tensor.share_memory_()
@@ -363,7 +363,7 @@ def test_a_storage_gets_other_memory_while_it_is_away(rig: Rig, change: str, end
             storage.resize_(4 * MIB)
             tensor.fill_(4)
     others = [torch.full((4 * MIB,), 5, dtype=torch.uint8) for _ in range(3)]
-    rig.pager.enter() if end == "next region" else rig.pager.bring_back_all()
+    rig.pager.enter_region() if end == "next region" else rig.pager.bring_back_all()
     assert all(other.unique().tolist() == [5] for other in others)
     if change != "resized":
         assert tensor.unique().tolist() == [3 if change == "shared" else 4]

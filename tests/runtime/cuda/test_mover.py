@@ -67,16 +67,16 @@ def dies_while_it_arrives(seed: int, prepare: Callable[[SimulatedMachine], None]
     prepare(machine)
     machine.slow(Lane.INWARD)
     with machine.device.region():
-        machine.pager.enter()
+        machine.pager.enter_region()
         block = machine.made()
         machine.pager.offload(block)
         machine.device.synchronise()
         machine.pager.forget_dead()
-        assert block.state is State.AWAY
+        assert block.state is State.OFFLOADED
         machine.pager.prefetch(block)
         del machine.tensors[block], machine.expected[block]
         machine.made()
-        machine.pager.fence()
+        machine.pager.leave_region()
     machine.finish()
     return machine
 
@@ -89,7 +89,7 @@ def arrives_while_user_code_runs(
     prepare(machine)
     machine.slow(Lane.USER)
     with machine.device.region():
-        machine.pager.enter()
+        machine.pager.enter_region()
         fetched, leaving, seen = machine.made(), machine.made(), machine.made(visible=True)
         machine.pager.offload(fetched, "host")
         machine.device.synchronise()
@@ -97,8 +97,8 @@ def arrives_while_user_code_runs(
         other = machine.made()
         machine.pager.offload(leaving, "storage")
         machine.pager.prefetch(fetched)
-        assert fetched.state is State.AWAY, "there is no room yet"
-        machine.pager.fence()
+        assert fetched.state is State.OFFLOADED, "there is no room yet"
+        machine.pager.leave_region()
     machine.between_regions = True
     machine.kernel(Lane.USER, seen, None)
     del machine.tensors[seen], machine.expected[seen]
@@ -117,15 +117,15 @@ def leaves_twice_before_the_fence(
     prepare(machine)
     machine.slow(Lane.OUTWARD)
     with machine.device.region():
-        machine.pager.enter()
+        machine.pager.enter_region()
         block = machine.made(visible=True)
         machine.pager.offload(block, "host")
         machine.pager.acquire([block], 0, "write")
         machine.kernel(Lane.COMPUTE, block, machine.new_value())
         machine.pager.retire([block], [block])
         machine.pager.offload(block, "storage")
-        machine.pager.fence()
-        assert block.state is State.AWAY
+        machine.pager.leave_region()
+        assert block.state is State.OFFLOADED
     machine.finish()
     return machine
 
@@ -141,11 +141,11 @@ def test_the_end_waits_for_copies_from_memory_that_goes() -> None:
     machine = SimulatedMachine(0, budget_blocks=2, tiers=("host",))
     machine.slow(Lane.INWARD)
     with machine.device.region():
-        machine.pager.enter()
+        machine.pager.enter_region()
         block = machine.made(visible=True)
         machine.pager.offload(block)
-        machine.pager.fence()
-    assert block.state is State.AWAY
+        machine.pager.leave_region()
+    assert block.state is State.OFFLOADED
     with machine.device.region():
         machine.pager.bring_back_all()
         machine.kernel(Lane.COMPUTE, block, None)
@@ -175,7 +175,7 @@ def no_wait(lane: Lane) -> Callable[[SimulatedMachine], None]:
 
 
 def no_landing(machine: SimulatedMachine) -> None:
-    machine.mover.land = lambda blocks: [machine.mover._in.pop(block, None) for block in blocks]  # type: ignore
+    machine.mover.wait_resident = lambda blocks: [machine.mover._in.pop(block, None) for block in blocks]  # type: ignore
 
 
 def no_wait_to_release(machine: SimulatedMachine) -> None:

@@ -263,7 +263,7 @@ def test_a_stage_that_raises() -> None:
     blocks = bench.pager.blocks
     assert all(block.pins == 0 and not block.copy_is_valid for block in blocks)
     assert bench.pager.used_bytes == 2 * WIDTH, "what the stages made is gone"
-    bench.pager.enter()
+    bench.pager.enter_region()
     bench.pager.acquire(blocks, 100 * WIDTH, "next")
 
 
@@ -285,7 +285,7 @@ def test_prefetches_begin_with_the_stage_that_they_are_for() -> None:
     bench.pager.offload(other)
     bench.mover.finish_all()
     managed(chain(), [filled(3), filled(4)], bench, Recorder(fetch={1: [other]}))
-    assert other.state is State.ARRIVING
+    assert other.state is State.PREFETCHING
     bench.mover.finish_all()
     assert other.state is State.ON_DEVICE
 
@@ -372,7 +372,7 @@ def test_a_workspace_does_not_depend_on_who_else_holds_the_inputs() -> None:
 
 @dataclass
 class Taker:
-    """A guest that notes what it sees, and takes `slot` out when stage `after` has ended."""
+    """A interleaved that notes what it sees, and takes `slot` out when stage `after` has ended."""
 
     after: int
     slot: int
@@ -390,19 +390,19 @@ class Taker:
 
 
 def test_a_guest_sees_each_stage_and_may_keep_results() -> None:
-    bench, recorder, guest = Bench(None), Recorder(), Taker(after=1, slot=2)
+    bench, recorder, interleaved = Bench(None), Recorder(), Taker(after=1, slot=2)
     arguments = [filled(3), filled(4)]
-    found = run_managed(chain(), arguments, bench.pager, recorder, WorkspaceMeter(None), guest)
+    found = run_managed(chain(), arguments, bench.pager, recorder, WorkspaceMeter(None), interleaved)
     assert recorder.regions == [("p", 3 + 2)]
-    assert guest.seen == [
+    assert interleaved.seen == [
         (0, ["slot0", "slot1"], [True, False, True, False, False]),
         (1, ["slot2"], [True, False, True, True, False]),
         (2, ["slot3", "slot0"], [False, False, False, False, True]),
     ]
-    assert guest.results is not None and all(a is b for a, b in zip(guest.results, found, strict=True))
+    assert interleaved.results is not None and all(a is b for a, b in zip(interleaved.results, found, strict=True))
     assert torch.equal(found[0], filled(11)) and found[1] is None and found[2] is None
     bench.pager.forget_dead()
-    assert [block.name for block in bench.pager.blocks] == ["slot4"], "what the guest has taken is gone"
+    assert [block.name for block in bench.pager.blocks] == ["slot4"], "what the interleaved has taken is gone"
 
 
 def test_a_guest_that_fails_leaves_nothing_held() -> None:
@@ -410,8 +410,8 @@ def test_a_guest_that_fails_leaves_nothing_held() -> None:
         def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
             raise ArithmeticError("no")
 
-    bench, recorder, guest = Bench(None), Recorder(), Failing(after=0, slot=0)
+    bench, recorder, interleaved = Bench(None), Recorder(), Failing(after=0, slot=0)
     with pytest.raises(ArithmeticError):
-        run_managed(chain(), [filled(3), filled(4)], bench.pager, recorder, WorkspaceMeter(None), guest)
-    assert guest.results is None and recorder.ended == 1
+        run_managed(chain(), [filled(3), filled(4)], bench.pager, recorder, WorkspaceMeter(None), interleaved)
+    assert interleaved.results is None and recorder.ended == 1
     assert all(block.pins == 0 for block in bench.pager.blocks)

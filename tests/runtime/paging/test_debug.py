@@ -42,7 +42,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def leave(rig: Rig, block: Block) -> None:
     rig.pager.offload(block)
-    until(lambda: block.state is State.AWAY)
+    until(lambda: block.state is State.OFFLOADED)
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -160,7 +160,7 @@ def test_a_copy_out_that_a_write_overtakes_counts_for_nothing(rig: Rig, monkeypa
 
     monkeypatch.setattr(rig.engine.write_link, "_move", write_later)
     rig.pager.offload(block)
-    assert block.state is State.LEAVING
+    assert block.state is State.OFFLOADING
     rig.pager.acquire([block], 0, "write")
     tensor.fill_(8)
     rig.pager.retire([block], [block])
@@ -179,10 +179,10 @@ def test_what_user_code_writes_while_a_block_is_away_is_no_damage(rig: Rig, back
     block.user_visible = seen == "before it left"
     leave(rig, block)
     block.user_visible = True
-    rig.pager.fence()
+    rig.pager.leave_region()
     tensor[MIB] = 9
     if back == "by the next region":
-        rig.pager.enter()
+        rig.pager.enter_region()
         use(rig.pager, block)
     else:
         rig.pager.bring_back_all()

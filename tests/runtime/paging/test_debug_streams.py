@@ -27,14 +27,14 @@ def slot_of(block: Block) -> Slot:
 
 def away(machine: SimulatedMachine, tier: str) -> Block:
     """A block that has left, in a region that goes on."""
-    machine.pager.enter()
+    machine.pager.enter_region()
     block = machine.made()
     machine.pager.offload(block, tier)  # type: ignore[arg-type]
     while machine.drive.finish():
         pass
     machine.device.synchronise()
     machine.pager.forget_dead()
-    assert block.state is State.AWAY and block.tier == tier
+    assert block.state is State.OFFLOADED and block.tier == tier
     return block
 
 
@@ -43,13 +43,13 @@ def test_memory_that_a_block_gives_up_between_regions_is_poisoned_before_user_co
     machine = SimulatedMachine(seed, budget_blocks=1, tiers=("storage",), debug=True)
     machine.slow(Lane.COMPUTE)
     with machine.device.region():
-        machine.pager.enter()
+        machine.pager.enter_region()
         block = machine.made()
         address = block.address
         machine.pager.offload(block, "storage")
-        machine.pager.fence()
+        machine.pager.leave_region()
     machine.device.synchronise()
-    assert machine.drive.finish() and block.state is State.AWAY
+    assert machine.drive.finish() and block.state is State.OFFLOADED
     assert ctypes.string_at(address, UNIT) == POISONED * UNIT
     users = machine.device.allocate(UNIT)
     assert users.data_ptr() == address, "there is no other"
@@ -105,7 +105,7 @@ def test_a_damaged_slab_is_found() -> None:
 
 def by_the_next_region(machine: SimulatedMachine) -> None:
     with machine.device.region():
-        machine.pager.enter()
+        machine.pager.enter_region()
         (block,) = machine.tensors
         machine.pager.acquire([block], 0, "read")
 
@@ -121,7 +121,7 @@ def test_what_user_code_writes_to_the_host_tier_is_no_damage(come_back: Callable
     with machine.device.region():
         block = away(machine, "host")
         block.user_visible = True
-        machine.pager.fence()
+        machine.pager.leave_region()
     machine.kernel(Lane.USER, block, 99)
     come_back(machine)
     machine.kernel(Lane.COMPUTE, block, None)
@@ -138,8 +138,8 @@ def test_what_user_code_can_reach_is_compared_within_a_region(tier: str) -> None
         block = away(machine, tier)
         block.user_visible = True
         if tier == "storage":
-            machine.pager.fence()  # nobody can write to it there
-            machine.pager.enter()
+            machine.pager.leave_region()  # nobody can write to it there
+            machine.pager.enter_region()
             machine.drive.content[machine.drive.place(slot_of(block))] = bytes(UNIT)
         else:
             ctypes.memset(machine.slab.address_of(slot_of(block).extents[0]), 0, UNIT)

@@ -35,7 +35,7 @@ class Rig:
             self.tiers.append(Tier(name="storage", store=files, engine=Engine(files, threads=1)))
         self.mover = CpuMover(self.memory, Tiers(self.tiers), debug=Debug())
         self.pager = Pager(mover=self.mover, budget_bytes=device_blocks * MIB)
-        self.pager.enter()
+        self.pager.enter_region()
         self.tensors: list[torch.Tensor] = []
 
     def make(self, fill: int) -> Block:
@@ -81,7 +81,7 @@ def test_copies_of_what_is_on_the_device_make_room(rig: Rig, writes: bool) -> No
             if writes:
                 rig.write(block)
     assert rig.store.used_bytes <= 3 * MIB
-    assert sum(block.state is State.AWAY for block in blocks) == 2
+    assert sum(block.state is State.OFFLOADED for block in blocks) == 2
 
 
 def test_void_copies_in_the_wanted_tier_make_room_there(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_block_is_changed_where_it_waits() -> None:
     assert block.state is State.UPDATING and bench.pager.used_bytes == 0
     change(bench, block, 4)
     bench.pager.give_back([block])
-    assert block.state is State.AWAY and bench.mover.log == ["settle w"], "nothing was copied as a whole"
+    assert block.state is State.OFFLOADED and bench.mover.log == ["settle w"], "nothing was copied as a whole"
     bench.run(block)
     assert bench.value("w") == 7
 
@@ -79,7 +79,7 @@ def test_hints_wait_and_nobody_fetches_or_evicts() -> None:
     bench.pager.offload(full)
     bench.mover.finish_all()
     bench.run(last)
-    assert other.state is State.AWAY, "hints keep their order"
+    assert other.state is State.OFFLOADED, "hints keep their order"
     assert lent.state is State.UPDATING and not any(entry.endswith(" lent") for entry in bench.mover.log)
     bench.pager.give_back([lent])
     bench.run(lent)
@@ -103,9 +103,9 @@ def test_a_region_does_not_end_while_one_is_lent() -> None:
     block = evicted(bench, bench.make("w", 2, visible=True))
     bench.pager.lend([block])
     with pytest.raises(Deadlock):
-        bench.pager.fence()
+        bench.pager.leave_region()
     bench.pager.give_back([block])
-    bench.pager.fence()
+    bench.pager.leave_region()
 
 
 def test_one_whose_copy_fails_is_not_lent() -> None:
@@ -114,7 +114,7 @@ def test_one_whose_copy_fails_is_not_lent() -> None:
     bench.mover.fail_copies = [io_error("b")]
     with pytest.raises(StorageIOError, match="'b'"):
         bench.pager.lend([first, second])
-    assert first.state is State.AWAY and second.state is State.ON_DEVICE
+    assert first.state is State.OFFLOADED and second.state is State.ON_DEVICE
     bench.pager.lend([first, second])
     bench.pager.give_back([first, second])
 
@@ -139,7 +139,7 @@ def test_what_is_lent_stays_where_it_is_and_comes_back_as_it_was_written() -> No
     ctypes.memset(address, 4, block.size_bytes)
     version = block.version
     bench.pager.give_back([block])
-    assert block.state is State.ARRIVING and block.version > version and "settle w" in bench.mover.log
+    assert block.state is State.PREFETCHING and block.version > version and "settle w" in bench.mover.log
     bench.run(block)
     assert bench.value("w") == 4
 
@@ -148,7 +148,7 @@ def test_a_copy_out_that_is_under_way_lands_before_its_block_is_lent() -> None:
     bench = Bench(8 * UNIT)
     block = bench.make("w", 2)
     bench.pager.offload(block)
-    assert block.state is State.LEAVING and bench.pager.set_aside([block])
+    assert block.state is State.OFFLOADING and bench.pager.set_aside([block])
     assert bench.pager.lend_memory([block]) is not None
     bench.pager.give_back([block])
 
@@ -158,27 +158,27 @@ def test_what_is_not_in_the_host_tier_is_not_lent() -> None:
     away, here = evicted(bench, bench.make("away", 2)), bench.make("here", 2)
     assert not bench.pager.set_aside([away, here])
     assert bench.pager.lend_memory([away, here]) is None
-    assert away.state is State.AWAY and here.state is State.ON_DEVICE
+    assert away.state is State.OFFLOADED and here.state is State.ON_DEVICE
     away.tier = "storage"
     assert not bench.pager.set_aside([away]) and bench.pager.lend_memory([away]) is None
     bench.run(away, here)
 
 
-@pytest.mark.parametrize("state", [State.AWAY, State.LEAVING])
+@pytest.mark.parametrize("state", [State.OFFLOADED, State.OFFLOADING])
 @pytest.mark.parametrize("then", ["lent", "given back", "not lent"])
 def test_what_is_set_aside_is_not_fetched_before_it_is_lent(state: State, then: str) -> None:
     bench = Bench(8 * UNIT)
     block, after = bench.make("w", 2), evicted(bench, bench.make("after", 2))
     bench.pager.offload(block)
-    if state is State.AWAY:
+    if state is State.OFFLOADED:
         bench.mover.finish_all()
     assert block.state is state and bench.pager.set_aside([block])
     bench.pager.prefetch(block)
     bench.pager.prefetch(after)
     bench.mover.finish_all()
-    assert block.state is State.AWAY and after.state is State.AWAY, "one waits for it, the other one for its turn"
+    assert block.state is State.OFFLOADED and after.state is State.OFFLOADED, "one waits for it, the other one for its turn"
     if then == "lent":
-        assert bench.pager.lend_memory([block]) is not None and after.state is State.AWAY
+        assert bench.pager.lend_memory([block]) is not None and after.state is State.OFFLOADED
         bench.pager.give_back([block])
     elif then == "given back":
         bench.pager.give_back([block])
@@ -229,8 +229,8 @@ def test_who_needs_what_is_lent_waits_for_it(who: str) -> None:
     if who == "stage":
         bench.run(block)
     elif who == "fence":
-        bench.pager.fence()
-        assert block.state is State.AWAY
+        bench.pager.leave_region()
+        assert block.state is State.OFFLOADED
     else:
         bench.pager.bring_back_all()
     assert waits[0] is State.UPDATING

@@ -35,11 +35,11 @@ def test_what_was_there_before_it_was_seen_counts_once() -> None:
     weight, batch, output = (torch.zeros(UNIT * number, dtype=torch.uint8) for number in (4, 2, 1))
     device.allocated_bytes = 10 * UNIT
     for _ in range(2):
-        pager.enter()
+        pager.enter_region()
         pager.block_of(weight, name="weight", kind="parameter", user_visible=True)
         pager.block_of(batch, name="batch", kind="activation", user_visible=True)
         assert (pager.used_bytes, pager.unmoved_bytes) == (6 * UNIT, 4 * UNIT)
-        pager.fence()
+        pager.leave_region()
     device.allocated_bytes += UNIT
     pager.block_of(output, name="output", kind="activation", user_visible=False)
     assert (pager.used_bytes, pager.unmoved_bytes) == (7 * UNIT, 4 * UNIT), "a stage's output is new"
@@ -54,7 +54,7 @@ def test_the_block_that_is_used_last_leaves() -> None:
     soon, late, middle = (bench.make(name, 2) for name in ("soon", "late", "middle"))
     soon.next_use, late.next_use, middle.next_use = 1, 9, 5
     bench.make("new", 2)
-    assert (soon.state, late.state, middle.state) == (State.ON_DEVICE, State.AWAY, State.ON_DEVICE)
+    assert (soon.state, late.state, middle.state) == (State.ON_DEVICE, State.OFFLOADED, State.ON_DEVICE)
 
 
 def test_a_block_without_a_known_next_use_leaves_first() -> None:
@@ -62,7 +62,7 @@ def test_a_block_without_a_known_next_use_leaves_first() -> None:
     known, unknown = bench.make("known", 2), bench.make("unknown", 2)
     known.next_use, unknown.next_use = 100, 0
     bench.make("new", 2)
-    assert (known.state, unknown.state) == (State.ON_DEVICE, State.AWAY)
+    assert (known.state, unknown.state) == (State.ON_DEVICE, State.OFFLOADED)
 
 
 def test_what_the_stage_reads_stays() -> None:
@@ -70,7 +70,7 @@ def test_what_the_stage_reads_stays() -> None:
     other, read = bench.make("other", 2), bench.make("read", 2)
     other.next_use, read.next_use = 1, 100
     bench.run(read, new_bytes=2 * UNIT)
-    assert (read.state, other.state) == (State.ON_DEVICE, State.AWAY) and "out read" not in bench.mover.log
+    assert (read.state, other.state) == (State.ON_DEVICE, State.OFFLOADED) and "out read" not in bench.mover.log
 
 
 def test_no_more_leaves_than_needed() -> None:
@@ -78,7 +78,7 @@ def test_no_more_leaves_than_needed() -> None:
     for name in "abcd":
         bench.make(name, 2)
     bench.make("new", 2)
-    assert sum(block.state is State.AWAY for block in bench.pager.blocks) == 1
+    assert sum(block.state is State.OFFLOADED for block in bench.pager.blocks) == 1
 
 
 def test_copies_are_exposed_while_the_training_thread_waits_and_hidden_else() -> None:
@@ -134,12 +134,12 @@ def test_a_budget_that_one_stage_does_not_fit_in() -> None:
     assert raised.value.stage == "forward/big"
     assert first.pins == second.pins == 0
     bench.pager.acquire([first], 3 * UNIT, "smaller")
-    assert second.state is State.AWAY
+    assert second.state is State.OFFLOADED
 
 
 def test_no_mover_and_no_room() -> None:
     pager = Pager(mover=None, budget_bytes=4 * UNIT)
-    pager.enter()
+    pager.enter_region()
     with pytest.raises(StorageError, match="set the option storage to a directory"):
         pager.acquire([], 5 * UNIT, "big")
 
@@ -152,7 +152,7 @@ def test_memory_that_is_kept_for_reuse_counts_as_well() -> None:
     assert bench.mover.spare_bytes == 3 * UNIT, "what the stage allocates comes out of it"
     bench.pager.retire([], [])
     bench.drop("kept")
-    bench.pager.fence()
+    bench.pager.leave_region()
     assert bench.mover.spare_bytes == 7 * UNIT
 
 
@@ -186,7 +186,7 @@ def test_a_clean_block_is_dropped_without_a_copy() -> None:
     block = evicted(bench, bench.make("w", 2, fill=7))
     bench.run(block)
     bench.pager.offload(block)
-    assert block.state is State.AWAY and bench.mover.log.count("out w") == 1
+    assert block.state is State.OFFLOADED and bench.mover.log.count("out w") == 1
     assert bench.value("w") == 7
 
 
@@ -221,12 +221,12 @@ def test_a_read_while_the_copy_out_is_under_way_does_not_wait_for_it() -> None:
     block = bench.make("w", 2)
     bench.pager.offload(block)
     bench.pager.acquire([block], 0, "read")
-    assert block.state is State.LEAVING
+    assert block.state is State.OFFLOADING
     bench.mover.finish()
     assert block.state is State.ON_DEVICE and block.copy_is_valid
     bench.pager.retire([block], [])
     bench.pager.offload(block)
-    assert block.state is State.AWAY and bench.mover.log.count("out w") == 1
+    assert block.state is State.OFFLOADED and bench.mover.log.count("out w") == 1
 
 
 def test_fence_waits_for_what_user_code_can_reach() -> None:
@@ -234,8 +234,8 @@ def test_fence_waits_for_what_user_code_can_reach() -> None:
     seen, hidden = bench.make("seen", 2, visible=True), bench.make("hidden", 2)
     bench.pager.offload(hidden)
     bench.pager.offload(seen)
-    bench.pager.fence()
-    assert seen.state is State.AWAY
+    bench.pager.leave_region()
+    assert seen.state is State.OFFLOADED
     assert [copy.block for copy in bench.mover.flying] in ([], [hidden])
 
 
@@ -244,9 +244,9 @@ def test_user_code_may_write_whatever_is_on_the_device() -> None:
     block = evicted(bench, bench.make("w", 2, visible=True))
     bench.run(block)
     assert block.copy_is_valid
-    bench.pager.fence()
+    bench.pager.leave_region()
     bench.tensors["w"].fill_(9)
-    bench.pager.enter()
+    bench.pager.enter_region()
     evicted(bench, block)
     assert bench.value("w") == 9
 
@@ -254,9 +254,9 @@ def test_user_code_may_write_whatever_is_on_the_device() -> None:
 def test_user_code_may_write_what_is_away() -> None:
     bench = Bench(None)
     block = evicted(bench, bench.make("w", 2, visible=True))
-    bench.pager.fence()
+    bench.pager.leave_region()
     bench.tensors["w"].fill_(9)
-    bench.pager.enter()
+    bench.pager.enter_region()
     assert "settle w" in bench.mover.log
     bench.run(block)
     assert bench.value("w") == 9
@@ -265,11 +265,11 @@ def test_user_code_may_write_what_is_away() -> None:
 def test_nothing_that_user_code_can_reach_comes_back_before_the_next_region() -> None:
     bench = Bench(None)
     block = evicted(bench, bench.make("w", 2, visible=True))
-    bench.pager.fence()
+    bench.pager.leave_region()
     bench.pager.prefetch(block)
     assert not bench.mover.flying
     bench.tensors["w"].fill_(9)
-    bench.pager.enter()
+    bench.pager.enter_region()
     bench.run(block)
     assert bench.value("w") == 9
 
@@ -310,7 +310,7 @@ def test_a_prefetch_of_a_block_that_is_leaving() -> None:
     bench.pager.offload(block)
     bench.pager.prefetch(block)
     bench.mover.finish()
-    assert block.state is State.ARRIVING
+    assert block.state is State.PREFETCHING
     bench.mover.finish()
     assert block.state is State.ON_DEVICE and bench.value("w") == 3
 
@@ -384,14 +384,14 @@ def test_what_waited_for_room_or_for_its_own_copy_out_is_not_late() -> None:
     bench.pager.offload(leaving)
     bench.pager.prefetch(leaving)
     bench.mover.finish()
-    assert cramped.state is State.ARRIVING
+    assert cramped.state is State.PREFETCHING
     bench.run(cramped)
     bench.pager.offload(other)
     bench.mover.finish_all()
     assert leaving.state is State.ON_DEVICE
     bench.pager.offload(cramped)
     bench.pager.prefetch(cramped)
-    assert cramped.state is State.ARRIVING, "a clean block is away at once, and its room is still there"
+    assert cramped.state is State.PREFETCHING, "a clean block is away at once, and its room is still there"
     bench.run(cramped)
     assert [block for block, _ in bench.pager.take_late()] == [cramped], "this time only for its link"
 
@@ -407,9 +407,9 @@ def test_a_block_dies_in_every_state(state: State) -> None:
         bench.pager.lend([block])
     elif state is not State.ON_DEVICE:
         bench.pager.offload(block)
-    if state in (State.AWAY, State.ARRIVING):
+    if state in (State.OFFLOADED, State.PREFETCHING):
         bench.mover.finish()
-    if state is State.ARRIVING:
+    if state is State.PREFETCHING:
         bench.pager.prefetch(block)
     assert block.state is state
     bench.drop("w")
@@ -433,7 +433,7 @@ def test_a_failed_copy_out_reaches_the_stage_that_waits_for_room() -> None:
         bench.pager.acquire([], UNIT, "next")
     assert block.state is State.ON_DEVICE and bench.value("w") == 5
     bench.pager.acquire([], UNIT, "next")
-    assert block.state is State.AWAY and bench.value("w") == 5
+    assert block.state is State.OFFLOADED and bench.value("w") == 5
 
 
 def test_a_failed_copy_in_reaches_the_stage_that_waits_for_it() -> None:
@@ -442,12 +442,12 @@ def test_a_failed_copy_in_reaches_the_stage_that_waits_for_it() -> None:
     bench.mover.fail_copies = [io_error()]
     with pytest.raises(StorageIOError):
         bench.pager.acquire([block], 0, "next")
-    assert block.state is State.AWAY and block.pins == 0 and bench.pager.used_bytes == 0
+    assert block.state is State.OFFLOADED and block.pins == 0 and bench.pager.used_bytes == 0
     bench.run(block)
     assert bench.value("w") == 5
 
 
-@pytest.mark.parametrize("call", ["enter", "fence"])
+@pytest.mark.parametrize("call", ["enter_region", "leave_region"])
 def test_a_failed_prefetch_reaches_the_training_thread(call: str) -> None:
     bench = Bench(None)
     block = evicted(bench, bench.make("w", 2, fill=5))
@@ -456,7 +456,7 @@ def test_a_failed_prefetch_reaches_the_training_thread(call: str) -> None:
     bench.mover.finish()
     with pytest.raises(StorageIOError):
         getattr(bench.pager, call)()
-    bench.pager.enter()
+    bench.pager.enter_region()
     bench.run(block)
     assert bench.value("w") == 5
 
@@ -477,7 +477,7 @@ def test_a_copy_in_that_can_not_begin() -> None:
     bench.mover.refuse = StorageError("mmap failed")
     with pytest.raises(StorageError, match="mmap failed"):
         bench.pager.acquire([block], 0, "next")
-    assert block.state is State.AWAY and bench.pager.used_bytes == 0
+    assert block.state is State.OFFLOADED and bench.pager.used_bytes == 0
     bench.run(block)
     assert bench.value("w") == 5
 

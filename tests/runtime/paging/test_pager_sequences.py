@@ -88,10 +88,10 @@ class AnySequence:
         self.run(names, blocks, units)
 
     def run(self, names: list[str], blocks: list[Block], units: int) -> None:
-        assert all(b.state in (State.ON_DEVICE, State.LEAVING) for b in blocks)
+        assert all(b.state in (State.ON_DEVICE, State.OFFLOADING) for b in blocks)
         written = [name for name in names if self.draw.random() < 0.5]
         for name in written:
-            self.seen["written while leaving"] += self.blocks[name].state is State.LEAVING
+            self.seen["written while leaving"] += self.blocks[name].state is State.OFFLOADING
             self.write(name)
         if self.draw.random() < 0.2:
             self.hints()
@@ -138,7 +138,7 @@ class AnySequence:
     def user_code(self) -> None:
         """Writes what it can reach, drops things, brings a new tensor of its own; copies go on meanwhile."""
         with contextlib.suppress(StorageError):
-            self.pager.fence()
+            self.pager.leave_region()
         self.check()
         assert not any(copy.block.user_visible for copy in self.mover.flying)
         for name in self.pick(2):
@@ -155,19 +155,19 @@ class AnySequence:
             self.allowed = max(self.allowed, self.pager.used_bytes + self.pager.fixed_bytes)
         self.check()
         with contextlib.suppress(StorageError):
-            self.pager.enter()
+            self.pager.enter_region()
             return
-        self.pager.enter()
+        self.pager.enter_region()
 
     # -- what always holds
 
     def check(self) -> None:
         assert self.pager.used_bytes + self.pager._reserved + self.pager.fixed_bytes <= self.allowed
         known = list(self.pager._blocks.values())
-        assert self.pager.used_bytes == sum(b.size_bytes for b in known if b.state is not State.AWAY)
+        assert self.pager.used_bytes == sum(b.size_bytes for b in known if b.state is not State.OFFLOADED)
         kinds, states = [copy.kind for copy in self.mover.flying], [b.state for b in known]
-        assert kinds.count("in") == states.count(State.ARRIVING) == self.pager._arriving
-        assert kinds.count("out") == states.count(State.LEAVING)
+        assert kinds.count("in") == states.count(State.PREFETCHING) == self.pager._arriving
+        assert kinds.count("out") == states.count(State.OFFLOADING)
         assert all(block.pins == 0 for block in self.blocks.values())
         for name, value in self.wanted.items():
             assert self.bench.value(name) == value, f"{self.blocks[name]}"
@@ -176,7 +176,7 @@ class AnySequence:
         """Everything comes back, and nothing is left when all has died."""
         self.mover.fail_copies, self.mover.refuse = [], None
         with contextlib.suppress(StorageError):
-            self.pager.enter()  # raises what nobody has been told yet
+            self.pager.enter_region()  # raises what nobody has been told yet
         self.pager.bring_back_all()
         self.allowed = self.pager.used_bytes + self.pager.fixed_bytes
         self.check()

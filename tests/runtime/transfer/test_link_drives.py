@@ -9,7 +9,7 @@ import pytest
 
 from planner.errors import StorageError, StorageIOError
 from runtime.storage.store import Piece, Slot
-from runtime.transfer.link import MOST_THREADS, Link, Transfer
+from runtime.transfer.link import MAX_THREADS, Link, Transfer
 
 from .gate import PIECE, Gate, MakeLink, nothing, slot
 
@@ -124,7 +124,7 @@ def test_an_error_where_pieces_move_on_the_other_drive_too(make_link: MakeLink, 
 def test_threads_are_bounded(drives: int, threads: int, expected: int) -> None:
     before = threading.active_count()
     link = Link("x->y", Gate().move, drives=range(drives), threads=threads, piece_bytes=PIECE, stuck_after_seconds=30.0)
-    assert link.thread_count == threading.active_count() - before == expected <= max(MOST_THREADS, drives)
+    assert link.thread_count == threading.active_count() - before == expected <= max(MAX_THREADS, drives)
     link.close()
     assert threading.active_count() == before
 

@@ -157,7 +157,7 @@ def test_what_cannot_be_pinned_is_out_of_reach_of_kernels(cuda: FakeCuda) -> Non
         pager = next(iter(registry._runtimes.values()))._pager
         for parameter in module.parameters():
             block = pager.known_block(parameter)
-            if block is not None and block.tier == "host" and block.state.name == "AWAY":
+            if block is not None and block.tier == "host" and block.state.name == "OFFLOADED":
                 with pytest.raises(RuntimeError, match="is not in memory: teraio has moved it to host"):
                     parameter.detach().sum()
                 with teraio.on_device([parameter]):

@@ -164,5 +164,5 @@ SlicedRig = Callable[..., Rig]
 def check_sliced(rig: Rig, states: int) -> None:
     """So many states have never been on the device with the others, and the budget was kept."""
     found = rig.states()
-    assert len(found) == states and all(block.state is State.AWAY for block in found.values())
+    assert len(found) == states and all(block.state is State.OFFLOADED for block in found.values())
     assert rig.pager.peak_bytes <= (rig.pager.budget_bytes or 0)

@@ -43,7 +43,7 @@ class Room:
 
 @pytest.fixture(autouse=True)
 def few_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_rates, "_MOST_ELEMENTS", 64 << 10)
+    monkeypatch.setattr(optimizer_rates, "_MAX_ELEMENTS", 64 << 10)
 
 
 def adam() -> torch.optim.Optimizer:

@@ -51,7 +51,7 @@ def test_resuming_in_both_directions(started: Start, name: str, dtype: torch.dty
     training = started(budget_bytes=BUDGET, parameters=half_parameters(dtype))
     first = keeping(KINDS[name](training.parameters))
     train(training.parameters, first, 17)
-    assert any(block.state is State.AWAY for block in training.states().values())
+    assert any(block.state is State.OFFLOADED for block in training.states().values())
 
     middle = Textbook(half_parameters(dtype), KINDS[name])
     same_values(middle.parameters, training.parameters)

@@ -44,7 +44,7 @@ def on_host(host: HostUpdates, optimizer: Optimizer, count: int) -> frozenset[in
 
 @pytest.fixture(autouse=True)
 def small_is_large_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teraio.optimizer.host.SMALLEST_MOVED_BYTES", 4 << 10)
+    monkeypatch.setattr("teraio.optimizer.host.MIN_MOVED_BYTES", 4 << 10)
 
 
 @pytest.mark.parametrize("dtype", HALF)

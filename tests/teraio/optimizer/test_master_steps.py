@@ -60,7 +60,7 @@ def test_a_gradient_scaler(started: Start, name: str, dtype: torch.dtype, manage
     assert differences(optimizer, expected) == []
     assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
     if managed:
-        assert any(block.state is State.AWAY for block in training.states().values())
+        assert any(block.state is State.OFFLOADED for block in training.states().values())
         assert training.pager.peak_bytes <= BUDGET
 
 

@@ -40,7 +40,7 @@ def test_masters_leave_for_the_host_and_come_back(started: Start, seed: int) -> 
         optimizer.step()
         expected.train(1, step)
         device.synchronise()
-        away |= {name for name, block in training.states().items() if block.state is State.AWAY}
+        away |= {name for name, block in training.states().items() if block.state is State.OFFLOADED}
         assert differences(optimizer, expected) == []
         if step == 3:
             training.parameters[2].data.mul_(2)

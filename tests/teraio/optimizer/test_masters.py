@@ -58,7 +58,7 @@ def test_the_same_bits_as_the_textbook_loop(started: Start, name: str, dtype: to
         train(training, optimizer, 50)
         assert differences(optimizer, expected) == []
         assert training.pager.peak_bytes <= budget
-        assert any(block.state is State.AWAY for block in training.states().values())
+        assert any(block.state is State.OFFLOADED for block in training.states().values())
         training.steps.close()
 
 

@@ -162,7 +162,7 @@ def test_states_that_are_on_the_device(sliced_rig: SlicedRig) -> None:
     rig.pager.bring_back_all()
     assert all(block.state is State.ON_DEVICE for block in rig.states().values())
     train(optimizer, 2, first=2)
-    assert all(block.state is State.AWAY for block in rig.states().values())
+    assert all(block.state is State.OFFLOADED for block in rig.states().values())
     rig.pager.bring_back_all()
     assert not differing(everything(optimizer), plain(adamw, 4))
 

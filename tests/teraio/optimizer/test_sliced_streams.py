@@ -94,7 +94,7 @@ def test_the_same_bits(last: ExitStack, tmp_path: Path, tiers: str, debug: bool)
         train(optimizer, 1, first=step)
         gpu.device.synchronise()
         states = [block for block in gpu.pager.blocks if block.kind == "optimizer_state"]
-        assert len(states) == 2 and all(block.state is State.AWAY for block in states)
+        assert len(states) == 2 and all(block.state is State.OFFLOADED for block in states)
         if step == 3:
             with gpu.device.region():
                 gpu.pager.bring_back_all()

@@ -57,7 +57,7 @@ def test_the_same_bits_at_every_budget(started: Start, budget: int | None) -> No
     training.train(optimizer, 12)
     assert same(everything(optimizer), plain(12))
     if budget is not None:
-        assert any(block.state is State.AWAY for block in training.states().values())
+        assert any(block.state is State.OFFLOADED for block in training.states().values())
 
 
 def test_the_peak_stays_within_the_budget(started: Start) -> None:
@@ -180,7 +180,7 @@ def test_user_code_reads_and_writes_states_that_are_away(started: Start) -> None
     training = started(budget_bytes=10 * SIZE)
     optimizer = torch.optim.AdamW(training.parameters)
     training.train(optimizer, 3)
-    away = [p for p in training.parameters if training.pager.known_block(optimizer.state[p]["exp_avg"]).state is State.AWAY]  # type: ignore[union-attr]
+    away = [p for p in training.parameters if training.pager.known_block(optimizer.state[p]["exp_avg"]).state is State.OFFLOADED]  # type: ignore[union-attr]
     assert away
     assert same(everything(optimizer), plain(3))
     for parameter in training.parameters:

@@ -74,12 +74,12 @@ def test_states_leave_for_the_host_and_come_back(started: Start, seed: int, whol
         device.synchronise()
         if whole:  # then nothing would have to leave by itself
             with device.region():
-                training.pager.enter()
+                training.pager.enter_region()
                 for block in training.states().values():
                     training.pager.offload(block)
-                training.pager.fence()
+                training.pager.leave_region()
             device.synchronise()
-        away |= {name for name, block in training.states().items() if block.state is State.AWAY}
+        away |= {name for name, block in training.states().items() if block.state is State.OFFLOADED}
         assert same(everything(optimizer), plain(step + 1))
     assert len(away) >= 6
     assert training.pager.peak_bytes <= budget_blocks * SIZE

@@ -18,9 +18,9 @@ from planner.subgroup_size import UNMEASURED_BYTES
 from runtime.device.device import CpuDevice, Device, WallMark
 from runtime.paging.pager import Pager
 from teraio.optimizer import subgroup_sizes as optimizer_sizes
-from teraio.optimizer.subgroup_sizes import SMALLEST_PART_BYTES, SubgroupSizes, part_seconds
+from teraio.optimizer.subgroup_sizes import MIN_SUBGROUP_BYTES, SubgroupSizes, part_seconds
 from teraio.options import parse_options
-from teraio.training_run import Lifecycle
+from teraio.training_run import TrainingRun
 
 from ..parity.optimizers import MIB, Case, budgeted, one, train, unmanaged
 from .every_optimizer import OPTIMIZERS
@@ -64,7 +64,7 @@ def adam() -> Optimizer:
 
 def best(machine: Hardware, tier: Any, seconds: float, room: int, total: int = sum(SIZES)) -> int:
     stations = stations_of_step(machine, tier, update_seconds=seconds)
-    limits = {"smallest_bytes": SMALLEST_PART_BYTES, "largest_bytes": room // 8}
+    limits = {"smallest_bytes": MIN_SUBGROUP_BYTES, "largest_bytes": room // 8}
     return subgroup_bytes(stations, total_bytes=total, **limits)
 
 
@@ -74,7 +74,7 @@ def test_the_size_is_chosen_once_from_what_is_measured() -> None:
     assert sizes.used_bytes is None
     found = sizes.choose(adam(), SIZES, 4 * GIB, pager())
     assert found == sizes.used_bytes == best(machine, "host", 1e-3, 4 * GIB)
-    assert SMALLEST_PART_BYTES < found < 4 * GIB // 8, "neither limit decided"
+    assert MIN_SUBGROUP_BYTES < found < 4 * GIB // 8, "neither limit decided"
     for room in (GIB // 16, None):
         assert sizes.choose(adam(), SIZES[:3], room, pager()) == found
     assert measure.count == 1
@@ -111,7 +111,7 @@ def test_costly_updates_and_slow_links_give_larger_and_smaller_parts() -> None:
 
     assert chosen(1e9, 1e-4) < chosen(1e10, 1e-4) < chosen(1e10, 1e-2)
     assert chosen(1e10, 1.0, room=GIB) == GIB // 8
-    assert chosen(1e7, 1e-6) == SMALLEST_PART_BYTES
+    assert chosen(1e7, 1e-6) == MIN_SUBGROUP_BYTES
 
 
 @pytest.mark.parametrize(("host_bytes", "tier"), [(4 * GIB, "host"), (4 * GIB - 1, "storage")])
@@ -123,7 +123,7 @@ def test_the_links_are_those_of_the_tier_that_holds_the_states(host_bytes: int, 
 
 def test_where_nothing_is_measured() -> None:
     measure = Measured(1e-3)
-    assert SubgroupSizes(measure=measure).choose(adam(), SIZES, 16 * MIB, pager()) == SMALLEST_PART_BYTES
+    assert SubgroupSizes(measure=measure).choose(adam(), SIZES, 16 * MIB, pager()) == MIN_SUBGROUP_BYTES
     assert SubgroupSizes(measure=measure).choose(adam(), SIZES, 400 * MIB, pager()) == 50 * MIB
     no_links = SubgroupSizes(lambda: hardware({}), measure=measure)
     assert no_links.choose(adam(), SIZES, 64 * GIB, pager()) == UNMEASURED_BYTES
@@ -131,7 +131,7 @@ def test_where_nothing_is_measured() -> None:
     assert no_limit.choose(adam(), SIZES, None, pager()) == UNMEASURED_BYTES
     for small in ([MIB, 2 * MIB], [GIB]):  # one part in any case, which must not decide for an optimizer that comes later
         sizes = SubgroupSizes(lambda: hardware({"host": 1e10}), measure=measure)
-        assert sizes.choose(adam(), small, GIB, pager()) == SMALLEST_PART_BYTES and sizes.used_bytes is None
+        assert sizes.choose(adam(), small, GIB, pager()) == MIN_SUBGROUP_BYTES and sizes.used_bytes is None
     assert measure.count == 0
 
 
@@ -212,7 +212,7 @@ def test_the_device_tells_how_long_an_update_takes() -> None:
 @pytest.fixture
 def several_parameters_in_a_part(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Larger parts than a small room allows; how long an update takes is given."""
-    monkeypatch.setattr(optimizer_sizes, "SMALLEST_PART_BYTES", MIB)
+    monkeypatch.setattr(optimizer_sizes, "MIN_SUBGROUP_BYTES", MIB)
     monkeypatch.setattr(optimizer_sizes, "largest_subgroup_bytes", lambda room: room // 2)
 
     def updates_take(seconds: float) -> None:
@@ -250,7 +250,7 @@ def test_a_damaged_plan_is_refused_before_anything_is_opened(tmp_path: Path) -> 
     storage.mkdir()
     options = parse_options({"plan": path, "memory_budget": 64 * MIB, "storage": storage})
     with pytest.raises(planner.PlanError, match="plan.json"):
-        Lifecycle(options, torch.device("cpu"))
+        TrainingRun(options, torch.device("cpu"))
     assert not list(storage.iterdir())
 
 

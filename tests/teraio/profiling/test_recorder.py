@@ -14,7 +14,7 @@ from runtime.paging.block import Block
 from runtime.paging.pager import Pager
 from teraio.profiling.iteration import Iteration
 from teraio.profiling.recorder import Timeline
-from teraio.profiling.schedule_by_stage import Hints, lay_out_plan
+from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
 
 from ..virtual import STAGES, VirtualTraining, plan_for
 
@@ -91,7 +91,7 @@ class Training:
             self.region(identity)
         return self.timeline.iteration_ends()
 
-    def follow(self, hints: Hints, blocks: dict[int, Block]) -> None:
+    def follow(self, hints: StageSchedule, blocks: dict[int, Block]) -> None:
         self.timeline.follow(hints, blocks)
         self.pager.hints.clear()
         self.fetched.clear()
@@ -109,7 +109,7 @@ WEIGHT, FIRST, SECOND = 0, 1, 2
 """Trace ids of the weight and the two activations."""
 
 
-def plan_hints(recorded: Iteration) -> tuple[Hints, dict[Block, int]]:
+def plan_hints(recorded: Iteration) -> tuple[StageSchedule, dict[Block, int]]:
     """Positions: 0 user, 1-2 forward, 3 user, 4-5 backward, 6 user, 7 step."""
     first, second = recorded.regions[0].made
     ids = {recorded.stages[1].read[0]: WEIGHT, first: FIRST, second: SECOND}
@@ -234,13 +234,13 @@ def test_waiting_at_the_end_of_a_region_is_not_the_user_s_time(monkeypatch: pyte
     training = VirtualTraining(monkeypatch)
     training.iteration()
     training.weights[0].user_visible = True
-    training.pager.enter()
+    training.pager.enter_region()
     training.timeline.region_begins("one", 1)
     training.pager.offload(training.weights[0])
     training.timeline.region_ended()
-    training.pager.fence()
+    training.pager.leave_region()
     training.mover.pass_seconds(0.25)
-    training.pager.enter()
+    training.pager.enter_region()
     training.timeline.region_begins("two", 1)
     training.timeline.region_ended()
     recorded = training.timeline.iteration_ends()
@@ -401,7 +401,7 @@ def test_a_block_of_another_size_is_not_taken_for_the_planned_one() -> None:
     training = Training()
     training.iteration()
     hints, _ = plan_hints(training.iteration())
-    other = Hints(
+    other = StageSchedule(
         regions=hints.regions,
         made_ids=hints.made_ids,
         sizes=(64, 65, 64),

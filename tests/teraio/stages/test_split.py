@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from teraio.stages import cost as work
 from teraio.stages.cut import CutPolicy, assign
-from teraio.stages.split import Piece, split
+from teraio.stages.split import Subgraph, split
 
 from .graphs import MODELS, Captured, capture, clones, constants, features, transformer, transformer_of_any_size
 
@@ -20,13 +20,13 @@ FREE = CutPolicy(shortest_seconds=1e-9, most_stages=1 << 20)
 """Cuts wherever a layer has room for a cut, however deep the model is."""
 
 
-def pieces_of(captured: Captured, policy: CutPolicy = FINE) -> tuple[Any, list[Piece]]:
+def pieces_of(captured: Captured, policy: CutPolicy = FINE) -> tuple[Any, list[Subgraph]]:
     """A copy of the graph and its pieces."""
     graph = captured.fresh()
     return graph, split(graph, assign(graph.graph, device_type="cpu", policy=policy))
 
 
-def run(graph: Any, pieces: list[Piece], arguments: list[Any]) -> list[Any]:
+def run(graph: Any, pieces: list[Subgraph], arguments: list[Any]) -> list[Any]:
     """The graph's results, piece after piece. Changes the arguments as the graph does."""
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     values: dict[Node, Any] = dict(zip(placeholders, arguments, strict=True))

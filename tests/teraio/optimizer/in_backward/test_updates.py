@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.optim import Optimizer
 
 from teraio.optimizer.in_backward import updates as overlap_region
-from teraio.optimizer.in_backward.records import Final, Standing, places
+from teraio.optimizer.in_backward.records import Final, UpdateEligibility, places
 from teraio.optimizer.in_backward.updates import Member, RegionUpdates, UpdateStage, cut_updates
 
 from ..managed_steps import SIZE, Start, Training, everything, plain, same, set_gradients
@@ -28,7 +28,7 @@ def members_of(training: Training, optimizer: Optimizer, afters: Sequence[int]) 
         states = tuple(training.steps._states.blocks(optimizer, place[1], parameter))
         block = training.pager.known_block(parameter)
         assert block is not None
-        standing = Standing(optimizer=weakref.ref(optimizer), place=place)
+        standing = UpdateEligibility(optimizer=weakref.ref(optimizer), place=place)
         final = Final(slot=place[1], after=after)
         found.append(Member(optimizer=optimizer, parameter=parameter, standing=standing, final=final, block=block, states=states))
     return found
@@ -54,14 +54,14 @@ def gradients(training: Training, step: int) -> list[Any]:
 
 def step_in_region(training: Training, region: RegionUpdates, slots: list[Any], stages: int) -> None:
     with training.pager.device.region():
-        training.pager.enter()
+        training.pager.enter_region()
         training.timeline.region_begins("graph", region.stage_count)
         try:
             for number in range(stages):
                 region.after_stage(number, slots)
         finally:
             training.timeline.region_ended()
-            training.pager.fence()
+            training.pager.leave_region()
 
 
 @pytest.mark.parametrize("budget", [None, 26 * SIZE])
