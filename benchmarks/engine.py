@@ -12,9 +12,8 @@ from statistics import median
 
 from benchmarks.results import Figure
 from benchmarks.turns import Scale
-from runtime.storage.posix import PosixStore
-from runtime.storage.store import Slot
-from runtime.transfer.engine import Engine, Transfer
+from runtime.storage import PosixStore, Slot
+from runtime.transfer import Engine, Transfer
 
 SLOT_BYTES = 32 << 20
 SLOTS = 16

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from benchmarks.machines import Machine
-from planner.schema.trace import Block, BlockKind, Phase, Stage, Subgroup, Trace
+from planner.schema import Block, BlockKind, Phase, Stage, Subgroup, Trace
 
 ELEMENT_BYTES = 4
 MATRIX_WORKSPACE_BYTES = 32 << 20

@@ -10,11 +10,9 @@ from unittest.mock import patch
 
 from examples.worker import serve
 from planner import Block, Budgets, Move, Offload, Plan, Prefetch, Trace, plan
-from planner.schema.plan import Placement
-from planner.schema.trace import Tier
-from runtime.paging.block import Block as Resident
-from runtime.paging.block import State
-from runtime.paging.pager import Pager
+from planner.schema import Placement, Tier
+from runtime.paging import Block as Resident
+from runtime.paging import Pager, State
 from teraio import training_run as lifecycle
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planner.schema.trace import Hardware, Link, SharedRate, Tier
+from planner.schema import Hardware, Link, SharedRate, Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

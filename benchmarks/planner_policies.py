@@ -15,7 +15,7 @@ from benchmarks.transformer_trace import WORKLOADS
 from benchmarks.turns import Scale
 from benchmarks.variants import budgets_for, device_budgets, with_device_updates, with_rates
 from planner import Budgets, TeraioError, Trace, plan, simulate
-from planner.policies.registry import POLICIES
+from planner.policies import POLICIES
 
 TRACES = Path(__file__).resolve().parent.parent / "traces"
 RATES = (0.5, 1.0, 2.0)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.iteration import ELEMENT_BYTES, Draft, Matrix, Recorder, Work
 from benchmarks.machines import H100_NVL, Machine
-from planner.schema.trace import Trace
+from planner.schema import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from planner import Budgets, Trace, floor
-from planner.problem.lifetimes import live_bytes
+from planner.problem import live_bytes
 
 SHARES = (0.9, 0.7, 0.5, 0.3)
 OVER_FLOOR = 1.05

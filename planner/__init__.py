@@ -18,12 +18,10 @@ from planner.errors import (
     TraceError,
     UnsupportedError,
 )
-from planner.policies.registry import plan
-from planner.problem.lifetimes import InactivePeriod, floor, inactive_periods
-from planner.schema.plan import Budgets, Move, Offload, Plan, Prefetch
-from planner.schema.trace import Block, Hardware, Link, SharedRate, Stage, Subgroup, Trace
-from planner.simulator.simulate import simulate
-from planner.simulator.timeline import HostUpdate, StageTimes, Timeline, Transfer
+from planner.policies import plan
+from planner.problem import InactivePeriod, floor, inactive_periods
+from planner.schema import Block, Budgets, Hardware, Link, Move, Offload, Plan, Prefetch, SharedRate, Stage, Subgroup, Trace
+from planner.simulator import HostUpdate, StageTimes, Timeline, Transfer, simulate
 from planner.subgroup_size import Station, stations_of_step, step_seconds, subgroup_bytes
 
 __all__ = [

@@ -26,8 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from planner.schema.plan import WaitingTier
-from planner.schema.trace import Hardware, Link
+from planner.schema import Hardware, Link, WaitingTier
 
 __all__ = ["UNMEASURED_BYTES", "Station", "largest_subgroup_bytes", "stations_of_step", "step_seconds", "subgroup_bytes"]
 

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from planner.errors import TeraioError
-from runtime.execution.program import Kind, Phase, Program
+from runtime.execution import Kind, Phase, Program
 from teraio import registry
 from teraio.options import parse_options
 from teraio.training_run import TrainingRun

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from planner.errors import UnsupportedError
-from teraio.optimizer.master_hooks import keep_masters
+from teraio.optimizer import keep_masters
 from teraio.options import Options
 from teraio.status import Status
 from teraio.training_run import TrainingRun

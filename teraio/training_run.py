@@ -28,24 +28,14 @@ from torch.optim import Optimizer
 
 import planner
 from planner.errors import BudgetError, InfeasiblePlanError, PlanError, TeraioError
-from runtime.execution.executor import run_managed, run_plain
-from runtime.execution.program import Program
-from runtime.execution.workspace import WorkspaceMeter
-from runtime.paging.pager import Pager
-from teraio.machine.machine import Machine
-from teraio.optimizer.host_rates import HostRates
-from teraio.optimizer.steps import OptimizerSteps
-from teraio.optimizer.subgroup_sizes import SubgroupSizes
+from runtime.execution import Program, WorkspaceMeter, run_managed, run_plain
+from runtime.paging import Pager
+from teraio.machine import Machine
+from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes
 from teraio.options import Options
-from teraio.planning.follower import PlanFollower
-from teraio.planning.job import PlanningJob
-from teraio.planning.saving import save
-from teraio.profiling.iteration import Iteration
-from teraio.profiling.peaks import PeakWatch
-from teraio.profiling.profiler import Profile, build_profile, states_that_stay
-from teraio.profiling.recorder import Timeline
-from teraio.profiling.sizes import LargestSizes
-from teraio.stages.compile import StageCompiler
+from teraio.planning import PlanFollower, PlanningJob, save
+from teraio.profiling import Iteration, LargestSizes, PeakWatch, Profile, Timeline, build_profile, states_that_stay
+from teraio.stages import StageCompiler
 from teraio.status import RunPhase, Status
 
 logger = logging.getLogger("teraio")

@@ -1,1 +1,7 @@
 """A lower bound on the iteration time of every plan."""
+
+from planner.bound.lower_bound import lower_bound_seconds
+
+__all__ = [
+    "lower_bound_seconds",
+]

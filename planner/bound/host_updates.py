@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.bound.windows import Instants
-from planner.lp.host_update import Chain, Flow, HostWindows
-from planner.lp.host_update_windows import candidates, chains_of, grouped, last_before, next_after
-from planner.problem.host_updates import gradients, host_start, movable_blocks, parameters, states, total_bytes
-from planner.problem.problem import Problem
-from planner.problem.user_code import next_user_stage
-from planner.schema.trace import Block, Link, Subgroup
+from planner.lp import Chain, Flow, HostWindows, candidates, chains_of, grouped, last_before, next_after
+from planner.problem import Problem, gradients, host_start, movable_blocks, next_user_stage, parameters, states, total_bytes
+from planner.schema import Block, Link, Subgroup
 
 __all__ = ["UpdateClass", "update_classes"]
 

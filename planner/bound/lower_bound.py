@@ -65,9 +65,8 @@ from planner.bound.model import build_bound
 from planner.bound.solve import least_stall
 from planner.bound.windows import Instants, copy_classes
 from planner.errors import SolverError
-from planner.lp.host_update_windows import candidates
-from planner.problem.problem import Problem, in_units
-from planner.problem.solver_settings import DEFAULT_THREADS, SolverSettings
+from planner.lp import candidates
+from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units
 
 __all__ = ["lower_bound_seconds"]
 

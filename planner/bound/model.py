@@ -18,10 +18,9 @@ import pulp
 
 from planner.bound.host_updates import UpdateClass
 from planner.bound.windows import CopyClass, Instants, Window
-from planner.lp.host_update import PROCESSOR, Chain, HostUpdate, host_update
-from planner.lp.rows import Terms, add_row, linear
-from planner.problem.problem import Problem, Route
-from planner.schema.trace import Link
+from planner.lp import PROCESSOR, Chain, HostUpdate, Terms, add_row, host_update, linear
+from planner.problem import Problem, Route
+from planner.schema import Link
 
 __all__ = ["build_bound"]
 

@@ -8,8 +8,8 @@ from collections import defaultdict
 import pulp
 
 from planner.errors import SolverError
-from planner.ilp.solve import has_run, pick_solver, run
-from planner.problem.solver_settings import SolverSettings
+from planner.ilp import has_run, pick_solver, run
+from planner.problem import SolverSettings
 
 __all__ = ["least_stall"]
 

@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from planner.problem.lifetimes import InactivePeriod
-from planner.problem.problem import Problem
+from planner.problem import InactivePeriod, Problem
 
 __all__ = ["CopyClass", "Instants", "Window", "copy_classes"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.lp.segments import Segment
-from planner.problem.problem import Problem
-from planner.schema.trace import Link, Subgroup
+from planner.lp import Segment
+from planner.problem import Problem
+from planner.schema import Link, Subgroup
 
 __all__ = ["BlockClass", "ClassPeriod", "classes_of"]
 

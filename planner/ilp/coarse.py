@@ -11,12 +11,9 @@ from planner.errors import SolverError
 from planner.ilp.block_classes import classes_of
 from planner.ilp.formulation import build_model
 from planner.ilp.solve import Solution, solve
-from planner.lp.host_update_windows import candidates, segment_windows
-from planner.lp.segments import segments_of
-from planner.problem.host_updates import movable_blocks, parameters, total_bytes
-from planner.problem.problem import Problem, in_units
-from planner.problem.solver_settings import SolverSettings
-from planner.schema.trace import Subgroup
+from planner.lp import candidates, segment_windows, segments_of
+from planner.problem import Problem, SolverSettings, in_units, movable_blocks, parameters, total_bytes
+from planner.schema import Subgroup
 
 __all__ = ["MAX_INTEGER_STAGES", "coarse_solutions", "in_order_of_need"]
 

@@ -22,11 +22,8 @@ import pulp
 from planner.ilp.block_classes import BlockClass, ClassPeriod
 from planner.ilp.limits import add_capacity, add_link_time, add_shared_rate, add_updates, add_user_code
 from planner.ilp.model import CoarseModel, PeriodVariables
-from planner.lp.host_update import HostWindows, host_update
-from planner.lp.rows import Terms, add_row, linear
-from planner.lp.segments import Segment
-from planner.problem.problem import Problem, Route
-from planner.problem.solver_settings import TIE_WEIGHT, outward_weight
+from planner.lp import HostWindows, Segment, Terms, add_row, host_update, linear
+from planner.problem import TIE_WEIGHT, Problem, Route, outward_weight
 
 __all__ = ["build_model"]
 

@@ -9,10 +9,9 @@ import pulp
 
 from planner.ilp.block_classes import BlockClass
 from planner.ilp.model import CoarseModel, PeriodVariables
-from planner.lp.host_update import PROCESSOR
-from planner.lp.rows import Terms, add_row
-from planner.problem.problem import Problem, Route
-from planner.schema.trace import SharedRate
+from planner.lp import PROCESSOR, Terms, add_row
+from planner.problem import Problem, Route
+from planner.schema import SharedRate
 
 __all__ = ["add_capacity", "add_link_time", "add_shared_rate", "add_updates", "add_user_code"]
 

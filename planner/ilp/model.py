@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 import pulp
 
 from planner.ilp.block_classes import BlockClass, ClassPeriod
-from planner.lp.host_update import HostUpdate
-from planner.lp.rows import Terms, add_row
-from planner.lp.segments import Segment
-from planner.problem.problem import Route
+from planner.lp import HostUpdate, Segment, Terms, add_row
+from planner.problem import Route
 
 __all__ = ["CoarseModel", "PeriodVariables"]
 

@@ -12,8 +12,8 @@ import pulp
 
 from planner.errors import SolverError
 from planner.ilp.model import CoarseModel
-from planner.problem.solver_settings import SolverSettings
-from planner.schema.plan import SolverReport, WaitingTier
+from planner.problem import SolverSettings
+from planner.schema import SolverReport, WaitingTier
 
 __all__ = ["Solution", "has_run", "pick_solver", "run", "solve"]
 

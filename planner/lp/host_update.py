@@ -19,7 +19,7 @@ from itertools import pairwise
 import pulp
 
 from planner.lp.rows import Terms, add_row
-from planner.problem.problem import Route
+from planner.problem import Route
 
 __all__ = ["PROCESSOR", "Chain", "Flow", "HostUpdate", "HostWindows", "host_update"]
 

@@ -6,10 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 from planner.lp.host_update import Chain, Flow, HostWindows
 from planner.lp.segments import Segment
-from planner.problem.host_updates import gradients, host_start, host_updatable, movable_blocks, parameters, states, total_bytes
-from planner.problem.problem import Problem
-from planner.problem.user_code import next_user_stage
-from planner.schema.trace import Block, Subgroup
+from planner.problem import (
+    Problem,
+    gradients,
+    host_start,
+    host_updatable,
+    movable_blocks,
+    next_user_stage,
+    parameters,
+    states,
+    total_bytes,
+)
+from planner.schema import Block, Subgroup
 
 __all__ = ["candidates", "chains_of", "grouped", "last_before", "next_after", "segment_windows"]
 

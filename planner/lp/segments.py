@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.problem.problem import Problem
+from planner.problem import Problem
 
 __all__ = ["Segment", "segments_of"]
 

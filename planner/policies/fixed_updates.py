@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.errors import InfeasiblePlanError, UnsupportedError
-from planner.problem.host_updates import host_updatable, movable_blocks, total_bytes
-from planner.problem.problem import Problem
+from planner.problem import Problem, host_updatable, movable_blocks, total_bytes
 
 __all__ = ["all_on_host", "every_nth_on_device"]
 

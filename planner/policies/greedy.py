@@ -13,10 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from planner.problem.problem import Decision, Decisions, Problem, Route
-from planner.problem.tier_capacity import TierCapacity
-from planner.schedule.eviction import evict_furthest
-from planner.schedule.prefetch import on_demand, prefetch_from
+from planner.problem import Decision, Decisions, Problem, Route, TierCapacity
+from planner.schedule import evict_furthest, on_demand, prefetch_from
 
 __all__ = ["g10_decisions", "teraio_decisions"]
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from planner.bound.lower_bound import lower_bound_seconds
+from planner.bound import lower_bound_seconds
 from planner.errors import InfeasiblePlanError
-from planner.ilp.coarse import MAX_INTEGER_STAGES, coarse_solutions, in_order_of_need
-from planner.ilp.solve import Solution
-from planner.lp.host_update_windows import candidates
-from planner.problem.problem import Decision, Decisions, Problem, build_plan, copies_out
-from planner.problem.solver_settings import DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings, outward_weight
-from planner.problem.tier_capacity import TierCapacity
-from planner.problem.user_code import user_stages
-from planner.schedule.eviction import evict_furthest, prune
-from planner.schedule.prefetch import StageClock, schedule
-from planner.schedule.user_code import proposals
-from planner.schema.plan import Plan, Predicted, SolverReport
-from planner.simulator.simulate import simulate
-from planner.simulator.timeline import Timeline
+from planner.ilp import MAX_INTEGER_STAGES, Solution, coarse_solutions, in_order_of_need
+from planner.lp import candidates
+from planner.problem import (
+    DEFAULT_THREADS,
+    DEFAULT_WRITE_WEIGHT,
+    Decision,
+    Decisions,
+    Problem,
+    SolverSettings,
+    TierCapacity,
+    build_plan,
+    copies_out,
+    outward_weight,
+    user_stages,
+)
+from planner.schedule import StageClock, evict_furthest, proposals, prune, schedule
+from planner.schema import Plan, Predicted, SolverReport
+from planner.simulator import Timeline, simulate
 
 __all__ = ["finish", "optimise"]
 

@@ -10,11 +10,9 @@ from planner.policies.fixed_updates import all_on_host, every_nth_on_device
 from planner.policies.greedy import g10_decisions, teraio_decisions
 from planner.policies.ilp import finish, optimise
 from planner.policies.zero_infinity import zero_infinity_decisions
-from planner.problem.problem import Decisions, Problem, build_plan
-from planner.problem.solver_settings import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings
-from planner.schedule.eviction import evict_furthest
-from planner.schema.plan import Budgets, Plan
-from planner.schema.trace import Trace
+from planner.problem import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, Decisions, Problem, SolverSettings, build_plan
+from planner.schedule import evict_furthest
+from planner.schema import Budgets, Plan, Trace
 
 __all__ = ["POLICIES", "plan"]
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 
-from planner.problem.problem import Decision, Decisions, Problem
-from planner.problem.tier_capacity import TierCapacity
-from planner.schedule.eviction import evict_furthest
-from planner.schedule.prefetch import prefetch_from
-from planner.schema.plan import WaitingTier
+from planner.problem import Decision, Decisions, Problem, TierCapacity
+from planner.schedule import evict_furthest, prefetch_from
+from planner.schema import WaitingTier
 
 __all__ = ["zero_infinity_decisions"]
 

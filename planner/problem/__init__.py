@@ -1,1 +1,68 @@
 """What a trace and budgets ask of a planner: periods in which blocks are idle, routes, capacities, updates."""
+
+from planner.problem.host_updates import (
+    device_part,
+    gradients,
+    host_start,
+    host_updatable,
+    movable_blocks,
+    parameters,
+    states,
+    total_bytes,
+)
+from planner.problem.lifetimes import (
+    BlockActivity,
+    InactivePeriod,
+    block_activities,
+    floor,
+    inactive_periods,
+    live_bytes,
+    live_bytes_by_kind,
+    mean_active_fraction,
+)
+from planner.problem.problem import Decision, Decisions, Problem, Route, build_plan, copies_out, in_units
+from planner.problem.solver_settings import (
+    DEFAULT_GAP,
+    DEFAULT_THREADS,
+    DEFAULT_WRITE_WEIGHT,
+    TIE_WEIGHT,
+    SolverSettings,
+    outward_weight,
+)
+from planner.problem.tier_capacity import TierCapacity
+from planner.problem.user_code import next_user_stage, user_stages
+
+__all__ = [
+    "BlockActivity",
+    "DEFAULT_GAP",
+    "DEFAULT_THREADS",
+    "DEFAULT_WRITE_WEIGHT",
+    "Decision",
+    "Decisions",
+    "InactivePeriod",
+    "Problem",
+    "Route",
+    "SolverSettings",
+    "TIE_WEIGHT",
+    "TierCapacity",
+    "block_activities",
+    "build_plan",
+    "copies_out",
+    "device_part",
+    "floor",
+    "gradients",
+    "host_start",
+    "host_updatable",
+    "in_units",
+    "inactive_periods",
+    "live_bytes",
+    "live_bytes_by_kind",
+    "mean_active_fraction",
+    "movable_blocks",
+    "next_user_stage",
+    "outward_weight",
+    "parameters",
+    "states",
+    "total_bytes",
+    "user_stages",
+]

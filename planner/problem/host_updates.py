@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from planner.schema.trace import Block, Subgroup, Trace
+from planner.schema import Block, Subgroup, Trace
 
 __all__ = ["device_part", "gradients", "host_start", "host_updatable", "movable_blocks", "parameters", "states", "total_bytes"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from planner.schema.trace import Block, BlockKind, Tier, Trace
+from planner.schema import Block, BlockKind, Tier, Trace
 
 __all__ = [
     "BlockActivity",

@@ -9,8 +9,7 @@ from functools import cached_property
 from planner.errors import BudgetError
 from planner.problem.host_updates import device_part, gradients, movable_blocks, parameters
 from planner.problem.lifetimes import InactivePeriod, inactive_periods, live_bytes, stage_floors
-from planner.schema.plan import Budgets, Move, Offload, Placement, Plan, Prefetch, Update, WaitingTier
-from planner.schema.trace import Block, Link, SharedRate, Trace
+from planner.schema import Block, Budgets, Link, Move, Offload, Placement, Plan, Prefetch, SharedRate, Trace, Update, WaitingTier
 
 __all__ = ["Decision", "Decisions", "Problem", "Route", "build_plan", "copies_out", "in_units"]
 

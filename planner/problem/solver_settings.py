@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.schema.plan import WaitingTier
+from planner.schema import WaitingTier
 
 __all__ = ["DEFAULT_GAP", "DEFAULT_THREADS", "DEFAULT_WRITE_WEIGHT", "TIE_WEIGHT", "SolverSettings", "outward_weight"]
 

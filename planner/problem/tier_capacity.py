@@ -6,7 +6,7 @@ So do all blocks of subgroups that update on the host, in the host tier.
 from __future__ import annotations
 
 from planner.problem.problem import Decisions, Problem, Route
-from planner.schema.plan import WaitingTier
+from planner.schema import WaitingTier
 
 __all__ = ["TierCapacity"]
 

@@ -18,7 +18,7 @@ region, but takes its room for longer: `planner.schedule.user_code` weighs that.
 
 from __future__ import annotations
 
-from planner.schema.trace import Trace
+from planner.schema import Trace
 
 __all__ = ["next_user_stage", "user_stages"]
 

@@ -1,1 +1,15 @@
 """From decisions to exact moves: when each copy begins."""
+
+from planner.schedule.eviction import evict_furthest, prune
+from planner.schedule.prefetch import StageClock, on_demand, prefetch_from, schedule
+from planner.schedule.user_code import proposals
+
+__all__ = [
+    "StageClock",
+    "evict_furthest",
+    "on_demand",
+    "prefetch_from",
+    "proposals",
+    "prune",
+    "schedule",
+]

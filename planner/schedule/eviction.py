@@ -5,9 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from planner.errors import InfeasiblePlanError
-from planner.problem.lifetimes import InactivePeriod
-from planner.problem.problem import Decision, Decisions, Problem
-from planner.problem.tier_capacity import TierCapacity
+from planner.problem import Decision, Decisions, InactivePeriod, Problem, TierCapacity
 
 __all__ = ["evict_furthest", "prune"]
 

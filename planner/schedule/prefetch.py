@@ -6,11 +6,9 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from planner.problem.host_updates import host_start
-from planner.problem.problem import Decisions, Problem
-from planner.problem.user_code import user_stages
-from planner.schema.plan import Plan, WaitingTier
-from planner.simulator.timeline import Timeline
+from planner.problem import Decisions, Problem, host_start, user_stages
+from planner.schema import Plan, WaitingTier
+from planner.simulator import Timeline
 
 __all__ = ["StageClock", "on_demand", "prefetch_from", "schedule"]
 

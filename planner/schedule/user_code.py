@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from planner.problem.problem import Decisions, Problem
-from planner.problem.user_code import next_user_stage, user_stages
-from planner.schema.plan import Plan
-from planner.simulator.timeline import Timeline
+from planner.problem import Decisions, Problem, next_user_stage, user_stages
+from planner.schema import Plan
+from planner.simulator import Timeline
 
 __all__ = ["proposals"]
 

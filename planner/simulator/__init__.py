@@ -1,1 +1,17 @@
 """Replays a plan on its trace, independent of how the plan was made."""
+
+from planner.simulator.critical_path import STAGES, CriticalPath, PathSegment, critical_path
+from planner.simulator.simulate import simulate
+from planner.simulator.timeline import HostUpdate, StageTimes, Timeline, Transfer
+
+__all__ = [
+    "CriticalPath",
+    "HostUpdate",
+    "PathSegment",
+    "STAGES",
+    "StageTimes",
+    "Timeline",
+    "Transfer",
+    "critical_path",
+    "simulate",
+]

@@ -21,10 +21,8 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from planner.problem.host_updates import host_start
-from planner.problem.user_code import user_stages
-from planner.schema.plan import Plan
-from planner.schema.trace import Trace
+from planner.problem import host_start, user_stages
+from planner.schema import Plan, Trace
 from planner.simulator.timeline import Timeline
 
 __all__ = ["HOST_UPDATES", "STAGES", "CriticalPath", "PathSegment", "critical_path"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from math import inf
 
-from planner.schema.trace import Trace
+from planner.schema import Trace
 from planner.simulator.program import Program
 from planner.simulator.timeline import HostUpdate
 

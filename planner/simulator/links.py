@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from planner.schema.trace import Hardware, Link
+from planner.schema import Hardware, Link
 
 __all__ = ["Channel", "Job", "Links", "max_min_rates"]
 

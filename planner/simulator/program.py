@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planner.errors import InfeasiblePlanError, PlanError, UnsupportedError
-from planner.problem.host_updates import device_part, gradients, host_start, host_updatable, parameters
-from planner.problem.user_code import user_stages
-from planner.schema.plan import Move, Plan
-from planner.schema.trace import Block, Subgroup, Trace
+from planner.problem import device_part, gradients, host_start, host_updatable, parameters, user_stages
+from planner.schema import Block, Move, Plan, Subgroup, Trace
 
 __all__ = ["Program", "compile_program"]
 

@@ -28,8 +28,7 @@ from math import inf
 from typing import Literal
 
 from planner.errors import InfeasiblePlanError
-from planner.schema.plan import Plan
-from planner.schema.trace import Trace
+from planner.schema import Plan, Trace
 from planner.simulator.host_processor import HostProcessor
 from planner.simulator.links import Channel, Job, Links
 from planner.simulator.program import Program, compile_program

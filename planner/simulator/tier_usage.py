@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.errors import InfeasiblePlanError
-from planner.schema.plan import Budgets
-from planner.schema.trace import Trace
+from planner.schema import Budgets, Trace
 
 __all__ = ["TierUsage"]
 

@@ -21,18 +21,16 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 import torch
 
 from planner.errors import StorageError, UnsupportedError
+from runtime.device import MIN_MOVED_BYTES, Span
 from runtime.system import native
 
 PAGE_BYTES = mmap.PAGESIZE
-MIN_MOVED_BYTES = 1 << 20
-"""Smaller blocks stay on the device: moving them would cost more in system calls than it frees."""
 
 
 class FileRange(Protocol):
@@ -44,15 +42,6 @@ class FileRange(Protocol):
     def offset_bytes(self) -> int: ...
     @property
     def length_bytes(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Whole pages in memory: page-aligned address and length in bytes. `serial`: of the allocation, never used twice."""
-
-    address: int
-    length_bytes: int
-    serial: int = 0
 
 
 class CpuMemory:

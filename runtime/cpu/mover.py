@@ -8,16 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from planner.errors import StorageError
-from planner.schema.plan import WaitingTier
-from runtime.cpu.memory import CpuMemory, Span
-from runtime.paging.block import Block
-from runtime.paging.block_transfers import BlockTransfers
-from runtime.paging.debug import POISON, Debug
-from runtime.paging.mover import Done
-from runtime.paging.ownership import claim, give_up, give_up_all
-from runtime.paging.tiers import Tiers
-from runtime.storage.host import HostStore
-from runtime.storage.slot_range import RangeCopy
+from planner.schema import WaitingTier
+from runtime.cpu.memory import CpuMemory
+from runtime.device import Span
+from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, Tiers, claim, give_up, give_up_all
+from runtime.storage import HostStore, RangeCopy
 
 
 class CpuMover:

@@ -1,1 +1,13 @@
 """An NVIDIA GPU as the device."""
+
+from runtime.cuda.host_links import measure_host_links
+from runtime.cuda.mover import StreamMover
+from runtime.cuda.storage_paths import cuda_candidates
+from runtime.cuda.streams import CudaStreams
+
+__all__ = [
+    "CudaStreams",
+    "StreamMover",
+    "cuda_candidates",
+    "measure_host_links",
+]

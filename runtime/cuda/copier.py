@@ -8,8 +8,8 @@ import threading
 import torch
 
 from planner.errors import StorageError
-from runtime.device.device_bytes import DeviceBytes
-from runtime.storage.store import ALIGNMENT_BYTES
+from runtime.device import DeviceBytes
+from runtime.storage import ALIGNMENT_BYTES
 
 
 class CudaCopier:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.device.device import Mark
-from runtime.device.streams import Event, Lane, Streams
-from runtime.storage.store import Extent, Slot
+from runtime.device import Event, Lane, Mark, Streams
+from runtime.storage import Extent, Slot
 
 _LINKS = {Lane.OUTWARD: "device->host", Lane.INWARD: "host->device"}
 

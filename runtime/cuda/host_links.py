@@ -10,10 +10,9 @@ import torch
 from planner.errors import StorageError
 from runtime.cuda import storage_swap as storage_memory
 from runtime.cuda.streams import CudaStreams
-from runtime.device.streams import Lane
-from runtime.storage.host import HostStore
-from runtime.storage.store import Slot
-from runtime.transfer.measurement import LinkRates
+from runtime.device import Lane
+from runtime.storage import HostStore, Slot
+from runtime.transfer import LinkRates
 
 _COPIES = 8
 _TRIALS = 3

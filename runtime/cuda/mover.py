@@ -12,19 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from planner.errors import StorageError
-from planner.schema.plan import WaitingTier
-from runtime.cpu.memory import Span
+from planner.schema import WaitingTier
 from runtime.cuda import storage_swap as storage_memory
 from runtime.cuda.host_copies import HostCopies, QueuedRange
-from runtime.device.streams import Event, Lane, Streams
-from runtime.paging.block import Block
-from runtime.paging.block_transfers import BlockTransfers
-from runtime.paging.debug import POISON, Debug
-from runtime.paging.mover import Done
-from runtime.paging.ownership import claim, give_up, give_up_all
-from runtime.paging.tiers import Tier, Tiers
-from runtime.storage.slot_range import RangeCopy, slot_range
-from runtime.storage.store import Extent, Slot
+from runtime.device import Event, Lane, Span, Streams
+from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, Tier, Tiers, claim, give_up, give_up_all
+from runtime.storage import Extent, RangeCopy, Slot, slot_range
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,8 @@ import torch
 
 from planner.errors import UnsupportedError
 from runtime.cuda.copier import CudaCopier
-from runtime.storage.checksums import Checksums
-from runtime.storage.kvikio import KvikioStore
-from runtime.storage.posix import PosixStore
-from runtime.storage.staged import StagedStore
-from runtime.storage.store import Store
-from runtime.transfer.storage_path import Candidate
+from runtime.storage import Checksums, KvikioStore, PosixStore, StagedStore, Store
+from runtime.transfer import Candidate
 
 
 def cuda_candidates(

@@ -10,9 +10,7 @@ from typing import cast
 import torch
 
 from planner.errors import StorageError
-from runtime.cpu.memory import MIN_MOVED_BYTES
-from runtime.device.device_bytes import DeviceBytes
-from runtime.device.streams import Event, Lane
+from runtime.device import MIN_MOVED_BYTES, DeviceBytes, Event, Lane
 
 
 class CudaEvent:

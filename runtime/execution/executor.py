@@ -7,11 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from runtime.device.device import Mark
+from runtime.device import Mark
 from runtime.execution.program import Constant, Program, Stage
 from runtime.execution.workspace import WorkspaceMeter
-from runtime.paging.block import Block
-from runtime.paging.pager import Pager
+from runtime.paging import Block, Pager
 
 
 class Observer(Protocol):

@@ -1,1 +1,25 @@
 """Keeps the blocks on the device within the budget."""
+
+from runtime.paging.block import Block, State
+from runtime.paging.block_transfers import BlockTransfers
+from runtime.paging.debug import POISON, Debug
+from runtime.paging.mover import Done, Mover
+from runtime.paging.ownership import claim, give_up, give_up_all
+from runtime.paging.pager import Pager
+from runtime.paging.tiers import Tier, Tiers
+
+__all__ = [
+    "Block",
+    "BlockTransfers",
+    "Debug",
+    "Done",
+    "Mover",
+    "POISON",
+    "Pager",
+    "State",
+    "Tier",
+    "Tiers",
+    "claim",
+    "give_up",
+    "give_up_all",
+]

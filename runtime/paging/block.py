@@ -9,9 +9,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
-    from planner.schema.plan import WaitingTier
-    from runtime.cpu.memory import Span
-    from runtime.storage.store import Slot
+    from planner.schema import WaitingTier
+    from runtime.device import Span
+    from runtime.storage import Slot
 
 
 class State(enum.Enum):

@@ -10,8 +10,8 @@ from planner.errors import StorageError
 from runtime.paging.block import Block
 from runtime.paging.mover import Done
 from runtime.paging.tiers import Tier, Tiers
-from runtime.storage.slot_range import slot_range
-from runtime.transfer.engine import Ready, Transfer
+from runtime.storage import slot_range
+from runtime.transfer import Ready, Transfer
 
 
 class BlockTransfers:

@@ -22,7 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from planner.errors import ChecksumError, StorageError
 from runtime.paging.block import Block
-from runtime.storage.store import Extent
+from runtime.storage import Extent
 
 POISON = 0xFB
 """The byte that memory is filled with. As floats, of whichever width, far from all that training computes with: -6.5e4 in

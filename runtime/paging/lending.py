@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from planner.errors import StorageError
-from planner.schema.plan import WaitingTier
+from planner.schema import WaitingTier
 from runtime.paging.block import Block, State
 from runtime.paging.residency import Residency
-from runtime.storage.slot_range import RangeCopy
+from runtime.storage import RangeCopy
 
 _POLL_SECONDS = 0.001
 """Nobody tells when a copy that the device makes by itself has ended."""

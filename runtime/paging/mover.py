@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 
 from planner.errors import StorageError
-from planner.schema.plan import WaitingTier
-from runtime.cpu.memory import Span
+from planner.schema import WaitingTier
+from runtime.device import Span
 from runtime.paging.block import Block
-from runtime.storage.slot_range import RangeCopy
+from runtime.storage import RangeCopy
 
 Done = Callable[[StorageError | None], None]
 """Called once when a copy has ended, or is in the device's queues, see [Note: Two kinds of time]; with the error if it failed."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from planner.errors import StorageFullError
-from planner.schema.plan import WaitingTier
+from planner.schema import WaitingTier
 from runtime.paging.block import Block, State
 from runtime.paging.lending import Lending
 from runtime.paging.residency import touch

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from planner.errors import BudgetError, StorageError, StorageFullError
-from planner.schema.plan import WaitingTier
-from runtime.device.device import CpuDevice, Device
+from planner.schema import WaitingTier
+from runtime.device import CpuDevice, Device
 from runtime.paging.block import Block, State
 from runtime.paging.mover import Done, Mover
 

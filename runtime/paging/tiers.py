@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.errors import StorageError, StorageFullError
-from planner.schema.plan import WaitingTier
+from planner.schema import WaitingTier
 from runtime.paging.block import Block
-from runtime.storage.store import Store
-from runtime.transfer.engine import Engine
+from runtime.storage import Store
+from runtime.transfer import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

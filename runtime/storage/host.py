@@ -15,9 +15,7 @@ from pathlib import Path
 from planner.errors import StorageError, StorageFullError
 from runtime.storage.free_space import FreeSpace
 from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot, align_up
-from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
-from runtime.system.numa import on_processors
-from runtime.system.pinning import PIN_CHUNK_BYTES, Pinner
+from runtime.system import PIN_CHUNK_BYTES, HostLimit, Pinner, check_host_memory, host_limits, on_processors
 
 _PATH = Path("memfd:teraio-host")
 """What stands for the slab in messages and extents; it is in no file system."""

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from planner.errors import StorageIOError, UnsupportedError
-from runtime.device.device_bytes import DeviceBytes
+from runtime.device import DeviceBytes
 from runtime.storage.file_space import FileSpace
 from runtime.storage.store import Chunk, Slot, content_of
 

@@ -1,1 +1,17 @@
 """What the machine and its operating system give: NUMA nodes, memory limits, pinning, native code."""
+
+from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
+from runtime.system.numa import on_processors, pci_address, processors_near
+from runtime.system.pinning import PIN_CHUNK_BYTES, CudaPinner, Pinner
+
+__all__ = [
+    "CudaPinner",
+    "HostLimit",
+    "PIN_CHUNK_BYTES",
+    "Pinner",
+    "check_host_memory",
+    "host_limits",
+    "on_processors",
+    "pci_address",
+    "processors_near",
+]

@@ -9,9 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from planner.errors import StorageFullError, UnsupportedError
-from runtime.storage.checksums import Checksums
-from runtime.storage.device_memory import DeviceMemory, HostMemory
-from runtime.storage.store import ALIGNMENT_BYTES, Slot, Store, align_up
+from runtime.storage import ALIGNMENT_BYTES, Checksums, DeviceMemory, HostMemory, Slot, Store, align_up
 from runtime.transfer import measurement
 from runtime.transfer.link import Link, OnDone, Ready, Transfer
 from runtime.transfer.measurement import LinkRates

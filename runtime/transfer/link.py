@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from planner.errors import StorageError, StorageIOError
-from runtime.storage.store import Chunk, Slot, align_up, cut
+from runtime.storage import Chunk, Slot, align_up, cut
 from runtime.transfer.meter import Meter
 from runtime.transfer.transfer import LOOK_SECONDS, OnDone, Ready, Transfer
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from planner.errors import StorageError
-from runtime.storage.device_memory import DeviceMemory
-from runtime.storage.store import Slot
+from runtime.storage import DeviceMemory, Slot
 from runtime.transfer.link import Link, Transfer
 
 _LATENCY_TRIALS = 9

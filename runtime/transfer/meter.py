@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from runtime.storage.store import Chunk
+from runtime.storage import Chunk
 from runtime.transfer.transfer import Transfer
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from statistics import harmonic_mean
 
 from planner.errors import StorageError, StorageFullError, TeraioError, UnsupportedError
-from runtime.storage.posix import PosixStore
-from runtime.storage.store import Store
+from runtime.storage import PosixStore, Store
 from runtime.transfer.engine import Engine, LinkRates
 
 _log = logging.getLogger("teraio")

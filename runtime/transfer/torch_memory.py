@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from planner.errors import StorageError
-from runtime.storage.store import ALIGNMENT_BYTES
+from runtime.storage import ALIGNMENT_BYTES
 
 
 class TorchMemory:

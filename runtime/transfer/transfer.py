@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from planner.errors import StorageError
-from runtime.storage.store import Chunk, Slot
+from runtime.storage import Chunk, Slot
 
 OnDone = Callable[["Transfer"], None]
 Ready = Callable[[], None]

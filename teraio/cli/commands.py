@@ -18,9 +18,9 @@ from rich.console import Console
 
 import planner
 from planner.errors import FileFormatError
-from planner.policies.registry import POLICIES
-from planner.problem.solver_settings import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings
-from planner.schema.json_file import LARGEST_NUMBER, FrozenModel, printable, read_format
+from planner.policies import POLICIES
+from planner.problem import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings
+from planner.schema import LARGEST_NUMBER, FrozenModel, printable, read_format
 from teraio import __version__
 from teraio.cli.comparison import compare_policies, sweep_budgets
 from teraio.cli.comparison_tables import comparison_tables, sweep_tables

@@ -7,10 +7,8 @@ from dataclasses import asdict
 
 import planner
 from planner.errors import TeraioError
-from planner.problem.lifetimes import live_bytes
-from planner.problem.solver_settings import SolverSettings
-from planner.schema.json_file import FrozenModel
-from planner.schema.plan import Budgets, Predicted
+from planner.problem import SolverSettings, live_bytes
+from planner.schema import Budgets, FrozenModel, Predicted
 
 __all__ = ["Comparison", "Sweep", "SweepPoint", "Verdict", "compare_policies", "sweep_budgets"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.schema.plan import Predicted
+from planner.schema import Predicted
 from teraio.cli.comparison import Comparison, Sweep
 from teraio.cli.tables import Page, exact_bytes, facts, format_bytes, format_seconds, limit_bytes, plain, table_of
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import planner
-from planner.problem.lifetimes import live_bytes
-from planner.schema.json_file import FrozenModel
-from planner.schema.plan import Predicted, SolverReport
+from planner.problem import live_bytes
+from planner.schema import FrozenModel, Predicted, SolverReport
 from teraio.cli.replay_summary import CriticalSummary, LinkSummary, ProcessorSummary, StallSummary, summarise_replay
 
 __all__ = ["HostUpdateSummary", "MoveSummary", "PlanSummary", "summarise_plan"]

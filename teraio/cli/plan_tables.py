@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.schema.plan import Predicted
-from planner.simulator.critical_path import STAGES
+from planner.schema import Predicted
+from planner.simulator import STAGES
 from teraio.cli.plan_summary import MoveSummary, PlanSummary
 from teraio.cli.replay_summary import CriticalSummary, LinkSummary, ProcessorSummary, ReplaySummary, StallSummary
 from teraio.cli.tables import (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import planner
-from planner.schema.json_file import FrozenModel
-from planner.simulator.critical_path import STAGES, CriticalPath, PathSegment, critical_path
+from planner.schema import FrozenModel
+from planner.simulator import STAGES, CriticalPath, PathSegment, critical_path
 
 __all__ = ["CriticalSummary", "LinkSummary", "ProcessorSummary", "ReplaySummary", "StallSummary", "summarise_replay"]
 

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.schema.json_file import printable
+from planner.schema import printable
 
 __all__ = [
     "Page",

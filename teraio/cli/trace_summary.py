@@ -6,10 +6,8 @@ from collections.abc import Iterable
 from typing import Literal
 
 import planner
-from planner.problem.host_updates import host_updatable
-from planner.problem.lifetimes import BlockActivity, block_activities, live_bytes, live_bytes_by_kind, mean_active_fraction
-from planner.schema.json_file import FrozenModel
-from planner.schema.trace import BlockKind, Phase
+from planner.problem import BlockActivity, block_activities, host_updatable, live_bytes, live_bytes_by_kind, mean_active_fraction
+from planner.schema import BlockKind, FrozenModel, Phase
 
 __all__ = ["BlockSummary", "TraceSummary", "summarise_trace"]
 

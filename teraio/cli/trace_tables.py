@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.text import Text
 
-from planner.schema.trace import Hardware
+from planner.schema import Hardware
 from teraio.cli.tables import Page, exact_bytes, facts, format_bytes, format_seconds, plain, section, table_of
 from teraio.cli.trace_summary import BlockSummary, TraceSummary, UpdateSummary
 

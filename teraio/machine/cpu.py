@@ -8,15 +8,11 @@ from contextlib import ExitStack
 import psutil
 
 from planner.errors import UnsupportedError
-from runtime.cpu.memory import CpuMemory
-from runtime.cpu.mover import CpuMover
-from runtime.device.device import CpuDevice
-from runtime.paging.debug import Debug
-from runtime.paging.tiers import Tiers
-from runtime.storage.host import HostStore
-from runtime.storage.store import Store
-from runtime.transfer.engine import Engine, LinkRates
-from runtime.transfer.storage_path import cpu_candidates
+from runtime.cpu import CpuMemory, CpuMover
+from runtime.device import CpuDevice
+from runtime.paging import Debug, Tiers
+from runtime.storage import HostStore, Store
+from runtime.transfer import Engine, LinkRates, cpu_candidates
 from teraio.machine.tiers import MachineTiers, OpenTier, open_storage
 from teraio.options import Options
 

@@ -9,18 +9,11 @@ import psutil
 import torch
 
 import planner
-from runtime.cuda.host_links import measure_host_links
-from runtime.cuda.mover import StreamMover
-from runtime.cuda.storage_paths import cuda_candidates
-from runtime.cuda.streams import CudaStreams
-from runtime.paging.debug import Debug
-from runtime.paging.tiers import Tier, Tiers
-from runtime.storage.host import HostStore
-from runtime.storage.store import Extent, Store
-from runtime.system.numa import pci_address, processors_near
-from runtime.system.pinning import CudaPinner
-from runtime.transfer.engine import Engine, LinkRates
-from runtime.transfer.torch_memory import TorchMemory
+from runtime.cuda import CudaStreams, StreamMover, cuda_candidates, measure_host_links
+from runtime.paging import Debug, Tier, Tiers
+from runtime.storage import Extent, HostStore, Store
+from runtime.system import CudaPinner, pci_address, processors_near
+from runtime.transfer import Engine, LinkRates, TorchMemory
 from teraio.machine.tiers import MachineTiers, OpenTier, open_storage
 from teraio.options import Options
 

@@ -9,7 +9,7 @@ import torch
 
 import planner
 from planner.errors import StorageFullError, UnsupportedError
-from runtime.storage.host import HostStore
+from runtime.storage import HostStore
 from teraio.machine.cpu import open_cpu
 from teraio.machine.cuda import open_cuda
 from teraio.machine.tiers import MachineTiers, OpenTier

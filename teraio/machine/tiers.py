@@ -7,14 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import planner
-from planner.schema.plan import WaitingTier
-from runtime.device.device import Device
-from runtime.execution.workspace import MeasuredMemory
-from runtime.paging.mover import Mover
-from runtime.paging.tiers import Tier
-from runtime.storage.store import Store
-from runtime.transfer.engine import Engine, LinkRates
-from runtime.transfer.storage_path import Candidate, OpenEngine, StoragePath, choose_path, open_path
+from planner.schema import WaitingTier
+from runtime.device import Device
+from runtime.execution import MeasuredMemory
+from runtime.paging import Mover, Tier
+from runtime.storage import Store
+from runtime.transfer import Candidate, Engine, LinkRates, OpenEngine, StoragePath, choose_path, open_path
 from teraio.options import Options
 
 _known_paths: dict[object, tuple[str, LinkRates]] = {}

@@ -1,1 +1,13 @@
 """The optimizer step under the budget."""
+
+from teraio.optimizer.host_rates import HostRates
+from teraio.optimizer.master_hooks import keep_masters
+from teraio.optimizer.steps import OptimizerSteps
+from teraio.optimizer.subgroup_sizes import SubgroupSizes
+
+__all__ = [
+    "HostRates",
+    "OptimizerSteps",
+    "SubgroupSizes",
+    "keep_masters",
+]

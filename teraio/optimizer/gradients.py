@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runtime.paging.block import Block
+from runtime.paging import Block
 
 
 class GradientVersions:

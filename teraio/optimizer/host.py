@@ -26,10 +26,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from runtime.cpu.memory import MIN_MOVED_BYTES
-from runtime.device.device import Mark
-from runtime.paging.block import Block
-from runtime.paging.pager import Pager
+from runtime.device import MIN_MOVED_BYTES, Mark
+from runtime.paging import Block, Pager
 from teraio.optimizer.capabilities import bytes_of, fused_on_host, keeps_masters, reason_against_host, states_per_parameter
 from teraio.optimizer.masters import lacks_master, update_replicas
 from teraio.optimizer.replica import Replica, by_group

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runtime.storage.store import align_up
+from runtime.storage import align_up
 from teraio.optimizer.capabilities import fused_on_host, keeps_masters, reason_against_host, states_per_parameter
 from teraio.optimizer.host import tensor_at
 from teraio.optimizer.masters import update_replicas

@@ -29,10 +29,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from planner.errors import StorageError
-from runtime.paging.block import Block
-from runtime.paging.pager import Pager
-from runtime.storage.slot_range import RangeCopy, in_turns
-from runtime.storage.store import ALIGNMENT_BYTES, align_up
+from runtime.paging import Block, Pager
+from runtime.storage import ALIGNMENT_BYTES, RangeCopy, align_up, in_turns
 from teraio.optimizer.replica import Replica, copied
 from teraio.optimizer.slicing import BUFFERS, READ_AHEAD, Slicing, update_alone
 from teraio.optimizer.states import OptimizerStates

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from runtime.cpu.memory import MIN_MOVED_BYTES
-from runtime.paging.pager import Pager
-from runtime.storage.store import ALIGNMENT_BYTES
+from runtime.device import MIN_MOVED_BYTES
+from runtime.paging import Pager
+from runtime.storage import ALIGNMENT_BYTES
 from teraio.optimizer.capabilities import is_elementwise, keeps_masters, temporary_bytes
 from teraio.optimizer.replica import Replica, ReplicaUpdate, by_group, has_elements_of, scratch_replica
 

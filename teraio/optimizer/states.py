@@ -19,10 +19,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
-from runtime.cpu.memory import MIN_MOVED_BYTES
-from runtime.paging.block import Block
-from runtime.paging.pager import Pager
-from teraio.profiling.recorder import Timeline
+from runtime.device import MIN_MOVED_BYTES
+from runtime.paging import Block, Pager
+from teraio.profiling import Timeline
 
 _Place = tuple[int, str, int]
 """Number of the parameter, name of the state, number among the tensors of that name."""

@@ -22,9 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from runtime.device.device import Mark
-from runtime.paging.block import Block, State
-from runtime.paging.pager import Pager
+from runtime.device import Mark
+from runtime.paging import Block, Pager, State
 from teraio.optimizer.capabilities import OwnHooks, has_closure, keeps_masters, reason_to_stay_whole
 from teraio.optimizer.gradients import GradientVersions
 from teraio.optimizer.host import HostUpdate, HostUpdates
@@ -37,7 +36,7 @@ from teraio.optimizer.states import OptimizerStates
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.optimizer.subgroups import OptimizerParts, Part, Update
 from teraio.optimizer.whole import WholeSteps
-from teraio.profiling.recorder import Timeline
+from teraio.profiling import Timeline
 
 logger = logging.getLogger("teraio")
 

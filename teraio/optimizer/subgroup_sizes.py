@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from torch.optim import Optimizer
 
 from planner import Hardware, Station, stations_of_step, subgroup_bytes
-from planner.schema.plan import WaitingTier
+from planner.schema import WaitingTier
 from planner.subgroup_size import UNMEASURED_BYTES, largest_subgroup_bytes
-from runtime.cpu.memory import MIN_MOVED_BYTES
-from runtime.device.device import Mark
-from runtime.paging.pager import Pager
+from runtime.device import MIN_MOVED_BYTES, Mark
+from runtime.paging import Pager
 from teraio.optimizer.capabilities import is_elementwise
 from teraio.optimizer.masters import scaling_put_aside, update_replicas
 from teraio.optimizer.replica import by_group, scratch_replica

@@ -11,9 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from planner.errors import BudgetError
-from runtime.cpu.memory import MIN_MOVED_BYTES
-from runtime.paging.block import Block
-from runtime.paging.pager import Pager
+from runtime.device import MIN_MOVED_BYTES
+from runtime.paging import Block, Pager
 from teraio.optimizer.capabilities import bytes_of, keeps_masters, states_per_parameter, temporary_bytes
 from teraio.optimizer.masters import casting_bytes, lacks_master, master_bytes
 from teraio.optimizer.slicing import Slicing, slicing

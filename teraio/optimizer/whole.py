@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 
 from planner.errors import BudgetError
-from runtime.device.device import Mark
-from runtime.paging.pager import Pager
+from runtime.device import Mark
+from runtime.paging import Pager
 from teraio.optimizer.states import OptimizerStates
 from teraio.optimizer.subgroups import OptimizerParts, Part
-from teraio.profiling.recorder import Timeline
+from teraio.profiling import Timeline
 
 _NAME = "optimizer/whole"
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.schema.plan import Move
+from planner.schema import Move
 from teraio.planning.drift import Expectation
 
 _DAMPING = 0.5

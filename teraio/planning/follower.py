@@ -16,16 +16,13 @@ from dataclasses import dataclass, replace
 
 import planner
 from planner.errors import InfeasiblePlanError, TeraioError
-from teraio.machine.machine import Machine
+from teraio.machine import Machine
 from teraio.options import Options
 from teraio.planning.corrections import Corrections, planned_starts
 from teraio.planning.drift import Drift, Expectation, Observation, drift_of, remeasured
 from teraio.planning.job import PlanningJob
 from teraio.planning.saving import save
-from teraio.profiling.iteration import Iteration
-from teraio.profiling.profiler import Profile
-from teraio.profiling.recorder import Timeline
-from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
+from teraio.profiling import Iteration, Profile, StageSchedule, Timeline, lay_out_plan
 
 logger = logging.getLogger("teraio")
 

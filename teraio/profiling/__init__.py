@@ -1,1 +1,20 @@
 """What an iteration did and when: the way to a trace."""
+
+from teraio.profiling.iteration import Iteration
+from teraio.profiling.peaks import PeakWatch
+from teraio.profiling.profiler import Profile, build_profile, states_that_stay
+from teraio.profiling.recorder import Timeline
+from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
+from teraio.profiling.sizes import LargestSizes
+
+__all__ = [
+    "Iteration",
+    "LargestSizes",
+    "PeakWatch",
+    "Profile",
+    "StageSchedule",
+    "Timeline",
+    "build_profile",
+    "lay_out_plan",
+    "states_that_stay",
+]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from runtime.device.device import Mark
-from runtime.paging.block import Block
+from runtime.device import Mark
+from runtime.paging import Block
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import planner
-from runtime.paging.block import Block
+from runtime.paging import Block
 from teraio.profiling.iteration import Iteration, StageRecord
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 
-from runtime.device.device import Mark
-from runtime.paging.block import Block
-from runtime.paging.pager import Pager
+from runtime.device import Mark
+from runtime.paging import Block, Pager
 from teraio.profiling.iteration import Iteration, Region, StageRecord
 from teraio.profiling.schedule_by_stage import StageSchedule
 

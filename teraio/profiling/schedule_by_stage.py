@@ -6,8 +6,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from planner import Plan
-from planner.schema.plan import WaitingTier
-from runtime.paging.block import Block
+from planner.schema import WaitingTier
+from runtime.paging import Block
 from teraio.profiling.iteration import Iteration
 
 

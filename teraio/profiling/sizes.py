@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from runtime.execution.program import Program
+from runtime.execution import Program
 
 
 class LargestSizes:

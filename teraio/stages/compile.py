@@ -12,8 +12,8 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node
 
-from runtime.cpu.memory import MIN_MOVED_BYTES
-from runtime.execution.program import Constant, Kind, Phase, Program, Stage, StageFunction
+from runtime.device import MIN_MOVED_BYTES
+from runtime.execution import Constant, Kind, Phase, Program, Stage, StageFunction
 from teraio.stages import cost as work
 from teraio.stages.cut import CutPolicy, assign, can_cut
 from teraio.stages.split import Subgraph, split

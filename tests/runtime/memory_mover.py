@@ -11,7 +11,7 @@ import torch
 
 from planner.errors import StorageError, StorageIOError
 from planner.schema.plan import WaitingTier
-from runtime.cpu.memory import Span
+from runtime.device.span import Span
 from runtime.paging.block import Block, State
 from runtime.paging.mover import Done
 from runtime.paging.pager import Pager

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runtime.execution.program import Program
-from runtime.paging.block import Block
+from runtime.execution import Program
+from runtime.paging import Block
 
 STEPS_TO_WATCH = 2
 

@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from planner.errors import BudgetError, UnsupportedError
-from runtime.execution.executor import InterleavedStages
-from runtime.execution.program import Program
-from runtime.paging.block import Block
-from runtime.paging.pager import Pager
+from runtime.execution import InterleavedStages, Program
+from runtime.paging import Block, Pager
 from teraio.optimizer.capabilities import reason_to_stay_whole, states_per_parameter
 from teraio.optimizer.in_backward.autograd import Leaf, leaf_problem, leaves, pass_problem
 from teraio.optimizer.in_backward.records import Final, Settings, UpdateEligibility, WatchedRun, places, settings_of
@@ -29,7 +27,7 @@ from teraio.optimizer.in_backward.watch import Watch
 from teraio.optimizer.masters import lacks_master
 from teraio.optimizer.states import OptimizerStates
 from teraio.optimizer.subgroups import OptimizerParts
-from teraio.profiling.recorder import Timeline
+from teraio.profiling import Timeline
 
 _REMEDY = "leave out the option overlap_step, and restart from the last checkpoint"
 

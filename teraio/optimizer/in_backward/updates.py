@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from planner.errors import BudgetError
-from runtime.paging.block import Block
-from runtime.paging.pager import Pager
+from runtime.paging import Block, Pager
 from teraio.optimizer.capabilities import bytes_of, keeps_masters, states_per_parameter, temporary_bytes
 from teraio.optimizer.in_backward.records import Final, UpdateEligibility
 from teraio.optimizer.masters import casting_bytes, master_bytes, update_replicas
 from teraio.optimizer.replica import Replica, by_group
-from teraio.profiling.recorder import Timeline
+from teraio.profiling import Timeline
 
 _WORTH_A_STAGE_BYTES = 4 << 20
 """Of parameters, gradients and states: smaller updates wait for those of the stages after, up to this size."""

@@ -24,9 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from runtime.execution.program import Program
-from runtime.paging.block import Block
-from runtime.paging.pager import Pager
+from runtime.execution import Program
+from runtime.paging import Block, Pager
 from teraio.optimizer.in_backward.autograd import Leaf, leaf_problem, pass_problem
 from teraio.optimizer.in_backward.records import (
     Digest,

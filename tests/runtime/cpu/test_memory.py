@@ -17,7 +17,8 @@ import torch
 
 from examples.memory import resident_bytes
 from planner.errors import StorageError
-from runtime.cpu.memory import PAGE_BYTES, CpuMemory, Span
+from runtime.cpu.memory import PAGE_BYTES, CpuMemory
+from runtime.device.span import Span
 from runtime.storage.posix import PosixStore
 from runtime.storage.store import Slot
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from planner.errors import ChecksumError
-from runtime.cpu.memory import Span
+from runtime.device.span import Span
 from runtime.paging.block import Block, State
 from runtime.paging.debug import POISON
 from runtime.paging.pager import Pager
