@@ -16,7 +16,7 @@ from runtime.device.span import Span
 from runtime.paging.block import Block, State
 from runtime.paging.debug import POISON
 from runtime.paging.pager import Pager
-from runtime.storage.store import Extent, Piece, Slot
+from runtime.storage.store import Extent, Chunk, Slot
 
 from ..cpu.test_mover import MIB, SECONDS, Rig, within
 
@@ -85,7 +85,7 @@ def test_what_does_not_arrive_is_poison_and_found_again_and_again(rig: Rig, monk
     rig.memory.trim(0)  # pages that were given up are poisoned already, new ones are not
     read_piece = rig.store.read_piece
 
-    def read_the_first(slot: Slot, piece: Piece, address: int) -> None:
+    def read_the_first(slot: Slot, piece: Chunk, address: int) -> None:
         if piece.slot_offset_bytes == 0:
             read_piece(slot, piece, address)
 
@@ -154,7 +154,7 @@ def test_a_copy_out_that_a_write_overtakes_counts_for_nothing(rig: Rig, monkeypa
     go_on = threading.Event()
     write_piece = rig.store.write_piece
 
-    def write_later(slot: Slot, piece: Piece, address: int) -> None:
+    def write_later(slot: Slot, piece: Chunk, address: int) -> None:
         assert go_on.wait(SECONDS)
         write_piece(slot, piece, address)
 

@@ -16,7 +16,7 @@ import pytest
 from planner.errors import StorageIOError
 from runtime.storage.posix import PosixStore
 from runtime.storage.staged import StagedStore
-from runtime.storage.store import Piece, Slot, cut
+from runtime.storage.store import Chunk, Slot, cut
 from runtime.transfer.engine import Engine
 
 from .memory import Memory
@@ -34,15 +34,15 @@ class Drive(PosixStore):
         self.calls: list[tuple[str, int, int]] = []
         self.fails_at = -1
 
-    def write_piece(self, slot: Slot, piece: Piece, address: int) -> None:
+    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
         self._note("write", slot, piece)
         super().write_piece(slot, piece, address)
 
-    def read_piece(self, slot: Slot, piece: Piece, address: int) -> None:
+    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
         self._note("read", slot, piece)
         super().read_piece(slot, piece, address)
 
-    def _note(self, action: str, slot: Slot, piece: Piece) -> None:
+    def _note(self, action: str, slot: Slot, piece: Chunk) -> None:
         if len(self.calls) == self.fails_at:
             raise StorageIOError(path=str(piece.extent.path), block=slot.name, errno=errno.EIO, action=action)
         self.calls.append((action, piece.file_offset_bytes, piece.length_bytes))

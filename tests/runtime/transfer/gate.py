@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime.storage.store import Extent, Piece, Slot
+from runtime.storage.store import Extent, Chunk, Slot
 from runtime.transfer.link import Link, Transfer
 
 PIECE = 4096
@@ -47,7 +47,7 @@ class Gate:
         self._free_on: dict[int, int] = {}
         self._begun_on: dict[int, list[str]] = {}
 
-    def move(self, slot: Slot, piece: Piece, address: int) -> None:
+    def move(self, slot: Slot, piece: Chunk, address: int) -> None:
         with self._changed:
             drive = piece.extent.drive
             self.begun.append(slot.name)

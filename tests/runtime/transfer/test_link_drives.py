@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from planner.errors import StorageError, StorageIOError
-from runtime.storage.store import Piece, Slot
+from runtime.storage.store import Chunk, Slot
 from runtime.transfer.link import MAX_THREADS, Link, Transfer
 
 from .gate import PIECE, Gate, MakeLink, nothing, slot
@@ -249,7 +249,7 @@ def test_random_traffic() -> None:
     moved: dict[str, list[int]] = {}
     ended: list[Transfer] = []
 
-    def move(where: Slot, piece: Piece, address: int) -> None:
+    def move(where: Slot, piece: Chunk, address: int) -> None:
         if where.name.startswith("bad") and piece.slot_offset_bytes == PIECE:
             raise StorageIOError(path=str(piece.extent.path), block=where.name, errno=5)
         with lock:
