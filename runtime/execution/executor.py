@@ -2,64 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from runtime.device import Mark
+from runtime.execution.observer import InterleavedStages, Observer, StageRun
 from runtime.execution.program import Constant, Program, Stage
 from runtime.execution.workspace import WorkspaceMeter
 from runtime.paging import Block, Pager
-
-
-class Observer(Protocol):
-    """Keeps the timeline of an iteration; called by the training thread only, never inside a stage."""
-
-    def region_begins(self, identity: Hashable, stage_count: int) -> None:
-        """A program, or an optimizer step, of so many stages is about to run."""
-
-    def stage_reached(self) -> Sequence[Block]:
-        """The stage before has ended. Returns what to prefetch from now on, in order."""
-
-    def stage_ended(
-        self,
-        *,
-        name: str,
-        phase: str,
-        begin: Mark,
-        end: Mark,
-        workspace_bytes: int,
-        read: Sequence[Block],
-        made: Sequence[Block],
-        written: Sequence[Block],
-        next_uses: dict[Block, int],
-    ) -> None:
-        """The stage ran from `begin` to `end` (waiting not counted).
-
-        It read `read`, brought `made` into being, changed `written`; `next_uses` gives, where the region uses a
-        block again, after how many stages.
-        """
-
-    def region_ended(self) -> None:
-        """The region is about to return to user code, or failed."""
-
-
-class InterleavedStages(Protocol):
-    """Looks on while a program runs under management, and may run stages of its own between those of the program."""
-
-    @property
-    def stage_count(self) -> int:
-        """How many stages of its own it will run, as the observer should expect."""
-
-    def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
-        """Stage `number` of the program has ended, which read `read`; nothing is held now.
-
-        It may take values out of `slots` that no later stage reads: where they are results, the program returns None.
-        """
-
-    def region_done(self, results: Sequence[Any]) -> None:
-        """The program has run to its end and is about to return `results`. Not called if it failed."""
 
 
 def run_plain(program: Program, arguments: list[Any]) -> list[Any]:
@@ -165,15 +115,17 @@ def _run_stage_managed(
         pager.retire(read, written, last_used=last_used)
     made = [b for i in stage.outputs if (b := blocks[i]) is not None and b not in read]
     observer.stage_ended(
-        name=stage.name,
-        phase=stage.phase,
-        begin=begin,
-        end=end,
-        workspace_bytes=workspace_bytes,
-        read=read,
-        made=list(dict.fromkeys(made)),
-        written=written,
-        next_uses=_next_uses(stage, number, blocks),
+        StageRun(
+            name=stage.name,
+            phase=stage.phase,
+            begin=begin,
+            end=end,
+            workspace_bytes=workspace_bytes,
+            read=read,
+            made=list(dict.fromkeys(made)),
+            written=written,
+            next_uses=_next_uses(stage, number, blocks),
+        )
     )
     for i in stage.frees:
         blocks[i] = None

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from runtime.device import Mark
+from runtime.execution import StageRun
 from runtime.paging import Block, Pager, State
 from teraio.optimizer.capabilities import OwnHooks, has_closure, keeps_masters, reason_to_stay_whole
 from teraio.optimizer.gradients import GradientVersions
@@ -245,17 +246,18 @@ class OptimizerSteps(OwnHooks):
         following = parts[number + 1].read if number + 1 < len(parts) and not self._timeline.in_step else ()
         begin, end, made = self._update(optimizer, groups, own, name, sliced, following=following, fetch=fetch)
         self._timeline.stage_ended(
-            name=name,
-            phase="optimizer",
-            begin=begin,
-            end=end,
-            workspace_bytes=part.temporary_bytes,
-            elements=part.elements,
-            host_seconds=self._host_seconds(optimizer, part),
-            read=part.read,
-            made=made,
-            written=part.written,
-            next_uses={},
+            StageRun(
+                name=name,
+                phase="optimizer",
+                begin=begin,
+                end=end,
+                workspace_bytes=part.temporary_bytes,
+                elements=part.elements,
+                host_seconds=self._host_seconds(optimizer, part),
+                read=part.read,
+                made=made,
+                written=part.written,
+            )
         )
 
     def _update(

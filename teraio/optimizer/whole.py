@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from planner.errors import BudgetError
 from runtime.device import Mark
+from runtime.execution import StageRun
 from runtime.paging import Pager
 from teraio.optimizer.states import OptimizerStates
 from teraio.optimizer.subgroups import OptimizerParts, Part
@@ -80,16 +81,17 @@ class WholeSteps:
             finally:
                 self._pager.retire(part.read, part.read, last_used=part.states)
             self._timeline.stage_ended(
-                name=_NAME,
-                phase="optimizer",
-                begin=held.begin,
-                end=end,
-                workspace_bytes=part.temporary_bytes,
-                elements=part.elements,
-                read=[block for block in part.read if not block.dead],  # an update may put new tensors in place of states
-                made=made,
-                written=[block for block in part.written if not block.dead],
-                next_uses={},
+                StageRun(
+                    name=_NAME,
+                    phase="optimizer",
+                    begin=held.begin,
+                    end=end,
+                    workspace_bytes=part.temporary_bytes,
+                    elements=part.elements,
+                    read=[block for block in part.read if not block.dead],  # an update may put new tensors in place of states
+                    made=made,
+                    written=[block for block in part.written if not block.dead],
+                )
             )
             self._timeline.region_ended()
             self._pager.leave_region()

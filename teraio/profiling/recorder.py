@@ -10,9 +10,10 @@ falls into step again.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from runtime.device import Mark
+from runtime.execution import StageRun
 from runtime.paging import Block, Pager
 from teraio.profiling.iteration import Iteration, Region, StageRecord
 from teraio.profiling.schedule_by_stage import StageSchedule
@@ -157,45 +158,30 @@ class Timeline:
             if leaving is not None:
                 self._pager.offload(leaving, tier)
 
-    def stage_ended(
-        self,
-        *,
-        name: str,
-        phase: str,
-        begin: Mark,
-        end: Mark,
-        workspace_bytes: int,
-        read: Sequence[Block],
-        made: Sequence[Block],
-        written: Sequence[Block],
-        next_uses: dict[Block, int],
-        elements: int = 0,
-        host_seconds: float | None = None,
-    ) -> None:
-        """As `Observer` says. elements: of the parameters that the stage updates; host_seconds: see `StageRecord`."""
+    def stage_ended(self, run: StageRun) -> None:
         region = self._now.regions[-1]
         position = region.first + len(region.stages)
         record = StageRecord(
-            name=name,
-            phase=phase,
-            workspace_bytes=workspace_bytes,
-            elements=elements,
-            host_seconds=host_seconds,
-            read=tuple(read),
-            made=tuple(made),
-            written=tuple(written),
+            name=run.name,
+            phase=run.phase,
+            workspace_bytes=run.workspace_bytes,
+            elements=run.elements,
+            host_seconds=run.host_seconds,
+            read=tuple(run.read),
+            made=tuple(run.made),
+            written=tuple(run.written),
             late=tuple((b.trace_id, t) for b, t in self._pager.take_late() if self._by_id.get(b.trace_id) is b),
         )
-        self._now.untimed.append((record, begin, end))
-        self._device_worked(begin, end)
+        self._now.untimed.append((record, run.begin, run.end))
+        self._device_worked(run.begin, run.end)
         region.stages.append(record)
-        for block in made:
+        for block in run.made:
             self._recognise(block, region)
             region.made.append(block)
         self._pager.clock += 1
         mirrored = 2 * (self._stage_count - len(region.stages) + 2)
-        for block in (*read, *made):
-            block.next_use = self._pager.clock + self._until_next_use(block, position, next_uses, mirrored)
+        for block in (*run.read, *run.made):
+            block.next_use = self._pager.clock + self._until_next_use(block, position, run.next_uses, mirrored)
         if self._in_step:
             self._leave(self._position)
             self._position += 1
@@ -213,7 +199,7 @@ class Timeline:
                 block.trace_id = ids[ordinal]
                 self._by_id[block.trace_id] = block
 
-    def _until_next_use(self, block: Block, position: int, next_uses: dict[Block, int], mirrored: int) -> int:
+    def _until_next_use(self, block: Block, position: int, next_uses: Mapping[Block, int], mirrored: int) -> int:
         """Stages until the next use: known within the region, else from the last iteration, else as if time ran back."""
         if block in next_uses:
             return next_uses[block]

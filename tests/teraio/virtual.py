@@ -12,6 +12,7 @@ from planner import Budgets, Hardware, Link, Move, Plan, Prefetch
 from planner.schema.plan import Placement
 from runtime.device import device as device_module
 from runtime.device.device import WallMark
+from runtime.execution import StageRun
 from runtime.paging import pager as pager_module
 from runtime.paging import residency as residency_module
 from runtime.paging.block import Block
@@ -108,15 +109,16 @@ class VirtualTraining:
             self.mover.pass_seconds(self.stage_seconds[number])
             self.pager.retire([weight], [])
             self.timeline.stage_ended(
-                name=f"forward/{number}",
-                phase="forward",
-                workspace_bytes=0,
-                begin=WallMark(begin),
-                end=WallMark(begin + self.stage_seconds[number]),
-                read=[weight],
-                made=[],
-                written=[],
-                next_uses={},
+                StageRun(
+                    name=f"forward/{number}",
+                    phase="forward",
+                    workspace_bytes=0,
+                    begin=WallMark(begin),
+                    end=WallMark(begin + self.stage_seconds[number]),
+                    read=[weight],
+                    made=[],
+                    written=[],
+                )
             )
         self.timeline.region_ended()
         self.pager.leave_region()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from planner.errors import BudgetError
+from runtime.execution import StageRun
 from runtime.paging import Block, Pager
 from teraio.optimizer.capabilities import bytes_of, keeps_masters, states_per_parameter, temporary_bytes
 from teraio.optimizer.in_backward.records import Final, UpdateEligibility
@@ -129,16 +130,17 @@ class RegionUpdates:
                 member.parameter.grad = slots[member.final.slot] = None
             self._pager.retire(read, changed, last_used=[block for block in gradients if block is not None])
         self._timeline.stage_ended(
-            name=name,
-            phase="optimizer",
-            begin=begin,
-            end=end,
-            workspace_bytes=workspace_bytes,
-            elements=sum(member.parameter.numel() for member in members),
-            read=read,
-            made=(),
-            written=changed,
-            next_uses={},
+            StageRun(
+                name=name,
+                phase="optimizer",
+                begin=begin,
+                end=end,
+                workspace_bytes=workspace_bytes,
+                elements=sum(member.parameter.numel() for member in members),
+                read=read,
+                made=(),
+                written=changed,
+            )
         )
 
 

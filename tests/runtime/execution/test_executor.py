@@ -11,6 +11,7 @@ import torch
 
 from planner.errors import StorageFullError
 from runtime.cpu.memory import CpuMemory
+from runtime.execution import StageRun
 from runtime.execution.executor import run_managed, run_plain
 from runtime.execution.program import Constant, Kind, Program, Stage
 from runtime.execution.workspace import WorkspaceMeter
@@ -29,7 +30,7 @@ class Recorder:
     """An observer that notes what it is told; `fetch` is what it asks for, by stage."""
 
     regions: list[tuple[Hashable, int]] = field(default_factory=list)
-    stages: list[dict[str, Any]] = field(default_factory=list)
+    stages: list[StageRun] = field(default_factory=list)
     fetch: dict[int, list[Block]] = field(default_factory=dict)
     reached: int = 0
     ended: int = 0
@@ -41,8 +42,8 @@ class Recorder:
         self.reached += 1
         return self.fetch.get(self.reached - 1, ())
 
-    def stage_ended(self, **record: Any) -> None:
-        self.stages.append(record)
+    def stage_ended(self, run: StageRun) -> None:
+        self.stages.append(run)
 
     def region_ended(self) -> None:
         self.ended += 1
@@ -169,12 +170,12 @@ def test_the_observer_hears_of_every_stage() -> None:
     bench, recorder = Bench(None), Recorder()
     managed(chain(), [filled(3), filled(4)], bench, recorder)
     assert recorder.regions == [("p", 3)] and recorder.reached == 3 and recorder.ended == 1
-    assert [record["name"] for record in recorder.stages] == ["add", "double", "subtract"]
-    names = [[[b.name for b in record[key]] for key in ("read", "made")] for record in recorder.stages]
+    assert [record.name for record in recorder.stages] == ["add", "double", "subtract"]
+    names = [[[b.name for b in getattr(record, key)] for key in ("read", "made")] for record in recorder.stages]
     assert names == [[["slot0", "slot1"], ["slot2"]], [["slot2"], ["slot3"]], [["slot3", "slot0"], ["slot4"]]]
-    ahead = [{b.name: after for b, after in record["next_uses"].items()} for record in recorder.stages]
+    ahead = [{b.name: after for b, after in record.next_uses.items()} for record in recorder.stages]
     assert ahead == [{"slot0": 2, "slot2": 1}, {"slot3": 1}, {}]
-    assert all(record["end"].seconds_since(record["begin"]) >= 0 for record in recorder.stages)
+    assert all(record.end.seconds_since(record.begin) >= 0 for record in recorder.stages)
 
 
 def test_views_are_not_made_and_have_the_nearest_next_use() -> None:
@@ -187,9 +188,9 @@ def test_views_are_not_made_and_have_the_nearest_next_use() -> None:
     )
     recorder = Recorder()
     managed(plan, [filled(1)], Bench(None), recorder)
-    assert recorder.stages[0]["made"] == []
-    assert list(recorder.stages[0]["next_uses"].values()) == [1]
-    assert recorder.stages[1]["read"] == recorder.stages[2]["read"] == recorder.stages[0]["read"]
+    assert recorder.stages[0].made == []
+    assert list(recorder.stages[0].next_uses.values()) == [1]
+    assert recorder.stages[1].read == recorder.stages[2].read == recorder.stages[0].read
 
 
 def test_a_stage_that_writes_its_input() -> None:
@@ -206,7 +207,7 @@ def test_a_stage_that_writes_its_input() -> None:
         kinds=["buffer"],
     )
     managed(plan, [running], bench, recorder)
-    assert [record["written"] for record in recorder.stages] == [[], [block]]
+    assert [record.written for record in recorder.stages] == [[], [block]]
     assert not block.copy_is_valid and running.tolist() == filled(5).tolist()
 
 

@@ -16,7 +16,7 @@ from runtime.device.span import Span
 from runtime.paging.block import Block, State
 from runtime.paging.debug import POISON
 from runtime.paging.pager import Pager
-from runtime.storage.store import Extent, Chunk, Slot
+from runtime.storage.store import Chunk, Extent, Slot
 
 from ..cpu.test_mover import MIB, SECONDS, Rig, within
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime.storage.store import Extent, Chunk, Slot
+from runtime.storage.store import Chunk, Extent, Slot
 from runtime.transfer.link import Link, Transfer
 
 PIECE = 4096

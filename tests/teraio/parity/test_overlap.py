@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 import planner
 import teraio
+from runtime.execution import StageRun
 from teraio.profiling.recorder import Timeline
 
 from .harness import compiled_input_needs_grad
@@ -191,10 +191,10 @@ def test_compiled_by_inductor(tmp_path: Path) -> None:
 def gradient_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of all gradients that exist, after each stage."""
     found: list[int] = []
-    stage_ended: Callable[..., None] = Timeline.stage_ended
+    stage_ended = Timeline.stage_ended
 
-    def noting(self: Timeline, **record: Any) -> None:
-        stage_ended(self, **record)
+    def noting(self: Timeline, run: StageRun) -> None:
+        stage_ended(self, run)
         found.append(sum(block.size_bytes for block in self._pager.blocks if block.kind == "gradient"))
 
     monkeypatch.setattr(Timeline, "stage_ended", noting)

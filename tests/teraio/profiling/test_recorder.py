@@ -10,6 +10,7 @@ import torch
 from planner import Budgets, Move, Offload, Plan, Prefetch
 from planner.schema.plan import WaitingTier
 from runtime.device.device import CpuDevice, WallMark
+from runtime.execution import StageRun
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
 from teraio.profiling.iteration import Iteration
@@ -73,15 +74,16 @@ class Training:
         if identity == BACKWARD and self.made:
             read.append(self.made.pop())
         self.timeline.stage_ended(
-            name=f"{identity}/{number}",
-            phase=identity,
-            begin=WallMark(0.0),
-            end=WallMark(0.001),
-            workspace_bytes=7,
-            read=read,
-            made=made,
-            written=[self.weight] if identity == STEP else [],
-            next_uses={},
+            StageRun(
+                name=f"{identity}/{number}",
+                phase=identity,
+                begin=WallMark(0.0),
+                end=WallMark(0.001),
+                workspace_bytes=7,
+                read=read,
+                made=made,
+                written=[self.weight] if identity == STEP else [],
+            )
         )
         if identity == BACKWARD and self.kept:
             self.kept.pop()
@@ -197,15 +199,17 @@ def test_uses_within_the_region_come_first() -> None:
     training = Training()
     training.timeline.region_begins(FORWARD, 3)
     training.timeline.stage_ended(
-        name="x",
-        phase="forward",
-        begin=WallMark(0.0),
-        end=WallMark(0.0),
-        workspace_bytes=0,
-        read=[training.weight],
-        made=[],
-        written=[],
-        next_uses={training.weight: 2},
+        StageRun(
+            name="x",
+            phase="forward",
+            begin=WallMark(0.0),
+            end=WallMark(0.0),
+            workspace_bytes=0,
+            read=[training.weight],
+            made=[],
+            written=[],
+            next_uses={training.weight: 2},
+        )
     )
     assert training.weight.next_use == training.pager.clock + 2
 
