@@ -124,7 +124,7 @@ def table() -> str:
     known = {option.name: option for option in options()}
     rows = ["| option | meaning | default |", "|---|---|---|"]
     for option in (known[name] for name in IMPORTANT):
-        rows.append(f"| [`{option.name}`](docs/options.md) | {option.summary.rstrip('.')} | {option.default} |")
+        rows.append(f"| [`{option.name}`](docs/options.md#{option.name}) | {option.summary.rstrip('.')} | {option.default} |")
     return "\n".join(rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
@@ -22,7 +23,6 @@ import teraio
 from benchmarks.__main__ import DEFAULT
 from planner.policies import POLICIES
 from teraio.cli import commands
-from teraio.cli.commands import FORMATS
 from teraio.options import Options
 from teraio.status import Status
 
@@ -30,7 +30,8 @@ from .pages import CONTRIBUTING, DOCS, PAGES, README, ROOT, TRACES, Page
 
 TOP_LEVEL = ("planner", "runtime", "teraio", "tests", "traces", "benchmarks", "examples", "docs", "tools")
 MADE_LATER = {"benchmarks/out"}
-FOREIGN = {"GradScaler", "DeepSpeed", "TensorFloat"}
+FOREIGN = {"GradScaler"}
+FORMATS = {"teraio.trace", "teraio.plan"}
 
 
 def by_name(page: Page) -> str:
@@ -114,6 +115,15 @@ def test_the_architecture_shows_every_room() -> None:
             room = f"{package}/{path.name}"
             if path.suffix == ".py" and path.name != "__init__.py" or path.is_dir() and (path / "__init__.py").exists():
                 assert room in named, f"docs/architecture.md does not show {room}"
+
+
+@pytest.mark.parametrize("package", ["planner", "runtime", "teraio"])
+def test_rooms_are_shown_in_the_order_of_their_imports(package: str) -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract.get("containers") == [package]]
+    section = DOCS["architecture"].text.split(f"### {package}:")[1].split("\n### ")[0].split("\n## ")[0]
+    rows = [re.findall(rf"`{package}/(\w+)", row.split("|")[1]) for row in section.splitlines() if row.startswith("| `")]
+    assert [set(row) for row in rows] == [set(layer.split(" | ")) for layer in layers]
 
 
 def test_notes_are_where_the_architecture_says() -> None:
