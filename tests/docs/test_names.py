@@ -193,6 +193,11 @@ def test_the_readme_is_short() -> None:
     assert 90 <= len(README.text.splitlines()) <= 120
 
 
+def test_both_pages_show_the_same_picture() -> None:
+    (picture,) = [code for code in README.code("") if "torch.compile" in code]
+    assert picture in DOCS["how-it-works"].code("")
+
+
 def test_contributing_is_one_page() -> None:
     assert len(CONTRIBUTING.text.splitlines()) <= 90
 
