@@ -60,9 +60,8 @@ def _run_region(
             if interleaved is not None:
                 interleaved.after_stage(number, read, slots)
         results = _results(program, slots)
-        for index in program.user_results:
-            if isinstance(results[index], torch.Tensor) and (block := pager.known_block(results[index])) is not None:
-                block.user_visible = True
+        shown = [results[index] for index in program.user_results if isinstance(results[index], torch.Tensor)]
+        pager.show_to_user([block for tensor in shown if (block := pager.known_block(tensor)) is not None])
         if interleaved is not None:
             interleaved.region_done(results)
         return results

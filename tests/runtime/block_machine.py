@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ class Machine(ABC):
         host_address: Callable[[Extent], int],
         debug: bool = False,
         lends: bool = False,
+        condition: threading.Condition | None = None,
     ) -> None:
         self.draw = random.Random(seed)
         self.device = device
@@ -49,7 +51,7 @@ class Machine(ABC):
         self.lends = lends
         self.debug = Debug() if debug else None
         self.mover = StreamMover(device, Tiers(tiers), host_address, debug=self.debug)
-        self.pager = Pager(mover=self.mover, budget_bytes=budget_blocks * unit)
+        self.pager = Pager(mover=self.mover, budget_bytes=budget_blocks * unit, condition=condition)
         self.budget_blocks = budget_blocks
         self.tiers = [tier.name for tier in tiers]
         self.tensors: dict[Block, torch.Tensor] = {}
@@ -119,7 +121,7 @@ class Machine(ABC):
     def stage(self) -> None:
         read = self.pick(2)
         makes = len(self.tensors) < 16 and self.draw.random() < 0.4
-        self.pager.clock += 1
+        self.pager.advance_clock()
         hints = [block for block in self.pick(2) if self.draw.random() < 0.5]
         self.pager.acquire(read, self.unit if makes else 0, "stage", then_fetch=hints)
         written = [block for block in read if self.draw.random() < 0.4]
@@ -151,7 +153,7 @@ class Machine(ABC):
     def update(self) -> None:
         """A stage that changes a block where it waits: its slices pass through two buffers on the device."""
         for block in self.pick(1):
-            self.pager.clock += 1
+            self.pager.advance_clock()
             self.pager.lend([block])
             self.pager.acquire([], self.unit, "update", then_fetch=self.pick(2))
             area = self.device.allocate(self.unit)
@@ -201,8 +203,8 @@ class Machine(ABC):
 
     def check(self) -> None:
         pager = self.pager
-        with pager._changed:
-            on_device = sum(b.size_bytes for b in pager._blocks.values() if b.state is not State.OFFLOADED)
+        with pager.condition:
+            on_device = sum(b.size_bytes for b in pager.table if b.state is not State.OFFLOADED)
             assert pager.used_bytes == on_device <= self.budget_blocks * self.unit
         assert not self.wrong, self.wrong
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -132,7 +133,7 @@ class MemoryMover:
         return torch.empty(0, dtype=torch.uint8).set_(storage)[begin_bytes : begin_bytes + memory.nbytes]
 
     def prioritize(self, block: Block) -> None:
-        self.log.append(f"hurry {block.name}")
+        self.log.append(f"prioritize {block.name}")
 
     def check(self) -> None:
         if self.stuck is not None:
@@ -140,7 +141,7 @@ class MemoryMover:
 
     def invalidate_mapping(self, block: Block) -> None:
         assert block in self.away
-        self.log.append(f"settle {block.name}")
+        self.log.append(f"invalidate {block.name}")
 
     def host_address(self, block: Block) -> int | None:
         """In the storage, which stands for the slot."""
@@ -178,26 +179,48 @@ def _fill(block: Block, content: bytes) -> None:
 
 
 class Stepping(threading.Condition):
-    """[Note: No threads] Where the pager would wait for an I/O thread, a copy ends in the waiting thread itself."""
+    """[Note: No threads] Where the pager would wait for an I/O thread, a copy ends in the waiting thread itself.
+
+    finish_one: ends a copy; returns False if there is none. silent: nothing ever ends, and nobody is told.
+    """
 
     def __init__(self, finish_one: Callable[[], bool]) -> None:
         super().__init__()
-        self._finish_one = finish_one
+        self.finish_one = finish_one
+        self.silent = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        if not self._finish_one():
+        if self.silent:
+            return False
+        if not self.finish_one():
             raise Deadlock
         return True
 
 
 class Bench:
-    """A pager, its mover, and blocks by name. `seed`: which copy ends first when the pager waits; None: in order."""
+    """A pager, its mover, and blocks by name. `seed`: which copy ends first when the pager waits; None: in order.
 
-    def __init__(self, budget_bytes: int | None, seed: int | None = None) -> None:
+    condition: the pager's lock. busy_seconds, now_seconds: see `Pager`.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int | None,
+        seed: int | None = None,
+        *,
+        busy_seconds: Callable[[], Mapping[str, float]] = dict,
+        now_seconds: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.mover = MemoryMover()
-        self.pager = Pager(mover=self.mover, budget_bytes=budget_bytes)
+        self.condition = Stepping(self.finish_one)
+        self.pager = Pager(
+            mover=self.mover,
+            budget_bytes=budget_bytes,
+            busy_seconds=busy_seconds,
+            condition=self.condition,
+            now_seconds=now_seconds,
+        )
         self.order = random.Random(seed) if seed is not None else None
-        self.pager._changed = Stepping(self.finish_one)
         self.tensors: dict[str, torch.Tensor] = {}
         self.pager.enter_region()
 

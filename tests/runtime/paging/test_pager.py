@@ -6,8 +6,6 @@ Copies end when the test says so. Random sequences: `test_pager_sequences.py`; r
 from __future__ import annotations
 
 import itertools
-import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from runtime.device.device import CpuDevice
 from runtime.paging.block import State
 from runtime.paging.pager import Pager
 
-from ..memory_mover import UNIT, Bench, Stepping, evicted, io_error
+from ..memory_mover import UNIT, Bench, evicted, io_error
 
 
 class Counting(CpuDevice):
@@ -82,9 +80,8 @@ def test_no_more_leaves_than_needed() -> None:
 
 
 def test_copies_are_exposed_while_the_training_thread_waits_and_hidden_else() -> None:
-    bench = Bench(4 * UNIT)
     busy = {"out": 0.0, "in": 0.0}
-    bench.pager._busy_seconds = lambda: dict(busy)
+    bench = Bench(4 * UNIT, busy_seconds=lambda: dict(busy))
     first = bench.make("first", 2)
     bench.make("second", 2)
 
@@ -92,7 +89,7 @@ def test_copies_are_exposed_while_the_training_thread_waits_and_hidden_else() ->
         busy[bench.mover.flying[0].kind] += 3.0
         return Bench.finish_one(bench)
 
-    bench.pager._changed = Stepping(copy_ends)
+    bench.condition.finish_one = copy_ends
     evicted(bench, first)  # nobody waits
     assert bench.pager.exposed_seconds == {}
     bench.make("third", 2)
@@ -229,7 +226,7 @@ def test_a_read_while_the_copy_out_is_under_way_does_not_wait_for_it() -> None:
     assert block.state is State.OFFLOADED and bench.mover.log.count("out w") == 1
 
 
-def test_fence_waits_for_what_user_code_can_reach() -> None:
+def test_leaving_a_region_waits_for_what_user_code_can_reach() -> None:
     bench = Bench(None)
     seen, hidden = bench.make("seen", 2, visible=True), bench.make("hidden", 2)
     bench.pager.offload(hidden)
@@ -257,7 +254,7 @@ def test_user_code_may_write_what_is_away() -> None:
     bench.pager.leave_region()
     bench.tensors["w"].fill_(9)
     bench.pager.enter_region()
-    assert "settle w" in bench.mover.log
+    assert "invalidate w" in bench.mover.log
     bench.run(block)
     assert bench.value("w") == 9
 
@@ -320,7 +317,7 @@ def test_a_stage_takes_over_the_prefetch_that_is_under_way() -> None:
     block = evicted(bench, bench.make("w", 2))
     bench.pager.prefetch(block)
     bench.run(block)
-    assert bench.mover.log.count("in w") == 1 and "hurry w" in bench.mover.log
+    assert bench.mover.log.count("in w") == 1 and "prioritize w" in bench.mover.log
 
 
 def test_dead_blocks_in_the_queue_hold_nobody_up() -> None:
@@ -364,10 +361,9 @@ def test_what_a_stage_waited_for_is_late() -> None:
     assert bench.pager.take_late() == []
 
 
-def test_each_late_block_landed_when_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_late_block_landed_when_it_did() -> None:
     ticks = itertools.count(1)
-    bench = Bench(8 * UNIT)
-    monkeypatch.setattr("runtime.paging.pager.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    bench = Bench(8 * UNIT, now_seconds=lambda: float(next(ticks)))
     first, second = (evicted(bench, bench.make(name, 2)) for name in ("first", "second"))
     bench.pager.prefetch(first)
     bench.pager.prefetch(second)
@@ -507,17 +503,10 @@ def test_bringing_everything_back() -> None:
     assert bench.pager.used_bytes == 16 * UNIT
 
 
-class Silent(threading.Condition):
-    """Nothing ever changes."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        return False
-
-
 def test_whoever_waits_hears_of_a_dead_drive() -> None:
     bench = Bench(8 * UNIT)
     block = evicted(bench, bench.make("a", 4))
-    bench.pager._changed = Silent()
+    bench.condition.silent = True
     bench.mover.stuck = io_error("a")
     with pytest.raises(StorageIOError, match="block 'a'"):
         bench.pager.acquire([block], 0, "run")

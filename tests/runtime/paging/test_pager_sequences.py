@@ -162,11 +162,11 @@ class AnySequence:
     # -- what always holds
 
     def check(self) -> None:
-        assert self.pager.used_bytes + self.pager._reserved + self.pager.fixed_bytes <= self.allowed
-        known = list(self.pager._blocks.values())
+        assert self.pager.used_bytes + self.pager.account.reserved_bytes + self.pager.fixed_bytes <= self.allowed
+        known = list(self.pager.table)
         assert self.pager.used_bytes == sum(b.size_bytes for b in known if b.state is not State.OFFLOADED)
         kinds, states = [copy.kind for copy in self.mover.flying], [b.state for b in known]
-        assert kinds.count("in") == states.count(State.PREFETCHING) == self.pager._arriving
+        assert kinds.count("in") == states.count(State.PREFETCHING) == self.pager.account.prefetching_blocks
         assert kinds.count("out") == states.count(State.OFFLOADING)
         assert all(block.pins == 0 for block in self.blocks.values())
         for name, value in self.wanted.items():
