@@ -1,27 +1,31 @@
 """The states of a block, and every transition between them.
 
 [Note: States of a block]
-The rows below are all cases that there are. "Queued" and "reserved" are sets of blocks (`queued_offloads`,
-`reserved_for_host`) beside the state. A pinned block is held by a stage, see `pin`.
+case         state        memory    slot     who moves it on   event                                    next case
+-----------  -----------  --------  -------  ----------------  ---------------------------------------  -----------
+dirty        ON_DEVICE    held      invalid  any thread        begin_offload                            offloading
+             .                               any thread        begin_offload, but no copy can begin     dirty
+clean        ON_DEVICE    held      valid    any thread        begin_offload                            offloaded
+             .                               training thread   write: by a stage or by user code        dirty
+             .                               any thread        its slot goes to another block           dirty
+offloading   OFFLOADING   held      filling  thread of a copy  copy has ended                           offloaded
+             .                               thread of a copy  copy has ended, but a stage holds it     clean
+             .                               thread of a copy  copy failed, or block was written        dirty
+             .                               training thread   the device will make the copy            queued
+queued       OFFLOADING   held      filling  any thread        keep: a stage or a prefetch needs it     clean
+             .                               any thread        take_memory                              offloaded
+             .                               any thread        take_memory, but a stage holds it        clean
+             .                               any thread        take_memory, but it was written          dirty
+offloaded    OFFLOADED    none      valid    any thread        begin_prefetch                           prefetching
+             .                               who borrows it    begin_update                             updating
+prefetching  PREFETCHING  reserved  valid    thread of a copy  copy has ended                           clean
+             .                               thread of a copy  copy failed, or cannot begin             offloaded
+updating     UPDATING     none      in use   who borrows it    end_update: now a new version            offloaded
 
-case            on device  slot valid  event -> next case (function)
-ON_DEVICE       yes        no          offload -> OFFLOADING (begin_offload); written, or its slot is dropped -> the same
-ON_DEVICE       yes        yes         offload -> OFFLOADED at once (begin_offload); written -> slot not valid (write);
-  (clean)                              its slot is dropped because a tier is full -> slot not valid (_drop_copies)
-OFFLOADING      yes        not yet     copy has ended, block neither written nor pinned -> OFFLOADED; the device still copies ->
-                                       OFFLOADING, queued; pinned -> clean; written -> ON_DEVICE; failed -> ON_DEVICE
-                                       (_copied_out, called by an I/O thread or the mover)
-OFFLOADING      yes        when the    a stage or a prefetch wants the block -> clean (keep); the device has copied it, or
-  (queued)                 device has  somebody needs the memory at once -> OFFLOADED (take_memory), but for a block that is
-                           copied it   pinned or was written -> ON_DEVICE
-OFFLOADED       no         yes         prefetch, or a stage needs it -> PREFETCHING (begin_prefetch); lent -> UPDATING
-                                       (begin_update)
-OFFLOADED or    as above   as above    as above, but no prefetch begins until it is lent or given back; a stage that needs the
-  OFFLOADING,                          block takes it all the same
-  reserved
-PREFETCHING     reserved   yes         copy has ended -> clean; failed -> OFFLOADED (_copied_in)
-UPDATING        no         yes         given back -> OFFLOADED, with a new version (end_update)
-any             -          -           the storage is dead: forgotten when ON_DEVICE or OFFLOADED (forget)
+A block begins as dirty. One whose storage is dead is forgotten as soon as it is dirty, clean, queued or offloaded (`forget`).
+Two sets say more of a block than its state: `queued_offloads` holds those in the case "queued"; `reserved_for_host` holds blocks
+that are offloading, queued or offloaded and that the host's processor will update: no prefetch begins for them before, but a
+stage that needs one takes it. A stage holds a block from `pin` to `unpin`; it does not wait for the end of an offload.
 
 [Note: Queued offloads]
 A copy out that the device makes by itself (see [Note: Two kinds of time]) leaves its block OFFLOADING and queued: the pager
@@ -31,7 +35,7 @@ once, and for a prefetch that nothing else can make room for; otherwise it waits
 [Note: Why a block leaves]
 reason       who asks                   method                      what happens to the bytes
 a plan       Timeline, at its stage     Pager.offload               copied to the plan's tier; the block stays if all are full
-pressure     a stage that is short      Pager.acquire -> make_room  those with the furthest next use are copied (EvictionPolicy)
+pressure     a stage that is short      Pager.acquire, make_room    those with the furthest next use are copied (EvictionPolicy)
 room ahead   an optimizer step, for     Pager.evict_until_free      as under pressure, but nobody waits
              its next subgroup
 lending      an update by slices        Pager.lend                  copied; then read and written in the slot, slice by slice
