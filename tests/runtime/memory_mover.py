@@ -22,11 +22,11 @@ UNIT = 16
 
 
 class Deadlock(Exception):
-    """The pager waits, but nothing is in flight that could wake it."""
+    """The pager waits, but no copy is running whose end could wake it."""
 
 
 class Copy:
-    """A copy in flight. It reads its first half when it begins and its second half when it ends."""
+    """A copy that is running. It reads its first half when it begins and its second half when it ends."""
 
     def __init__(self, block: Block, storage: torch.UntypedStorage, kind: str, done: Done) -> None:
         self.block, self.storage, self.kind, self.done = block, storage, kind, done
@@ -40,7 +40,7 @@ class Copy:
 
 
 class EndedRange:
-    """A copy of a part of a slot, which ends when it begins."""
+    """A copy of a range of a slot. It ends when it begins."""
 
     def wait(self) -> None:
         """It has ended."""
@@ -110,10 +110,10 @@ class MemoryMover:
         return True
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:
-        """What has been installed has landed."""
+        """Nothing to wait for: copies have ended when they are installed."""
 
     def poll(self) -> None:
-        """Copies let go of their memory when they end."""
+        """Nothing to free: copies free what they hold when they end."""
 
     def close(self) -> None:
         self.log.append("close")
@@ -144,7 +144,7 @@ class MemoryMover:
         self.log.append(f"invalidate {block.name}")
 
     def host_address(self, block: Block) -> int | None:
-        """In the storage, which stands for the slot."""
+        """Return the address of the storage, which stands for the slot."""
         storage = block.storage()
         return storage.data_ptr() if storage is not None else None
 
@@ -155,7 +155,7 @@ class MemoryMover:
         self.log.append(f"forget {block.name}")
 
     def finish(self, index: int = 0) -> None:
-        """End a copy that is in flight."""
+        """End a copy that is running."""
         copy = self.flying.pop(index)
         error = self.fail_copies.pop(0) if self.fail_copies else None
         if error is None:
@@ -198,7 +198,7 @@ class Stepping(threading.Condition):
 
 
 class Bench:
-    """A pager, its mover, and blocks by name. `seed`: which copy ends first when the pager waits; None: in order.
+    """A pager, its mover, and tensors by name. seed: draws which copy ends first when the pager waits; None: in order.
 
     condition: the pager's lock. busy_seconds, now_seconds: see `Pager`.
     """
@@ -231,7 +231,7 @@ class Bench:
         return True
 
     def make(self, name: str, units: int, *, visible: bool = False, fill: int = 1) -> Block:
-        """A stage without inputs that makes one block of so many units; an odd number can not move."""
+        """Run a stage without inputs that makes one block of so many units. One of an odd number cannot move."""
         self.pager.acquire([], units * UNIT, f"make {name}")
         self.tensors[name] = torch.full((units * UNIT,), fill, dtype=torch.uint8)
         block = self.pager.block_of(self.tensors[name], name=name, kind="activation", user_visible=visible)
@@ -239,7 +239,7 @@ class Bench:
         return block
 
     def run(self, *blocks: Block, new_bytes: int = 0) -> None:
-        """A stage that reads blocks."""
+        """Run a stage that reads blocks."""
         self.pager.acquire(blocks, new_bytes, "run")
         assert all(block.state in (State.ON_DEVICE, State.OFFLOADING) for block in blocks)
         self.pager.retire(blocks, [])

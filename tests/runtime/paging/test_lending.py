@@ -1,4 +1,4 @@
-"""Slots that are lent: the block stays away until it is given back, whatever is asked of it meanwhile."""
+"""Lent slots: the block stays away until it is given back, whatever is asked of it meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 2 * UNIT
 
 
 def change(bench: Bench, block: Block, value: int) -> None:
-    """In two parts."""
+    """Add `value` to the block in its slot, in two ranges."""
     for begin in (0, UNIT):
         part = torch.zeros(UNIT, dtype=torch.uint8)
         bench.pager.read_range(block, begin, part).wait()
@@ -86,7 +86,7 @@ def test_hints_wait_and_nobody_fetches_or_evicts() -> None:
 
 
 def test_copies_of_what_it_was_are_void() -> None:
-    """It comes back, and leaves again as what it is then."""
+    """The block comes back, and leaves again with its present content."""
     bench = Bench(2 * UNIT)
     block = evicted(bench, bench.make("w", 2, fill=3))
     bench.pager.lend([block])
