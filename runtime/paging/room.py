@@ -43,8 +43,8 @@ class RoomMaker:
             return
         while True:
             self._signal.raise_failure()
-            account.reserved_bytes = _away_bytes(blocks) + new_bytes  # prefetches that begin meanwhile must not take it
-            if self._short_bytes(blocks, new_bytes) <= 0:
+            account.reserved_bytes = wanted = _away_bytes(blocks) + new_bytes  # no prefetch may take it meanwhile
+            if account.short_bytes(wanted) <= 0:
                 break
             self._transitions.sweep()
             if (short := self._short_bytes(blocks, new_bytes)) > account.offloading_bytes:
