@@ -21,9 +21,9 @@ class SubgroupAfterSubgroup(Pager):
 
     def acquire(self, blocks: Sequence[Resident], new_bytes: int, what: str, *, then_fetch: Sequence[Resident] = ()) -> None:
         if what.startswith("optimizer/"):
-            with self._changed:
-                while any(block.state in (State.OFFLOADING, State.PREFETCHING) for block in self._blocks.values()):
-                    self._wait()
+            with self.condition:
+                while any(block.state in (State.OFFLOADING, State.PREFETCHING) for block in self.table):
+                    self._signal.wait()
         super().acquire(blocks, new_bytes, what, then_fetch=then_fetch)
 
 

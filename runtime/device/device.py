@@ -1,4 +1,4 @@
-"""Where stages run, as far as the timeline and the executor need to know: in which order, and for how long."""
+"""Where stages run: what the timeline and the executor need to know of order and time."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Any, Protocol
 
 
 class Mark(Protocol):
-    """A moment in the device's work."""
+    """A point in the device's work."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """Seconds from another mark of the same device to this one. Blocks until the device has passed both."""
+        """Return the seconds from another mark of the same device to this one. Waits until the device has passed both."""
 
     def wait(self) -> None:
-        """Block until the device has passed it. For any thread."""
+        """Wait until the device has passed it. For any thread."""
 
 
 class Device(Protocol):
-    """asynchronous: the host only queues the work, so times are known later than the work is asked for."""
+    """asynchronous: the host only queues the work, so that times are known only later."""
 
     @property
     def asynchronous(self) -> bool: ...
 
     def region(self) -> AbstractContextManager[None]:
-        """A compiled region: after what user code has asked for, and before what it asks for next."""
+        """Put a compiled region between what user code has asked for so far and what it asks for next."""
 
     def mark(self) -> Mark:
-        """After all that was asked for so far. Never blocks."""
+        """Return the point after all that was asked for so far. Never waits."""
 
     def bytes_beside(self, known_bytes: int) -> int:
-        """Bytes that are taken on the device beside those the pager knows of, 0 if nobody can tell."""
+        """Return the bytes in use on the device that are not among `known_bytes`, those of the pager; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class WallMark:
-    """A reading of the host's clock, which has no particular zero."""
+    """A reading of the host's clock. Its zero has no meaning."""
 
     at_seconds: float
 
@@ -45,11 +45,11 @@ class WallMark:
         return self.at_seconds - earlier.at_seconds
 
     def wait(self) -> None:
-        """Nothing to wait for: what was asked for before has been done."""
+        """Return at once: what was asked for before has been done."""
 
 
 class CpuDevice:
-    """The processor does what is asked for before the call returns."""
+    """The CPU: each call does its work before it returns."""
 
     asynchronous = False
 
@@ -60,5 +60,5 @@ class CpuDevice:
         return WallMark(time.perf_counter())
 
     def bytes_beside(self, known_bytes: int) -> int:
-        """0: main memory has other users, and the budget is for what the pager knows of."""
+        """Return 0: main memory has other users, and the budget is for what the pager knows of."""
         return 0

@@ -1,16 +1,16 @@
 """The queues of a device that copies by itself while it computes.
 
 [Note: What orders what]
-A device runs the work of each lane in the order in which the host has queued it, and the lanes side by side. What one
-lane must see of another it waits for by an event. teraio keeps five rules, and needs no others:
+A device runs the work of each lane in the order in which the host has queued it, and runs the lanes in parallel. A lane that
+needs a result of another lane waits for an event. teraio keeps five rules, and needs no others:
 
 1. A copy out waits for all computation that was queued before it: whoever wrote the block has written it.
-2. A copy in waits for all computation, also the user's, that was queued before its memory was taken: whoever used that
-   memory before has done with it, and what user code wrote to the copy is there.
+2. A copy in waits for all computation, also the user's, that was queued before its memory was allocated: whoever used that
+   memory before has finished, and what user code wrote to the slot is there.
 3. Before a stage may use a block, computation waits for the block's copy in.
 4. Before the memory of a block is given back, computation waits for its copies out and in. Freed memory serves later
    computation, and later copies in by rule 2: both come after that wait.
-5. A block whose copy in is not known to have ended is kept alive: its memory is not freed while something writes to it.
+5. A block is kept alive until its copy in is known to have ended: its memory is not freed while something writes to it.
 
 The user's lane is joined with the lane of computation where a compiled region begins and ends. A slot needs no rule of
 its own: copies out run in one lane, one after the other, and a copy in reads a slot that rule 4 has waited for.
@@ -40,14 +40,14 @@ class Event(Protocol):
     """A point in a lane."""
 
     def done(self) -> bool:
-        """Whether the device has passed it. Never blocks."""
+        """Whether the device has passed it. Never waits."""
 
     def wait(self) -> None:
-        """Block the calling thread until the device has passed it."""
+        """Wait until the device has passed it."""
 
 
 class Streams(Protocol):
-    """The lanes of one device, and its memory. All calls but `Event.wait` and `read` return at once."""
+    """The lanes of one device, and its memory. All calls except `Event.wait` and `read` return at once."""
 
     @property
     def device(self) -> torch.device:
@@ -55,37 +55,37 @@ class Streams(Protocol):
 
     @property
     def in_region(self) -> bool:
-        """Whether a compiled region runs: user code has queued nothing since the lanes were joined."""
+        """Whether a compiled region runs. User code has queued nothing since it began."""
 
     def region(self) -> AbstractContextManager[None]:
-        """Computation within goes to the lane of computation, after all that user code has queued, and before the rest."""
+        """Queue what computes in this context in the lane of computation, after what user code has queued so far."""
 
     def record(self, lane: Lane) -> Event:
-        """A point in `lane` after all that was queued there so far."""
+        """Return a point in `lane` after all that was queued there so far."""
 
     def wait(self, lane: Lane, event: Event) -> None:
-        """What is queued in `lane` from now on waits for `event`."""
+        """Make what is queued in `lane` from now on wait for `event`."""
 
     def mark_lane(self, lane: Lane) -> Mark:
-        """The moment when the device comes to what is queued in `lane` next."""
+        """Return the moment when the device reaches what is queued in `lane` next."""
 
     def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
-        """Queue a copy between addresses, one on the device and one in memory that it can reach."""
+        """Queue a copy between two addresses: one on the device, the other in memory that the device can reach."""
 
     def fill(self, lane: Lane, address: int, size_bytes: int, value: int) -> None:
-        """Queue the writing of one value (0 to 255) to all bytes of a piece of device memory."""
+        """Queue a write of one value (0 to 255) to all bytes of a range of device memory."""
 
     def read(self, lane: Lane, address: int, size_bytes: int) -> memoryview:
-        """A copy of device memory, the caller's, as it is after all that was queued in `lane` so far. Blocks until then."""
+        """Return a copy, the caller's, of device memory as it is after all that was queued in `lane` so far. Waits until then."""
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
-        """Memory on the device, from the pool of the lane of computation: freed, it serves what is queued there after.
+        """Allocate device memory from the pool of the lane of computation. Once freed, it serves later work of that lane.
 
-        Raises StorageError where there is none.
+        Raises StorageError if there is none.
         """
 
     def can_move(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage's memory is this device's and its own, so that it may be freed, and enough to be worth it."""
+        """Whether the storage owns its memory, so that it may be freed, on this device, and is large enough to be moved."""
 
     def trim(self, spare_bytes: int) -> None:
-        """So much of the budget is not in use: free memory that is kept for reuse should not be larger."""
+        """Free memory that is kept for reuse, but for `spare_bytes`: so much of the budget is not in use."""

@@ -1,4 +1,4 @@
-"""Runs programs: straight through, or stage by stage under the pager while an observer keeps the timeline."""
+"""Runs programs: without management, or stage by stage under the pager, while an observer records the timeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.paging import Block, Pager
 
 
 def run_plain(program: Program, arguments: list[Any]) -> list[Any]:
-    """Run a program without any management. Takes over `arguments` (boxed call)."""
+    """Run a program without management. Empties `arguments` (boxed call). Returns the results."""
     slots = _slots(program, arguments)
     for stage in program.stages:
         _run_stage(stage, slots)
@@ -28,48 +28,108 @@ def run_managed(
     meter: WorkspaceMeter,
     interleaved: InterleavedStages | None = None,
 ) -> list[Any]:
-    """Run a program under the pager's budget. Takes over `arguments`; blocks while inputs are fetched.
+    """Run a program under the pager's budget. Empties `arguments` (boxed call). Returns the results.
 
-    Raises BudgetError and StorageError; then nothing stays held, and all blocks keep their contents.
+    Waits for copies where a stage needs a block that is not on the device. Raises BudgetError if a stage does not fit,
+    StorageError if a copy fails; then no block stays held, and all blocks keep their contents.
     """
     with pager.device.region():
-        return _run_region(program, arguments, pager, observer, meter, interleaved)
+        return _ManagedRun(program, pager, observer, meter).run(arguments, interleaved)
 
 
-def _run_region(
-    program: Program,
-    arguments: list[Any],
-    pager: Pager,
-    observer: Observer,
-    meter: WorkspaceMeter,
-    interleaved: InterleavedStages | None,
-) -> list[Any]:
-    pager.enter_region()
-    slots = _slots(program, arguments)
-    try:
-        blocks: list[Block | None] = [None] * program.slot_count
-        for index in range(program.input_count):
-            if program.slot_kinds[index] != "activation":
-                pager.make_movable(slots[index])
-            blocks[index] = _input_block(program, slots, index, pager)
-        observer.region_begins(
-            program.identity, len(program.stages) + (interleaved.stage_count if interleaved is not None else 0)
-        )
-        for number, stage in enumerate(program.stages):
-            read = _run_stage_managed(program, number, stage, slots, blocks, pager, observer, meter)
+class _ManagedRun:
+    """One run of a program under the pager. slots: its values. blocks: for each slot the block of its tensor, if it has one."""
+
+    def __init__(self, program: Program, pager: Pager, observer: Observer, meter: WorkspaceMeter) -> None:
+        self._program = program
+        self._pager = pager
+        self._observer = observer
+        self._meter = meter
+        self._slots: list[Any] = []
+        self._blocks: list[Block | None] = [None] * program.slot_count
+
+    def run(self, arguments: list[Any], interleaved: InterleavedStages | None) -> list[Any]:
+        """See `run_managed`."""
+        program, stages = self._program, self._program.stages
+        self._pager.enter_region()
+        self._slots = _slots(program, arguments)
+        try:
+            for index in range(program.input_count):
+                self._blocks[index] = self._input_block(index)
+            more = interleaved.stage_count if interleaved is not None else 0
+            self._observer.region_begins(program.identity, len(stages) + more)
+            for number, stage in enumerate(stages):
+                read = self._run_stage(number, stage)
+                if interleaved is not None:
+                    interleaved.after_stage(number, read, self._slots)
+            results = _results(program, self._slots)
+            self._pager.show_to_user(self._shown(results))
             if interleaved is not None:
-                interleaved.after_stage(number, read, slots)
-        results = _results(program, slots)
-        for index in program.user_results:
-            if isinstance(results[index], torch.Tensor) and (block := pager.known_block(results[index])) is not None:
-                block.user_visible = True
-        if interleaved is not None:
-            interleaved.region_done(results)
-        return results
-    finally:
-        observer.region_ended()
-        slots.clear()
-        pager.leave_region()
+                interleaved.region_done(results)
+            return results
+        finally:
+            self._observer.region_ended()
+            self._slots.clear()
+            self._pager.leave_region()
+
+    def _run_stage(self, number: int, stage: Stage) -> list[Block]:
+        """Run stage `number`. Returns the blocks that it read."""
+        pager, blocks = self._pager, self._blocks
+        workspace_bytes = self._meter.workspace_bytes(stage)
+        read = list(dict.fromkeys(b for i in stage.inputs if (b := blocks[i]) is not None))
+        pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=self._observer.stage_reached())
+        written = [b for i in stage.mutates if (b := blocks[i]) is not None]  # a stage that fails may have written them
+        last_used: list[Block] = []
+        try:
+            with self._meter.watching(stage):
+                begin = pager.device.mark()
+                _run_stage(stage, self._slots)
+                end = pager.device.mark()
+            for i in stage.outputs:
+                blocks[i] = self._block(i, user_visible=False)
+            last_used = list(dict.fromkeys(b for i in stage.frees if (b := blocks[i]) is not None))
+        finally:
+            pager.retire(read, written, last_used=last_used)
+        made = [b for i in stage.outputs if (b := blocks[i]) is not None and b not in read]
+        self._observer.stage_ended(
+            StageRun(
+                name=stage.name,
+                phase=stage.phase,
+                begin=begin,
+                end=end,
+                workspace_bytes=workspace_bytes,
+                read=read,
+                made=list(dict.fromkeys(made)),
+                written=written,
+                next_uses=_next_uses(stage, number, blocks),
+            )
+        )
+        for i in stage.frees:
+            blocks[i] = None
+        return read
+
+    def _input_block(self, index: int) -> Block | None:
+        """Return the block of an input. User code may hold inputs, except what a forward graph has saved for its backward."""
+        value = self._slots[index]
+        if self._program.slot_kinds[index] != "activation":
+            self._pager.make_movable(value)
+        known = self._pager.known_block(value) if isinstance(value, torch.Tensor) else None
+        if known is not None and self._program.phase == "backward":
+            return known
+        return self._block(index, user_visible=True)
+
+    def _block(self, index: int, *, user_visible: bool) -> Block | None:
+        value = self._slots[index]
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return None
+        name, kind = self._program.slot_names[index], self._program.slot_kinds[index]
+        return self._pager.block_of(value, name=name, kind=kind, user_visible=user_visible)
+
+    def _shown(self, results: list[Any]) -> list[Block]:
+        """Return the blocks of those results that user code can reach at once."""
+        values = (results[index] for index in self._program.user_results)
+        found = (self._pager.known_block(value) for value in values if isinstance(value, torch.Tensor))
+        return [block for block in found if block is not None]
 
 
 def _slots(program: Program, arguments: list[Any]) -> list[Any]:
@@ -87,75 +147,14 @@ def _run_stage(stage: Stage, slots: list[Any]) -> None:
         slots[i] = value
 
 
-def _run_stage_managed(
-    program: Program,
-    number: int,
-    stage: Stage,
-    slots: list[Any],
-    blocks: list[Block | None],
-    pager: Pager,
-    observer: Observer,
-    meter: WorkspaceMeter,
-) -> list[Block]:
-    """Gives the blocks that the stage read."""
-    workspace_bytes = meter.workspace_bytes(stage)
-    read = list(dict.fromkeys(b for i in stage.inputs if (b := blocks[i]) is not None))
-    pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=observer.stage_reached())
-    written = [b for i in stage.mutates if (b := blocks[i]) is not None]  # also by a stage that fails half-way
-    last_used: list[Block] = []
-    try:
-        with meter.watching(stage):
-            begin = pager.device.mark()
-            _run_stage(stage, slots)
-            end = pager.device.mark()
-        for i in stage.outputs:
-            blocks[i] = _block(program, slots, i, pager, user_visible=False)
-        last_used = list(dict.fromkeys(b for i in stage.frees if (b := blocks[i]) is not None))
-    finally:
-        pager.retire(read, written, last_used=last_used)
-    made = [b for i in stage.outputs if (b := blocks[i]) is not None and b not in read]
-    observer.stage_ended(
-        StageRun(
-            name=stage.name,
-            phase=stage.phase,
-            begin=begin,
-            end=end,
-            workspace_bytes=workspace_bytes,
-            read=read,
-            made=list(dict.fromkeys(made)),
-            written=written,
-            next_uses=_next_uses(stage, number, blocks),
-        )
-    )
-    for i in stage.frees:
-        blocks[i] = None
-    return read
-
-
 def _next_uses(stage: Stage, number: int, blocks: list[Block | None]) -> dict[Block, int]:
-    """After how many stages the region uses a block again; aliases of one storage are one block."""
+    """Return after how many stages the region uses each block again. Aliases of one storage are one block."""
     soonest: dict[Block, int] = {}
     for slot, following in zip((*stage.inputs, *stage.outputs), stage.next_uses, strict=True):
         block = blocks[slot]
         if block is not None and following >= 0:
             soonest[block] = min(soonest.get(block, following - number), following - number)
     return soonest
-
-
-def _input_block(program: Program, slots: list[Any], index: int, pager: Pager) -> Block | None:
-    """What a graph is given, user code may hold as well; but for what a forward graph has saved for its backward graph."""
-    value = slots[index]
-    known = pager.known_block(value) if isinstance(value, torch.Tensor) else None
-    if known is not None and program.phase == "backward":
-        return known
-    return _block(program, slots, index, pager, user_visible=True)
-
-
-def _block(program: Program, slots: list[Any], index: int, pager: Pager, *, user_visible: bool) -> Block | None:
-    value = slots[index]
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    return pager.block_of(value, name=program.slot_names[index], kind=program.slot_kinds[index], user_visible=user_visible)
 
 
 def _results(program: Program, slots: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Who looks on while programs run: what an observer is told, and what may run between the stages of a program."""
+"""What an observer of running programs is told, and what may run between the stages of a program."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from runtime.paging import Block
 class StageRun:
     """One run of a stage under the pager.
 
-    begin, end: on the device; waiting for copies is not between them.
-    read: blocks that it used. made: blocks that it brought into being. written: blocks that it changed.
-    next_uses: for blocks that the same region uses again, after how many stages.
-    elements: number of parameter elements that it updates. host_seconds: how long the same update takes on the host's
-    processor, None if it cannot run there.
+    begin, end: on the device; the time between them contains no waiting for copies.
+    read: blocks that it read. made: blocks that it created. written: blocks that it changed.
+    next_uses: after how many stages the same region uses a block again; only blocks that it does use again.
+    elements: number of parameter elements that it updates. host_seconds: seconds that the same update takes on the host's
+    processor; None if it cannot run there.
     """
 
     name: str
@@ -35,33 +35,33 @@ class StageRun:
 
 
 class Observer(Protocol):
-    """Keeps the timeline of an iteration; called by the training thread only, never inside a stage."""
+    """Records the timeline of an iteration. Only the training thread calls it, between stages."""
 
     def region_begins(self, identity: Hashable, stage_count: int) -> None:
-        """A program, or an optimizer step, of so many stages is about to run."""
+        """A program or an optimizer step begins, with `stage_count` stages. identity: of the program or the optimizer."""
 
     def stage_reached(self) -> Sequence[Block]:
-        """The stage before has ended. Returns what to prefetch from now on, in order."""
+        """The next stage is about to get its memory. Returns what to prefetch from now on, in order."""
 
     def stage_ended(self, run: StageRun) -> None:
-        """A stage has run; what it held may move again."""
+        """A stage has run. What it held may move again."""
 
     def region_ended(self) -> None:
-        """The region is about to return to user code, or failed."""
+        """The region is about to return to user code, or has failed."""
 
 
 class InterleavedStages(Protocol):
-    """Looks on while a program runs under management, and may run stages of its own between those of the program."""
+    """Runs stages of its own between those of a program, such as updates of parameters during the backward pass."""
 
     @property
     def stage_count(self) -> int:
-        """How many stages of its own it will run, as the observer should expect."""
+        """Number of stages that it will run; the observer counts them as the program's."""
 
     def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
-        """Stage `number` of the program has ended, which read `read`; nothing is held now.
+        """Stage `number` of the program has ended. read: the blocks that it read. No block is held now.
 
-        It may take values out of `slots` that no later stage reads: where they are results, the program returns None.
+        It may take values that no later stage reads out of `slots`. The program returns None for those that are results.
         """
 
     def region_done(self, results: Sequence[Any]) -> None:
-        """The program has run to its end and is about to return `results`. Not called if it failed."""
+        """The program has ended and is about to return `results`. Not called if it failed."""

@@ -1,4 +1,4 @@
-"""What the executor runs: a compiled graph as a flat list of stages over numbered slots. Data only, made once per graph."""
+"""What the executor runs: a compiled graph as a flat list of stages over numbered slots. Data only, made once for each graph."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ Phase = Literal["forward", "backward", "optimizer", "user"]
 Kind = Literal["parameter", "gradient", "optimizer_state", "activation", "buffer"]
 
 StageFunction = Callable[[list[Any]], Sequence[Any]]
-"""Boxed call: takes a list of values and empties it, so that what is not needed any more is freed while it runs."""
+"""Boxed call: takes a list of values and empties it, so that values are freed as soon as they are not needed any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One stage of a graph.
 
-    name: unique in its graph, from the modules it came from (`forward/layers.3.attn`).
-    inputs, outputs: slots read and filled. frees: slots whose last use in the graph is this stage.
-    next_uses: for every slot of `inputs` and then `outputs` the next stage of the graph that reads it, -1 if none does.
+    name: unique in its graph; from the modules that it came from (`forward/layers.3.attn`).
+    inputs, outputs: slots that it reads and fills. frees: slots whose last use in the graph is this stage.
+    next_uses: for each slot of `inputs`, then of `outputs`, the number of the next stage that reads it; -1 if none does.
     input_bytes: memory of all inputs, estimated. output_bytes: new memory that the outputs take.
     workspace_bytes: peak beyond inputs and outputs, estimated.
-    mutates: inputs (slots) that the stage writes in place, such as batch norm's running statistics.
+    mutates: slots among `inputs` that the stage writes in place, such as batch norm's running statistics.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A graph output that is no tensor of a slot: None or a number."""
+    """A graph output that is not in a slot: None or a number."""
 
     value: Any
 
@@ -50,13 +50,13 @@ class Program:
     """A compiled forward or backward graph.
 
     identity: distinguishes graphs within a process, in order of compilation.
-    slot_names, slot_kinds: one for every slot; the graph's inputs take the first `input_count` slots.
+    slot_names, slot_kinds: one for each slot. The graph's inputs are in the first `input_count` slots.
     results: for each output of the graph a slot, or a constant.
-    user_results: positions in `results` that user code sees at once (model outputs, gradients).
-    kept_bytes: memory of all results, what outlives the run, estimated. small_bytes: of inputs and results that are too
-    small to move.
-    is_inference: of a forward graph that no backward graph belongs to.
-    resize: for graphs with symbolic sizes, gives the same program with the byte counts of a call's arguments.
+    user_results: positions in `results` that user code can reach at once (model outputs, gradients).
+    kept_bytes: memory of all results, which outlives the run, estimated.
+    small_bytes: memory of inputs and results that are too small to move.
+    is_inference: whether it is a forward graph without a backward graph.
+    resize: for graphs with symbolic sizes: returns the same program with the byte counts of a call's arguments.
     """
 
     identity: Hashable

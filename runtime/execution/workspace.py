@@ -1,4 +1,4 @@
-"""How much memory a stage needs beyond its inputs and outputs: estimated until it has run once, then measured."""
+"""How much memory a stage needs beyond its inputs and outputs: estimated at first, measured once it has run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.execution.program import Stage
 
 
 class MeasuredMemory(Protocol):
-    """An allocator that counts."""
+    """An allocator that counts bytes."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -29,11 +29,11 @@ _Key = tuple[int, int, int]
 
 
 class WorkspaceMeter:
-    """Measures every distinct stage whenever it runs under management; the largest measurement counts.
+    """Measures each distinct stage when it runs under management. The largest measurement counts.
 
-    memory: what the stages allocate from; None if it cannot be asked, then estimates are all there is. What libraries
-    allocate by themselves is not seen. runs: how often a stage is measured where asking takes long; None for always.
-    first_is_special: what the first run takes is forgotten once there is a second: kernels are tuned and libraries set up.
+    memory: the allocator of the stages; None if it cannot be asked, then the estimates stay. It does not see what libraries
+    allocate by themselves. runs: number of runs that are measured for each stage, where asking takes long; None for all.
+    first_is_special: the second run replaces the measurement of the first, in which kernels are tuned and libraries set up.
     """
 
     def __init__(self, memory: MeasuredMemory | None, *, runs: int | None = None, first_is_special: bool = False) -> None:
@@ -44,12 +44,12 @@ class WorkspaceMeter:
         self._measured: dict[_Key, int] = {}
 
     def workspace_bytes(self, stage: Stage) -> int:
-        """Bytes beyond inputs and outputs: as measured, or estimated if the stage has not run yet."""
+        """Return the bytes beyond inputs and outputs: measured, or estimated if the stage has not run yet."""
         return self._measured.get(_key(stage), stage.workspace_bytes)
 
     @contextlib.contextmanager
     def watching(self, stage: Stage) -> Iterator[None]:
-        """Around a run of `stage`: measures it."""
+        """Measure the run of `stage` inside this context."""
         key = _key(stage)
         if self._memory is None or (self._runs is not None and self._counts[key] >= self._runs):
             yield

@@ -1,4 +1,4 @@
-"""A managed storage and where it is."""
+"""A managed storage, and where it is."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 class State(enum.Enum):
-    """ON_DEVICE and OFFLOADED are at rest. OFFLOADING still holds its memory; PREFETCHING has its memory reserved.
-
-    UPDATING: away, and its slot is lent to who changes it there, see `Lending`.
-    """
+    """Where a block is. [Note: States of a block] says what each state means and what leads to the next one."""
 
     ON_DEVICE = enum.auto()
     OFFLOADING = enum.auto()
@@ -28,19 +25,22 @@ class State(enum.Enum):
 
 
 class Block:
-    """One storage under management. Changed by the pager only, under its lock.
+    """One storage under management.
+
+    Only the pager changes a block, under its lock, and the mover that the pager calls (`address`, `slot`, `tier`).
 
     address: of its memory, as the mover left it; user code may give the storage other memory.
-    span: the pages that can leave, None if the block can not (too small, foreign memory).
+    span: the pages that can leave the device; None if the block cannot leave (too small, or not teraio's memory).
     slot, tier: where its copy is, or will be.
-    copy_is_valid: the slot holds the block's present content (always so while OFFLOADED or UPDATING).
-    version: counts writes, so that a copy out that was overtaken by a write is not taken for valid.
-    user_visible: user code may read or write it between compiled regions.
-    next_use: position on the pager's clock at which it is expected to be used next; orders evictions.
-    uses: positions within the iteration at which it was used the last time round; empty while unknown.
+    copy_is_valid: the slot holds the block's present content. Always true while OFFLOADED or UPDATING.
+    pins: number of stages that hold the block on the device.
+    version: counts writes. A copy out during which it has changed is not valid.
+    user_visible: user code may read or write the block between compiled regions.
+    next_use: position on the pager's clock at which the block is expected to be used next; orders evictions.
+    uses: positions within the last iteration at which it was used; empty while unknown.
     born: number of the iteration in which it was first seen.
     trace_id: its id in the trace that the current plan was made for, -1 if none.
-    held_back: the copy in that was asked for last had to wait for room, its own copy out or the end of user code.
+    held_back: the prefetch that was asked for last had to wait for room, for the block's own offload, or for user code.
     """
 
     __slots__ = (
@@ -89,14 +89,14 @@ class Block:
 
     @property
     def key(self) -> int:
-        """Identifies the storage; not given to another one as long as the block exists."""
+        """Identify the storage. No other storage gets this key as long as the block exists."""
         return int(self.weak.cdata)
 
     @property
     def dead(self) -> bool:
-        """True once nobody holds the storage any more."""
+        """Whether nobody holds the storage any more."""
         return bool(self.weak.expired())  # type: ignore[no-untyped-call]
 
     def storage(self) -> torch.UntypedStorage | None:
-        """A reference that keeps the storage alive, or None if it is gone."""
+        """Return a reference that keeps the storage alive, or None if the storage is gone."""
         return torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)

@@ -1,4 +1,4 @@
-"""Hands copies of blocks to the I/O threads of their tiers."""
+"""Queues copies of blocks for the I/O threads of their tiers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from runtime.transfer import Ready, Transfer
 
 
 class BlockTransfers:
-    """The transfers of the blocks of one mover. The pager's lock guards the calls.
+    """The transfers of the blocks of one mover: what both movers need of the engines. The pager's lock guards the calls.
 
-    ready: see `runtime.transfer.link`: called in an I/O thread before bytes move.
+    All calls return at once. A block has one transfer of its whole slot at most, and any number of ranges of its slot.
+
+    address: where the block's bytes are, or will be, in memory. done: called in an I/O thread when the copy has ended or failed.
+    ready: called in an I/O thread before bytes move, see [Note: Memory that is not ready]; None if the memory is ready.
     """
 
     def __init__(self, tiers: Tiers) -> None:
@@ -35,36 +38,36 @@ class BlockTransfers:
     def write_range(
         self, tier: Tier, block: Block, begin_bytes: int, memory: torch.Tensor, ready: Ready | None = None
     ) -> Transfer:
-        """Queue the copy of `memory` to a part of a block's slot. Any number of them may be under way."""
+        """Queue the copy of `memory` to a range of a block's slot, from `begin_bytes` on."""
         return self._begin_range(tier.threads().write, block, begin_bytes, memory, ready)
 
     def read_range(
         self, tier: Tier, block: Block, begin_bytes: int, memory: torch.Tensor, ready: Ready | None = None
     ) -> Transfer:
-        """Queue the copy of a part of a block's slot to `memory`. Any number of them may be under way."""
+        """Queue the copy of a range of a block's slot, from `begin_bytes` on, to `memory`."""
         return self._begin_range(tier.threads().read, block, begin_bytes, memory, ready)
 
     def prioritize(self, block: Block) -> None:
-        """A copy of this block that has not begun goes to the front of its link."""
+        """Move the copy of this block to the front of its link, if it has not begun."""
         if block in self._transfers:
             self._transfers[block].promote()
 
     def check(self) -> None:
-        """Raises StorageIOError if a drive does not answer any more."""
+        """Raise StorageIOError if a drive does not answer any more."""
         for tier in self._tiers:
             if tier.engine is not None:
                 tier.engine.check()
 
     def forget(self, block: Block) -> None:
-        """No copy of this block is under way, and none will be."""
+        """The block is gone: no copy of it is queued or running, and none will be."""
         self._transfers.pop(block, None)
 
     def _begin(self, submit: Callable[..., Transfer], block: Block, address: int, done: Done, ready: Ready | None) -> None:
-        """The storage stays alive until its copy has ended, also if everyone else lets go of it."""
+        """Queue a copy, and keep the storage alive until it has ended, even if nobody else holds the storage."""
         storage = block.storage()
         if storage is None or block.slot is None:
             raise StorageError(f"{block} has no memory to copy; this is a bug in teraio, please report it")
-        held = [storage]  # not one entry for each block: `done` may begin the next copy of this one
+        held = [storage]  # a list for each copy, not an entry for each block: `done` may begin the next copy of this block
 
         def ended(transfer: Transfer) -> None:
             try:
@@ -77,7 +80,7 @@ class BlockTransfers:
     def _begin_range(
         self, submit: Callable[..., Transfer], block: Block, begin_bytes: int, memory: torch.Tensor, ready: Ready | None
     ) -> Transfer:
-        """Memory and storage stay alive until the copy has ended, also if who waits for it gives up."""
+        """Queue a copy, and keep memory and storage alive until it has ended, even if the caller stops waiting for it."""
         storage = block.storage()
         if storage is None or block.slot is None:
             raise StorageError(f"{block} has no slot to copy from or to; this is a bug in teraio, please report it")

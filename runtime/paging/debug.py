@@ -1,17 +1,17 @@
-"""The debug mode: nobody gets to read memory that holds nothing, and what comes back is compared with what left.
+"""The debug mode: memory without content is poisoned, and a block that comes back is compared with what left.
 
 [Note: Debug mode]
-Movers overwrite memory with POISON in two moments: when a block gives it up, before anybody else gets it, and when a block
-is about to be copied into it. Whoever reads too early, too late or elsewhere than it should then computes with absurd
-numbers, instead of with old ones that look right. Memory that is freed because its block has died is PyTorch's affair.
+Movers overwrite memory with POISON at two moments: when a block gives the memory up, before anybody else gets it, and just
+before a block is copied into it. Code that reads too early, too late or at a wrong address then computes with absurd numbers,
+instead of with old numbers that look right. Memory that is freed because its block has died is not poisoned.
 On a device with streams these writes follow the rules for copies in [Note: What orders what]: the first is computation,
 after the block's copies and before the memory is given back; the second goes before the copy in, in its lane.
 
-The bytes of a block are hashed (XXH3, 64 bits) when its copy out begins, and compared when the block has landed, before a
-stage or user code sees it. Unlike a checksum, which follows pieces through a store, a hash covers the whole way: queues,
-streams, pages that change places. Not compared is what user code may have written to while it was away, because it reaches
-the copy that stands in for the block: movers tell by `distrust`. A copy out that a write overtakes is not used, and so
-never compared; the next one is hashed anew.
+The bytes of a block are hashed (XXH3, 64 bits) when its copy out begins. They are compared when the copy in has ended, before
+a stage or user code sees them. A checksum follows pieces through a store; a hash covers the whole way: queues, streams, and
+pages that are exchanged. A block that user code may have written to while it was away is not compared: user code can reach
+the slot that stands in for the block. Movers report this by `distrust`. A copy out that is not valid because of a write is
+never used, and so never compared; the next copy out is hashed again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from runtime.paging.block import Block
 from runtime.storage import Extent
 
 POISON = 0xFB
-"""The byte that memory is filled with. As floats, of whichever width, far from all that training computes with: -6.5e4 in
-16 bits, -2.6e36 in bfloat16 and 32 bits, -1.7e289 in 64. As integers of 32 or 64 bits, so low that any index is refused."""
+"""The byte that memory is filled with. Floats made of it are far from all values in training: -6.5e4 in 16 bits, -2.6e36 in
+bfloat16 and 32 bits, -1.7e289 in 64 bits. Integers of 32 or 64 bits made of it are so low that any index is refused."""
 
 _REMEDY = (
     "teraio has lost it on the way, or memory or a drive is damaged: run again with the option checksums, which finds what "
@@ -35,28 +35,28 @@ _REMEDY = (
 
 
 class Debug:
-    """The hashes of one mover's blocks, see [Note: Debug mode]. The pager's lock guards the calls; all hash at once."""
+    """The hashes of one mover's blocks, see [Note: Debug mode]. The pager's lock guards the calls, which hash at once."""
 
     def __init__(self) -> None:
         self._hashes: dict[Block, tuple[int, ...]] = {}
         self._unseen: set[Block] = set()
 
     def leaves(self, block: Block, content: memoryview) -> None:
-        """A copy of the block, which has its slot, begins; these are its bytes."""
+        """A copy out begins: hash the block's bytes, `content`. The block has its slot already."""
         self._hashes[block] = tuple(xxh3_64_intdigest(part) for _, part in _parts(block, content))
 
     def distrust(self, block: Block) -> None:
-        """User code may have changed the copy of a block that is away: what comes back is not compared."""
+        """Do not compare the block when it comes back: user code may have changed its slot."""
         self._hashes.pop(block, None)
 
     def arrives(self, block: Block) -> None:
-        """The block got memory that its copy fills; nobody may see it before `check`."""
+        """The block got memory that its copy in fills. `check` must be called before anybody uses it."""
         self._unseen.add(block)
 
     def check(self, blocks: Sequence[Block], read: Callable[[Block], memoryview]) -> None:
-        """Compare those of `blocks` that nobody has seen since they came back. read: gives the bytes that a stage would see.
+        """Compare those of `blocks` that nobody has seen since they came back. read: returns the bytes that a stage would see.
 
-        Raises ChecksumError, again each time until the block has left and come back.
+        Raises ChecksumError if the bytes differ, and again at each call until the block has left and come back.
         """
         for block in [block for block in blocks if block in self._unseen]:
             held = block.storage()  # its memory must stay while it is read
@@ -65,7 +65,7 @@ class Debug:
             self._unseen.discard(block)
 
     def forget(self, block: Block) -> None:
-        """The block is gone."""
+        """The block is gone: drop its hash."""
         self._hashes.pop(block, None)
         self._unseen.discard(block)
 
@@ -85,7 +85,7 @@ class Debug:
 
 
 def _parts(block: Block, content: memoryview) -> Iterator[tuple[Extent, memoryview]]:
-    """What lies in each extent of the block's slot."""
+    """Yield each extent of the block's slot, with the bytes of the block that belong there."""
     if block.slot is None:
         raise StorageError(f"{block} has no slot; this is a bug in teraio, please report it")
     begin = 0

@@ -1,4 +1,4 @@
-"""What the pager needs of a device: how blocks leave it for a lower tier and come back."""
+"""What the pager needs of a device: copies of blocks to a lower tier and back."""
 
 from __future__ import annotations
 
@@ -14,89 +14,94 @@ from runtime.paging.block import Block
 from runtime.storage import RangeCopy
 
 Done = Callable[[StorageError | None], None]
-"""Called once when a copy has ended, or is in the device's queues, see [Note: Two kinds of time]; with the error if it failed."""
+"""Called once, when a copy has ended or is in the device's queues, see [Note: Two kinds of time]; with its error if it failed."""
 
 
 class Mover(Protocol):
-    """Carries blocks. Copies return at once; the other calls are short.
+    """Copies blocks between the device and the tiers below. The pager's lock guards the calls.
+
+    `copy_out` and `copy_in` return at once; the other calls are short.
 
     [Note: Two kinds of time]
-    A copy that threads make has ended when its `Done` is called. A copy that the device makes by itself, in the order
-    of its queues, is only queued then: `finished` tells whether it has ended, and whoever needs its result lets the
-    device wait for it, not the host (`wait_resident` for copies in, `release` for copies out).
+    A copy that threads make has ended when its `Done` is called. A copy that the device makes by itself, in the order of its
+    queues, is only queued then. `finished` returns whether it has ended. Whoever needs its result makes the device wait for it,
+    not the host: `wait_resident` for copies in, `release` for copies out.
     """
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
-        """The part of `storage` that can leave the device, None if it has to stay."""
+        """Return the part of `storage` that can leave the device; None if the storage has to stay."""
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
-        """Whether the block's storage still has the memory that it had when it was last seen, or was moved."""
+        """Whether `storage`, the block's, still has the memory that the block was last seen with or moved to."""
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
-        """Move the data of `storage` to memory that can leave the device, if it is not there and may be moved."""
+        """Move the data of `storage` to memory that it can leave the device from, unless it is there or must stay where it is."""
 
     def trim(self, spare_bytes: int) -> None:
-        """So much of the budget is not in use: free memory that is kept for reuse may be that large."""
+        """Free memory that is kept for reuse, but for `spare_bytes`: so much of the budget is not in use."""
 
     def has_room(self, block: Block, tier: WaitingTier) -> bool:
         """Whether the block has a slot in the tier, or could get one."""
 
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
-        """Begin to copy a block to a slot of `tier`, or of the first tier with room if that has none or is None.
+        """Begin to copy a block to a slot in `tier`; in the first tier with room if `tier` is full or None.
 
-        Raises StorageFullError if there is no room for a slot anywhere.
+        Raises StorageFullError if no tier has room, StorageError if the copy cannot begin.
         """
 
     def finished(self, block: Block) -> bool:
-        """Whether a copy out whose `Done` was called has ended."""
+        """Whether a copy out whose `Done` was called has ended. Never waits."""
 
     def release(self, block: Block) -> None:
-        """Give the memory of a block back whose slot is valid; the slot stands in for it from now on."""
+        """Free the memory of a block whose slot is valid. From now on the slot stands in for it."""
 
     def drop_copy(self, block: Block) -> None:
-        """Free the slot of a block that is on the device and has landed."""
+        """Free the slot of a block that is on the device, and whose copy in has ended."""
 
     def copy_in(self, block: Block, done: Done) -> None:
-        """Begin to copy a block from its slot into fresh memory, beside what stands in for it."""
+        """Begin to copy a block from its slot into new memory. `install` gives that memory to the block's storage."""
 
     def install(self, block: Block) -> None:
-        """Put the memory that `copy_in` fills in place."""
+        """Give the block's storage the memory that `copy_in` fills."""
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:
-        """Let what the device does from now on wait until the copies in of these blocks have ended.
+        """Make what the device does from now on wait until the copies in of these blocks have ended.
 
-        In the debug mode it blocks until they have, and raises ChecksumError where one is not what it was when it left.
+        In the debug mode the host waits too. Raises ChecksumError there if a block is not what it was when it left.
         """
 
     def read_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
-        """Begin to copy from the slot of a block that is away, from `begin_bytes` on, to `memory`: bytes on the device.
+        """Begin to copy a range of a lent slot, from `begin_bytes` on, to `memory`, a tensor of bytes on the device.
 
-        Address, size and place are multiples of ALIGNMENT_BYTES; what lies beyond the slot's end is left out. The memory stays
-        the caller's, who must not touch it before the copy was waited for; the mover keeps it alive until its end.
-        Raises StorageError if the copy cannot begin.
+        Address and size of `memory` and `begin_bytes` are multiples of ALIGNMENT_BYTES. Bytes beyond the slot's end are not
+        copied. The caller owns the memory, and must not touch it before it has waited for the copy. The mover keeps it alive
+        until then. Raises StorageError if the copy cannot begin.
         """
 
     def write_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
-        """Begin to copy what the device will have put into `memory` to the slot of a block that is away, see `read_range`."""
+        """Begin to copy `memory` to a range of a lent slot, after all computation that was queued so far; see `read_range`."""
 
     def prioritize(self, block: Block) -> None:
-        """A copy of this block that has not begun goes to the front of its link."""
+        """Move the copy of this block to the front of its link, if it has not begun."""
 
     def check(self) -> None:
-        """Raises StorageIOError if a copy has made no progress for too long: its drive does not answer any more."""
+        """Raise StorageIOError if a copy has made no progress for too long: its drive does not answer any more."""
 
     def poll(self) -> None:
-        """Let go of what copies needed that have ended meanwhile."""
+        """Free what copies needed that have ended meanwhile. Never waits."""
 
     def invalidate_mapping(self, block: Block) -> None:
-        """User code may have touched what stands in for a block that is away, or the processor its slot."""
+        """The slot of a block that is away may be changed, or was: by user code through what stands in for it, or by the host's
+        processor. Drop what is cached or known of its content."""
 
     def host_address(self, block: Block) -> int | None:
-        """Where the slot of a block that is away can be read and written by the processor; None if not in the host tier, in
-        one piece."""
+        """Return where the host's processor can read and write the slot of a block that is away.
+
+        None if the slot is not in the host tier, or not in one piece.
+        """
 
     def forget(self, block: Block) -> None:
         """The block is gone: free its slot."""
 
     def close(self) -> None:
-        """Nothing will be moved any more. All blocks are on the device. Blocks until no copy is under way."""
+        """Stop moving. All blocks must be on the device. Waits until no copy is running."""

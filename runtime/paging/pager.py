@@ -1,233 +1,346 @@
 """Keeps the bytes on the device under the budget: evicts what is needed last, fetches what is needed now.
 
 [Note: The pager is always right]
-It can run any sequence of stages without a plan. A plan only adds hints (`offload`, `prefetch`), each of which may be
-late, early or wrong: that costs time, never correctness and never the budget.
-
-[Note: User code]
-Between compiled regions user code may write any block that it can reach. `leave_region` waits until none of those is being
-copied, and takes for granted that user code changes all of them; until `enter_region` no copy of them begins.
+The pager can run any sequence of stages without a plan. A plan only adds hints (`offload`, `prefetch`). A hint may be late,
+early or wrong: that costs time, but never correctness and never the budget.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from planner.errors import StorageFullError
 from planner.schema import WaitingTier
+from runtime.device import CpuDevice, Device
+from runtime.paging.account import MemoryAccount
 from runtime.paging.block import Block, State
+from runtime.paging.block_table import BlockTable
+from runtime.paging.copy_signal import CopySignal
+from runtime.paging.eviction import EvictionPolicy
 from runtime.paging.lending import Lending
-from runtime.paging.residency import touch
+from runtime.paging.mover import Mover
+from runtime.paging.prefetch_queue import PrefetchQueue
+from runtime.paging.regions import Regions
+from runtime.paging.room import RoomMaker
+from runtime.paging.stages import Stages
+from runtime.paging.transitions import BlockTransitions
+from runtime.storage import RangeCopy
 
 
-class Pager(Lending):
-    """What the executor, the timeline and the optimizer's steps ask for; see `Residency` for the arguments."""
+class Pager:
+    """All blocks of one device, under one budget. What the executor, the timeline and the optimizer's steps call.
 
-    # -- what exists
+    Only the training thread may call it, unless a method says otherwise. Each method takes the lock, see [Note: Locking].
+
+    mover: copies blocks; None if there is nowhere to move them to. device: where the stages run.
+    budget_bytes: hard limit of blocks, stage outputs, workspaces and `unmoved_bytes` together; None for no limit.
+    busy_seconds: returns for how long each link has been copying. condition, now_seconds: lock and clock; tests pass their own.
+
+    account, table, condition: to look at; `table` only while `condition` is held.
+    iteration: number of the iteration that runs; kept by the timeline.
+    """
+
+    def __init__(
+        self,
+        *,
+        mover: Mover | None,
+        budget_bytes: int | None,
+        device: Device | None = None,
+        busy_seconds: Callable[[], Mapping[str, float]] = dict,
+        condition: threading.Condition | None = None,
+        now_seconds: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.device = device or CpuDevice()
+        self.iteration = 0
+        self.account = MemoryAccount(budget_bytes)
+        self.table = BlockTable(mover)
+        self._mover = mover
+        self._signal = CopySignal(condition=condition, mover=mover, busy_seconds=busy_seconds, now_seconds=now_seconds)
+        self.condition = self._signal.condition
+        self._eviction = EvictionPolicy()
+        self._transitions = BlockTransitions(
+            self.account, self.table, self._signal, mover, copy_ended=lambda: self._prefetches.begin_ready()
+        )
+        self._prefetches = PrefetchQueue(self.account, self.table, self._transitions)
+        self._room = RoomMaker(self.account, self.table, self._signal, mover, self._transitions, self._eviction)
+        self._lending = Lending(self.table, self._signal, self._transitions, self._prefetches)
+        self._stages = Stages(self.account, self._signal, mover, self._transitions, self._prefetches, self._room)
+        self._regions = Regions(
+            self.device, self.account, self.table, self._signal, mover, self._transitions, self._prefetches, self._room
+        )
+
+    # -- what is counted
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget, None for no limit."""
+        return self.account.budget_bytes
+
+    @budget_bytes.setter
+    def budget_bytes(self, value: int | None) -> None:
+        self.account.budget_bytes = value
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that other parts of teraio keep on the device, such as small optimizer states. They report them here."""
+        return self.account.fixed_bytes
+
+    @fixed_bytes.setter
+    def fixed_bytes(self, value: int) -> None:
+        self.account.fixed_bytes = value
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of blocks on the device, including those being copied in or out."""
+        return self.account.used_bytes
+
+    @property
+    def unmoved_bytes(self) -> int:
+        """Bytes on the device that are not in blocks: `fixed_bytes`, and what else the device had when this region began."""
+        return self.account.unmoved_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that have counted against the budget at once."""
+        return self.account.peak_bytes
+
+    @property
+    def evictions(self) -> int:
+        """Number of offloads that have begun."""
+        return self._transitions.evictions
+
+    @property
+    def reserved_for_host(self) -> frozenset[Block]:
+        """The blocks that were set aside, see `set_aside`."""
+        return frozenset(self._transitions.reserved_for_host)
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds that the training thread has waited for copies, for room and for updates on the host."""
+        return self._signal.waited_seconds
+
+    @property
+    def exposed_seconds(self) -> Mapping[str, float]:
+        """For each link, the part of its busy seconds in which the training thread waited; the rest was hidden."""
+        return self._signal.exposed_seconds
+
+    def add_waited(self, seconds: float) -> None:
+        """Count time in which the training thread waited for an update on the host."""
+        with self.condition:
+            self._signal.waited_seconds += seconds
+
+    # -- which blocks there are
 
     @property
     def blocks(self) -> list[Block]:
         """All blocks that are alive."""
-        self.forget_dead()
-        return list(self._blocks.values())
+        with self.condition:
+            self._transitions.sweep()
+            return list(self.table)
 
     @property
     def can_move(self) -> bool:
-        """Whether blocks have anywhere to go."""
+        """Whether there is anywhere to move blocks to."""
         return self._mover is not None
 
     def block_of(self, tensor: torch.Tensor, *, name: str, kind: str, user_visible: bool) -> Block:
-        """The block of `tensor`'s storage; a storage that is seen for the first time becomes one. Never blocks."""
+        """Return the block of `tensor`'s storage; a storage that is seen for the first time becomes one. Never waits."""
         storage = tensor.untyped_storage()
-        block = self._blocks.get(storage._cdata)
-        if block is None or not self._is_same(block, storage):
-            with self._changed:
+        block = self.table.find(storage)
+        if block is None or not self.table.is_same(block, storage):
+            with self.condition:
                 if block is not None:
-                    self._forget(block)
+                    self._transitions.forget(block)
                 span = self._mover.span(storage) if self._mover is not None else None
                 block = Block(storage=storage, name=name, kind=kind, user_visible=user_visible, span=span)
                 block.born = self.iteration
-                self._blocks[block.key] = block
-                self._used += block.size_bytes
-                if user_visible:  # it was there when the region began, as something that nobody knew
-                    self._beside = max(self._beside - block.size_bytes, 0)
-        elif user_visible:
-            block.user_visible = True
+                self.table.add(block)
+                self.account.add(block.size_bytes)
+                if user_visible:
+                    self.account.recognise(block.size_bytes)
+        elif user_visible and not block.user_visible:
+            self.show_to_user([block])
         return block
 
+    def known_block(self, tensor: torch.Tensor) -> Block | None:
+        """Return the block of `tensor`'s storage, if it has one; a sparse tensor never has."""
+        return self.table.find(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
     def make_movable(self, tensor: torch.Tensor) -> None:
-        """Put the data of a tensor that is not a block yet where it can leave from, if it may be moved. Blocks meanwhile."""
+        """Move the data of a tensor that is not a block yet to memory that it can leave, if that is allowed. Waits for it."""
         if self._mover is not None and tensor.layout is torch.strided and self.known_block(tensor) is None:
             self._mover.adopt(tensor.untyped_storage())
 
     def can_leave(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's data is, or could be put, where it can leave from. Blocks while that is done."""
+        """Whether the tensor's data is in memory that it can leave; moves it there first, see `make_movable`."""
         self.make_movable(tensor)
         return self._mover is not None and self._mover.span(tensor.untyped_storage()) is not None
 
-    def known_block(self, tensor: torch.Tensor) -> Block | None:
-        """The block of `tensor`'s storage, if it has one; a sparse tensor never has."""
-        if tensor.layout is not torch.strided:
-            return None
-        return self._blocks.get(tensor.untyped_storage()._cdata)
-
     def forget_dead(self) -> None:
         """Drop all blocks whose storage nobody holds any more, and free their slots."""
-        with self._changed:
-            self._sweep()
+        with self.condition:
+            self._transitions.sweep()
+
+    # -- what the timeline and the optimizer know of blocks
+
+    def show_to_user(self, blocks: Sequence[Block]) -> None:
+        """User code can reach these blocks from now on."""
+        with self.condition:
+            for block in blocks:
+                block.user_visible = True
+
+    def record_uses(self, uses: Mapping[Block, tuple[int, ...]]) -> None:
+        """Set the positions within an iteration at which each block was used the last time."""
+        with self.condition:
+            for block, positions in uses.items():
+                block.uses = positions
+
+    def assign_trace_ids(self, ids: Mapping[Block, int]) -> None:
+        """Set the id of each block in the trace that the current plan was made for."""
+        with self.condition:
+            for block, trace_id in ids.items():
+                block.trace_id = trace_id
+
+    @property
+    def clock(self) -> int:
+        """Number of stages and regions that have begun, or ended, since the start; `Block.next_use` refers to it."""
+        return self._eviction.clock
+
+    def advance_clock(self, next_uses: Mapping[Block, int] | None = None) -> None:
+        """One stage has passed, or a region begins. next_uses: after how many more stages each block is expected to be used."""
+        with self.condition:
+            self._eviction.clock += 1
+            for block, stages in (next_uses or {}).items():
+                block.next_use = self._eviction.clock + stages
 
     # -- around a stage
 
     def acquire(self, blocks: Sequence[Block], new_bytes: int, what: str, *, then_fetch: Sequence[Block] = ()) -> None:
         """Bring `blocks` to the device, reserve `new_bytes` for outputs and workspace, and hold both until `retire`.
 
-        then_fetch: prefetches to ask for once that is under way, see `prefetch`.
-        Blocks until everything has landed, or will have before the device goes on. Raises BudgetError if it cannot fit,
-        StorageError if a copy failed.
+        what: name of the stage. then_fetch: prefetches to ask for once the copies have begun, see `prefetch`.
+        Waits until all copies have ended, or will have before the device goes on. Raises BudgetError if it cannot fit,
+        StorageError if a copy failed; then nothing is held.
         """
-        with self._changed:
-            for block in blocks:
-                block.pins += 1
-                self._keep(block)
-            try:
-                while any(block.state is State.UPDATING for block in blocks):
-                    self._wait()
-                self._make_room(blocks, new_bytes, what)
-                coming = [block for block in blocks if block.state is State.PREFETCHING and not block.held_back]
-                missing = [block for block in blocks if block.state is State.OFFLOADED]
-                self._reserved = new_bytes + sum(block.size_bytes for block in missing)
-                for block in missing:
-                    self._reserved -= block.size_bytes
-                    if block.state is State.OFFLOADED:  # still: where one copy fails to begin, waiting prefetches may begin
-                        self._start_in(block)
-                for block in blocks:
-                    if block.state is State.PREFETCHING and self._mover is not None:
-                        self._mover.prioritize(block)
-                self._note_peak()
-                self._ask_for(then_fetch)
-                began = time.perf_counter()
-                while any(block.state is State.PREFETCHING or block.state is State.OFFLOADED for block in blocks):
-                    self._raise_failure()
-                    self._wait()
-                    self._note_late(coming, time.perf_counter() - began)
-                if self._mover is not None:
-                    self._mover.wait_resident(blocks)
-            except BaseException:
-                self._release(blocks)
-                raise
+        with self.condition:
+            self._stages.acquire(blocks, new_bytes, what, then_fetch)
 
     def retire(self, blocks: Sequence[Block], written: Sequence[Block], *, last_used: Sequence[Block] = ()) -> None:
-        """The stage is done: what it held may move again, copies of what it wrote are invalid. Never blocks.
+        """The stage has ended: what it held may move again, and slots of what it wrote are not valid. Never waits.
 
-        last_used: blocks that nobody may hold any more; those count as free at once.
+        last_used: blocks that nobody may hold any more; those that are dead count as free at once.
         """
-        with self._changed:
-            for block in last_used:
-                if block.dead:
-                    self._forget(block)
-            for block in written:
-                touch(block)
-            self._release(blocks)
-            self._note_peak()
-
-    def _release(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            block.pins -= 1
-        self._reserved = 0
+        with self.condition:
+            self._stages.retire(blocks, written, last_used)
 
     # -- hints of a plan
 
     def offload(self, block: Block, tier: WaitingTier | None = None) -> None:
-        """Let a block leave for `tier` as soon as the link allows; at once if a valid copy waits for it. Never blocks.
+        """Let a block leave for `tier` as soon as the link allows; at once if its slot is valid. Never waits.
 
-        Where the lower tiers have no room for it, it stays: what needs its memory sees to that.
+        The block stays if the lower tiers have no room for it. See [Note: Why a block leaves] for what happens then.
         """
-        with self._changed:
-            if block.state is State.ON_DEVICE and not block.pins and block.span is not None and self._is_current(block):
+        with self.condition:
+            idle = block.state is State.ON_DEVICE and not block.pins and block.span is not None
+            if idle and self.table.is_current(block):
                 with contextlib.suppress(StorageFullError):
-                    self._start_out(block, tier)
+                    self._transitions.begin_offload(block, tier)
 
     def prefetch(self, block: Block) -> None:
-        """Bring a block back as soon as there is room, after those asked for before. Never blocks."""
-        with self._changed:
-            self._ask_for([block])
+        """Bring a block back as soon as there is room, after those asked for before. Never waits."""
+        with self.condition:
+            self._prefetches.ask_for([block])
 
     def evict_until_free(self, size_bytes: int, *, keep: Sequence[Block]) -> None:
-        """Let blocks leave until so many bytes will be free, as a stage that needs them would, but none of `keep`. Never blocks.
+        """Begin to evict blocks, but none of `keep`, until so many bytes will be free. Never waits.
 
-        Raises StorageFullError if there is nowhere to go.
+        Raises StorageFullError if the lower tiers have no room.
         """
-        with self._changed:
-            short = size_bytes - self._free_bytes() - self._leaving
+        with self.condition:
+            short = size_bytes - self.account.free_bytes - self.account.offloading_bytes
             if short > 0:
-                self._evict(short, keep)
+                self._room.evict(short, keep)
 
     def take_late(self) -> list[tuple[Block, float]]:
-        """Prefetched blocks that a stage had to wait for since the last call, and how long after its wait began each landed.
+        """Return the prefetched blocks that a stage had to wait for since the last call, each with the seconds that it waited.
 
-        Only those that waited for their link alone: for the others an earlier prefetch would not have helped.
+        Only those that waited for their link alone: an earlier prefetch would not have helped the others.
         """
-        late, self._late = self._late, []
-        return late
+        with self.condition:
+            return self._prefetches.take_late()
 
-    # -- around compiled regions
+    # -- around compiled regions, see [Note: User code]
 
     def enter_region(self) -> None:
-        """A compiled region begins. Never blocks. Raises StorageError if a copy failed meanwhile."""
-        with self._changed:
-            self._raise_failure()
-            self._sweep()
-            self._forget_replaced()
-            self._beside = self.device.bytes_beside(self._used + self.fixed_bytes)
-            self._in_user_code = False
-            self._settle()
+        """A compiled region begins. Never waits. Raises StorageError if a copy has failed meanwhile."""
+        with self.condition:
+            self._regions.enter()
 
     def leave_region(self) -> None:
-        """A compiled region ends, see [Note: User code]. Blocks until no block that user code can reach is in flight."""
-        with self._changed:
-            self._in_user_code = True
-            self._sweep()
-            visible = [b for b in self._blocks.values() if b.user_visible]
-            while True:
-                for block in [b for b in self._under_way if b.user_visible]:  # also what an I/O thread has put there meanwhile
-                    self._reclaim(block)
-                if all(b.state is State.ON_DEVICE or b.state is State.OFFLOADED for b in visible):
-                    break
-                self._wait()
-            resident = [block for block in visible if block.state is State.ON_DEVICE]
-            for block in resident:
-                touch(block)
-            if self._mover is not None:
-                self._mover.wait_resident(resident)
-            self._trim()
-            self._raise_failure()
+        """A compiled region ends. Waits until no block that user code can reach is being copied."""
+        with self.condition:
+            self._regions.leave()
 
     def bring_back_all(self) -> None:
-        """Bring every block to the device, whatever the budget. Blocks until they have landed."""
-        with self._changed:
-            self._waiting.clear()
-            while True:
-                for block in list(self._under_way):
-                    self._keep(block)
-                self._sweep()
-                self._forget_replaced()
-                self._settle()
-                for block in list(self._blocks.values()):
-                    if block.state is State.OFFLOADED:
-                        self._start_in(block)
-                self._raise_failure()
-                if all(b.state is State.ON_DEVICE for b in self._blocks.values()):
-                    if self._mover is not None:
-                        self._mover.wait_resident(list(self._blocks.values()))
-                    return
-                self._wait()
+        """Bring every block to the device, whatever the budget. Waits until all copies have ended."""
+        with self.condition:
+            self._regions.bring_back_all()
 
-    def _settle(self) -> None:
-        for block in self._blocks.values():
-            held = block.storage() if block.user_visible and block.state is State.OFFLOADED else None
-            if held is not None and self._mover is not None:
-                self._mover.invalidate_mapping(block)
+    # -- updates of blocks in their slots, see [Note: Lent slots]
+
+    def lend(self, blocks: Sequence[Block]) -> None:
+        """Lend the slots of `blocks` until `give_back`. Blocks on the device leave first. Waits until all have left.
+
+        Raises StorageError if a copy failed or one of them cannot leave, StorageFullError if the lower tiers have no room.
+        None is lent then.
+        """
+        with self.condition:
+            self._lending.lend(blocks)
+
+    def waits_in_host_tier(self, blocks: Sequence[Block]) -> bool:
+        """Whether all blocks are in the host tier, or on their way there, so that the processor can update them. Never waits."""
+        with self.condition:
+            return self._lending.waits_in_host_tier(blocks)
+
+    def set_aside(self, blocks: Sequence[Block]) -> bool:
+        """Reserve blocks for the host's processor, if all are in the host tier or on their way there. Never waits.
+
+        Returns whether they are reserved. No prefetch takes them until `lend_memory` or `give_back` is called for them; a
+        stage that needs one does.
+        """
+        with self.condition:
+            return self._lending.set_aside(blocks)
+
+    def lend_memory(self, blocks: Sequence[Block]) -> list[int] | None:
+        """Lend slots in the host tier until `give_back`. Returns their addresses, for the processor to read and write there.
+
+        Returns None, and lends nothing, if one of them does not get to the host tier in one piece. Waits until those on their
+        way have arrived. For any thread. What the device was asked to write to the slots by itself must have ended before.
+        """
+        with self.condition:
+            return self._lending.lend_memory(blocks)
+
+    def give_back(self, blocks: Sequence[Block]) -> None:
+        """End `lend`, `lend_memory` or `set_aside`: the blocks hold what is in their slots now. Never waits. For any thread."""
+        with self.condition:
+            self._lending.give_back(blocks)
+
+    def read_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
+        """Begin to read a range of a lent slot, see `Mover.read_range`."""
+        with self.condition:
+            return self._transitions.need_mover().read_range(block, begin_bytes, memory)
+
+    def write_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
+        """Begin to write a range of a lent slot, see `Mover.write_range`."""
+        with self.condition:
+            return self._transitions.need_mover().write_range(block, begin_bytes, memory)
+
+    def drop_void_copies(self, tier: WaitingTier) -> None:
+        """Free the slots in `tier` of blocks on the device that were written since. Never waits."""
+        with self.condition:
+            self._transitions.drop_void_copies(tier)

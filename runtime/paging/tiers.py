@@ -1,4 +1,4 @@
-"""The tiers below the device that blocks wait in, and who gets a slot where."""
+"""The tiers below the device, and which of them a block gets its slot in."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from runtime.transfer import Engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """Slots, and the threads that carry blocks to them and back; None where the device copies by itself."""
+    """One tier. store: its slots. engine: the I/O threads that copy; None where the device copies by itself."""
 
     name: WaitingTier
     store: Store
     engine: Engine | None
 
     def threads(self) -> Engine:
-        """The engine of a tier that has one."""
+        """Return the engine. Raises StorageError for a tier without one."""
         if self.engine is None:
             raise StorageError(f"the tier {self.name} has no threads; this is a bug in teraio, please report it")
         return self.engine
@@ -37,15 +37,16 @@ class Tiers:
         return iter(self._tiers.values())
 
     def of(self, block: Block) -> Tier:
-        """Where the block has its slot."""
+        """Return the tier that the block has its slot in. Raises StorageError if it has none."""
         if block.tier is None:
             raise StorageError(f"{block} has no slot; this is a bug in teraio, please report it")
         return self._tiers[block.tier]
 
     def place(self, block: Block, size_bytes: int, wanted: WaitingTier | None) -> Tier:
-        """Give the block a slot in the tier that is wanted, else in the first one with room; one that it has it keeps.
+        """Give the block a slot in the tier `wanted`, else in the first tier with room. A slot that the block has, it keeps
+        unless another tier is wanted that has room. Returns the tier.
 
-        Raises StorageFullError if there is no room in any.
+        Raises StorageFullError if no tier has room.
         """
         if block.tier is not None and wanted in (None, block.tier):
             return self._tiers[block.tier]
@@ -75,7 +76,7 @@ class Tiers:
         return store.limit_bytes - store.used_bytes >= size_bytes
 
     def free(self, block: Block) -> None:
-        """Take the block's slot back, if it has one."""
+        """Free the block's slot, if it has one."""
         if block.slot is not None:
             self.of(block).store.release(block.slot)
             block.slot = block.tier = None

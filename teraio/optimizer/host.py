@@ -122,7 +122,7 @@ class HostUpdates:
         try:
             return update.seconds()
         finally:
-            self._pager.waited_seconds += time.perf_counter() - began
+            self._pager.add_waited(time.perf_counter() - began)
 
     def close(self) -> None:
         """Blocks until nothing is updated any more."""

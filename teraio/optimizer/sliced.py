@@ -75,7 +75,8 @@ class SlicedUpdates:
         self._pager.acquire([], parameter.numel() * dtype.itemsize, stage)
         try:
             tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            self._pager.block_of(tensor, name=name, kind="optimizer_state", user_visible=False).user_visible = True
+            block = self._pager.block_of(tensor, name=name, kind="optimizer_state", user_visible=False)
+            self._pager.show_to_user([block])
         finally:
             self._pager.retire([], [])
         return tensor

@@ -50,12 +50,12 @@ class OptimizerStates:
             self._pager.make_movable(tensor)
             full_name = self.name(number, parameter, name) + (f".{ordinal}" if ordinal else "")
             block = self._pager.block_of(tensor, name=full_name, kind="optimizer_state", user_visible=not just_made)
-            block.user_visible = True
             before = known.get((number, name, ordinal))
             if before is not None and before is not block and before.dead:
                 self._timeline.replace(before, block)
             known[number, name, ordinal] = block
             found.append(block)
+        self._pager.show_to_user(found)
         return found
 
     def name(self, number: int, parameter: torch.Tensor, state: str) -> str:

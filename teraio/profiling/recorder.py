@@ -80,16 +80,15 @@ class Timeline:
 
     def replace(self, before: Block, after: Block) -> None:
         """`after` has taken the place of `before`, which is gone: what is known and planned of the one holds for the other."""
-        after.uses = before.uses
+        self._pager.record_uses({after: before.uses})
         if self._by_id.get(before.trace_id) is before and before.size_bytes == after.size_bytes:
-            after.trace_id = before.trace_id
+            self._pager.assign_trace_ids({after: before.trace_id})
             self._by_id[after.trace_id] = after
 
     def follow(self, hints: StageSchedule | None, blocks: dict[int, Block]) -> None:
         """Use a plan from the next region on; `blocks` are the persistent blocks by their trace id."""
         self._hints, self._by_id, self._cursor = hints, dict(blocks), 0
-        for trace_id, block in blocks.items():
-            block.trace_id = trace_id
+        self._pager.assign_trace_ids({block: trace_id for trace_id, block in blocks.items()})
 
     def change(self, hints: StageSchedule, *, due: Sequence[int]) -> None:
         """Between two iterations: other hints for the same blocks.
@@ -119,7 +118,7 @@ class Timeline:
                 for ordinal, block in enumerate(before.made)
                 if not block.dead
             }
-        self._pager.clock += 1
+        self._pager.advance_clock()
         self._find_step(identity)
 
     def _find_step(self, identity: Hashable) -> None:
@@ -175,29 +174,28 @@ class Timeline:
         self._now.untimed.append((record, run.begin, run.end))
         self._device_worked(run.begin, run.end)
         region.stages.append(record)
-        for block in run.made:
-            self._recognise(block, region)
-            region.made.append(block)
-        self._pager.clock += 1
+        self._recognise(run.made, region)
+        region.made.extend(run.made)
         mirrored = 2 * (self._stage_count - len(region.stages) + 2)
-        for block in (*run.read, *run.made):
-            block.next_use = self._pager.clock + self._until_next_use(block, position, run.next_uses, mirrored)
+        used = (*run.read, *run.made)
+        self._pager.advance_clock({b: self._until_next_use(b, position, run.next_uses, mirrored) for b in used})
         if self._in_step:
             self._leave(self._position)
             self._position += 1
 
-    def _recognise(self, block: Block, region: Region) -> None:
-        """What this block was in the iteration before: its uses then, and its id in the plan's trace."""
-        ordinal = len(region.made)
+    def _recognise(self, made: Sequence[Block], region: Region) -> None:
+        """What these blocks were in the iteration before: their uses then, and their ids in the plan's trace."""
+        if not made:
+            return
         index = len(self._now.regions) - 1
         before = self._previous.regions[index] if self._previous and index < len(self._previous.regions) else None
-        if before is not None and before.identity == region.identity and ordinal < len(before.made):
-            block.uses = before.made[ordinal].uses
+        if before is not None and before.identity == region.identity:
+            self._pager.record_uses(dict(zip(made, (each.uses for each in before.made[len(region.made) :]), strict=False)))
         if self._in_step and self._hints is not None:
-            ids = self._hints.made_ids[self._cursor - 1]
-            if ordinal < len(ids) and ids[ordinal] >= 0 and self._hints.sizes[ids[ordinal]] == block.size_bytes:
-                block.trace_id = ids[ordinal]
-                self._by_id[block.trace_id] = block
+            ids, sizes = self._hints.made_ids[self._cursor - 1][len(region.made) :], self._hints.sizes
+            known = {block: i for block, i in zip(made, ids, strict=False) if i >= 0 and sizes[i] == block.size_bytes}
+            self._pager.assign_trace_ids(known)
+            self._by_id.update((i, block) for block, i in known.items())
 
     def _until_next_use(self, block: Block, position: int, next_uses: Mapping[Block, int], mirrored: int) -> int:
         """Stages until the next use: known within the region, else from the last iteration, else as if time ran back."""
@@ -235,8 +233,7 @@ class Timeline:
         for position, stage in enumerate(done.stages):
             for block in dict.fromkeys((*stage.read, *stage.made, *stage.written)):
                 uses.setdefault(block, []).append(position)
-        for block, positions in uses.items():
-            block.uses = tuple(positions)
+        self._pager.record_uses({block: tuple(positions) for block, positions in uses.items()})
         done.held = frozenset(block for block in uses if not block.dead)
         self._previous = done
         self._now = Iteration(number=done.number + 1)

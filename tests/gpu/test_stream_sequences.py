@@ -64,7 +64,7 @@ class CudaMachine(Machine):
             with torch.cuda.stream(self._stream(self.draw.choice(list(Lane)))):
                 torch.cuda._sleep(self.draw.randrange(MAX_CYCLES))
 
-    def invalidate_mapping(self) -> None:
+    def finish_queued(self) -> None:
         torch.cuda.synchronize(DEVICE)
         self.wrong += [what for what, wrong in self.found if wrong]
 

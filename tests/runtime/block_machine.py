@@ -1,8 +1,9 @@
-"""A pager and a stream mover over blocks whose bytes are all known, driven by random sequences; for any device with streams."""
+"""A pager and a stream mover over blocks with known bytes, driven by random sequences. For any device with streams."""
 
 from __future__ import annotations
 
 import random
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,11 +25,11 @@ TIERS = [("host",), ("storage",), ("host", "storage")]
 
 
 class Machine(ABC):
-    """A pager over blocks of one size; all bytes of a block have one known value.
+    """A pager over blocks of one size. All bytes of a block have one known value.
 
-    device: `Streams`. tiers: those that there are, from the first with room. unit: bytes of a block.
-    Bytes that are not those written last are `wrong`. debug: the mover runs in the debug mode. lends: some blocks are changed
-    where they wait, in slices; `unit` is a multiple of 4 pages then.
+    device: `Streams`. tiers: the fastest first. unit: bytes of a block. wrong: a line for each block whose bytes were not
+    those written last. debug: the mover runs in the debug mode. lends: some blocks are updated in their slots, in slices;
+    `unit` is a multiple of 4 pages then. condition: the pager's lock.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Machine(ABC):
         host_address: Callable[[Extent], int],
         debug: bool = False,
         lends: bool = False,
+        condition: threading.Condition | None = None,
     ) -> None:
         self.draw = random.Random(seed)
         self.device = device
@@ -49,7 +51,7 @@ class Machine(ABC):
         self.lends = lends
         self.debug = Debug() if debug else None
         self.mover = StreamMover(device, Tiers(tiers), host_address, debug=self.debug)
-        self.pager = Pager(mover=self.mover, budget_bytes=budget_blocks * unit)
+        self.pager = Pager(mover=self.mover, budget_bytes=budget_blocks * unit, condition=condition)
         self.budget_blocks = budget_blocks
         self.tiers = [tier.name for tier in tiers]
         self.tensors: dict[Block, torch.Tensor] = {}
@@ -59,7 +61,7 @@ class Machine(ABC):
         self.between_regions = False
         self.wrong: list[str] = []
 
-    # -- what kinds of devices differ in
+    # -- what depends on the device
 
     @abstractmethod
     def queue_check(self, lane: Lane, tensor: torch.Tensor, value: int, what: str) -> None:
@@ -71,11 +73,11 @@ class Machine(ABC):
 
     @abstractmethod
     def time_passes(self) -> None:
-        """The device, and the drives, may go on for a while."""
+        """Let the device and the drives go on for a while."""
 
     @abstractmethod
-    def invalidate_mapping(self) -> None:
-        """All that was queued ends."""
+    def finish_queued(self) -> None:
+        """End all that was queued."""
 
     # -- what runs on the device
 
@@ -95,14 +97,14 @@ class Machine(ABC):
     # -- what the host does
 
     def run(self, regions: int) -> None:
-        """So many regions, checked after each; then all that is left."""
+        """Run so many regions, and check after each. Then read all blocks that are left."""
         for _ in range(regions):
             self.region(8)
             self.check()
         self.finish()
 
     def region(self, steps: int) -> None:
-        """A compiled region: stages, hints and deaths; then user code."""
+        """Run a compiled region of stages, hints and deaths, then user code."""
         with self.device.region():
             self.pager.enter_region()
             for _ in range(steps):
@@ -119,7 +121,7 @@ class Machine(ABC):
     def stage(self) -> None:
         read = self.pick(2)
         makes = len(self.tensors) < 16 and self.draw.random() < 0.4
-        self.pager.clock += 1
+        self.pager.advance_clock()
         hints = [block for block in self.pick(2) if self.draw.random() < 0.5]
         self.pager.acquire(read, self.unit if makes else 0, "stage", then_fetch=hints)
         written = [block for block in read if self.draw.random() < 0.4]
@@ -132,7 +134,7 @@ class Machine(ABC):
             block.next_use = self.pager.clock + self.draw.randint(-3, 12)
 
     def make(self, *, visible: bool = False) -> Block:
-        """A stage's output: a new block."""
+        """Make a new block, the output of a stage."""
         self.count += 1
         tensor = torch.empty(0, dtype=torch.uint8, device=self.device.device).set_(self.device.allocate(self.unit))
         block = self.pager.block_of(tensor, name=f"b{self.count}", kind="activation", user_visible=visible)
@@ -142,16 +144,16 @@ class Machine(ABC):
         return block
 
     def made(self, *, visible: bool = False) -> Block:
-        """A whole stage that makes one block."""
+        """Run a stage that makes one block."""
         self.pager.acquire([], self.unit, "make")
         block = self.make(visible=visible)
         self.pager.retire([], [])
         return block
 
     def update(self) -> None:
-        """A stage that changes a block where it waits: its slices pass through two buffers on the device."""
+        """Run a stage that updates a block in its slot. The slices pass through two buffers on the device."""
         for block in self.pick(1):
-            self.pager.clock += 1
+            self.pager.advance_clock()
             self.pager.lend([block])
             self.pager.acquire([], self.unit, "update", then_fetch=self.pick(2))
             area = self.device.allocate(self.unit)
@@ -188,7 +190,7 @@ class Machine(ABC):
             del self.tensors[block], self.expected[block]
 
     def user_code(self) -> None:
-        """User code between regions touches what it can see, wherever that is, and lets go of some."""
+        """Run user code between regions. It reads and writes blocks that it can reach, wherever they are, and drops some."""
         for block in [block for block in self.pick(3) if block.user_visible]:
             if block.state is State.OFFLOADED and block.tier == "storage":
                 with pytest.raises(RuntimeError, match=f"{block.name} .* is not in memory: teraio has moved it to storage"):
@@ -201,13 +203,13 @@ class Machine(ABC):
 
     def check(self) -> None:
         pager = self.pager
-        with pager._changed:
-            on_device = sum(b.size_bytes for b in pager._blocks.values() if b.state is not State.OFFLOADED)
+        with pager.condition:
+            on_device = sum(b.size_bytes for b in pager.table if b.state is not State.OFFLOADED)
             assert pager.used_bytes == on_device <= self.budget_blocks * self.unit
         assert not self.wrong, self.wrong
 
     def finish(self) -> None:
-        """All that is left comes back, one by one, and is as it was written."""
+        """Bring back all that is left, one by one, and check that it is as it was written."""
         with self.device.region():
             self.pager.enter_region()
             for block in list(self.tensors):
@@ -215,5 +217,5 @@ class Machine(ABC):
                 self.kernel(Lane.COMPUTE, block, None)
                 self.pager.retire([block], [])
             self.pager.leave_region()
-        self.invalidate_mapping()
+        self.finish_queued()
         self.check()

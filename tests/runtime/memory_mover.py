@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -21,11 +22,11 @@ UNIT = 16
 
 
 class Deadlock(Exception):
-    """The pager waits, but nothing is in flight that could wake it."""
+    """The pager waits, but no copy is running whose end could wake it."""
 
 
 class Copy:
-    """A copy in flight. It reads its first half when it begins and its second half when it ends."""
+    """A copy that is running. It reads its first half when it begins and its second half when it ends."""
 
     def __init__(self, block: Block, storage: torch.UntypedStorage, kind: str, done: Done) -> None:
         self.block, self.storage, self.kind, self.done = block, storage, kind, done
@@ -39,7 +40,7 @@ class Copy:
 
 
 class EndedRange:
-    """A copy of a part of a slot, which ends when it begins."""
+    """A copy of a range of a slot. It ends when it begins."""
 
     def wait(self) -> None:
         """It has ended."""
@@ -109,10 +110,10 @@ class MemoryMover:
         return True
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:
-        """What has been installed has landed."""
+        """Nothing to wait for: copies have ended when they are installed."""
 
     def poll(self) -> None:
-        """Copies let go of their memory when they end."""
+        """Nothing to free: copies free what they hold when they end."""
 
     def close(self) -> None:
         self.log.append("close")
@@ -132,7 +133,7 @@ class MemoryMover:
         return torch.empty(0, dtype=torch.uint8).set_(storage)[begin_bytes : begin_bytes + memory.nbytes]
 
     def prioritize(self, block: Block) -> None:
-        self.log.append(f"hurry {block.name}")
+        self.log.append(f"prioritize {block.name}")
 
     def check(self) -> None:
         if self.stuck is not None:
@@ -140,10 +141,10 @@ class MemoryMover:
 
     def invalidate_mapping(self, block: Block) -> None:
         assert block in self.away
-        self.log.append(f"settle {block.name}")
+        self.log.append(f"invalidate {block.name}")
 
     def host_address(self, block: Block) -> int | None:
-        """In the storage, which stands for the slot."""
+        """Return the address of the storage, which stands for the slot."""
         storage = block.storage()
         return storage.data_ptr() if storage is not None else None
 
@@ -154,7 +155,7 @@ class MemoryMover:
         self.log.append(f"forget {block.name}")
 
     def finish(self, index: int = 0) -> None:
-        """End a copy that is in flight."""
+        """End a copy that is running."""
         copy = self.flying.pop(index)
         error = self.fail_copies.pop(0) if self.fail_copies else None
         if error is None:
@@ -178,26 +179,48 @@ def _fill(block: Block, content: bytes) -> None:
 
 
 class Stepping(threading.Condition):
-    """[Note: No threads] Where the pager would wait for an I/O thread, a copy ends in the waiting thread itself."""
+    """[Note: No threads] Where the pager would wait for an I/O thread, a copy ends in the waiting thread itself.
+
+    finish_one: ends a copy; returns False if there is none. silent: nothing ever ends, and nobody is told.
+    """
 
     def __init__(self, finish_one: Callable[[], bool]) -> None:
         super().__init__()
-        self._finish_one = finish_one
+        self.finish_one = finish_one
+        self.silent = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        if not self._finish_one():
+        if self.silent:
+            return False
+        if not self.finish_one():
             raise Deadlock
         return True
 
 
 class Bench:
-    """A pager, its mover, and blocks by name. `seed`: which copy ends first when the pager waits; None: in order."""
+    """A pager, its mover, and tensors by name. seed: draws which copy ends first when the pager waits; None: in order.
 
-    def __init__(self, budget_bytes: int | None, seed: int | None = None) -> None:
+    condition: the pager's lock. busy_seconds, now_seconds: see `Pager`.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int | None,
+        seed: int | None = None,
+        *,
+        busy_seconds: Callable[[], Mapping[str, float]] = dict,
+        now_seconds: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.mover = MemoryMover()
-        self.pager = Pager(mover=self.mover, budget_bytes=budget_bytes)
+        self.condition = Stepping(self.finish_one)
+        self.pager = Pager(
+            mover=self.mover,
+            budget_bytes=budget_bytes,
+            busy_seconds=busy_seconds,
+            condition=self.condition,
+            now_seconds=now_seconds,
+        )
         self.order = random.Random(seed) if seed is not None else None
-        self.pager._changed = Stepping(self.finish_one)
         self.tensors: dict[str, torch.Tensor] = {}
         self.pager.enter_region()
 
@@ -208,7 +231,7 @@ class Bench:
         return True
 
     def make(self, name: str, units: int, *, visible: bool = False, fill: int = 1) -> Block:
-        """A stage without inputs that makes one block of so many units; an odd number can not move."""
+        """Run a stage without inputs that makes one block of so many units. One of an odd number cannot move."""
         self.pager.acquire([], units * UNIT, f"make {name}")
         self.tensors[name] = torch.full((units * UNIT,), fill, dtype=torch.uint8)
         block = self.pager.block_of(self.tensors[name], name=name, kind="activation", user_visible=visible)
@@ -216,7 +239,7 @@ class Bench:
         return block
 
     def run(self, *blocks: Block, new_bytes: int = 0) -> None:
-        """A stage that reads blocks."""
+        """Run a stage that reads blocks."""
         self.pager.acquire(blocks, new_bytes, "run")
         assert all(block.state in (State.ON_DEVICE, State.OFFLOADING) for block in blocks)
         self.pager.retire(blocks, [])

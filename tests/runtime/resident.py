@@ -1,4 +1,4 @@
-"""What Linux says of single mappings of this process; of all together: `examples.memory`."""
+"""Resident bytes of single mappings of this process, from Linux. For all mappings together see `examples.memory`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runtime.device.span import Span
 
 
 def anonymous_bytes(span: Span) -> int:
-    """Anonymous resident bytes of the mappings that lie in a span, exactly."""
+    """Return the anonymous resident bytes of the mappings that lie in a span. Exact."""
     total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

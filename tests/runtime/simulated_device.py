@@ -1,8 +1,8 @@
 """A device with streams that runs its lanes in any order that their events allow, as a GPU may.
 
-The host only queues work; a random source decides which lane goes on, and when. Memory that is freed within a region is
-poisoned in the order of computation, and any freed memory serves the next allocation at once, like that of PyTorch's
-caching allocator: whatever is used too early, or too long, shows as wrong bytes.
+The host only queues work. A random source decides which lane goes on, and when. Memory that is freed within a region is
+poisoned in the order of computation. Any freed memory serves the next allocation at once, as in PyTorch's caching
+allocator. So memory that is used too early or too long shows as wrong bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POISON = 0xEE
 
 
 class SimulatedEvent:
-    """Passed once its lane has come to it."""
+    """A point in a lane; passed once the lane has reached it."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.passed = False
@@ -63,7 +63,7 @@ class Arena:
 
 
 class SimulatedDevice:
-    """`Streams` in ordinary memory. pace: how far it comes while the host does something; speeds: the lanes' shares."""
+    """`Streams` in ordinary memory. pace: steps that it makes while the host does something. speeds: weights of the lanes."""
 
     device = torch.device("cpu")
 
@@ -80,7 +80,7 @@ class SimulatedDevice:
     # -- the device's side
 
     def step(self) -> bool:
-        """One lane, any that can, does one thing. False if none can."""
+        """Let one lane that can go on do one thing. Returns False if none can."""
         able = [lane for lane, work in self.lanes.items() if work and (work[0][0] is None or work[0][0].passed)]
         if not able:
             assert not any(self.lanes.values()), "all lanes wait for one another"

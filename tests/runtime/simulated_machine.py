@@ -24,7 +24,7 @@ UNIT = 64
 
 
 class SteppedTransfer:
-    """What `Engine.write` and `read` give; it ends when the drive comes to it."""
+    """What `Engine.write` and `read` return. It ends when the drive reaches it."""
 
     error = None
 
@@ -41,7 +41,7 @@ class SteppedTransfer:
 
 
 class SteppedDrive:
-    """Stands for an engine over drives: one queue, whose copies end when `finish` is called."""
+    """Stands in for an engine: one queue, whose copies end when `finish` is called."""
 
     def __init__(self, size_bytes: int) -> None:
         self.queue: deque[tuple[Callable[[], None], Callable[[Any], None], Ready, SteppedTransfer]] = deque()
@@ -60,7 +60,7 @@ class SteppedDrive:
         return self._submit(move, on_done, ready)
 
     def place(self, slot: Slot) -> slice:
-        """Where the bytes of a slot are."""
+        """Return where the bytes of a slot are."""
         (extent,) = slot.extents
         return slice(extent.offset_bytes, extent.offset_bytes + slot.size_bytes)
 
@@ -81,11 +81,11 @@ class SteppedDrive:
         return True
 
     def check(self) -> None:
-        """Drives answer here."""
+        """This drive always answers."""
 
 
 class SimulatedMachine(Machine):
-    """On a simulated device; one drive, whose copies end when the test says so. tiers: which of "host" and "storage"."""
+    """A `Machine` on a simulated device with one drive, whose copies end when the test says so. tiers: of "host", "storage"."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class SimulatedMachine(Machine):
             host_address=self.slab.address_of,
             debug=debug,
             lends=lends,
+            condition=Stepping(lambda: self.drive.finish()),  # a test may replace `finish`
         )
-        self.pager._changed = Stepping(self.drive.finish)
 
     def queue_check(self, lane: Lane, tensor: torch.Tensor, value: int, what: str) -> None:
         address, size = tensor.data_ptr(), tensor.nbytes  # an error if the block is not there, as for a real kernel
@@ -137,12 +137,12 @@ class SimulatedMachine(Machine):
         while self.draw.random() < (0.6 if self.between_regions else 0.2):
             self.drive.finish()
 
-    def invalidate_mapping(self) -> None:
+    def finish_queued(self) -> None:
         while self.drive.finish():
             pass
         self.device.synchronise()
 
     def slow(self, *lanes: Lane) -> None:
-        """All lanes but these go first whenever they can."""
+        """Let all other lanes go first whenever they can."""
         self.device.pace = 0
         self.device.speeds = {lane: 1e-9 if lane in lanes else 1.0 for lane in Lane}

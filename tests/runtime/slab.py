@@ -1,4 +1,4 @@
-"""A store in ordinary memory with slots of one size; what was given back last is given out first."""
+"""A store in ordinary memory with slots of one size. The slot that was freed last is used first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.storage.store import Extent, Slot
 
 
 class Slab:
-    """As much of `Store` as a mover needs whose device copies by itself."""
+    """The part of `Store` that a mover needs if its device copies by itself."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self._memory = ctypes.create_string_buffer(slots * slot_bytes)

@@ -13,8 +13,6 @@ from planner.schema.plan import Placement
 from runtime.device import device as device_module
 from runtime.device.device import WallMark
 from runtime.execution import StageRun
-from runtime.paging import pager as pager_module
-from runtime.paging import residency as residency_module
 from runtime.paging.block import Block
 from runtime.paging.mover import Done
 from runtime.paging.pager import Pager
@@ -83,11 +81,13 @@ class VirtualTraining:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, budget_blocks: int = STAGES) -> None:
         self.mover = TimedMover()
         clock = SimpleNamespace(perf_counter=self.mover.perf_counter)
-        for module in (pager_module, residency_module):
-            monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(device_module, "time", clock)
-        self.pager = Pager(mover=self.mover, budget_bytes=budget_blocks * BLOCK_BYTES)
-        self.pager._changed = Stepping(self.mover.end_next)
+        self.pager = Pager(
+            mover=self.mover,
+            budget_bytes=budget_blocks * BLOCK_BYTES,
+            condition=Stepping(self.mover.end_next),
+            now_seconds=self.mover.perf_counter,
+        )
         self.timeline = Timeline(self.pager)
         self.stage_seconds = [1.0] * STAGES
         self.weights: list[Block] = []

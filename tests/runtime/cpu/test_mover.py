@@ -137,7 +137,7 @@ def test_the_storage_lives_until_its_copies_have_ended(rig: Rig) -> None:
     rig.pager.offload(block)
     rig.pager.prefetch(block)
     assert began.wait(SECONDS)
-    while rig.engine.write_link.busy_seconds == 0 or rig.pager._leaving:
+    while rig.engine.write_link.busy_seconds == 0 or rig.pager.account.offloading_bytes:
         pass
     writer = rig.mover._transfers._transfers[block]
     del tensor

@@ -20,7 +20,6 @@ from runtime.device.streams import Lane
 from runtime.paging.block import Block, State
 
 from ..block_machine import TIERS
-from ..memory_mover import Stepping
 from ..simulated_device import SimulatedDevice, SimulatedEvent
 from ..simulated_machine import SimulatedMachine
 
@@ -226,7 +225,6 @@ def drives_do_not_wait(machine: SimulatedMachine) -> None:
         return finish()
 
     machine.drive.finish = hasty  # type: ignore[method-assign]
-    machine.pager._changed = Stepping(hasty)
 
 
 def any_sequence(seed: int, prepare: Callable[[SimulatedMachine], None], *, debug: bool = False) -> SimulatedMachine:

@@ -1,118 +1,22 @@
-"""Programs of hand-made stages: run straight through and managed, with what the observer is told and what goes wrong."""
+"""Programs run without management and under the pager, what the observer is told, and what goes wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from planner.errors import StorageFullError
-from runtime.cpu.memory import CpuMemory
-from runtime.execution import StageRun
 from runtime.execution.executor import run_managed, run_plain
-from runtime.execution.program import Constant, Kind, Program, Stage
+from runtime.execution.program import Stage
 from runtime.execution.workspace import WorkspaceMeter
-from runtime.paging.block import Block, State
+from runtime.paging.block import State
 from runtime.paging.pager import Pager
 
 from ..memory_mover import UNIT, Bench
-
-WIDTH = 2 * UNIT
-MIB = 1 << 20
-"""Bytes of every tensor here."""
-
-
-@dataclass
-class Recorder:
-    """An observer that notes what it is told; `fetch` is what it asks for, by stage."""
-
-    regions: list[tuple[Hashable, int]] = field(default_factory=list)
-    stages: list[StageRun] = field(default_factory=list)
-    fetch: dict[int, list[Block]] = field(default_factory=dict)
-    reached: int = 0
-    ended: int = 0
-
-    def region_begins(self, identity: Hashable, stage_count: int) -> None:
-        self.regions.append((identity, stage_count))
-
-    def stage_reached(self) -> Sequence[Block]:
-        self.reached += 1
-        return self.fetch.get(self.reached - 1, ())
-
-    def stage_ended(self, run: StageRun) -> None:
-        self.stages.append(run)
-
-    def region_ended(self) -> None:
-        self.ended += 1
-
-
-def filled(value: float) -> torch.Tensor:
-    return torch.full((WIDTH // 4,), float(value))
-
-
-def stage(
-    name: str,
-    run: Callable[..., tuple[Any, ...]],
-    inputs: tuple[int, ...],
-    outputs: tuple[int, ...],
-    *,
-    frees: tuple[int, ...] = (),
-    next_uses: tuple[int, ...] = (),
-    mutates: tuple[int, ...] = (),
-) -> Stage:
-    def boxed(values: list[Any]) -> Sequence[Any]:
-        arguments = list(values)
-        values.clear()
-        return run(*arguments)
-
-    return Stage(
-        name=name,
-        phase="forward",
-        run=boxed,
-        inputs=inputs,
-        outputs=outputs,
-        frees=frees,
-        next_uses=next_uses or (-1,) * (len(inputs) + len(outputs)),
-        input_bytes=len(inputs) * WIDTH,
-        output_bytes=len(outputs) * WIDTH,
-        workspace_bytes=0,
-        mutates=mutates,
-    )
-
-
-def program(*stages: Stage, inputs: int, results: tuple[int | Constant, ...], kinds: Sequence[Kind] = ()) -> Program:
-    slots = 1 + max(slot for s in stages for slot in (*s.inputs, *s.outputs))
-    return Program(
-        identity="p",
-        name="p",
-        phase="forward",
-        stages=stages,
-        input_count=inputs,
-        slot_names=tuple(f"slot{number}" for number in range(slots)),
-        slot_kinds=tuple([*kinds, *["activation"] * (slots - len(kinds))]),
-        results=results,
-        user_results=(0,),
-        kept_bytes=0,
-        small_bytes=0,
-    )
-
-
-def chain() -> Program:
-    """0 -> 2 = 0 + 1 -> 3 = 2 * 2 -> 4 = 3 - 0; results 4, None and 2."""
-    return program(
-        stage("add", lambda a, b: (a + b,), (0, 1), (2,), frees=(1,), next_uses=(2, -1, 1)),
-        stage("double", lambda a: (a * 2,), (2,), (3,), next_uses=(-1, 2)),
-        stage("subtract", lambda a, b: (a - b,), (3, 0), (4,), frees=(3, 0)),
-        inputs=2,
-        results=(4, Constant(None), 2),
-    )
-
-
-def managed(plan: Program, arguments: list[Any], bench: Bench, recorder: Recorder | None = None) -> list[Any]:
-    return run_managed(plan, arguments, bench.pager, recorder or Recorder(), WorkspaceMeter(None))
+from .programs import WIDTH, Recorder, chain, filled, managed, program, stage
 
 
 def test_straight_through() -> None:
@@ -295,124 +199,3 @@ def test_no_mover() -> None:
     pager = Pager(mover=None, budget_bytes=None)
     difference, _, _ = run_managed(chain(), [filled(3), filled(4)], pager, Recorder(), WorkspaceMeter(None))
     assert difference.tolist() == filled(11).tolist()
-
-
-# -- workspaces
-
-
-def temporary(count: int) -> Callable[..., tuple[torch.Tensor]]:
-    def run(values: list[Any]) -> tuple[torch.Tensor]:
-        source = values.pop()
-        others = [source + 1 for _ in range(count)]
-        return (others[0] * 2,)
-
-    return run
-
-
-def test_a_workspace_is_measured() -> None:
-    meter = WorkspaceMeter(CpuMemory())
-    base = stage("x", lambda a: (a,), (0,), (1,))
-    big = replace(base, run=temporary(3), output_bytes=MIB, workspace_bytes=7)
-    assert meter.workspace_bytes(big) == 7
-    source = torch.ones(MIB // 4)
-    with meter.watching(big):
-        big.run([source])
-    assert 3 * MIB <= meter.workspace_bytes(big) < 3 * MIB + MIB // 16, "the copies, and what the allocator adds"
-    with meter.watching(big):
-        big.run([torch.ones(1)])
-    assert meter.workspace_bytes(big) >= 3 * MIB, "the largest counts"
-
-
-class Counter:
-    """An allocator that has nothing allocated, and a peak that a test says."""
-
-    allocated_bytes = 0
-    peak_bytes = 0
-
-    def reset_peak(self) -> None:
-        pass
-
-
-def test_what_only_the_first_run_needs_can_be_forgotten() -> None:
-    memory = Counter()
-    meter = WorkspaceMeter(memory, runs=4, first_is_special=True)
-    base = replace(stage("x", lambda a: (a,), (0,), (1,)), output_bytes=0)
-    seen = []
-    for memory.peak_bytes in (900, 100, 300, 200, 999):
-        with meter.watching(base):
-            pass
-        seen.append(meter.workspace_bytes(base))
-    assert seen == [900, 100, 300, 300, 300], "the second run counts, then the largest; after four runs none is measured"
-
-
-def test_without_a_measurement_the_estimate_stays() -> None:
-    meter = WorkspaceMeter(None)
-    base = stage("x", lambda a: (a,), (0,), (1,))
-    with meter.watching(base):
-        base.run([torch.ones(WIDTH)])
-    assert meter.workspace_bytes(base) == base.workspace_bytes
-
-
-def test_a_workspace_does_not_depend_on_who_else_holds_the_inputs() -> None:
-    """The same code runs for several stages: one frees its input while it runs, the next one's input lives on."""
-
-    def run(values: list[Any]) -> tuple[torch.Tensor]:
-        once = values.pop() * 1
-        return (once * 2,)
-
-    base = stage("x", lambda a: (a,), (0,), (1,), frees=(0,))
-    freeing = replace(base, run=run)
-    plan = program(freeing, inputs=1, results=(1,))
-    meter = WorkspaceMeter(CpuMemory())
-    run_managed(plan, [filled(1)], Bench(None).pager, Recorder(), meter)
-    assert meter.workspace_bytes(freeing) >= WIDTH
-
-
-# -- guests
-
-
-@dataclass
-class Taker:
-    """A interleaved that notes what it sees, and takes `slot` out when stage `after` has ended."""
-
-    after: int
-    slot: int
-    stage_count: int = 2
-    seen: list[tuple[int, list[str], list[bool]]] = field(default_factory=list)
-    results: list[Any] | None = None
-
-    def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
-        self.seen.append((number, [block.name for block in read], [slot is not None for slot in slots]))
-        if number == self.after:
-            slots[self.slot] = None
-
-    def region_done(self, results: Sequence[Any]) -> None:
-        self.results = list(results)
-
-
-def test_a_guest_sees_each_stage_and_may_keep_results() -> None:
-    bench, recorder, interleaved = Bench(None), Recorder(), Taker(after=1, slot=2)
-    arguments = [filled(3), filled(4)]
-    found = run_managed(chain(), arguments, bench.pager, recorder, WorkspaceMeter(None), interleaved)
-    assert recorder.regions == [("p", 3 + 2)]
-    assert interleaved.seen == [
-        (0, ["slot0", "slot1"], [True, False, True, False, False]),
-        (1, ["slot2"], [True, False, True, True, False]),
-        (2, ["slot3", "slot0"], [False, False, False, False, True]),
-    ]
-    assert interleaved.results is not None and all(a is b for a, b in zip(interleaved.results, found, strict=True))
-    assert torch.equal(found[0], filled(11)) and found[1] is None and found[2] is None
-    bench.pager.forget_dead()
-    assert [block.name for block in bench.pager.blocks] == ["slot4"], "what the interleaved has taken is gone"
-
-
-def test_a_guest_that_fails_leaves_nothing_held() -> None:
-    class Failing(Taker):
-        def after_stage(self, number: int, read: Sequence[Block], slots: list[Any]) -> None:
-            raise ArithmeticError("no")
-
-    bench, recorder, interleaved = Bench(None), Recorder(), Failing(after=0, slot=0)
-    with pytest.raises(ArithmeticError):
-        run_managed(chain(), [filled(3), filled(4)], bench.pager, recorder, WorkspaceMeter(None), interleaved)
-    assert interleaved.results is None and recorder.ended == 1
-    assert all(block.pins == 0 for block in bench.pager.blocks)

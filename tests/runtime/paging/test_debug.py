@@ -22,7 +22,7 @@ from ..cpu.test_mover import MIB, SECONDS, Rig, within
 
 
 def use(pager: Pager, block: Block) -> None:
-    """A stage that reads a block."""
+    """Run a stage that reads a block."""
     within(SECONDS, lambda: pager.acquire([block], 0, "read"))
     pager.retire([block], [])
 
@@ -71,7 +71,7 @@ def test_pages_that_a_block_gives_up_are_poisoned(rig: Rig) -> None:
 
 
 def test_pages_that_user_code_may_be_reading_are_not(rig: Rig) -> None:
-    """They go back to the system in the moment when the copy takes their place."""
+    """They go back to the system when the slot takes their place."""
     tensor, block = rig.make(4 * MIB, 7)
     block.user_visible = True
     leave(rig, block)
@@ -123,7 +123,7 @@ def test_the_error_says_where_the_damage_is(tmp_path: Path) -> None:
 
 
 def test_damage_after_the_drive_has_done_its_work(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checksum, which follows a piece until it is in memory, would not see it."""
+    """A checksum would not find it: it follows a piece only until it is in memory."""
     tensor, block = rig.make(4 * MIB, 7)
     leave(rig, block)
     install = rig.memory.install_pages

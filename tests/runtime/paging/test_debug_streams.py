@@ -26,7 +26,7 @@ def slot_of(block: Block) -> Slot:
 
 
 def away(machine: SimulatedMachine, tier: str) -> Block:
-    """A block that has left, in a region that goes on."""
+    """Make a block and send it away, in a region that goes on."""
     machine.pager.enter_region()
     block = machine.made()
     machine.pager.offload(block, tier)  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def test_what_user_code_writes_to_the_host_tier_is_no_damage(come_back: Callable
 
 @pytest.mark.parametrize("tier", ["host", "storage"])
 def test_what_user_code_can_reach_is_compared_within_a_region(tier: str) -> None:
-    """Parameters too: only what stands in for them between regions can be written unseen."""
+    """Parameters too: user code can write to what stands in for them only between regions."""
     machine = SimulatedMachine(0, budget_blocks=2, tiers=(tier,), debug=True)
     with machine.device.region():
         block = away(machine, tier)

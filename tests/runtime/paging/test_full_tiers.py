@@ -1,4 +1,4 @@
-"""A lower tier that is smaller than all blocks together: room for what is away is enough."""
+"""A lower tier that is smaller than all blocks together: it is enough if it holds those that are away."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_copies_of_what_is_on_the_device_make_room(rig: Rig, writes: bool) -> No
 
 
 def test_void_copies_in_the_wanted_tier_make_room_there(tmp_path: Path) -> None:
-    """They do not send a block to another tier than the plan's."""
+    """So the block goes to the tier of the plan."""
     rig = Rig(slots=3, device_blocks=4, folder=tmp_path)
     blocks = [rig.make(fill) for fill in range(4)]
     for fill, block in enumerate(blocks[:3]):

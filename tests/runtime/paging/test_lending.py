@@ -1,4 +1,4 @@
-"""Slots that are lent: the block stays away until it is given back, whatever is asked of it meanwhile."""
+"""Lent slots: the block stays away until it is given back, whatever is asked of it meanwhile."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from planner.errors import StorageError, StorageIOError
 from runtime.paging.block import Block, State
 from runtime.storage.store import Slot
 
-from ..memory_mover import UNIT, Bench, Deadlock, Stepping, evicted, io_error
+from ..memory_mover import UNIT, Bench, Deadlock, evicted, io_error
 
 SIZE = 2 * UNIT
 
 
 def change(bench: Bench, block: Block, value: int) -> None:
-    """In two parts."""
+    """Add `value` to the block in its slot, in two ranges."""
     for begin in (0, UNIT):
         part = torch.zeros(UNIT, dtype=torch.uint8)
         bench.pager.read_range(block, begin, part).wait()
@@ -33,7 +33,7 @@ def test_a_block_is_changed_where_it_waits() -> None:
     assert block.state is State.UPDATING and bench.pager.used_bytes == 0
     change(bench, block, 4)
     bench.pager.give_back([block])
-    assert block.state is State.OFFLOADED and bench.mover.log == ["settle w"], "nothing was copied as a whole"
+    assert block.state is State.OFFLOADED and bench.mover.log == ["invalidate w"], "nothing was copied as a whole"
     bench.run(block)
     assert bench.value("w") == 7
 
@@ -86,7 +86,7 @@ def test_hints_wait_and_nobody_fetches_or_evicts() -> None:
 
 
 def test_copies_of_what_it_was_are_void() -> None:
-    """It comes back, and leaves again as what it is then."""
+    """The block comes back, and leaves again with its present content."""
     bench = Bench(2 * UNIT)
     block = evicted(bench, bench.make("w", 2, fill=3))
     bench.pager.lend([block])
@@ -139,7 +139,7 @@ def test_what_is_lent_stays_where_it_is_and_comes_back_as_it_was_written() -> No
     ctypes.memset(address, 4, block.size_bytes)
     version = block.version
     bench.pager.give_back([block])
-    assert block.state is State.PREFETCHING and block.version > version and "settle w" in bench.mover.log
+    assert block.state is State.PREFETCHING and block.version > version and "invalidate w" in bench.mover.log
     bench.run(block)
     assert bench.value("w") == 4
 
@@ -186,7 +186,7 @@ def test_what_is_set_aside_is_not_fetched_before_it_is_lent(state: State, then: 
         assert bench.pager.lend_memory([block, bench.make("here", 2)]) is None
     bench.mover.finish_all()
     assert block.state is after.state is State.ON_DEVICE
-    assert not bench.pager._set_aside
+    assert not bench.pager.reserved_for_host
 
 
 def test_void_copies_go_where_room_is_wanted() -> None:
@@ -210,7 +210,7 @@ def test_a_stage_takes_what_is_set_aside() -> None:
     assert bench.pager.lend_memory([block]) is None
 
 
-@pytest.mark.parametrize("who", ["stage", "fence", "bring back"])
+@pytest.mark.parametrize("who", ["stage", "leave region", "bring back"])
 def test_who_needs_what_is_lent_waits_for_it(who: str) -> None:
     bench = Bench(8 * UNIT)
     block = evicted(bench, bench.make("w", 2, visible=True))
@@ -225,10 +225,10 @@ def test_who_needs_what_is_lent_waits_for_it(who: str) -> None:
             bench.mover.finish()
         return True
 
-    bench.pager._changed = Stepping(give_back)
+    bench.condition.finish_one = give_back
     if who == "stage":
         bench.run(block)
-    elif who == "fence":
+    elif who == "leave region":
         bench.pager.leave_region()
         assert block.state is State.OFFLOADED
     else:

@@ -1,27 +1,23 @@
-"""The pager over an in-memory mover: budget, contents, order and errors.
+"""The pager over an in-memory mover: the budget, and who leaves. Copies end when the test says so.
 
-Copies end when the test says so. Random sequences: `test_pager_sequences.py`; real memory and files: `test_mover.py`.
+Random sequences: `test_pager_sequences.py`; real memory and files: `test_mover.py`.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from planner.errors import BudgetError, StorageError, StorageFullError, StorageIOError
+from planner.errors import BudgetError, StorageError
 from runtime.device.device import CpuDevice
 from runtime.paging.block import State
 from runtime.paging.pager import Pager
 
-from ..memory_mover import UNIT, Bench, Stepping, evicted, io_error
+from ..memory_mover import UNIT, Bench, evicted
 
 
 class Counting(CpuDevice):
-    """A device whose allocator tells what it has given out."""
+    """A device that knows how much memory is allocated."""
 
     allocated_bytes = 0
 
@@ -44,9 +40,6 @@ def test_what_was_there_before_it_was_seen_counts_once() -> None:
     pager.block_of(output, name="output", kind="activation", user_visible=False)
     assert (pager.used_bytes, pager.unmoved_bytes) == (7 * UNIT, 4 * UNIT), "a stage's output is new"
     assert pager.peak_bytes <= device.allocated_bytes
-
-
-# -- eviction and room
 
 
 def test_the_block_that_is_used_last_leaves() -> None:
@@ -82,9 +75,8 @@ def test_no_more_leaves_than_needed() -> None:
 
 
 def test_copies_are_exposed_while_the_training_thread_waits_and_hidden_else() -> None:
-    bench = Bench(4 * UNIT)
     busy = {"out": 0.0, "in": 0.0}
-    bench.pager._busy_seconds = lambda: dict(busy)
+    bench = Bench(4 * UNIT, busy_seconds=lambda: dict(busy))
     first = bench.make("first", 2)
     bench.make("second", 2)
 
@@ -92,7 +84,7 @@ def test_copies_are_exposed_while_the_training_thread_waits_and_hidden_else() ->
         busy[bench.mover.flying[0].kind] += 3.0
         return Bench.finish_one(bench)
 
-    bench.pager._changed = Stepping(copy_ends)
+    bench.condition.finish_one = copy_ends
     evicted(bench, first)  # nobody waits
     assert bench.pager.exposed_seconds == {}
     bench.make("third", 2)
@@ -176,351 +168,3 @@ def test_a_resized_storage_is_a_new_block() -> None:
     bench.tensors["x"].untyped_storage().resize_(4 * UNIT)
     new = bench.pager.block_of(bench.tensors["x"], name="x", kind="activation", user_visible=False)
     assert new is not old and bench.pager.used_bytes == 4 * UNIT and bench.pager.blocks == [new]
-
-
-# -- writes and copies
-
-
-def test_a_clean_block_is_dropped_without_a_copy() -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2, fill=7))
-    bench.run(block)
-    bench.pager.offload(block)
-    assert block.state is State.OFFLOADED and bench.mover.log.count("out w") == 1
-    assert bench.value("w") == 7
-
-
-def test_a_stage_that_writes_makes_the_copy_invalid() -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2, fill=1))
-    bench.pager.acquire([block], 0, "write")
-    bench.tensors["w"].fill_(2)
-    bench.pager.retire([block], [block])
-    evicted(bench, block)
-    assert bench.value("w") == 2 and bench.mover.log.count("out w") == 2
-
-
-@pytest.mark.parametrize("ends", ["during the stage", "after the stage"])
-def test_a_write_while_the_copy_out_is_under_way(ends: str) -> None:
-    bench = Bench(None)
-    block = bench.make("w", 2, fill=1)
-    bench.pager.offload(block)
-    bench.pager.acquire([block], 0, "write")
-    bench.tensors["w"].fill_(2)
-    if ends == "during the stage":
-        bench.mover.finish()
-    bench.pager.retire([block], [block])
-    bench.mover.finish_all()
-    assert block.state is State.ON_DEVICE and not block.copy_is_valid
-    evicted(bench, block)
-    assert bench.value("w") == 2
-
-
-def test_a_read_while_the_copy_out_is_under_way_does_not_wait_for_it() -> None:
-    bench = Bench(None)
-    block = bench.make("w", 2)
-    bench.pager.offload(block)
-    bench.pager.acquire([block], 0, "read")
-    assert block.state is State.OFFLOADING
-    bench.mover.finish()
-    assert block.state is State.ON_DEVICE and block.copy_is_valid
-    bench.pager.retire([block], [])
-    bench.pager.offload(block)
-    assert block.state is State.OFFLOADED and bench.mover.log.count("out w") == 1
-
-
-def test_fence_waits_for_what_user_code_can_reach() -> None:
-    bench = Bench(None)
-    seen, hidden = bench.make("seen", 2, visible=True), bench.make("hidden", 2)
-    bench.pager.offload(hidden)
-    bench.pager.offload(seen)
-    bench.pager.leave_region()
-    assert seen.state is State.OFFLOADED
-    assert [copy.block for copy in bench.mover.flying] in ([], [hidden])
-
-
-def test_user_code_may_write_whatever_is_on_the_device() -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2, visible=True))
-    bench.run(block)
-    assert block.copy_is_valid
-    bench.pager.leave_region()
-    bench.tensors["w"].fill_(9)
-    bench.pager.enter_region()
-    evicted(bench, block)
-    assert bench.value("w") == 9
-
-
-def test_user_code_may_write_what_is_away() -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2, visible=True))
-    bench.pager.leave_region()
-    bench.tensors["w"].fill_(9)
-    bench.pager.enter_region()
-    assert "settle w" in bench.mover.log
-    bench.run(block)
-    assert bench.value("w") == 9
-
-
-def test_nothing_that_user_code_can_reach_comes_back_before_the_next_region() -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2, visible=True))
-    bench.pager.leave_region()
-    bench.pager.prefetch(block)
-    assert not bench.mover.flying
-    bench.tensors["w"].fill_(9)
-    bench.pager.enter_region()
-    bench.run(block)
-    assert bench.value("w") == 9
-
-
-# -- prefetches
-
-
-def test_prefetches_wait_for_room_in_order() -> None:
-    bench = Bench(8 * UNIT)
-    first, second, third = (bench.make(name, units) for name, units in (("first", 4), ("second", 2), ("third", 2)))
-    for block in (first, second, third):
-        evicted(bench, block)
-    blocker = bench.make("blocker", 6)
-    for block in (first, second, third):
-        bench.pager.prefetch(block)
-    assert not bench.mover.flying, "the second may not overtake the first, though it would fit"
-    bench.pager.offload(blocker)
-    bench.mover.finish()
-    assert [copy.block for copy in bench.mover.flying] == [first, second, third]
-    bench.mover.finish_all()
-    assert bench.pager.used_bytes == 8 * UNIT == bench.pager.peak_bytes
-
-
-def test_a_prefetch_does_not_take_the_room_of_the_running_stage() -> None:
-    bench = Bench(4 * UNIT)
-    block = evicted(bench, bench.make("w", 2))
-    bench.pager.acquire([], 3 * UNIT, "stage", then_fetch=[block])
-    assert not bench.mover.flying
-    bench.pager.retire([], [])
-    bench.run()
-    bench.pager.prefetch(block)
-    assert bench.mover.flying
-
-
-def test_a_prefetch_of_a_block_that_is_leaving() -> None:
-    bench = Bench(None)
-    block = bench.make("w", 2, fill=3)
-    bench.pager.offload(block)
-    bench.pager.prefetch(block)
-    bench.mover.finish()
-    assert block.state is State.PREFETCHING
-    bench.mover.finish()
-    assert block.state is State.ON_DEVICE and bench.value("w") == 3
-
-
-def test_a_stage_takes_over_the_prefetch_that_is_under_way() -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2))
-    bench.pager.prefetch(block)
-    bench.run(block)
-    assert bench.mover.log.count("in w") == 1 and "hurry w" in bench.mover.log
-
-
-def test_dead_blocks_in_the_queue_hold_nobody_up() -> None:
-    bench = Bench(4 * UNIT)
-    dead, alive = bench.make("dead", 2), bench.make("alive", 2)
-    evicted(bench, dead)
-    evicted(bench, alive)
-    blocker = bench.make("blocker", 4)
-    bench.pager.prefetch(dead)
-    bench.pager.prefetch(alive)
-    bench.drop("dead")
-    bench.pager.offload(blocker)
-    bench.mover.finish()
-    assert [copy.block for copy in bench.mover.flying] == [alive]
-
-
-def test_a_resized_block_in_the_queue_holds_nobody_up() -> None:
-    bench = Bench(4 * UNIT)
-    block, alive = evicted(bench, bench.make("w", 2)), evicted(bench, bench.make("alive", 2))
-    blocker = bench.make("blocker", 4)
-    bench.pager.prefetch(block)
-    bench.pager.prefetch(alive)
-    bench.tensors["w"].untyped_storage().resize_(0)
-    bench.pager.block_of(bench.tensors["w"], name="w", kind="activation", user_visible=False)
-    evicted(bench, blocker)
-    assert "in alive" in bench.mover.log and "in w" not in bench.mover.log
-
-
-def test_what_a_stage_waited_for_is_late() -> None:
-    bench = Bench(8 * UNIT)
-    late, punctual, unasked = (evicted(bench, bench.make(name, 2)) for name in ("late", "punctual", "unasked"))
-    bench.pager.prefetch(punctual)
-    bench.mover.finish_all()
-    bench.pager.prefetch(late)
-    assert bench.pager.take_late() == [] and bench.pager.waited_seconds == 0.0
-    bench.run(punctual)
-    assert bench.pager.take_late() == [] and bench.pager.waited_seconds == 0.0
-    bench.run(punctual, late, unasked)
-    ((block, seconds),) = bench.pager.take_late()
-    assert block is late and seconds > 0.0 and bench.pager.waited_seconds > 0.0
-    assert bench.pager.take_late() == []
-
-
-def test_each_late_block_landed_when_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = itertools.count(1)
-    bench = Bench(8 * UNIT)
-    monkeypatch.setattr("runtime.paging.pager.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    first, second = (evicted(bench, bench.make(name, 2)) for name in ("first", "second"))
-    bench.pager.prefetch(first)
-    bench.pager.prefetch(second)
-    bench.run(second, first)
-    (one, two) = bench.pager.take_late()
-    assert (one[0], two[0]) == (first, second) and one[1] < two[1]
-
-
-def test_what_waited_for_room_or_for_its_own_copy_out_is_not_late() -> None:
-    bench = Bench(4 * UNIT)
-    cramped = evicted(bench, bench.make("cramped", 2))
-    leaving, other = bench.make("leaving", 2), bench.make("other", 2)
-    bench.pager.prefetch(cramped)
-    bench.pager.offload(leaving)
-    bench.pager.prefetch(leaving)
-    bench.mover.finish()
-    assert cramped.state is State.PREFETCHING
-    bench.run(cramped)
-    bench.pager.offload(other)
-    bench.mover.finish_all()
-    assert leaving.state is State.ON_DEVICE
-    bench.pager.offload(cramped)
-    bench.pager.prefetch(cramped)
-    assert cramped.state is State.PREFETCHING, "a clean block is away at once, and its room is still there"
-    bench.run(cramped)
-    assert [block for block, _ in bench.pager.take_late()] == [cramped], "this time only for its link"
-
-
-# -- death
-
-
-@pytest.mark.parametrize("state", list(State))
-def test_a_block_dies_in_every_state(state: State) -> None:
-    bench = Bench(None)
-    block = bench.make("w", 2)
-    if state is State.UPDATING:
-        bench.pager.lend([block])
-    elif state is not State.ON_DEVICE:
-        bench.pager.offload(block)
-    if state in (State.OFFLOADED, State.PREFETCHING):
-        bench.mover.finish()
-    if state is State.PREFETCHING:
-        bench.pager.prefetch(block)
-    assert block.state is state
-    bench.drop("w")
-    bench.pager.forget_dead()
-    bench.mover.finish_all()
-    if state is State.UPDATING:
-        assert bench.mover.slots, "its slot is in use until it is given back"
-        bench.pager.give_back([block])
-    bench.pager.forget_dead()
-    assert bench.pager.used_bytes == 0 and not bench.pager.blocks and not bench.mover.slots
-
-
-# -- errors
-
-
-def test_a_failed_copy_out_reaches_the_stage_that_waits_for_room() -> None:
-    bench = Bench(4 * UNIT)
-    block = bench.make("w", 4, fill=5)
-    bench.mover.fail_copies = [io_error()]
-    with pytest.raises(StorageIOError):
-        bench.pager.acquire([], UNIT, "next")
-    assert block.state is State.ON_DEVICE and bench.value("w") == 5
-    bench.pager.acquire([], UNIT, "next")
-    assert block.state is State.OFFLOADED and bench.value("w") == 5
-
-
-def test_a_failed_copy_in_reaches_the_stage_that_waits_for_it() -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2, fill=5))
-    bench.mover.fail_copies = [io_error()]
-    with pytest.raises(StorageIOError):
-        bench.pager.acquire([block], 0, "next")
-    assert block.state is State.OFFLOADED and block.pins == 0 and bench.pager.used_bytes == 0
-    bench.run(block)
-    assert bench.value("w") == 5
-
-
-@pytest.mark.parametrize("call", ["enter_region", "leave_region"])
-def test_a_failed_prefetch_reaches_the_training_thread(call: str) -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2, fill=5))
-    bench.pager.prefetch(block)
-    bench.mover.fail_copies = [io_error()]
-    bench.mover.finish()
-    with pytest.raises(StorageIOError):
-        getattr(bench.pager, call)()
-    bench.pager.enter_region()
-    bench.run(block)
-    assert bench.value("w") == 5
-
-
-def test_no_room_for_a_slot() -> None:
-    bench = Bench(4 * UNIT)
-    block = bench.make("w", 4, fill=5)
-    bench.mover.refuse = StorageFullError("the drive is full")
-    with pytest.raises(StorageFullError):
-        bench.pager.acquire([], UNIT, "next")
-    assert block.state is State.ON_DEVICE
-    bench.pager.acquire([], UNIT, "next")
-
-
-def test_a_copy_in_that_can_not_begin() -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2, fill=5))
-    bench.mover.refuse = StorageError("mmap failed")
-    with pytest.raises(StorageError, match="mmap failed"):
-        bench.pager.acquire([block], 0, "next")
-    assert block.state is State.OFFLOADED and bench.pager.used_bytes == 0
-    bench.run(block)
-    assert bench.value("w") == 5
-
-
-def test_a_prefetch_that_can_not_begin_when_its_turn_comes() -> None:
-    bench = Bench(4 * UNIT)
-    block = evicted(bench, bench.make("w", 2, fill=5))
-    blocker = bench.make("blocker", 4)
-    bench.pager.prefetch(block)
-    bench.pager.offload(blocker)
-    bench.mover.refuse = StorageError("mmap failed")
-    bench.mover.finish()  # an I/O thread would do this: nothing may be raised into it
-    with pytest.raises(StorageError, match="mmap failed"):
-        bench.pager.acquire([], UNIT, "next")
-    bench.run(block)
-    assert bench.value("w") == 5
-
-
-def test_bringing_everything_back() -> None:
-    bench = Bench(8 * UNIT)
-    for number in range(8):
-        bench.make(f"w{number}", 2, fill=number)
-    bench.pager.offload(bench.pager.blocks[-1])
-    bench.pager.bring_back_all()
-    assert all(block.state is State.ON_DEVICE for block in bench.pager.blocks)
-    assert [bench.value(f"w{number}") for number in range(8)] == list(range(8))
-    assert bench.pager.used_bytes == 16 * UNIT
-
-
-class Silent(threading.Condition):
-    """Nothing ever changes."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        return False
-
-
-def test_whoever_waits_hears_of_a_dead_drive() -> None:
-    bench = Bench(8 * UNIT)
-    block = evicted(bench, bench.make("a", 4))
-    bench.pager._changed = Silent()
-    bench.mover.stuck = io_error("a")
-    with pytest.raises(StorageIOError, match="block 'a'"):
-        bench.pager.acquire([block], 0, "run")
-    assert block.pins == 0
-    with pytest.raises(StorageIOError, match="block 'a'"):
-        bench.pager.bring_back_all()

@@ -23,7 +23,7 @@ STEPS = 300
 
 
 class AnySequence:
-    """A pager and what its blocks should contain. `failures`: copies fail and cannot begin now and then."""
+    """A pager, and what its blocks should contain. failures: now and then a copy fails, or cannot begin."""
 
     def __init__(self, seed: int, *, failures: bool) -> None:
         self.draw = random.Random(seed)
@@ -52,7 +52,7 @@ class AnySequence:
             self.bench.finish_one()
 
     def fail(self) -> None:
-        """The next copy to end fails, or the next one to begin does not."""
+        """Let the next copy to end fail, or the next copy to begin."""
         if self.draw.random() < 0.5:
             self.mover.fail_copies = [io_error()]
         else:
@@ -136,7 +136,7 @@ class AnySequence:
                 self.seen["prefetched"] += 1
 
     def user_code(self) -> None:
-        """Writes what it can reach, drops things, brings a new tensor of its own; copies go on meanwhile."""
+        """Run user code: it writes what it can reach, drops blocks, and makes a new tensor. Copies go on meanwhile."""
         with contextlib.suppress(StorageError):
             self.pager.leave_region()
         self.check()
@@ -162,18 +162,18 @@ class AnySequence:
     # -- what always holds
 
     def check(self) -> None:
-        assert self.pager.used_bytes + self.pager._reserved + self.pager.fixed_bytes <= self.allowed
-        known = list(self.pager._blocks.values())
+        assert self.pager.used_bytes + self.pager.account.reserved_bytes + self.pager.fixed_bytes <= self.allowed
+        known = list(self.pager.table)
         assert self.pager.used_bytes == sum(b.size_bytes for b in known if b.state is not State.OFFLOADED)
         kinds, states = [copy.kind for copy in self.mover.flying], [b.state for b in known]
-        assert kinds.count("in") == states.count(State.PREFETCHING) == self.pager._arriving
+        assert kinds.count("in") == states.count(State.PREFETCHING) == self.pager.account.prefetching_blocks
         assert kinds.count("out") == states.count(State.OFFLOADING)
         assert all(block.pins == 0 for block in self.blocks.values())
         for name, value in self.wanted.items():
             assert self.bench.value(name) == value, f"{self.blocks[name]}"
 
     def end(self) -> None:
-        """Everything comes back, and nothing is left when all has died."""
+        """Bring everything back, drop it, and check that nothing is left."""
         self.mover.fail_copies, self.mover.refuse = [], None
         with contextlib.suppress(StorageError):
             self.pager.enter_region()  # raises what nobody has been told yet

@@ -1,4 +1,4 @@
-"""Who gets a slot where: the first tier with room, or the one that is wanted."""
+"""Which tier a block gets its slot in: the wanted one, else the first with room."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def no_collector() -> Iterator[None]:
 
 
 def test_a_full_tier_keeps_no_frame_alive(tiers: Tiers, no_collector: None) -> None:
-    """Tensors in the frames of callers would live on, and AccumulateGrad would clone each gradient that is among them."""
+    """Else tensors in the frames of callers would live on, and AccumulateGrad would clone each gradient among them."""
     tiers.place(block(), UNIT, "host")
 
     def caller() -> weakref.ref[torch.Tensor]:

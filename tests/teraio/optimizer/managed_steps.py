@@ -49,8 +49,8 @@ class Training:
             mover=mover or self.mover,
             budget_bytes=budget_bytes,
             device=device or (AsynchronousDevice() if gpu else CpuDevice()),
+            condition=Stepping(self.finish_one),
         )
-        self.pager._changed = Stepping(self.finish_one)
         self.timeline = Timeline(self.pager)
         self.active = True
         self.iterations: list[Iteration] = []

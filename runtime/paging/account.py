@@ -1,0 +1,88 @@
+"""What the budget counts."""
+
+from __future__ import annotations
+
+NO_LIMIT = 1 << 62
+"""Free bytes where there is no budget."""
+
+
+class MemoryAccount:
+    """Bytes on the device that count against the budget. The pager's lock guards all changes.
+
+    budget_bytes: limit of `total_bytes`; None for no limit.
+    fixed_bytes: bytes that other parts of teraio keep on the device and have reported, such as small optimizer states.
+    external_bytes: other bytes that the device had when the current region began, such as tensors of user code.
+    used_bytes: blocks on the device, including those that are being copied in or out.
+    reserved_bytes: what the stage that begins, or runs, will allocate: outputs, workspace, and inputs that must come back.
+    offloading_bytes: blocks that are OFFLOADING. They still count as used.
+    prefetching_blocks: number of blocks that are PREFETCHING.
+    peak_bytes: the highest `total_bytes` so far.
+    """
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self.budget_bytes = budget_bytes
+        self.fixed_bytes = 0
+        self.external_bytes = 0
+        self.used_bytes = 0
+        self.reserved_bytes = 0
+        self.offloading_bytes = 0
+        self.prefetching_blocks = 0
+        self.peak_bytes = 0
+
+    @property
+    def unmoved_bytes(self) -> int:
+        """Bytes on the device that are not in blocks and are not reserved."""
+        return self.fixed_bytes + self.external_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes that count against the budget."""
+        return self.used_bytes + self.reserved_bytes + self.unmoved_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that the budget leaves; negative while room is being made."""
+        return NO_LIMIT if self.budget_bytes is None else self.budget_bytes - self.total_bytes
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes that the budget leaves to the running stage and to memory that is kept for reuse."""
+        return self.free_bytes + self.reserved_bytes
+
+    def short_bytes(self, wanted_bytes: int) -> int:
+        """Return how many of `wanted_bytes` are missing, apart from what is reserved; negative if more are free."""
+        return wanted_bytes - self.unused_bytes
+
+    def note_peak(self) -> None:
+        """Update `peak_bytes`."""
+        self.peak_bytes = max(self.peak_bytes, self.total_bytes)
+
+    def recognise(self, size_bytes: int) -> None:
+        """Count memory as a block that was there when the region began, and so was counted as external."""
+        self.external_bytes = max(self.external_bytes - size_bytes, 0)
+
+    def begin_offload(self, size_bytes: int) -> None:
+        """A block becomes OFFLOADING; its memory still counts."""
+        self.offloading_bytes += size_bytes
+
+    def end_offload(self, size_bytes: int) -> None:
+        """A block is no longer OFFLOADING; its memory still counts, see `remove`."""
+        self.offloading_bytes -= size_bytes
+
+    def begin_prefetch(self, size_bytes: int) -> None:
+        """A block becomes PREFETCHING; its memory counts from now on."""
+        self.used_bytes += size_bytes
+        self.prefetching_blocks += 1
+        self.note_peak()
+
+    def end_prefetch(self) -> None:
+        """A block is no longer PREFETCHING; its memory still counts, see `remove`."""
+        self.prefetching_blocks -= 1
+
+    def add(self, size_bytes: int) -> None:
+        """A block on the device has become known."""
+        self.used_bytes += size_bytes
+
+    def remove(self, size_bytes: int) -> None:
+        """The memory of a block has left the device or was freed."""
+        self.used_bytes -= size_bytes

@@ -1,0 +1,57 @@
+"""All blocks, by the storage that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from runtime.paging.block import Block
+from runtime.paging.mover import Mover
+
+
+class BlockTable:
+    """The blocks of one pager. The pager's lock guards changes and loops; a look-up of one storage needs no lock."""
+
+    def __init__(self, mover: Mover | None) -> None:
+        self._mover = mover
+        self._blocks: dict[int, Block] = {}
+
+    def __iter__(self) -> Iterator[Block]:
+        """All blocks, dead ones included, in the order in which they became known."""
+        return iter(self._blocks.values())
+
+    def find(self, storage: torch.UntypedStorage) -> Block | None:
+        """Return the block of the storage, if there is one."""
+        return self._blocks.get(storage._cdata)
+
+    def add(self, block: Block) -> None:
+        """Add a block whose storage has none."""
+        self._blocks[block.key] = block
+
+    def remove(self, block: Block) -> None:
+        """Remove a block that is in the table."""
+        del self._blocks[block.key]
+
+    def holds(self, block: Block) -> bool:
+        """Whether the block is in the table: it was not forgotten."""
+        return self._blocks.get(block.key) is block
+
+    def is_current(self, block: Block) -> bool:
+        """Whether the block is in the table and its storage is alive."""
+        return self.holds(block) and not block.dead
+
+    def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage has the size and the memory that the block was last seen with, or was moved to."""
+        if block.size_bytes != storage.nbytes():
+            return False
+        return block.address == storage.data_ptr() if self._mover is None else self._mover.is_same(block, storage)
+
+    def replaced(self) -> list[Block]:
+        """Return the blocks to whose storage user code gave other memory (`share_memory_`, `resize_`)."""
+        found = []
+        for block in self:
+            held = block.storage() if block.user_visible else None
+            if held is not None and not self.is_same(block, held):
+                found.append(block)
+        return found

@@ -1,0 +1,81 @@
+"""How the pager's threads share one lock, wait for copies, and hear of copies that failed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from planner.errors import StorageError
+from runtime.paging.mover import Mover
+
+CHECK_SECONDS = 1.0
+"""Seconds between drive health checks while waiting for a copy."""
+
+
+class CopySignal:
+    """The pager's lock, and the signal that a copy has ended. All calls with the lock held.
+
+    [Note: Locking]
+    One lock guards all blocks and all counters. The training thread takes it between stages, I/O threads take it when a copy
+    has ended. The public methods of `Pager` and the callbacks of copies take it; all else in this folder is called with it
+    held. Whoever frees memory begins the prefetches that wait for room, in the order in which they were asked for.
+
+    condition: the lock; notified when a copy has ended or a lent block was given back.
+    busy_seconds: returns for how long each link has been copying. now_seconds: the host's clock.
+    waited_seconds: seconds that the training thread has waited for copies, for room and for updates on the host.
+    exposed_seconds: for each link, the part of its busy seconds in which the training thread waited. The rest was hidden.
+    """
+
+    def __init__(
+        self,
+        *,
+        condition: threading.Condition | None = None,
+        mover: Mover | None = None,
+        busy_seconds: Callable[[], Mapping[str, float]] = dict,
+        now_seconds: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.condition = condition or threading.Condition()
+        self.now_seconds = now_seconds
+        self.waited_seconds = 0.0
+        self.exposed_seconds: dict[str, float] = {}
+        self._mover = mover
+        self._busy_seconds = busy_seconds
+        self._failure: StorageError | None = None
+
+    def wait(self) -> None:
+        """Wait until a copy has ended. For the training thread: the time counts.
+
+        Raises StorageIOError where a copy has made no progress for too long.
+        """
+        began, before = self.now_seconds(), self._busy_seconds()
+        try:
+            while not self.condition.wait(CHECK_SECONDS):
+                self._check()
+        finally:
+            self.waited_seconds += self.now_seconds() - began
+            for link, seconds in self._busy_seconds().items():
+                self.exposed_seconds[link] = self.exposed_seconds.get(link, 0.0) + seconds - before[link]
+
+    def poll(self, seconds: float) -> None:
+        """Wait for at most so long. For any thread: the time does not count. Raises like `wait`."""
+        self.condition.wait(seconds)
+        self._check()
+
+    def notify(self) -> None:
+        """Wake all threads that wait."""
+        self.condition.notify_all()
+
+    def fail(self, failure: StorageError) -> None:
+        """Keep the error of a copy until the training thread asks for it."""
+        self._failure = failure
+
+    def raise_failure(self) -> None:
+        """Raise the error of a copy that has failed since the last call, if one has."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _check(self) -> None:
+        if self._mover is not None:
+            self._mover.check()

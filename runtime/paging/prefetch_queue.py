@@ -1,0 +1,93 @@
+"""Prefetches that wait for room, and which of them were late."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from runtime.paging.account import MemoryAccount
+from runtime.paging.block import Block, State
+from runtime.paging.block_table import BlockTable
+from runtime.paging.transitions import BlockTransitions
+
+
+class PrefetchQueue:
+    """Begins prefetches in the order in which they were asked for, as soon as each has room. With the pager's lock held.
+
+    in_user_code: no compiled region runs, so that no copy of a block that user code can reach may begin.
+    """
+
+    def __init__(self, account: MemoryAccount, table: BlockTable, transitions: BlockTransitions) -> None:
+        self.in_user_code = True
+        self._account = account
+        self._table = table
+        self._transitions = transitions
+        self._waiting: deque[Block] = deque()
+        self._beginning = False
+        self._late: list[tuple[Block, float]] = []
+
+    def ask_for(self, blocks: Sequence[Block]) -> None:
+        """Add prefetches of those blocks that are not on the device, and begin those that have room."""
+        asked = [b for b in blocks if b.state not in (State.ON_DEVICE, State.PREFETCHING)]
+        self._waiting.extend(asked)
+        self.begin_ready()
+        for block in asked:
+            block.held_back = block.state is not State.PREFETCHING
+
+    def clear(self) -> None:
+        """Drop the prefetches that have not begun."""
+        self._waiting.clear()
+
+    def begin_ready(self) -> None:
+        """Begin the prefetches that have room, strictly in order."""
+        if self._beginning:  # a copy that ended at once calls again
+            return
+        self._beginning = True
+        try:
+            while self._waiting and self._begin_first():
+                pass
+        finally:
+            self._beginning = False
+
+    def _begin_first(self) -> bool:
+        """Begin or drop the first prefetch in the queue, or take one obstacle away. False if it has to wait."""
+        block = self._waiting[0]
+        if not self._table.is_current(block) or block.state in (State.ON_DEVICE, State.PREFETCHING):
+            self._waiting.popleft()
+            return True
+        if block in self._transitions.reserved_for_host:
+            return False
+        if block in self._transitions.queued_offloads and self._account.free_bytes >= 0:
+            self._transitions.keep(block)  # nobody needs its memory: it need not leave
+            return True
+        if block.state in (State.OFFLOADING, State.UPDATING) or (self.in_user_code and block.user_visible):
+            return False
+        if not self._has_room(block.size_bytes):
+            return False
+        self._waiting.popleft()
+        self._transitions.begin_prefetch(block)
+        return True
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """Whether so many bytes are free. Takes the memory of queued offloads if that is enough to make them free."""
+        short = size_bytes - self._account.free_bytes
+        takeable = [block for block in self._transitions.queued_offloads if not block.pins and block.copy_is_valid]
+        if short > sum(block.size_bytes for block in takeable):
+            return False
+        for block in takeable:
+            if short > 0:
+                short -= self._transitions.take_memory(block)
+        return short <= 0
+
+    # -- late prefetches
+
+    def note_late(self, coming: list[Block], seconds: float) -> None:
+        """Move those of `coming` that have landed to the late ones: a stage has waited so long for them."""
+        for block in [b for b in coming if b.state is State.ON_DEVICE]:
+            coming.remove(block)
+            self._late.append((block, seconds))
+
+    def take_late(self) -> list[tuple[Block, float]]:
+        """Return the late prefetches since the last call, see `Pager.take_late`."""
+        late, self._late = self._late, []
+        return late

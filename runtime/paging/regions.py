@@ -1,0 +1,95 @@
+"""The boundary between compiled regions and user code.
+
+[Note: User code]
+Between compiled regions user code may write any block that it can reach. `Pager.leave_region` waits until none of those is
+being copied, and assumes that user code changes all of them. Until `Pager.enter_region` no copy of them begins.
+"""
+
+from __future__ import annotations
+
+from runtime.device import Device
+from runtime.paging.account import MemoryAccount
+from runtime.paging.block import State
+from runtime.paging.block_table import BlockTable
+from runtime.paging.copy_signal import CopySignal
+from runtime.paging.mover import Mover
+from runtime.paging.prefetch_queue import PrefetchQueue
+from runtime.paging.room import RoomMaker
+from runtime.paging.transitions import BlockTransitions
+
+
+class Regions:
+    """Hands blocks over to user code and takes them back, see [Note: User code]. All calls with the pager's lock held."""
+
+    def __init__(
+        self,
+        device: Device,
+        account: MemoryAccount,
+        table: BlockTable,
+        signal: CopySignal,
+        mover: Mover | None,
+        transitions: BlockTransitions,
+        prefetches: PrefetchQueue,
+        room: RoomMaker,
+    ) -> None:
+        self._device = device
+        self._account = account
+        self._table = table
+        self._signal = signal
+        self._mover = mover
+        self._transitions = transitions
+        self._prefetches = prefetches
+        self._room = room
+
+    def enter(self) -> None:
+        """See `Pager.enter_region`."""
+        self._signal.raise_failure()
+        self._transitions.sweep()
+        self._transitions.forget_replaced()
+        self._account.external_bytes = self._device.bytes_beside(self._account.used_bytes + self._account.fixed_bytes)
+        self._prefetches.in_user_code = False
+        self._invalidate_mappings()
+
+    def leave(self) -> None:
+        """See `Pager.leave_region`."""
+        self._prefetches.in_user_code = True
+        self._transitions.sweep()
+        visible = [block for block in self._table if block.user_visible]
+        while True:
+            for block in [b for b in self._transitions.queued_offloads if b.user_visible]:  # each wait may add some
+                self._transitions.take_memory(block)
+            if all(block.state in (State.ON_DEVICE, State.OFFLOADED) for block in visible):
+                break
+            self._signal.wait()
+        resident = [block for block in visible if block.state is State.ON_DEVICE]
+        for block in resident:
+            self._transitions.write(block)
+        if self._mover is not None:
+            self._mover.wait_resident(resident)
+        self._room.trim()
+        self._signal.raise_failure()
+
+    def bring_back_all(self) -> None:
+        """See `Pager.bring_back_all`."""
+        self._prefetches.clear()
+        while True:
+            for block in list(self._transitions.queued_offloads):
+                self._transitions.keep(block)
+            self._transitions.sweep()
+            self._transitions.forget_replaced()
+            self._invalidate_mappings()
+            for block in [block for block in self._table if block.state is State.OFFLOADED]:
+                self._transitions.begin_prefetch(block)
+            self._signal.raise_failure()
+            if all(block.state is State.ON_DEVICE for block in self._table):
+                if self._mover is not None:
+                    self._mover.wait_resident(list(self._table))
+                return
+            self._signal.wait()
+
+    def _invalidate_mappings(self) -> None:
+        """User code may have written to what stands in for the blocks that are away."""
+        for block in self._table:
+            held = block.storage() if block.user_visible and block.state is State.OFFLOADED else None
+            if held is not None and self._mover is not None:
+                self._mover.invalidate_mapping(block)

@@ -1,0 +1,84 @@
+"""Makes room on the device within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from planner.errors import BudgetError
+from runtime.paging.account import MemoryAccount
+from runtime.paging.block import Block, State
+from runtime.paging.block_table import BlockTable
+from runtime.paging.copy_signal import CopySignal
+from runtime.paging.eviction import EvictionPolicy
+from runtime.paging.mover import Mover
+from runtime.paging.transitions import BlockTransitions
+
+
+class RoomMaker:
+    """Evicts blocks where the account is short. All calls with the pager's lock held."""
+
+    def __init__(
+        self,
+        account: MemoryAccount,
+        table: BlockTable,
+        signal: CopySignal,
+        mover: Mover | None,
+        transitions: BlockTransitions,
+        eviction: EvictionPolicy,
+    ) -> None:
+        self._account = account
+        self._table = table
+        self._transitions = transitions
+        self._eviction = eviction
+        self._signal = signal
+        self._mover = mover
+
+    def make_room(self, blocks: Sequence[Block], new_bytes: int, what: str) -> None:
+        """Reserve memory for those of `blocks` that are OFFLOADED and for `new_bytes`. Waits until enough is free.
+
+        what: name of the stage. Raises BudgetError if the stage does not fit, StorageError if a copy failed.
+        """
+        account, queued = self._account, self._transitions.queued_offloads
+        if account.budget_bytes is None:
+            return
+        while True:
+            self._signal.raise_failure()
+            account.reserved_bytes = wanted = _away_bytes(blocks) + new_bytes  # no prefetch may take it meanwhile
+            if account.short_bytes(wanted) <= 0:
+                break
+            self._transitions.sweep()
+            if (short := self._short_bytes(blocks, new_bytes)) > account.offloading_bytes:
+                self.evict(short - account.offloading_bytes)
+            while queued and self._short_bytes(blocks, new_bytes) > 0:
+                self._transitions.take_memory(next(iter(queued)))
+            short = self._short_bytes(blocks, new_bytes)
+            if short > 0:
+                if not account.offloading_bytes and not account.prefetching_blocks:
+                    raise self._too_small(what, short)
+                self._signal.wait()
+        self.trim()
+
+    def evict(self, wanted_bytes: int, keep: Collection[Block] = ()) -> None:
+        """Begin to offload blocks, but none of `keep`, until `wanted_bytes` will be free or no block is left."""
+        for block in self._eviction.order(self._table, keep=keep):
+            if wanted_bytes <= 0:
+                return
+            wanted_bytes -= block.size_bytes
+            self._transitions.begin_offload(block)
+
+    def trim(self) -> None:
+        """Let the mover free memory that it keeps for reuse: the budget counts that as well."""
+        if self._mover is not None and self._account.budget_bytes is not None:
+            self._mover.trim(self._account.unused_bytes)
+
+    def _short_bytes(self, blocks: Sequence[Block], new_bytes: int) -> int:
+        return self._account.short_bytes(_away_bytes(blocks) + new_bytes)
+
+    def _too_small(self, what: str, short: int) -> BudgetError:
+        self._transitions.need_mover()  # raises another error if there is none
+        budget = self._account.budget_bytes or 0
+        return BudgetError(smallest_bytes=budget + short, budget_bytes=budget, stage=what)
+
+
+def _away_bytes(blocks: Sequence[Block]) -> int:
+    return sum(block.size_bytes for block in blocks if block.state is State.OFFLOADED)

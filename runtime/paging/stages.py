@@ -1,0 +1,81 @@
+"""What a stage needs on the device: brought there, and held while the stage runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from runtime.paging.account import MemoryAccount
+from runtime.paging.block import Block, State
+from runtime.paging.copy_signal import CopySignal
+from runtime.paging.mover import Mover
+from runtime.paging.prefetch_queue import PrefetchQueue
+from runtime.paging.room import RoomMaker
+from runtime.paging.transitions import BlockTransitions
+
+
+class Stages:
+    """Gives each stage its memory, see `Pager.acquire` and `Pager.retire`. All calls with the pager's lock held."""
+
+    def __init__(
+        self,
+        account: MemoryAccount,
+        signal: CopySignal,
+        mover: Mover | None,
+        transitions: BlockTransitions,
+        prefetches: PrefetchQueue,
+        room: RoomMaker,
+    ) -> None:
+        self._account = account
+        self._signal = signal
+        self._mover = mover
+        self._transitions = transitions
+        self._prefetches = prefetches
+        self._room = room
+
+    def acquire(self, blocks: Sequence[Block], new_bytes: int, what: str, then_fetch: Sequence[Block]) -> None:
+        """See `Pager.acquire`."""
+        self._transitions.pin(blocks)
+        try:
+            while any(block.state is State.UPDATING for block in blocks):
+                self._signal.wait()
+            self._room.make_room(blocks, new_bytes, what)
+            coming = [block for block in blocks if block.state is State.PREFETCHING and not block.held_back]
+            self._begin_missing(blocks, new_bytes)
+            self._prefetches.ask_for(then_fetch)
+            began = self._signal.now_seconds()
+            while any(block.state in (State.PREFETCHING, State.OFFLOADED) for block in blocks):
+                self._signal.raise_failure()
+                self._signal.wait()
+                self._prefetches.note_late(coming, self._signal.now_seconds() - began)
+            if self._mover is not None:
+                self._mover.wait_resident(blocks)
+        except BaseException:
+            self._release(blocks)
+            raise
+
+    def _begin_missing(self, blocks: Sequence[Block], new_bytes: int) -> None:
+        """Begin to copy those blocks in that are OFFLOADED. All that are being copied in go first on their link."""
+        missing = [block for block in blocks if block.state is State.OFFLOADED]
+        self._account.reserved_bytes = new_bytes + sum(block.size_bytes for block in missing)
+        for block in missing:
+            self._account.reserved_bytes -= block.size_bytes
+            if block.state is State.OFFLOADED:  # still: where one copy fails to begin, waiting prefetches may begin
+                self._transitions.begin_prefetch(block)
+        for block in blocks:
+            if block.state is State.PREFETCHING and self._mover is not None:
+                self._mover.prioritize(block)
+        self._account.note_peak()
+
+    def retire(self, blocks: Sequence[Block], written: Sequence[Block], last_used: Sequence[Block]) -> None:
+        """See `Pager.retire`."""
+        for block in last_used:
+            if block.dead:
+                self._transitions.forget(block)
+        for block in written:
+            self._transitions.write(block)
+        self._release(blocks)
+        self._account.note_peak()
+
+    def _release(self, blocks: Sequence[Block]) -> None:
+        self._transitions.unpin(blocks)
+        self._account.reserved_bytes = 0

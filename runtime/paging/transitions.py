@@ -1,0 +1,301 @@
+"""The states of a block, and every transition between them.
+
+[Note: States of a block]
+case         state        memory    slot     who moves it on   event                                    next case
+-----------  -----------  --------  -------  ----------------  ---------------------------------------  -----------
+dirty        ON_DEVICE    held      invalid  any thread        begin_offload                            offloading
+             .                               any thread        begin_offload, but no copy can begin     dirty
+clean        ON_DEVICE    held      valid    any thread        begin_offload                            offloaded
+             .                               training thread   write: by a stage or by user code        dirty
+             .                               any thread        its slot goes to another block           dirty
+offloading   OFFLOADING   held      filling  thread of a copy  copy has ended                           offloaded
+             .                               thread of a copy  copy has ended, but a stage holds it     clean
+             .                               thread of a copy  copy failed, or block was written        dirty
+             .                               training thread   the device will make the copy            queued
+queued       OFFLOADING   held      filling  any thread        keep: a stage or a prefetch needs it     clean
+             .                               any thread        take_memory                              offloaded
+             .                               any thread        take_memory, but a stage holds it        clean
+             .                               any thread        take_memory, but it was written          dirty
+offloaded    OFFLOADED    none      valid    any thread        begin_prefetch                           prefetching
+             .                               who borrows it    begin_update                             updating
+prefetching  PREFETCHING  reserved  valid    thread of a copy  copy has ended                           clean
+             .                               thread of a copy  copy failed, or cannot begin             offloaded
+updating     UPDATING     none      in use   who borrows it    end_update: now a new version            offloaded
+
+A block begins as dirty. One whose storage is dead is forgotten as soon as it is dirty, clean, queued or offloaded (`forget`).
+Two sets say more of a block than its state: `queued_offloads` holds those in the case "queued"; `reserved_for_host` holds blocks
+that are offloading, queued or offloaded and that the host's processor will update: no prefetch begins for them before, but a
+stage that needs one takes it. A stage holds a block from `pin` to `unpin`; it does not wait for the end of an offload.
+
+[Note: Queued offloads]
+A copy out that the device makes by itself (see [Note: Two kinds of time]) leaves its block OFFLOADING and queued: the pager
+may take its memory at any time, which makes the device wait for the copy, not the host. It does so where room is needed at
+once, and for a prefetch that nothing else can make room for; otherwise it waits until the copy has ended.
+
+[Note: Why a block leaves]
+reason       who asks                   method                      what happens to the bytes
+a plan       Timeline, at its stage     Pager.offload               copied to the plan's tier; the block stays if all are full
+pressure     a stage that is short      Pager.acquire, make_room    those with the furthest next use are copied (EvictionPolicy)
+room ahead   an optimizer step, for     Pager.evict_until_free      as under pressure, but nobody waits
+             its next subgroup
+lending      an update by slices        Pager.lend                  copied; then read and written in the slot, slice by slice
+host update  HostUpdates, for blocks    Pager.set_aside, and then   nothing is copied for it: a block in, or on its way to, the
+             that wait on the host      Pager.lend_memory           host tier is updated there by the processor
+
+In each case the bytes go the same way. `BlockTransitions.begin_offload` calls `Mover.copy_out`, which gets a slot from
+`Tiers.place`. Then a block goes to a file, or to the host tier of the CPU, in threads: `BlockTransfers.write`, `Engine.write`,
+`Link.submit`; in an I/O thread `Store.write_piece` (for files `os.pwritev`) and `BlockTransitions._copied_out`. To the host tier
+of a GPU the device copies by itself: `HostCopies.queue`. `Mover.release` gives the memory back. The way in is the same with
+`begin_prefetch`, `Mover.copy_in`, `read` in place of `write`, `_copied_in` and `Mover.install`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from planner.errors import StorageError, StorageFullError
+from planner.schema import WaitingTier
+from runtime.paging.account import MemoryAccount
+from runtime.paging.block import Block, State
+from runtime.paging.block_table import BlockTable
+from runtime.paging.copy_signal import CopySignal
+from runtime.paging.mover import Done, Mover
+
+
+class BlockTransitions:
+    """Moves blocks from state to state, see [Note: States of a block]. All calls with the pager's lock held.
+
+    copy_ended: called after each copy, which may have freed memory.
+    queued_offloads: see [Note: Queued offloads]; in the order in which they were queued.
+    reserved_for_host: blocks that will be lent to the host's processor; no prefetch takes them before.
+    evictions: number of offloads that have begun.
+    """
+
+    def __init__(
+        self,
+        account: MemoryAccount,
+        table: BlockTable,
+        signal: CopySignal,
+        mover: Mover | None,
+        *,
+        copy_ended: Callable[[], None],
+    ) -> None:
+        self.queued_offloads: dict[Block, None] = {}
+        self.reserved_for_host: set[Block] = set()
+        self.evictions = 0
+        self._account = account
+        self._table = table
+        self._mover = mover
+        self._signal = signal
+        self._copy_ended = copy_ended
+
+    def need_mover(self) -> Mover:
+        """Return the mover. Raises StorageError if there is none."""
+        if self._mover is None:
+            raise StorageError(
+                "the model does not fit and there is nowhere to move blocks to; set the option storage to a directory"
+            )
+        return self._mover
+
+    # -- a stage
+
+    def pin(self, blocks: Sequence[Block]) -> None:
+        """Hold blocks for a stage: those on the device stay there."""
+        for block in blocks:
+            block.pins += 1
+            self.keep(block)
+
+    def unpin(self, blocks: Sequence[Block]) -> None:
+        """Undo one `pin`."""
+        for block in blocks:
+            block.pins -= 1
+
+    def write(self, block: Block) -> None:
+        """The block on the device was written, or may have been: its slot is not valid any more."""
+        block.version += 1
+        block.copy_is_valid = False
+
+    # -- out
+
+    def begin_offload(self, block: Block, tier: WaitingTier | None = None) -> None:
+        """Begin to copy a block that is ON_DEVICE out, to `tier` if that has room; a clean one is OFFLOADED at once.
+
+        Raises StorageFullError if no tier has room, StorageError if the copy cannot begin; the block stays then.
+        """
+        held = block.storage()
+        if held is None:  # a copy that has just ended was the last to hold it
+            self.forget(block)
+            return
+        self.evictions += 1
+        if block.copy_is_valid:
+            self._finish_offload(block)
+            return
+        self._enter_offloading(block)
+        try:
+            self._copy_out(block, tier, partial(self._copied_out, block, block.version))
+        except StorageError:
+            self._leave_offloading(block)
+            raise
+
+    def _copied_out(self, block: Block, version: int, error: StorageError | None) -> None:
+        with self._signal.condition:
+            self._leave_offloading(block)
+            try:
+                if error is not None:
+                    raise error
+                block.copy_is_valid = block.version == version
+                if block.copy_is_valid and not block.pins:
+                    self._finish_or_queue(block)
+            except StorageError as failure:
+                self._signal.fail(failure)
+            self._copy_ended()
+            self._signal.notify()
+
+    def _finish_or_queue(self, block: Block) -> None:
+        if self.need_mover().finished(block):
+            self._finish_offload(block)
+        else:
+            self._enter_offloading(block)
+            self.queued_offloads[block] = None
+
+    def _finish_offload(self, block: Block) -> None:
+        held = block.storage()  # its memory must not be freed and used again while other pages are put in its place
+        if held is None:
+            return
+        self.need_mover().release(block)
+        block.state = State.OFFLOADED
+        self._account.remove(block.size_bytes)
+
+    def _enter_offloading(self, block: Block) -> None:
+        block.state = State.OFFLOADING
+        self._account.begin_offload(block.size_bytes)
+
+    def _leave_offloading(self, block: Block) -> None:
+        block.state = State.ON_DEVICE
+        self._account.end_offload(block.size_bytes)
+
+    def keep(self, block: Block) -> None:
+        """If the block is a queued offload, let it stay on the device: it is needed there."""
+        if block in self.queued_offloads:
+            del self.queued_offloads[block]
+            self._leave_offloading(block)
+
+    def take_memory(self, block: Block) -> int:
+        """Take the memory of a queued offload. Returns its bytes; 0 if a stage holds it or it was written meanwhile."""
+        self.keep(block)
+        if block.pins or not block.copy_is_valid:
+            return 0
+        before = self._account.used_bytes
+        self._finish_offload(block)
+        return before - self._account.used_bytes
+
+    # -- slots of blocks on the device
+
+    def _copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
+        mover = self.need_mover()
+        if tier is not None and not mover.has_room(block, tier):
+            self._drop_spare_copies(block, tier)
+        while True:
+            try:
+                return mover.copy_out(block, tier, done)
+            except StorageFullError:
+                if not self._drop_spare_copies(block):
+                    raise
+
+    def _drop_spare_copies(self, wanting: Block, tier: WaitingTier | None = None) -> bool:
+        """Free slots of blocks on the device, in `tier` if given: those that are not valid, else those that are.
+
+        Blocks on the device keep their slots as long as there is room. Returns whether any slot was freed.
+        """
+        here = [block for block in self._with_copies() if block is not wanting and tier in (None, block.tier)]
+        spare = [block for block in here if not block.copy_is_valid] or here
+        self._drop_copies(spare)
+        return bool(spare)
+
+    def drop_void_copies(self, tier: WaitingTier) -> None:
+        """Free the slots in `tier` of blocks on the device that are not valid."""
+        self._drop_copies([b for b in self._with_copies() if b.tier == tier and not b.copy_is_valid])
+
+    def _with_copies(self) -> list[Block]:
+        return [b for b in self._table if b.state is State.ON_DEVICE and b.slot is not None]
+
+    def _drop_copies(self, spare: Sequence[Block]) -> None:
+        mover = self.need_mover()
+        mover.wait_resident(spare)  # then nothing on the device reads from their slots any more
+        for block in spare:
+            block.copy_is_valid = False
+            mover.drop_copy(block)
+
+    # -- in
+
+    def begin_prefetch(self, block: Block) -> None:
+        """Begin to copy a block that is OFFLOADED in. An error goes to the training thread, see `CopySignal.fail`."""
+        held = block.storage()
+        if held is None:
+            self.forget(block)
+            return
+        block.state = State.PREFETCHING
+        self._account.begin_prefetch(block.size_bytes)
+        done = partial(self._copied_in, block)
+        try:
+            self.need_mover().copy_in(block, done)
+        except StorageError as failure:
+            done(failure)  # not raised: this may be an I/O thread that has ended another copy
+
+    def _copied_in(self, block: Block, error: StorageError | None) -> None:
+        with self._signal.condition:
+            self._account.end_prefetch()
+            try:
+                if error is not None:
+                    raise error
+                self.need_mover().install(block)
+                block.state = State.ON_DEVICE
+            except StorageError as failure:
+                self._signal.fail(failure)
+                block.state = State.OFFLOADED
+                self._account.remove(block.size_bytes)
+            self._copy_ended()
+            self._signal.notify()
+
+    # -- changes in the slot
+
+    def begin_update(self, blocks: Sequence[Block]) -> None:
+        """Lend the slots of blocks that are OFFLOADED."""
+        for block in blocks:
+            self.need_mover().invalidate_mapping(block)
+            block.state = State.UPDATING
+
+    def end_update(self, blocks: Sequence[Block]) -> None:
+        """Those of `blocks` that are UPDATING hold what is in their slots now."""
+        for block in blocks:
+            if block.state is State.UPDATING:
+                block.version += 1
+                block.state = State.OFFLOADED
+
+    # -- the end
+
+    def forget(self, block: Block) -> None:
+        """Drop a block that is dead or was replaced, and free its slot; later if a copy or an update still uses it."""
+        self.keep(block)
+        if block.state not in (State.ON_DEVICE, State.OFFLOADED) or not self._table.holds(block):
+            return
+        self._table.remove(block)
+        if block.state is State.ON_DEVICE:
+            self._account.remove(block.size_bytes)
+        if self._mover is not None:
+            self._mover.forget(block)
+
+    def sweep(self) -> None:
+        """Take the memory of queued offloads whose copy has ended, and forget dead blocks."""
+        if self._mover is not None:
+            self._mover.poll()
+        for block in [b for b in self.queued_offloads if self.need_mover().finished(b)]:
+            self.take_memory(block)
+        for block in [b for b in self._table if b.dead]:
+            self.forget(block)
+
+    def forget_replaced(self) -> None:
+        """Forget the blocks to whose storage user code gave other memory: what is known of them is void."""
+        for block in self._table.replaced():
+            self.forget(block)

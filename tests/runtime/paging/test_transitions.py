@@ -1,0 +1,257 @@
+"""Every row of [Note: States of a block], one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from planner.errors import StorageError, StorageFullError, StorageIOError
+from runtime.paging.account import MemoryAccount
+from runtime.paging.block import Block, State
+from runtime.paging.block_table import BlockTable
+from runtime.paging.copy_signal import CopySignal
+from runtime.paging.transitions import BlockTransitions
+from runtime.storage.store import Slot
+
+from ..memory_mover import UNIT, MemoryMover, io_error
+
+SIZE = 2 * UNIT
+
+
+class QueueingMover(MemoryMover):
+    """Copies out whose `Done` was called have ended only once `device_copies` is False."""
+
+    device_copies = False
+
+    def finished(self, block: Block) -> bool:
+        return not self.device_copies
+
+
+class Rig:
+    """One block, and transitions that nobody else drives."""
+
+    def __init__(self) -> None:
+        self.mover = QueueingMover()
+        self.account, self.table, self.signal = MemoryAccount(None), BlockTable(self.mover), CopySignal()
+        self.ends = 0
+        self.transitions = BlockTransitions(self.account, self.table, self.signal, self.mover, copy_ended=self._copy_ended)
+        self.tensor: torch.Tensor | None = torch.full((SIZE,), 7, dtype=torch.uint8)
+        storage = self.tensor.untyped_storage()
+        self.block = Block(storage=storage, name="w", kind="parameter", user_visible=False, span=self.mover.span(storage))
+        self.table.add(self.block)
+        self.account.add(SIZE)
+
+    def _copy_ended(self) -> None:
+        self.ends += 1
+
+    # -- the cases
+
+    def dirty(self) -> None:
+        """As it begins."""
+
+    def offloading(self) -> None:
+        self.transitions.begin_offload(self.block)
+
+    def queued(self) -> None:
+        self.mover.device_copies = True
+        self.offloading()
+        self.mover.finish()
+
+    def offloaded(self) -> None:
+        self.offloading()
+        self.mover.finish()
+
+    def prefetching(self) -> None:
+        self.offloaded()
+        self.transitions.begin_prefetch(self.block)
+
+    def clean(self) -> None:
+        self.prefetching()
+        self.mover.finish()
+
+    def updating(self) -> None:
+        self.offloaded()
+        self.transitions.begin_update([self.block])
+
+    # -- the events
+
+    def begin_offload(self) -> None:
+        self.transitions.begin_offload(self.block)
+
+    def begin_offload_refused(self) -> None:
+        self.mover.refuse = StorageFullError("full")
+        with pytest.raises(StorageFullError):
+            self.transitions.begin_offload(self.block)
+
+    def write(self) -> None:
+        self.transitions.write(self.block)
+
+    def slot_needed(self) -> None:
+        """Another block finds no room for its slot."""
+        self.block.slot = Slot(name="w", size_bytes=SIZE, content_bytes=SIZE, extents=())
+        other = torch.zeros(SIZE, dtype=torch.uint8)
+        block = Block(storage=other.untyped_storage(), name="other", kind="buffer", user_visible=False, span=None)
+        self.mover.refuse = StorageFullError("full")
+        self.transitions.begin_offload(block)
+        assert "drop w" in self.mover.log
+        self.mover.flying.clear()
+        self.account.end_offload(SIZE)
+
+    def copy_ends(self) -> None:
+        self.mover.finish()
+
+    def pinned_copy_ends(self) -> None:
+        self.transitions.pin([self.block])
+        self.mover.finish()
+        self.transitions.unpin([self.block])
+
+    def written_copy_ends(self) -> None:
+        self.transitions.write(self.block)
+        self.mover.finish()
+
+    def copy_fails(self) -> None:
+        self.mover.fail_copies = [io_error()]
+        self.mover.finish()
+        with pytest.raises(StorageIOError):
+            self.signal.raise_failure()
+
+    def device_will_copy(self) -> None:
+        self.mover.device_copies = True
+        self.mover.finish()
+
+    def keep(self) -> None:
+        self.transitions.keep(self.block)
+
+    def take_memory(self) -> None:
+        assert self.transitions.take_memory(self.block) == SIZE
+
+    def take_memory_pinned(self) -> None:
+        self.block.pins += 1
+        assert self.transitions.take_memory(self.block) == 0
+        self.block.pins -= 1
+
+    def take_memory_written(self) -> None:
+        self.write()
+        assert self.transitions.take_memory(self.block) == 0
+
+    def device_has_copied(self) -> None:
+        self.mover.device_copies = False
+        self.transitions.sweep()
+
+    def begin_prefetch(self) -> None:
+        self.transitions.begin_prefetch(self.block)
+
+    def begin_prefetch_refused(self) -> None:
+        self.mover.refuse = StorageError("no memory")
+        self.transitions.begin_prefetch(self.block)
+        with pytest.raises(StorageError, match="no memory"):
+            self.signal.raise_failure()
+
+    def begin_update(self) -> None:
+        self.transitions.begin_update([self.block])
+
+    def end_update(self) -> None:
+        version = self.block.version
+        self.transitions.end_update([self.block])
+        assert self.block.version == version + 1
+
+    # -- what each case is
+
+    def case(self) -> str:
+        queued = self.block in self.transitions.queued_offloads
+        names = {
+            State.ON_DEVICE: "clean" if self.block.copy_is_valid else "dirty",
+            State.OFFLOADING: "queued" if queued else "offloading",
+            State.OFFLOADED: "offloaded",
+            State.PREFETCHING: "prefetching",
+            State.UPDATING: "updating",
+        }
+        assert queued == (names[self.block.state] == "queued")
+        return names[self.block.state]
+
+    def check_account(self) -> None:
+        state = self.block.state
+        assert self.account.used_bytes == (0 if state in (State.OFFLOADED, State.UPDATING) else SIZE)
+        assert self.account.offloading_bytes == (SIZE if state is State.OFFLOADING else 0)
+        assert self.account.prefetching_blocks == (state is State.PREFETCHING)
+        if state in (State.OFFLOADED, State.UPDATING):
+            assert self.block.copy_is_valid
+
+
+Step = Callable[[Rig], None]
+
+ROWS: list[tuple[Step, Step, str]] = [
+    (Rig.dirty, Rig.begin_offload, "offloading"),
+    (Rig.dirty, Rig.begin_offload_refused, "dirty"),
+    (Rig.clean, Rig.begin_offload, "offloaded"),
+    (Rig.clean, Rig.write, "dirty"),
+    (Rig.clean, Rig.slot_needed, "dirty"),
+    (Rig.offloading, Rig.copy_ends, "offloaded"),
+    (Rig.offloading, Rig.pinned_copy_ends, "clean"),
+    (Rig.offloading, Rig.copy_fails, "dirty"),
+    (Rig.offloading, Rig.written_copy_ends, "dirty"),
+    (Rig.offloading, Rig.device_will_copy, "queued"),
+    (Rig.queued, Rig.keep, "clean"),
+    (Rig.queued, Rig.take_memory, "offloaded"),
+    (Rig.queued, Rig.device_has_copied, "offloaded"),
+    (Rig.queued, Rig.take_memory_pinned, "clean"),
+    (Rig.queued, Rig.take_memory_written, "dirty"),
+    (Rig.offloaded, Rig.begin_prefetch, "prefetching"),
+    (Rig.offloaded, Rig.begin_prefetch_refused, "offloaded"),
+    (Rig.offloaded, Rig.begin_update, "updating"),
+    (Rig.prefetching, Rig.copy_ends, "clean"),
+    (Rig.prefetching, Rig.copy_fails, "offloaded"),
+    (Rig.updating, Rig.end_update, "offloaded"),
+]
+
+
+@pytest.mark.parametrize(("begins", "event", "ends"), ROWS, ids=[f"{a.__name__}-{b.__name__}" for a, b, _ in ROWS])
+def test_each_row_of_the_table(begins: Step, event: Step, ends: str) -> None:
+    rig = Rig()
+    begins(rig)
+    assert rig.case() == begins.__name__
+    rig.check_account()
+    event(rig)
+    assert rig.case() == ends
+    rig.check_account()
+
+
+@pytest.mark.parametrize("begins", [Rig.dirty, Rig.clean, Rig.queued, Rig.offloaded], ids=lambda step: step.__name__)
+def test_what_is_dead_is_forgotten_at_once(begins: Step) -> None:
+    rig = Rig()
+    begins(rig)
+    rig.tensor = None
+    rig.transitions.sweep()
+    assert not list(rig.table) and rig.account.used_bytes == rig.account.offloading_bytes == 0 and not rig.mover.slots
+    assert not rig.transitions.queued_offloads
+
+
+@pytest.mark.parametrize("begins", [Rig.offloading, Rig.prefetching], ids=lambda step: step.__name__)
+def test_what_dies_while_it_is_copied_is_forgotten_after_that(begins: Step) -> None:
+    rig = Rig()
+    begins(rig)
+    rig.tensor = None
+    rig.transitions.sweep()
+    assert list(rig.table) == [rig.block], "the copy holds it"
+    rig.mover.finish()
+    rig.transitions.sweep()
+    assert not list(rig.table) and rig.account.used_bytes == 0
+
+
+def test_whoever_waits_for_memory_hears_of_every_copy_that_ends() -> None:
+    rig = Rig()
+    rig.clean()
+    assert rig.ends == 2, "one out, one in"
+    rig.transitions.write(rig.block)
+    rig.offloading()
+    rig.copy_fails()
+    assert rig.ends == 3
+
+
+def test_evictions_are_counted_also_where_nothing_is_copied() -> None:
+    rig = Rig()
+    rig.clean()
+    rig.begin_offload()
+    assert rig.transitions.evictions == 2 and rig.mover.log.count("out w") == 1
