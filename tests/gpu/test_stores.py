@@ -19,6 +19,7 @@ from runtime.storage.store import ALIGNMENT_BYTES, Store
 from runtime.system.pinning import PIN_CHUNK_BYTES, CudaPinner
 from runtime.transfer.engine import Engine
 
+from ..runtime.slot_copies import read_slot, write_slot
 from ..runtime.storage import contract
 
 MIB = 1 << 20
@@ -177,7 +178,7 @@ def test_the_device_copies_from_and_to_a_pinned_slab() -> None:
         copier.to_host(store.address_of(extent), device.address + begin, extent.length_bytes).wait()
         begin += extent.length_bytes
     read = HostMemory(32 * MIB, False)
-    store.read(slot, read.address)
+    read_slot(store, slot, read.address)
     assert read.content == expected
     device.tensor.zero_()
     torch.cuda.synchronize()
@@ -211,7 +212,7 @@ def test_what_kvikio_does_is_told(tmp_path: Path) -> None:
     assert store.description.startswith("kvikio ")
     memory = DeviceMemory(8 * MIB, True)
     slot = store.allocate(8 * MIB, "weights")
-    store.write(slot, memory.address)
+    write_slot(store, slot, memory.address)
     on_drive = slot.extents[0].path.read_bytes()[: 8 * MIB]
     assert on_drive == memory.content
     store.close()

@@ -23,6 +23,7 @@ from runtime.storage.posix import PosixStore
 from runtime.storage.store import Slot
 
 from ..resident import anonymous_bytes
+from ..slot_copies import read_slot, write_slot
 
 MIB = 1 << 20
 SLACK = 3 * MIB
@@ -46,14 +47,14 @@ def movable(memory: CpuMemory, tensor: torch.Tensor) -> Span:
 
 def leave(memory: CpuMemory, store: PosixStore, span: Span, *, keep_pages: bool = True) -> Slot:
     slot = store.allocate(span.length_bytes, "w")
-    store.write(slot, span.address)
+    write_slot(store, slot, span.address)
     memory.map_files(span, slot.extents, keep_pages=keep_pages)
     return slot
 
 
 def come_back(memory: CpuMemory, store: PosixStore, span: Span, slot: Slot) -> None:
     area = memory.take_pages(span.length_bytes)
-    store.read(slot, area.address)
+    read_slot(store, slot, area.address)
     memory.install_pages(area, span)
 
 
@@ -118,7 +119,7 @@ def test_freeing_a_block_that_is_away(memory: CpuMemory, store: PosixStore, keep
     mappings = Path("/proc/self/maps").read_text()
     assert all(str(extent.path) not in mappings for extent in slot.extents), "the slot is still mapped"
     fresh, other = (torch.full((4 * MIB,), fill, dtype=torch.uint8) for fill in (0, 9))
-    store.write(slot, movable(memory, other).address)
+    write_slot(store, slot, movable(memory, other).address)
     assert only_value(fresh) == 0
 
 
@@ -138,13 +139,13 @@ def test_a_file_that_can_not_be_mapped(memory: CpuMemory, tmp_path: Path, keep_p
     tensor = torch.full((4 * MIB,), 5, dtype=torch.uint8)
     span = movable(memory, tensor)
     slot = store.allocate(2 * MIB, "first half")
-    store.write(slot, span.address)
+    write_slot(store, slot, span.address)
     with pytest.raises(StorageError, match=rf"mmap of {4 * MIB} bytes failed: Bad file descriptor"):
         memory.map_files(span, [*[*slot.extents] * good_pieces, *[Gone()] * (2 - good_pieces)], keep_pages=keep_pages)
     assert only_value(tensor) == 5
     del tensor
     fresh = torch.full((4 * MIB,), 6, dtype=torch.uint8)
-    store.write(slot, movable(memory, torch.full((2 * MIB,), 7, dtype=torch.uint8)).address)
+    write_slot(store, slot, movable(memory, torch.full((2 * MIB,), 7, dtype=torch.uint8)).address)
     assert only_value(fresh) == 6, "no page of a file may serve again"
     store.close()
 

@@ -126,7 +126,7 @@ def test_the_storage_lives_until_its_copies_have_ended(rig: Rig) -> None:
     """Also the one that begins in the moment when another one ends: a prefetch that was waiting for its block."""
     tensor, block = rig.make(4 * MIB, 1)
     began, go_on = threading.Event(), threading.Event()
-    real = rig.store.read_piece
+    real = rig.store.read_chunk
 
     def slow_read(*arguments: object) -> None:
         began.set()

@@ -13,6 +13,7 @@ import pytest
 from planner.errors import StorageError, StorageFullError, StorageIOError
 from runtime.storage.posix import PosixStore
 
+from ..slot_copies import COPIES, read_slot, write_slot
 from .memory import Memory
 
 MIB = 1 << 20
@@ -35,7 +36,7 @@ def test_an_io_error_names_file_block_and_errno(plain_store: PosixStore, monkeyp
     memory = Memory(MIB)
     monkeypatch.setattr(os, "pwritev" if call == "write" else "preadv", fail)
     with pytest.raises(StorageIOError) as raised:
-        getattr(plain_store, call)(slot, memory.address)
+        COPIES[call](plain_store, slot, memory.address)
     assert raised.value.path == str(slot.extents[0].path)
     assert raised.value.block == "layers.3.weight"
     assert raised.value.errno == errno.EIO
@@ -46,16 +47,16 @@ def test_an_io_error_names_file_block_and_errno(plain_store: PosixStore, monkeyp
 def test_a_file_that_was_truncated_is_an_error_not_zeros(plain_store: PosixStore) -> None:
     slot = plain_store.allocate(2 * MIB, "weights")
     memory = Memory(2 * MIB, random=True)
-    plain_store.write(slot, memory.address)
+    write_slot(plain_store, slot, memory.address)
     os.truncate(slot.extents[0].path, MIB)
     with pytest.raises(StorageIOError, match="beyond the end of the file block 'weights'"):
-        plain_store.read(slot, memory.address)
+        read_slot(plain_store, slot, memory.address)
 
 
 def test_a_real_refusal_of_the_operating_system(plain_store: PosixStore) -> None:
     slot = plain_store.allocate(MIB, "weights")
     with pytest.raises(StorageIOError) as raised:
-        plain_store.write(slot, 1 << 60)  # no such memory
+        write_slot(plain_store, slot, 1 << 60)  # no such memory
     assert raised.value.errno == errno.EFAULT
 
 
@@ -71,8 +72,8 @@ def test_short_transfers_are_continued(plain_store: PosixStore, monkeypatch: pyt
     monkeypatch.setattr(os, call, short)
     slot = plain_store.allocate(MIB, "weights")
     memory, read = Memory(MIB, random=True), Memory(MIB)
-    plain_store.write(slot, memory.address)
-    plain_store.read(slot, read.address)
+    write_slot(plain_store, slot, memory.address)
+    read_slot(plain_store, slot, read.address)
     assert read.content == memory.content
     assert len(lengths) > MIB // (3 * 4096)
 
@@ -147,8 +148,8 @@ def test_room_that_is_there_already_counts_wherever_it_is(tmp_path: Path, monkey
     assert store.capacity_bytes == 2 * MIB
     slot = store.allocate(2 * MIB, "weights")
     memory, read = Memory(2 * MIB, random=True), Memory(2 * MIB)
-    store.write(slot, memory.address)
-    store.read(slot, read.address)
+    write_slot(store, slot, memory.address)
+    read_slot(store, slot, read.address)
     assert read.content == memory.content
     assert store.capacity_bytes <= 4 * MIB
     store.close()

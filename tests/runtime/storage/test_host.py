@@ -18,10 +18,11 @@ import torch
 from planner.errors import StorageError, StorageFullError
 from runtime.cpu.memory import CpuMemory
 from runtime.storage.host import HostStore
-from runtime.storage.store import cut
+from runtime.storage.store import cut_slot
 from runtime.system.host_limits import HostLimit
 from runtime.system.pinning import PIN_CHUNK_BYTES
 
+from ..slot_copies import read_slot, write_slot
 from .memory import Memory
 
 MIB = 1 << 20
@@ -53,13 +54,13 @@ def test_a_slot_can_be_read_where_it_lies() -> None:
     store.allocate(MIB, "before")
     slot = store.allocate(2 * MIB, "weights")
     memory = Memory(slot.size_bytes, random=True)
-    store.write(slot, memory.address)
+    write_slot(store, slot, memory.address)
     (extent,) = slot.extents
     address = store.address_of(extent)
     assert store.address <= address and address + extent.length_bytes <= store.address + store.capacity_bytes
     assert ctypes.string_at(address, slot.size_bytes) == memory.content
     ctypes.memset(address, 7, 100)  # as a device would write there
-    store.read(slot, memory.address)
+    read_slot(store, slot, memory.address)
     assert memory.content[:100] == bytes([7]) * 100
     store.close()
 
@@ -69,7 +70,7 @@ def test_pages_are_taken_as_they_are_written_to_unless_asked_for() -> None:
     assert resident_bytes(lazy) == 0
     assert resident_bytes(eager) == eager.capacity_bytes == 8 * MIB
     slot, memory = lazy.allocate(2 * MIB, "weights"), Memory(2 * MIB, random=True)
-    lazy.write(slot, memory.address)
+    write_slot(lazy, slot, memory.address)
     assert resident_bytes(lazy) == 2 * MIB
     for store in (lazy, eager):
         store.close()
@@ -133,7 +134,7 @@ def test_without_pinning_it_works_on_with_one_warning(caplog: pytest.LogCaptureF
     ]
     assert not store.pinned
     slot, memory = store.allocate(MIB, "weights"), Memory(MIB, random=True)
-    store.write(slot, memory.address)
+    write_slot(store, slot, memory.address)
     assert ctypes.string_at(store.address_of(slot.extents[0]), MIB) == memory.content
     store.close()
     assert [call[0] for call in pinner.calls] == ["pin"]
@@ -184,10 +185,10 @@ def test_a_foreign_slot_moves_nothing() -> None:
     store, other = HostStore(MIB, limits=LIMITS), HostStore(64 * MIB, limits=LIMITS)
     slot, memory = other.allocate(32 * MIB, "foreign"), Memory(32 * MIB)
     uses: list[Callable[[], None]] = [
-        lambda: store.write(slot, memory.address),
-        lambda: store.read(slot, memory.address),
-        lambda: store.write_piece(slot, cut(slot, MIB)[-1], memory.address),
-        lambda: store.read_piece(slot, cut(slot, MIB)[-1], memory.address),
+        lambda: write_slot(store, slot, memory.address),
+        lambda: read_slot(store, slot, memory.address),
+        lambda: store.write_chunk(slot, cut_slot(slot, MIB)[-1], memory.address),
+        lambda: store.read_chunk(slot, cut_slot(slot, MIB)[-1], memory.address),
     ]
     for use in uses:
         with pytest.raises(StorageError, match="'foreign' is not of this store"):
@@ -215,8 +216,8 @@ def test_other_threads_run_during_a_copy() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1.0)
     try:
-        assert any(_wakes_up_before_the_end(lambda: store.write(slot, memory.address)) for _ in range(30))
-        assert any(_wakes_up_before_the_end(lambda: store.read(slot, memory.address)) for _ in range(30))
+        assert any(_wakes_up_before_the_end(lambda: write_slot(store, slot, memory.address)) for _ in range(30))
+        assert any(_wakes_up_before_the_end(lambda: read_slot(store, slot, memory.address)) for _ in range(30))
     finally:
         sys.setswitchinterval(interval)
     store.close()
@@ -262,12 +263,12 @@ def test_a_block_that_is_away_is_seen_in_the_slab_and_comes_back() -> None:
         assert span is not None
         slot = store.allocate(15 * MIB, "weights")
         assert len(slot.extents) == 2
-        store.write(slot, span.address)
+        write_slot(store, slot, span.address)
         memory.map_files(span, slot.extents, keep_pages=False)
         assert torch.equal(tensor, torch.arange(15 * MIB // 8))
         tensor[12345] = -1
         pages = memory.take_pages(span.length_bytes)
-        store.read(slot, pages.address)
+        read_slot(store, slot, pages.address)
         memory.install_pages(pages, span)
         store.release(slot)
         expected = torch.arange(15 * MIB // 8)

@@ -85,7 +85,7 @@ def read(engine: Engine, slot: Slot) -> bytes:
 
 
 def test_ranges_are_written_and_read_among_whole_slots(engine: Engine, store: PosixStore) -> None:
-    """In other pieces than before: their checksums must neither hide damage nor see any where there is none."""
+    """In other chunks than before: their checksums must neither hide damage nor see any where there is none."""
     slot = store.allocate(16 * PAGE, "w")
     write(engine, slot, 1)
     part = slot_range(slot, 6 * PAGE, 5 * PAGE)

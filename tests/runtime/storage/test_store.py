@@ -48,7 +48,7 @@ MAKERS: dict[str, tuple[Callable[[list[Path], int], Store], int, str]] = {
     "host": (lambda _, size: HostStore(size, limits=PLENTY), 1, "host_budget"),
     "host, pinned": (lambda _, size: HostStore(size, limits=PLENTY, pinner=NoPinner()), 1, "host_budget"),
     "staged": (
-        # Buffers that are no divisor of any piece, and so small that every piece needs several.
+        # Buffers that are no divisor of any chunk, and so small that every chunk needs several.
         lambda parents, size: StagedStore(PosixStore(parents[:2], budget_bytes=size), SlowCopier(), buffer_bytes=300_000),
         2,
         "storage_budget",

@@ -9,7 +9,7 @@ from pathlib import Path
 from runtime.storage.store import Chunk, Extent, Slot
 from runtime.transfer.link import Link, Transfer
 
-PIECE = 4096
+CHUNK = 4096
 MakeLink = Callable[..., Link]
 
 
@@ -34,9 +34,9 @@ def slot(name: str, size_bytes: int = 4096, extents: int = 1, drives: tuple[int,
 
 
 class Gate:
-    """Moves nothing; notes what began, and holds every piece until it is let through.
+    """Moves nothing; notes what began, and holds every chunk until it is let through.
 
-    begun: names of blocks, once for each of their pieces; begun_on: the same for one drive.
+    begun: names of blocks, once for each of their chunks; begun_on: the same for one drive.
     """
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class Gate:
         self._free_on: dict[int, int] = {}
         self._begun_on: dict[int, list[str]] = {}
 
-    def move(self, slot: Slot, piece: Chunk, address: int) -> None:
+    def move(self, slot: Slot, chunk: Chunk, address: int) -> None:
         with self._changed:
-            drive = piece.extent.drive
+            drive = chunk.extent.drive
             self.begun.append(slot.name)
             self._begun_on.setdefault(drive, []).append(slot.name)
             self._changed.notify_all()
@@ -61,25 +61,25 @@ class Gate:
         if slot.name in self.errors:
             raise self.errors[slot.name]
 
-    def let(self, pieces: int = 1 << 30) -> None:
-        """Let so many more pieces through."""
+    def let(self, chunks: int = 1 << 30) -> None:
+        """Let so many more chunks through."""
         with self._changed:
-            self._free += pieces
+            self._free += chunks
             self._changed.notify_all()
 
-    def let_on(self, drive: int, pieces: int = 1 << 30) -> None:
-        """Let so many more pieces of one drive through."""
+    def let_on(self, drive: int, chunks: int = 1 << 30) -> None:
+        """Let so many more chunks of one drive through."""
         with self._changed:
-            self._free_on[drive] = self._free_on.get(drive, 0) + pieces
+            self._free_on[drive] = self._free_on.get(drive, 0) + chunks
             self._changed.notify_all()
 
     def begun_on(self, drive: int) -> list[str]:
-        """Names of the blocks of the pieces that have begun on one drive, in order."""
+        """Names of the blocks of the chunks that have begun on one drive, in order."""
         with self._changed:
             return list(self._begun_on.get(drive, ()))
 
-    def wait_until_begun(self, pieces: int) -> list[str]:
-        """Wait until so many pieces have begun in all; gives the names of their blocks in order."""
+    def wait_until_begun(self, chunks: int) -> list[str]:
+        """Wait until so many chunks have begun in all; gives the names of their blocks in order."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.begun) >= pieces, timeout=30)
+            assert self._changed.wait_for(lambda: len(self.begun) >= chunks, timeout=30)
             return list(self.begun)

@@ -18,6 +18,8 @@ from planner.errors import StorageError, StorageFullError, StorageIOError
 from runtime.storage.posix import PosixStore
 from runtime.transfer.engine import Engine, Transfer
 
+from ..slot_copies import read_slot, write_slot
+
 MIB = 1 << 20
 
 
@@ -96,7 +98,7 @@ def test_an_io_error_in_the_middle_of_a_block(store: PosixStore, engine: Engine,
 def test_both_directions_move_at_once(store: PosixStore, engine: Engine) -> None:
     slots = [store.allocate(MIB, name) for name in ("out", "in")]
     memory = Memory(2 * MIB)
-    store.write(slots[1], memory.address)
+    write_slot(store, slots[1], memory.address)
     arrived = threading.Event()
     out = engine.write(slots[0], memory.address, lambda t: wait_for(arrived))
     engine.read(slots[1], memory.address + MIB, lambda t: arrived.set())
@@ -111,7 +113,7 @@ def wait_for(event: threading.Event) -> None:
 def test_measuring(store: PosixStore, engine: Engine) -> None:
     kept = store.allocate(MIB, "kept")
     memory = Memory(MIB, random.Random(0).randbytes(MIB))
-    store.write(kept, memory.address)
+    write_slot(store, kept, memory.address)
     rates = engine.measure(8 * MIB)
     for name in ("write", "read", "duplex_write", "duplex_read"):
         assert 1e5 < getattr(rates, f"{name}_bytes_per_second") < 1e12, name
@@ -120,7 +122,7 @@ def test_measuring(store: PosixStore, engine: Engine) -> None:
     assert engine.write_link.moved_bytes == engine.read_link.moved_bytes == 0
     assert store.used_bytes == MIB
     received = Memory(MIB)
-    store.read(kept, received.address)
+    read_slot(store, kept, received.address)
     assert received.content == memory.content
 
 
@@ -170,7 +172,7 @@ def test_closing_stops_the_threads(store: PosixStore) -> None:
 def test_the_interpreter_ends_with_work_in_flight(tmp_path: Path, end: str) -> None:
     code = f"""
 import atexit, mmap, ctypes, sys, time
-from runtime.engine import Engine
+from runtime.transfer.engine import Engine
 from runtime.storage.posix import PosixStore
 memory = mmap.mmap(-1, 64 << 20)
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

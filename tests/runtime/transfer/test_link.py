@@ -1,4 +1,4 @@
-"""The queue of one direction: order, cancelling, promoting, errors, the end. A gate holds every piece."""
+"""The queue of one direction: order, cancelling, promoting, errors, the end. A gate holds every chunk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from planner.errors import StorageError, StorageIOError
 from runtime.transfer.link import Transfer
 
-from .gate import PIECE, Gate, MakeLink, nothing, slot
+from .gate import CHUNK, Gate, MakeLink, nothing, slot
 
 
 def test_blocks_move_in_the_order_of_issue(make_link: MakeLink, gate: Gate) -> None:
@@ -26,8 +26,8 @@ def test_blocks_move_in_the_order_of_issue(make_link: MakeLink, gate: Gate) -> N
 
 def test_all_threads_work_on_the_first_block_and_then_go_on_to_the_next(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(threads=3)
-    first = link.submit(slot("first", 4 * PIECE, extents=2), 0, nothing)  # two pieces
-    second = link.submit(slot("second", 3 * PIECE), 0, nothing)
+    first = link.submit(slot("first", 4 * CHUNK, extents=2), 0, nothing)  # two chunks
+    second = link.submit(slot("second", 3 * CHUNK), 0, nothing)
     assert sorted(gate.wait_until_begun(3)) == ["first", "first", "second"]
     gate.let()
     second.wait(30)
@@ -69,7 +69,7 @@ def test_an_error_reaches_the_callback_and_whoever_waits(make_link: MakeLink, ga
     link = make_link()
     gate.errors["bad"] = StorageIOError(path="/nowhere", block="bad", errno=5)
     told: list[tuple[bool, object]] = []
-    bad = link.submit(slot("bad", 5 * PIECE), 0, lambda t: told.append((t.done, t.error)))
+    bad = link.submit(slot("bad", 5 * CHUNK), 0, lambda t: told.append((t.done, t.error)))
     good = link.submit(slot("good"), 0, nothing)
     gate.let()
     good.wait(30)  # the link goes on
@@ -78,14 +78,14 @@ def test_an_error_reaches_the_callback_and_whoever_waits(make_link: MakeLink, ga
             bad.wait(30)
         assert raised.value is gate.errors["bad"]
     assert told == [(True, gate.errors["bad"])]
-    assert link.moved_bytes == PIECE
+    assert link.moved_bytes == CHUNK
 
 
 def test_after_an_error_the_rest_of_the_block_is_left_out(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(threads=2)
     gate.errors["bad"] = StorageIOError(path="/nowhere", block="bad", errno=5)
     told: list[Transfer] = []
-    bad = link.submit(slot("bad", 12 * PIECE, extents=6), 0, told.append)
+    bad = link.submit(slot("bad", 12 * CHUNK, extents=6), 0, told.append)
     gate.wait_until_begun(2)
     gate.let()
     with pytest.raises(StorageIOError):
@@ -186,14 +186,14 @@ def test_a_callback_may_submit_the_next_block(make_link: MakeLink, gate: Gate) -
 def test_counters(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(threads=2)
     assert (link.moved_bytes, link.busy_seconds, link.bytes_per_second) == (0, 0.0, 0.0)
-    transfers = [link.submit(slot(name, 3 * PIECE), 0, nothing) for name in "ab"]
+    transfers = [link.submit(slot(name, 3 * CHUNK), 0, nothing) for name in "ab"]
     gate.wait_until_begun(2)
     threading.Event().wait(0.02)
     assert link.busy_seconds >= 0.02 and link.moved_bytes == 0
     gate.let()
     for transfer in transfers:
         transfer.wait(30)
-    assert link.moved_bytes == 6 * PIECE
+    assert link.moved_bytes == 6 * CHUNK
     busy = link.busy_seconds
     assert busy == link.busy_seconds <= 2 * max(t.seconds for t in transfers)
     assert link.bytes_per_second == link.moved_bytes / busy
@@ -235,7 +235,7 @@ def test_a_drive_that_does_not_answer_is_an_error_and_no_hang(make_link: MakeLin
         link.close()
     gate.let()
     stuck.wait(30)
-    assert stuck.done and not behind.done, "the drive came back: its piece ends, but nothing new begins"
+    assert stuck.done and not behind.done, "the drive came back: its chunk ends, but nothing new begins"
     link.check()
 
 

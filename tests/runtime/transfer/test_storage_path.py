@@ -13,7 +13,7 @@ from planner.errors import StorageError, StorageFullError, StorageIOError, Unsup
 from runtime.storage.posix import PosixStore
 from runtime.storage.store import Store
 from runtime.transfer.engine import Engine, LinkRates
-from runtime.transfer.storage_path import Candidate, StoragePath, choose_path, cpu_candidates, open_path
+from runtime.transfer.storage_path import PathCandidate, StoragePath, choose_path, cpu_candidates, open_path
 
 from ..direct_io import refuse_direct_io
 
@@ -53,14 +53,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, LinkRates]:
     return by_name
 
 
-MakeCandidate = Callable[..., Candidate]
+MakeCandidate = Callable[..., PathCandidate]
 
 
 @pytest.fixture
 def make_candidate(tmp_path: Path) -> MakeCandidate:
     """A maker of candidates, each with a directory of its name; `error` is raised by `open`."""
 
-    def make(name: str, *, error: Exception | None = None, last_resort: bool = False) -> Candidate:
+    def make(name: str, *, error: Exception | None = None, last_resort: bool = False) -> PathCandidate:
         (tmp_path / name).mkdir()
 
         def open_() -> Store:
@@ -68,7 +68,7 @@ def make_candidate(tmp_path: Path) -> MakeCandidate:
                 raise error
             return PosixStore([tmp_path / name], budget_bytes=None)
 
-        return Candidate(name=name, open=open_, last_resort=last_resort)
+        return PathCandidate(name=name, open=open_, last_resort=last_resort)
 
     return make
 
@@ -76,7 +76,7 @@ def make_candidate(tmp_path: Path) -> MakeCandidate:
 class DamagesOnRead(PosixStore):
     """Reports no error, but what is read is wrong."""
 
-    def read_piece(self, *arguments: object) -> None:
+    def read_chunk(self, *arguments: object) -> None:
         pass
 
 
@@ -131,7 +131,9 @@ def test_direct_io_that_is_refused_cannot_be_forced(tmp_path: Path, monkeypatch:
 
 @pytest.mark.usefixtures("small_measurements")
 def test_a_way_of_another_device_cannot_be_forced(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"'kvikio' does not work here: it is no way .* What works: 'posix'; give"):
+    with pytest.raises(
+        UnsupportedError, match=r"'kvikio' does not work here: there is no such path .* What works: 'posix'; give"
+    ):
         choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=Engine, forced="kvikio")
 
 
@@ -150,7 +152,7 @@ def test_what_does_not_work_is_left_out_with_its_reason(
     candidates = [
         make_candidate("absent", error=UnsupportedError("install kvikio")),
         make_candidate("broken", error=StorageIOError(path="/dev/x", block="probe", errno=5)),
-        Candidate(name="wrong", open=lambda: DamagesOnRead([tmp_path / "wrong"], budget_bytes=None)),
+        PathCandidate(name="wrong", open=lambda: DamagesOnRead([tmp_path / "wrong"], budget_bytes=None)),
         make_candidate("good"),
         make_candidate("cache", last_resort=True),
     ]
