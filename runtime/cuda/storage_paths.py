@@ -1,4 +1,4 @@
-"""The ways between a GPU and drives: cuFile through KvikIO, or staging through pinned memory."""
+"""The storage paths between a GPU and drives: cuFile through KvikIO, or staging through pinned memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from runtime.transfer import PathCandidate
 def cuda_candidates(
     directories: Sequence[Path], device: torch.device, *, budget_bytes: int | None, checksums: bool
 ) -> tuple[PathCandidate, ...]:
-    """Between the memory of `device` and spill files in `directories`. Checksums are computed on the way through the host."""
+    """Return the paths between the memory of `device` and spill files in `directories`.
+
+    Checksums need the path through host memory, where the processor computes them.
+    """
 
     def kvikio() -> Store:
         if checksums:

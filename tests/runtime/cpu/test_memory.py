@@ -355,7 +355,7 @@ NEAR_THE_LIMIT = """
 import ctypes, os, sys, torch
 from dataclasses import dataclass
 from planner.errors import StorageError
-from runtime.cpu_memory import PAGE_BYTES, CpuMemory
+from runtime.cpu.memory import PAGE_BYTES, CpuMemory
 MIB, LIMIT = 1 << 20, int(open("/proc/sys/vm/max_map_count").read())
 memory = CpuMemory()
 libc = ctypes.CDLL(None)
@@ -370,29 +370,39 @@ class FileRange:
     offset_bytes: int
     length_bytes: int
 
+def protect(number, protection):
+    "Every second page of a large mapping can get another protection, which makes two mappings more."
+    return libc.mprotect(base + (2 * number + 1) * PAGE_BYTES, PAGE_BYTES, protection) == 0
+
+protected = 0
 def leave_room_for(count):
-    "Every second page of a large mapping gets another protection: two mappings more each time."
-    with open("/proc/self/maps", "rb") as maps:
-        there = maps.read().count(b"\\n")
-    for number in range((LIMIT - count - there) // 2):
-        libc.mprotect(base + (2 * number + 1) * PAGE_BYTES, PAGE_BYTES, 1)
+    global protected
+    while protect(protected, 1):
+        protected += 1
+    release(count // 2)
+
+def release(pages):
+    global protected
+    for _ in range(pages):
+        protected -= 1
+        protect(protected, 0)
 
 def make_room():
-    libc.mprotect(base, (LIMIT + 100) * PAGE_BYTES, 0)
+    release(1000)
 
 file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 os.ftruncate(file, 8 * MIB)
 failed = 0
 for room in range(0, 48):
     memory.trim(0)
-    if room % 2:  # a block in one piece, or in four
+    if room % 2:  # a block in one mapping, or in four
         parts = [torch.ones(MIB, dtype=torch.uint8) for _ in range(4)]
         parts.clear()
     tensor = torch.full((4 * MIB,), 9, dtype=torch.uint8)
     span = memory.span(tensor.untyped_storage())
     ranges = [FileRange(file, i * MIB, MIB // 2) for i in range(8)]
-    for piece in ranges:
-        os.pwrite(file, bytes([9]) * (MIB // 2), piece.offset_bytes)
+    for each in ranges:
+        os.pwrite(file, bytes([9]) * (MIB // 2), each.offset_bytes)
     leave_room_for(room // 2)
     try:
         memory.map_files(span, ranges, keep_pages=True)
@@ -505,7 +515,7 @@ def test_a_forked_process_can_allocate_whatever_other_threads_do() -> None:
     """A child inherits the pool's lock as it is at that moment."""
     printed = in_another_process("""
 import os, threading, torch
-from runtime.cpu_memory import CpuMemory
+from runtime.cpu.memory import CpuMemory
 memory = CpuMemory()
 ended = threading.Event()
 def churn():
@@ -529,7 +539,7 @@ def test_no_compiler(tmp_path: Path) -> None:
     printed = in_another_process(
         """
 from planner.errors import UnsupportedError
-from runtime.cpu_memory import CpuMemory
+from runtime.cpu.memory import CpuMemory
 try:
     CpuMemory()
 except UnsupportedError as error:

@@ -133,7 +133,7 @@ def test_the_storage_lives_until_its_copies_have_ended(rig: Rig) -> None:
         assert go_on.wait(SECONDS)
         real(*arguments)  # type: ignore[arg-type]
 
-    rig.engine.read_link._move = slow_read  # type: ignore[assignment]
+    rig.engine.read_link._copy_chunk = slow_read  # type: ignore[assignment]
     rig.pager.offload(block)
     rig.pager.prefetch(block)
     assert began.wait(SECONDS)
