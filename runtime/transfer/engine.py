@@ -129,13 +129,13 @@ class Engine:
         write, read = (
             Link(
                 name,
-                copy_chunk,
+                move,
                 drives=self._store.drives,
                 threads=self._threads,
                 chunk_bytes=self._chunk_bytes,
                 stuck_after_seconds=self._stuck_after_seconds,
             )
-            for name, copy_chunk in zip(self._names, (chunk_io.write_chunk, chunk_io.read_chunk), strict=True)
+            for name, move in zip(self._names, (chunk_io.write_chunk, chunk_io.read_chunk), strict=True)
         )
         return write, read
 

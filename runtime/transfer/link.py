@@ -36,7 +36,7 @@ from runtime.transfer.transfer import OnDone, Ready, Transfer
 
 __all__ = ["MAX_THREADS", "Link", "OnDone", "Ready", "Transfer"]
 
-CopyChunk = Callable[[Slot, Chunk, int], None]
+MoveChunk = Callable[[Slot, Chunk, int], None]
 
 MAX_THREADS = 16
 """Highest number of I/O threads of a link over all drives. A link with more drives than this has one thread per drive."""
@@ -45,7 +45,7 @@ MAX_THREADS = 16
 class Link:
     """One direction between two tiers, see [Note: Order on a link].
 
-    copy_chunk: copies one chunk and waits until it is copied. Raises StorageError.
+    move: copies one chunk and waits until it is copied. Raises StorageError.
     drives: all drives that slots may lie on.
     threads: I/O threads per drive, but at most MAX_THREADS in all.
     chunk_bytes: the smallest size of a chunk, except for the end of an extent.
@@ -56,7 +56,7 @@ class Link:
     def __init__(
         self,
         name: str,
-        copy_chunk: CopyChunk,
+        move: MoveChunk,
         *,
         drives: Sequence[int],
         threads: int,
@@ -67,7 +67,7 @@ class Link:
         self.name = name
         self.health_check_seconds = health_check_seconds
         self._process = os.getpid()
-        self._copy_chunk = copy_chunk
+        self._move = move
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
         self._queues = DriveQueues(drives, self._lock)
@@ -211,7 +211,7 @@ class Link:
     def _serve(self, drive: DriveQueue) -> None:
         while (taken := self._take(drive)) is not None:
             transfer, chunk = taken
-            error = self._move(transfer, chunk)
+            error = self._move_when_ready(transfer, chunk)
             if self._finish(transfer, chunk, error):
                 self._deliver(transfer)
             del taken, transfer, chunk, error  # an idle thread must not keep a block alive
@@ -228,7 +228,7 @@ class Link:
                 self._meter.start(transfer, chunk)
             return taken
 
-    def _move(self, transfer: Transfer, chunk: Chunk) -> StorageError | None:
+    def _move_when_ready(self, transfer: Transfer, chunk: Chunk) -> StorageError | None:
         """Wait until the memory is ready, then copy a chunk. Return what went wrong."""
         waits_for_memory = transfer.ready is not None
         try:
@@ -237,7 +237,7 @@ class Link:
                 waits_for_memory = False
                 with self._lock:
                     self._meter.start(transfer, chunk)
-            self._copy_chunk(transfer.slot, chunk, transfer.address)
+            self._move(transfer.slot, chunk, transfer.address)
         except StorageError as failure:
             return failure
         except Exception as failure:  # any error must reach the thread that waits for the transfer

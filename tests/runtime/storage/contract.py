@@ -1,6 +1,6 @@
-"""What every store does, whatever memory it copies from and to: a class of tests for test modules to inherit.
+"""The contract of all stores, for host and device memory: a class of tests that test modules inherit.
 
-A module gives a fixture `case`: one StoreCase for each kind of store.
+The module provides a fixture `case`: one StoreCase for each kind of store.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ class CaseMemory(Protocol):
 class StoreCase:
     """A kind of store.
 
-    make: a new store of so many bytes at most, closed after the test. memory: so many bytes, random ones or zeros.
-    option: what a user raises when the store is full. stripes: over how many files a slot goes. mappable: what is mapped
-    over a slot, and what the store writes and reads, agree at once. whole: what fills a slot behind the block's own bytes
-    is carried too; False: memory there is left alone.
+    make: makes a store with a limit in bytes. It is closed after the test.
+    memory: makes memory of so many bytes, random bytes or zeros.
+    option: the option that a user raises when the store is full.
+    stripes: number of files that a slot is striped over.
+    mappable: a mapping of a slot and the store's reads and writes see each other's changes at once.
+    whole: the store also copies the bytes that fill a slot after the block's own bytes. False: it leaves that memory alone.
     """
 
     make: Callable[[int], Store]
@@ -54,14 +56,14 @@ class StoreCase:
         return self.memory(size_bytes, True)
 
     def stored(self, store: Store, slot: Slot) -> bytes:
-        """What a slot holds of its block."""
+        """Return the bytes of the block that a slot holds."""
         memory = self.memory(slot.size_bytes, False)
         read_slot(store, slot, memory.address)
         return memory.content[: slot.content_bytes]
 
 
 def content(slot: Slot, memory: CaseMemory) -> bytes:
-    """What a slot holds after it was written from `memory`."""
+    """Return the bytes of the block that a slot holds after it was written from `memory`."""
     return memory.content[: slot.content_bytes]
 
 

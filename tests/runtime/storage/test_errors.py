@@ -1,4 +1,4 @@
-"""What a store says when the drive is full, broken, or not there at all."""
+"""The errors of a store when the drive is full, broken or missing."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_too_little_free_space_is_found_before_anything_is_reserved(
     for part in ("6,291,456 more bytes", str(tmp_path), "5,242,880 bytes free", "raise memory_budget"):
         assert part in str(raised.value)
     assert plain_store.capacity_bytes == 0
-    plain_store.allocate(5 * MIB, "what just fits")  # less than a whole step of growth
+    plain_store.allocate(5 * MIB, "what just fits")  # less than the usual growth of a file
     assert plain_store.capacity_bytes == 5 * MIB
 
 
@@ -182,4 +182,4 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
         PosixStore(["/proc"], budget_bytes=None)
     with pytest.raises(StorageError, match="does not exist"):
         PosixStore([tmp_path, tmp_path / "absent"], budget_bytes=None)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]  # the good one was given back
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]  # the run directory in the good one was removed

@@ -1,4 +1,4 @@
-"""What only the host tier does: its slab, where it lies, how it is taken, pinned and given back."""
+"""The host tier: the address of its slab, and how the slab is taken, pinned and freed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS = (HostLimit(what="the machine has available", available_bytes=1 << 40, r
 
 
 def resident_bytes(store: HostStore) -> int:
-    """How much of the slab is backed by pages."""
+    """Return how many bytes of the slab have pages."""
     return os.fstat(store.allocate(1, "a page").extents[0].file_descriptor).st_blocks * 512
 
 
@@ -159,7 +159,7 @@ def test_more_than_the_machine_allows_is_refused_before_anything_is_taken() -> N
     with pytest.raises(StorageFullError, match="8,388,608 bytes does not fit: a group leaves 4,194,304 bytes; lower"):
         HostStore(8 * MIB, limits=limits)
     with pytest.raises(StorageFullError, match="lower host_budget"):
-        HostStore(1 << 60)  # by this machine's own limits
+        HostStore(1 << 60)  # the limits of this machine
 
 
 @pytest.mark.parametrize("size_bytes", [0, -1, 4095])
@@ -210,7 +210,7 @@ def test_no_extent_crosses_a_border_of_pinned_chunks() -> None:
 
 
 def test_other_threads_run_during_a_copy() -> None:
-    """With so long a switch interval, another thread runs only if the one that copies lets go of the interpreter."""
+    """With this long switch interval, another thread runs only if the copying thread releases the interpreter's lock."""
     store = HostStore(64 * MIB, limits=LIMITS)
     slot, memory = store.allocate(64 * MIB, "weights"), Memory(64 * MIB)
     interval = sys.getswitchinterval()
@@ -251,7 +251,7 @@ def test_the_descriptor_stands_for_the_memory_itself() -> None:
 
 
 def test_a_block_that_is_away_is_seen_in_the_slab_and_comes_back() -> None:
-    """On CPU a slot is mapped over the pages of a block, and read into other pages that then take its place."""
+    """On CPU a slot is mapped over the pages of a block. It is read into other pages, which then replace the mapping."""
     memory = CpuMemory()
     store = HostStore(16 * MIB, limits=LIMITS)
     try:

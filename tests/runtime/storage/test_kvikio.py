@@ -1,4 +1,4 @@
-"""What the store asks KvikIO for, and what it makes of the answers. Bytes themselves: the contract suite."""
+"""The calls that the store makes to KvikIO, and its answers. The contract suite tests the bytes themselves."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_transfers_are_aligned_and_say_where(tmp_path: Path) -> None:
     assert kvikio.calls == expected
     *whole, last_write, last_read = kvikio.calls
     assert all(number % ALIGNMENT_BYTES == 0 for call in whole for number in call[1:])
-    assert last_write[2] == last_read[2] == 1 and last_write[3] % ALIGNMENT_BYTES == 0  # the block's last byte, no more
+    assert last_write[2] == last_read[2] == 1 and last_write[3] % ALIGNMENT_BYTES == 0  # only the last byte of the block
     store.close()
 
 

@@ -1,4 +1,4 @@
-"""What only stores in files do: where the files are, who can read them, and how they are opened."""
+"""Stores in files: where the files are, who can read them, and how they are opened."""
 
 from __future__ import annotations
 

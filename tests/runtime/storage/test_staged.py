@@ -1,4 +1,4 @@
-"""Staging: what is at the drive and at the device at the same time, who has which buffer, and what happens after an error.
+"""Staging: which copies run at the same time, which call has which buffer, and what happens after an error.
 
 The copier spoils its target and reads its source late, so that the contract suite finds a wait that is missing.
 """
@@ -28,7 +28,7 @@ BUFFER = MIB // 4
 
 
 class Drive(PosixStore):
-    """Notes the calls; fails at the one with number `fails_at`."""
+    """Records the calls. The call with number `fails_at` fails."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__([folder], budget_bytes=None)
@@ -50,7 +50,7 @@ class Drive(PosixStore):
 
 
 class Log(SlowCopier):
-    """Puts copies and waits into the drive's list of calls."""
+    """Adds copies to the drive's list of calls."""
 
     def __init__(self, drive: Drive) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_the_next_chunk_is_fetched_while_one_is_written(drive: Drive) -> None:
 
 def test_the_next_chunk_is_read_while_one_goes_to_the_device(drive: Drive) -> None:
     class Held(SlowCopy):
-        """Ends when it is waited for, and notes the wait."""
+        """Ends when somebody waits for it, and records the wait."""
 
         def run(self) -> None:
             arrived.wait(10)
@@ -110,7 +110,7 @@ def test_the_next_chunk_is_read_while_one_goes_to_the_device(drive: Drive) -> No
     slot = store.allocate(3 * BUFFER, "weights")
     memory = Memory(slot.size_bytes)
     read_slot(store, slot, memory.address)
-    # The first copy is waited for only when its buffer is needed again.
+    # The store waits for the first copy only when it needs the buffer again.
     assert [call[0] for call in drive.calls][:6] == ["read", "in", "read", "in", "wait", "read"]
 
 
@@ -180,5 +180,5 @@ def test_an_engine_carries_blocks_through_the_buffers(drive: Drive) -> None:
             for memory in memories:
                 memory.fill()
     assert [memory.content for memory in memories] == expected
-    assert len(done) == 12 and len(copier.buffers) <= 4  # two threads are busy at a time
+    assert len(done) == 12 and len(copier.buffers) <= 4  # two threads at a time
     engine.close()

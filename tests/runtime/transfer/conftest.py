@@ -18,7 +18,7 @@ def gate() -> Gate:
 
 @pytest.fixture
 def make_link(gate: Gate) -> Iterator[MakeLink]:
-    """A maker of links whose every chunk waits at the gate; closes them."""
+    """Make links whose every chunk waits at the gate. They are closed at the end."""
     links: list[Link] = []
 
     def make(drives: int = 1, threads: int = 1, stuck_after_seconds: float = 30.0) -> Link:
@@ -30,6 +30,7 @@ def make_link(gate: Gate) -> Iterator[MakeLink]:
                 threads=threads,
                 chunk_bytes=CHUNK,
                 stuck_after_seconds=stuck_after_seconds,
+                health_check_seconds=0.05,
             )
         )
         return links[-1]

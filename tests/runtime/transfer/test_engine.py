@@ -1,4 +1,4 @@
-"""The engine over real files: what it carries arrives, what it measures is real, it ends in good order."""
+"""The engine over real files: blocks arrive unchanged, measured rates are real, and it ends in good order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def nothing(transfer: Transfer) -> None:
-    """An `on_done` for transfers that are waited for."""
+    """An `on_done` for transfers that the test waits for."""
 
 
 class Memory:
@@ -178,7 +178,7 @@ memory = mmap.mmap(-1, 64 << 20)
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 store = PosixStore([sys.argv[1]], budget_bytes=None)
 transfers = []
-def look():  # is called after the engine's own
+def look():  # runs after the exit function of the engine
     before = engine.write_link.busy_seconds
     time.sleep(0.05)
     print(engine.write_link.busy_seconds == before, transfers[-1].done)
@@ -194,7 +194,7 @@ transfers[0].wait()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1)
     assert done.stderr.count("Error") == done.stderr.count("ValueError: in the middle"), done.stderr
-    assert done.stdout == "True False\n"  # nothing moves any more, what was queued is dropped
+    assert done.stdout == "True False\n"  # nothing moves any more, and queued transfers are dropped
     assert list(tmp_path.iterdir()) == []
 
 

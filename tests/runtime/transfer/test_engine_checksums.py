@@ -1,4 +1,4 @@
-"""Checksums: what changed on a drive is found, what user code may have changed is let pass."""
+"""Checksums: a change on a drive is an error, a change by user code is not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNK = 256 << 10
 
 
 def nothing(transfer: Transfer) -> None:
-    """An `on_done` for transfers that are waited for."""
+    """An `on_done` for transfers that the test waits for."""
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_what_is_unchanged_passes(store: PosixStore, engine: Engine, buffer: Tor
         engine.read(slot, buffer.address, nothing).wait(30)
     assert buffer.read(0, 3 * MIB) == before
     buffer.write(5, b"changed")
-    engine.write(slot, buffer.address, nothing).wait(30)  # new sums in place of the old ones
+    engine.write(slot, buffer.address, nothing).wait(30)  # replaces the old checksums
     engine.read(slot, buffer.address, nothing).wait(30)
 
 

@@ -1,4 +1,4 @@
-"""The queue of one direction: order, cancelling, promoting, errors, the end. A gate holds every chunk."""
+"""The queue of one link: order, cancelling, promoting, errors, closing. A gate holds every chunk."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_error_reaches_the_callback_and_whoever_waits(make_link: MakeLink, ga
     bad = link.submit(slot("bad", 5 * CHUNK), 0, lambda t: told.append((t.done, t.error)))
     good = link.submit(slot("good"), 0, nothing)
     gate.let()
-    good.wait(30)  # the link goes on
+    good.wait(30)  # the link still works
     for _ in range(2):
         with pytest.raises(StorageIOError) as raised:
             bad.wait(30)
@@ -91,7 +91,7 @@ def test_after_an_error_the_rest_of_the_block_is_left_out(make_link: MakeLink, g
     with pytest.raises(StorageIOError):
         bad.wait(30)
     assert told == [bad]
-    assert len(gate.begun) <= 3  # a thread may have taken one more before the first error was known
+    assert len(gate.begun) <= 3  # a thread may take one more before it knows of the first error
 
 
 def test_an_unexpected_exception_is_not_lost(make_link: MakeLink, gate: Gate) -> None:
@@ -158,7 +158,7 @@ def test_at_the_end_of_the_process_what_has_not_begun_is_dropped(make_link: Make
     ended: list[str] = []
     begun, queued = (link.submit(slot(name), 0, lambda t: ended.append(t.slot.name)) for name in "ab")
     gate.wait_until_begun(1)
-    link.close(drop_queued=True, timeout_seconds=0.01)  # does not wait for ever for what cannot end
+    link.close(drop_queued=True, timeout_seconds=0.01)  # does not wait forever for a transfer that cannot end
     gate.let()
     link.close()
     assert gate.begun == ended == ["a"]
@@ -205,7 +205,7 @@ def test_a_forked_child_is_told_and_its_parent_goes_on(make_link: MakeLink, gate
     waiting = link.submit(slot("a"), 0, nothing)
     gate.wait_until_begun(1)
     child = os.fork()
-    if child == 0:  # the lock may be held by a thread that the child does not have
+    if child == 0:  # a thread that the child does not have may hold the lock
         status = 43
         try:
             link.close()
@@ -225,7 +225,7 @@ def test_a_drive_that_does_not_answer_is_an_error_and_no_hang(make_link: MakeLin
     stuck = link.submit(slot("weights"), 0, nothing)
     behind = link.submit(slot("behind"), 0, nothing)
     gate.wait_until_begun(1)
-    link.check()  # not for so long yet
+    link.check()  # it has not been stuck for long enough
     with pytest.raises(StorageIOError, match=r"cannot write \(no answer in 0.2 s\) block 'weights' in ") as caught:
         stuck.wait()
     assert caught.value.errno == errno.ETIMEDOUT and caught.value.path == str(stuck.slot.extents[0].path)
@@ -243,6 +243,6 @@ def test_a_drive_that_is_only_slow_is_none(make_link: MakeLink, gate: Gate) -> N
     link = make_link(stuck_after_seconds=30.0)
     slow = link.submit(slot("slow"), 0, nothing)
     gate.wait_until_begun(1)
-    threading.Timer(1.5, gate.let).start()
-    slow.wait()  # looks after a second
+    threading.Timer(0.2, gate.let).start()
+    slow.wait()  # checks the drive several times
     link.close()

@@ -1,4 +1,4 @@
-"""A link over several drives: each has its queue and its threads, and none holds up another."""
+"""A link over several drives: each drive has a queue and threads of its own, and none delays another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .gate import CHUNK, Gate, MakeLink, nothing, slot
 
 
 def striped(name: str, chunks: int = 2) -> Slot:
-    """A slot with chunks on drives 0 and 1 in turns."""
+    """Make a slot with chunks on drives 0 and 1 in turns."""
     return slot(name, chunks * CHUNK, extents=chunks, drives=(0, 1))
 
 
@@ -98,7 +98,7 @@ def test_after_an_error_on_one_drive_the_others_leave_the_rest_out(make_link: Ma
     gate.wait_until_begun(2)
     gate.let_on(1)
     with pytest.raises(StorageIOError):
-        bad.wait(30)  # although drive 0 has not come to it
+        bad.wait(30)  # although it has not begun on drive 0
     gate.let()
     after.wait(30)
     before.wait(30)
@@ -145,7 +145,7 @@ def test_a_drive_that_does_not_answer_is_named_and_the_others_end_first(make_lin
 
 
 class Fence:
-    """A `ready` that waits until it is opened; counts its calls."""
+    """A `ready` that waits until the test opens it. It counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -228,7 +228,7 @@ def test_closing_waits_for_memory_too(make_link: MakeLink, gate: Gate) -> None:
 
 
 def test_behind_a_drive_that_does_not_answer_nothing_begins_on_any(make_link: MakeLink, gate: Gate) -> None:
-    """The store is closed next: whatever began later would write through closed descriptors."""
+    """The store is closed next. A chunk that began later would be written through a closed descriptor."""
     link = make_link(drives=2, stuck_after_seconds=0.2)
     both = link.submit(striped("both", 8), 0, nothing)
     behind = link.submit(striped("behind"), 0, nothing)

@@ -1,4 +1,4 @@
-"""Memory to try stores with."""
+"""The memory that an engine measures and verifies a store with."""
 
 from __future__ import annotations
 
