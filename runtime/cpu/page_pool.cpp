@@ -169,7 +169,7 @@ int teraio_map_files(void* address, size_t count, const int* files, const size_t
   char* target = static_cast<char*>(address);
   Range saved;
   if (keep_pages && pool().serving && allocation->pages.address) {
-    saved = Range{reserve(allocation->length), allocation->pages.pieces};
+    saved = Range{reserve(allocation->length), allocation->pages.mappings};
     if (saved.address) {
       size_t moved = move_pages(allocation->pages, saved.address, MREMAP_DONTUNMAP);
       if (moved < allocation->length) {  // the files replace the rest below
@@ -184,7 +184,7 @@ int teraio_map_files(void* address, size_t count, const int* files, const size_t
       int error = errno;
       size_t back = saved.address ? move_pages(saved, target, 0) : 0;
       Range stuck = saved.split(back);
-      if (!stuck.pieces.empty()) std::memcpy(target + back, stuck.address, stuck.length());
+      if (!stuck.mappings.empty()) std::memcpy(target + back, stuck.address, stuck.length());
       Pool::drop(stuck);
       if ((i > 0 || saved.address) && back < allocation->length) allocation->pages = {};  // now partly pages, partly files
       return error;
@@ -223,7 +223,7 @@ int teraio_install_pages(void* area, void* address) {
   char* target = static_cast<char*>(address);
   size_t moved = move_pages(range, target, 0);
   Range stuck = range.split(moved);
-  if (!stuck.pieces.empty()) {  // too many mappings: copy the rest into a single new one
+  if (!stuck.mappings.empty()) {  // too many mappings: copy the rest into a single new one
     size_t length = stuck.length();
     if (mmap(target + moved, length, kReadWrite, kAnonymous | MAP_FIXED, -1, 0) == MAP_FAILED) {
       int error = errno;
@@ -232,7 +232,7 @@ int teraio_install_pages(void* area, void* address) {
     }
     std::memcpy(target + moved, stuck.address, length);
     Pool::drop(stuck);
-    range.pieces.push_back(length);
+    range.mappings.push_back(length);
   }
   range.address = target;
   allocation->pages = std::move(range);

@@ -14,7 +14,7 @@
 namespace {
 
 constexpr size_t kMinKept = 256 << 10;
-constexpr size_t kMaxPieces = 16 << 10;  // a quarter of the usual limit on mappings of a process
+constexpr size_t kMaxMappings = 16 << 10;  // a quarter of the usual limit on mappings of a process
 
 // All calls need `mutex`.
 class Pool {
@@ -36,9 +36,9 @@ class Pool {
       size_t moved = move_pages(source, range.address + filled, 0);
       Range refused = source.split(moved);
       drop(refused);
-      range.pieces.insert(range.pieces.end(), source.pieces.begin(), source.pieces.end());
+      range.mappings.insert(range.mappings.end(), source.mappings.begin(), source.mappings.end());
       filled += moved;
-      if (!refused.pieces.empty()) break;  // too many mappings: map the rest as a single new one
+      if (!refused.mappings.empty()) break;  // too many mappings: map the rest as a single new one
     }
     if (filled < length) {
       char* rest = range.address + filled;
@@ -47,17 +47,17 @@ class Pool {
         return {};
       }
       madvise(rest, length - filled, MADV_HUGEPAGE);
-      range.pieces.push_back(length - filled);
+      range.mappings.push_back(length - filled);
     }
     return range;
   }
 
-  // Keeps pages for later. Gives them back to the system if their pieces are small: the pieces would get smaller and more
+  // Keeps pages for later. Gives them back to the system if their mappings are small: the mappings would get smaller and more
   // numerous with each use.
   void keep(Range range) {
     size_t length = range.length();
-    size_t least = std::max(kMinKept, (mapped_bytes + kept_bytes) / kMaxPieces);
-    if (!serving || length < least * std::max<size_t>(range.pieces.size(), 1)) {
+    size_t least = std::max(kMinKept, (mapped_bytes + kept_bytes) / kMaxMappings);
+    if (!serving || length < least * std::max<size_t>(range.mappings.size(), 1)) {
       drop(range);
       return;
     }
@@ -77,7 +77,7 @@ class Pool {
   }
 
   static void drop(const Range& range) {
-    if (!range.pieces.empty()) munmap(range.address, range.length());
+    if (!range.mappings.empty()) munmap(range.address, range.length());
   }
 
   // A large allocation.

@@ -27,15 +27,14 @@ size_t whole_pages(size_t bytes) {
   return (bytes + page - 1) / page * page;
 }
 
-// Contiguous pages. mremap can only move one mapping at a time, so the range knows the length of each of its mappings
-// ("pieces").
+// Contiguous pages. mremap can only move one mapping at a time, so the range knows the lengths of its mappings.
 struct Range {
   char* address = nullptr;
-  std::vector<size_t> pieces;
+  std::vector<size_t> mappings;
 
   size_t length() const {
     size_t sum = 0;
-    for (size_t piece : pieces) sum += piece;
+    for (size_t mapping : mappings) sum += mapping;
     return sum;
   }
 
@@ -44,24 +43,24 @@ struct Range {
     Range rest{address + bytes, {}};
     size_t position = 0;
     std::vector<size_t> kept;
-    for (size_t piece : pieces) {
-      size_t here = position >= bytes ? 0 : std::min(piece, bytes - position);
+    for (size_t mapping : mappings) {
+      size_t here = position >= bytes ? 0 : std::min(mapping, bytes - position);
       if (here) kept.push_back(here);
-      if (piece > here) rest.pieces.push_back(piece - here);
-      position += piece;
+      if (mapping > here) rest.mappings.push_back(mapping - here);
+      position += mapping;
     }
-    pieces = std::move(kept);
+    mappings = std::move(kept);
     return rest;
   }
 };
 
-// Moves pages to `target`, piece by piece. Returns how many bytes were moved: all of them, unless the system refuses.
+// Moves pages to `target`, one mapping after the other. Returns how many bytes were moved: all of them, unless the system refuses.
 size_t move_pages(const Range& range, char* target, int flags) {
   size_t moved = 0;
-  for (size_t piece : range.pieces) {
-    void* at = mremap(range.address + moved, piece, piece, MREMAP_MAYMOVE | MREMAP_FIXED | flags, target + moved);
+  for (size_t mapping : range.mappings) {
+    void* at = mremap(range.address + moved, mapping, mapping, MREMAP_MAYMOVE | MREMAP_FIXED | flags, target + moved);
     if (at == MAP_FAILED) break;
-    moved += piece;
+    moved += mapping;
   }
   return moved;
 }
