@@ -195,7 +195,7 @@ def _tell(path: StoragePath, *, last_resort: bool) -> None:
         rates.read_bytes_per_second / 1e9,
         rates.duplex_write_bytes_per_second / 1e9,
         rates.duplex_read_bytes_per_second / 1e9,
-        "".join(f"; {name!r} is out: {reason}" for name, reason in path.refused.items()),
+        "".join(f"; {name!r} is not used: {reason}" for name, reason in path.refused.items()),
     )
     if last_resort:
         _log.warning(

@@ -110,7 +110,7 @@ def test_the_page_cache_is_the_last_resort(
     assert path.name == "buffered" and not path.store.direct
     assert f"not all file systems have direct I/O (storage: {tmp_path})" in path.refused["posix"]
     told, warned = caplog.records
-    assert "'posix' is out: not all file systems have direct I/O" in told.getMessage()
+    assert "'posix' is not used: not all file systems have direct I/O" in told.getMessage()
     assert warned.levelno == logging.WARNING and "no budget counts" in warned.getMessage()
     close(path)
 
