@@ -1,4 +1,4 @@
-"""Main memory as the device."""
+"""Main memory as the device tier."""
 
 from runtime.cpu.memory import CpuMemory
 from runtime.cpu.mover import CpuMover

@@ -1,15 +1,15 @@
 """The device tier on CPU: ordinary memory whose pages leave for the spill files and come back at the same address.
 
 [Note: Pages leave, addresses stay]
-A block that leaves keeps its address range. After its pages were written to its slot, the slot is mapped over them
-(`mmap(MAP_FIXED | MAP_SHARED)`). Whoever still reads or writes that memory -- a view, a detached alias, an optimizer --
-sees and changes the slot through the page cache: slower, but never stale and never a crash. To come back, the slot is
-read into other pages, which `mremap` then moves over the range.
+A block that leaves keeps its address range. Its pages are written to its slot; then the slot is mapped over the address range
+(`mmap(MAP_FIXED | MAP_SHARED)`). Code that still reads or writes this memory -- a view, a detached alias, an optimizer --
+reads and writes the slot through the page cache. That is slower, but it never sees old data and never crashes. When the block
+comes back, its slot is read into other pages, and `mremap` moves these pages over the address range.
 
-That needs memory whose pages are all ours: PyTorch's CPU allocator is `page_pool.cpp` meanwhile. Pages that a block
-gives up serve the next one, so the kernel neither hands out nor clears pages while training goes on, which also makes
-training without a budget faster. The pages of a block that another thread of the user could be reading (a parameter)
-go back to the system instead, because only then the exchange is atomic.
+This needs memory whose pages belong to nobody else. So `page_pool.cpp` replaces PyTorch's CPU allocator. Pages that a block
+gives up are used for the next block. The kernel then neither clears nor maps new pages during training, which also makes
+training without a budget faster. One kind of block is different: if another thread of the user may be reading the block (a
+parameter), its pages go back to the system, because only then the exchange is atomic.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 class FileRange(Protocol):
-    """A piece of a file, in whole pages."""
+    """A range of a file, in whole pages."""
 
     @property
     def file_descriptor(self) -> int: ...
@@ -45,21 +45,21 @@ class FileRange(Protocol):
 
 
 class CpuMemory:
-    """PyTorch's CPU memory, from the making of this object until `stand_back`; there is one pool for the whole process.
+    """PyTorch's CPU memory, from the creation of this object until `stand_back`. The process has one pool for all objects.
 
-    All calls return at once; the first one in a process compiles the pool, which takes seconds and is cached on disk.
-    Raises UnsupportedError where it cannot be compiled, or another allocator has precedence.
+    No call waits, except that the first object of a process compiles the pool. That takes seconds and is cached on disk.
+    Raises UnsupportedError if the pool cannot be compiled, or if another allocator has precedence.
     """
 
     _users: ClassVar[weakref.WeakSet[CpuMemory]] = weakref.WeakSet()
-    """All that need PyTorch's tensors in the pool."""
+    """The objects that need PyTorch to allocate from the pool."""
 
     def __init__(self) -> None:
         self._pool = _load_pool()
         self.take_over()
 
     def take_over(self) -> None:
-        """Serve all allocations of PyTorch on CPU from now on."""
+        """Serve all CPU allocations of PyTorch from now on."""
         if self._pool.teraio_install(MIN_MOVED_BYTES) != 0:
             raise UnsupportedError(
                 "training on CPU needs PyTorch's CPU allocator to be replaced, but another one has been installed with "
@@ -68,26 +68,26 @@ class CpuMemory:
         self._users.add(self)
 
     def stand_back(self) -> None:
-        """Allocate as PyTorch itself does from now on, unless others in the process still need the pool.
+        """Allocate as PyTorch itself does from now on, unless another object of the process still needs the pool.
 
-        What was allocated meanwhile stays valid, and all that is allocated still counts.
+        Earlier allocations stay valid. All allocations are still counted.
         """
         self._users.discard(self)
         if not self._users:
             self._pool.teraio_stand_back()
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
-        """The pages of `storage` if they are the pool's and its own (not lent to it, by NumPy say), else None."""
+        """Return the pages of `storage`. None: they are not from the pool, or only lent to the storage (by NumPy, say)."""
         if storage.nbytes() < MIN_MOVED_BYTES:
             return None
         serial = ctypes.c_long()
-        length = self._pool.teraio_chunk(storage._cdata, ctypes.byref(serial))
+        length = self._pool.teraio_allocation(storage._cdata, ctypes.byref(serial))
         return Span(storage.data_ptr(), length, serial.value) if length else None
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
-        """Move the data of a large storage into the pool if it is not there and belongs to PyTorch; its aliases follow.
+        """Move the data of a large storage into the pool, if it belongs to PyTorch. Aliases of the storage follow.
 
-        Blocks for as long as the copy takes. Memory that is only lent (by NumPy, shared memory, a file) stays put.
+        Waits until the data is copied. Memory that is only lent to the storage (by NumPy, shared memory, a file) stays.
         """
         lent = not storage.resizable() or storage.is_shared()
         if storage.nbytes() < MIN_MOVED_BYTES or lent or self.span(storage) is not None:
@@ -95,49 +95,49 @@ class CpuMemory:
         _check(self._pool.teraio_adopt(storage._cdata), "mmap", storage.nbytes())
 
     def map_files(self, span: Span, ranges: Sequence[FileRange], *, keep_pages: bool, poison: int | None = None) -> None:
-        """Show the file ranges, together as long as the span, instead of its pages.
+        """Map file ranges in place of the pages of a span. Together they are as long as the span.
 
-        keep_pages: for what is allocated next. A thread that reads the span in that very moment may then see zeros.
-        poison: a byte to fill the pages with that are kept, after they have left the span.
+        keep_pages: keep the pages for later allocations. A thread that reads the span at this moment may see zeros.
+        poison: the byte that fills the kept pages once they have left the span.
         """
         count = len(ranges)
-        files = (ctypes.c_int * count)(*(piece.file_descriptor for piece in ranges))
-        offsets = (ctypes.c_size_t * count)(*(piece.offset_bytes for piece in ranges))
-        lengths = (ctypes.c_size_t * count)(*(piece.length_bytes for piece in ranges))
+        files = (ctypes.c_int * count)(*(each.file_descriptor for each in ranges))
+        offsets = (ctypes.c_size_t * count)(*(each.offset_bytes for each in ranges))
+        lengths = (ctypes.c_size_t * count)(*(each.length_bytes for each in ranges))
         fill = -1 if poison is None else poison
         error = self._pool.teraio_map_files(span.address, count, files, offsets, lengths, keep_pages, fill)
         _check(error, "mmap", span.length_bytes)
 
     def take_pages(self, length_bytes: int) -> Span:
-        """Pages to read a block into before `install_pages` puts them in place. Their content is arbitrary."""
+        """Return pages for `install_pages`, to read a block into. Their content is undefined."""
         address = self._pool.teraio_take(length_bytes)
         _check(errno.ENOMEM if address is None else 0, "mmap", length_bytes)
         return Span(address, length_bytes)
 
     def install_pages(self, source: Span, target: Span) -> None:
-        """Put the pages of `source` in place of the files mapped over `target`, atomically; `source` is gone afterwards."""
+        """Replace the files mapped over `target` by the pages of `source`, in one atomic step. `source` ends."""
         _check(self._pool.teraio_install_pages(source.address, target.address), "mremap", source.length_bytes)
 
     def drop_pages(self, span: Span) -> None:
-        """Give up what `take_pages` gave."""
+        """Give back the pages of `take_pages`."""
         self._pool.teraio_drop(span.address)
 
     def trim(self, spare_bytes: int) -> None:
-        """Give pages that nothing uses back to the system, but for `spare_bytes` of them."""
+        """Give unused pages back to the system until `spare_bytes` of them are left."""
         self._pool.teraio_trim(max(spare_bytes, 0))
 
     def forget_cached(self, span: Span) -> None:
-        """Take pages of a file mapping out of the resident set again, after user code has touched them; nothing is lost."""
+        """Remove pages of a file mapping from the resident set, after user code has touched them. No data is lost."""
         self._pool.madvise(span.address, span.length_bytes, mmap.MADV_DONTNEED)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of free pages that wait for their next use; they are part of the process's resident set."""
+        """Bytes of unused pages that are kept for later. They belong to the resident set of the process."""
         return int(self._pool.teraio_kept_bytes())
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that PyTorch has allocated here and not freed, those that are away included."""
+        """Bytes that PyTorch has allocated here and not freed, including blocks that have left."""
         return int(self._pool.teraio_live_bytes())
 
     def reset_peak(self) -> None:
@@ -157,7 +157,7 @@ def _load_pool() -> ctypes.CDLL:
     functions: dict[str, native.Signature] = {
         "teraio_install": (error_code, [size]),
         "teraio_stand_back": (None, []),
-        "teraio_chunk": (size, [pointer, ctypes.POINTER(ctypes.c_long)]),
+        "teraio_allocation": (size, [pointer, ctypes.POINTER(ctypes.c_long)]),
         "teraio_adopt": (error_code, [pointer]),
         "teraio_map_files": (error_code, [pointer, size, ctypes.POINTER(ctypes.c_int), sizes, sizes, ctypes.c_int, ctypes.c_int]),
         "teraio_take": (pointer, [size]),

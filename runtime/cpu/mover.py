@@ -1,4 +1,4 @@
-"""Carries blocks of the CPU device tier to their slots and back; knows memory and files, nothing of budgets."""
+"""Moves blocks of the CPU device tier to their slots and back. It knows memory and files, but no budgets."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from runtime.storage import HostStore, RangeCopy
 
 
 class CpuMover:
-    """A `Mover` between main memory and the files of lower tiers, see [Note: Pages leave, addresses stay].
+    """A `Mover` between main memory and the slots of lower tiers, see [Note: Pages leave, addresses stay].
 
-    debug: see [Note: Debug mode]. Pages of a block that user code can see are not poisoned, as another thread may be reading
-    them; they go back to the system. Nor is such a block compared: its copy is mapped where user code can write to it.
+    debug: see [Note: Debug mode]. Two things are different for a block that user code can see. Its pages are not poisoned,
+    because another thread may be reading them; they go back to the system. And its copy is not compared, because user code
+    can write to the copy through the mapping.
     """
 
     def __init__(self, memory: CpuMemory, tiers: Tiers, *, debug: Debug | None = None) -> None:
@@ -65,7 +66,7 @@ class CpuMover:
         self._tiers.free(block)
 
     def copy_in(self, block: Block, done: Done) -> None:
-        if block.user_visible:  # may have been written through the mapping, also before `invalidate_mapping`
+        if block.user_visible:  # user code may have written to it through the mapping, even before `invalidate_mapping`
             self._distrust(block)
         area = self._memory.take_pages(_span(block).length_bytes)
         if self._debug is not None:
@@ -89,7 +90,7 @@ class CpuMover:
             self._debug.arrives(block)
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:
-        """Nothing to wait for: what is installed has landed."""
+        """Never waits: a block is installed only after its data has arrived."""
         if self._debug is not None:
             self._debug.check(blocks, _content)
 
@@ -110,14 +111,14 @@ class CpuMover:
         self._transfers.check()
 
     def poll(self) -> None:
-        """Nothing to do: transfers let go of their memory by themselves."""
+        """Do nothing: transfers release their memory by themselves."""
 
     def invalidate_mapping(self, block: Block) -> None:
         self._memory.forget_cached(_span(block))
         self._distrust(block)
 
     def host_address(self, block: Block) -> int | None:
-        """In the slab, whose pages are there for good; where it is in pieces, what stands in for the block is not."""
+        """Return the slot's place in the slab, whose pages never leave. If it is not contiguous there, return the mapping."""
         store = self._tiers.of(block).store
         if not isinstance(store, HostStore) or block.slot is None:
             return None
@@ -135,7 +136,7 @@ class CpuMover:
         give_up_all(self)
 
     def _distrust(self, block: Block) -> None:
-        """User code may have written to the block's slot."""
+        """Stop checking the block's slot: user code may have written to it."""
         if block.slot is not None:
             self._tiers.of(block).threads().forget_sums(block.slot)
         if self._debug is not None:

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU as the device."""
+"""An NVIDIA GPU as the device tier."""
 
 from runtime.cuda.host_links import measure_host_links
 from runtime.cuda.mover import StreamMover

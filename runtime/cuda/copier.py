@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 
 import torch
 
 from planner.errors import StorageError
-from runtime.device import DeviceBytes
-from runtime.storage import ALIGNMENT_BYTES
+from runtime.cuda.addresses import device_bytes, host_bytes
+from runtime.storage import ALIGNMENT_BYTES, align_up
 
 
 class CudaCopier:
     """A `Copier` (see `runtime.storage.staged`) for `device`, with one stream for each calling thread and direction.
 
-    PyTorch's streams do not wait for the default stream, nor it for them, and nothing here waits for the whole device.
-    PyTorch has 32 of them for each device, so that above 16 threads some share one: that costs time, not correctness.
+    PyTorch's streams do not wait for the default stream, and the default stream does not wait for them. No call waits for
+    the whole device. PyTorch has 32 streams per device. With more than 16 threads, some share a stream: the copies are then
+    slower, but still correct.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,13 +27,13 @@ class CudaCopier:
     def buffer(self, size_bytes: int) -> PinnedBuffer:
         return PinnedBuffer(size_bytes)
 
-    def to_host(self, target_address: int, source_address: int, size_bytes: int) -> Copy:
+    def to_host(self, target_address: int, source_address: int, size_bytes: int) -> CudaCopy:
         source = self._on_device(source_address, size_bytes)
-        return _begin(self._stream("to_host"), _on_host(target_address, size_bytes), source)
+        return _begin(self._stream("to_host"), host_bytes(target_address, size_bytes), source)
 
-    def to_device(self, target_address: int, source_address: int, size_bytes: int) -> Copy:
+    def to_device(self, target_address: int, source_address: int, size_bytes: int) -> CudaCopy:
         target = self._on_device(target_address, size_bytes)
-        return _begin(self._stream("to_device"), target, _on_host(source_address, size_bytes))
+        return _begin(self._stream("to_device"), target, host_bytes(source_address, size_bytes))
 
     def _stream(self, direction: str) -> torch.cuda.Stream:
         stream: torch.cuda.Stream | None = getattr(self._own, direction, None)
@@ -43,8 +43,8 @@ class CudaCopier:
         return stream
 
     def _on_device(self, address: int, size_bytes: int) -> torch.Tensor:
-        tensor = torch.as_tensor(DeviceBytes(address, size_bytes), device=self._device)
-        if tensor.data_ptr() != address:  # then PyTorch has made a copy on this device
+        tensor = device_bytes(address, size_bytes, self._device)
+        if tensor.data_ptr() != address:  # the address is of another device, and PyTorch has made a copy on this one
             raise StorageError(
                 f"address {address:#x} is not in the memory of {self._device}; this is a bug in teraio, please report it"
             )
@@ -52,20 +52,20 @@ class CudaCopier:
 
 
 class PinnedBuffer:
-    """A `HostBuffer` of pinned memory. Raises StorageError where there is none.
+    """A `HostBuffer` of pinned memory. Raises StorageError if the memory cannot be pinned.
 
-    PyTorch takes powers of two from the system, so only they waste nothing.
+    PyTorch takes powers of two from the system, so other sizes waste memory.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self._bytes = _pinned(size_bytes)
         if self._bytes.data_ptr() % ALIGNMENT_BYTES:
             self._bytes = _pinned(size_bytes + ALIGNMENT_BYTES)
-        self.address = -(-self._bytes.data_ptr() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.address = align_up(self._bytes.data_ptr())
 
 
-class Copy:
-    """A `Pending` copy; keeps what PyTorch needs for it alive."""
+class CudaCopy:
+    """A `PendingCopy`. It keeps the tensors alive that PyTorch copies."""
 
     __slots__ = ("_done", "_operands")
 
@@ -87,14 +87,10 @@ def _pinned(size_bytes: int) -> torch.Tensor:
         ) from error
 
 
-def _on_host(address: int, size_bytes: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
-
-
-def _begin(stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Copy:
-    # A waiting thread sleeps: there are many of them, and the training thread needs its core.
+def _begin(stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> CudaCopy:
+    # A waiting thread must sleep: there are many of them, and the training thread needs its core.
     done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
         done.record(stream)
-    return Copy(done, (target, source))
+    return CudaCopy(done, (target, source))

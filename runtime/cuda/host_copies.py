@@ -1,4 +1,4 @@
-"""The copies that a device with streams makes by itself between its memory and the host tier, and what they carried."""
+"""The copies that a device with streams makes by itself between its memory and the host tier, and their counters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINKS = {Lane.OUTWARD: "device->host", Lane.INWARD: "host->device"}
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A copy to or from the host tier, to be counted once it has ended."""
+    """A copy to or from the host tier. It is counted once it has ended."""
 
     link: str
     size_bytes: int
@@ -26,8 +26,9 @@ class _Copy:
 
 
 class HostCopies:
-    """Queues copies. host_address: where an extent of the host tier lies.
+    """Queues copies between the device and the host tier, and counts them.
 
+    host_address: returns where an extent of the host tier lies in memory.
     moved_bytes, busy_seconds: of the copies that are known to have ended, by link, since the start.
     """
 
@@ -39,13 +40,13 @@ class HostCopies:
         self.busy_seconds = dict.fromkeys(_LINKS.values(), 0.0)
 
     def queue(self, lane: Lane, slot: Slot, size_bytes: int, address: int) -> Event:
-        """Queue a copy of a slot's first `size_bytes` to or from the device memory at `address`. Gives its end."""
+        """Queue a copy of a slot's first `size_bytes` to or from the device memory at `address`. Return the event of its end."""
         before = self._streams.mark_lane(lane)
         begin = 0
         for extent in slot.extents:
             size = min(extent.length_bytes, size_bytes - begin)  # slots are rounded up, blocks are not
-            here, there = address + begin, self._host_address(extent)
-            target, source = (there, here) if lane is Lane.OUTWARD else (here, there)
+            on_device, on_host = address + begin, self._host_address(extent)
+            target, source = (on_host, on_device) if lane is Lane.OUTWARD else (on_device, on_host)
             self._streams.copy(lane, target=target, source=source, size_bytes=size)
             begin += size
         after, event = self._streams.mark_lane(lane), self._streams.record(lane)
@@ -53,7 +54,7 @@ class HostCopies:
         return event
 
     def count(self) -> None:
-        """Count what has ended since the last call."""
+        """Count the copies that have ended since the last call."""
         while self._copies and self._copies[0].event.done():
             copy = self._copies.popleft()
             self.moved_bytes[copy.link] += copy.size_bytes
@@ -61,7 +62,7 @@ class HostCopies:
 
 
 class QueuedRange:
-    """A `RangeCopy` that the device makes by itself. It keeps the memory alive until it was waited for (rule 5)."""
+    """A `RangeCopy` that the device makes by itself. It keeps the memory alive until `wait` (rule 5)."""
 
     def __init__(self, streams: Streams, event: Event, memory: torch.Tensor) -> None:
         self._streams = streams
@@ -69,6 +70,6 @@ class QueuedRange:
         self._memory: torch.Tensor | None = memory
 
     def wait(self) -> None:
-        """Lets computation wait, not the host."""
+        """Order computation after the copy. The host never waits."""
         self._streams.wait(Lane.COMPUTE, self._event)
         self._memory = None

@@ -1,4 +1,4 @@
-"""Measures what a GPU copies to the host tier and back by itself: each direction alone, and both at once."""
+"""Measures the copies that a GPU makes by itself to the host tier and back: each direction alone, and both at once."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _LANES = (Lane.OUTWARD, Lane.INWARD)
 
 
 def measure_host_links(streams: CudaStreams, store: HostStore, size_bytes: int = 256 << 20) -> LinkRates:
-    """Rates over copies of `size_bytes` in all, by the GPU's clock, and the latency of a small one. Blocks.
+    """Measure rates over copies of `size_bytes` in all, by the GPU's clock, and the latency of a small copy.
 
-    Takes as much memory of the GPU and of the store meanwhile; less if one of them has less, but at least 1 MiB.
-    Raises StorageFullError where even that is missing, StorageError where the GPU has none.
+    Waits until all copies have ended. Takes `size_bytes` of the GPU and of the store during that time; less if one of them
+    has less, but at least 1 MiB. Raises StorageFullError if the store has less than that, StorageError if the GPU has.
     """
     slot, area = _largest_areas(streams, store, size_bytes)
     try:
         device = storage_memory.address(area)
-        _seconds(streams, store, slot, device, _LANES)  # the first copies of a process set things up
+        _seconds(streams, store, slot, device, _LANES)  # the first copies of a process are slower
         alone = [median(_seconds(streams, store, slot, device, (lane,))[0] for _ in range(_TRIALS)) for lane in _LANES]
         both = [_seconds(streams, store, slot, device, _LANES) for _ in range(_TRIALS)]
         together = [median(times) for times in zip(*both, strict=True)]
@@ -48,7 +48,7 @@ def measure_host_links(streams: CudaStreams, store: HostStore, size_bytes: int =
 
 
 def _largest_areas(streams: CudaStreams, store: HostStore, size_bytes: int) -> tuple[Slot, torch.UntypedStorage]:
-    """Of equal size: the model may leave little room on the GPU."""
+    """Return a slot and GPU memory of the same size, as large as possible: the model may leave little memory on the GPU."""
     while True:
         slot = None
         try:
@@ -63,29 +63,29 @@ def _largest_areas(streams: CudaStreams, store: HostStore, size_bytes: int) -> t
 
 
 def _seconds(streams: CudaStreams, store: HostStore, slot: Slot, device: int, lanes: tuple[Lane, ...]) -> list[float]:
-    """Each lane copies its share of the slot, in several copies; how long each took by the GPU's clock."""
+    """Let each lane copy its share of the slot, in several copies. Return the seconds of each lane by the GPU's clock."""
     marks = []
-    parts = _parts(store, slot, device)
-    share = len(parts) // len(lanes)
+    ranges = _ranges(store, slot, device)
+    share = len(ranges) // len(lanes)
     begins = [streams.mark_lane(lane) for lane in lanes]
-    for number in range(share):  # in turns, so that no lane waits for the host
+    for number in range(share):  # the lanes take turns, so that none of them waits for the host
         for index, lane in enumerate(lanes):
-            _copy(streams, lane, *parts[index * share + number])
+            _copy(streams, lane, *ranges[index * share + number])
     marks = [streams.mark_lane(lane) for lane in lanes]
     return [end.seconds_since(begin) for begin, end in zip(begins, marks, strict=True)]
 
 
-def _parts(store: HostStore, slot: Slot, device: int) -> list[tuple[int, int, int]]:
-    """The slot in pieces of equal length but for what the extents' ends cut off: host address, device address, bytes."""
+def _ranges(store: HostStore, slot: Slot, device: int) -> list[tuple[int, int, int]]:
+    """Cut the slot into ranges of equal length, shorter at the ends of extents: host address, device address, bytes."""
     step = max(slot.size_bytes // (2 * _COPIES), 1 << 16)
-    parts = []
+    ranges = []
     for extent in slot.extents:
         host = store.address_of(extent)
         for begin in range(0, extent.length_bytes, step):
             length = min(step, extent.length_bytes - begin)
-            parts.append((host + begin, device, length))
+            ranges.append((host + begin, device, length))
             device += length
-    return parts
+    return ranges
 
 
 def _copy(streams: CudaStreams, lane: Lane, host: int, device: int, size_bytes: int) -> None:
@@ -94,7 +94,7 @@ def _copy(streams: CudaStreams, lane: Lane, host: int, device: int, size_bytes: 
 
 
 def _latency(streams: CudaStreams, store: HostStore, slot: Slot, device: int, lane: Lane) -> float:
-    """Seconds from asking for a copy of a page until the host knows of its end."""
+    """Return the seconds from the request of a copy of one page until the host knows that it has ended."""
     host = store.address_of(slot.extents[0])
     trials = []
     for _ in range(_LATENCY_TRIALS):

@@ -1,7 +1,7 @@
-"""Carries blocks of a device with streams: to the host tier by its copy engines, to drives by I/O threads.
+"""Moves blocks of a device with streams: to the host tier by its copy engines, to drives by I/O threads.
 
-A block that leaves takes its place in the host tier as its memory: user code that touches it reads and writes there,
-through the bus. What waits on a drive cannot be touched; user code gets an error that says what to do.
+While a block is in the host tier, its storage points to its slot there. User code that touches the block reads and writes
+the slot through the bus. User code that touches a block on a drive gets an error that says what to do.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from runtime.cuda import storage_swap as storage_memory
 from runtime.cuda.host_copies import HostCopies, QueuedRange
 from runtime.device import Event, Lane, Span, Streams
 from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, Tier, Tiers, claim, give_up, give_up_all
-from runtime.storage import Extent, RangeCopy, Slot, slot_range
+from runtime.storage import Extent, RangeCopy, Slot, contiguous_address, slot_range
 
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """A copy in that the device may not have ended yet; it keeps the storage alive (rule 5)."""
+    """A copy in that the device may not have ended yet. It keeps the storage alive (rule 5)."""
 
     event: Event
     storage: torch.UntypedStorage
@@ -31,9 +31,10 @@ class _Arriving:
 class StreamMover:
     """A `Mover` for a device with streams, see [Note: What orders what].
 
-    host_address: where an extent of the host tier lies. in_reach: whether kernels can read and write there, as they can
-    pinned memory; else what waits in the host tier cannot be touched either. debug: see [Note: Debug mode]; the host then
-    waits for the device wherever it reads the device's memory.
+    host_address: returns where an extent of the host tier lies in memory.
+    in_reach: whether kernels can read and write the host tier, as they can if it is pinned. If not, user code cannot touch
+    the blocks there.
+    debug: see [Note: Debug mode]. The host then waits for the device whenever it reads the device's memory.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class StreamMover:
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
-        """Of the copies between device and host tier that are known to have ended, by link, since the start."""
+        """Bytes of the copies between device and host tier that are known to have ended, by link, since the start."""
         return self._copies.moved_bytes
 
     @property
     def busy_seconds(self) -> Mapping[str, float]:
-        """Like `moved_bytes`, for how long these copies took."""
+        """Duration of the copies that `moved_bytes` counts, by link."""
         return self._copies.busy_seconds
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
@@ -73,7 +74,7 @@ class StreamMover:
         return storage_memory.address(storage) == block.address
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
-        """Nothing to do: all of the device's own memory can be given back."""
+        """Do nothing: all of the device's own memory can be given back."""
 
     def trim(self, spare_bytes: int) -> None:
         self._streams.trim(spare_bytes)
@@ -86,7 +87,7 @@ class StreamMover:
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
         self._join([block])
         if block.kind == "gradient":
-            tier = None  # between backward and the step user code clips or adds to it: rather where it can be touched
+            tier = None  # user code clips gradients or adds to them before the step: prefer the tier where it can touch them
         place = self._tiers.place(block, block.size_bytes, tier)
         computed = self._streams.record(Lane.COMPUTE)
         if self._debug is not None:
@@ -120,28 +121,22 @@ class StreamMover:
             storage_memory.close(storage, _not_here(block))
 
     def drop_copy(self, block: Block) -> None:
-        """Computation waits for what was read from the slot, and all copies out for computation: rules 1 and 3."""
+        """Free the slot at once. Computation waits for reads of it, and later copies out wait for computation: rules 1 and 3."""
         self._tiers.free(block)
 
     def _poison_left(self, block: Block) -> None:
         self._streams.fill(Lane.COMPUTE, block.address, block.size_bytes, POISON)
-        if not self._streams.in_region:  # user code may get that memory, and does not wait for computation
+        if not self._streams.in_region:  # user code may get this memory, and does not wait for the lane of computation
             self._streams.record(Lane.COMPUTE).wait()
 
     def _stand_in(self, block: Block) -> int | None:
-        """Where the block's copy can be used in its place, if it is in the host tier and in one piece."""
+        """Return where user code can use the block's copy. None: it is on a drive, not contiguous, or out of reach of kernels."""
         return self.host_address(block) if self._in_reach else None
 
     def host_address(self, block: Block) -> int | None:
         if self._tiers.of(block).engine is not None:
             return None
-        extents = _slot(block).extents
-        end = first = self._host_address(extents[0])
-        for extent in extents:
-            if self._host_address(extent) != end:
-                return None
-            end += extent.length_bytes
-        return first
+        return contiguous_address(_slot(block), self._host_address)
 
     # -- in
 
@@ -164,7 +159,7 @@ class StreamMover:
         done(None)
 
     def _poison_arriving(self, address: int, size_bytes: int, before: Sequence[Event]) -> Event:
-        """Gives what the copy in has to wait for, in place of `before`."""
+        """Fill memory with poison after `before`. Return the event that the copy in waits for instead."""
         for event in before:
             self._streams.wait(Lane.INWARD, event)
         self._streams.fill(Lane.INWARD, address, size_bytes, POISON)
@@ -176,7 +171,7 @@ class StreamMover:
                 event.wait()
 
         def drop() -> None:
-            for event in before:  # the memory may be in use until then: rule 4
+            for event in before:  # the memory may be in use until then (rule 4)
                 self._streams.wait(Lane.COMPUTE, event)
             del self._fresh[block]
 
@@ -212,7 +207,7 @@ class StreamMover:
             if arriving is not None:
                 self._streams.wait(Lane.COMPUTE, arriving.event)
 
-    # -- parts of slots
+    # -- ranges of slots
 
     def read_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
         place, before = self._tiers.of(block), self._streams.record(Lane.COMPUTE)
@@ -233,8 +228,8 @@ class StreamMover:
         return self._queue_range(Lane.OUTWARD, block, begin_bytes, memory)
 
     def _queue_range(self, lane: Lane, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
-        part = slot_range(_slot(block), begin_bytes, memory.nbytes)
-        copied = self._copies.queue(lane, part, part.content_bytes, memory.data_ptr())
+        place = slot_range(_slot(block), begin_bytes, memory.nbytes)
+        copied = self._copies.queue(lane, place, place.content_bytes, memory.data_ptr())
         return QueuedRange(self._streams, copied, memory)
 
     # -- the rest
@@ -253,7 +248,7 @@ class StreamMover:
         self._copies.count()
 
     def invalidate_mapping(self, block: Block) -> None:
-        """Nothing to do, but in the debug mode: what stands in for a block is its only copy."""
+        """Do nothing outside the debug mode: user code has changed the only copy of the block, so no second copy is invalid."""
         if self._debug is not None and self.host_address(block) is not None:
             self._debug.distrust(block)
 
@@ -267,7 +262,7 @@ class StreamMover:
         self._tiers.free(block)
 
     def close(self) -> None:
-        """Blocks until the device has done with the host tier: its memory goes next, and a copy may still read it."""
+        """Wait until the device has ended all copies. The memory of the host tier may be freed next."""
         for lane in Lane:
             self._streams.record(lane).wait()
         give_up_all(self)

@@ -1,4 +1,4 @@
-"""The ways between a GPU and drives: cuFile through KvikIO, or staging through pinned memory."""
+"""The storage paths between a GPU and drives: cuFile through KvikIO, or staging through pinned memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import torch
 from planner.errors import UnsupportedError
 from runtime.cuda.copier import CudaCopier
 from runtime.storage import Checksums, KvikioStore, PosixStore, StagedStore, Store
-from runtime.transfer import Candidate
+from runtime.transfer import PathCandidate
 
 
 def cuda_candidates(
     directories: Sequence[Path], device: torch.device, *, budget_bytes: int | None, checksums: bool
-) -> tuple[Candidate, ...]:
-    """Between the memory of `device` and spill files in `directories`. Checksums are computed on the way through the host."""
+) -> tuple[PathCandidate, ...]:
+    """Return the paths between the memory of `device` and spill files in `directories`.
+
+    Checksums need the path through host memory, where the processor computes them.
+    """
 
     def kvikio() -> Store:
         if checksums:
@@ -25,6 +28,6 @@ def cuda_candidates(
 
     def staged() -> Store:
         files = PosixStore(directories, budget_bytes=budget_bytes)
-        return StagedStore(files, CudaCopier(device), pieces=Checksums(files) if checksums else None)
+        return StagedStore(files, CudaCopier(device), chunk_io=Checksums(files) if checksums else None)
 
-    return Candidate(name="kvikio", open=kvikio), Candidate(name="staged", open=staged)
+    return PathCandidate(name="kvikio", open=kvikio), PathCandidate(name="staged", open=staged)

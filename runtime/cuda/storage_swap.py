@@ -1,4 +1,4 @@
-"""Gives storages other memory while all tensors that share them stay what they are; for every device."""
+"""Gives storages other memory. Tensors that share a storage keep their sizes, views and identity. For every device."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from runtime.system import native
 
 
 def exchange(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Two storages exchange their memory, not their sizes. Nobody may be using either."""
+    """Exchange the memory of two storages, but not their sizes. Nobody may be using either of them."""
     _library().teraio_exchange(one._cdata, other._cdata)
 
 
 def lend(storage: torch.UntypedStorage, address: int) -> None:
-    """Give a storage memory that stays the caller's, on the storage's device or readable from there; frees what it had."""
+    """Give a storage memory that the caller owns, on its device or readable from there. Free the memory that it had."""
     _library().teraio_lend(storage._cdata, address)
 
 
 def close(storage: torch.UntypedStorage, message: str) -> None:
-    """Whoever asks for the storage's data from now on gets a RuntimeError with this message."""
+    """Let every access to the storage's data raise a RuntimeError with this message."""
     _library().teraio_close(storage._cdata, message.encode())
 
 
 def open_again(storage: torch.UntypedStorage) -> None:
-    """End what `close` began."""
+    """Undo `close`."""
     _library().teraio_open(storage._cdata)
 
 
 def address(storage: torch.UntypedStorage) -> int:
-    """Where the data lies, 0 for nowhere; also of a closed storage."""
+    """Return where the data lies, 0 if there is none. Works for a closed storage too."""
     return int(_library().teraio_address(storage._cdata) or 0)
 
 

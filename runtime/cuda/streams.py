@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterator
 from typing import cast
 
 import torch
 
 from planner.errors import StorageError
-from runtime.device import MIN_MOVED_BYTES, DeviceBytes, Event, Lane
+from runtime.cuda.addresses import device_bytes, host_bytes
+from runtime.device import MIN_MOVED_BYTES, Event, Lane
 
 
 class CudaEvent:
-    """A point in a lane of a GPU. A thread that waits for it sleeps: the training thread needs its core."""
+    """A point in a lane of a GPU. A thread that waits for it sleeps, because the training thread needs its core."""
 
     __slots__ = ("event",)
 
@@ -30,7 +30,7 @@ class CudaEvent:
 
 
 class CudaMark:
-    """A moment in a GPU's work, by its own clock."""
+    """A point in a lane of a GPU with the time of the GPU's clock."""
 
     __slots__ = ("event",)
 
@@ -47,15 +47,16 @@ class CudaMark:
 
 
 class CudaStreams:
-    """`Streams` and `Device` of one GPU, and what its allocator says. One stream for each lane; none is the NULL stream.
+    """`Streams` and `Device` of one GPU, and the counters of its allocator. Each lane has a stream; none is the NULL stream.
 
-    Stages run on a stream of their own, not on the user's: the two are joined by events where a region begins and ends.
-    What a stage allocates comes from that stream's pool, so memory that is freed serves in the order of computation.
+    Stages run on a separate stream, not on the user's stream. Events join the two where a region begins and ends.
+    The memory of a stage comes from the pool of that stream, so freed memory is used again in the order of computation.
 
-    spare_bytes: count as taken; for free memory that is in too small pieces to serve, and for what comes with first uses
-    in the midst of a stage (the workspaces of cuBLAS, of each thread one).
-    limit_bytes: of what PyTorch's allocator may reserve while a region runs; it then gives cached memory back before it
-    raises OutOfMemoryError. User code may take more: nobody knows its temporary memory before, and that need not end training.
+    spare_bytes: bytes that count as taken. They stand for free memory in ranges that are too small to use, and for memory
+    that libraries allocate at their first use within a stage (one cuBLAS workspace for each thread).
+    limit_bytes: the most that PyTorch's allocator may reserve while a region runs. It gives cached memory back to the device
+    before it raises OutOfMemoryError. User code may take more, because its temporary memory is not known before; training
+    need not end for that.
     """
 
     asynchronous = True
@@ -68,13 +69,13 @@ class CudaStreams:
         self.limit_bytes: int | None = None
         self._total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         own = (Lane.COMPUTE, Lane.OUTWARD, Lane.INWARD)
-        # PyTorch hands out the 32 streams of a priority in turns: those of the I/O threads, of the other one, must not be these.
+        # PyTorch hands out the 32 streams of each priority in turns. The I/O threads use the other priority, so they share none.
         self._streams = {lane: torch.cuda.Stream(self.device, priority=-1) for lane in own}  # type: ignore[no-untyped-call]
         self._streams[Lane.USER] = torch.cuda.current_stream(self.device)
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        """Computation goes to the lane of computation; the user's current stream waits for it at the end."""
+        """Send computation to the lane of computation. The user's current stream waits for it at the end."""
         user = self._streams[Lane.USER] = torch.cuda.current_stream(self.device)
         compute = self._streams[Lane.COMPUTE]
         compute.wait_stream(user)
@@ -108,15 +109,15 @@ class CudaStreams:
         return CudaMark(self._streams[lane])
 
     def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
-        """Between the GPU and main memory, which should be pinned: else the call waits for the copy."""
+        """Queue a copy between the GPU and main memory. If the main memory is not pinned, the call waits for the copy."""
         outward = lane is Lane.OUTWARD
-        there = self._on_device(source if outward else target, size_bytes)
-        here = torch.frombuffer((ctypes.c_char * size_bytes).from_address(target if outward else source), dtype=torch.uint8)
+        on_device = self._on_device(source if outward else target, size_bytes)
+        on_host = host_bytes(target if outward else source, size_bytes)
         with torch.cuda.stream(self._streams[lane]):
             if outward:
-                here.copy_(there, non_blocking=True)
+                on_host.copy_(on_device, non_blocking=True)
             else:
-                there.copy_(here, non_blocking=True)
+                on_device.copy_(on_host, non_blocking=True)
 
     def fill(self, lane: Lane, address: int, size_bytes: int, value: int) -> None:
         with torch.cuda.stream(self._streams[lane]):
@@ -129,7 +130,7 @@ class CudaStreams:
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
         with torch.cuda.stream(self._streams[Lane.COMPUTE]):
             try:
-                # Not `torch.empty`, which fills memory where deterministic algorithms are asked for.
+                # Not `torch.empty`: with deterministic algorithms, it fills the memory.
                 return torch.UntypedStorage(size_bytes, device=self.device)  # type: ignore[no-untyped-call]
             except torch.OutOfMemoryError as error:
                 raise StorageError(
@@ -143,7 +144,7 @@ class CudaStreams:
         return own and storage.nbytes() >= MIN_MOVED_BYTES
 
     def trim(self, spare_bytes: int) -> None:
-        """Nothing to do: PyTorch's allocator gives cached memory back by itself where the limit would be exceeded."""
+        """Do nothing: PyTorch's allocator gives cached memory back by itself before it exceeds the limit."""
 
     # -- Device
 
@@ -151,7 +152,7 @@ class CudaStreams:
         return CudaMark(torch.cuda.current_stream(self.device))
 
     def bytes_beside(self, known_bytes: int) -> int:
-        """What PyTorch's allocator has given out beyond what is known, and `spare_bytes`."""
+        """Return the bytes that PyTorch has allocated beyond `known_bytes`, plus `spare_bytes`."""
         return max(self.allocated_bytes - known_bytes, 0) + self.spare_bytes
 
     # -- memory
@@ -171,4 +172,4 @@ class CudaStreams:
         return torch.cuda.max_memory_allocated(self.device)
 
     def _on_device(self, address: int, size_bytes: int) -> torch.Tensor:
-        return torch.as_tensor(DeviceBytes(address, size_bytes), device=self.device)
+        return device_bytes(address, size_bytes, self.device)

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import enum
 from contextlib import AbstractContextManager
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from runtime.device.device import Mark
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Lane(enum.Enum):

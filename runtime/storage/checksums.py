@@ -1,84 +1,81 @@
 """Finds data that changed on its way to a drive, on the drive, or on its way back.
 
 [Note: What a checksum covers]
-Every piece that an engine writes is hashed in memory before it leaves, and again after it has come back: XXH3, 64
-bits, which finds all but one in 2^64 random changes, and is no protection against someone who means it. Sums are kept in
-memory, with the slot: they go when it is released. A slot that something else may have written to (user code, through
-a mapping of the file) has none any more, see `forget`; then what is read is not checked. Nor is a piece that was not
-written as one: where a slot is written in other pieces than before, the sums of those that overlap are void.
+Every chunk that an engine writes is hashed in memory before the write, and again in memory after it has been read back.
+The hash is XXH3 with 64 bits: it misses one of 2^64 random changes. It does not protect against an attacker.
+The checksums are kept in memory and go when the slot is released.
+
+Some chunks are not checked when they are read:
+* User code can write to a slot through a mapping of the file. `forget` then drops the slot's checksums.
+* A chunk has a checksum only if it was written as this one chunk. When a slot is written in other chunks than before,
+  the checksums of all chunks that overlap with the new ones are dropped.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from xxhash import xxh3_64_intdigest
 
 from planner.errors import ChecksumError
-from runtime.storage.store import Chunk, Slot
+from runtime.storage.store import Chunk, ChunkIO, Slot
 
-
-class MovesPieces(Protocol):
-    """The part of a `Store` that carries bytes."""
-
-    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None: ...
-    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None: ...
-
-
-_Place = tuple[int, int, int]
-"""Where a piece lies: descriptor of the file, offset, bytes."""
+_FilePlace = tuple[int, int, int]
+"""Where a chunk lies: file descriptor, offset in bytes, length in bytes."""
 
 
 class Checksums:
-    """Carries pieces as `store` does, and checks them, see [Note: What a checksum covers]. Safe from several threads.
+    """Copies chunks by `store` and checks them, see [Note: What a checksum covers]. Safe from several threads.
 
-    Addresses must be in memory that the processor can read.
+    The processor must be able to read the memory at the addresses.
     """
 
-    def __init__(self, store: MovesPieces) -> None:
+    def __init__(self, store: ChunkIO) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._sums: WeakKeyDictionary[Slot, dict[_Place, int]] = WeakKeyDictionary()
+        self._sums: WeakKeyDictionary[Slot, dict[_FilePlace, int]] = WeakKeyDictionary()
 
-    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
-        """Hash a piece, then write it. Blocks; hashing releases the interpreter's lock. Raises StorageIOError."""
-        found = _hash(piece, address)
-        with self._lock:
-            _put(self._sums.setdefault(slot.of or slot, {}), _place(piece), found)
-        self._store.write_piece(slot, piece, address)
+    def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
+        """Hash a chunk, then write it. Waits until it is written. Hashing releases the interpreter's lock.
 
-    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
-        """Read a piece, then compare its hash. Blocks. Raises ChecksumError, StorageIOError."""
-        self._store.read_piece(slot, piece, address)
+        Raises StorageIOError.
+        """
+        found = _hash(chunk, address)
         with self._lock:
-            expected = self._sums.get(slot.of or slot, {}).get(_place(piece))
+            _put(self._sums.setdefault(slot.of or slot, {}), _place(chunk), found)
+        self._store.write_chunk(slot, chunk, address)
+
+    def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
+        """Read a chunk, then compare its hash. Waits until both are done. Raises ChecksumError, StorageIOError."""
+        self._store.read_chunk(slot, chunk, address)
+        with self._lock:
+            expected = self._sums.get(slot.of or slot, {}).get(_place(chunk))
         if expected is None:
             return
-        found = _hash(piece, address)
+        found = _hash(chunk, address)
         if found != expected:
             raise ChecksumError(
-                path=str(piece.extent.path),
-                offset_bytes=piece.file_offset_bytes,
+                path=str(chunk.extent.path),
+                offset_bytes=chunk.file_offset_bytes,
                 block=slot.name,
                 expected=expected,
                 found=found,
             )
 
     def forget(self, slot: Slot) -> None:
-        """Something else may have written to the slot: what is read from it next is not checked."""
+        """Drop the checksums of a slot that something else may have written to. The next read of it is not checked."""
         with self._lock:
             self._sums.pop(slot, None)
 
 
-def _place(piece: Chunk) -> _Place:
-    return piece.extent.file_descriptor, piece.file_offset_bytes, piece.length_bytes
+def _place(chunk: Chunk) -> _FilePlace:
+    return chunk.extent.file_descriptor, chunk.file_offset_bytes, chunk.length_bytes
 
 
-def _put(sums: dict[_Place, int], place: _Place, found: int) -> None:
-    """Note a sum. No two places in `sums` overlap."""
+def _put(sums: dict[_FilePlace, int], place: _FilePlace, found: int) -> None:
+    """Add a checksum, and drop those of other places that overlap with it. So no two places in `sums` ever overlap."""
     if place not in sums:
         file, begin, size = place
         for other in [each for each in sums if each[0] == file and each[1] < begin + size and begin < each[1] + each[2]]:
@@ -86,6 +83,6 @@ def _put(sums: dict[_Place, int], place: _Place, found: int) -> None:
     sums[place] = found
 
 
-def _hash(piece: Chunk, address: int) -> int:
-    memory = (ctypes.c_char * piece.length_bytes).from_address(address + piece.slot_offset_bytes)
+def _hash(chunk: Chunk, address: int) -> int:
+    memory = (ctypes.c_char * chunk.length_bytes).from_address(address + chunk.slot_offset_bytes)
     return xxh3_64_intdigest(memory)

@@ -1,36 +1,36 @@
-"""The store between device memory and files by GPUDirect Storage (cuFile), through KvikIO; the only file that imports it.
+"""The store between device memory and files by GPUDirect Storage (cuFile), through KvikIO. No other file imports KvikIO.
 
 [Note: KvikIO and streams]
-KvikIO waits for the device's default stream before it begins a copy. Where kernels are queued there, every copy waits for
-all of them: stages must run on another stream, as they do under `runtime.cuda.streams`. Threads, task size and the other
-settings are the process's; `close` puts them back.
+KvikIO waits for the device's default stream before it begins a copy. If kernels are queued there, every copy waits for all
+of them. So stages must run on another stream, as they do under `runtime.cuda.streams`. The number of threads, the task size
+and the other settings hold for the whole process; `close` restores them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from planner.errors import StorageIOError, UnsupportedError
+from planner.errors import UnsupportedError
 from runtime.device import DeviceBytes
 from runtime.storage.file_space import FileSpace
-from runtime.storage.store import Chunk, Slot, content_of
+from runtime.storage.store import Chunk, Slot, content_bytes_of, io_error
 
 _log = logging.getLogger(__name__)
 
 
 class KvikioStore(FileSpace):
-    """A `Store` whose addresses are in device memory, in the preallocated files of a `FileSpace`.
+    """A `Store` whose addresses are in device memory, over the files of a `FileSpace`.
 
-    threads, task_bytes: KvikIO's pool, which serves all callers; a piece is cut into tasks of this size where KvikIO does
-    the copies itself. kvikio: the module, by default the one that is installed.
-    `description` tells how bytes travel: by GPUDirect Storage, or through host memory where the drive, the file system or
-    the driver does not take part. See [Note: KvikIO and streams].
+    threads, task_bytes: of KvikIO's thread pool, which serves all callers. If KvikIO makes the copies itself, it cuts a chunk
+    into tasks of `task_bytes`.
+    kvikio: the module, by default the one that is installed.
+    `description` tells how bytes travel: by GPUDirect Storage, or through host memory if the drive, the file system or the
+    driver does not support it. See [Note: KvikIO and streams].
     Raises UnsupportedError if KvikIO or a driver is missing, StorageError as `FileSpace` does.
     """
 
@@ -50,33 +50,35 @@ class KvikioStore(FileSpace):
             "num_threads": threads,
             "task_size": task_bytes,
             "bounce_buffer_size": task_bytes,
-            "gds_threshold": 0,  # small pieces take the same way as large ones
+            "gds_threshold": 0,  # small chunks are copied in the same way as large ones
             "auto_direct_io_read": True,
             "auto_direct_io_write": True,
         }
         try:
             self._open.enter_context(self._kvikio.defaults.set(settings))
-            self._handles, way = self._open_files()
+            self._handles, how = self._open_files()
         except BaseException:
             self.close()
             raise
-        self.description = f"kvikio {self._kvikio.__version__}, {way}"
+        self.description = f"kvikio {self._kvikio.__version__}, {how}"
 
     @property
     def direct(self) -> bool:
         return all(handle.is_direct_io_supported() for handle in self._handles.values())
 
-    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
+    def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         self._check_open()
-        self._carry("write", self._handles[piece.extent.path].pwrite, slot, piece, address)
+        self._copy("write", self._handles[chunk.extent.path].pwrite, slot, chunk, address)
 
-    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
+    def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         self._check_open()
-        self._carry("read", self._handles[piece.extent.path].pread, slot, piece, address)
+        self._copy("read", self._handles[chunk.extent.path].pread, slot, chunk, address)
 
     def register_memory(self, address: int, size_bytes: int) -> None:
-        """Prepare the allocation that these device addresses are in for many transfers: cuFile then needs no buffer of its
-        own between. Blocks. Raises UnsupportedError if the driver refuses it."""
+        """Register the allocation that holds these device addresses, before many transfers. cuFile then needs no buffer.
+
+        Waits for the driver. Raises UnsupportedError if the driver refuses.
+        """
         try:
             self._kvikio.memory_register(DeviceBytes(address, size_bytes))
         except RuntimeError as error:
@@ -85,27 +87,27 @@ class KvikioStore(FileSpace):
             ) from error
 
     def unregister_memory(self, address: int, size_bytes: int) -> None:
-        """Take `register_memory` back, before the memory is freed."""
+        """Undo `register_memory`. To be called before the memory is freed."""
         self._kvikio.memory_deregister(DeviceBytes(address, size_bytes))
 
-    def _carry(self, action: str, call: Any, slot: Slot, piece: Chunk, address: int) -> None:
-        where = f"at offset {piece.file_offset_bytes:,}"
-        size = content_of(slot, piece)
-        memory = DeviceBytes(address + piece.slot_offset_bytes, size)
+    def _copy(self, action: str, call: Any, slot: Slot, chunk: Chunk, address: int) -> None:
+        where = f"at offset {chunk.file_offset_bytes:,}"
+        size = content_bytes_of(slot, chunk)
+        memory = DeviceBytes(address + chunk.slot_offset_bytes, size)
         try:
-            moved = call(memory, size, piece.file_offset_bytes, self._task_bytes).get()
+            moved = call(memory, size, chunk.file_offset_bytes, self._task_bytes).get()
         except (RuntimeError, OSError) as error:
-            raise _failed(slot, piece, f"{action} {where} ({error})", getattr(error, "errno", None)) from error
+            raise io_error(f"{action} {where} ({error})", slot, chunk, getattr(error, "errno", None)) from error
         if moved != size:
-            raise _failed(slot, piece, f"{action} more than {moved:,} of {size:,} bytes {where}", None)
+            raise io_error(f"{action} more than {moved:,} of {size:,} bytes {where}", slot, chunk, None)
 
     def _open_files(self) -> tuple[dict[Any, Any], str]:
-        """A cuFile handle of each file by its path, and how bytes travel.
+        """Return a cuFile handle for each file by its path, and how bytes travel.
 
-        KvikIO by itself falls back to ordinary reads and writes without saying so; it is asked not to, first.
+        By default KvikIO falls back to ordinary reads and writes without a message. So try without the fallback first.
         """
         defaults, mode = self._kvikio.defaults, self._kvikio.CompatMode
-        # Without the nvidia-fs driver cuFile copies through the host as well, and slower than KvikIO does.
+        # Without the nvidia-fs driver cuFile copies through host memory too, and is slower than KvikIO.
         if not defaults.is_compat_mode_preferred() and self._kvikio.cufile_driver.get("is_gds_available"):
             try:
                 with defaults.set({"compat_mode": mode.OFF}), ExitStack() as undo:
@@ -130,7 +132,7 @@ class KvikioStore(FileSpace):
 
 
 def load_kvikio() -> Any:
-    """KvikIO's module, with what is needed of its submodules. Raises UnsupportedError if it or the driver is missing."""
+    """Import KvikIO with the submodules that the store needs. Raises UnsupportedError if it or the driver is missing."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -146,7 +148,3 @@ def load_kvikio() -> Any:
             f"GPUDirect Storage needs KvikIO ({error}); install teraio[cuda12] or teraio[cuda13], or choose another storage_path"
         ) from error
     return kvikio
-
-
-def _failed(slot: Slot, piece: Chunk, action: str, code: int | None) -> StorageIOError:
-    return StorageIOError(path=str(piece.extent.path), block=slot.name, errno=code or errno.EIO, action=action)

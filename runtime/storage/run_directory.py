@@ -1,16 +1,16 @@
-"""A private directory for the files of one run, which goes when the run ends, however it ends.
+"""A private directory for the files of one run. It is removed when the run ends, however it ends.
 
 [Note: How a run directory ends]
-`close`, the interpreter's exit (also after an exception) and the default action of SIGINT, SIGTERM and SIGHUP
-remove it. Handlers that the program has installed stay as they are: if they end the process, its exit removes
-the directory. A run that was killed leaves it behind, and the next one under the same parent removes it: a
-process holds the lock of its directories as long as it lives, so a free lock means that nobody is left.
-Forked children remove nothing.
+Three things remove it: `close`, the exit of the interpreter (also after an exception), and the default action of SIGINT,
+SIGTERM and SIGHUP. Signal handlers that the program has installed stay in place; if they end the process, its exit removes
+the directory. A run that is killed leaves its directory behind, and the next run under the same parent removes it: a process
+holds the locks of its directories as long as it lives, so a free lock means that the process is gone. Forked children remove
+nothing.
 
-[Note: The lock is taken last but checked twice]
-Between the creation of a directory and its lock, another process may find the lock free and remove both. So
-whoever has got a lock looks whether the path still leads to what it has locked, and otherwise lets go: the
-creator begins anew under another name, the cleaner goes on.
+[Note: The lock is checked after it is taken]
+After a directory is created, and before it is locked, another process may find the lock free and remove the directory. So
+every process checks, once it holds the lock, that the path still leads to the locked file. If not, it releases the lock. Then
+the creator tries again with another name, and a process that was cleaning up continues with the next directory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from planner.errors import StorageError
 SPILL_SUFFIX = ".spill"
 _LOCK_NAME = "lock"
 _NAME = re.compile(r"teraio-\d+-[0-9a-f]{16}")
-_ATTEMPTS = 100
+_MAX_ATTEMPTS = 100
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _log = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ _log = logging.getLogger(__name__)
 class RunDirectory:
     """A directory `teraio-<pid>-<random>` (mode 0700) under `parent`, see [Note: How a run directory ends].
 
-    Only files ending in SPILL_SUFFIX may be put into it. Leftovers of dead runs under `parent` are removed
-    first. Raises StorageError if `parent` is no directory, or one that cannot be written to or locked in.
+    It may hold only files that end in SPILL_SUFFIX. Directories of dead runs under `parent` are removed first.
+    Raises StorageError if `parent` is no directory, or if it allows no new files or no file locks.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -62,10 +62,9 @@ class RunDirectory:
         _guard_signals(self)
 
     def remove(self) -> None:
-        """Remove the directory and its files; files that are open stay usable. Does nothing in a forked
-        child.
+        """Remove the directory and its files. Open files stay usable. Does nothing in a forked child.
 
-        Blocks while the file system frees them. What cannot be removed is left, with a warning in the log.
+        Waits while the file system frees the bytes. If something cannot be removed, logs a warning.
         """
         if os.getpid() != self._process:
             return
@@ -75,7 +74,7 @@ class RunDirectory:
             _log.warning("cannot remove the spill directory %s: %s; please remove it", self.path, error)
 
     def close(self) -> None:
-        """Remove the directory and let go of its lock. May be called again."""
+        """Remove the directory and release its lock. May be called again."""
         self.remove()
         atexit.unregister(self.remove)
         _unguard_signals(self)
@@ -85,8 +84,7 @@ class RunDirectory:
 
 
 def remove_leftovers(parent: Path) -> tuple[Path, ...]:
-    """Remove the run directories under `parent` that belong to this user and to no living process. Gives
-    their paths."""
+    """Remove the run directories under `parent` that belong to this user and to no living process. Return their paths."""
     removed = []
     for path in _run_directories(parent):
         try:
@@ -101,8 +99,7 @@ def remove_leftovers(parent: Path) -> tuple[Path, ...]:
 
 
 def _remove_if_dead(directory: Path) -> bool:
-    """Remove a run directory whose lock is free or gone. Nothing is created in it: its owner may be removing
-    it."""
+    """Remove a run directory whose lock is free or gone. Create nothing in it: its owner may be removing it."""
     lock = _take_lock(directory, create=False)
     if lock is not None:
         try:
@@ -111,7 +108,7 @@ def _remove_if_dead(directory: Path) -> bool:
             os.close(lock)
         return True
     try:
-        directory.rmdir()  # works only without a lock in it, nor anything else
+        directory.rmdir()  # fails unless the directory is empty
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -134,19 +131,19 @@ def _run_directories(parent: Path) -> list[Path]:
 
 
 def _create(parent: Path) -> tuple[Path, int]:
-    for _ in range(_ATTEMPTS):
+    for _ in range(_MAX_ATTEMPTS):
         path = parent / f"teraio-{os.getpid()}-{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
         lock = _take_lock(path, create=True)
         if lock is not None:
             return path, lock
-    raise StorageError(f"other processes removed {_ATTEMPTS} new directories in {parent}; give another storage directory")
+    raise StorageError(f"other processes removed {_MAX_ATTEMPTS} new directories in {parent}; give another storage directory")
 
 
 def _take_lock(directory: Path, *, create: bool) -> int | None:
-    """Lock a run directory if nobody else has, see [Note: The lock is taken last but checked twice].
+    """Lock a run directory, see [Note: The lock is checked after it is taken]. Never waits.
 
-    Gives the descriptor that holds the lock, None if another has it or the directory is gone. Never blocks.
+    Return the descriptor that holds the lock, None if another process holds it or the directory is gone.
     """
     lock_path = directory / _LOCK_NAME
     try:
@@ -167,8 +164,7 @@ def _take_lock(directory: Path, *, create: bool) -> int | None:
 
 
 def _delete(directory: Path) -> None:
-    """Remove the files of a run, its lock last, and the directory. Others may be at it too: what is gone is
-    gone."""
+    """Remove the files of a run, its lock last, and then the directory. Other processes may do the same at the same time."""
     try:
         for name in os.listdir(directory):
             if name.endswith(SPILL_SUFFIX):
@@ -182,8 +178,7 @@ def _delete(directory: Path) -> None:
 class _SignalGuard:
     """A signal handler that removes run directories and then lets the default action end the process.
 
-    One guard serves all directories of a process; the interpreter's table of handlers is where it is found
-    again.
+    One guard per signal serves all directories of a process. The interpreter's table of handlers holds it.
     """
 
     def __init__(self) -> None:
@@ -197,7 +192,7 @@ class _SignalGuard:
 
 
 def _guard_signals(directory: RunDirectory) -> None:
-    """Guard the signals whose default action would end the process and leave the directory behind."""
+    """Handle the signals whose default action would end the process and leave the directory behind."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     for number in _SIGNALS:
         handler = signal.getsignal(number)

@@ -1,28 +1,28 @@
-"""A part of a slot: what is read and written where a block is updated in the tier that it waits in."""
+"""A range of a slot: what is read and written when the host updates a block in the tier that it waits in."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, zip_longest
+from itertools import accumulate
 from typing import Protocol
 
 from planner.errors import StorageError
-from runtime.storage.store import ALIGNMENT_BYTES, Extent, Slot
+from runtime.storage.store import ALIGNMENT_BYTES, Extent, Slot, alternate
 
 
 class RangeCopy(Protocol):
-    """A copy of a part of a slot that has begun, or is in the device's queues."""
+    """A copy of a range of a slot that has begun, or that the device has queued."""
 
     def wait(self) -> None:
-        """What the device does from now on comes after the copy. Blocks until its end where threads make it.
+        """Order the device's next work after the copy. If threads make the copy, wait until it has ended.
 
-        Raises the StorageError that it failed with, StorageIOError where a drive does not answer any more.
+        Raises the StorageError that stopped the copy, StorageIOError if a drive no longer answers.
         """
 
 
 def slot_range(slot: Slot, begin_bytes: int, size_bytes: int) -> Slot:
-    """So many bytes of `slot` from `begin_bytes` on, fewer where it ends before; as a slot, for copies only.
+    """Return `size_bytes` of `slot` from `begin_bytes` on, or fewer if the slot ends before. The result is for copies only.
 
     Raises StorageError unless both are multiples of ALIGNMENT_BYTES and the range begins within the slot.
     """
@@ -42,17 +42,17 @@ def slot_range(slot: Slot, begin_bytes: int, size_bytes: int) -> Slot:
 
 
 def in_turns(slot: Slot, begins_bytes: Sequence[int]) -> list[int]:
-    """The same places in the slot, in an order that gives all of its drives work: each in turn, as far as it has any left."""
+    """Reorder places in a slot so that its drives take turns. A drive that has no places left is skipped."""
     ends = list(accumulate(extent.length_bytes for extent in slot.extents))
     by_drive: dict[int, list[int]] = {}
     for begin in begins_bytes:
         extent = next(e for e, end in zip(slot.extents, ends, strict=True) if begin < end)
         by_drive.setdefault(extent.drive, []).append(begin)
-    return [begin for begin in chain.from_iterable(zip_longest(*by_drive.values())) if begin is not None]
+    return list(alternate(by_drive.values()))
 
 
 def _within(extents: Sequence[Extent], begin: int, end: int) -> list[Extent]:
-    """What of the extents lies between two places in their slot."""
+    """Return those parts of the extents that lie between two places in their slot."""
     found, first = [], 0
     for extent in extents:
         skipped = max(begin - first, 0)

@@ -1,27 +1,26 @@
-"""One spill file: opened for direct I/O where the file system allows, grown in preallocated steps."""
+"""One spill file: opened for direct I/O if the file system allows it, and grown in preallocated steps."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
 from pathlib import Path
 
-from planner.errors import StorageIOError
 from runtime.storage.free_space import FreeSpace
 from runtime.storage.run_directory import SPILL_SUFFIX
-from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot
+from runtime.storage.store import ALIGNMENT_BYTES, Extent
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+DRIVE_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of `SpillFile.grow` which say that the drive or the user's quota is used up."""
 
 
 class SpillFile:
-    """A file in `directory`, with the bookkeeping of what is free in it. Not thread-safe but for `write` and
-    `read`.
+    """A file in `directory`, with its free bytes. Not thread-safe: the store's lock guards it.
 
-    drive: files with the same number share one file system, and its free space. direct: let reads and writes bypass
-    the page cache, if a real write and read show that the file system can; the attribute tells whether they do.
+    drive: number of the file system. Files with the same number share its free bytes.
+    direct: try to bypass the page cache. The attribute tells whether reads and writes do so: a real write and a real read
+    at the start show whether the file system allows it.
     Raises OSError if the file cannot be created.
     """
 
@@ -29,7 +28,7 @@ class SpillFile:
         self.path = directory / f"blocks{SPILL_SUFFIX}"
         self.size_bytes = 0
         self.free = FreeSpace()
-        # Two descriptors: the C library may preallocate by single bytes, which direct I/O does not take.
+        # Two descriptors: the C library may preallocate by writing single bytes, which direct I/O refuses.
         self._buffered = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             descriptor = _open_direct(self.path, self._buffered) if direct else None
@@ -42,13 +41,12 @@ class SpillFile:
 
     @property
     def available_bytes(self) -> int:
-        """What the file system has free for this user."""
+        """Bytes that the file system has free for this user."""
         system = os.fstatvfs(self._buffered)
         return system.f_bavail * system.f_frsize
 
     def grow(self, more_bytes: int) -> None:
-        """Reserve `more_bytes` (aligned) at the end. Blocks for a moment. Raises OSError; the size is as
-        before then."""
+        """Reserve `more_bytes` (aligned) at the end. Waits for the file system. Raises OSError; then the size stays the same."""
         try:
             os.posix_fallocate(self._buffered, self.size_bytes, more_bytes)
         except OSError:
@@ -58,7 +56,7 @@ class SpillFile:
         self.size_bytes += more_bytes
 
     def extent(self, offset_bytes: int, length_bytes: int) -> Extent:
-        """A range of this file."""
+        """Return a range of this file."""
         return Extent(
             file_descriptor=self._descriptor,
             path=self.path,
@@ -74,47 +72,8 @@ class SpillFile:
             os.close(self._descriptor)
 
 
-def write_piece(slot: Slot, piece: Chunk, address: int) -> None:
-    """Write one piece of a slot whose first byte is at `address`. Blocks. Raises StorageIOError."""
-    view = _view(piece, address)
-    done = 0
-    while done < piece.length_bytes:
-        try:
-            count = os.pwritev(piece.extent.file_descriptor, [view[done:]], piece.file_offset_bytes + done)
-        except OSError as error:
-            raise _failed("write", slot, piece, error.errno or errno.EIO) from error
-        if count == 0:
-            raise _failed("write", slot, piece, errno.EIO)
-        done += count
-
-
-def read_piece(slot: Slot, piece: Chunk, address: int) -> None:
-    """Read one piece of a slot whose first byte is at `address`. Blocks. Raises StorageIOError, also at a
-    file's end."""
-    view = _view(piece, address)
-    done = 0
-    while done < piece.length_bytes:
-        try:
-            count = os.preadv(piece.extent.file_descriptor, [view[done:]], piece.file_offset_bytes + done)
-        except OSError as error:
-            raise _failed("read", slot, piece, error.errno or errno.EIO) from error
-        if count == 0:
-            raise _failed("read beyond the end of the file", slot, piece, errno.EIO)
-        done += count
-
-
-def _view(piece: Chunk, address: int) -> memoryview:
-    memory = ctypes.c_char * piece.length_bytes
-    return memoryview(memory.from_address(address + piece.slot_offset_bytes))
-
-
-def _failed(action: str, slot: Slot, piece: Chunk, code: int) -> StorageIOError:
-    return StorageIOError(path=str(piece.extent.path), block=slot.name, errno=code, action=action)
-
-
 def _open_direct(path: Path, buffered: int) -> int | None:
-    """A descriptor of a new, empty file for direct I/O, None where a real write and read show that there is
-    none."""
+    """Open a new, empty file for direct I/O, and try a write and a read. Return the descriptor, None if they do not work."""
     try:
         direct = os.open(path, os.O_RDWR | os.O_DIRECT)
     except OSError:

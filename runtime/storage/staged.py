@@ -1,4 +1,4 @@
-"""The store between device memory and another store's files, by way of pinned buffers."""
+"""The store between device memory and another store's files, by way of pinned buffers in host memory."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from runtime.storage.checksums import MovesPieces
-from runtime.storage.store import Chunk, Slot, Store, align_up, content_of, cut
-
-_PIECE_BYTES = 256 << 20
+from runtime.storage.store import Chunk, ChunkIO, Slot, Store, align_up, content_bytes_of, cut_chunk
 
 
-class Pending(Protocol):
+class PendingCopy(Protocol):
     """A copy that has begun."""
 
     def wait(self) -> None:
-        """Block until all bytes have arrived; may be called again. Raises what stopped the copy."""
+        """Wait until all bytes have arrived. May be called again. Raises the error that stopped the copy."""
 
 
 class HostBuffer(Protocol):
-    """Host memory that the device copies from and to at full rate; it lives as long as this object."""
+    """Host memory that the device copies from and to at full rate. The memory lives as long as this object."""
 
     @property
     def address(self) -> int:
-        """Where it begins, a multiple of ALIGNMENT_BYTES."""
+        """Where the memory begins, a multiple of ALIGNMENT_BYTES."""
 
 
 class Copier(Protocol):
-    """Copies between device and host memory. Safe from several threads; memory stays the caller's, until the wait is over."""
+    """Copies between device and host memory. Safe from several threads. The caller owns the memory until `wait` returns."""
 
     def buffer(self, size_bytes: int) -> HostBuffer:
-        """New host memory. May block for some milliseconds."""
+        """Return new host memory. May take some milliseconds."""
 
-    def to_host(self, target_address: int, source_address: int, size_bytes: int) -> Pending:
-        """Begin to copy from the device. Returns at once."""
+    def to_host(self, target_address: int, source_address: int, size_bytes: int) -> PendingCopy:
+        """Begin to copy from the device. Never waits."""
 
-    def to_device(self, target_address: int, source_address: int, size_bytes: int) -> Pending:
-        """Begin to copy to the device. Returns at once."""
+    def to_device(self, target_address: int, source_address: int, size_bytes: int) -> PendingCopy:
+        """Begin to copy to the device. Never waits."""
 
 
 class StagedStore:
-    """A `Store` whose addresses are in device memory, and whose slots are those of `inner`, a store of host memory.
+    """A `Store` whose addresses are in device memory. Its slots are those of `inner`, a store of host memory.
 
-    A piece is carried in chunks of `buffer_bytes` at most. Each call has two buffers of this size: while one is at the
-    drive, the other one is at the device, so pieces should be several times as long. Calls at the same time have buffers
-    of their own, which serve later calls again (`staging_bytes` in all). The order of copies and kernels is not its
-    concern: what a call reads or writes on the device must be ready when the call is made, and has been read or written
-    when it returns.
-    `close` closes `inner` too. pieces: what carries chunks to the slots of `inner` and back in its stead, checking them say.
+    A chunk is copied in parts of at most `buffer_bytes`. Each call has two buffers of this size: the drive works on one of
+    them while the device works on the other. So a chunk should be several times as long as a buffer. Calls that run at the
+    same time have separate buffers, and later calls use these again (`staging_bytes` in all).
+
+    The store does not order its copies after kernels. What a call reads or writes on the device must be ready when the call
+    begins; it has been read or written when the call returns.
+
+    chunk_io: copies the parts to and from the slots of `inner`, `Checksums` for example. By default `inner` does.
+    `close` closes `inner` too.
     """
 
-    def __init__(self, inner: Store, copier: Copier, *, buffer_bytes: int = 4 << 20, pieces: MovesPieces | None = None) -> None:
+    def __init__(self, inner: Store, copier: Copier, *, buffer_bytes: int = 4 << 20, chunk_io: ChunkIO | None = None) -> None:
         self._inner = inner
-        self._pieces = pieces or inner
+        self._chunk_io = chunk_io or inner
         self._copier = copier
         self._buffer_bytes = align_up(buffer_bytes)
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class StagedStore:
 
     @property
     def staging_bytes(self) -> int:
-        """Pinned host memory that buffers take, in use or not."""
+        """Pinned host memory of all buffers, in use or not."""
         return self._staging_bytes
 
     @property
@@ -101,40 +101,32 @@ class StagedStore:
     def release(self, slot: Slot) -> None:
         self._inner.release(slot)
 
-    def write(self, slot: Slot, address: int) -> None:
-        for piece in cut(slot, _PIECE_BYTES):
-            self.write_piece(slot, piece, address)
-
-    def read(self, slot: Slot, address: int) -> None:
-        for piece in cut(slot, _PIECE_BYTES):
-            self.read_piece(slot, piece, address)
-
-    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
-        chunks = _chunks(piece, self._buffer_bytes)
+    def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
+        parts = cut_chunk(chunk, self._buffer_bytes)
         with self._two_buffers() as buffers, ExitStack() as copies:
 
-            def fetch(number: int) -> Pending:
-                source = address + chunks[number].slot_offset_bytes
-                copy = self._copier.to_host(buffers[number % 2].address, source, content_of(slot, chunks[number]))
-                copies.callback(copy.wait)  # also after an error: the buffers serve others then
+            def fetch(number: int) -> PendingCopy:
+                source = address + parts[number].slot_offset_bytes
+                copy = self._copier.to_host(buffers[number % 2].address, source, content_bytes_of(slot, parts[number]))
+                copies.callback(copy.wait)  # after an error too: the next call uses the buffers again
                 return copy
 
             copy = fetch(0)
-            for number, chunk in enumerate(chunks):
+            for number, part in enumerate(parts):
                 copy.wait()
-                if number + 1 < len(chunks):
+                if number + 1 < len(parts):
                     copy = fetch(number + 1)
-                self._pieces.write_piece(slot, _alone(chunk), buffers[number % 2].address)
+                self._chunk_io.write_chunk(slot, _for_buffer(part), buffers[number % 2].address)
 
-    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
-        begun: list[Pending] = []
+    def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
+        begun: list[PendingCopy] = []
         with self._two_buffers() as buffers, ExitStack() as copies:
-            for number, chunk in enumerate(_chunks(piece, self._buffer_bytes)):
+            for number, part in enumerate(cut_chunk(chunk, self._buffer_bytes)):
                 if number >= 2:
                     begun[number - 2].wait()
                 buffer = buffers[number % 2].address
-                self._pieces.read_piece(slot, _alone(chunk), buffer)
-                copy = self._copier.to_device(address + chunk.slot_offset_bytes, buffer, content_of(slot, chunk))
+                self._chunk_io.read_chunk(slot, _for_buffer(part), buffer)
+                copy = self._copier.to_device(address + part.slot_offset_bytes, buffer, content_bytes_of(slot, part))
                 copies.callback(copy.wait)
                 begun.append(copy)
 
@@ -159,18 +151,6 @@ class StagedStore:
                 self._idle.append(pair)
 
 
-def _chunks(piece: Chunk, chunk_bytes: int) -> list[Chunk]:
-    return [
-        replace(
-            piece,
-            file_offset_bytes=piece.file_offset_bytes + begin,
-            slot_offset_bytes=piece.slot_offset_bytes + begin,
-            length_bytes=min(chunk_bytes, piece.length_bytes - begin),
-        )
-        for begin in range(0, piece.length_bytes, chunk_bytes)
-    ]
-
-
-def _alone(chunk: Chunk) -> Chunk:
-    """The same place in the file, for memory that begins with it."""
-    return replace(chunk, slot_offset_bytes=0)
+def _for_buffer(part: Chunk) -> Chunk:
+    """Return the same place in the file, for a buffer that holds nothing but this part."""
+    return replace(part, slot_offset_bytes=0)

@@ -1,31 +1,33 @@
-"""What the storage tier is to the rest of the runtime: slots in preallocated files, and who hands them
-out."""
+"""Slots in preallocated files or memory, and the interface of the stores that hand them out and copy their bytes."""
 
 from __future__ import annotations
 
+import errno
 import mmap
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+from planner.errors import StorageIOError
 
 ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
-"""Offsets and sizes in spill files, and addresses in memory, are multiples of this: direct I/O and mmap need
-it."""
+"""Offsets and sizes in spill files, and addresses in memory, are multiples of this. Direct I/O and mmap need it."""
+
+_Item = TypeVar("_Item")
 
 
 def align_up(size_bytes: int) -> int:
-    """The least multiple of ALIGNMENT_BYTES that is not below `size_bytes`."""
+    """Return the smallest multiple of ALIGNMENT_BYTES that is at least `size_bytes`."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """A contiguous, aligned range of a spill file. The descriptor stays the store's, open for reading and
-    writing.
+    """A contiguous, aligned range of a spill file. The store owns the file descriptor, which is open for reading and writing.
 
-    drive: what it lies on; extents with the same number share a drive. One of `Store.drives`.
+    drive: the drive that holds the extent. Extents with the same number share a drive. One of `Store.drives`.
     """
 
     file_descriptor: int
@@ -37,11 +39,13 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Slot:
-    """Room for one block, from `Store.allocate` to `Store.release`. Equal only to itself.
+    """Space for one block, from `Store.allocate` to `Store.release`. A slot is equal only to itself.
 
-    name: the block, for messages. size_bytes: aligned. content_bytes: of the block itself; stores of device memory touch
-    no more of it. extents: in the order of the block's bytes; as long as `size_bytes`. of: the slot that this one is a range
-    of, see `runtime.storage.slot_range`; a range is not released.
+    name: of the block, for messages.
+    size_bytes: aligned size of the slot.
+    content_bytes: size of the block itself. A store of device memory touches no memory beyond it.
+    extents: in the order of the block's bytes; their lengths add up to `size_bytes`.
+    of: the slot that this one is a range of, see `runtime.storage.slot_range`. A range is never released.
     """
 
     name: str
@@ -53,7 +57,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A part of a slot that one call reads or writes: where it is in the file, and where in the slot."""
+    """The bytes of a slot that one call reads or writes. It gives their place in the file and in the slot."""
 
     extent: Extent
     file_offset_bytes: int
@@ -61,48 +65,85 @@ class Chunk:
     length_bytes: int
 
 
-def content_of(slot: Slot, piece: Chunk) -> int:
-    """Bytes of the piece that are the block's; what follows, up to the piece's end, only fills the slot."""
-    return max(0, min(piece.length_bytes, slot.content_bytes - piece.slot_offset_bytes))
+def content_bytes_of(slot: Slot, chunk: Chunk) -> int:
+    """Return how many bytes of the chunk belong to the block. The bytes after them only fill up the slot."""
+    return max(0, min(chunk.length_bytes, slot.content_bytes - chunk.slot_offset_bytes))
 
 
-def cut(slot: Slot, piece_bytes: int) -> tuple[Chunk, ...]:
-    """`slot` in pieces of `piece_bytes` (aligned) at most, the extents in turns so that all drives have
-    work."""
-    begins = 0
+def cut_slot(slot: Slot, chunk_bytes: int) -> tuple[Chunk, ...]:
+    """Cut `slot` into chunks of at most `chunk_bytes` (aligned). The extents alternate, so that all drives have work."""
+    begin_bytes = 0
     by_extent = []
     for extent in slot.extents:
-        by_extent.append(_cut_extent(extent, begins, piece_bytes))
-        begins += extent.length_bytes
-    in_turns = chain.from_iterable(zip_longest(*by_extent))
-    return tuple(piece for piece in in_turns if piece is not None)
-
-
-def _cut_extent(extent: Extent, begins: int, piece_bytes: int) -> Iterator[Chunk]:
-    for start in range(0, extent.length_bytes, piece_bytes):
-        yield Chunk(
+        whole = Chunk(
             extent=extent,
-            file_offset_bytes=extent.offset_bytes + start,
-            slot_offset_bytes=begins + start,
-            length_bytes=min(piece_bytes, extent.length_bytes - start),
+            file_offset_bytes=extent.offset_bytes,
+            slot_offset_bytes=begin_bytes,
+            length_bytes=extent.length_bytes,
         )
+        by_extent.append(cut_chunk(whole, chunk_bytes))
+        begin_bytes += extent.length_bytes
+    return tuple(alternate(by_extent))
 
 
-class Store(Protocol):
-    """Hands out slots and carries bytes between them and memory. All calls are safe from several threads.
+def cut_chunk(chunk: Chunk, chunk_bytes: int) -> list[Chunk]:
+    """Cut a chunk into smaller chunks of at most `chunk_bytes`, in order."""
+    return [
+        replace(
+            chunk,
+            file_offset_bytes=chunk.file_offset_bytes + begin,
+            slot_offset_bytes=chunk.slot_offset_bytes + begin,
+            length_bytes=min(chunk_bytes, chunk.length_bytes - begin),
+        )
+        for begin in range(0, chunk.length_bytes, chunk_bytes)
+    ]
 
-    Addresses are aligned and point to `slot.size_bytes` bytes, which stay the caller's: nobody may free them,
-    nor change those that are being written, until the call has returned. `directories` hold this run's files
-    only.
+
+def alternate(lists: Iterable[Sequence[_Item]]) -> Iterator[_Item]:
+    """Yield the first item of each list, then the second item of each list, and so on, until all lists are used up."""
+    rounds = chain.from_iterable(zip_longest(*([(item,) for item in each] for each in lists)))
+    return (entry[0] for entry in rounds if entry is not None)
+
+
+def contiguous_address(slot: Slot, address_of: Callable[[Extent], int]) -> int | None:
+    """Return where a slot begins in memory, None if its extents do not lie directly behind each other there."""
+    begin = end = address_of(slot.extents[0])
+    for extent in slot.extents:
+        if address_of(extent) != end:
+            return None
+        end += extent.length_bytes
+    return begin
+
+
+def io_error(action: str, slot: Slot, chunk: Chunk, code: int | None) -> StorageIOError:
+    """Return the error of a chunk that could not be copied. code: the errno, None if the system gave none."""
+    return StorageIOError(path=str(chunk.extent.path), block=slot.name, errno=code or errno.EIO, action=action)
+
+
+class ChunkIO(Protocol):
+    """Copies single chunks between slots and memory. `address` is the address of the slot's first byte, not of the chunk's."""
+
+    def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
+        """Write one chunk of a slot. Waits until it is written. Raises StorageIOError."""
+
+    def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
+        """Read one chunk of a slot. Waits until it is read. Raises StorageIOError; the memory is undefined then."""
+
+
+class Store(ChunkIO, Protocol):
+    """Hands out slots and copies bytes between them and memory. All calls are safe from several threads.
+
+    Addresses are aligned and point to `slot.size_bytes` bytes. The caller owns this memory. Until the call has returned,
+    nobody may free it, and nobody may change bytes that are being written.
     """
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Where this run's files are; gone after `close`."""
+        """The directories of this run's files, which hold nothing else. `close` removes them."""
 
     @property
     def drives(self) -> tuple[int, ...]:
-        """The drives that extents lie on, each once; a link has a queue for each of them."""
+        """The drives that extents lie on, each once. A link has a queue for each of them."""
 
     @property
     def direct(self) -> bool:
@@ -110,44 +151,28 @@ class Store(Protocol):
 
     @property
     def capacity_bytes(self) -> int:
-        """Room that is reserved on the drives, used or not."""
+        """Bytes that are reserved on the drives, used or not."""
 
     @property
     def used_bytes(self) -> int:
-        """Room that slots take."""
+        """Bytes that slots take."""
 
     @property
     def limit_bytes(self) -> int:
-        """What `capacity_bytes` can grow to as things are: the storage budget, or what is free on the
-        drives."""
+        """The highest value that `capacity_bytes` can reach now, given the storage budget and the free bytes of the drives."""
 
     def ensure_capacity(self, size_bytes: int) -> None:
-        """Reserve room so that `capacity_bytes` is at least `size_bytes`. Blocks for a moment. Raises
-        StorageFullError."""
+        """Reserve bytes until `capacity_bytes` is at least `size_bytes`. Waits for the file system. Raises StorageFullError."""
 
     def allocate(self, size_bytes: int, name: str) -> Slot:
-        """A slot for a block; its content is undefined. Reserves more room where needed, which blocks for a
-        moment.
+        """Return a slot for a block. Its content is undefined.
 
-        Raises StorageFullError if there is no room on the drives or in the storage budget.
+        Reserves more bytes on the drives if needed, and then waits for the file system.
+        Raises StorageFullError if the drives or the storage budget have too few bytes left.
         """
 
     def release(self, slot: Slot) -> None:
-        """Take a slot back. Nothing may be reading or writing it, nor be mapped over it. Raises StorageError
-        if not live."""
-
-    def write(self, slot: Slot, address: int) -> None:
-        """Write the whole slot from memory. Blocks. Raises StorageIOError."""
-
-    def read(self, slot: Slot, address: int) -> None:
-        """Read the whole slot into memory. Blocks. Raises StorageIOError; the memory is undefined then."""
-
-    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
-        """Like `write`, for one piece of a slot whose first byte is at `address`."""
-
-    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
-        """Like `read`, for one piece of a slot whose first byte is at `address`."""
+        """Take a slot back. Nothing may read, write or map it any more. Raises StorageError if it is not in use."""
 
     def close(self) -> None:
-        """Remove the files. Nothing may be reading or writing. What is mapped stays readable. May be called
-        again."""
+        """Remove the files. Nothing may be reading or writing. Mappings stay readable. May be called again."""

@@ -1,4 +1,4 @@
-"""How much host memory this process may still take: what the machine has free, and what its control groups allow."""
+"""How much host memory this process may still take: limited by the machine's free memory and by its control groups."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _LOWER = "lower host_budget"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLimit:
-    """One thing that limits how much more memory can be taken.
+    """One limit on the memory that this process may still take.
 
-    what: a clause that the number of bytes completes ("the machine has available"). remedy: what helps.
+    what: the first half of a message; the number of bytes follows ("the machine has available").
+    remedy: what the user can do about it.
     """
 
     what: str
@@ -26,11 +27,11 @@ class HostLimit:
 
 
 def host_limits(root: Path = Path("/"), *, available_bytes: int | None = None) -> tuple[HostLimit, ...]:
-    """All limits that hold for this process now, by the files under `root`. Never blocks.
+    """Return all limits that hold for this process now, read from the files under `root`. Never waits.
 
-    available_bytes: what the machine has for new programs without swapping; by default what psutil says.
-    A control group's page cache counts as available, since the kernel gives it back on demand; all of its ancestors count,
-    of both versions of the interface (Linux, admin-guide/cgroup-v2 and cgroup-v1/memory).
+    available_bytes: memory that the machine has for new programs without swapping, by default as psutil reports it.
+    The page cache of a control group counts as available, because the kernel frees it on demand. All ancestors of a control
+    group count too. Both versions of the interface are read (Linux, admin-guide/cgroup-v2 and cgroup-v1/memory).
     """
     if available_bytes is None:
         available_bytes = int(psutil.virtual_memory().available)
@@ -43,7 +44,7 @@ def host_limits(root: Path = Path("/"), *, available_bytes: int | None = None) -
 
 
 def check_host_memory(size_bytes: int, limits: Sequence[HostLimit]) -> None:
-    """Raises StorageFullError if `size_bytes` more are above one of the limits; it names the lowest one."""
+    """Raise StorageFullError, which names the lowest limit, if `size_bytes` more exceed it."""
     lowest = min(limits, key=lambda limit: limit.available_bytes)
     if size_bytes > lowest.available_bytes:
         raise StorageFullError(
@@ -66,10 +67,10 @@ def _group_limits(root: Path) -> Iterator[HostLimit]:
 
 
 def _limits_along(mount: Path, path: str, read: Callable[[Path], int | None]) -> Iterator[HostLimit]:
-    """The limits of a group and its ancestors. In a container the mount may begin at the group itself: what is not there
-    does not count."""
+    """Yield the limits of a group and its ancestors. In a container the mount may begin at the group itself; files that are
+    missing there do not count."""
     parts = PurePosixPath(path).parts[1:]
-    if ".." in parts:  # outside of what this process sees
+    if ".." in parts:  # outside the groups that this process sees
         parts = ()
     for depth in range(len(parts), -1, -1):
         available = read(mount.joinpath(*parts[:depth]))
@@ -97,7 +98,7 @@ def _version_1(group: Path) -> int | None:
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file, None if there is no such file or the number is "max"."""
+    """Read the number in a file. Return None if there is no such file or the number is "max"."""
     try:
         text = file.read_text().strip()
     except OSError:

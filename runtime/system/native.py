@@ -1,8 +1,9 @@
-"""Compiles the few functions that Python cannot express, against the PyTorch that is installed."""
+"""Compiles the C++ functions of this package against the PyTorch that is installed, and loads them."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,22 @@ from typing import Any
 from planner.errors import UnsupportedError
 
 Signature = tuple[Any, list[Any]]
-"""A C function's result and arguments, as types of ctypes; None for no result."""
+"""The result and the arguments of a C function, as types of ctypes. None: no result."""
+
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 
 def load(source: Path, functions: Mapping[str, Signature], *, purpose: str) -> ctypes.CDLL:
-    """Compile the C++ file `source`, or find it in Inductor's cache; the first time takes seconds.
+    """Compile the C++ file `source`, which takes seconds, or take it from Inductor's cache if it was compiled before.
 
-    purpose: what needs it, for the message. Raises UnsupportedError where there is no compiler that can build it.
+    Each `#include "..."` is replaced by that file's text: the cache compares texts, so it notices every change.
+    purpose: what needs the functions, for the message. Raises UnsupportedError if no compiler can build them.
     """
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
-    text = source.read_text()
     try:
-        library: ctypes.CDLL = CppCodeCache.load(text, extra_flags=("-Wl,--no-as-needed", "-lc10"))
+        library: ctypes.CDLL = CppCodeCache.load(_with_includes(source), extra_flags=("-Wl,--no-as-needed", "-lc10"))
     except (CppCompileError, InvalidCxxCompiler, OSError) as error:
         raise UnsupportedError(
             f"{purpose} needs Linux and a C++ compiler that can build {source.name} ({error}); install g++, or name a compiler "
@@ -33,3 +36,7 @@ def load(source: Path, functions: Mapping[str, Signature], *, purpose: str) -> c
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def _with_includes(source: Path) -> str:
+    return _INCLUDE.sub(lambda include: _with_includes(source.with_name(include[1])), source.read_text())

@@ -1,8 +1,8 @@
-"""Which processors, and so which memory, are near a device.
+"""Finds the processors that are near a device, and so the memory that is near it.
 
-A page of memory lies on the node of the processor that touches it first (Linux, admin-guide/mm/numa_memory_policy), and a
-copy to a device of another node crosses the bus between the sockets. So the threads that touch the host tier first run on
-the device's node.
+A page of memory lies on the node of the processor that touches it first (Linux, admin-guide/mm/numa_memory_policy). A copy
+between a device and memory of another node crosses the bus between the sockets. So the threads that touch the pages of the
+host tier first run on the device's node.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _log = logging.getLogger(__name__)
 
 
 def pci_address(domain: int, bus: int, device: int) -> str:
-    """The name of a device in sysfs. A GPU's numbers: `torch.cuda.get_device_properties(...).pci_domain_id`, ..."""
+    """Return the name of a PCI device in sysfs. For a GPU: `torch.cuda.get_device_properties(...).pci_domain_id` and so on."""
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def node_of(pci: str, root: Path = Path("/")) -> int | None:
-    """The node that a PCI device is attached to, None if the system does not say."""
+    """Return the node that a PCI device is attached to, None if the system does not know it."""
     try:
         node = int((root / "sys/bus/pci/devices" / pci.lower() / "numa_node").read_text())
     except (OSError, ValueError):
@@ -31,7 +31,7 @@ def node_of(pci: str, root: Path = Path("/")) -> int | None:
 
 
 def processors_of(node: int, root: Path = Path("/")) -> frozenset[int]:
-    """The processors of a node; none if there is no such node, or it is one of memory only."""
+    """Return the processors of a node. The set is empty if there is no such node, or if the node has only memory."""
     try:
         text = (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip()
     except OSError:
@@ -44,7 +44,7 @@ def processors_of(node: int, root: Path = Path("/")) -> frozenset[int]:
 
 
 def processors_near(pci: str, root: Path = Path("/")) -> frozenset[int] | None:
-    """The processors of a PCI device's node, None where it makes no difference or is not known: the log says why."""
+    """Return the processors of a PCI device's node. None if there is only one node or it is unknown; the log says which."""
     nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
     node = node_of(pci, root)
     if len(nodes) < 2:
@@ -61,9 +61,10 @@ def processors_near(pci: str, root: Path = Path("/")) -> frozenset[int] | None:
 
 @contextmanager
 def on_processors(processors: frozenset[int] | None) -> Iterator[None]:
-    """Run the calling thread on these processors, as far as this process may use them, until the end of the block.
+    """Run the calling thread only on those of `processors` that this process may use, until the context ends.
 
-    None, or none of them is allowed: the thread stays where it is; the latter is logged.
+    If `processors` is None, the thread keeps its processors. It also keeps them if this process may use none of
+    `processors`; this is logged.
     """
     allowed = os.sched_getaffinity(0)
     chosen = allowed & processors if processors is not None else allowed

@@ -1,4 +1,4 @@
-"""Pins host memory, so that a GPU copies from and to it at full rate and without the processor."""
+"""Pins host memory. A GPU copies from and to pinned memory at full rate and without the processor."""
 
 from __future__ import annotations
 
@@ -6,35 +6,36 @@ import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from planner.errors import StorageError
 
+if TYPE_CHECKING:
+    import torch
+
 PIN_CHUNK_BYTES = 1 << 30
-"""Memory is pinned in chunks of this size. A copy may not cross from one into the next: the driver takes memory of two
-registrations in one call for invalid."""
+"""Memory is pinned in chunks of this size. No copy may cross from one chunk into the next: the driver refuses a call with
+memory of two registrations."""
 
 _PORTABLE, _MAPPED = 1, 2
-"""cudaHostRegisterPortable: pinned for all devices; cudaHostRegisterMapped: kernels can read it at its own address."""
+"""cudaHostRegisterPortable: pinned for all devices. cudaHostRegisterMapped: kernels can read it at its own address."""
 
 
 class Pinner(Protocol):
-    """Fixes pages in memory, and takes that back. Both calls block; addresses and sizes are whole pages."""
+    """Pins and unpins pages. Both calls wait for the driver. Addresses and sizes are whole pages."""
 
     def pin(self, address: int, size_bytes: int) -> None:
-        """Pin all of it, or nothing: raises StorageError with value, limit and remedy then."""
+        """Pin the range. Raises StorageError with value, limit and remedy; then nothing stays pinned."""
 
     def unpin(self, address: int, size_bytes: int) -> None:
-        """Take back `pin` of the same range, before the memory goes."""
+        """Undo `pin` of the same range. To be called before the memory is freed."""
 
 
 class CudaPinner:
     """A `Pinner` for copies by `device`: `cudaHostRegister`, portable and mapped, in chunks of PIN_CHUNK_BYTES.
 
-    register (address, size in bytes) and unregister (address) give what went wrong, None if nothing did; by default they
-    are the CUDA runtime's.
+    register (address, size in bytes), unregister (address): return an error message, or None for success. By default they
+    call the CUDA runtime.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class CudaPinner:
         self._unregister = unregister or self._cuda_unregister
 
     def pin(self, address: int, size_bytes: int) -> None:
-        _in_a_thread_of_its_own(lambda: self._pin(address, size_bytes))
+        _in_separate_thread(lambda: self._pin(address, size_bytes))
 
     def unpin(self, address: int, size_bytes: int) -> None:
-        _in_a_thread_of_its_own(lambda: [self._unregister(chunk) for chunk, _ in _chunks(address, size_bytes)])
+        _in_separate_thread(lambda: [self._unregister(chunk) for chunk, _ in _chunks(address, size_bytes)])
 
     def _pin(self, address: int, size_bytes: int) -> None:
         with ExitStack() as undo:
@@ -68,16 +69,23 @@ class CudaPinner:
             undo.pop_all()
 
     def _cuda_register(self, address: int, size_bytes: int) -> str | None:
-        with torch.cuda.device(self._device):
+        with _cuda().device(self._device):
             return _failure(_cudart().cudaHostRegister(address, size_bytes, _PORTABLE | _MAPPED))
 
     def _cuda_unregister(self, address: int) -> str | None:
-        with torch.cuda.device(self._device):
+        with _cuda().device(self._device):
             return _failure(_cudart().cudaHostUnregister(address))
 
 
+def _cuda() -> Any:
+    """Return PyTorch's CUDA module. It is imported here because the stores need nothing else of PyTorch, and import fast."""
+    import torch
+
+    return torch.cuda
+
+
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return _cuda().cudart()
 
 
 def _failure(code: Any) -> str | None:
@@ -88,9 +96,12 @@ def _chunks(address: int, size_bytes: int) -> list[tuple[int, int]]:
     return [(address + begin, min(PIN_CHUNK_BYTES, size_bytes - begin)) for begin in range(0, size_bytes, PIN_CHUNK_BYTES)]
 
 
-def _in_a_thread_of_its_own(work: Callable[[], object]) -> None:
-    """CUDA keeps the last error for each thread, and PyTorch would take that of a failed call here for one of its next
-    kernel's; it goes with the thread."""
+def _in_separate_thread(work: Callable[[], object]) -> None:
+    """Run `work` in a new thread and wait for it.
+
+    CUDA keeps the last error of each thread. After a failed call here, PyTorch would take that error for one of its next
+    kernel. In a new thread, the error goes with the thread.
+    """
     with ThreadPoolExecutor(1) as thread:
         thread.submit(work).result()
 

@@ -1,12 +1,12 @@
-"""Copies between device and stores: links, their queues, their measured rates."""
+"""Copies blocks between memory and stores: engines, links, their queues, and their measured rates."""
 
 from runtime.transfer.engine import Engine, Ready, Transfer
 from runtime.transfer.measurement import LinkRates
-from runtime.transfer.storage_path import Candidate, OpenEngine, StoragePath, choose_path, cpu_candidates, open_path
+from runtime.transfer.storage_path import OpenEngine, PathCandidate, StoragePath, choose_path, cpu_candidates, open_path
 from runtime.transfer.torch_memory import TorchMemory
 
 __all__ = [
-    "Candidate",
+    "PathCandidate",
     "Engine",
     "LinkRates",
     "OpenEngine",

@@ -8,31 +8,36 @@ from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Literal
 
+import torch
+
 from planner.errors import StorageFullError, UnsupportedError
-from runtime.storage import ALIGNMENT_BYTES, Checksums, DeviceMemory, HostMemory, Slot, Store, align_up
+from runtime.storage import ALIGNMENT_BYTES, Checksums, Slot, Store, align_up
 from runtime.transfer import measurement
 from runtime.transfer.link import Link, OnDone, Ready, Transfer
 from runtime.transfer.measurement import LinkRates
+from runtime.transfer.torch_memory import TorchMemory
 
 __all__ = ["Engine", "Link", "LinkRates", "OnDone", "Ready", "Transfer"]
 
 _EXIT_SECONDS = 5.0
-"""How long the interpreter's exit waits for pieces that are moving, in all."""
+"""How long the exit of the interpreter waits for chunks that are moving, over all threads."""
 
-_BLOCKS = 8
-"""A rate is measured over so many blocks in a row."""
+_MEASURED_BLOCKS = 8
+"""A rate is measured over so many blocks, one after the other."""
 
 
 class Engine:
-    """Carries blocks between memory and the slots of `store`, in both directions at once. Safe from any
-    thread.
+    """Copies blocks between memory and the slots of `store`, in both directions at once. Safe from any thread.
 
-    tier: what the store is; the links are called "device->storage" and "storage->device", or likewise with "host".
-    memory: where the addresses point. checksums: check that what is read is what was written, see
-    [Note: What a checksum covers]. threads: I/O threads of each direction and drive. chunk_bytes: the least that one of
-    them moves at a time. stuck_after_seconds: a drive that needs longer for one piece does not answer any more, see
-    `check`. Only the process that made it can use it, no forked child. The store stays the caller's: close it after the
-    engine. Raises UnsupportedError for checksums of memory that the processor cannot read.
+    tier: the tier of the store. The links are called "device->storage" and "storage->device", or likewise with "host".
+    memory: the memory that the addresses point to, by default main memory.
+    checksums: check that every block is read as it was written, see [Note: What a checksum covers].
+    threads: I/O threads per direction and drive.
+    chunk_bytes: the smallest number of bytes that a thread copies at a time.
+    stuck_after_seconds: if a drive needs longer for one chunk, it no longer answers, see `check`.
+
+    Only the process that made the engine can use it, not a forked child. The caller owns the store: close it after the engine.
+    Raises UnsupportedError for checksums of memory that the processor cannot read.
     """
 
     def __init__(
@@ -40,14 +45,14 @@ class Engine:
         store: Store,
         *,
         tier: Literal["storage", "host"] = "storage",
-        memory: DeviceMemory | None = None,
+        memory: TorchMemory | None = None,
         checksums: bool = False,
         threads: int = 4,
         chunk_bytes: int = 8 << 20,
         stuck_after_seconds: float = 120.0,
     ) -> None:
         self._store = store
-        self._memory = memory or HostMemory()
+        self._memory = memory or TorchMemory(torch.device("cpu"))
         if checksums and not self._memory.on_host:
             raise UnsupportedError(
                 "checksums are computed by the processor, which cannot read the memory that blocks are copied from here; "
@@ -63,24 +68,23 @@ class Engine:
         atexit.register(self._abandon)
 
     def write(self, slot: Slot, address: int, on_done: OnDone, ready: Ready | None = None) -> Transfer:
-        """Queue a copy from memory to the slot, see `Link.submit`. Never blocks."""
+        """Queue a copy from memory to the slot, see `Link.submit`. Never waits."""
         return self.write_link.submit(slot, address, on_done, ready)
 
     def read(self, slot: Slot, address: int, on_done: OnDone, ready: Ready | None = None) -> Transfer:
-        """Queue a copy from the slot to memory, see `Link.submit`. Never blocks."""
+        """Queue a copy from the slot to memory, see `Link.submit`. Never waits."""
         return self.read_link.submit(slot, address, on_done, ready)
 
     def forget_sums(self, slot: Slot) -> None:
-        """Something else may have written to the slot: its checksums are void until it is written again."""
+        """Drop the checksums of a slot that something else may have written to. It has none until it is written again."""
         if self._checksums is not None:
             self._checksums.forget(slot)
 
     def measure(self, size_bytes: int = 64 << 20) -> LinkRates:
-        """Measure both links by real transfers of up to `size_bytes` each way; they count in no counter.
-        Blocks.
+        """Measure both links by real transfers of up to `size_bytes` each way, which no counter counts.
 
-        Takes as much memory meanwhile, and as much room in the store: less if there is none, but at least 1
-        MiB. Meant for an idle engine. Raises StorageFullError, StorageIOError.
+        Waits until all transfers have ended; the engine should be idle. Takes `size_bytes` of memory and of the store during
+        that time, or less if the store has less, but at least 1 MiB. Raises StorageFullError, StorageIOError.
         """
         slots = self._slots_to_measure(size_bytes)
         try:
@@ -91,10 +95,10 @@ class Engine:
                 self._store.release(slot)
 
     def verify(self, size_bytes: int = 4 << 20) -> None:
-        """Write so many random bytes, read them back and compare. Counts in no counter. Blocks.
+        """Write `size_bytes` random bytes, read them back and compare. No counter counts them.
 
-        Takes room as `measure` does, and twice as much memory. Raises StorageError, also where no error was reported but
-        bytes differ.
+        Waits until both transfers have ended. Takes bytes of the store as `measure` does, and twice as much memory.
+        Raises StorageError if the store reports an error, or if bytes differ.
         """
         slots = self._slots_to_measure(size_bytes)
         try:
@@ -105,15 +109,14 @@ class Engine:
                 self._store.release(slot)
 
     def check(self) -> None:
-        """Raises StorageIOError if a drive has not answered for `stuck_after_seconds`. Never blocks."""
+        """Raise StorageIOError if a drive has not answered for `stuck_after_seconds`. Never waits."""
         self.write_link.check()
         self.read_link.check()
 
     def close(self) -> None:
-        """Wait until everything that was submitted has ended, and stop the threads. Blocks. May be called
-        again.
+        """Wait until everything that was submitted has ended, and stop the threads. May be called again.
 
-        Raises StorageError if something went wrong of which nobody has been told yet, or a drive does not answer.
+        Raises StorageError if an `on_done` has raised and nobody was told yet, or if a drive does not answer.
         """
         atexit.unregister(self._abandon)
         try:
@@ -122,17 +125,17 @@ class Engine:
             self.read_link.close()
 
     def _open_links(self) -> tuple[Link, Link]:
-        pieces = self._checksums or self._store
+        chunk_io = self._checksums or self._store
         write, read = (
             Link(
                 name,
                 move,
                 drives=self._store.drives,
                 threads=self._threads,
-                piece_bytes=self._chunk_bytes,
+                chunk_bytes=self._chunk_bytes,
                 stuck_after_seconds=self._stuck_after_seconds,
             )
-            for name, move in zip(self._names, (pieces.write_piece, pieces.read_piece), strict=True)
+            for name, move in zip(self._names, (chunk_io.write_chunk, chunk_io.read_chunk), strict=True)
         )
         return write, read
 
@@ -145,25 +148,24 @@ class Engine:
             yield links
 
     def _abandon(self) -> None:
-        """At exit: no thread may be moving bytes while the interpreter goes away, but nobody waits for the
-        queue."""
+        """Wait at exit until no thread is moving bytes, because the interpreter goes next. Drop what is queued."""
         links = (self.write_link, self.read_link)
         threads = sum(link.thread_count for link in links)
         for link in links:
             link.close(drop_queued=True, timeout_seconds=_EXIT_SECONDS / threads)
 
     def _slots_to_measure(self, size_bytes: int) -> list[Slot]:
-        """Equal slots that add up to `size_bytes`, or to less if there is no room, and one of a page."""
-        size = align_up(size_bytes // _BLOCKS)
+        """Return equal slots that add up to `size_bytes`, or to less if the store is nearly full, and a last one of a page."""
+        size = align_up(size_bytes // _MEASURED_BLOCKS)
         while True:
             slots: list[Slot] = []
             try:
-                for number in range(_BLOCKS):
+                for number in range(_MEASURED_BLOCKS):
                     slots.append(self._store.allocate(size, f"measurement {number}"))
-                return [*slots, self._store.allocate(ALIGNMENT_BYTES, "measurement")]  # all of it content, to be compared
+                return [*slots, self._store.allocate(ALIGNMENT_BYTES, "measurement")]  # full pages, which `verify` compares
             except StorageFullError:
                 for slot in slots:
                     self._store.release(slot)
-                if size * _BLOCKS <= 1 << 20:
+                if size * _MEASURED_BLOCKS <= 1 << 20:
                     raise
                 size = align_up(size // 2)

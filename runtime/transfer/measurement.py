@@ -1,4 +1,4 @@
-"""Measures two links by real transfers, and tries whether they carry bytes unchanged."""
+"""Measures two links by real transfers, and verifies that bytes come back unchanged."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from statistics import median
 
 from planner.errors import StorageError
-from runtime.storage import DeviceMemory, Slot
+from runtime.storage import Slot
 from runtime.transfer.link import Link, Transfer
+from runtime.transfer.torch_memory import TorchMemory
 
 _LATENCY_TRIALS = 9
 _RATE_TRIALS = 3
-_CHUNK_BYTES = 1 << 20
+_FILL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """What the two links carry. Rates: each direction alone; `duplex_...`: while the other one is busy too.
+    """Rates and latencies of the two links. `duplex_...`: while both links are busy; the other rates: each link alone.
 
-    A latency is what one block of one page takes from submission to its end.
+    A latency is the time from the submission of a block of one page to its end.
     """
 
     write_bytes_per_second: float
@@ -32,15 +33,18 @@ class LinkRates:
     duplex_read_bytes_per_second: float
 
 
-def measure(links: tuple[Link, Link], slots: Sequence[Slot], small: Slot, memory: DeviceMemory) -> LinkRates:
-    """Rates of (write, read) over `slots`, which are several, in a row; latencies of `small`. Blocks."""
+def measure(links: tuple[Link, Link], slots: Sequence[Slot], small: Slot, memory: TorchMemory) -> LinkRates:
+    """Measure the rates of (write, read) over several `slots`, one after the other, and the latencies of `small`.
+
+    Waits until all transfers have ended.
+    """
     write, read = links
     size = sum(slot.size_bytes for slot in slots)
     with memory.allocate(size) as buffer:
-        for offset in range(0, size, _CHUNK_BYTES):
-            buffer.write(offset, os.urandom(min(_CHUNK_BYTES, size - offset)))
+        for offset in range(0, size, _FILL_BYTES):
+            buffer.write(offset, os.urandom(min(_FILL_BYTES, size - offset)))
         address = buffer.address
-        _finish_times([(write, slots)], address)  # the first write of an extent costs more than all later ones
+        _finish_times([(write, slots)], address)  # the first write of an extent takes longer than all later ones
         write_rate = _rate(write, slots, address)
         read_rate = _rate(read, slots, address)
         duplex_write, duplex_read = _duplex_rates(links, (write_rate, read_rate), slots, address)
@@ -54,10 +58,10 @@ def measure(links: tuple[Link, Link], slots: Sequence[Slot], small: Slot, memory
         )
 
 
-def verify(links: tuple[Link, Link], slots: Sequence[Slot], memory: DeviceMemory) -> None:
-    """Write random bytes to `slots`, read them back elsewhere in memory and compare. Blocks.
+def verify(links: tuple[Link, Link], slots: Sequence[Slot], memory: TorchMemory) -> None:
+    """Write random bytes to `slots`, read them back to other memory and compare. Waits until all of that is done.
 
-    Raises StorageError if they differ, or could not be moved.
+    Raises StorageError if the bytes differ or could not be moved.
     """
     write, read = links
     size = sum(slot.size_bytes for slot in slots)
@@ -75,8 +79,10 @@ def verify(links: tuple[Link, Link], slots: Sequence[Slot], memory: DeviceMemory
 
 
 def _finish_times(work: Sequence[tuple[Link, Sequence[Slot]]], address: int) -> list[float]:
-    """Move blocks over several links at once, one after the other in memory. Seconds until each link was
-    done."""
+    """Move blocks over several links at once. The blocks follow each other in memory.
+
+    Return for each link the seconds until it was done.
+    """
     begun = time.perf_counter()
     ends: list[float] = []
     transfers: list[Transfer] = []
@@ -106,9 +112,9 @@ def _latency(link: Link, slot: Slot, address: int) -> float:
 def _duplex_rates(
     links: tuple[Link, Link], rates: tuple[float, float], slots: Sequence[Slot], address: int
 ) -> tuple[float, float]:
-    """Rates of both links while both are busy.
+    """Return the rates of both links while both are busy.
 
-    One of them ends first; what the other carries after that, it carries at its own full rate.
+    One of them ends first. From then on the other one moves bytes at the rate that it has alone.
     """
     half = len(slots) // 2
     work = list(zip(links, (slots[:half], slots[half:]), strict=True))
@@ -119,6 +125,6 @@ def _duplex_rates(
         for index, end in enumerate(ends):
             size = sum(slot.size_bytes for slot in work[index][1])
             together = size - rates[index] * (end - shared)
-            # `rates` are measurements too: half of the average is the least that is believed.
+            # `rates` are measured too, so the result may be wrong: return at least half of the average rate.
             found[index].append(max(together / shared, size / end / 2))
     return median(found[0]), median(found[1])

@@ -1,4 +1,4 @@
-"""What a link has carried, how long it was busy with that, and which pieces are moving now."""
+"""Counts what a link has moved and how long it was busy, and keeps the chunks that are moving now."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from runtime.storage import Chunk
 from runtime.transfer.transfer import Transfer
 
 
-class Meter:
-    """Counters of one link. Not thread-safe: the link's lock guards it.
+class LinkMeter:
+    """The counters of one link. Not thread-safe: the link's lock guards it.
 
-    moved_bytes: of pieces that have moved since the start. moving: when each piece that moves now has begun to, by
-    `time.perf_counter`.
+    moved_bytes: of all chunks that have moved since the start.
+    moving: the chunks that move now, and when each of them began, by `time.perf_counter`.
     """
 
     __slots__ = ("_busy_seconds", "_busy_since", "moved_bytes", "moving")
@@ -25,28 +25,28 @@ class Meter:
 
     @property
     def busy_seconds(self) -> float:
-        """Time during which at least one piece was moving, up to now."""
+        """Time during which at least one chunk was moving, until now."""
         since = time.perf_counter() - self._busy_since if self.moving else 0.0
         return self._busy_seconds + since
 
-    def start(self, transfer: Transfer, piece: Chunk) -> None:
-        """A piece begins to move."""
+    def start(self, transfer: Transfer, chunk: Chunk) -> None:
+        """Note that a chunk begins to move."""
         now = time.perf_counter()
         if not self.moving:
             self._busy_since = now
-        self.moving[transfer, piece] = now
+        self.moving[transfer, chunk] = now
         if transfer.begun_at is None:
             transfer.begun_at = now
 
-    def stop(self, transfer: Transfer, piece: Chunk, *, moved: bool) -> None:
-        """A piece has moved, or failed, perhaps before it began to move."""
-        begun = self.moving.pop((transfer, piece), None)
+    def stop(self, transfer: Transfer, chunk: Chunk, *, moved: bool) -> None:
+        """Note that a chunk has moved, or that it failed. It may have failed before it began to move."""
+        begun = self.moving.pop((transfer, chunk), None)
         if begun is None:
             return
         now = time.perf_counter()
         if not self.moving:
             self._busy_seconds += now - self._busy_since
         if moved:
-            self.moved_bytes += piece.length_bytes
+            self.moved_bytes += chunk.length_bytes
         if transfer.begun_at is not None:
             transfer.seconds = now - transfer.begun_at

@@ -1,11 +1,13 @@
-"""Finds the ways in which blocks can go between a device and the drives here, and takes the fastest.
+"""Finds the paths on which blocks can move between a device and the drives of this machine, and chooses the fastest.
 
-[Note: Which way is taken]
-A way is tried by really writing, reading back and comparing, through memory of the device; what does not work is left
-out, with the reason in the log. Among those that work the fastest is taken: the harmonic mean of both directions' rates
-while both are busy, which is the rate at which blocks can go out and come back. The page cache is a last resort, taken
-only where the file system has no direct I/O: what it holds is host memory that no budget counts, and a measurement
-would see its speed until it is full. It is no way around a drive that fails.
+[Note: How a storage path is chosen]
+Each path is tried: random bytes are written from the device's memory, read back and compared. A path that does not work is
+left out, and the log says why. Of those that work, the fastest is chosen: the one with the highest harmonic mean of both
+directions' rates while both are busy. That mean is the rate at which blocks can go out and come back.
+
+The page cache is a last resort. It is only used if the file system has no direct I/O, for two reasons: it takes host memory
+that no budget counts, and a measurement shows the speed of the cache until the cache is full. It is never used because a
+drive fails.
 """
 
 from __future__ import annotations
@@ -19,20 +21,22 @@ from statistics import harmonic_mean
 
 from planner.errors import StorageError, StorageFullError, TeraioError, UnsupportedError
 from runtime.storage import PosixStore, Store
-from runtime.transfer.engine import Engine, LinkRates
+from runtime.transfer.engine import Engine
+from runtime.transfer.measurement import LinkRates
 
 _log = logging.getLogger("teraio")
 
 OpenEngine = Callable[[Store], Engine]
-"""Makes the engine of a store; the memory that it is given is the device's, for measuring too."""
+"""Makes the engine of a store. The engine measures with memory of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A way that may work.
+class PathCandidate:
+    """A storage path that may work.
 
-    name: its value of the option storage_path. open: makes its store; raises UnsupportedError where this way cannot
-    exist, StorageError where it failed. last_resort: see [Note: Which way is taken].
+    name: the value of the option storage_path that asks for it.
+    open: makes its store. Raises UnsupportedError if this machine does not have the path, StorageError if it failed.
+    last_resort: see [Note: How a storage path is chosen].
     """
 
     name: str
@@ -42,9 +46,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoragePath:
-    """A way that works, opened: whoever has it closes the engine, then the store. rates: as measured by the engine.
+    """An open storage path that works. Its owner calls `close`, or closes the engine and then the store.
 
-    refused: why others do not work, by name.
+    rates: as measured by the engine. refused: why other paths do not work, by name.
     """
 
     name: str
@@ -54,14 +58,14 @@ class StoragePath:
     refused: Mapping[str, str]
 
     def close(self) -> None:
-        """Close engine and store. Blocks. Raises StorageError where a drive does not answer any more."""
+        """Close engine and store, and wait until moves have ended. Raises StorageError if a drive no longer answers."""
         with ExitStack() as last:
             last.callback(self.store.close)
             last.callback(self.engine.close)
 
 
-def cpu_candidates(directories: Sequence[Path], *, budget_bytes: int | None) -> tuple[Candidate, ...]:
-    """Between main memory and spill files in `directories`: direct I/O ("posix"), else the page cache ("buffered")."""
+def cpu_candidates(directories: Sequence[Path], *, budget_bytes: int | None) -> tuple[PathCandidate, ...]:
+    """Return the paths between main memory and spill files in `directories`: direct I/O ("posix"), page cache ("buffered")."""
 
     def posix() -> Store:
         store = PosixStore(directories, budget_bytes=budget_bytes)
@@ -75,15 +79,17 @@ def cpu_candidates(directories: Sequence[Path], *, budget_bytes: int | None) -> 
     def buffered() -> Store:
         return PosixStore(directories, budget_bytes=budget_bytes, direct=False)
 
-    return Candidate(name="posix", open=posix), Candidate(name="buffered", open=buffered, last_resort=True)
+    return PathCandidate(name="posix", open=posix), PathCandidate(name="buffered", open=buffered, last_resort=True)
 
 
-def choose_path(candidates: Sequence[Candidate], *, open_engine: OpenEngine, forced: str | None = None) -> StoragePath:
-    """Try and measure all candidates, and open the best, see [Note: Which way is taken]; or just the one named `forced`.
+def choose_path(candidates: Sequence[PathCandidate], *, open_engine: OpenEngine, forced: str | None = None) -> StoragePath:
+    """Try and measure all candidates, and open the best one, see [Note: How a storage path is chosen].
 
-    Blocks for some seconds, and takes memory and room in the directories meanwhile (see `Engine.measure`). Tells once
-    in the log. Raises UnsupportedError where the forced one does not work but others do, with the reason and what does;
-    StorageFullError where there is no room; where nothing works, what stopped the first, or all reasons.
+    forced: the name of the only candidate to use.
+    Takes some seconds, and memory and bytes in the directories during that time (see `Engine.measure`). Logs the result.
+    Raises UnsupportedError if the forced path does not work but others do; the message gives the reason and the others.
+    Raises StorageFullError if the drives or the storage budget are full. If nothing works, raises the only reason, or
+    StorageError with all of them.
     """
     refused: dict[str, TeraioError] = {}
     if forced is not None:
@@ -101,8 +107,8 @@ def choose_path(candidates: Sequence[Candidate], *, open_engine: OpenEngine, for
     return path
 
 
-def open_path(candidates: Sequence[Candidate], name: str, rates: LinkRates, *, open_engine: OpenEngine) -> StoragePath:
-    """The way called `name`, which was chosen and measured before in this process. Raises as its `open` does."""
+def open_path(candidates: Sequence[PathCandidate], name: str, rates: LinkRates, *, open_engine: OpenEngine) -> StoragePath:
+    """Open the path called `name`, which this process has already chosen and measured. Raises as its `open` does."""
     (candidate,) = (candidate for candidate in candidates if candidate.name == name)
     with ExitStack() as undo:
         store = candidate.open()
@@ -112,7 +118,7 @@ def open_path(candidates: Sequence[Candidate], name: str, rates: LinkRates, *, o
     return StoragePath(name=name, store=store, engine=engine, rates=rates, refused={})
 
 
-def _try(candidate: Candidate, open_engine: OpenEngine) -> StoragePath:
+def _try(candidate: PathCandidate, open_engine: OpenEngine) -> StoragePath:
     with ExitStack() as undo:
         store = candidate.open()
         undo.callback(store.close)
@@ -124,8 +130,11 @@ def _try(candidate: Candidate, open_engine: OpenEngine) -> StoragePath:
     return StoragePath(name=candidate.name, store=store, engine=engine, rates=rates, refused={})
 
 
-def _working(candidates: Iterable[Candidate], open_engine: OpenEngine, refused: dict[str, TeraioError]) -> list[StoragePath]:
-    """All that work; a last resort is only tried where the others cannot exist. Notes in `refused` why not."""
+def _working(candidates: Iterable[PathCandidate], open_engine: OpenEngine, refused: dict[str, TeraioError]) -> list[StoragePath]:
+    """Open all paths that work. Put the reasons of the others into `refused`.
+
+    Try a last resort only if this machine has none of the other paths.
+    """
     working: list[StoragePath] = []
     with ExitStack() as undo:
         for candidate in sorted(candidates, key=lambda candidate: candidate.last_resort):
@@ -136,19 +145,19 @@ def _working(candidates: Iterable[Candidate], open_engine: OpenEngine, refused: 
                 working.append(_try(candidate, open_engine))
                 undo.callback(working[-1].close)
             except StorageFullError:
-                raise  # the same for all
+                raise  # it would stop all others too
             except (UnsupportedError, StorageError) as error:
                 refused[candidate.name] = error
         undo.pop_all()
     return working
 
 
-def _forced(candidates: Sequence[Candidate], name: str, open_engine: OpenEngine) -> StoragePath:
+def _forced(candidates: Sequence[PathCandidate], name: str, open_engine: OpenEngine) -> StoragePath:
     refused: dict[str, TeraioError] = {}
     named = [candidate for candidate in candidates if candidate.name == name]
     try:
         if not named:
-            raise UnsupportedError("it is no way between this device and drives")
+            raise UnsupportedError("there is no such path between this device and drives")
         return _try(named[0], open_engine)
     except StorageFullError:
         raise
@@ -186,7 +195,7 @@ def _tell(path: StoragePath, *, last_resort: bool) -> None:
         rates.read_bytes_per_second / 1e9,
         rates.duplex_write_bytes_per_second / 1e9,
         rates.duplex_read_bytes_per_second / 1e9,
-        "".join(f"; {name!r} is out: {reason}" for name, reason in path.refused.items()),
+        "".join(f"; {name!r} is not used: {reason}" for name, reason in path.refused.items()),
     )
     if last_resort:
         _log.warning(

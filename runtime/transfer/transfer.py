@@ -1,4 +1,4 @@
-"""One block on its way over a link: what is copied, whether it has ended, and how to wait for it."""
+"""The copy of one block over a link: what is copied, whether it has ended, and how to wait for it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from runtime.storage import Chunk, Slot
 
 OnDone = Callable[["Transfer"], None]
 Ready = Callable[[], None]
-"""Blocks until the memory may be read or written; raises if it never will be. Called before each piece; again is cheap."""
-
-LOOK_SECONDS = 1.0
-"""How often who waits looks whether the drives still answer."""
+"""Waits until the memory may be read or written, and raises if it never will be. It is called before each chunk, so a second
+call must be cheap."""
 
 
-class BlockTransfers(Protocol):
-    """What a transfer asks of its link."""
+class TransferLink(Protocol):
+    """What a transfer needs from its link. health_check_seconds: time between two calls of `check` while waiting."""
 
     name: str
+    health_check_seconds: float
 
     def check(self) -> None: ...
     def cancel(self, transfer: Transfer) -> bool: ...
@@ -29,13 +28,13 @@ class BlockTransfers(Protocol):
 
 
 class Transfer:
-    """One block on its way over a link. Made by `Link.submit`; all calls are safe from any thread.
+    """The copy of one block over a link. `Link.submit` makes it. All calls are safe from any thread.
 
-    slot, address: what is copied; the memory stays the caller's and must live until the transfer has ended.
-    error: why it failed, None if it did not, or has not ended. seconds: from the start of the first piece that moved
-    to the end of the last one so far, 0 until one has ended.
+    slot, address: what is copied. The caller owns the memory and keeps it alive until the transfer has ended.
+    error: why the transfer failed. None if it has not failed, or has not ended.
+    seconds: from the start of the first chunk to the end of the last one so far. 0 until a chunk has ended.
 
-    The other attributes are the link's, under its lock: `waiting` are the pieces that have not begun, by drive.
+    All other attributes belong to the link and need its lock. `waiting` holds the chunks that have not begun, by drive.
     """
 
     __slots__ = (
@@ -57,10 +56,10 @@ class Transfer:
 
     def __init__(
         self,
-        link: BlockTransfers,
+        link: TransferLink,
         slot: Slot,
         address: int,
-        pieces: tuple[Chunk, ...],
+        chunks: tuple[Chunk, ...],
         on_done: OnDone,
         ready: Ready | None,
     ) -> None:
@@ -72,9 +71,9 @@ class Transfer:
         self.seconds = 0.0
         self.link = link
         self.waiting: dict[int, deque[Chunk]] = {}
-        for piece in pieces:
-            self.waiting.setdefault(piece.extent.drive, deque()).append(piece)
-        self.unfinished = len(pieces)
+        for chunk in chunks:
+            self.waiting.setdefault(chunk.extent.drive, deque()).append(chunk)
+        self.unfinished = len(chunks)
         self.on_done = on_done
         self.ready = ready
         self.begun = False
@@ -91,12 +90,12 @@ class Transfer:
         return self.slot.size_bytes
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the bytes have moved and `on_done` has returned, for `timeout` seconds at most.
+        """Wait until the bytes have moved and `on_done` has returned, for `timeout` seconds at most.
 
-        Raises the StorageError that stopped it, also one that says it was cancelled; TimeoutError; without a timeout,
-        StorageIOError where a drive of the link does not answer. Must not be called from an `on_done`.
+        Raises the StorageError that stopped the transfer, or that says it was cancelled. Raises TimeoutError. Without a
+        timeout, raises StorageIOError if a drive of the link does not answer. Must not be called from an `on_done`.
         """
-        while timeout is None and not self.ended.wait(LOOK_SECONDS):
+        while timeout is None and not self.ended.wait(self.link.health_check_seconds):
             self.link.check()
         if not self.ended.wait(timeout):
             raise TimeoutError(f"{self} has not ended after {timeout} seconds")
@@ -106,12 +105,15 @@ class Transfer:
             raise self.error
 
     def cancel(self) -> bool:
-        """Take it out of all queues. True if it had not begun: then nothing moves, and `on_done` is never called."""
+        """Remove the transfer from all queues, if it has not begun. Return whether it was removed.
+
+        If it was, nothing moves, and `on_done` is never called.
+        """
         return self.link.cancel(self)
 
     def promote(self) -> bool:
-        """On each drive where none of its pieces has begun, let them begin before all others that have not.
+        """Put the transfer first in the queues of all drives where none of its chunks has begun.
 
-        False if there is no such drive: it has begun on all of them, or was cancelled.
+        Return False if there is no such drive, because it has begun on all of them or was cancelled.
         """
         return self.link.promote(self)

@@ -27,8 +27,8 @@ _host_rates: list[LinkRates] = []
 def open_cpu(options: Options) -> MachineTiers:
     """Raises UnsupportedError, StorageError, StorageFullError."""
     with ExitStack() as undo:
-        memory = CpuMemory()
         tiers = list(_open_tiers(options, undo))
+        memory = CpuMemory()  # after the tiers, so that measuring them leaves no free pages in its pool
         budget = options.memory_budget
         if budget is None and tiers:
             budget = int(psutil.virtual_memory().available * (1 - _RESERVE)) - (options.host_budget or 0)

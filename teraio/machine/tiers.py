@@ -12,7 +12,7 @@ from runtime.device import Device
 from runtime.execution import MeasuredMemory
 from runtime.paging import Mover, Tier
 from runtime.storage import Store
-from runtime.transfer import Candidate, Engine, LinkRates, OpenEngine, StoragePath, choose_path, open_path
+from runtime.transfer import Engine, LinkRates, OpenEngine, PathCandidate, StoragePath, choose_path, open_path
 from teraio.options import Options
 
 _known_paths: dict[object, tuple[str, LinkRates]] = {}
@@ -85,7 +85,7 @@ class MachineTiers:
 
 
 def open_storage(
-    options: Options, candidates: Sequence[Candidate], open_engine: OpenEngine, device: str, undo: ExitStack
+    options: Options, candidates: Sequence[PathCandidate], open_engine: OpenEngine, device: str, undo: ExitStack
 ) -> OpenTier:
     """The way to the drives that was asked for, or the fastest; measured once in a process."""
     forced = None if options.storage_path == "auto" else options.storage_path

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from runtime.execution import MeasuredMemory
 
 _NEWS = 1.1
 """A peak is news if it is so much above the last one that was."""
-
-
-class PeakMemory(Protocol):
-    """Memory that counts what is allocated on the device."""
-
-    @property
-    def allocated_bytes(self) -> int: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    def reset_peak(self) -> None: ...
 
 
 class PeakWatch:
@@ -24,7 +14,7 @@ class PeakWatch:
     What user code allocates meanwhile counts as well, so a peak that is known is no news.
     """
 
-    def __init__(self, memory: PeakMemory, budget_bytes: int) -> None:
+    def __init__(self, memory: MeasuredMemory, budget_bytes: int) -> None:
         self._memory = memory
         self._budget_bytes = budget_bytes
         self._known_peak = 0

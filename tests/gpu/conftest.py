@@ -1,6 +1,6 @@
-"""Where there is no GPU its tests are not even collected, so that `pytest tests/gpu` fails ("no tests ran").
+"""Without a GPU these tests are not collected, so `pytest tests/gpu` fails with "no tests ran".
 
-`make test-gpu` first says why. Every test begins and ends without runtimes, compiled graphs or cached memory.
+`make test-gpu` says why first. Every test begins and ends without runtimes, compiled graphs or cached memory.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ import pytest
 import torch
 
 import teraio
-from teraio import training_run as lifecycle
+from teraio import training_run
 from teraio.stages.compile import StageCompiler
 from teraio.stages.cut import CutPolicy
 
-# Read when cuBLAS is first used: deterministic, and small beside the budgets of these tests (the default takes 32 MiB a thread).
+# cuBLAS reads this at its first use. It makes cuBLAS deterministic and its workspaces small (the default is 32 MiB per thread).
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 
-_NOT_OURS = (
+_ADVICE_OF_PYTORCH = (
     "ignore:TensorFloat32 tensor cores:UserWarning",  # these tests compare bits
     "ignore:.*Online softmax is disabled:UserWarning",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Advice that PyTorch gives only where there is a GPU is no error."""
+    """Ignore advice that PyTorch gives only if there is a GPU."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            for rule in _NOT_OURS:
+            for rule in _ADVICE_OF_PYTORCH:
                 item.add_marker(pytest.mark.filterwarnings(rule))
 
 
 @pytest.fixture(autouse=True)
 def cut_as_large_models_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage of a large model lasts about a millisecond; in that time a GPU is done with several layers of a small one."""
+    """Allow short stages. A stage of a large model takes about a millisecond; a GPU needs less for layers of a small model."""
     policy = CutPolicy(shortest_seconds=1e-6, most_stages=96)
-    monkeypatch.setattr(lifecycle, "StageCompiler", functools.partial(StageCompiler, policy=policy))
+    monkeypatch.setattr(training_run, "StageCompiler", functools.partial(StageCompiler, policy=policy))
 
 
 @pytest.fixture(autouse=True)
 def fresh_process_state() -> Iterator[None]:
-    """Nothing is left of other tests, and equal sums give equal bits."""
+    """Remove everything that other tests left, and make sums deterministic."""
     _forget()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -1,4 +1,4 @@
-"""The host only queues work: it waits for nothing in the steady state, and times are the GPU's own."""
+"""The host only queues work: in the steady state it never waits, and the GPU's clock measures times."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CASE = Case(name="perceptron", model=Perceptron)
 
 
 _peaks: list[int] = []
-"""Measured once."""
+"""The peak of the model's memory, measured once."""
 
 
 @pytest.fixture
 def budgets() -> dict[str, int]:
-    """For the host tier alone: a third of the model's memory has to be elsewhere."""
+    """Options for the host tier alone: a third of the model's memory must leave the device."""
     if not _peaks:
         peak = train(CASE, {}, device=DEVICE).allocated_bytes
         assert peak is not None
@@ -41,7 +41,7 @@ def budgets() -> dict[str, int]:
 
 
 class SyncChecked:
-    """For `between`: PyTorch refuses to wait for the GPU from the step on that is given."""
+    """For `between`: from step `first` on, PyTorch raises where it would wait for the GPU."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -66,15 +66,15 @@ def test_the_host_waits_for_nothing_when_a_plan_moves_blocks_to_the_host_tier(
 ) -> None:
     checked = SyncChecked(STEPS - 3)
     batches = [torch.randint(0, GPU_SCALE.width, (GPU_SCALE.rows,), device=DEVICE) for _ in range(STEPS)]
-    monkeypatch.setitem(train.__globals__, "_batch", lambda *_: batches.pop())  # its own copies a batch and waits for it
+    monkeypatch.setitem(train.__globals__, "_batch", lambda *_: batches.pop())  # the original waits for the copy of a batch
     run = train(CASE, {**budgets, "replan": False}, device=DEVICE, between=checked)
     assert run.progress[checked.first].phase == run.progress[-1].phase == "planned"
     assert run.progress[-1].moved_bytes["host->device"] > run.progress[checked.first].moved_bytes["host->device"]
-    assert run.progress[-1].late_seconds == 0, "nor did the pager wait for copies or room"
+    assert run.progress[-1].late_seconds == 0, "the pager must not have waited for copies or memory either"
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], watch: Any) -> Run:
-    """A run of which `watch(stage, run)` runs each stage; it calls `run()`."""
+    """Train, and call `watch(stage, run)` for each stage, which calls `run()`."""
     plain = executor._run_stage
     monkeypatch.setattr(executor, "_run_stage", lambda stage, slots: watch(stage, lambda: plain(stage, slots)))
     return train(CASE, options, device=DEVICE)

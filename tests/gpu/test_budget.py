@@ -1,4 +1,4 @@
-"""What users of a GPU run into: budgets that are too small, their own memory, blocks on drives, the end of it all."""
+"""Cases that users of a GPU meet: budgets that are too small, memory of their own, blocks on drives, and `reset`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def the_pager() -> Pager:
 def test_a_budget_that_no_schedule_can_satisfy_is_refused() -> None:
     with pytest.raises(teraio.BudgetError, match="needs .* bytes at once; give a memory_budget of at least"):
         train(CASE, {"memory_budget": "24MiB", "host_budget": "256MiB"}, device=DEVICE)
-    assert teraio.status() == (), "nothing is left of it"
+    assert teraio.status() == (), "no runtime is left"
 
 
 def test_the_users_own_memory_counts() -> None:
-    """A tensor that the user makes half-way takes its place within the budget: more blocks have to leave."""
+    """A tensor that the user makes during training counts within the budget: more blocks must leave."""
     peak, wanted = peak_of(CASE)
     held: list[torch.Tensor] = []
 
@@ -56,7 +56,7 @@ def test_the_users_own_memory_counts() -> None:
 
 @contextmanager
 def away(tensor: torch.Tensor, tier: str) -> Iterator[Block]:
-    """Send a tensor's block to a tier, as a plan would at the end of a region."""
+    """Offload a tensor's block to a tier, as a plan does at the end of a region."""
     pager = the_pager()
     block = pager.known_block(tensor)
     assert block is not None and block.span is not None
@@ -115,7 +115,7 @@ def test_what_waits_in_host_memory_can_be_used_as_it_is() -> None:
 
 
 def test_reset_brings_back_more_than_the_budget() -> None:
-    """A budget holds no longer than its runtime: what does not fit in it comes back all the same."""
+    """The budget ends with its runtime: all blocks come back, even if they exceed the budget."""
     scale = Scale(rows=512, width=1024, layers=12)
     module = Transformer(scale).to(DEVICE)
     wanted = [p.detach().cpu() for p in module.parameters()]
@@ -124,7 +124,7 @@ def test_reset_brings_back_more_than_the_budget() -> None:
     options = {"codegen": "eager", "memory_budget": budget, "host_budget": 4 * size}
     model = torch.compile(module, backend="teraio", options=options)
     indices = torch.arange(scale.rows, device=DEVICE)
-    for _ in range(2):  # the second time, gradients are added to those that wait in host memory
+    for _ in range(2):  # the second time, new gradients are added to those in host memory
         model(indices).square().mean().backward()
     assert sum(teraio.status()[0].moved_bytes.values()) > 0
     teraio.reset()

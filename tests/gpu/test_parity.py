@@ -1,4 +1,4 @@
-"""Training within a budget on a GPU gives the bits of training without one, and nobody sees more memory than the budget."""
+"""Training within a budget on a GPU gives the same bits as training without one, and stays within the budget."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .training import (
 
 DEVICE = torch.device("cuda")
 LOSS_BYTES = 8 * 4 * GPU_SCALE.rows * GPU_SCALE.width
-"""The loss is user code: copies of the logits in fp32, their logarithms, their gradients, before the allocator rounds up."""
+"""Memory of the loss, which is user code: logits in fp32, their logarithms and gradients, before the allocator rounds up."""
 
 TRANSFORMER = Case(name="transformer", model=Transformer)
 ADAM = Case(name="adam", model=Transformer, optimizers=one_adam)
@@ -47,7 +47,7 @@ _references: dict[str, Run] = {}
 
 
 def reference(case: Case) -> Run:
-    """The same stages with all the memory they want; also says how much that is."""
+    """Train the case without a budget. The run also gives the peak of its memory."""
     if case.name not in _references:
         run = train(case, {}, device=DEVICE)
         assert run.progress[-1].phase == "fits" and not any(run.progress[-1].moved_bytes.values())
@@ -56,7 +56,7 @@ def reference(case: Case) -> Run:
 
 
 def tiers(name: str, peak_bytes: int, folder: Path) -> dict[str, Any]:
-    """Options for the tiers below the GPU; of two, the host tier is too small for all that has to move."""
+    """Return options for the tiers below the GPU. With both tiers, the host tier is too small for all blocks that must leave."""
     known: dict[str, dict[str, Any]] = {
         "host": {"host_budget": 2 * peak_bytes},
         "storage": {"storage": folder},
@@ -98,7 +98,7 @@ def test_the_same_bits_within_the_budget(tmp_path: Path, case: Case, tier: str, 
 @pytest.mark.parametrize("tier", ["host", "storage"])
 @pytest.mark.parametrize("how", ["foreach", "fused", "for-loop"])
 def test_an_embedding_by_slices(tmp_path: Path, how: str, tier: str) -> None:
-    """Its update does not fit: the states pass through the GPU in slices."""
+    """The update of the embedding does not fit: its states pass through the GPU in slices."""
 
     def adam(module: torch.nn.Module) -> list[torch.optim.Optimizer]:
         return [torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=how == "foreach", fused=how == "fused")]
@@ -116,7 +116,7 @@ def test_an_embedding_by_slices(tmp_path: Path, how: str, tier: str) -> None:
 @pytest.mark.parametrize("tier", ["host", "both"])
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_updates_inside_the_backward_pass(tmp_path: Path, codegen: str, tier: str) -> None:
-    """Which run in a thread of autograd's, between the stages of the backward graph."""
+    """These updates run in a thread of autograd, between the stages of the backward graph."""
     case = replace(ADAM, codegen=codegen)
     steps = STEPS + 3
     wanted = train(case, {}, device=DEVICE, steps=steps)
@@ -138,9 +138,9 @@ def test_updates_inside_the_backward_pass(tmp_path: Path, codegen: str, tier: st
 
 
 def test_the_allocator_does_not_give_its_cache_back_all_the_time() -> None:
-    """That waits for the whole stream each time; the part of the budget that is not planned with should make up for it."""
+    """Each time waits for the whole stream. The bytes of the budget that plans leave free should prevent it."""
     wanted = reference(TRANSFORMER)
     assert wanted.allocated_bytes is not None
     budget = int(0.5 * wanted.allocated_bytes)
     found = train(TRANSFORMER, {"memory_budget": budget, "host_budget": 2 * wanted.allocated_bytes}, device=DEVICE)
-    assert found.retries is not None and found.retries <= 3, "at most one in each of the steps that were looked at"
+    assert found.retries is not None and found.retries <= 3, "at most one in each of the last steps"

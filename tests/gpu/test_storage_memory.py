@@ -1,4 +1,4 @@
-"""Storages of a GPU that get other memory: kernels see it, and nothing is lost or leaks."""
+"""Storages of a GPU get other memory: kernels use it, and nothing is lost or leaks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def host() -> Iterator[HostStore]:
 
 
 def on_host(store: HostStore) -> torch.Tensor:
-    """The slab as floats of main memory."""
+    """Return the slab as floats in main memory."""
     memory = (ctypes.c_char * store.capacity_bytes).from_address(store.address)
     return torch.frombuffer(memory, dtype=torch.float32)
 
@@ -57,13 +57,13 @@ def test_a_kernel_reads_and_writes_pinned_memory_through_its_stand_in(host: Host
     block = torch.zeros(COUNT, device=DEVICE)
     taken = torch.cuda.memory_allocated(DEVICE)
     storage_memory.lend(block.untyped_storage(), host.address)
-    assert torch.cuda.memory_allocated(DEVICE) <= taken - 4 * COUNT, "what it had is freed"
+    assert torch.cuda.memory_allocated(DEVICE) <= taken - 4 * COUNT, "the memory that it had is freed"
     assert block.device == DEVICE and block.untyped_storage().nbytes() == 4 * COUNT
     assert block.sum().item() == 3.0 * COUNT
     block.mul_(2)
     block[::2].add_(1)
-    assert block.cpu()[:2].tolist() == [7.0, 6.0], "copies to main memory work, too"
-    assert (block @ torch.ones(COUNT, device=DEVICE)).item() == 6.5 * COUNT, "so do libraries"
+    assert block.cpu()[:2].tolist() == [7.0, 6.0], "copies to main memory work too"
+    assert (block @ torch.ones(COUNT, device=DEVICE)).item() == 6.5 * COUNT, "libraries work too"
     torch._foreach_mul_([block], 2)
     torch.cuda.synchronize(DEVICE)
     assert slab[:2].tolist() == [14.0, 12.0]

@@ -1,4 +1,4 @@
-"""The stores that work with a GPU: the contract of all stores over device memory, and what only CUDA can show."""
+"""The stores that work with a GPU: the contract of all stores over device memory, and tests that need CUDA."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from runtime.storage.store import ALIGNMENT_BYTES, Store
 from runtime.system.pinning import PIN_CHUNK_BYTES, CudaPinner
 from runtime.transfer.engine import Engine
 
+from ..runtime.slot_copies import read_slot, write_slot
 from ..runtime.storage import contract
 
 MIB = 1 << 20
@@ -26,7 +27,7 @@ CUDA = torch.device("cuda", 0)
 Folders = list[Path]
 
 
-class DeviceMemory:
+class GpuBytes:
     """Aligned device memory, filled with random bytes or zeros."""
 
     def __init__(self, size_bytes: int, random: bool) -> None:
@@ -45,7 +46,7 @@ class DeviceMemory:
         return self.tensor.cpu().numpy().tobytes()
 
 
-class HostMemory:
+class HostBytes:
     """Ordinary host memory."""
 
     def __init__(self, size_bytes: int, random: bool) -> None:
@@ -97,7 +98,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[object]:
 
     yield contract.StoreCase(
         make=make,
-        memory=HostMemory if host else DeviceMemory,
+        memory=HostBytes if host else GpuBytes,
         option="host_budget" if host else "storage_budget",
         stripes=1 if host else 2,
         mappable=request.param != "kvikio",
@@ -122,7 +123,7 @@ class TestStoreWithAGpu(contract.StoreContract):
 def test_an_engine_carries_blocks_of_the_device(tmp_path: Path) -> None:
     store = StagedStore(PosixStore([tmp_path], budget_bytes=None), CudaCopier(CUDA))
     engine = Engine(store)
-    blocks = [DeviceMemory(5 * MIB, True) for _ in range(8)]
+    blocks = [GpuBytes(5 * MIB, True) for _ in range(8)]
     expected = [block.content for block in blocks]
     slots = [store.allocate(5 * MIB, f"block {number}") for number in range(8)]
     done: list[object] = []
@@ -141,7 +142,7 @@ def test_an_engine_carries_blocks_of_the_device(tmp_path: Path) -> None:
 
 def test_copies_do_not_wait_for_the_default_stream() -> None:
     copier = CudaCopier(CUDA)
-    buffer, device = PinnedBuffer(MIB), DeviceMemory(MIB, True)
+    buffer, device = PinnedBuffer(MIB), GpuBytes(MIB, True)
     expected = device.content
     kernel = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)  # about a second
@@ -155,7 +156,7 @@ def test_copies_do_not_wait_for_the_default_stream() -> None:
 
 
 def test_an_address_that_is_no_device_memory_is_refused() -> None:
-    buffer, host = PinnedBuffer(4096), HostMemory(4096, False)
+    buffer, host = PinnedBuffer(4096), HostBytes(4096, False)
     with pytest.raises((StorageError, RuntimeError)):
         CudaCopier(CUDA).to_host(buffer.address, host.address, 4096)
 
@@ -170,14 +171,14 @@ def test_pinned_buffers_are_aligned_and_pinned() -> None:
 def test_the_device_copies_from_and_to_a_pinned_slab() -> None:
     store = HostStore(64 * MIB, pinner=CudaPinner(CUDA))
     slot = store.allocate(32 * MIB, "weights")
-    copier, device = CudaCopier(CUDA), DeviceMemory(32 * MIB, True)
+    copier, device = CudaCopier(CUDA), GpuBytes(32 * MIB, True)
     expected = device.content
     begin = 0
     for extent in slot.extents:
         copier.to_host(store.address_of(extent), device.address + begin, extent.length_bytes).wait()
         begin += extent.length_bytes
-    read = HostMemory(32 * MIB, False)
-    store.read(slot, read.address)
+    read = HostBytes(32 * MIB, False)
+    read_slot(store, slot, read.address)
     assert read.content == expected
     device.tensor.zero_()
     torch.cuda.synchronize()
@@ -193,7 +194,7 @@ def test_a_slab_of_several_chunks_is_pinned_and_given_back() -> None:
     store = HostStore(PIN_CHUNK_BYTES + 64 * MIB, pinner=CudaPinner(CUDA))
     slot = store.allocate(store.capacity_bytes, "all of it")
     assert store.pinned and len(slot.extents) == 2
-    device, copier = DeviceMemory(64 * MIB, True), CudaCopier(CUDA)
+    device, copier = GpuBytes(64 * MIB, True), CudaCopier(CUDA)
     copier.to_host(store.address_of(slot.extents[1]), device.address, 64 * MIB).wait()
     assert ctypes.string_at(store.address_of(slot.extents[1]), 64 * MIB) == device.content
     store.close()
@@ -209,9 +210,9 @@ def test_what_kvikio_does_is_told(tmp_path: Path) -> None:
     need_kvikio()
     store = KvikioStore([tmp_path], budget_bytes=None)
     assert store.description.startswith("kvikio ")
-    memory = DeviceMemory(8 * MIB, True)
+    memory = GpuBytes(8 * MIB, True)
     slot = store.allocate(8 * MIB, "weights")
-    store.write(slot, memory.address)
+    write_slot(store, slot, memory.address)
     on_drive = slot.extents[0].path.read_bytes()[: 8 * MIB]
     assert on_drive == memory.content
     store.close()

@@ -1,6 +1,6 @@
 """The random sequences of `tests/runtime/cuda/test_mover.py` on real streams, pinned memory and drives.
 
-Now and then a lane is held up, so that the lanes' order varies.
+Sometimes a lane is delayed, so that the order of the lanes varies.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ..runtime.block_machine import TIERS, Machine
 DEVICE = torch.device("cuda", 0)
 UNIT = 2 << 20
 MAX_CYCLES = 2_000_000
-"""About a millisecond, in which a block can be copied some ten times."""
+"""About a millisecond. A block can be copied about ten times in this time."""
 
 
 class CudaMachine(Machine):
-    """On a GPU. What its kernels find is looked at when all has ended, so that the host does not wait before."""
+    """The machine on a GPU. It reads the results of its kernels at the end, so that the host does not wait before."""
 
     def __init__(self, seed: int, *, budget_blocks: int, tiers: Sequence[str], host: HostStore, files: Tier) -> None:
         known = {"host": Tier(name="host", store=host, engine=None), "storage": files}
@@ -98,7 +98,7 @@ def test_any_sequence(seed: int, tiers: Sequence[str], host: HostStore, files: T
         machine.run(15)
         assert machine.pager.evictions > 20
     finally:
-        machine.pager.bring_back_all()  # I/O threads are at rest before their engine closes
+        machine.pager.bring_back_all()  # the I/O threads must be idle before their engine closes
         machine.tensors.clear()
         machine.found.clear()
         torch.cuda.synchronize(DEVICE)

@@ -1,4 +1,4 @@
-"""Small models, and one training loop that everything about them is compared with bit for bit; on any device."""
+"""Small models, and one training loop for all comparisons of bits, on any device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from teraio import registry
 
 MIB = 1 << 20
 STEPS = 10
-"""One or two compile, two are profiled, one more is needed to know their times, and two to switch to the plan."""
+"""One or two steps compile, two are profiled, one more gives their times, and two switch to the plan."""
 _PLANNED_STEPS = 3
 TABLE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How large the models are. rows: of a batch; width, layers: of the model; heads: of the attention."""
+    """The size of a model. rows: of a batch. width, layers: of the model. heads: of the attention."""
 
     rows: int
     width: int
@@ -33,7 +33,7 @@ class Scale:
 
 
 GPU_SCALE = Scale(rows=4096, width=512, layers=16)
-"""In fp32 activations of 8 and 32 MiB, weights of 4 MiB; one to two GiB in all."""
+"""In fp32: activations of 8 and 32 MiB, weights of 4 MiB, one to two GiB in all."""
 
 
 class Feedforward(nn.Module):
@@ -83,7 +83,7 @@ class Transformer(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Feedforward layers over an embedding; a layer's weight may be stored transposed, and a table of fp8 be a buffer."""
+    """Feedforward layers over an embedding."""
 
     def __init__(self, scale: Scale) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Perceptron(nn.Module):
 
 
 class Odd(Perceptron):
-    """With weights that are not contiguous, and a buffer of fp8 (at least 1 MiB on a GPU's scale)."""
+    """A perceptron with a weight that is not contiguous, and a buffer of fp8 (at least 1 MiB on the GPU's scale)."""
 
     table: Tensor
 
@@ -110,7 +110,7 @@ class Odd(Perceptron):
 
 
 class Table(nn.Module):
-    """Mostly an embedding, whose update needs more than all the rest of training does. `TABLE_ROWS` for each element of width."""
+    """Mostly an embedding of `TABLE_ROWS` rows per element of width. Its update needs more memory than all other steps."""
 
     def __init__(self, scale: Scale) -> None:
         super().__init__()
@@ -122,12 +122,12 @@ class Table(nn.Module):
 
 
 def table_bytes(scale: Scale) -> int:
-    """Of the embedding of `Table`, in 32 bits."""
+    """Return the size of the embedding of `Table`, in 32 bits."""
     return TABLE_ROWS * scale.width * scale.width * 4
 
 
 def table_states_stay_away(step: int, module: nn.Module) -> None:
-    """To be called between steps: the states of the table's embedding are in the lower tiers, as its slices have left them."""
+    """Check between steps that the optimizer states of the embedding are in the lower tiers, where its slices were updated."""
     blocks = [block for runtime in registry._runtimes.values() for block in runtime._pager.blocks]
     found = [block for block in blocks if block.name.startswith("optimizer/embed.weight.")]
     assert len(found) == 2 and all(block.state is State.OFFLOADED for block in found), found
@@ -154,12 +154,12 @@ def two_optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 _OPTIONS = {"profile_iterations": 1, "host_updates": False}
-"""Updates on the host round differently, and all runs here are compared bit for bit."""
+"""Updates on the host round differently, and all runs are compared bit for bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model and how it is trained. clip: of the gradients' norm; evaluate: a pass without gradients after each step."""
+    """A model and how it is trained. clip: clip the norm of the gradients. evaluate: a pass without gradients after each step."""
 
     name: str
     model: Callable[[Scale], nn.Module]
@@ -176,8 +176,12 @@ class Case:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """values: all losses, then all parameters, buffers and optimizer states, in main memory. Peaks: of the last steps, net of
-    what was there before; None where nobody counts. retries: how often the allocator had to give its cache back in them."""
+    """The results of a training.
+
+    values: all losses, then all parameters, buffers and optimizer states, in main memory.
+    allocated_bytes, reserved_bytes: peaks of the last steps, without the bytes from before the run. None if not counted.
+    retries: how often the allocator had to give its cache back in the last steps.
+    """
 
     values: list[Tensor] = field(default_factory=list)
     progress: list[teraio.Status] = field(default_factory=list)
@@ -196,7 +200,7 @@ def train(
     between: Callable[[int, nn.Module], None] = lambda step, module: None,
     backward_done: Callable[[nn.Module], None] = lambda module: None,
 ) -> Run:
-    """Train from a fresh state. between: called after each step, before the next one. backward_done: after each backward."""
+    """Train from a fresh state. between: called after each step. backward_done: called after each backward pass."""
     teraio.reset()
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -237,7 +241,7 @@ def train(
         run.allocated_bytes = torch.cuda.max_memory_allocated(device) - before[0]
         run.reserved_bytes = torch.cuda.max_memory_reserved(device) - before[1]
         run.retries = (run.retries or 0) + torch.cuda.memory_stats(device)["num_alloc_retries"]
-    teraio.reset()  # everything comes back
+    teraio.reset()  # all blocks come back
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     kept = (*losses, *module.state_dict().values(), *(value for value in states if isinstance(value, Tensor)))
     run.values = [value.cpu() for value in kept]
@@ -245,16 +249,16 @@ def train(
 
 
 def check_equal(found: Run, wanted: Run) -> None:
-    """All losses and parameters are the same bits."""
+    """Check that all losses and parameters have the same bits."""
     assert len(found.values) == len(wanted.values)
     unequal = [i for i, (a, b) in enumerate(zip(found.values, wanted.values, strict=True)) if not _same(a, b)]
     assert not unequal, f"{len(unequal)} of {len(found.values)} values differ, the first at {unequal[0]}"
 
 
 def check_within(found: Run, budget_bytes: int, user_bytes: int = 0) -> None:
-    """The run ended by the plan, blocks moved in its last steps, and nobody saw more memory than the budget.
+    """Check that the run ended by the plan, that blocks moved in its last steps, and that it stayed within the budget.
 
-    user_bytes: temporary memory of user code, which the allocator may reserve beside what it keeps for stages.
+    user_bytes: temporary memory of user code, which the allocator may reserve beyond the budget.
     """
     last = found.progress[-1]
     assert last.phase == "planned", [status.phase for status in found.progress]
@@ -265,7 +269,7 @@ def check_within(found: Run, budget_bytes: int, user_bytes: int = 0) -> None:
 
 
 def _convert(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only: `Module.to` would convert buffers of fp8 too."""
+    """Convert parameters only: `Module.to` would convert buffers of fp8 too."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
 

@@ -45,14 +45,14 @@ def train(tier: str, folder: Path, *, debug: bool) -> list[float]:
 def damage_what_is_read(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
     """One bit of each piece of a block; measurements get through, else the tier would not be used at all."""
     store = STORES[tier]
-    read_piece = store.read_piece
+    read_chunk = store.read_chunk
 
     def read_and_damage(self: Any, slot: Slot, piece: Chunk, address: int) -> None:
-        read_piece(self, slot, piece, address)
+        read_chunk(self, slot, piece, address)
         if "measurement" not in slot.name:
             ctypes.c_ubyte.from_address(address + piece.slot_offset_bytes).value ^= 1
 
-    monkeypatch.setattr(store, "read_piece", read_and_damage)
+    monkeypatch.setattr(store, "read_chunk", read_and_damage)
 
 
 @pytest.mark.parametrize("tier", STORES)

@@ -1,4 +1,4 @@
-"""Pages really leave, serve others, and come back at the same address, with the right content in every order of events."""
+"""Pages really leave, are used for other blocks, and come back at the same address with the right content, in any order."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from runtime.storage.posix import PosixStore
 from runtime.storage.store import Slot
 
 from ..resident import anonymous_bytes
+from ..slot_copies import read_slot, write_slot
 
 MIB = 1 << 20
 SLACK = 3 * MIB
-"""The system's counters are not exact, and the test itself takes memory."""
+"""Allowed difference in bytes: the system's counters are not exact, and the test itself takes memory."""
 KEEP = pytest.mark.parametrize("keep_pages", [True, False])
 
 
@@ -46,19 +47,19 @@ def movable(memory: CpuMemory, tensor: torch.Tensor) -> Span:
 
 def leave(memory: CpuMemory, store: PosixStore, span: Span, *, keep_pages: bool = True) -> Slot:
     slot = store.allocate(span.length_bytes, "w")
-    store.write(slot, span.address)
+    write_slot(store, slot, span.address)
     memory.map_files(span, slot.extents, keep_pages=keep_pages)
     return slot
 
 
 def come_back(memory: CpuMemory, store: PosixStore, span: Span, slot: Slot) -> None:
     area = memory.take_pages(span.length_bytes)
-    store.read(slot, area.address)
+    read_slot(store, slot, area.address)
     memory.install_pages(area, span)
 
 
 def only_value(tensor: torch.Tensor) -> int:
-    """The value that all elements have."""
+    """Return the value that all elements have."""
     least, greatest = tensor.min(), tensor.max()
     assert least == greatest
     return int(least)
@@ -77,12 +78,12 @@ def test_pages_leave_and_come_back(memory: CpuMemory, store: PosixStore, keep_pa
     memory.trim(0)
     assert anonymous_bytes(span) == 0
     assert abs(before - resident_bytes()["RssAnon"] - 64 * MIB) < SLACK
-    assert torch.equal(tensor, expected), "what stands in for the block must show its content"
+    assert torch.equal(tensor, expected), "the mapped slot must show the content of the block"
     come_back(memory, store, span, slot)
     assert anonymous_bytes(span) == span.length_bytes
     assert torch.equal(tensor, expected) and tensor.data_ptr() == address
     store.release(slot)
-    assert torch.equal(tensor, expected), "what is back does not depend on its slot"
+    assert torch.equal(tensor, expected), "a block that is back does not depend on its slot"
 
 
 @KEEP
@@ -118,13 +119,13 @@ def test_freeing_a_block_that_is_away(memory: CpuMemory, store: PosixStore, keep
     mappings = Path("/proc/self/maps").read_text()
     assert all(str(extent.path) not in mappings for extent in slot.extents), "the slot is still mapped"
     fresh, other = (torch.full((4 * MIB,), fill, dtype=torch.uint8) for fill in (0, 9))
-    store.write(slot, movable(memory, other).address)
+    write_slot(store, slot, movable(memory, other).address)
     assert only_value(fresh) == 0
 
 
 @dataclass
 class Gone:
-    """A piece of a file that cannot be mapped."""
+    """A range of a file that cannot be mapped."""
 
     file_descriptor: int = -1
     offset_bytes: int = 0
@@ -138,14 +139,14 @@ def test_a_file_that_can_not_be_mapped(memory: CpuMemory, tmp_path: Path, keep_p
     tensor = torch.full((4 * MIB,), 5, dtype=torch.uint8)
     span = movable(memory, tensor)
     slot = store.allocate(2 * MIB, "first half")
-    store.write(slot, span.address)
+    write_slot(store, slot, span.address)
     with pytest.raises(StorageError, match=rf"mmap of {4 * MIB} bytes failed: Bad file descriptor"):
         memory.map_files(span, [*[*slot.extents] * good_pieces, *[Gone()] * (2 - good_pieces)], keep_pages=keep_pages)
     assert only_value(tensor) == 5
     del tensor
     fresh = torch.full((4 * MIB,), 6, dtype=torch.uint8)
-    store.write(slot, movable(memory, torch.full((2 * MIB,), 7, dtype=torch.uint8)).address)
-    assert only_value(fresh) == 6, "no page of a file may serve again"
+    write_slot(store, slot, movable(memory, torch.full((2 * MIB,), 7, dtype=torch.uint8)).address)
+    assert only_value(fresh) == 6, "no page of a file may be used for another block"
     store.close()
 
 
@@ -192,11 +193,11 @@ def test_tensors_of_before_are_adopted_and_their_aliases_follow(memory: CpuMemor
     assert only_value(row) == 3 and only_value(parameter[0]) == 1
     address = parameter.data_ptr()
     memory.adopt(storage)
-    assert parameter.data_ptr() == address, "once is enough"
+    assert parameter.data_ptr() == address, "a second call must not move it again"
 
 
 def foreign_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Tensors over memory whose owner may outlive them, or that others have the address of."""
+    """Tensors over memory whose owner may outlive them, or whose address others know."""
     path = folder / "file"
     path.write_bytes(bytes(4 * MIB))
     seen_by_numpy = torch.ones(4 * MIB, dtype=torch.uint8)
@@ -223,7 +224,7 @@ def test_memory_of_others_stays_where_it_is(memory: CpuMemory, tmp_path: Path, o
 
 @pytest.mark.parametrize("through", ["numpy", "dlpack"])
 def test_memory_that_is_lent_back_has_one_owner(memory: CpuMemory, through: str) -> None:
-    """Two storages over the same pages would each have a slot, and what is written to one is missing in the other."""
+    """Two storages over the same pages would have a slot each, and a write to one slot would be missing in the other."""
     owner = torch.ones(4 * MIB, dtype=torch.uint8)
     interleaved = torch.from_numpy(owner.numpy()) if through == "numpy" else torch.from_dlpack(owner)
     assert interleaved.data_ptr() == owner.data_ptr()
@@ -244,7 +245,7 @@ def test_the_same_address_is_not_the_same_memory(memory: CpuMemory) -> None:
 
 
 def test_freed_pages_serve_the_next_tensors(memory: CpuMemory) -> None:
-    """However the sizes differ: a range is divided, or pages of several are put in a row."""
+    """Sizes may differ: a range is split, or the pages of several ranges are put together."""
     parts = [torch.ones(2 * MIB, dtype=torch.uint8) for _ in range(8)]
     parts.append(torch.ones(32 * MIB, dtype=torch.uint8))
     before = resident_bytes()["RssAnon"]
@@ -310,7 +311,7 @@ def test_standing_back(memory: CpuMemory) -> None:
     other = CpuMemory()
     tensor = torch.full((4 * MIB,), 7, dtype=torch.uint8)
     memory.stand_back()
-    assert movable(memory, torch.empty(4 * MIB, dtype=torch.uint8)), "another one needs it still"
+    assert movable(memory, torch.empty(4 * MIB, dtype=torch.uint8)), "another object still needs the pool"
     other.stand_back()
     assert memory.span(torch.empty(4 * MIB, dtype=torch.uint8).untyped_storage()) is None
     assert memory.kept_bytes == 0 and only_value(tensor) == 7
@@ -324,9 +325,9 @@ def mappings() -> int:
 
 
 def test_the_count_stays_right_after_standing_back(memory: CpuMemory) -> None:
-    """A convolution allocates raw memory, which is freed by whatever allocator is PyTorch's then."""
+    """A convolution allocates raw memory. The allocator that PyTorch has at that moment frees it."""
     layer, images = torch.nn.Conv2d(3, 8, 3), torch.rand(4, 3, 64, 64)
-    layer(images)  # libraries keep what they allocate once
+    layer(images)  # the first call allocates memory that libraries keep
     memory.stand_back()
     before = memory.allocated_bytes
     for _ in range(3):
@@ -335,7 +336,7 @@ def test_the_count_stays_right_after_standing_back(memory: CpuMemory) -> None:
 
 
 def test_mappings_do_not_become_more_with_every_iteration(memory: CpuMemory) -> None:
-    """The same odd sizes in the same order again and again: each time some range is cut where it was not before."""
+    """The same odd sizes in the same order, again and again: each time a range is split at a new place."""
     draw = random.Random(0)
     sizes = [draw.randint(1000 * 1024, 3 * MIB) for _ in range(24)]
     lives = [draw.randint(1, 6) for _ in sizes]
@@ -354,7 +355,7 @@ NEAR_THE_LIMIT = """
 import ctypes, os, sys, torch
 from dataclasses import dataclass
 from planner.errors import StorageError
-from runtime.cpu_memory import PAGE_BYTES, CpuMemory
+from runtime.cpu.memory import PAGE_BYTES, CpuMemory
 MIB, LIMIT = 1 << 20, int(open("/proc/sys/vm/max_map_count").read())
 memory = CpuMemory()
 libc = ctypes.CDLL(None)
@@ -369,29 +370,39 @@ class FileRange:
     offset_bytes: int
     length_bytes: int
 
+def protect(number, protection):
+    "Every second page of a large mapping can get another protection, which makes two mappings more."
+    return libc.mprotect(base + (2 * number + 1) * PAGE_BYTES, PAGE_BYTES, protection) == 0
+
+protected = 0
 def leave_room_for(count):
-    "Every second page of a large mapping gets another protection: two mappings more each time."
-    with open("/proc/self/maps", "rb") as maps:
-        there = maps.read().count(b"\\n")
-    for number in range((LIMIT - count - there) // 2):
-        libc.mprotect(base + (2 * number + 1) * PAGE_BYTES, PAGE_BYTES, 1)
+    global protected
+    while protect(protected, 1):
+        protected += 1
+    release(count // 2)
+
+def release(pages):
+    global protected
+    for _ in range(pages):
+        protected -= 1
+        protect(protected, 0)
 
 def make_room():
-    libc.mprotect(base, (LIMIT + 100) * PAGE_BYTES, 0)
+    release(1000)
 
 file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 os.ftruncate(file, 8 * MIB)
 failed = 0
 for room in range(0, 48):
     memory.trim(0)
-    if room % 2:  # a block in one piece, or in four
+    if room % 2:  # a block in one mapping, or in four
         parts = [torch.ones(MIB, dtype=torch.uint8) for _ in range(4)]
         parts.clear()
     tensor = torch.full((4 * MIB,), 9, dtype=torch.uint8)
     span = memory.span(tensor.untyped_storage())
     ranges = [FileRange(file, i * MIB, MIB // 2) for i in range(8)]
-    for piece in ranges:
-        os.pwrite(file, bytes([9]) * (MIB // 2), piece.offset_bytes)
+    for each in ranges:
+        os.pwrite(file, bytes([9]) * (MIB // 2), each.offset_bytes)
     leave_room_for(room // 2)
     try:
         memory.map_files(span, ranges, keep_pages=True)
@@ -423,7 +434,7 @@ def test_nothing_is_lost_where_the_system_has_no_mapping_left(tmp_path: Path) ->
 
 
 class Shuffle:
-    """Makes, evicts, brings back, rewrites and frees tensors at random; knows what each must hold."""
+    """Makes, evicts, brings back, rewrites and frees tensors at random. Knows the value of each tensor."""
 
     def __init__(self, memory: CpuMemory, store: PosixStore, seed: int) -> None:
         self.memory, self.store, self.draw = memory, store, random.Random(seed)
@@ -473,7 +484,7 @@ def test_any_order(memory: CpuMemory, store: PosixStore, seed: int) -> None:
     assert memory.allocated_bytes == before
     kept, resident = memory.kept_bytes, resident_bytes()["RssAnon"]
     memory.trim(0)
-    assert abs(resident - resident_bytes()["RssAnon"] - kept) < SLACK, "what is kept is all there is"
+    assert abs(resident - resident_bytes()["RssAnon"] - kept) < SLACK, "only the kept pages are left"
 
 
 def test_any_order_in_several_threads(memory: CpuMemory, store: PosixStore) -> None:
@@ -482,7 +493,7 @@ def test_any_order_in_several_threads(memory: CpuMemory, store: PosixStore) -> N
     def run(seed: int) -> None:
         try:
             Shuffle(memory, store, seed).run(150)
-        except BaseException as error:  # handed on to the test
+        except BaseException as error:  # the test raises it
             failed.append(error)
 
     threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
@@ -501,10 +512,10 @@ def in_another_process(program: str, *arguments: str, **environment: str) -> str
 
 
 def test_a_forked_process_can_allocate_whatever_other_threads_do() -> None:
-    """A child inherits the pool's lock as it is at that moment."""
+    """A child inherits the pool's lock in its state at the time of the fork."""
     printed = in_another_process("""
 import os, threading, torch
-from runtime.cpu_memory import CpuMemory
+from runtime.cpu.memory import CpuMemory
 memory = CpuMemory()
 ended = threading.Event()
 def churn():
@@ -528,7 +539,7 @@ def test_no_compiler(tmp_path: Path) -> None:
     printed = in_another_process(
         """
 from planner.errors import UnsupportedError
-from runtime.cpu_memory import CpuMemory
+from runtime.cpu.memory import CpuMemory
 try:
     CpuMemory()
 except UnsupportedError as error:

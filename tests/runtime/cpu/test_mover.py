@@ -1,4 +1,4 @@
-"""The CPU mover over real memory and real files, alone and under the pager with its real threads."""
+"""The CPU mover over real memory and real files: alone, and under the pager with real threads."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Rig:
         self.memory.stand_back()
 
     def make(self, size_bytes: int, fill: int, name: str = "w") -> tuple[torch.Tensor, Block]:
-        """A stage that makes a block, and its tensor."""
+        """Run a stage that makes a block. Return its tensor and the block."""
         self.pager.acquire([], size_bytes, "make")
         tensor = torch.full((size_bytes,), fill, dtype=torch.uint8)
         block = self.pager.block_of(tensor, name=name, kind="activation", user_visible=False)
@@ -59,7 +59,7 @@ class Rig:
         self.mover.copy_out(block, None, done)
 
     def copied(self, copy: Callable[..., None], block: Block) -> StorageError | None:
-        """Do a copy and wait for its end; gives its error."""
+        """Make a copy and wait until it has ended. Return its error."""
         ended = threading.Event()
         errors: list[StorageError | None] = []
 
@@ -80,13 +80,13 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def within(seconds: float, work: Callable[[], None]) -> None:
-    """Run in a thread of its own; fails if it does not come to an end."""
+    """Run `work` in a separate thread. Fail if it does not end in time."""
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
             work()
-        except BaseException as error:  # handed on to the test
+        except BaseException as error:  # the test raises it
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -123,10 +123,10 @@ def test_there_and_back(rig: Rig) -> None:
 
 
 def test_the_storage_lives_until_its_copies_have_ended(rig: Rig) -> None:
-    """Also the one that begins in the moment when another one ends: a prefetch that was waiting for its block."""
+    """Also a copy that begins when another one ends: a prefetch that was waiting for its block."""
     tensor, block = rig.make(4 * MIB, 1)
     began, go_on = threading.Event(), threading.Event()
-    real = rig.store.read_piece
+    real = rig.store.read_chunk
 
     def slow_read(*arguments: object) -> None:
         began.set()
@@ -141,11 +141,11 @@ def test_the_storage_lives_until_its_copies_have_ended(rig: Rig) -> None:
         pass
     writer = rig.mover._transfers._transfers[block]
     del tensor
-    threading.Event().wait(0.05)  # the write's end returns in its I/O thread
+    threading.Event().wait(0.05)  # time for the I/O thread of the write to return
     alive = block.storage() is not None
     go_on.set()
     writer.wait(SECONDS)
-    assert alive, "pages would be moved over memory that others may have by now"
+    assert alive, "otherwise pages are moved over memory that others may have by now"
 
 
 def test_nothing_keeps_a_storage_alive_after_its_copies(rig: Rig) -> None:
@@ -258,7 +258,7 @@ def test_what_user_code_writes_while_a_block_is_away_is_no_damage(checked: Rig, 
 
 
 def test_a_block_that_user_code_got_hold_of_while_it_was_away(checked: Rig) -> None:
-    """A saved tensor that becomes an output: not visible when it left, and written before it came back."""
+    """A saved tensor that becomes an output: not visible to the user when it left, and written before it came back."""
     tensor, block = checked.make(4 * MIB, 1)
     checked.copied(checked.out, block)
     checked.mover.release(block)
@@ -286,7 +286,7 @@ def test_a_damaged_file_fails_the_copy_in(checked: Rig) -> None:
 
 
 def test_a_storage_has_one_mover(rig: Rig, tmp_path: Path) -> None:
-    """Two would each map their own slot over the pages, and what is written to one slot is missing in the other."""
+    """Two movers would each map a slot over the pages, and a write to one slot would be missing in the other."""
     (tmp_path / "other").mkdir()
     other = Rig(tmp_path / "other")
     tensor, block = rig.make(4 * MIB, 1)
@@ -338,7 +338,7 @@ def test_what_a_mover_carried_that_is_gone_is_nobodys() -> None:
     key = storage._cdata
     del storage
     others = [torch.zeros(8).untyped_storage() for _ in range(64)]
-    assert all(each._cdata != key for each in others), "the key is not given to another storage"
+    assert all(each._cdata != key for each in others), "no other storage may get this key"
     claims.give_up(key, second)
 
 
@@ -348,7 +348,7 @@ def test_what_a_mover_carried_that_is_gone_is_nobodys() -> None:
 @pytest.mark.parametrize("end", ["next region", "bring back all"])
 @pytest.mark.parametrize("change", ["shared", "resized", "resized and back"])
 def test_a_storage_gets_other_memory_while_it_is_away(rig: Rig, change: str, end: str) -> None:
-    """What lies at its old address by then is another's, also if that is the storage itself."""
+    """By then its old address belongs to another block, even if the storage has it again."""
     tensor, block = rig.make(4 * MIB, 3)
     block.user_visible = True
     rig.pager.offload(block)

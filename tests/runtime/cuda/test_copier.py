@@ -1,4 +1,4 @@
-"""Which stream a copy goes to, in which direction, and what is waited for; CUDA's part is played by host memory."""
+"""The stream and the direction of each copy, and what waits for it. Host memory stands for the GPU's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Stream:
 
 
 class Cuda:
-    """Stands for what the copier uses of torch.cuda. log: what happened, in order."""
+    """Stands for the functions of torch.cuda that the copier uses. log: all events, in order."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, object]] = []

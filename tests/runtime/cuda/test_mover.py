@@ -1,8 +1,7 @@
 """The stream mover under the pager, on a device that runs its lanes in any order that their events allow.
 
-Every sequence is random, and so is the order in which the device does what was queued. No stage, copy or user code may
-ever see other bytes than those written last. `test_every_wait_is_needed` leaves out one wait after the other and sees
-that these tests notice.
+Every sequence is random, and so is the order in which the device runs queued work. Stages, copies and user code must always
+see the bytes that were written last. `test_every_wait_is_needed` removes one wait at a time and checks that the tests fail.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ STEPS = 120
 
 
 MODES = pytest.mark.parametrize("debug", [False, True], ids=["plain", "debug"])
-"""The debug mode adds waits of its own: everything must hold without them, and with them nothing else may break."""
+"""The debug mode adds waits. All tests must pass with and without them."""
 
 
 def unchanged(machine: SimulatedMachine) -> None:
@@ -61,7 +60,7 @@ def test_any_sequence_in_any_order(seed: int, tiers: Sequence[str], debug: bool)
 
 
 def dies_while_it_arrives(seed: int, prepare: Callable[[SimulatedMachine], None], *, debug: bool = False) -> SimulatedMachine:
-    """A block is fetched and dropped before its copy in has ended; a stage makes another block at once."""
+    """A block is prefetched and freed before its copy in has ended. A stage makes another block at once."""
     machine = SimulatedMachine(seed, budget_blocks=2, tiers=("host",), debug=debug)
     prepare(machine)
     machine.slow(Lane.INWARD)
@@ -83,7 +82,7 @@ def dies_while_it_arrives(seed: int, prepare: Callable[[SimulatedMachine], None]
 def arrives_while_user_code_runs(
     seed: int, prepare: Callable[[SimulatedMachine], None], *, debug: bool = False
 ) -> SimulatedMachine:
-    """User code reads a block and lets go of it; then a drive makes room for a prefetch, which may get that memory."""
+    """User code reads a block and frees it. Then a drive frees memory for a prefetch, which may get the same memory."""
     machine = SimulatedMachine(seed, budget_blocks=3, tiers=("host", "storage"), debug=debug)
     prepare(machine)
     machine.slow(Lane.USER)
@@ -111,7 +110,7 @@ def arrives_while_user_code_runs(
 def leaves_twice_before_the_fence(
     seed: int, prepare: Callable[[SimulatedMachine], None], *, debug: bool = False
 ) -> SimulatedMachine:
-    """A copy to a drive ends while the fence waits for it, but the device has not ended the copy to the host tier before."""
+    """At the end of a region, a copy to a drive ends before an earlier copy to the host tier."""
     machine = SimulatedMachine(seed, budget_blocks=3, tiers=("host", "storage"), debug=debug)
     prepare(machine)
     machine.slow(Lane.OUTWARD)
@@ -204,7 +203,7 @@ def no_hold(machine: SimulatedMachine) -> None:
 
 
 def no_user(machine: SimulatedMachine) -> None:
-    """Copies in between regions do not wait for what user code does."""
+    """Between regions, copies in do not wait for user code."""
     record = machine.device.record
 
     def forgetful(lane: Lane) -> SimulatedEvent:
@@ -247,7 +246,7 @@ def any_sequence(seed: int, prepare: Callable[[SimulatedMachine], None], *, debu
 def test_every_wait_is_needed(
     scene: Callable[..., SimulatedMachine], without: Callable[[SimulatedMachine], None], debug: bool
 ) -> None:
-    """One rule of [Note: What orders what] is broken at a time: in some order of events there must be wrong bytes."""
+    """Break one rule of [Note: What orders what] at a time. In some order of events there must be wrong bytes."""
     for seed in range(100):
         try:
             scene(seed, without, debug=debug)

@@ -1,6 +1,6 @@
-"""Blocks that are changed where they wait, in slices, on a device that runs its lanes in any order that their events allow.
+"""Blocks that are updated in slices in their tier, on a device that runs its lanes in any order that their events allow.
 
-Among stages, hints, deaths and user code, as in `test_stream_mover`: nobody may ever see other bytes than those written last.
+Stages, hints, freed blocks and user code come between, as in `test_mover`. All must see the bytes that were written last.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DeafInward(Deaf):
 
 
 def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computation goes on before a slice has come in."""
+    """Computation continues before a slice has arrived."""
     monkeypatch.setattr(QueuedRange, "wait", lambda self: None)
 
 
@@ -89,7 +89,7 @@ def test_every_wait_is_needed(
     tiers: Sequence[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without it, in some order of events, a slice has wrong bytes."""
+    """Without the wait, a slice has wrong bytes in some order of events."""
     if break_rule is not None:
         break_rule(monkeypatch)
     for seed in range(60):

@@ -83,11 +83,11 @@ def test_what_does_not_arrive_is_poison_and_found_again_and_again(rig: Rig, monk
     tensor, block = rig.make(4 * MIB, 7)
     leave(rig, block)
     rig.memory.trim(0)  # pages that were given up are poisoned already, new ones are not
-    read_piece = rig.store.read_piece
+    read_chunk = rig.store.read_chunk
 
     def read_the_first(slot: Slot, piece: Chunk, address: int) -> None:
         if piece.slot_offset_bytes == 0:
-            read_piece(slot, piece, address)
+            read_chunk(slot, piece, address)
 
     monkeypatch.setattr(rig.engine.read_link, "_move", read_the_first)
     for _ in range(2):
@@ -152,11 +152,11 @@ def test_a_copy_that_serves_twice_is_compared_twice(rig: Rig) -> None:
 def test_a_copy_out_that_a_write_overtakes_counts_for_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor, block = rig.make(4 * MIB, 7)
     go_on = threading.Event()
-    write_piece = rig.store.write_piece
+    write_chunk = rig.store.write_chunk
 
     def write_later(slot: Slot, piece: Chunk, address: int) -> None:
         assert go_on.wait(SECONDS)
-        write_piece(slot, piece, address)
+        write_chunk(slot, piece, address)
 
     monkeypatch.setattr(rig.engine.write_link, "_move", write_later)
     rig.pager.offload(block)

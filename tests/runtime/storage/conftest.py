@@ -1,4 +1,4 @@
-"""Stores to run the contract suite over, and the helpers beside this as modules (tests are no package)."""
+"""Stores in files of every kind, for the tests of stores in files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeStore = Callable[..., PosixStore]
 
 @pytest.fixture(params=["one directory", "two directories", "three directories", "memory", "buffered"])
 def make_store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeStore]:
-    """A maker of stores; each test runs over every kind. "buffered": the file system refuses direct I/O."""
+    """Make stores. Each test runs over every kind. "buffered": the file system refuses direct I/O."""
     count = {"two directories": 2, "three directories": 3}.get(request.param, 1)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if request.param == "memory" else tmp_path) as base:
         parents = [Path(base, str(number)) for number in range(count)]

@@ -1,6 +1,6 @@
-"""What every store does, whatever memory it copies from and to: a class of tests for test modules to inherit.
+"""The contract of all stores, for host and device memory: a class of tests that test modules inherit.
 
-A module gives a fixture `case`: one StoreCase for each kind of store.
+The module provides a fixture `case`: one StoreCase for each kind of store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.errors import StorageError, StorageFullError
-from runtime.storage.store import ALIGNMENT_BYTES, Slot, Store, cut
+from runtime.storage.store import ALIGNMENT_BYTES, Slot, Store, cut_slot
+
+from ..slot_copies import read_slot, write_slot
 
 MIB = 1 << 20
 
@@ -35,10 +37,12 @@ class CaseMemory(Protocol):
 class StoreCase:
     """A kind of store.
 
-    make: a new store of so many bytes at most, closed after the test. memory: so many bytes, random ones or zeros.
-    option: what a user raises when the store is full. stripes: over how many files a slot goes. mappable: what is mapped
-    over a slot, and what the store writes and reads, agree at once. whole: what fills a slot behind the block's own bytes
-    is carried too; False: memory there is left alone.
+    make: makes a store with a limit in bytes. It is closed after the test.
+    memory: makes memory of so many bytes, random bytes or zeros.
+    option: the option that a user raises when the store is full.
+    stripes: number of files that a slot is striped over.
+    mappable: a mapping of a slot and the store's reads and writes see each other's changes at once.
+    whole: the store also copies the bytes that fill a slot after the block's own bytes. False: it leaves that memory alone.
     """
 
     make: Callable[[int], Store]
@@ -52,14 +56,14 @@ class StoreCase:
         return self.memory(size_bytes, True)
 
     def stored(self, store: Store, slot: Slot) -> bytes:
-        """What a slot holds of its block."""
+        """Return the bytes of the block that a slot holds."""
         memory = self.memory(slot.size_bytes, False)
-        store.read(slot, memory.address)
+        read_slot(store, slot, memory.address)
         return memory.content[: slot.content_bytes]
 
 
 def content(slot: Slot, memory: CaseMemory) -> bytes:
-    """What a slot holds after it was written from `memory`."""
+    """Return the bytes of the block that a slot holds after it was written from `memory`."""
     return memory.content[: slot.content_bytes]
 
 
@@ -80,7 +84,7 @@ class StoreContract:
         slots = [store.allocate(size, f"block {size}") for size in sizes]
         written = [case.random(slot.size_bytes) for slot in slots]
         for slot, memory in zip(slots, written, strict=True):
-            store.write(slot, memory.address)
+            write_slot(store, slot, memory.address)
         for slot, memory in zip(slots, written, strict=True):
             assert case.stored(store, slot) == content(slot, memory)
 
@@ -89,8 +93,8 @@ class StoreContract:
         assert (slot.content_bytes, slot.size_bytes) == (MIB + 5000, MIB + 8192)
         written, read = case.random(slot.size_bytes), case.random(slot.size_bytes)
         before = read.content
-        store.write(slot, written.address)
-        store.read(slot, read.address)
+        write_slot(store, slot, written.address)
+        read_slot(store, slot, read.address)
         behind = written.content if case.whole else before
         assert read.content == written.content[: MIB + 5000] + behind[MIB + 5000 :]
 
@@ -116,13 +120,13 @@ class StoreContract:
         store.allocate(MIB, "something before it")
         slot = store.allocate(2 * MIB, "weights")
         memory = case.random(slot.size_bytes)
-        store.write(slot, memory.address)
+        write_slot(store, slot, memory.address)
         extent = slot.extents[0]
         with mmap.mmap(extent.file_descriptor, extent.length_bytes, offset=extent.offset_bytes) as mapped:
             assert mapped[:] == memory.content[: extent.length_bytes]
             mapped[100:103] = b"new"
             assert case.stored(store, slot)[100:103] == b"new"
-            store.write(slot, memory.address)
+            write_slot(store, slot, memory.address)
             assert mapped[:] == memory.content[: extent.length_bytes]
 
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -135,7 +139,7 @@ class StoreContract:
                 store.release(live.pop(size % len(live))[0])
             slot = store.allocate(size, f"block of {size}")
             memory = case.random(slot.size_bytes)
-            store.write(slot, memory.address)
+            write_slot(store, slot, memory.address)
             live.append((slot, memory))
         taken = ranges([slot for slot, _ in live])
         for one, other in zip(taken, taken[1:], strict=False):
@@ -180,52 +184,52 @@ class StoreContract:
         store = case.make(8 * MIB)
         slots = [store.allocate(MIB, f"block {number}") for number in range(8)]
         kept = case.random(MIB)
-        store.write(slots[3], kept.address)
+        write_slot(store, slots[3], kept.address)
         for number in (0, 2, 4, 6):
             store.release(slots[number])
         slot = store.allocate(4 * MIB, "in pieces")
         assert len(slot.extents) >= 4
         memory = case.random(4 * MIB)
-        store.write(slot, memory.address)
+        write_slot(store, slot, memory.address)
         assert case.stored(store, slot) == memory.content
         assert case.stored(store, slots[3]) == kept.content
         store.release(slot)
         assert store.used_bytes == 4 * MIB
         assert case.stored(store, slots[3]) == kept.content
 
-    def test_pieces_cover_a_slot_once_and_take_the_files_in_turns(self, case: StoreCase, store: Store) -> None:
+    def test_chunks_cover_a_slot_once_and_take_the_files_in_turns(self, case: StoreCase, store: Store) -> None:
         slot = store.allocate(5 * MIB + 3, "weights")
-        pieces = cut(slot, MIB)
-        places = sorted((p.slot_offset_bytes, p.slot_offset_bytes + p.length_bytes) for p in pieces)
+        chunks = cut_slot(slot, MIB)
+        places = sorted((p.slot_offset_bytes, p.slot_offset_bytes + p.length_bytes) for p in chunks)
         assert places[0][0] == 0 and places[-1][1] == slot.size_bytes
         assert all(one[1] == other[0] for one, other in zip(places, places[1:], strict=False))
-        assert max(p.length_bytes for p in pieces) <= MIB
-        assert {p.extent.path for p in pieces[: case.stripes]} == {e.path for e in slot.extents}
+        assert max(p.length_bytes for p in chunks) <= MIB
+        assert {p.extent.path for p in chunks[: case.stripes]} == {e.path for e in slot.extents}
         memory, read = case.random(slot.size_bytes), case.memory(slot.size_bytes, False)
-        for piece in pieces:
-            store.write_piece(slot, piece, memory.address)
-        for piece in reversed(pieces):
-            store.read_piece(slot, piece, read.address)
+        for chunk in chunks:
+            store.write_chunk(slot, chunk, memory.address)
+        for chunk in reversed(chunks):
+            store.read_chunk(slot, chunk, read.address)
         assert content(slot, read) == content(slot, memory)
 
-    def test_a_piece_touches_nothing_but_itself(self, case: StoreCase, store: Store) -> None:
+    def test_a_chunk_touches_nothing_but_itself(self, case: StoreCase, store: Store) -> None:
         slot = store.allocate(3 * MIB, "weights")
         before, after = case.random(slot.size_bytes), case.random(slot.size_bytes)
-        store.write(slot, before.address)
-        piece = cut(slot, ALIGNMENT_BYTES)[7]
-        begin, end = piece.slot_offset_bytes, piece.slot_offset_bytes + piece.length_bytes
-        store.write_piece(slot, piece, after.address)
+        write_slot(store, slot, before.address)
+        chunk = cut_slot(slot, ALIGNMENT_BYTES)[7]
+        begin, end = chunk.slot_offset_bytes, chunk.slot_offset_bytes + chunk.length_bytes
+        store.write_chunk(slot, chunk, after.address)
         expected = before.content[:begin] + after.content[begin:end] + before.content[end:]
         assert case.stored(store, slot) == expected
         read = case.memory(slot.size_bytes, False)
-        store.read_piece(slot, piece, read.address)
+        store.read_chunk(slot, chunk, read.address)
         assert read.content == bytes(begin) + after.content[begin:end] + bytes(slot.size_bytes - end)
 
     def test_many_threads_share_a_store(self, case: StoreCase, store: Store) -> None:
         def carry(number: int) -> bool:
             slot = store.allocate(200_000 + 4096 * number, f"block {number}")
             memory = case.random(slot.size_bytes)
-            store.write(slot, memory.address)
+            write_slot(store, slot, memory.address)
             same = case.stored(store, slot) == content(slot, memory)
             store.release(slot)
             return same
@@ -237,10 +241,10 @@ class StoreContract:
     def test_many_threads_carry_one_slot(self, case: StoreCase, store: Store) -> None:
         slot = store.allocate(4 * MIB, "weights")
         memory, read = case.random(slot.size_bytes), case.memory(slot.size_bytes, False)
-        pieces = cut(slot, MIB // 4)
+        chunks = cut_slot(slot, MIB // 4)
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda piece: store.write_piece(slot, piece, memory.address), pieces))
-            list(pool.map(lambda piece: store.read_piece(slot, piece, read.address), pieces))
+            list(pool.map(lambda chunk: store.write_chunk(slot, chunk, memory.address), chunks))
+            list(pool.map(lambda chunk: store.read_chunk(slot, chunk, read.address), chunks))
         assert read.content == memory.content
 
     def test_a_slot_is_released_once_and_where_it_came_from(self, case: StoreCase, store: Store) -> None:
@@ -257,7 +261,7 @@ class StoreContract:
     def test_after_close_nothing_moves_but_mappings_live_on(self, case: StoreCase, store: Store) -> None:
         slot = store.allocate(MIB, "weights")
         memory = case.random(MIB)
-        store.write(slot, memory.address)
+        write_slot(store, slot, memory.address)
         extent = slot.extents[0]
         mapped = mmap.mmap(extent.file_descriptor, extent.length_bytes, offset=extent.offset_bytes)
         store.close()
@@ -271,8 +275,8 @@ class StoreContract:
             lambda: store.allocate(MIB, "weights"),
             lambda: store.ensure_capacity(MIB),
             lambda: store.limit_bytes,
-            lambda: store.write(slot, memory.address),
-            lambda: store.read(slot, memory.address),
+            lambda: write_slot(store, slot, memory.address),
+            lambda: read_slot(store, slot, memory.address),
         ]
         for use in uses:
             with pytest.raises(StorageError, match="tier is closed"):

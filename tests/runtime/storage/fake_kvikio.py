@@ -1,4 +1,4 @@
-"""KvikIO without a GPU: the module's part that the store uses, over ordinary memory and files. Notes what it was asked for."""
+"""KvikIO without a GPU: the functions that the store uses, over ordinary memory and files. It records all calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CompatMode(enum.Enum):
 
 
 class _Settings:
-    """What `defaults.set` gives: in force at once, taken back at the end of a `with` block."""
+    """The result of `defaults.set`. The settings hold at once; the end of a `with` block restores the old ones."""
 
     def __init__(self, values: dict[str, Any], new: dict[str, Any]) -> None:
         self._values = values
@@ -75,8 +75,11 @@ class _CuFile:
 
 
 class FakeKvikio:
-    """Stands for the module. refuses: cuFile cannot open these files. error: what every transfer raises. lost_bytes: how
-    many bytes fewer than asked for a transfer moves, as it says."""
+    """Stands for the module.
+
+    refuses: cuFile cannot open these files. error: every transfer raises it.
+    lost_bytes: every transfer moves so many bytes fewer than requested, and reports that.
+    """
 
     __version__ = "26.99.00"
     CompatMode = CompatMode

@@ -18,7 +18,7 @@ class Memory:
             self.fill()
 
     def fill(self) -> bytes:
-        """New random content."""
+        """Fill the memory with new random bytes and return them."""
         self._map[:] = os.urandom(len(self._map))
         return self.content
 

@@ -1,4 +1,4 @@
-"""A copier whose copies end late, so that whoever does not wait for them finds wrong bytes."""
+"""A copier whose copies end late. Code that does not wait for them finds wrong bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POISON = 0xA5
 
 
 class SlowCopy(threading.Thread):
-    """Spoils the target at once; brings the source's bytes, as they are then, up to two milliseconds later."""
+    """Fills the target with poison at once, and copies the source up to two milliseconds later."""
 
     def __init__(self, target_address: int, source_address: int, size_bytes: int, delay_seconds: float) -> None:
         super().__init__(daemon=True)
@@ -31,7 +31,7 @@ class SlowCopy(threading.Thread):
 
 
 class SlowCopier:
-    """A `Copier` between ordinary memory and ordinary memory. begun: what was copied: "out" or "in", and how many bytes."""
+    """A `Copier` between ordinary memory and ordinary memory. begun: the direction ("out" or "in") and bytes of each copy."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""What a store says when the drive is full, broken, or not there at all."""
+"""The errors of a store when the drive is full, broken or missing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from planner.errors import StorageError, StorageFullError, StorageIOError
 from runtime.storage.posix import PosixStore
 
+from ..slot_copies import COPIES, read_slot, write_slot
 from .memory import Memory
 
 MIB = 1 << 20
@@ -35,7 +36,7 @@ def test_an_io_error_names_file_block_and_errno(plain_store: PosixStore, monkeyp
     memory = Memory(MIB)
     monkeypatch.setattr(os, "pwritev" if call == "write" else "preadv", fail)
     with pytest.raises(StorageIOError) as raised:
-        getattr(plain_store, call)(slot, memory.address)
+        COPIES[call](plain_store, slot, memory.address)
     assert raised.value.path == str(slot.extents[0].path)
     assert raised.value.block == "layers.3.weight"
     assert raised.value.errno == errno.EIO
@@ -46,16 +47,16 @@ def test_an_io_error_names_file_block_and_errno(plain_store: PosixStore, monkeyp
 def test_a_file_that_was_truncated_is_an_error_not_zeros(plain_store: PosixStore) -> None:
     slot = plain_store.allocate(2 * MIB, "weights")
     memory = Memory(2 * MIB, random=True)
-    plain_store.write(slot, memory.address)
+    write_slot(plain_store, slot, memory.address)
     os.truncate(slot.extents[0].path, MIB)
     with pytest.raises(StorageIOError, match="beyond the end of the file block 'weights'"):
-        plain_store.read(slot, memory.address)
+        read_slot(plain_store, slot, memory.address)
 
 
 def test_a_real_refusal_of_the_operating_system(plain_store: PosixStore) -> None:
     slot = plain_store.allocate(MIB, "weights")
     with pytest.raises(StorageIOError) as raised:
-        plain_store.write(slot, 1 << 60)  # no such memory
+        write_slot(plain_store, slot, 1 << 60)  # no such memory
     assert raised.value.errno == errno.EFAULT
 
 
@@ -71,8 +72,8 @@ def test_short_transfers_are_continued(plain_store: PosixStore, monkeypatch: pyt
     monkeypatch.setattr(os, call, short)
     slot = plain_store.allocate(MIB, "weights")
     memory, read = Memory(MIB, random=True), Memory(MIB)
-    plain_store.write(slot, memory.address)
-    plain_store.read(slot, read.address)
+    write_slot(plain_store, slot, memory.address)
+    read_slot(plain_store, slot, read.address)
     assert read.content == memory.content
     assert len(lengths) > MIB // (3 * 4096)
 
@@ -94,7 +95,7 @@ def test_too_little_free_space_is_found_before_anything_is_reserved(
     for part in ("6,291,456 more bytes", str(tmp_path), "5,242,880 bytes free", "raise memory_budget"):
         assert part in str(raised.value)
     assert plain_store.capacity_bytes == 0
-    plain_store.allocate(5 * MIB, "what just fits")  # less than a whole step of growth
+    plain_store.allocate(5 * MIB, "what just fits")  # less than the usual growth of a file
     assert plain_store.capacity_bytes == 5 * MIB
 
 
@@ -147,8 +148,8 @@ def test_room_that_is_there_already_counts_wherever_it_is(tmp_path: Path, monkey
     assert store.capacity_bytes == 2 * MIB
     slot = store.allocate(2 * MIB, "weights")
     memory, read = Memory(2 * MIB, random=True), Memory(2 * MIB)
-    store.write(slot, memory.address)
-    store.read(slot, read.address)
+    write_slot(store, slot, memory.address)
+    read_slot(store, slot, read.address)
     assert read.content == memory.content
     assert store.capacity_bytes <= 4 * MIB
     store.close()
@@ -181,4 +182,4 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
         PosixStore(["/proc"], budget_bytes=None)
     with pytest.raises(StorageError, match="does not exist"):
         PosixStore([tmp_path, tmp_path / "absent"], budget_bytes=None)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]  # the good one was given back
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]  # the run directory in the good one was removed

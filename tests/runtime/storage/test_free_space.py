@@ -1,4 +1,4 @@
-"""The holes of a file, against a set of free pages."""
+"""The holes of a file, compared with a set of free pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the host tier does: its slab, where it lies, how it is taken, pinned and given back."""
+"""The host tier: the address of its slab, and how the slab is taken, pinned and freed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ import torch
 from planner.errors import StorageError, StorageFullError
 from runtime.cpu.memory import CpuMemory
 from runtime.storage.host import HostStore
-from runtime.storage.store import cut
+from runtime.storage.store import cut_slot
 from runtime.system.host_limits import HostLimit
 from runtime.system.pinning import PIN_CHUNK_BYTES
 
+from ..slot_copies import read_slot, write_slot
 from .memory import Memory
 
 MIB = 1 << 20
@@ -29,7 +30,7 @@ LIMITS = (HostLimit(what="the machine has available", available_bytes=1 << 40, r
 
 
 def resident_bytes(store: HostStore) -> int:
-    """How much of the slab is backed by pages."""
+    """Return how many bytes of the slab have pages."""
     return os.fstat(store.allocate(1, "a page").extents[0].file_descriptor).st_blocks * 512
 
 
@@ -53,13 +54,13 @@ def test_a_slot_can_be_read_where_it_lies() -> None:
     store.allocate(MIB, "before")
     slot = store.allocate(2 * MIB, "weights")
     memory = Memory(slot.size_bytes, random=True)
-    store.write(slot, memory.address)
+    write_slot(store, slot, memory.address)
     (extent,) = slot.extents
     address = store.address_of(extent)
     assert store.address <= address and address + extent.length_bytes <= store.address + store.capacity_bytes
     assert ctypes.string_at(address, slot.size_bytes) == memory.content
     ctypes.memset(address, 7, 100)  # as a device would write there
-    store.read(slot, memory.address)
+    read_slot(store, slot, memory.address)
     assert memory.content[:100] == bytes([7]) * 100
     store.close()
 
@@ -69,7 +70,7 @@ def test_pages_are_taken_as_they_are_written_to_unless_asked_for() -> None:
     assert resident_bytes(lazy) == 0
     assert resident_bytes(eager) == eager.capacity_bytes == 8 * MIB
     slot, memory = lazy.allocate(2 * MIB, "weights"), Memory(2 * MIB, random=True)
-    lazy.write(slot, memory.address)
+    write_slot(lazy, slot, memory.address)
     assert resident_bytes(lazy) == 2 * MIB
     for store in (lazy, eager):
         store.close()
@@ -133,7 +134,7 @@ def test_without_pinning_it_works_on_with_one_warning(caplog: pytest.LogCaptureF
     ]
     assert not store.pinned
     slot, memory = store.allocate(MIB, "weights"), Memory(MIB, random=True)
-    store.write(slot, memory.address)
+    write_slot(store, slot, memory.address)
     assert ctypes.string_at(store.address_of(slot.extents[0]), MIB) == memory.content
     store.close()
     assert [call[0] for call in pinner.calls] == ["pin"]
@@ -158,7 +159,7 @@ def test_more_than_the_machine_allows_is_refused_before_anything_is_taken() -> N
     with pytest.raises(StorageFullError, match="8,388,608 bytes does not fit: a group leaves 4,194,304 bytes; lower"):
         HostStore(8 * MIB, limits=limits)
     with pytest.raises(StorageFullError, match="lower host_budget"):
-        HostStore(1 << 60)  # by this machine's own limits
+        HostStore(1 << 60)  # the limits of this machine
 
 
 @pytest.mark.parametrize("size_bytes", [0, -1, 4095])
@@ -184,10 +185,10 @@ def test_a_foreign_slot_moves_nothing() -> None:
     store, other = HostStore(MIB, limits=LIMITS), HostStore(64 * MIB, limits=LIMITS)
     slot, memory = other.allocate(32 * MIB, "foreign"), Memory(32 * MIB)
     uses: list[Callable[[], None]] = [
-        lambda: store.write(slot, memory.address),
-        lambda: store.read(slot, memory.address),
-        lambda: store.write_piece(slot, cut(slot, MIB)[-1], memory.address),
-        lambda: store.read_piece(slot, cut(slot, MIB)[-1], memory.address),
+        lambda: write_slot(store, slot, memory.address),
+        lambda: read_slot(store, slot, memory.address),
+        lambda: store.write_chunk(slot, cut_slot(slot, MIB)[-1], memory.address),
+        lambda: store.read_chunk(slot, cut_slot(slot, MIB)[-1], memory.address),
     ]
     for use in uses:
         with pytest.raises(StorageError, match="'foreign' is not of this store"):
@@ -209,14 +210,14 @@ def test_no_extent_crosses_a_border_of_pinned_chunks() -> None:
 
 
 def test_other_threads_run_during_a_copy() -> None:
-    """With so long a switch interval, another thread runs only if the one that copies lets go of the interpreter."""
+    """With this long switch interval, another thread runs only if the copying thread releases the interpreter's lock."""
     store = HostStore(64 * MIB, limits=LIMITS)
     slot, memory = store.allocate(64 * MIB, "weights"), Memory(64 * MIB)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1.0)
     try:
-        assert any(_wakes_up_before_the_end(lambda: store.write(slot, memory.address)) for _ in range(30))
-        assert any(_wakes_up_before_the_end(lambda: store.read(slot, memory.address)) for _ in range(30))
+        assert any(_wakes_up_before_the_end(lambda: write_slot(store, slot, memory.address)) for _ in range(30))
+        assert any(_wakes_up_before_the_end(lambda: read_slot(store, slot, memory.address)) for _ in range(30))
     finally:
         sys.setswitchinterval(interval)
     store.close()
@@ -250,7 +251,7 @@ def test_the_descriptor_stands_for_the_memory_itself() -> None:
 
 
 def test_a_block_that_is_away_is_seen_in_the_slab_and_comes_back() -> None:
-    """On CPU a slot is mapped over the pages of a block, and read into other pages that then take its place."""
+    """On CPU a slot is mapped over the pages of a block. It is read into other pages, which then replace the mapping."""
     memory = CpuMemory()
     store = HostStore(16 * MIB, limits=LIMITS)
     try:
@@ -262,12 +263,12 @@ def test_a_block_that_is_away_is_seen_in_the_slab_and_comes_back() -> None:
         assert span is not None
         slot = store.allocate(15 * MIB, "weights")
         assert len(slot.extents) == 2
-        store.write(slot, span.address)
+        write_slot(store, slot, span.address)
         memory.map_files(span, slot.extents, keep_pages=False)
         assert torch.equal(tensor, torch.arange(15 * MIB // 8))
         tensor[12345] = -1
         pages = memory.take_pages(span.length_bytes)
-        store.read(slot, pages.address)
+        read_slot(store, slot, pages.address)
         memory.install_pages(pages, span)
         store.release(slot)
         expected = torch.arange(15 * MIB // 8)

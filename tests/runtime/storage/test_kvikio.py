@@ -1,4 +1,4 @@
-"""What the store asks KvikIO for, and what it makes of the answers. Bytes themselves: the contract suite."""
+"""The calls that the store makes to KvikIO, and its answers. The contract suite tests the bytes themselves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 
 from planner.errors import StorageError, StorageIOError, UnsupportedError
 from runtime.storage.kvikio import KvikioStore, load_kvikio
-from runtime.storage.store import ALIGNMENT_BYTES, content_of, cut
+from runtime.storage.store import ALIGNMENT_BYTES, content_bytes_of, cut_slot
 
+from ..slot_copies import COPIES
 from .fake_kvikio import CompatMode, FakeKvikio
 from .memory import Memory
 
@@ -48,19 +49,19 @@ def test_transfers_are_aligned_and_say_where(tmp_path: Path) -> None:
     store.allocate(MIB + 1, "before")
     slot = store.allocate(2 * MIB + 1, "weights")
     memory = Memory(slot.size_bytes)
-    pieces = cut(slot, MIB)
-    for piece in pieces:
-        store.write_piece(slot, piece, memory.address)
-        store.read_piece(slot, piece, memory.address)
+    chunks = cut_slot(slot, MIB)
+    for chunk in chunks:
+        store.write_chunk(slot, chunk, memory.address)
+        store.read_chunk(slot, chunk, memory.address)
     expected = [
-        (action, memory.address + piece.slot_offset_bytes, content_of(slot, piece), piece.file_offset_bytes, 2 * MIB)
-        for piece in pieces
+        (action, memory.address + chunk.slot_offset_bytes, content_bytes_of(slot, chunk), chunk.file_offset_bytes, 2 * MIB)
+        for chunk in chunks
         for action in ("write", "read")
     ]
     assert kvikio.calls == expected
     *whole, last_write, last_read = kvikio.calls
     assert all(number % ALIGNMENT_BYTES == 0 for call in whole for number in call[1:])
-    assert last_write[2] == last_read[2] == 1 and last_write[3] % ALIGNMENT_BYTES == 0  # the block's last byte, no more
+    assert last_write[2] == last_read[2] == 1 and last_write[3] % ALIGNMENT_BYTES == 0  # only the last byte of the block
     store.close()
 
 
@@ -99,7 +100,7 @@ def test_a_transfer_that_moves_less_is_an_error_with_file_block_and_offset(tmp_p
     slot, memory = store.allocate(MIB, "layers.3.weight"), Memory(MIB)
     kvikio.lost_bytes = 4096
     with pytest.raises(StorageIOError) as raised:
-        getattr(store, call)(slot, memory.address)
+        COPIES[call](store, slot, memory.address)
     assert (raised.value.block, raised.value.path) == ("layers.3.weight", str(slot.extents[0].path))
     assert raised.value.errno == errno.EIO
     offset = slot.extents[0].offset_bytes
@@ -118,7 +119,7 @@ def test_an_error_of_kvikio_names_file_block_and_offset(tmp_path: Path, call: st
     slot, memory = store.allocate(MIB, "layers.3.weight"), Memory(MIB)
     kvikio.error = error
     with pytest.raises(StorageIOError, match=re.escape(str(error))) as raised:
-        getattr(store, call)(slot, memory.address)
+        COPIES[call](store, slot, memory.address)
     assert raised.value.errno == code and raised.value.__cause__ is error
     assert f"cannot {call} at offset {slot.extents[0].offset_bytes:,} " in str(raised.value)
     store.close()

@@ -1,4 +1,4 @@
-"""What only stores in files do: where the files are, who can read them, and how they are opened."""
+"""Stores in files: where the files are, who can read them, and how they are opened."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from planner.errors import StorageFullError
 from runtime.storage.posix import PosixStore
 from runtime.storage.store import ALIGNMENT_BYTES
 
+from ..slot_copies import read_slot, write_slot
 from .memory import Memory
 
 MakeStore = Callable[..., PosixStore]
@@ -57,8 +58,8 @@ def test_the_page_cache_can_be_asked_for(tmp_path: Path) -> None:
     slot = store.allocate(MIB, "weights")
     assert not store.direct and not fcntl.fcntl(slot.extents[0].file_descriptor, fcntl.F_GETFL) & os.O_DIRECT
     memory, read = Memory(MIB, random=True), Memory(MIB)
-    store.write(slot, memory.address)
-    store.read(slot, read.address)
+    write_slot(store, slot, memory.address)
+    read_slot(store, slot, read.address)
     assert read.content == memory.content
     store.close()
 

@@ -1,4 +1,4 @@
-"""A run's files go when the run ends, however it ends. Real processes, real signals."""
+"""The files of a run are removed when it ends, however it ends. The tests use real processes and real signals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.storage.run_directory import RunDirectory, remove_leftovers
 
 PRELUDE = """
 import os, signal, sys, time
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where whoever runs the tests ignores them, as nohup does
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores them, for example
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from runtime.storage.posix import PosixStore
 store = PosixStore([sys.argv[1]], budget_bytes=None)
@@ -33,7 +33,7 @@ Start = Callable[[str], subprocess.Popen[str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a process with a store under `tmp_path` that goes on as told, and waits for its first line."""
+    """Start a process with a store under `tmp_path`, which then runs `code`. Wait for its first line."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(code: str) -> subprocess.Popen[str]:
@@ -56,7 +56,7 @@ def left(parent: Path) -> list[str]:
 WAIT = """
 say('ready')
 for _ in range(600):
-    time.sleep(0.1)  # a signal that comes just before a sleep does not end it
+    time.sleep(0.1)  # a signal just before a sleep does not end the sleep
 """
 
 
@@ -177,7 +177,7 @@ for _ in range(30):
 
 
 def test_a_directory_that_is_not_locked_yet_and_gone_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process's clean-up comes between the creation of the directory and its lock."""
+    """Another process cleans up between the creation of the directory and its lock."""
     real = Path.mkdir
     made: list[Path] = []
 

@@ -1,4 +1,4 @@
-"""Parts of slots: where they lie, in which order they give all drives work, and what becomes of the slot's checksums."""
+"""Ranges of slots: where they lie, the order in which all drives have work, and the checksums of the slot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.transfer.torch_memory import TorchBuffer
 
 
 def slot_of(*pages: int, content_bytes: int | None = None) -> Slot:
-    """A slot whose extents have so many pages each, each on a drive of its own."""
+    """Make a slot with one extent per number of pages. Each extent is on a separate drive."""
     extents = tuple(
         Extent(file_descriptor=drive, path=Path("f"), offset_bytes=100 * PAGE, length_bytes=count * PAGE, drive=drive)
         for drive, count in enumerate(pages)
@@ -74,7 +74,7 @@ def memory(pages: int, value: int) -> TorchBuffer:
 
 
 def write(engine: Engine, slot: Slot, value: int) -> None:
-    source = memory(slot.size_bytes // PAGE, value)  # stays until it has been written
+    source = memory(slot.size_bytes // PAGE, value)  # must live until it has been written
     engine.write(slot, source.address, lambda _: None).wait()
 
 
@@ -85,7 +85,7 @@ def read(engine: Engine, slot: Slot) -> bytes:
 
 
 def test_ranges_are_written_and_read_among_whole_slots(engine: Engine, store: PosixStore) -> None:
-    """In other pieces than before: their checksums must neither hide damage nor see any where there is none."""
+    """The chunks differ from those before. Their checksums must neither hide damage nor report damage that is not there."""
     slot = store.allocate(16 * PAGE, "w")
     write(engine, slot, 1)
     part = slot_range(slot, 6 * PAGE, 5 * PAGE)

@@ -1,4 +1,4 @@
-"""Staging: what is at the drive and at the device at the same time, who has which buffer, and what happens after an error.
+"""Staging: which copies run at the same time, which call has which buffer, and what happens after an error.
 
 The copier spoils its target and reads its source late, so that the contract suite finds a wait that is missing.
 """
@@ -16,9 +16,10 @@ import pytest
 from planner.errors import StorageIOError
 from runtime.storage.posix import PosixStore
 from runtime.storage.staged import StagedStore
-from runtime.storage.store import Chunk, Slot, cut
+from runtime.storage.store import Chunk, Slot, cut_slot
 from runtime.transfer.engine import Engine
 
+from ..slot_copies import COPIES, read_slot, write_slot
 from .memory import Memory
 from .slow_copier import SlowCopier, SlowCopy
 
@@ -27,29 +28,29 @@ BUFFER = MIB // 4
 
 
 class Drive(PosixStore):
-    """Notes the calls; fails at the one with number `fails_at`."""
+    """Records the calls. The call with number `fails_at` fails."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__([folder], budget_bytes=None)
         self.calls: list[tuple[str, int, int]] = []
         self.fails_at = -1
 
-    def write_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
-        self._note("write", slot, piece)
-        super().write_piece(slot, piece, address)
+    def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
+        self._note("write", slot, chunk)
+        super().write_chunk(slot, chunk, address)
 
-    def read_piece(self, slot: Slot, piece: Chunk, address: int) -> None:
-        self._note("read", slot, piece)
-        super().read_piece(slot, piece, address)
+    def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
+        self._note("read", slot, chunk)
+        super().read_chunk(slot, chunk, address)
 
-    def _note(self, action: str, slot: Slot, piece: Chunk) -> None:
+    def _note(self, action: str, slot: Slot, chunk: Chunk) -> None:
         if len(self.calls) == self.fails_at:
-            raise StorageIOError(path=str(piece.extent.path), block=slot.name, errno=errno.EIO, action=action)
-        self.calls.append((action, piece.file_offset_bytes, piece.length_bytes))
+            raise StorageIOError(path=str(chunk.extent.path), block=slot.name, errno=errno.EIO, action=action)
+        self.calls.append((action, chunk.file_offset_bytes, chunk.length_bytes))
 
 
 class Log(SlowCopier):
-    """Puts copies and waits into the drive's list of calls."""
+    """Adds copies to the drive's list of calls."""
 
     def __init__(self, drive: Drive) -> None:
         super().__init__()
@@ -67,27 +68,27 @@ def drive(tmp_path: Path) -> Iterator[Drive]:
     drive.close()
 
 
-def test_chunks_of_a_piece_go_to_their_places_in_the_file(drive: Drive) -> None:
+def test_chunks_of_a_chunk_go_to_their_places_in_the_file(drive: Drive) -> None:
     store = StagedStore(drive, SlowCopier(), buffer_bytes=BUFFER)
     store.allocate(MIB, "before")
     slot = store.allocate(2 * MIB, "weights")
     memory = Memory(slot.size_bytes, random=True)
-    piece = cut(slot, MIB - 4096)[1]
-    store.write_piece(slot, piece, memory.address)
-    begins = [piece.file_offset_bytes + number * BUFFER for number in range(4)]
-    assert drive.calls == [("write", begin, min(BUFFER, begins[0] + piece.length_bytes - begin)) for begin in begins]
+    chunk = cut_slot(slot, MIB - 4096)[1]
+    store.write_chunk(slot, chunk, memory.address)
+    begins = [chunk.file_offset_bytes + number * BUFFER for number in range(4)]
+    assert drive.calls == [("write", begin, min(BUFFER, begins[0] + chunk.length_bytes - begin)) for begin in begins]
 
 
 def test_the_next_chunk_is_fetched_while_one_is_written(drive: Drive) -> None:
     store = StagedStore(drive, Log(drive), buffer_bytes=BUFFER)
     slot, memory = store.allocate(4 * BUFFER, "weights"), Memory(4 * BUFFER)
-    store.write(slot, memory.address)
+    write_slot(store, slot, memory.address)
     assert [call[0] for call in drive.calls] == ["out", "out", "write", "out", "write", "out", "write", "write"]
 
 
 def test_the_next_chunk_is_read_while_one_goes_to_the_device(drive: Drive) -> None:
     class Held(SlowCopy):
-        """Ends when it is waited for, and notes the wait."""
+        """Ends when somebody waits for it, and records the wait."""
 
         def run(self) -> None:
             arrived.wait(10)
@@ -108,8 +109,8 @@ def test_the_next_chunk_is_read_while_one_goes_to_the_device(drive: Drive) -> No
     store = StagedStore(drive, Copier(drive), buffer_bytes=BUFFER)
     slot = store.allocate(3 * BUFFER, "weights")
     memory = Memory(slot.size_bytes)
-    store.read(slot, memory.address)
-    # The first copy is waited for only when its buffer is needed again.
+    read_slot(store, slot, memory.address)
+    # The store waits for the first copy only when it needs the buffer again.
     assert [call[0] for call in drive.calls][:6] == ["read", "in", "read", "in", "wait", "read"]
 
 
@@ -123,7 +124,7 @@ def test_each_thread_has_two_buffers_and_later_calls_use_them_again(drive: Drive
     def carry(number: int) -> None:
         barrier.wait()
         for _ in range(5):
-            store.write(slots[number], memories[number].address)
+            write_slot(store, slots[number], memories[number].address)
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(carry, range(3)))
@@ -131,7 +132,7 @@ def test_each_thread_has_two_buffers_and_later_calls_use_them_again(drive: Drive
     assert store.staging_bytes == len(copier.buffers) * BUFFER
     taken = len(copier.buffers)
     for number in range(3):
-        store.write(slots[number], memories[number].address)
+        write_slot(store, slots[number], memories[number].address)
     assert len(copier.buffers) == taken
     store.close()
     assert store.staging_bytes == 0
@@ -152,14 +153,14 @@ def test_an_error_of_the_drive_ends_the_call_after_all_its_copies(drive: Drive, 
     memory = Memory(slot.size_bytes)
     drive.fails_at = fails_at
     with pytest.raises(StorageIOError, match=f"cannot {call} block 'layers.3.weight'"):
-        getattr(store, call)(slot, memory.address)
+        COPIES[call](store, slot, memory.address)
     assert not any(copy.is_alive() for copy in copies)
     assert len(copies) == (fails_at if call == "read" else fails_at + 2)
     drive.fails_at = -1
     content = memory.fill()
-    store.write(slot, memory.address)
+    write_slot(store, slot, memory.address)
     back = Memory(slot.size_bytes)
-    store.read(slot, back.address)
+    read_slot(store, slot, back.address)
     assert back.content == content
 
 
@@ -179,5 +180,5 @@ def test_an_engine_carries_blocks_through_the_buffers(drive: Drive) -> None:
             for memory in memories:
                 memory.fill()
     assert [memory.content for memory in memories] == expected
-    assert len(done) == 12 and len(copier.buffers) <= 4  # two threads are busy at a time
+    assert len(done) == 12 and len(copier.buffers) <= 4  # two threads at a time
     engine.close()

@@ -1,4 +1,4 @@
-"""The contract of a store, over every kind of it that needs no GPU."""
+"""The contract of all stores, for every kind of store that needs no GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLENTY = (HostLimit(what="a test has", available_bytes=1 << 40, remedy="nothing"
 
 
 class NoPinner:
-    """Pins nothing, but keeps count. live: what is pinned."""
+    """Pins nothing, but records it. live: the ranges that are pinned."""
 
     def __init__(self) -> None:
         self.live: list[tuple[int, int]] = []
@@ -48,7 +48,7 @@ MAKERS: dict[str, tuple[Callable[[list[Path], int], Store], int, str]] = {
     "host": (lambda _, size: HostStore(size, limits=PLENTY), 1, "host_budget"),
     "host, pinned": (lambda _, size: HostStore(size, limits=PLENTY, pinner=NoPinner()), 1, "host_budget"),
     "staged": (
-        # Buffers that are no divisor of any piece, and so small that every piece needs several.
+        # No chunk is a multiple of these buffers, and every chunk needs several of them.
         lambda parents, size: StagedStore(PosixStore(parents[:2], budget_bytes=size), SlowCopier(), buffer_bytes=300_000),
         2,
         "storage_budget",

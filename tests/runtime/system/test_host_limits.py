@@ -1,4 +1,4 @@
-"""What the machine and its control groups allow, read from made-up trees of files."""
+"""The limits of the machine and its control groups, read from directories that the tests make."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 def found(root: Path) -> dict[str, int]:
-    """The limits but for the machine's: name of the control group, and what it leaves."""
+    """Return the limits of control groups: the name of each group, and the bytes that it leaves."""
     limits = host_limits(root, available_bytes=10**12)[1:]
     return {limit.what.split()[-2]: limit.available_bytes for limit in limits}
 
@@ -89,7 +89,7 @@ def test_in_a_container_the_mount_is_the_group_itself(tmp_path: Path, path: str)
             "proc/self/cgroup": f"0::{path}",
             "sys/fs/cgroup/memory.max": "3000",
             "sys/fs/cgroup/memory.current": "1000",
-            "docker/0123abcd/memory.max": "1",  # outside of the mount
+            "docker/0123abcd/memory.max": "1",  # outside the mount
             "docker/0123abcd/memory.current": "0",
         },
     )

@@ -1,4 +1,4 @@
-"""Which processors are near a device, read from made-up trees of sysfs; and threads that run on them."""
+"""The processors near a device, read from a sysfs that the tests make, and threads that run on them."""
 
 from __future__ import annotations
 

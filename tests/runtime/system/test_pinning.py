@@ -1,4 +1,4 @@
-"""Pinning in chunks, with functions that stand for the CUDA runtime's."""
+"""Pinning in chunks, with functions that stand for those of the CUDA runtime."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BASE = 0x7F00_0000_0000
 
 
 class Runtime:
-    """Registers ranges; from `fails_at` on it refuses. Registered twice, or given back without having been: an error."""
+    """Registers ranges, and refuses from `fails_at` on. It is an error to register twice, or to unregister what is not."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at
@@ -69,7 +69,7 @@ def test_a_failure_leaves_nothing_pinned_and_names_value_limit_and_remedy() -> N
 
 
 def test_cuda_is_called_in_a_thread_that_ends() -> None:
-    """Else PyTorch would find the error of a failed call in this thread, and take it for one of its own."""
+    """Otherwise PyTorch finds the error of a failed call in this thread, and takes it for one of its own."""
     runtime = Runtime(fails_at=BASE)
     with pytest.raises(StorageError):
         runtime.pinner().pin(BASE, 4096)

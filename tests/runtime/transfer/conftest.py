@@ -1,4 +1,4 @@
-"""Links whose pieces wait at a gate."""
+"""Links whose chunks wait at a gate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from runtime.transfer.link import Link
 
-from .gate import PIECE, Gate, MakeLink
+from .gate import CHUNK, Gate, MakeLink
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def gate() -> Gate:
 
 @pytest.fixture
 def make_link(gate: Gate) -> Iterator[MakeLink]:
-    """A maker of links whose every piece waits at the gate; closes them."""
+    """Make links whose every chunk waits at the gate. They are closed at the end."""
     links: list[Link] = []
 
     def make(drives: int = 1, threads: int = 1, stuck_after_seconds: float = 30.0) -> Link:
@@ -28,8 +28,9 @@ def make_link(gate: Gate) -> Iterator[MakeLink]:
                 gate.move,
                 drives=range(drives),
                 threads=threads,
-                piece_bytes=PIECE,
+                chunk_bytes=CHUNK,
                 stuck_after_seconds=stuck_after_seconds,
+                health_check_seconds=0.05,
             )
         )
         return links[-1]

@@ -1,4 +1,4 @@
-"""A store whose reads and writes wait until the test lets them go, to look at queues at rest."""
+"""A store whose reads and writes wait until the test releases them, so that tests can look at queues that do not change."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from runtime.storage.store import Chunk, Extent, Slot
 from runtime.transfer.link import Link, Transfer
 
-PIECE = 4096
+CHUNK = 4096
 MakeLink = Callable[..., Link]
 
 
 def nothing(transfer: Transfer) -> None:
-    """An `on_done` for transfers that are waited for."""
+    """An `on_done` for transfers that the test waits for."""
 
 
 def slot(name: str, size_bytes: int = 4096, extents: int = 1, drives: tuple[int, ...] = (0,)) -> Slot:
-    """A slot without a file. drives: which its extents lie on, in turns."""
+    """Make a slot without a file. drives: its extents lie on them in turns."""
     length = size_bytes // extents
     parts = tuple(
         Extent(
@@ -34,9 +34,9 @@ def slot(name: str, size_bytes: int = 4096, extents: int = 1, drives: tuple[int,
 
 
 class Gate:
-    """Moves nothing; notes what began, and holds every piece until it is let through.
+    """Moves nothing. Records the chunks that began, and holds every chunk until the test releases it.
 
-    begun: names of blocks, once for each of their pieces; begun_on: the same for one drive.
+    begun: names of blocks, once for each of their chunks. begun_on: the same for one drive.
     """
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class Gate:
         self._free_on: dict[int, int] = {}
         self._begun_on: dict[int, list[str]] = {}
 
-    def move(self, slot: Slot, piece: Chunk, address: int) -> None:
+    def move(self, slot: Slot, chunk: Chunk, address: int) -> None:
         with self._changed:
-            drive = piece.extent.drive
+            drive = chunk.extent.drive
             self.begun.append(slot.name)
             self._begun_on.setdefault(drive, []).append(slot.name)
             self._changed.notify_all()
@@ -61,25 +61,25 @@ class Gate:
         if slot.name in self.errors:
             raise self.errors[slot.name]
 
-    def let(self, pieces: int = 1 << 30) -> None:
-        """Let so many more pieces through."""
+    def let(self, chunks: int = 1 << 30) -> None:
+        """Release so many more chunks."""
         with self._changed:
-            self._free += pieces
+            self._free += chunks
             self._changed.notify_all()
 
-    def let_on(self, drive: int, pieces: int = 1 << 30) -> None:
-        """Let so many more pieces of one drive through."""
+    def let_on(self, drive: int, chunks: int = 1 << 30) -> None:
+        """Release so many more chunks of one drive."""
         with self._changed:
-            self._free_on[drive] = self._free_on.get(drive, 0) + pieces
+            self._free_on[drive] = self._free_on.get(drive, 0) + chunks
             self._changed.notify_all()
 
     def begun_on(self, drive: int) -> list[str]:
-        """Names of the blocks of the pieces that have begun on one drive, in order."""
+        """Return the block names of the chunks that have begun on one drive, in order."""
         with self._changed:
             return list(self._begun_on.get(drive, ()))
 
-    def wait_until_begun(self, pieces: int) -> list[str]:
-        """Wait until so many pieces have begun in all; gives the names of their blocks in order."""
+    def wait_until_begun(self, chunks: int) -> list[str]:
+        """Wait until so many chunks have begun in all. Return the names of their blocks in order."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.begun) >= pieces, timeout=30)
+            assert self._changed.wait_for(lambda: len(self.begun) >= chunks, timeout=30)
             return list(self.begun)

@@ -1,4 +1,4 @@
-"""The engine over real files: what it carries arrives, what it measures is real, it ends in good order."""
+"""The engine over real files: blocks arrive unchanged, measured rates are real, and it ends in good order."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from planner.errors import StorageError, StorageFullError, StorageIOError
 from runtime.storage.posix import PosixStore
 from runtime.transfer.engine import Engine, Transfer
 
+from ..slot_copies import read_slot, write_slot
+
 MIB = 1 << 20
 
 
 def nothing(transfer: Transfer) -> None:
-    """An `on_done` for transfers that are waited for."""
+    """An `on_done` for transfers that the test waits for."""
 
 
 class Memory:
@@ -96,7 +98,7 @@ def test_an_io_error_in_the_middle_of_a_block(store: PosixStore, engine: Engine,
 def test_both_directions_move_at_once(store: PosixStore, engine: Engine) -> None:
     slots = [store.allocate(MIB, name) for name in ("out", "in")]
     memory = Memory(2 * MIB)
-    store.write(slots[1], memory.address)
+    write_slot(store, slots[1], memory.address)
     arrived = threading.Event()
     out = engine.write(slots[0], memory.address, lambda t: wait_for(arrived))
     engine.read(slots[1], memory.address + MIB, lambda t: arrived.set())
@@ -111,7 +113,7 @@ def wait_for(event: threading.Event) -> None:
 def test_measuring(store: PosixStore, engine: Engine) -> None:
     kept = store.allocate(MIB, "kept")
     memory = Memory(MIB, random.Random(0).randbytes(MIB))
-    store.write(kept, memory.address)
+    write_slot(store, kept, memory.address)
     rates = engine.measure(8 * MIB)
     for name in ("write", "read", "duplex_write", "duplex_read"):
         assert 1e5 < getattr(rates, f"{name}_bytes_per_second") < 1e12, name
@@ -120,7 +122,7 @@ def test_measuring(store: PosixStore, engine: Engine) -> None:
     assert engine.write_link.moved_bytes == engine.read_link.moved_bytes == 0
     assert store.used_bytes == MIB
     received = Memory(MIB)
-    store.read(kept, received.address)
+    read_slot(store, kept, received.address)
     assert received.content == memory.content
 
 
@@ -170,13 +172,13 @@ def test_closing_stops_the_threads(store: PosixStore) -> None:
 def test_the_interpreter_ends_with_work_in_flight(tmp_path: Path, end: str) -> None:
     code = f"""
 import atexit, mmap, ctypes, sys, time
-from runtime.engine import Engine
+from runtime.transfer.engine import Engine
 from runtime.storage.posix import PosixStore
 memory = mmap.mmap(-1, 64 << 20)
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 store = PosixStore([sys.argv[1]], budget_bytes=None)
 transfers = []
-def look():  # is called after the engine's own
+def look():  # runs after the exit function of the engine
     before = engine.write_link.busy_seconds
     time.sleep(0.05)
     print(engine.write_link.busy_seconds == before, transfers[-1].done)
@@ -192,7 +194,7 @@ transfers[0].wait()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1)
     assert done.stderr.count("Error") == done.stderr.count("ValueError: in the middle"), done.stderr
-    assert done.stdout == "True False\n"  # nothing moves any more, what was queued is dropped
+    assert done.stdout == "True False\n"  # nothing moves any more, and queued transfers are dropped
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""The queue of one direction: order, cancelling, promoting, errors, the end. A gate holds every piece."""
+"""The queue of one link: order, cancelling, promoting, errors, closing. A gate holds every chunk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from planner.errors import StorageError, StorageIOError
 from runtime.transfer.link import Transfer
 
-from .gate import PIECE, Gate, MakeLink, nothing, slot
+from .gate import CHUNK, Gate, MakeLink, nothing, slot
 
 
 def test_blocks_move_in_the_order_of_issue(make_link: MakeLink, gate: Gate) -> None:
@@ -26,8 +26,8 @@ def test_blocks_move_in_the_order_of_issue(make_link: MakeLink, gate: Gate) -> N
 
 def test_all_threads_work_on_the_first_block_and_then_go_on_to_the_next(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(threads=3)
-    first = link.submit(slot("first", 4 * PIECE, extents=2), 0, nothing)  # two pieces
-    second = link.submit(slot("second", 3 * PIECE), 0, nothing)
+    first = link.submit(slot("first", 4 * CHUNK, extents=2), 0, nothing)  # two chunks
+    second = link.submit(slot("second", 3 * CHUNK), 0, nothing)
     assert sorted(gate.wait_until_begun(3)) == ["first", "first", "second"]
     gate.let()
     second.wait(30)
@@ -69,29 +69,29 @@ def test_an_error_reaches_the_callback_and_whoever_waits(make_link: MakeLink, ga
     link = make_link()
     gate.errors["bad"] = StorageIOError(path="/nowhere", block="bad", errno=5)
     told: list[tuple[bool, object]] = []
-    bad = link.submit(slot("bad", 5 * PIECE), 0, lambda t: told.append((t.done, t.error)))
+    bad = link.submit(slot("bad", 5 * CHUNK), 0, lambda t: told.append((t.done, t.error)))
     good = link.submit(slot("good"), 0, nothing)
     gate.let()
-    good.wait(30)  # the link goes on
+    good.wait(30)  # the link still works
     for _ in range(2):
         with pytest.raises(StorageIOError) as raised:
             bad.wait(30)
         assert raised.value is gate.errors["bad"]
     assert told == [(True, gate.errors["bad"])]
-    assert link.moved_bytes == PIECE
+    assert link.moved_bytes == CHUNK
 
 
 def test_after_an_error_the_rest_of_the_block_is_left_out(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(threads=2)
     gate.errors["bad"] = StorageIOError(path="/nowhere", block="bad", errno=5)
     told: list[Transfer] = []
-    bad = link.submit(slot("bad", 12 * PIECE, extents=6), 0, told.append)
+    bad = link.submit(slot("bad", 12 * CHUNK, extents=6), 0, told.append)
     gate.wait_until_begun(2)
     gate.let()
     with pytest.raises(StorageIOError):
         bad.wait(30)
     assert told == [bad]
-    assert len(gate.begun) <= 3  # a thread may have taken one more before the first error was known
+    assert len(gate.begun) <= 3  # a thread may take one more before it knows of the first error
 
 
 def test_an_unexpected_exception_is_not_lost(make_link: MakeLink, gate: Gate) -> None:
@@ -158,7 +158,7 @@ def test_at_the_end_of_the_process_what_has_not_begun_is_dropped(make_link: Make
     ended: list[str] = []
     begun, queued = (link.submit(slot(name), 0, lambda t: ended.append(t.slot.name)) for name in "ab")
     gate.wait_until_begun(1)
-    link.close(drop_queued=True, timeout_seconds=0.01)  # does not wait for ever for what cannot end
+    link.close(drop_queued=True, timeout_seconds=0.01)  # does not wait forever for a transfer that cannot end
     gate.let()
     link.close()
     assert gate.begun == ended == ["a"]
@@ -186,14 +186,14 @@ def test_a_callback_may_submit_the_next_block(make_link: MakeLink, gate: Gate) -
 def test_counters(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(threads=2)
     assert (link.moved_bytes, link.busy_seconds, link.bytes_per_second) == (0, 0.0, 0.0)
-    transfers = [link.submit(slot(name, 3 * PIECE), 0, nothing) for name in "ab"]
+    transfers = [link.submit(slot(name, 3 * CHUNK), 0, nothing) for name in "ab"]
     gate.wait_until_begun(2)
     threading.Event().wait(0.02)
     assert link.busy_seconds >= 0.02 and link.moved_bytes == 0
     gate.let()
     for transfer in transfers:
         transfer.wait(30)
-    assert link.moved_bytes == 6 * PIECE
+    assert link.moved_bytes == 6 * CHUNK
     busy = link.busy_seconds
     assert busy == link.busy_seconds <= 2 * max(t.seconds for t in transfers)
     assert link.bytes_per_second == link.moved_bytes / busy
@@ -205,7 +205,7 @@ def test_a_forked_child_is_told_and_its_parent_goes_on(make_link: MakeLink, gate
     waiting = link.submit(slot("a"), 0, nothing)
     gate.wait_until_begun(1)
     child = os.fork()
-    if child == 0:  # the lock may be held by a thread that the child does not have
+    if child == 0:  # a thread that the child does not have may hold the lock
         status = 43
         try:
             link.close()
@@ -225,7 +225,7 @@ def test_a_drive_that_does_not_answer_is_an_error_and_no_hang(make_link: MakeLin
     stuck = link.submit(slot("weights"), 0, nothing)
     behind = link.submit(slot("behind"), 0, nothing)
     gate.wait_until_begun(1)
-    link.check()  # not for so long yet
+    link.check()  # it has not been stuck for long enough
     with pytest.raises(StorageIOError, match=r"cannot write \(no answer in 0.2 s\) block 'weights' in ") as caught:
         stuck.wait()
     assert caught.value.errno == errno.ETIMEDOUT and caught.value.path == str(stuck.slot.extents[0].path)
@@ -235,7 +235,7 @@ def test_a_drive_that_does_not_answer_is_an_error_and_no_hang(make_link: MakeLin
         link.close()
     gate.let()
     stuck.wait(30)
-    assert stuck.done and not behind.done, "the drive came back: its piece ends, but nothing new begins"
+    assert stuck.done and not behind.done, "the drive came back: its chunk ends, but nothing new begins"
     link.check()
 
 
@@ -243,6 +243,6 @@ def test_a_drive_that_is_only_slow_is_none(make_link: MakeLink, gate: Gate) -> N
     link = make_link(stuck_after_seconds=30.0)
     slow = link.submit(slot("slow"), 0, nothing)
     gate.wait_until_begun(1)
-    threading.Timer(1.5, gate.let).start()
-    slow.wait()  # looks after a second
+    threading.Timer(0.2, gate.let).start()
+    slow.wait()  # checks the drive several times
     link.close()

@@ -1,4 +1,4 @@
-"""A link over several drives: each has its queue and its threads, and none holds up another."""
+"""A link over several drives: each drive has a queue and threads of its own, and none delays another."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from planner.errors import StorageError, StorageIOError
 from runtime.storage.store import Chunk, Slot
 from runtime.transfer.link import MAX_THREADS, Link, Transfer
 
-from .gate import PIECE, Gate, MakeLink, nothing, slot
+from .gate import CHUNK, Gate, MakeLink, nothing, slot
 
 
-def striped(name: str, pieces: int = 2) -> Slot:
-    """A slot with pieces on drives 0 and 1 in turns."""
-    return slot(name, pieces * PIECE, extents=pieces, drives=(0, 1))
+def striped(name: str, chunks: int = 2) -> Slot:
+    """Make a slot with chunks on drives 0 and 1 in turns."""
+    return slot(name, chunks * CHUNK, extents=chunks, drives=(0, 1))
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -34,17 +34,17 @@ def test_a_blocked_drive_does_not_hold_up_the_other(make_link: MakeLink, gate: G
         transfer.wait(30)
 
 
-def test_a_transfer_ends_when_its_pieces_on_all_drives_have(make_link: MakeLink, gate: Gate) -> None:
+def test_a_transfer_ends_when_its_chunks_on_all_drives_have(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(drives=2)
     ended: list[str] = []
     both = link.submit(striped("both", 6), 0, lambda t: ended.append(t.slot.name))
     last = link.submit(slot("last", drives=(0,)), 0, lambda t: ended.append(t.slot.name))
     gate.let_on(0)
-    last.wait(30)  # behind all pieces of the first on this drive
-    assert ended == ["last"] and not both.done and link.moved_bytes == 4 * PIECE
+    last.wait(30)  # behind all chunks of the first on this drive
+    assert ended == ["last"] and not both.done and link.moved_bytes == 4 * CHUNK
     gate.let_on(1)
     both.wait(30)
-    assert ended == ["last", "both"] and link.moved_bytes == 7 * PIECE
+    assert ended == ["last", "both"] and link.moved_bytes == 7 * CHUNK
 
 
 def test_the_order_on_each_drive_is_that_of_submission(make_link: MakeLink, gate: Gate) -> None:
@@ -98,14 +98,14 @@ def test_after_an_error_on_one_drive_the_others_leave_the_rest_out(make_link: Ma
     gate.wait_until_begun(2)
     gate.let_on(1)
     with pytest.raises(StorageIOError):
-        bad.wait(30)  # although drive 0 has not come to it
+        bad.wait(30)  # although it has not begun on drive 0
     gate.let()
     after.wait(30)
     before.wait(30)
     assert gate.begun_on(0) == ["before", "after"] and gate.begun_on(1) == ["bad"]
 
 
-def test_an_error_where_pieces_move_on_the_other_drive_too(make_link: MakeLink, gate: Gate) -> None:
+def test_an_error_where_chunks_move_on_the_other_drive_too(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(drives=2)
     gate.errors["bad"] = StorageIOError(path="/nowhere", block="bad", errno=5)
     told: list[Transfer] = []
@@ -113,7 +113,7 @@ def test_an_error_where_pieces_move_on_the_other_drive_too(make_link: MakeLink, 
     gate.wait_until_begun(2)
     gate.let_on(1, 1)
     threading.Event().wait(0.05)
-    assert not bad.done, "its memory must live until the last piece that moves has ended"
+    assert not bad.done, "its memory must live until the last chunk that moves has ended"
     gate.let_on(0, 1)
     with pytest.raises(StorageIOError):
         bad.wait(30)
@@ -123,7 +123,7 @@ def test_an_error_where_pieces_move_on_the_other_drive_too(make_link: MakeLink, 
 @pytest.mark.parametrize(("drives", "threads", "expected"), [(1, 4, 4), (3, 4, 12), (8, 4, 16), (5, 4, 15), (20, 4, 20)])
 def test_threads_are_bounded(drives: int, threads: int, expected: int) -> None:
     before = threading.active_count()
-    link = Link("x->y", Gate().move, drives=range(drives), threads=threads, piece_bytes=PIECE, stuck_after_seconds=30.0)
+    link = Link("x->y", Gate().move, drives=range(drives), threads=threads, chunk_bytes=CHUNK, stuck_after_seconds=30.0)
     assert link.thread_count == threading.active_count() - before == expected <= max(MAX_THREADS, drives)
     link.close()
     assert threading.active_count() == before
@@ -131,7 +131,7 @@ def test_threads_are_bounded(drives: int, threads: int, expected: int) -> None:
 
 def test_a_drive_that_does_not_answer_is_named_and_the_others_end_first(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(drives=2, stuck_after_seconds=0.2)
-    stuck = link.submit(slot("stuck", 2 * PIECE, extents=2, drives=(0, 1)), 0, nothing)
+    stuck = link.submit(slot("stuck", 2 * CHUNK, extents=2, drives=(0, 1)), 0, nothing)
     gate.let_on(0)
     healthy = link.submit(slot("healthy", drives=(0,)), 0, nothing)
     healthy.wait(30)
@@ -145,7 +145,7 @@ def test_a_drive_that_does_not_answer_is_named_and_the_others_end_first(make_lin
 
 
 class Fence:
-    """A `ready` that waits until it is opened; counts its calls."""
+    """A `ready` that waits until the test opens it. It counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -158,7 +158,7 @@ class Fence:
         assert self.opened.wait(30)
 
 
-def test_no_piece_moves_before_its_memory_is_ready(make_link: MakeLink, gate: Gate) -> None:
+def test_no_chunk_moves_before_its_memory_is_ready(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(drives=2)
     gate.let()
     fence = Fence()
@@ -186,7 +186,7 @@ def test_waiting_for_memory_is_no_drives_fault_and_no_work(make_link: MakeLink, 
     fence.opened.set()
     transfer.wait(30)
     assert 0 < link.busy_seconds < 0.3 and transfer.seconds < 0.3
-    assert link.moved_bytes == PIECE
+    assert link.moved_bytes == CHUNK
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), StorageError("gone")])
@@ -198,13 +198,13 @@ def test_memory_that_never_gets_ready_fails_the_transfer(make_link: MakeLink, ga
         raise error
 
     told: list[StorageError | None] = []
-    bad = link.submit(slot("bad", 5 * PIECE), 0, lambda t: told.append(t.error), broken)
+    bad = link.submit(slot("bad", 5 * CHUNK), 0, lambda t: told.append(t.error), broken)
     good = link.submit(slot("good"), 0, nothing)
     good.wait(30)
     with pytest.raises(StorageError) as raised:
         bad.wait(30)
     assert told == [raised.value] and bad.seconds == 0.0
-    assert gate.begun == ["good"] and link.moved_bytes == PIECE
+    assert gate.begun == ["good"] and link.moved_bytes == CHUNK
     if isinstance(error, StorageError):
         assert raised.value is error
     else:
@@ -228,7 +228,7 @@ def test_closing_waits_for_memory_too(make_link: MakeLink, gate: Gate) -> None:
 
 
 def test_behind_a_drive_that_does_not_answer_nothing_begins_on_any(make_link: MakeLink, gate: Gate) -> None:
-    """The store is closed next: whatever began later would write through closed descriptors."""
+    """The store is closed next. A chunk that began later would be written through a closed descriptor."""
     link = make_link(drives=2, stuck_after_seconds=0.2)
     both = link.submit(striped("both", 8), 0, nothing)
     behind = link.submit(striped("behind"), 0, nothing)
@@ -243,27 +243,27 @@ def test_behind_a_drive_that_does_not_answer_nothing_begins_on_any(make_link: Ma
 
 
 def test_random_traffic() -> None:
-    """Every transfer that was not cancelled ends exactly once, with an error if one of its pieces failed."""
+    """Every transfer that was not cancelled ends exactly once, with an error if one of its chunks failed."""
     draw = random.Random(0)
     lock = threading.Lock()
     moved: dict[str, list[int]] = {}
     ended: list[Transfer] = []
 
-    def move(where: Slot, piece: Chunk, address: int) -> None:
-        if where.name.startswith("bad") and piece.slot_offset_bytes == PIECE:
-            raise StorageIOError(path=str(piece.extent.path), block=where.name, errno=5)
+    def move(where: Slot, chunk: Chunk, address: int) -> None:
+        if where.name.startswith("bad") and chunk.slot_offset_bytes == CHUNK:
+            raise StorageIOError(path=str(chunk.extent.path), block=where.name, errno=5)
         with lock:
-            moved.setdefault(where.name, []).append(piece.slot_offset_bytes)
+            moved.setdefault(where.name, []).append(chunk.slot_offset_bytes)
 
-    link = Link("x->y", move, drives=range(3), threads=2, piece_bytes=PIECE, stuck_after_seconds=30.0)
+    link = Link("x->y", move, drives=range(3), threads=2, chunk_bytes=CHUNK, stuck_after_seconds=30.0)
     transfers: list[Transfer] = []
     cancelled: set[Transfer] = set()
     for number in range(1500):
-        pieces = draw.randint(2, 6)
+        chunks = draw.randint(2, 6)
         drives = tuple(draw.sample(range(3), draw.randint(1, 3)))
         name = f"{'bad' if draw.random() < 0.2 else 'good'} {number}"
         ready = (lambda: None) if draw.random() < 0.3 else None
-        transfers.append(link.submit(slot(name, pieces * PIECE, pieces, drives), 0, ended.append, ready))
+        transfers.append(link.submit(slot(name, chunks * CHUNK, chunks, drives), 0, ended.append, ready))
         if draw.random() < 0.3:
             draw.choice(transfers).promote()
         if draw.random() < 0.1:
@@ -274,12 +274,12 @@ def test_random_traffic() -> None:
     assert cancelled and len(ended) == len(set(ended)) and set(ended) == set(transfers) - cancelled
     for transfer in transfers:
         places = sorted(moved.get(transfer.slot.name, []))
-        whole = list(range(0, transfer.bytes, PIECE))
+        whole = list(range(0, transfer.bytes, CHUNK))
         if transfer in cancelled:
             assert places == [] and not transfer.done
         elif transfer.slot.name.startswith("good"):
             assert places == whole and transfer.error is None
         else:
             assert set(places) < set(whole) and isinstance(transfer.error, StorageIOError)
-    assert link.moved_bytes == sum(map(len, moved.values())) * PIECE
+    assert link.moved_bytes == sum(map(len, moved.values())) * CHUNK
     assert link._meter.moving == {}

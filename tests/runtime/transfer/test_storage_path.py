@@ -1,4 +1,4 @@
-"""Which way to the drives is taken, which are refused and why, and that none is left open."""
+"""Which storage path is chosen, which paths are refused and why, and that no path stays open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.errors import StorageError, StorageFullError, StorageIOError, Unsup
 from runtime.storage.posix import PosixStore
 from runtime.storage.store import Store
 from runtime.transfer.engine import Engine, LinkRates
-from runtime.transfer.storage_path import Candidate, StoragePath, choose_path, cpu_candidates, open_path
+from runtime.transfer.storage_path import PathCandidate, StoragePath, choose_path, cpu_candidates, open_path
 
 from ..direct_io import refuse_direct_io
 
@@ -39,28 +39,34 @@ def rates(write: float, read: float) -> LinkRates:
     )
 
 
-@pytest.fixture
-def small_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Engine.measure
-    monkeypatch.setattr(Engine, "measure", lambda self: real(self, 2 * MIB))
+class QuickEngine(Engine):
+    """Measures with few bytes."""
+
+    def measure(self, size_bytes: int = 2 * MIB) -> LinkRates:
+        return super().measure(size_bytes)
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, LinkRates]:
-    """Rates by the name of the directory that a store is in."""
-    by_name: dict[str, LinkRates] = {}
-    monkeypatch.setattr(Engine, "measure", lambda self: by_name[self._store.directories[0].parent.name])
-    return by_name
+class KnownRates(dict[str, LinkRates]):
+    """The rates of each store, by the name of its directory, for engines that report them instead of measuring."""
+
+    def open_engine(self, store: Store) -> Engine:
+        known = self
+
+        class KnownEngine(Engine):
+            def measure(self, size_bytes: int = 0) -> LinkRates:
+                return known[store.directories[0].parent.name]
+
+        return KnownEngine(store)
 
 
-MakeCandidate = Callable[..., Candidate]
+MakeCandidate = Callable[..., PathCandidate]
 
 
 @pytest.fixture
 def make_candidate(tmp_path: Path) -> MakeCandidate:
-    """A maker of candidates, each with a directory of its name; `error` is raised by `open`."""
+    """Make candidates, each with a directory of its name. `open` raises `error`."""
 
-    def make(name: str, *, error: Exception | None = None, last_resort: bool = False) -> Candidate:
+    def make(name: str, *, error: Exception | None = None, last_resort: bool = False) -> PathCandidate:
         (tmp_path / name).mkdir()
 
         def open_() -> Store:
@@ -68,15 +74,15 @@ def make_candidate(tmp_path: Path) -> MakeCandidate:
                 raise error
             return PosixStore([tmp_path / name], budget_bytes=None)
 
-        return Candidate(name=name, open=open_, last_resort=last_resort)
+        return PathCandidate(name=name, open=open_, last_resort=last_resort)
 
     return make
 
 
 class DamagesOnRead(PosixStore):
-    """Reports no error, but what is read is wrong."""
+    """Reports no error, but reads wrong bytes."""
 
-    def read_piece(self, *arguments: object) -> None:
+    def read_chunk(self, *arguments: object) -> None:
         pass
 
 
@@ -85,10 +91,9 @@ def close(path: StoragePath) -> None:
     path.close()
 
 
-@pytest.mark.usefixtures("small_measurements")
 def test_direct_io_is_taken_where_there_is_some(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "teraio"):
-        path = choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=Engine)
+        path = choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=QuickEngine)
     assert (path.name, path.store.direct, dict(path.refused)) == ("posix", True, {})
     assert 1e5 < path.rates.duplex_read_bytes_per_second < 1e12
     (record,) = caplog.records
@@ -96,65 +101,61 @@ def test_direct_io_is_taken_where_there_is_some(tmp_path: Path, caplog: pytest.L
     close(path)
 
 
-@pytest.mark.usefixtures("small_measurements")
 def test_the_page_cache_is_the_last_resort(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refuse_direct_io(monkeypatch)
     with caplog.at_level(logging.INFO, "teraio"):
-        path = choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=Engine)
+        path = choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=QuickEngine)
     assert path.name == "buffered" and not path.store.direct
     assert f"not all file systems have direct I/O (storage: {tmp_path})" in path.refused["posix"]
     told, warned = caplog.records
-    assert "'posix' is out: not all file systems have direct I/O" in told.getMessage()
+    assert "'posix' is not used: not all file systems have direct I/O" in told.getMessage()
     assert warned.levelno == logging.WARNING and "no budget counts" in warned.getMessage()
     close(path)
 
 
-@pytest.mark.usefixtures("small_measurements")
 def test_the_page_cache_can_be_forced(tmp_path: Path) -> None:
-    path = choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=Engine, forced="buffered")
+    path = choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=QuickEngine, forced="buffered")
     assert path.name == "buffered" and not path.store.direct
     close(path)
 
 
-@pytest.mark.usefixtures("small_measurements")
 def test_direct_io_that_is_refused_cannot_be_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_direct_io(monkeypatch)
     with pytest.raises(UnsupportedError) as raised:
-        choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=Engine, forced="posix")
+        choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=QuickEngine, forced="posix")
     assert str(raised.value) == (
         f"storage_path 'posix' does not work here: not all file systems have direct I/O (storage: {tmp_path}); give storage "
         "on others. What works: 'buffered'; give that, or 'auto'"
     )
 
 
-@pytest.mark.usefixtures("small_measurements")
 def test_a_way_of_another_device_cannot_be_forced(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"'kvikio' does not work here: it is no way .* What works: 'posix'; give"):
-        choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=Engine, forced="kvikio")
+    with pytest.raises(
+        UnsupportedError, match=r"'kvikio' does not work here: there is no such path .* What works: 'posix'; give"
+    ):
+        choose_path(cpu_candidates([tmp_path], budget_bytes=None), open_engine=QuickEngine, forced="kvikio")
 
 
-def test_the_best_harmonic_mean_wins(make_candidate: MakeCandidate, measured: dict[str, LinkRates]) -> None:
-    measured.update(one_sided=rates(9e9, 1e9), balanced=rates(2e9, 3e9), slow=rates(1e9, 1e9))
-    path = choose_path([make_candidate(name) for name in measured], open_engine=Engine)
-    assert path.name == "balanced" and path.rates is measured["balanced"]
+def test_the_best_harmonic_mean_wins(make_candidate: MakeCandidate) -> None:
+    known = KnownRates(one_sided=rates(9e9, 1e9), balanced=rates(2e9, 3e9), slow=rates(1e9, 1e9))
+    path = choose_path([make_candidate(name) for name in known], open_engine=known.open_engine)
+    assert path.name == "balanced" and path.rates is known["balanced"]
     close(path)
 
 
-def test_what_does_not_work_is_left_out_with_its_reason(
-    make_candidate: MakeCandidate, measured: dict[str, LinkRates], tmp_path: Path
-) -> None:
-    measured.update(good=rates(1e9, 1e9))
+def test_what_does_not_work_is_left_out_with_its_reason(make_candidate: MakeCandidate, tmp_path: Path) -> None:
+    known = KnownRates(good=rates(1e9, 1e9))
     (tmp_path / "wrong").mkdir()
     candidates = [
         make_candidate("absent", error=UnsupportedError("install kvikio")),
         make_candidate("broken", error=StorageIOError(path="/dev/x", block="probe", errno=5)),
-        Candidate(name="wrong", open=lambda: DamagesOnRead([tmp_path / "wrong"], budget_bytes=None)),
+        PathCandidate(name="wrong", open=lambda: DamagesOnRead([tmp_path / "wrong"], budget_bytes=None)),
         make_candidate("good"),
         make_candidate("cache", last_resort=True),
     ]
-    path = choose_path(candidates, open_engine=Engine)
+    path = choose_path(candidates, open_engine=known.open_engine)
     assert path.name == "good" and list(path.refused) == ["absent", "broken", "wrong"]
     assert path.refused["absent"] == "install kvikio"
     assert "[errno 5]" in path.refused["broken"] and "came back different" in path.refused["wrong"]
@@ -195,18 +196,16 @@ def test_too_little_room_is_no_reason_to_look_elsewhere(tmp_path: Path) -> None:
             choose_path(candidates, open_engine=Engine, forced=forced)
 
 
-def test_an_error_later_on_closes_what_was_opened(make_candidate: MakeCandidate, measured: dict[str, LinkRates]) -> None:
-    measured.update(good=rates(1e9, 1e9))
+def test_an_error_later_on_closes_what_was_opened(make_candidate: MakeCandidate) -> None:
+    known = KnownRates(good=rates(1e9, 1e9))
     candidates = [make_candidate("good"), make_candidate("full", error=StorageFullError("the budget is used up"))]
     with pytest.raises(StorageFullError):
-        choose_path(candidates, open_engine=Engine)
+        choose_path(candidates, open_engine=known.open_engine)
 
 
-def test_opening_what_is_known_measures_nothing(
-    make_candidate: MakeCandidate, measured: dict[str, LinkRates], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_opening_what_is_known_measures_nothing(make_candidate: MakeCandidate, caplog: pytest.LogCaptureFixture) -> None:
     candidates = [make_candidate("one"), make_candidate("two")]
     with caplog.at_level(logging.INFO, "teraio"):
-        path = open_path(candidates, "two", rates(1e9, 2e9), open_engine=Engine)
+        path = open_path(candidates, "two", rates(1e9, 2e9), open_engine=KnownRates().open_engine)
     assert path.name == "two" and path.rates == rates(1e9, 2e9) and caplog.records == []
     path.close()

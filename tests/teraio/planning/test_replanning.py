@@ -73,13 +73,13 @@ def train(options: dict[str, Any], steps: int) -> tuple[list[torch.Tensor], list
 @pytest.fixture
 def slow_drive(monkeypatch: pytest.MonkeyPatch, subgroups_of: Callable[[int], None]) -> None:
     """Taken for one of 4 GB/s; but each of the four threads reads for 10 ms longer, so 0.4 GB/s with blocks of 1 MiB."""
-    read = PosixStore.read_piece
+    read = PosixStore.read_chunk
 
     def slow(self: PosixStore, *arguments: Any) -> None:
         time.sleep(0.01)
         read(self, *arguments)
 
-    monkeypatch.setattr(PosixStore, "read_piece", slow)
+    monkeypatch.setattr(PosixStore, "read_chunk", slow)
     monkeypatch.setattr(Engine, "measure", lambda engine: RATES)
     monkeypatch.setattr(opened, "_known_paths", {})
     subgroups_of(MIB)

@@ -1,4 +1,4 @@
-"""Memory to try stores with: one contract for ordinary memory and for PyTorch's."""
+"""The memory that an engine measures and verifies a store with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.storage.device_memory import DeviceMemory, HostMemory
 from runtime.storage.posix import PosixStore
 from runtime.storage.store import ALIGNMENT_BYTES
 from runtime.transfer.engine import Engine
@@ -18,12 +17,12 @@ from runtime.transfer.torch_memory import TorchMemory
 SIZE = 5 * ALIGNMENT_BYTES
 
 
-@pytest.fixture(params=["host", "torch"])
-def memory(request: pytest.FixtureRequest) -> DeviceMemory:
-    return HostMemory() if request.param == "host" else TorchMemory(torch.device("cpu"))
+@pytest.fixture
+def memory() -> TorchMemory:
+    return TorchMemory(torch.device("cpu"))
 
 
-def test_what_is_written_is_at_the_address(memory: DeviceMemory) -> None:
+def test_what_is_written_is_at_the_address(memory: TorchMemory) -> None:
     content = os.urandom(SIZE)
     with memory.allocate(SIZE) as buffer:
         assert buffer.address % ALIGNMENT_BYTES == 0 and memory.on_host
@@ -35,16 +34,17 @@ def test_what_is_written_is_at_the_address(memory: DeviceMemory) -> None:
         assert buffer.read(SIZE - 3, 3) == b"end"
 
 
-def test_buffers_share_nothing(memory: DeviceMemory) -> None:
+def test_buffers_share_nothing(memory: TorchMemory) -> None:
     with memory.allocate(SIZE) as one, memory.allocate(SIZE) as other:
         one.write(0, b"1" * SIZE)
         other.write(0, b"2" * SIZE)
         assert one.read(0, SIZE) == b"1" * SIZE and other.read(0, SIZE) == b"2" * SIZE
 
 
-def test_an_engine_measures_and_verifies_with_it(memory: DeviceMemory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [True, False])
+def test_an_engine_measures_and_verifies_with_it(memory: TorchMemory, tmp_path: Path, given: bool) -> None:
     store = PosixStore([tmp_path], budget_bytes=None)
-    engine = Engine(store, memory=memory)
+    engine = Engine(store, memory=memory if given else None)
     engine.verify(1 << 20)
     assert engine.measure(2 << 20).read_bytes_per_second > 0
     engine.close()

@@ -1,0 +1,82 @@
+"""The base of all stores that allocate slots themselves: it knows which slots are in use."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from planner.errors import StorageError
+from runtime.storage.store import Chunk, Extent, Slot, align_up
+
+
+class SlotStore(ABC):
+    """Keeps the set of slots in use, guarded by `_lock`. A subclass knows where their bytes lie, and copies them.
+
+    tier: the name of the tier, for messages.
+    """
+
+    def __init__(self, tier: str) -> None:
+        self._tier = tier
+        self._lock = threading.Lock()
+        self._closed = False
+        self._in_use: set[Slot] = set()
+        self._used_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    def allocate(self, size_bytes: int, name: str) -> Slot:
+        size = align_up(max(size_bytes, 1))
+        with self._lock:
+            self._check_open()
+            extents = tuple(self._take_extents(size, name))
+            slot = Slot(name=name, size_bytes=size, content_bytes=size_bytes, extents=extents)
+            self._in_use.add(slot)
+            self._used_bytes += size
+            return slot
+
+    def release(self, slot: Slot) -> None:
+        with self._lock:
+            if self._closed:  # which released all slots
+                return
+            if slot not in self._in_use:
+                raise StorageError(
+                    f"the slot of block {slot.name!r} is not in use here; this is a bug in teraio, please report it"
+                )
+            self._in_use.remove(slot)
+            self._used_bytes -= slot.size_bytes
+            for extent in slot.extents:
+                self._give_back(extent)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._in_use.clear()
+            self._used_bytes = 0
+            self._free_everything()
+
+    @abstractmethod
+    def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None: ...
+
+    @abstractmethod
+    def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None: ...
+
+    @abstractmethod
+    def _take_extents(self, size_bytes: int, name: str) -> Sequence[Extent]:
+        """Return free extents that add up to `size_bytes` (aligned). Raises StorageFullError. The caller holds the lock."""
+
+    @abstractmethod
+    def _give_back(self, extent: Extent) -> None:
+        """Make an extent free again. The caller holds the lock."""
+
+    @abstractmethod
+    def _free_everything(self) -> None:
+        """Free the files or the memory. Called once. The caller holds the lock."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError(f"the {self._tier} tier is closed; compile the model again to open a new one")
