@@ -208,7 +208,7 @@ class PlannedPhase(Phase):
         run.findings.plan_path = save(plan, run.options.plan_out)
         self.follower: PlanFollower = PlanFollower(run.options, run.machine, run.timeline, run.background, profile, plan)
         self._planned = profile.iteration.signature
-        self._strangers = 0
+        self._unplanned = 0
         logger.info(
             "following a plan with %d moves an iteration (%s): predicted %.3f s an iteration, %.3f s with unlimited memory",
             len(plan.moves),
@@ -222,10 +222,10 @@ class PlannedPhase(Phase):
         if self.follower.iteration_ended(iteration, as_planned=as_planned and not compiled):
             self._run.findings.replans += 1
             self._recent_seconds.clear()
-        self._strangers = 0 if as_planned else self._strangers + 1
-        if self._strangers <= self._run.options.profile_iterations:
+        self._unplanned = 0 if as_planned else self._unplanned + 1
+        if self._unplanned <= self._run.options.profile_iterations:
             return self
-        logger.info("the last %d iterations were not those that were planned: profiling again", self._strangers)
+        logger.info("the last %d iterations were not those that were planned: profiling again", self._unplanned)
         self.end()
         return ProfilePhase(self._run)
 
