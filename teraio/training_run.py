@@ -87,17 +87,7 @@ class TrainingRun:
         if subgroup_bytes is None and given is not None:
             subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
-        self._steps = OptimizerSteps(
-            self._pager,
-            self._timeline,
-            active=lambda: self._phase.managed,
-            step_done=self._step_done,
-            automatic=options.optimizer == "auto",
-            ensure_room=self._ensure_room,
-            overlap=options.overlap_step,
-            rates=self._host_rates(options),
-            sizes=subgroups,
-        )
+        self._steps = self._optimizer_steps(options, subgroups)
         self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job)
         self._findings = Findings()
         self._context = RunContext(
@@ -120,6 +110,19 @@ class TrainingRun:
         self._ended: _Ended | None = None
         self._late_seconds = 0.0
         self._kept_bytes = 0
+
+    def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes) -> OptimizerSteps:
+        return OptimizerSteps(
+            self._pager,
+            self._timeline,
+            active=lambda: self._phase.managed,
+            step_done=self._step_done,
+            automatic=options.optimizer == "auto",
+            ensure_room=self._ensure_room,
+            overlap=options.overlap_step,
+            rates=self._host_rates(options),
+            sizes=subgroups,
+        )
 
     def _host_rates(self, options: Options) -> HostRates | None:
         if self._machine.host_bytes is None or not options.host_updates:

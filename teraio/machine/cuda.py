@@ -29,7 +29,7 @@ _SEGMENT_PAGE_BYTES = 20 << 20
 _SPARE_BYTES = 64 << 20
 """Bytes of the budget that plans do not use, at least; see `CudaStreams`."""
 _SPARE_SHARE = 32
-"""One part in so many of the budget is not used by plans, if that is more than _SPARE_BYTES; an eighth at most."""
+"""Plans leave the budget divided by this number unused, if that is more than _SPARE_BYTES; an eighth of the budget at most."""
 
 
 def open_cuda(
