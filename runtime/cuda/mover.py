@@ -16,7 +16,7 @@ from planner.schema import WaitingTier
 from runtime.cuda import storage_swap as storage_memory
 from runtime.cuda.host_copies import HostCopies, QueuedRange
 from runtime.device import Event, Lane, Span, Streams
-from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, Tier, Tiers, claim, give_up, give_up_all
+from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tier, Tiers
 from runtime.storage import Extent, RangeCopy, Slot, contiguous_address, slot_range
 
 
@@ -35,6 +35,7 @@ class StreamMover:
     in_reach: whether kernels can read and write the host tier, as they can if it is pinned. If not, user code cannot touch
     the blocks there.
     debug: see [Note: Debug mode]. The host then waits for the device whenever it reads the device's memory.
+    ownership: shared by all movers of the process; default: one of its own.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class StreamMover:
         *,
         in_reach: bool = True,
         debug: Debug | None = None,
+        ownership: StorageOwnership | None = None,
     ) -> None:
         self._debug = debug
+        self._ownership = ownership or StorageOwnership()
         self._streams = streams
         self._tiers = tiers
         self._host_address = host_address
@@ -68,7 +71,8 @@ class StreamMover:
         return self._copies.busy_seconds
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
-        return Span(0, storage.nbytes()) if self._streams.can_move(storage) and claim(storage, self) else None
+        mine = self._streams.can_move(storage) and self._ownership.claim(storage, self)
+        return Span(0, storage.nbytes()) if mine else None
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
         return storage_memory.address(storage) == block.address
@@ -258,14 +262,14 @@ class StreamMover:
         self._join([block])
         self._out.pop(block, None)
         self._transfers.forget(block)
-        give_up(block.key, self)
+        self._ownership.give_up(block.key, self)
         self._tiers.free(block)
 
     def close(self) -> None:
         """Wait until the device has ended all copies. The memory of the host tier may be freed next."""
         for lane in Lane:
             self._streams.record(lane).wait()
-        give_up_all(self)
+        self._ownership.give_up_all(self)
 
 
 def _storage(block: Block) -> torch.UntypedStorage:

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import teraio
-from teraio import training_run
-from teraio.stages.compile import StageCompiler
+from teraio.registry import REGISTRY
 from teraio.stages.cut import CutPolicy
 
 # cuBLAS reads this at its first use. It makes cuBLAS deterministic and its workspaces small (the default is 32 MiB per thread).
@@ -43,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cut_as_large_models_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow short stages. A stage of a large model takes about a millisecond; a GPU needs less for layers of a small model."""
     policy = CutPolicy(shortest_seconds=1e-6, most_stages=96)
-    monkeypatch.setattr(training_run, "StageCompiler", functools.partial(StageCompiler, policy=policy))
+    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, cut_policy=policy))
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -11,11 +12,10 @@ import pytest
 import torch
 
 import teraio
-from teraio import training_run as lifecycle
 from teraio.optimizer import states as optimizer_states
 from teraio.optimizer import subgroup_sizes as optimizer_sizes
 from teraio.optimizer import subgroups as optimizer_parts
-from teraio.optimizer.subgroup_sizes import SubgroupSizes
+from teraio.registry import REGISTRY
 
 from .optimizer.managed_steps import SIZE, Training
 from .optimizer.sliced_steps import Rig
@@ -49,7 +49,7 @@ def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Fixes the size of subgroups, in bytes, which otherwise follows from what was measured."""
 
     def fix(size_bytes: int) -> None:
-        monkeypatch.setattr(lifecycle, "SubgroupSizes", lambda *_, **__: SubgroupSizes(given_bytes=size_bytes))
+        monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, subgroup_bytes=size_bytes))
 
     return fix
 
