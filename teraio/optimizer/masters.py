@@ -6,8 +6,8 @@ fp32 of each such parameter: the state "master_param", made at the first update.
 casts the gradient to fp32, runs the optimizer's own arithmetic over the master, and rounds the master to the parameter
 (Micikevicius et al., Mixed Precision Training, ICLR 2018). All other parameters are updated as usual.
 
-If they differ, the parameter is right: where an element is not what its master rounds to, user code has written to it (by loading
-other weights, for example), and the master takes its value before the update.
+The parameter decides. If an element is not what its master rounds to, user code has written to it (by loading other weights, for
+example), and the master takes its value before the update.
 """
 
 from __future__ import annotations

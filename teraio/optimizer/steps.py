@@ -37,8 +37,8 @@ class OptimizerSteps(OwnHooks):
     bookkeeping is finished. automatic: manage every optimizer; if False, only those given to `manage`. ensure_room: called before
     an optimizer makes states, with the bytes of all states that it will have; may raise StorageFullError. rates: of updates on
     the host, None if there is no host tier. sizes: chooses how large subgroups are. min_moved_bytes: smaller tensors stay on the
-    device. overlap: update inside the backward pass whatever allows it; the attribute `overlap` is then the interface of that
-    option for compiled graphs, else None.
+    device. overlap: update parameters inside the backward pass where possible; the attribute `overlap` is then the interface of
+    that option for compiled graphs, else None.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ class SubgroupSteps:
 
 
 class _SubgroupStep:
-    """One step: first on the host whatever the plan wants there, at the same time the subgroups on the device."""
+    """One step. Updates on the host begin first, and run while the device updates the other subgroups."""
 
     def __init__(
         self,
@@ -98,6 +98,7 @@ class _SubgroupStep:
         self._subgroups = subgroups
 
     def run(self) -> None:
+        """Update all subgroups."""
         wanted = self._timeline.subgroups_on_host
         begun: dict[int, HostUpdate] = {}
         with ExitStack() as failed:
