@@ -12,13 +12,9 @@ import pytest
 import torch
 
 import teraio
-from teraio.optimizer import states as optimizer_states
-from teraio.optimizer import subgroup_sizes as optimizer_sizes
-from teraio.optimizer import subgroups as optimizer_parts
 from teraio.registry import REGISTRY
 
-from .optimizer.managed_steps import SIZE, Training
-from .optimizer.sliced_steps import Rig
+from .optimizer.managed_training import TieredTraining, Training
 
 
 @pytest.fixture(autouse=True)
@@ -36,15 +32,6 @@ def _forget() -> None:
 
 
 @pytest.fixture
-def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter of 4 KiB is large enough to move, and a part by itself."""
-    for module in (optimizer_states, optimizer_parts):
-        monkeypatch.setattr(module, "MIN_MOVED_BYTES", SIZE)
-    for module in (optimizer_sizes, optimizer_parts):
-        monkeypatch.setattr(module, "MIN_SUBGROUP_BYTES", SIZE)
-
-
-@pytest.fixture
 def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Fixes the size of subgroups, in bytes, which otherwise follows from what was measured."""
 
@@ -55,7 +42,7 @@ def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.fixture
-def started(small_is_large: None) -> Iterator[Callable[..., Training]]:
+def started() -> Iterator[Callable[..., Training]]:
     running: list[Training] = []
 
     def start(*args: Any, **settings: Any) -> Training:
@@ -77,18 +64,18 @@ def one_compute_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def sliced_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    """A rig over `drives` directories: one, unless told otherwise."""
+def started_tiered(tmp_path: Path) -> Iterator[Callable[..., TieredTraining]]:
+    """Begins training over `drives` directories: one, unless told otherwise."""
     numbers = count()
-    running: list[Rig] = []
+    running: list[TieredTraining] = []
 
-    def begin(*, drives: int = 1, **settings: Any) -> Rig:
+    def begin(*, drives: int = 1, **settings: Any) -> TieredTraining:
         folders = [tmp_path / str(next(numbers)) for _ in range(drives)]
         for folder in folders:
             folder.mkdir()
-        running.append(Rig(folders, **settings))
+        running.append(TieredTraining(folders, **settings))
         return running[-1]
 
     yield begin
-    for rig in running:
-        rig.close()
+    for training in running:
+        training.close()

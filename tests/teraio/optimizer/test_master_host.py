@@ -13,9 +13,19 @@ from torch.optim import Optimizer
 from runtime.paging.block import Block
 from teraio.optimizer.host import HostUpdates
 from teraio.optimizer.host_rates import HostRates
+from teraio.optimizer.parameters import owned_parameters
 
-from .managed_steps import Start, Training
-from .master_runs import HALF, KINDS, Textbook, differences, half_parameters, keeping, set_gradients
+from .managed_training import Start, Training
+from .plain_training import (
+    HALF,
+    MASTER_OPTIMIZERS,
+    SIZE,
+    Textbook,
+    differences,
+    half_parameters,
+    keeping,
+    set_most_gradients,
+)
 
 
 class Lending:
@@ -38,13 +48,8 @@ class Lending:
 
 
 def on_host(host: HostUpdates, optimizer: Optimizer, count: int) -> frozenset[int] | None:
-    update = host.begin(optimizer, range(count))
+    update = host.begin(optimizer, owned_parameters(optimizer)[:count])
     return None if update is None or update.seconds() is None else update.members
-
-
-@pytest.fixture(autouse=True)
-def small_is_large_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teraio.optimizer.host.MIN_MOVED_BYTES", 4 << 10)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -52,11 +57,14 @@ def small_is_large_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_bits_as_on_the_device(started: Start, name: str, dtype: torch.dtype) -> None:
     """By the same implementation, on the CPU; also where user code has written to a parameter."""
     training = started(budget_bytes=None, parameters=half_parameters(dtype))
-    optimizer, expected = keeping(KINDS[name](training.parameters)), Textbook(half_parameters(dtype), KINDS[name])
+    optimizer, expected = (
+        keeping(MASTER_OPTIMIZERS[name](training.parameters)),
+        Textbook(half_parameters(dtype), MASTER_OPTIMIZERS[name]),
+    )
     pager = Lending(training)
-    host = HostUpdates(pager)  # type: ignore[arg-type]
+    host = HostUpdates(pager, min_moved_bytes=SIZE)  # type: ignore[arg-type]
     for step in range(8):
-        set_gradients(training.parameters, step)
+        set_most_gradients(training.parameters, step)
         if step == 5:
             training.parameters[1].data[3] = 1000
             expected.masters[1][3] = 1000
@@ -80,8 +88,8 @@ def test_the_first_update_of_a_parameter_is_the_device_s(started: Start) -> None
     training = started(budget_bytes=None, parameters=half_parameters(torch.bfloat16, 1)[:1])
     training.parameters.append(half_parameters(torch.bfloat16)[-1])
     optimizer = keeping(torch.optim.SGD(training.parameters, lr=0.1))
-    host = HostUpdates(Lending(training))  # type: ignore[arg-type]
-    set_gradients(training.parameters, 0)
+    host = HostUpdates(Lending(training), min_moved_bytes=SIZE)  # type: ignore[arg-type]
+    set_most_gradients(training.parameters, 0)
     assert training.parameters[0].grad is not None
     training.pager.block_of(training.parameters[0].grad, name="gradient", kind="gradient", user_visible=True)
     assert on_host(host, optimizer, 1) is None

@@ -13,28 +13,36 @@ from planner.errors import BudgetError
 from runtime.cpu.memory import CpuMemory
 from runtime.paging.block import State
 from runtime.paging.pager import Pager
-from teraio.optimizer import master_hooks as optimizer_master_hooks
+from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
 from teraio.optimizer.masters import run_step
-from teraio.optimizer.states import OptimizerStates
-from teraio.optimizer.subgroups import OptimizerParts
+from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.profiling.recorder import Timeline
 
-from .managed_steps import Start, Training
-from .master_runs import HALF, KINDS, WIDE, Make, Textbook, differences, half_parameters, keeping, set_gradients
-
-KIB = 1 << 10
-MIB = 1 << 20
+from .managed_training import Start, Training
+from .plain_training import (
+    HALF,
+    KIB,
+    MASTER_OPTIMIZERS,
+    MIB,
+    WIDE,
+    Make,
+    Textbook,
+    differences,
+    half_parameters,
+    keeping,
+    set_most_gradients,
+)
 
 
 def train(training: Training, optimizer: Optimizer, steps: int, first: int = 0) -> None:
     for step in range(first, first + steps):
-        set_gradients(training.parameters, step)
+        set_most_gradients(training.parameters, step)
         optimizer.step()
 
 
 def floor(training: Training, optimizer: Optimizer) -> int:
     """What the error of a budget that is too small names, before anything is changed."""
-    set_gradients(training.parameters, 0)
+    set_most_gradients(training.parameters, 0)
     before = [p.detach().clone() for p in training.parameters]
     training.pager.budget_bytes = KIB
     with pytest.raises(BudgetError) as raised:
@@ -45,13 +53,13 @@ def floor(training: Training, optimizer: Optimizer) -> int:
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MASTER_OPTIMIZERS)
 def test_the_same_bits_as_the_textbook_loop(started: Start, name: str, dtype: torch.dtype) -> None:
     """Fifty steps at the floor; then at half as much again."""
-    expected = Textbook(half_parameters(dtype, 3), KINDS[name]).train(50)
+    expected = Textbook(half_parameters(dtype, 3), MASTER_OPTIMIZERS[name]).train(50)
     for share in (1.0, 1.5) if name == "AdamW" else (1.0,):
         training = started(budget_bytes=None, parameters=half_parameters(dtype, 3))
-        optimizer = keeping(KINDS[name](training.parameters))
+        optimizer = keeping(MASTER_OPTIMIZERS[name](training.parameters))
         # What Adafactor makes in its first step is small and stays, unlike what is taken for granted before it exists.
         budget = int(share * floor(training, optimizer)) + (KIB if name == "Adafactor" else 0)
         training.pager.budget_bytes = budget
@@ -62,18 +70,17 @@ def test_the_same_bits_as_the_textbook_loop(started: Start, name: str, dtype: to
         training.steps.close()
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_steps_that_are_not_managed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", MASTER_OPTIMIZERS)
+def test_steps_that_are_not_managed(name: str) -> None:
     """Without any runtime, some parameters at a time."""
-    monkeypatch.setattr(optimizer_master_hooks, "_PART_BYTES", 2 * WIDE)
     parameters = half_parameters(torch.bfloat16)
-    optimizer = keeping(KINDS[name](parameters))
+    optimizer = keeping(MASTER_OPTIMIZERS[name](parameters), subgroup_bytes=2 * WIDE)
     groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
-    expected = Textbook(half_parameters(torch.bfloat16), KINDS[name])
+    expected = Textbook(half_parameters(torch.bfloat16), MASTER_OPTIMIZERS[name])
     scheduler_there = torch.optim.lr_scheduler.StepLR(expected.optimizer, 4, gamma=0.5)
     for step in range(10):
-        set_gradients(parameters, step)
+        set_most_gradients(parameters, step)
         optimizer.step()
         scheduler.step()
         expected.train(1, step)
@@ -85,13 +92,13 @@ def test_steps_that_are_not_managed(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_managed_and_not_by_turns(started: Start) -> None:
     """As when everything fits for a while; then `teraio.reset`."""
     training = started(budget_bytes=None, parameters=half_parameters(torch.bfloat16))
-    optimizer = keeping(KINDS["AdamW"](training.parameters))
+    optimizer = keeping(MASTER_OPTIMIZERS["AdamW"](training.parameters))
     for step in range(9):
         training.active = step % 3 != 1
         train(training, optimizer, 1, step)
     training.steps.close()
     train(training, optimizer, 3, 9)
-    assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), KINDS["AdamW"]).train(12)) == []
+    assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), MASTER_OPTIMIZERS["AdamW"]).train(12)) == []
 
 
 def test_masters_are_blocks_like_other_states(started: Start) -> None:
@@ -120,21 +127,26 @@ def test_the_floor_counts_fp32(started: Start) -> None:
     assert 6 * WIDE <= floor(plain, torch.optim.AdamW(plain.parameters)) <= 6 * WIDE + KIB, "the one in fp32 is the largest"
 
 
-def test_sizes_of_updates_count_masters_and_fp32_states() -> None:
-    """So that parts of a size hold fewer of such parameters, with and without a gradient."""
+def unmoved(optimizer: Optimizer) -> ManagedOptimizer:
+    """The optimizer under a pager without budget and lower tiers."""
     pager = Pager(mover=None, budget_bytes=None)
-    parts = OptimizerParts(pager, OptimizerStates(pager, Timeline(pager)))
+    return ManagedOptimizers(pager, Timeline(pager), SubgroupSizes()).of(optimizer)
+
+
+def test_sizes_of_updates_count_masters_and_fp32_states() -> None:
+    """So that subgroups of a size hold fewer of such parameters, with and without a gradient."""
     parameters = half_parameters(torch.bfloat16, 1)
-    set_gradients(parameters, 0)
+    set_most_gradients(parameters, 0)
     optimizer = keeping(torch.optim.AdamW(parameters))
-    (before,) = parts.updates(optimizer)
+    managed = unmoved(optimizer)
+    before = managed.pending_step().in_order
     half, full = 2 * WIDE // 2 + 3 * WIDE, 4 * WIDE
-    assert [update.part_bytes for update in before] == [half, full, 2 * 30 + 3 * 60, half]
+    assert [update.total_bytes for update in before] == [half, full, 2 * 30 + 3 * 60, half]
     assert [update.fresh_bytes for update in before] == [3 * WIDE, 2 * WIDE, 3 * 60, 0]
     optimizer.step()
     del optimizer.state[parameters[0]]["master_param"]
-    (after,) = parts.updates(optimizer)
-    assert [update.part_bytes for update in after] == [half, full, 2 * 30 + 3 * 60, half]
+    after = managed.pending_step().in_order
+    assert [update.total_bytes for update in after] == [half, full, 2 * 30 + 3 * 60, half]
     assert [update.fresh_bytes for update in after] == [WIDE, 0, 0, 0]
 
 
@@ -238,7 +250,7 @@ def test_an_error_in_the_middle_of_the_first_step(started: Start) -> None:
         training.active = managed
         optimizer = keeping(torch.optim.SGD(training.parameters, lr=0.01, momentum=0.9))
         optimizer.param_groups[0]["lr"] = "fast"
-        set_gradients(training.parameters, 0)
+        set_most_gradients(training.parameters, 0)
         with pytest.raises(TypeError):
             optimizer.step()
         assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in training.parameters]
@@ -267,29 +279,25 @@ def test_an_update_allocates_no_more_than_was_reserved(memory: CpuMemory, name: 
     """In its first step, and when user code has written to all parameters."""
     shapes = [(512, 1024), (1024, 1024), (1024, 1024), (1024, 2048)]
     parameters = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes[:count]]
-    optimizer = keeping(KINDS[name](parameters))
-    pager = Pager(mover=None, budget_bytes=None)
-    parts = OptimizerParts(pager, OptimizerStates(pager, Timeline(pager)))
+    optimizer = keeping(MASTER_OPTIMIZERS[name](parameters))
+    managed = unmoved(optimizer)
     for _ in range(1 + stale):
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, dtype=torch.bfloat16)
             parameter.data.mul_(1.5)
-        part = parts.whole(optimizer, parts.updates(optimizer))
+        subgroup = managed.subgroups.whole(managed.pending_step())
         memory.reset_peak()
         before = memory.allocated_bytes
         run_step(optimizer)
     taken = memory.peak_bytes - before
     scalars = 100 * count
-    assert taken <= part.workspace_bytes + scalars, f"{taken:,} bytes, reserved {part.workspace_bytes:,}"
-    assert taken >= 0.35 * part.workspace_bytes, "what is reserved is for the worst case, but not for more"
+    assert taken <= subgroup.workspace_bytes + scalars, f"{taken:,} bytes, reserved {subgroup.workspace_bytes:,}"
+    assert taken >= 0.35 * subgroup.workspace_bytes, "what is reserved is for the worst case, but not for more"
 
 
-def test_steps_that_are_not_managed_take_memory_for_some_parameters_at_a_time(
-    memory: CpuMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(optimizer_master_hooks, "_PART_BYTES", 4 * MIB)
+def test_steps_that_are_not_managed_take_memory_for_some_parameters_at_a_time(memory: CpuMemory) -> None:
     parameters = [nn.Parameter(torch.randn(512, 1024).bfloat16()) for _ in range(8)]
-    optimizer = keeping(torch.optim.AdamW(parameters, fused=True))
+    optimizer = keeping(torch.optim.AdamW(parameters, fused=True), subgroup_bytes=4 * MIB)
     for step in range(2):
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, dtype=torch.bfloat16)
