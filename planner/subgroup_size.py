@@ -16,7 +16,7 @@ as it does where activations have filled the room before the step; if less does,
 
 Three parts must be in the room at once: one that comes, one that is updated, one that leaves. More would not make the pipeline
 faster, as Σ t_k ≤ 3 · max_k t_k. But no state can stay in what they take, and there must be room for an update's temporaries and
-for what comes after the step; so the three get less than half of it: a part at most one in `_PARTS_PER_ROOM` of the room.
+for what comes after the step; so the three get less than half of it: a part at most one in `_SUBGROUPS_PER_ROOM` of the room.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["UNMEASURED_BYTES", "Station", "largest_subgroup_bytes", "stations_of
 
 UNMEASURED_BYTES = 256 << 20
 """Of a subgroup at most where no figures are known; of the right order for 100 GB over a link of 50 GB/s."""
-_PARTS_PER_ROOM = 8
+_SUBGROUPS_PER_ROOM = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +69,11 @@ def stations_of_step(hardware: Hardware, tier: WaitingTier, *, update_seconds: f
     return way_in, Station(fixed_seconds=update_seconds, bytes_per_second=rate), way_out
 
 
-def step_seconds(stations: Sequence[Station], *, total_bytes: float, part_bytes: float) -> float:
-    """T of [Note: The size of subgroups]: what a step over `total_bytes` takes in parts of `part_bytes`."""
-    times = [station.seconds(part_bytes) for station in stations]
+def step_seconds(stations: Sequence[Station], *, total_bytes: float, size_bytes: float) -> float:
+    """T of [Note: The size of subgroups]: what a step over `total_bytes` takes in parts of `size_bytes`."""
+    times = [station.seconds(size_bytes) for station in stations]
     slowest = max(times)
-    return max(total_bytes / part_bytes, 1.0) * slowest + sum(times) - slowest
+    return max(total_bytes / size_bytes, 1.0) * slowest + sum(times) - slowest
 
 
 def subgroup_bytes(stations: Sequence[Station], *, total_bytes: int, smallest_bytes: int, largest_bytes: int) -> int:
@@ -85,12 +85,12 @@ def subgroup_bytes(stations: Sequence[Station], *, total_bytes: int, smallest_by
         return min(max(largest_bytes, smallest_bytes), max(UNMEASURED_BYTES, smallest_bytes))
     limit = max(min(largest_bytes, total_bytes), smallest_bytes)
     sizes = (size for size in _turning_points(stations, total_bytes) if smallest_bytes < size < limit)
-    return int(min((smallest_bytes, *sizes, limit), key=lambda s: step_seconds(stations, total_bytes=total_bytes, part_bytes=s)))
+    return int(min((smallest_bytes, *sizes, limit), key=lambda s: step_seconds(stations, total_bytes=total_bytes, size_bytes=s)))
 
 
 def largest_subgroup_bytes(room_bytes: int) -> int:
     """That lets the pipeline flow in a room of `room_bytes`, and leaves the most of it for what stays."""
-    return max(room_bytes, 0) // _PARTS_PER_ROOM
+    return max(room_bytes, 0) // _SUBGROUPS_PER_ROOM
 
 
 def _turning_points(stations: Sequence[Station], total_bytes: float) -> Iterator[float]:

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.bound.windows import Instants
-from planner.lp import Chain, Flow, HostWindows, candidates, chains_of, grouped, last_before, next_after
+from planner.lp import (
+    HostUpdateWindows,
+    UpdateChain,
+    UpdateCopy,
+    chains_of,
+    grouped,
+    host_update_candidates,
+    last_before,
+    next_after,
+)
 from planner.problem import Problem, gradients, host_start, movable_blocks, next_user_stage, parameters, states, total_bytes
 from planner.schema import Block, Link, Subgroup
 
@@ -18,7 +27,7 @@ class UpdateClass:
     """Subgroups with equal windows and proportional sizes: h is their mean by size. `windows` has their sums."""
 
     subgroups: tuple[int, ...]
-    windows: HostWindows
+    windows: HostUpdateWindows
 
 
 def update_classes(problem: Problem, instants: Instants, *, apart: bool, unit_seconds: float) -> tuple[UpdateClass, ...]:
@@ -26,8 +35,8 @@ def update_classes(problem: Problem, instants: Instants, *, apart: bool, unit_se
 
     `unit_seconds`: what routes count time in.
     """
-    groups: dict[tuple[object, ...], list[tuple[Subgroup, HostWindows]]] = {}
-    for subgroup in candidates(problem):
+    groups: dict[tuple[object, ...], list[tuple[Subgroup, HostUpdateWindows]]] = {}
+    for subgroup in host_update_candidates(problem):
         windows = _windows(problem, instants, subgroup, unit_seconds)
         key: tuple[object, ...] = (subgroup.id,)
         if not apart:
@@ -42,7 +51,7 @@ def update_classes(problem: Problem, instants: Instants, *, apart: bool, unit_se
     )
 
 
-def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seconds: float) -> HostWindows:
+def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seconds: float) -> HostUpdateWindows:
     trace, stages, route = problem.trace, problem.stage_count, problem.route("host")
     first = instants.last_by(2 * host_start(trace, subgroup) - 1)
     out = grouped(
@@ -65,7 +74,7 @@ def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seco
     last = needed if border is None else min(needed, border)
     start, gone = instants.first_from(2 * subgroup.stage), instants.last_by(2 * subgroup.stage + 1)
     flows_out = tuple(
-        Flow(
+        UpdateCopy(
             first=begin,
             last=max(last, begin + 1),
             absent=range(begin + 1, dead + 1),
@@ -75,7 +84,7 @@ def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seco
         for (begin, dead), blocks in out.items()
     )
     flows_in = tuple(
-        Flow(
+        UpdateCopy(
             first=max(begin, first),
             last=end,
             absent=range(begin + 1, end),
@@ -86,7 +95,7 @@ def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seco
     )
     host_seconds = (subgroup.host_seconds or 0.0) / unit_seconds
     chains = chains_of(first, host_seconds, flows_out, flows_in, border)
-    return HostWindows(
+    return HostUpdateWindows(
         name=str(subgroup.id),
         span=instants.last_by(2 * subgroup.stage),
         device_seconds=subgroup.device_seconds / unit_seconds,
@@ -115,7 +124,7 @@ def _pattern(problem: Problem, instants: Instants, subgroup: Subgroup) -> tuple[
     return tuple(sorted((places, round(size / total, 9)) for places, size in uses))
 
 
-def _likeness(windows: HostWindows) -> tuple[object, ...]:
+def _likeness(windows: HostUpdateWindows) -> tuple[object, ...]:
     """Equal for subgroups of which one sum of variables stands for all.
 
     Their sizes are proportional, and no workspace counts. Times need not be, only near: the class counts the least of
@@ -131,16 +140,16 @@ def _likeness(windows: HostWindows) -> tuple[object, ...]:
     return windows.span, windows.first, windows.last, split, places, shares, times
 
 
-def _together(name: str, members: Sequence[HostWindows]) -> HostWindows:
+def _together(name: str, members: Sequence[HostUpdateWindows]) -> HostUpdateWindows:
     first = members[0]
     if len(members) == 1:
         return replace(first, name=name)
     total = sum(member.host_bytes for member in members)
 
-    def flows(kind: str) -> tuple[Flow, ...]:
+    def flows(kind: str) -> tuple[UpdateCopy, ...]:
         parts = zip(*(getattr(member, kind) for member in members), strict=True)
         return tuple(
-            Flow(
+            UpdateCopy(
                 first=same[0].first,
                 last=same[0].last,
                 absent=same[0].absent,
@@ -150,7 +159,7 @@ def _together(name: str, members: Sequence[HostWindows]) -> HostWindows:
             for same in parts
         )
 
-    return HostWindows(
+    return HostUpdateWindows(
         name=name,
         span=first.span,
         device_seconds=max(member.device_seconds / member.host_bytes for member in members) * total,
@@ -162,7 +171,7 @@ def _together(name: str, members: Sequence[HostWindows]) -> HostWindows:
         gradients=flows("gradients"),
         parameters=flows("parameters"),
         chains=tuple(
-            Chain(spans=same[0].spans, seconds=min(chain.seconds for chain in same))
+            UpdateChain(spans=same[0].spans, seconds=min(chain.seconds for chain in same))
             for same in zip(*(member.chains for member in members), strict=True)
         ),
         at_instants=True,

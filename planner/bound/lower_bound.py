@@ -65,7 +65,7 @@ from planner.bound.model import build_bound
 from planner.bound.solve import least_stall
 from planner.bound.windows import Instants, copy_classes
 from planner.errors import SolverError
-from planner.lp import candidates
+from planner.lp import host_update_candidates
 from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units
 
 __all__ = ["lower_bound_seconds"]
@@ -81,27 +81,27 @@ _MAX_WHOLE = 32  # stages in which blocks are idle, by tier; beyond, whole block
 def lower_bound_seconds(
     problem: Problem,
     *,
-    most_instants: int | None = None,
+    max_instants: int | None = None,
     time_limit_seconds: float = 10.0,
     threads: int = DEFAULT_THREADS,
 ) -> float:
     """Seconds that an iteration takes at the least, whatever the plan; see [Note: why it is a bound].
 
-    `most_instants`: how many instants of the iteration to look at; more may raise the bound, and cost time (None: 32 for
+    `max_instants`: how many instants of the iteration to look at; more may raise the bound, and cost time (None: 32 for
     short iterations, 16 for others).
     Blocks for about `time_limit_seconds` at the most. At least the simple bound, also where the solver fails,
     is missing or does not finish: the sum of the stage durations, and what must cross the links.
     """
-    updatable = candidates(problem)
+    updatable = host_update_candidates(problem)
     saved = sum(subgroup.device_seconds for subgroup in updatable)
     simple = max(problem.trace.ideal_seconds - saved, 0.0) if updatable else _simple_seconds(problem)
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=0.0, threads=threads)
     if not updatable and (not problem.routes or problem.everything_fits):
         return simple
     unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
-    if most_instants is None:
-        most_instants = _INSTANTS_SHORT if problem.stage_count <= _SHORT else _INSTANTS
-    instants = Instants.of(problem, most_instants)
+    if max_instants is None:
+        max_instants = _INSTANTS_SHORT if problem.stage_count <= _SHORT else _INSTANTS
+    instants = Instants.of(problem, max_instants)
     idle = sum(period.gap for period in problem.periods) * len(problem.routes)
     whole = idle <= _MAX_WHOLE
     scaled = in_units(problem, unit)

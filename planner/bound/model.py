@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import pulp
 
 from planner.bound.host_updates import UpdateClass
-from planner.bound.windows import CopyClass, Instants, Window
-from planner.lp import PROCESSOR, Chain, HostUpdate, Terms, add_row, host_update, linear
+from planner.bound.windows import CopyClass, CopyWindow, Instants
+from planner.lp import PROCESSOR, HostUpdateVariables, Terms, UpdateChain, add_host_update, add_row, linear
 from planner.problem import Problem, Route
 from planner.schema import Link
 
@@ -36,7 +36,7 @@ class _Model:
     memory: list[Terms]
     places: dict[str, list[Terms]] = field(default_factory=dict)
     links: dict[str, list[Terms]] = field(default_factory=dict)
-    updates: list[HostUpdate] = field(default_factory=list)
+    updates: list[HostUpdateVariables] = field(default_factory=list)
     kept: pulp.LpVariable | None = None
 
     def variable(self, name: str, *, whole: bool = False) -> pulp.LpVariable:
@@ -49,11 +49,11 @@ class _Model:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Copies:
+class CopyVariables:
     """One class, window and tier. `out[i]` and `into[i]` are for instant `window.begin` + 1 + i."""
 
     block_class: CopyClass
-    window: Window
+    window: CopyWindow
     route: Route
     name: str
     found: pulp.LpVariable | None
@@ -98,7 +98,7 @@ def build_bound(
     for number in range(len(problem.shared)):
         model.links[f"shared {number}"] = [[] for _ in instants.positions]
     model.updates = [
-        host_update(program, each.windows, problem.route("host"), count=len(instants), whole=whole) for each in updates
+        add_host_update(program, each.windows, problem.route("host"), count=len(instants), whole=whole) for each in updates
     ]
     cost: Terms = [(stall, 1.0) for stall in model.stall if stall is not None]
     cost += [(update.chosen, -update.windows.device_seconds) for update in model.updates]
@@ -148,11 +148,11 @@ def _add_kept(problem: Problem, model: _Model, name: str, block_class: CopyClass
 
 
 def _copies(
-    model: _Model, label: str, block_class: CopyClass, window: Window, route: Route, *, first: bool, last: bool
-) -> _Copies:
+    model: _Model, label: str, block_class: CopyClass, window: CopyWindow, route: Route, *, first: bool, last: bool
+) -> CopyVariables:
     # A copy out that ends after the last instant inside serves later windows only.
     ends = [] if block_class.read_only else [*window.inside] + ([] if last else [window.end])
-    return _Copies(
+    return CopyVariables(
         block_class=block_class,
         window=window,
         route=route,
@@ -164,7 +164,7 @@ def _copies(
 
 
 def _add_adjacent(
-    problem: Problem, model: _Model, label: str, block_class: CopyClass, window: Window, route: Route
+    problem: Problem, model: _Model, label: str, block_class: CopyClass, window: CopyWindow, route: Route
 ) -> pulp.LpVariable:
     """(seconds out + seconds in) · g ≤ δ: one after the other, and the next stage waits for both."""
     made = model.variable(f"g_{label}", whole=True)
@@ -179,7 +179,7 @@ def _add_adjacent(
     return made
 
 
-def _add_order(model: _Model, copies: _Copies, made: Terms) -> None:
+def _add_order(model: _Model, copies: CopyVariables, made: Terms) -> None:
     """O and I ascend; I ≤ d + O_end; d ≤ Σ O_end + g over the earlier windows (`made`), read_only blocks apart."""
     for variables in (copies.out, copies.into):
         for before, after in zip(variables, variables[1:], strict=False):
@@ -191,7 +191,7 @@ def _add_order(model: _Model, copies: _Copies, made: Terms) -> None:
         model.add([(copies.found, 1.0), *minus], pulp.LpConstraintLE, 0)
 
 
-def _add_shares(problem: Problem, model: _Model, copies: _Copies) -> None:
+def _add_shares(problem: Problem, model: _Model, copies: CopyVariables) -> None:
     """What the class adds to the rows: absent d + O_k − I_k (whole: a_k, at most that), steps of O and I."""
     count, window = len(model.instants), copies.window
     share = copies.block_class.size_bytes / _scale(problem)
@@ -214,7 +214,7 @@ def _add_shares(problem: Problem, model: _Model, copies: _Copies) -> None:
         _add_steps(problem, model, copies, copies.route.inward, [*into, copies.waiting])
 
 
-def _add_steps(problem: Problem, model: _Model, copies: _Copies, link: Link, cumulative: list[Terms]) -> None:
+def _add_steps(problem: Problem, model: _Model, copies: CopyVariables, link: Link, cumulative: list[Terms]) -> None:
     before: Terms = []
     for span, terms in enumerate(cumulative, start=copies.window.begin):
         step = terms + [(variable, -factor) for variable, factor in before]
@@ -266,7 +266,7 @@ def _add_updates(problem: Problem, model: _Model) -> None:
         model.add(held, pulp.LpConstraintLE, limit / scale)
 
 
-def _add_chain(model: _Model, update: HostUpdate, chain: Chain) -> None:
+def _add_chain(model: _Model, update: HostUpdateVariables, chain: UpdateChain) -> None:
     """h_g · seconds of the chain ≤ Σ τ_k − Σ h · device_seconds of the stages in k + Σ δ_k over its spans."""
     spans = [k % len(model.instants) for k in chain.spans]  # some twice, if it is longer than an iteration
     row: Terms = [(update.chosen, chain.seconds)]

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from planner.problem import InactivePeriod, Problem
 
-__all__ = ["CopyClass", "Instants", "Window", "copy_classes"]
+__all__ = ["CopyClass", "Instants", "CopyWindow", "copy_classes"]
 
 _TURN_WEIGHT = 10.0
 
@@ -96,7 +96,7 @@ def _keep(times: list[float], live: list[int], total: float, most: int) -> list[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class CopyWindow:
     """One time between two consecutive uses, in instants: copies run in spans `begin` … `end` − 1.
 
     The block can be absent at instants `begin` + 1 … `end` − 1. `adjacent`: the uses are neighbouring
@@ -124,7 +124,7 @@ class CopyClass:
     `persistent`: they are there for good.
     """
 
-    windows: tuple[Window, ...]
+    windows: tuple[CopyWindow, ...]
     read_only: bool
     size_bytes: int
     smallest_bytes: int
@@ -155,7 +155,7 @@ def copy_classes(
         for subgroup in subgroups
         for block in problem.trace.subgroups[subgroup].blocks
     }
-    groups: dict[tuple[tuple[Window, ...], bool, int, int | None, frozenset[int], bool], list[int]] = {}
+    groups: dict[tuple[tuple[CopyWindow, ...], bool, int, int | None, frozenset[int], bool], list[int]] = {}
     for periods in stretches.values():
         update, stage = owner.get(periods[0].block, (None, None))
         windows, around = _windows(problem, periods, instants, stage)
@@ -185,14 +185,14 @@ def copy_classes(
 
 def _windows(
     problem: Problem, periods: list[InactivePeriod], instants: Instants, update_stage: int | None
-) -> tuple[list[Window], frozenset[int]]:
+) -> tuple[list[CopyWindow], frozenset[int]]:
     """All windows of a stretch from its first on to the last of `periods`, by rank, adjacent uses included; and the
     ranks of those that begin or end with `update_stage`."""
     last = max(periods, key=lambda period: period.rank)
     stages = problem.stage_count
     uses = problem.trace.blocks[last.block].uses
     position = uses.index(last.after)
-    windows: list[Window] = []
+    windows: list[CopyWindow] = []
     around: set[int] = set()
     for back in range(last.rank, -1, -1):
         turns, number = divmod(position - back, len(uses))
@@ -204,7 +204,9 @@ def _windows(
             before = last.before
         begin, end = instants.last_by(2 * after + 1), instants.first_from(2 * before)
         turns, begin_in_turn = divmod(begin, len(instants))
-        windows.append(Window(begin=begin_in_turn, end=end - turns * len(instants), adjacent=before == after + 1, final=final))
+        windows.append(
+            CopyWindow(begin=begin_in_turn, end=end - turns * len(instants), adjacent=before == after + 1, final=final)
+        )
         if update_stage in ((after,) if final else (after % stages, before % stages)):
             around.add(len(windows) - 1)
     return windows, frozenset(around)

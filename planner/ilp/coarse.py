@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from planner.errors import SolverError
 from planner.ilp.block_classes import classes_of
 from planner.ilp.formulation import build_model
-from planner.ilp.solve import Solution, solve
-from planner.lp import candidates, segment_windows, segments_of
+from planner.ilp.solve import CoarseSolution, solve
+from planner.lp import host_update_candidates, segment_windows, segments_of
 from planner.problem import Problem, SolverSettings, in_units, movable_blocks, parameters, total_bytes
 from planner.schema import Subgroup
 
@@ -25,18 +25,18 @@ of the time, where the integer program often finds nothing within the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Grid:
+class _Resolution:
     """How fine the program is: most segments, and how many of them a copy may choose from."""
 
     segments: int
     window: int
 
 
-_FINE = _Grid(segments=64, window=6)
-_ROUGH = _Grid(segments=24, window=3)
+_FINE = _Resolution(segments=64, window=6)
+_ROUGH = _Resolution(segments=24, window=3)
 
 
-def coarse_solutions(problem: Problem, settings: SolverSettings, on_host: Collection[int] | None = None) -> list[Solution]:
+def coarse_solutions(problem: Problem, settings: SolverSettings, on_host: Collection[int] | None = None) -> list[CoarseSolution]:
     """Of the integer program, unless it is too large; and of the relaxed one, unless that has been solved to the end.
 
     on_host: the subgroups that update on the host, where that is decided already. If not, and relaxed, where updates run is
@@ -44,8 +44,8 @@ def coarse_solutions(problem: Problem, settings: SolverSettings, on_host: Collec
     would fit neither. None where no solver is installed or all of them fail.
     """
     decided = on_host is not None
-    subgroups = [subgroup for subgroup in candidates(problem) if on_host is None or subgroup.id in on_host]
-    found: list[Solution] = []
+    subgroups = [subgroup for subgroup in host_update_candidates(problem) if on_host is None or subgroup.id in on_host]
+    found: list[CoarseSolution] = []
     if problem.stage_count <= MAX_INTEGER_STAGES:
         with contextlib.suppress(SolverError):
             found.append(_solve(problem, settings, subgroups, _FINE, relaxed=False, decided=decided))
@@ -78,7 +78,7 @@ def in_order_of_need(problem: Problem, on_host: Collection[int]) -> list[int]:
     return fitting
 
 
-def _solve_relaxed(problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgroup]) -> Solution:
+def _solve_relaxed(problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgroup]) -> CoarseSolution:
     if not subgroups:
         return _solve(problem, settings, (), _FINE, relaxed=True)
     first = _solve(problem, settings, subgroups, _ROUGH, relaxed=True)
@@ -99,11 +99,11 @@ def _solve(
     problem: Problem,
     settings: SolverSettings,
     subgroups: Sequence[Subgroup],
-    grid: _Grid,
+    grid: _Resolution,
     *,
     relaxed: bool,
     decided: bool = False,
-) -> Solution:
+) -> CoarseSolution:
     """subgroups: those that may update on the host, or (decided) do so."""
     began = time.perf_counter()
     segments = segments_of(problem, grid.segments)

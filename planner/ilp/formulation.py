@@ -22,7 +22,7 @@ import pulp
 from planner.ilp.block_classes import BlockClass, ClassPeriod
 from planner.ilp.limits import add_capacity, add_link_time, add_shared_rate, add_updates, add_user_code
 from planner.ilp.model import CoarseModel, PeriodVariables
-from planner.lp import HostWindows, Segment, Terms, add_row, host_update, linear
+from planner.lp import HostUpdateWindows, Segment, Terms, add_host_update, add_row, linear
 from planner.problem import TIE_WEIGHT, Problem, Route, outward_weight
 
 __all__ = ["build_model"]
@@ -35,7 +35,7 @@ def build_model(
     *,
     write_weight: float,
     window: int,
-    updates: Sequence[HostWindows] = (),
+    updates: Sequence[HostUpdateWindows] = (),
     updates_decided: bool = False,
 ) -> CoarseModel:
     """The whole program; changes nothing that it is given.
@@ -57,7 +57,9 @@ def build_model(
             for route in problem.routes:
                 name = f"{number}_{position}_{route.tier}"
                 model.periods.append(_variables(program, name, block_class, period, route, window))
-    model.updates = [host_update(program, windows, problem.route("host"), count=len(segments), whole=True) for windows in updates]
+    model.updates = [
+        add_host_update(program, windows, problem.route("host"), count=len(segments), whole=True) for windows in updates
+    ]
     for update in model.updates:
         update.chosen.lowBound = float(updates_decided)
     add_objective(problem, model, write_weight)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pulp
 
 from planner.ilp.block_classes import BlockClass, ClassPeriod
-from planner.lp import HostUpdate, Segment, Terms, add_row
+from planner.lp import HostUpdateVariables, Segment, Terms, add_row
 from planner.problem import Route
 
 __all__ = ["CoarseModel", "PeriodVariables"]
@@ -56,7 +56,7 @@ class CoarseModel:
     leaving: list[pulp.LpVariable]
     unplaced: list[pulp.LpVariable]
     periods: list[PeriodVariables] = field(default_factory=list)
-    updates: list[HostUpdate] = field(default_factory=list)
+    updates: list[HostUpdateVariables] = field(default_factory=list)
 
     def add_time_limit(self, rows: Sequence[Terms], name: str = "") -> None:
         """Σ row_k ≤ τ_k − Σ_g h_g · device_seconds of its stage, if in k, + δ_k; `name`: a link, or the processor."""

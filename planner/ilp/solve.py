@@ -15,13 +15,13 @@ from planner.ilp.model import CoarseModel
 from planner.problem import SolverSettings
 from planner.schema import SolverReport, WaitingTier
 
-__all__ = ["Solution", "has_run", "pick_solver", "run", "solve"]
+__all__ = ["CoarseSolution", "has_run", "pick_solver", "run", "solve"]
 
 _NOTHING = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class CoarseSolution:
     """Tiers by period index, subgroups that update on the host, and the solver's report."""
 
     tiers: dict[int, WaitingTier]
@@ -37,7 +37,7 @@ def solve(
     settings: SolverSettings,
     build_seconds: float,
     unit_seconds: float,
-) -> Solution:
+) -> CoarseSolution:
     """Solve with HiGHS, or with CBC where HiGHS is not installed.
 
     relaxed: solve the linear relaxation and round it; then the report has a bound, the relaxation's objective, but no
@@ -71,9 +71,9 @@ def solve(
             build_seconds=build_seconds,
             solve_seconds=seconds,
         )
-        return Solution(tiers=_chosen_tiers(model), on_host=_on_host(model), report=report)
+        return CoarseSolution(tiers=_chosen_tiers(model), on_host=_on_host(model), report=report)
     bound = _dual_bound(name, model, unit_seconds)
-    return Solution(
+    return CoarseSolution(
         tiers=_chosen_tiers(model),
         on_host=_on_host(model),
         report=SolverReport(

@@ -21,13 +21,13 @@ import pulp
 from planner.lp.rows import Terms, add_row
 from planner.problem import Route
 
-__all__ = ["PROCESSOR", "Chain", "Flow", "HostUpdate", "HostWindows", "host_update"]
+__all__ = ["PROCESSOR", "UpdateChain", "UpdateCopy", "HostUpdateVariables", "HostUpdateWindows", "add_host_update"]
 
 PROCESSOR = "host processor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
+class UpdateCopy:
     """Blocks that cross one link for an update on the host, in spans `first` to `last` − 1.
 
     `absent`: where they count as absent, gradients by what has left before, parameters but for what is back.
@@ -41,7 +41,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class UpdateChain:
     """Things that follow one another in these spans, and what they take in all."""
 
     spans: range
@@ -49,7 +49,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostWindows:
+class HostUpdateWindows:
     """When all that belongs to an update on the host may happen, in spans numbered on over the iteration's end.
 
     The update takes `host_seconds` in spans `first` to `last` − 1. `span`: that of the stage, which gets shorter by
@@ -68,23 +68,23 @@ class HostWindows:
     host_bytes: int
     first: int
     last: int
-    gradients: tuple[Flow, ...]
-    parameters: tuple[Flow, ...]
-    chains: tuple[Chain, ...]
+    gradients: tuple[UpdateCopy, ...]
+    parameters: tuple[UpdateCopy, ...]
+    chains: tuple[UpdateChain, ...]
     at_instants: bool
     idle: range = range(0)
     idle_bytes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
-class HostUpdate:
+class HostUpdateVariables:
     """What the update of one subgroup (or of several alike) on the host adds to the rows, by span.
 
     `absent`: bytes not on the device. `left`: of these, what has left in the span. `busy`: seconds on links, by name, and
     on the PROCESSOR. `moved`: bytes on links. `late`: seconds of copies in that a stall must hold.
     """
 
-    windows: HostWindows
+    windows: HostUpdateWindows
     chosen: pulp.LpVariable
     absent: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
     left: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
@@ -93,13 +93,15 @@ class HostUpdate:
     late: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
 
 
-def host_update(program: pulp.LpProblem, windows: HostWindows, route: Route, *, count: int, whole: bool) -> HostUpdate:
+def add_host_update(
+    program: pulp.LpProblem, windows: HostUpdateWindows, route: Route, *, count: int, whole: bool
+) -> HostUpdateVariables:
     """The variables of one update and the rows that concern it alone; `count`: spans in an iteration.
 
     route: the host tier's. whole: h is 0 or 1, else any share.
     """
     kind = pulp.LpBinary if whole else pulp.LpContinuous
-    update = HostUpdate(windows=windows, chosen=program.add_variable(f"h_{windows.name}", 0, 1, cat=kind))
+    update = HostUpdateVariables(windows=windows, chosen=program.add_variable(f"h_{windows.name}", 0, 1, cat=kind))
     for k in range(count):
         update.absent[k].append((update.chosen, float(windows.held_bytes)))
     for k in windows.idle:
@@ -146,7 +148,7 @@ class _Curve:
 class _Curves:
     """Makes the curves of one update, and adds them to its rows."""
 
-    def __init__(self, program: pulp.LpProblem, update: HostUpdate, count: int) -> None:
+    def __init__(self, program: pulp.LpProblem, update: HostUpdateVariables, count: int) -> None:
         self._program, self._update, self._count = program, update, count
 
     def make(self, name: str, first: int, last: int, *, late: bool = False) -> _Curve:
@@ -170,7 +172,7 @@ class _Curves:
         for k, terms in self.steps(curve, seconds):
             self._update.busy[name][k] += terms
 
-    def copy(self, curve: _Curve, link: str, flow: Flow) -> None:
+    def copy(self, curve: _Curve, link: str, flow: UpdateCopy) -> None:
         """What crosses a link along the curve."""
         self.work(curve, link, flow.seconds)
         for k, terms in self.steps(curve, float(flow.size_bytes)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from planner.lp.host_update import Chain, Flow, HostWindows
+from planner.lp.host_update import HostUpdateWindows, UpdateChain, UpdateCopy
 from planner.lp.segments import Segment
 from planner.problem import (
     Problem,
@@ -19,10 +19,10 @@ from planner.problem import (
 )
 from planner.schema import Block, Subgroup
 
-__all__ = ["candidates", "chains_of", "grouped", "last_before", "next_after", "segment_windows"]
+__all__ = ["host_update_candidates", "chains_of", "grouped", "last_before", "next_after", "segment_windows"]
 
 
-def candidates(problem: Problem) -> tuple[Subgroup, ...]:
+def host_update_candidates(problem: Problem) -> tuple[Subgroup, ...]:
     """Subgroups that can update on the host, where each of them would fit into the host tier by itself."""
     route = next((route for route in problem.routes if route.tier == "host"), None)
     if route is None:
@@ -36,7 +36,7 @@ def candidates(problem: Problem) -> tuple[Subgroup, ...]:
 
 def segment_windows(
     problem: Problem, segments: Sequence[Segment], subgroup: Subgroup, *, unit_seconds: float, window: int
-) -> HostWindows:
+) -> HostUpdateWindows:
     """In segments; each flow gets at most `window` of them.
 
     The problem's routes count time in `unit_seconds`, its trace in seconds.
@@ -59,7 +59,7 @@ def segment_windows(
         lambda block: (place(last_before(block, subgroup, stages)), place(next_after(block, subgroup, stages))),
     )
     flows_out = tuple(
-        Flow(
+        UpdateCopy(
             first=after + 1,
             last=after + 1 + window if border is None else max(after + 2, min(after + 1 + window, border)),
             absent=range(after + 2, gone + 1),
@@ -69,7 +69,7 @@ def segment_windows(
         for (after, gone), blocks in out.items()
     )
     flows_in = tuple(
-        Flow(
+        UpdateCopy(
             first=max(begin, before - window),
             last=before,
             absent=range(after + 1, before),
@@ -81,7 +81,7 @@ def segment_windows(
     host_seconds = (subgroup.host_seconds or 0.0) / unit_seconds
     needed = max(begin + 1, max(flow.last for flow in flows_in))
     chains = chains_of(begin, host_seconds, flows_out, flows_in, border)
-    return HostWindows(
+    return HostUpdateWindows(
         name=str(subgroup.id),
         span=span,
         device_seconds=subgroup.device_seconds / unit_seconds,
@@ -98,16 +98,16 @@ def segment_windows(
 
 
 def chains_of(
-    begin: int, host_seconds: float, gradients: Sequence[Flow], parameters: Sequence[Flow], border: int | None
-) -> tuple[Chain, ...]:
+    begin: int, host_seconds: float, gradients: Sequence[UpdateCopy], parameters: Sequence[UpdateCopy], border: int | None
+) -> tuple[UpdateChain, ...]:
     """What must follow one another: the gradients that can leave last, the update (from span `begin` on), and the
     parameters that are needed first. And the first two, before span `border`, if there is one."""
     first, before = max([(flow.first, flow.seconds) for flow in gradients], default=(begin, 0.0))
     last, after = min((flow.last, -flow.seconds) for flow in parameters)
     if first < begin:
         first, before = begin, 0.0
-    whole = Chain(spans=range(first, last), seconds=before + host_seconds - after)
-    return (whole,) if border is None else (whole, Chain(spans=range(first, border), seconds=before + host_seconds))
+    whole = UpdateChain(spans=range(first, last), seconds=before + host_seconds - after)
+    return (whole,) if border is None else (whole, UpdateChain(spans=range(first, border), seconds=before + host_seconds))
 
 
 def last_before(block: Block, subgroup: Subgroup, stages: int) -> int:

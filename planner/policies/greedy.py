@@ -116,7 +116,7 @@ class _LinkTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
+class _ScoredMove:
     """A period's move to one tier: its memory is free from stage `free` to stage `start`, where it comes back."""
 
     index: int
@@ -165,7 +165,7 @@ class _Greedy:
         self._pressure = _Pressure.of(self._excess, self._seconds, self._largest)
         self._over_budget = max(self._excess) > 0
 
-    def _candidate(self, index: int) -> _Candidate | None:
+    def _candidate(self, index: int) -> _ScoredMove | None:
         """The move to the first tier with bandwidth and room for it that is of any use; None if there is none."""
         for route in self._routes:
             if self._room.fits(index, route.tier):
@@ -174,7 +174,7 @@ class _Greedy:
                     return candidate
         return None
 
-    def _to(self, index: int, route: Route) -> _Candidate | None:
+    def _to(self, index: int, route: Route) -> _ScoredMove | None:
         period = self._problem.periods[index]
         copied = period.read_only or (period.block, period.epoch, route.tier) in self._written
         out_seconds = 0.0 if copied else route.outward.seconds(period.size_bytes)
@@ -186,7 +186,7 @@ class _Greedy:
         benefit = self._benefit(period.size_bytes, free, start, self._pressure)
         if benefit <= 0:
             return None
-        return _Candidate(
+        return _ScoredMove(
             index=index,
             route=route,
             out_seconds=out_seconds,
@@ -196,7 +196,7 @@ class _Greedy:
             ratio=benefit / max(out_seconds + in_seconds, _EPSILON),
         )
 
-    def _take(self, candidate: _Candidate) -> None:
+    def _take(self, candidate: _ScoredMove) -> None:
         period, route, stages = self._problem.periods[candidate.index], candidate.route, len(self._seconds)
         self._links[route.outward.name].take(range(period.after + 1, candidate.free), candidate.out_seconds)
         self._links[route.inward.name].take(range(period.before - 1, candidate.start - 1, -1), candidate.in_seconds)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from planner.bound import lower_bound_seconds
 from planner.errors import InfeasiblePlanError
-from planner.ilp import MAX_INTEGER_STAGES, Solution, coarse_solutions, in_order_of_need
-from planner.lp import candidates
+from planner.ilp import MAX_INTEGER_STAGES, CoarseSolution, coarse_solutions, in_order_of_need
+from planner.lp import host_update_candidates
 from planner.problem import (
     DEFAULT_THREADS,
     DEFAULT_WRITE_WEIGHT,
@@ -22,11 +22,11 @@ from planner.problem import (
     outward_weight,
     user_stages,
 )
-from planner.schedule import StageClock, evict_furthest, proposals, prune, schedule
+from planner.schedule import StageClock, evict_furthest, prune, schedule, user_code_proposals
 from planner.schema import Plan, Predicted, SolverReport
 from planner.simulator import Timeline, simulate
 
-__all__ = ["finish", "optimise"]
+__all__ = ["with_predictions", "optimise"]
 
 _CLEARLY_BETTER = 0.999
 _BETTER = 0.9999
@@ -37,7 +37,7 @@ _LEADS = (3.0, 1.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
+class _ReplayedPlan:
     problem: Problem
     decisions: Decisions
     plan: Plan
@@ -60,15 +60,15 @@ def optimise(
     So there always is a plan where one exists. Up to the default weight of writes no plan is chosen that is
     slower than a rival's. Raises InfeasiblePlanError where the lower tiers are too small.
     """
-    if problem.everything_fits and not (candidates(problem) if on_host is None else on_host):
-        return finish(problem, build_plan(problem, {}, policy=policy), threads=settings.threads)
+    if problem.everything_fits and not (host_update_candidates(problem) if on_host is None else on_host):
+        return with_predictions(problem, build_plan(problem, {}, policy=policy), threads=settings.threads)
     solutions = coarse_solutions(problem, settings, on_host)
     report = solutions[0].report if solutions else SolverReport(name="none", status="failed")
     # Without a solution the report says so, and a greedy plan stands in.
     starts = [_decisions(problem, solution) for solution in solutions] or [_undecided(problem, on_host or ())]
     if on_host is None and problem.stage_count <= MAX_INTEGER_STAGES:
         starts += _extremes(problem)
-    own: list[_Candidate] = []
+    own: list[_ReplayedPlan] = []
     too_full: InfeasiblePlanError | None = None
     for start in starts:
         try:
@@ -85,22 +85,22 @@ def optimise(
         own += [_around_user_code(candidate, settings.write_weight) for candidate in cheapest]
     best = _choose(own, others, settings.write_weight)
     made = best.plan.model_copy(update={"solver": report, "policy": policy})
-    return finish(problem, made, best.timeline, threads=settings.threads)
+    return with_predictions(problem, made, best.timeline, threads=settings.threads)
 
 
 def _extremes(problem: Problem) -> list[tuple[Problem, Decisions]]:
     """All updates on the host, where any can be; and nothing decided. Cheap for small iterations, of which coarse time
     tells too little."""
-    everything = [subgroup.id for subgroup in candidates(problem)]
+    everything = [subgroup.id for subgroup in host_update_candidates(problem)]
     return [_undecided(problem, everything), (problem, {})] if everything else [(problem, {})]
 
 
 def _undecided(problem: Problem, on_host: Collection[int]) -> tuple[Problem, Decisions]:
     """Nothing decided but where updates run."""
-    return _decisions(problem, Solution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
+    return _decisions(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
 
 
-def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -> list[_Candidate]:
+def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -> list[_ReplayedPlan]:
     """The decisions made feasible, with all the moves that they ask for and with those only that the budget needs.
 
     Raises InfeasiblePlanError where the lower tiers are too small.
@@ -113,12 +113,12 @@ def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -
     return [first, _best_schedule(problem, pruned, write_weight, leads=(first.lead,))]
 
 
-def _around_user_code(best: _Candidate, write_weight: float) -> _Candidate:
+def _around_user_code(best: _ReplayedPlan, write_weight: float) -> _ReplayedPlan:
     """Better starts for the copies that user code waits for, as long as some are found. Never slower: it is replayed."""
     for _ in range(_SHIFTS):
         clock = StageClock.replayed(best.problem, best.plan, best.timeline)
         tried = [(best.problem, schedule(best.problem, best.decisions, clock, lead=lead)) for lead in _LEADS]
-        tried += proposals(best.problem, best.decisions, best.plan, best.timeline)
+        tried += user_code_proposals(best.problem, best.decisions, best.plan, best.timeline)
         better = min((_replayed(*each, write_weight) for each in tried), key=lambda candidate: candidate.cost)
         if better.cost >= best.cost * _BETTER:
             break
@@ -128,7 +128,7 @@ def _around_user_code(best: _Candidate, write_weight: float) -> _Candidate:
 
 def _rival_candidates(
     problem: Problem, rivals: Sequence[Callable[[Problem], Decisions]], write_weight: float
-) -> list[_Candidate]:
+) -> list[_ReplayedPlan]:
     """What the other policies plan, as they plan it."""
     found = []
     for rival in rivals:
@@ -139,7 +139,7 @@ def _rival_candidates(
     return found
 
 
-def _choose(candidates: list[_Candidate], others: list[_Candidate], write_weight: float) -> _Candidate:
+def _choose(candidates: list[_ReplayedPlan], others: list[_ReplayedPlan], write_weight: float) -> _ReplayedPlan:
     """The cheapest; up to the default weight, of those that are no slower than any rival."""
     pool = [*candidates, *others]
     if others and write_weight <= DEFAULT_WRITE_WEIGHT:
@@ -148,7 +148,7 @@ def _choose(candidates: list[_Candidate], others: list[_Candidate], write_weight
     return min(pool, key=lambda candidate: candidate.cost)
 
 
-def _decisions(problem: Problem, solution: Solution) -> tuple[Problem, Decisions]:
+def _decisions(problem: Problem, solution: CoarseSolution) -> tuple[Problem, Decisions]:
     """What the solution chooses, with the problem that is left when some subgroups update on the host.
 
     Rounding may overfill a tier: then the fastest other one with room, or none; updates on the host come first.
@@ -180,12 +180,12 @@ def _cost(problem: Problem, index: int, decision: Decision, *, out: bool) -> flo
     return route.inward.seconds(period.size_bytes)
 
 
-def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float]) -> _Candidate:
+def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float]) -> _ReplayedPlan:
     """Schedule by the ideal clock, replay, schedule again by the replayed clock, and so on; keep the best.
 
     Longer leads come first, and shorter ones must be clearly better: a lead absorbs what was not measured.
     """
-    best: _Candidate | None = None
+    best: _ReplayedPlan | None = None
     known: set[tuple[tuple[int, int], ...]] = set()
     for lead in leads:
         clock = StageClock.ideal(problem)
@@ -205,17 +205,17 @@ def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, 
     return best
 
 
-def _replayed(problem: Problem, decisions: Decisions, write_weight: float) -> _Candidate:
+def _replayed(problem: Problem, decisions: Decisions, write_weight: float) -> _ReplayedPlan:
     plan = build_plan(problem, decisions, policy="")
     timeline = simulate(problem.source, plan)
     cost = timeline.iteration_seconds
     for route in problem.routes:
         written_seconds = timeline.moved_bytes.get(route.outward.name, 0) / route.outward.bytes_per_second
         cost += outward_weight(route.tier, write_weight) * written_seconds
-    return _Candidate(problem=problem, decisions=decisions, plan=plan, timeline=timeline, cost=cost)
+    return _ReplayedPlan(problem=problem, decisions=decisions, plan=plan, timeline=timeline, cost=cost)
 
 
-def finish(problem: Problem, plan: Plan, timeline: Timeline | None = None, *, threads: int = DEFAULT_THREADS) -> Plan:
+def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = None, *, threads: int = DEFAULT_THREADS) -> Plan:
     """Add the simulator's predictions, and per offload the stage by whose end the copy is out."""
     if timeline is None:
         timeline = simulate(problem.source, plan)

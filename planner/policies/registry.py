@@ -8,7 +8,7 @@ from functools import partial
 from planner.errors import BudgetError, OptionsError
 from planner.policies.fixed_updates import all_on_host, every_nth_on_device
 from planner.policies.greedy import g10_decisions, teraio_decisions
-from planner.policies.ilp import finish, optimise
+from planner.policies.ilp import optimise, with_predictions
 from planner.policies.zero_infinity import zero_infinity_decisions
 from planner.problem import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, Decisions, Problem, SolverSettings, build_plan
 from planner.schedule import evict_furthest
@@ -75,7 +75,7 @@ def _fixed_updates(name: str, decide: Callable[[str, Problem], Sequence[int]]) -
 def _heuristic(name: str, decide: Callable[[Problem], Decisions]) -> Policy:
     def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         problem = Problem.of(trace, budgets)
-        return finish(problem, build_plan(problem, decide(problem), policy=name), threads=settings.threads)
+        return with_predictions(problem, build_plan(problem, decide(problem), policy=name), threads=settings.threads)
 
     return policy
 
@@ -93,7 +93,7 @@ def _keep_all(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
             budget_bytes=budgets.device_bytes,
             stage=trace.stages[worst].name,
         )
-    return finish(problem, build_plan(problem, {}, policy="keep-all"), threads=settings.threads)
+    return with_predictions(problem, build_plan(problem, {}, policy="keep-all"), threads=settings.threads)
 
 
 HEURISTICS: dict[str, Callable[[Problem], Decisions]] = {

@@ -16,7 +16,7 @@
   update that is part of user code is nothing that could run elsewhere.
 * Stage s gets shorter by the subgroup's `device_seconds`, and needs no workspace where nothing is left of it.
 
-So what the device does is again an iteration, with fewer uses: `device_part`.
+So what the device does is again an iteration, with fewer uses: `device_iteration`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from collections.abc import Collection, Iterable
 
 from planner.schema import Block, Subgroup, Trace
 
-__all__ = ["device_part", "gradients", "host_start", "host_updatable", "movable_blocks", "parameters", "states", "total_bytes"]
+__all__ = [
+    "device_iteration",
+    "gradients",
+    "host_start",
+    "host_updatable",
+    "movable_blocks",
+    "parameters",
+    "states",
+    "total_bytes",
+]
 
 _NOTHING_LEFT = 1e-9
 
@@ -82,7 +91,7 @@ def host_start(trace: Trace, subgroup: Subgroup) -> int:
     return max(begin, max(uses, default=-1) + 1)
 
 
-def device_part(trace: Trace, on_host: Collection[int]) -> Trace:
+def device_iteration(trace: Trace, on_host: Collection[int]) -> Trace:
     """The iteration that is left for the device when the subgroups `on_host` (ids) update on the host.
 
     Block and stage ids stay; states have no bytes left. Nothing is checked: all of `on_host` must be updatable there.

@@ -17,7 +17,6 @@ __all__ = [
     "live_bytes",
     "live_bytes_by_kind",
     "mean_active_fraction",
-    "stage_need_bytes",
 ]
 
 
@@ -150,15 +149,6 @@ def mean_active_fraction(trace: Trace) -> float:
     movable = [(block, found) for block, found in zip(trace.blocks, block_activities(trace), strict=True) if block.movable]
     total = sum(block.size_bytes for block, _ in movable)
     return sum(block.size_bytes / total * found.active_fraction for block, found in movable) if total else 0.0
-
-
-def stage_need_bytes(trace: Trace) -> list[int]:
-    """Per stage: bytes that come into being when it starts (outputs born there, and workspace)."""
-    need = [stage.workspace_bytes for stage in trace.stages]
-    for block in trace.blocks:
-        if not block.persistent:
-            need[block.uses[0]] += block.size_bytes
-    return need
 
 
 def live_bytes(trace: Trace) -> list[int]:

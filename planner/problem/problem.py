@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from planner.errors import BudgetError
-from planner.problem.host_updates import device_part, gradients, movable_blocks, parameters
+from planner.problem.host_updates import device_iteration, gradients, movable_blocks, parameters
 from planner.problem.lifetimes import InactivePeriod, inactive_periods, live_bytes, stage_floors
 from planner.schema import Block, Budgets, Link, Move, Offload, Placement, Plan, Prefetch, SharedRate, Trace, Update, WaitingTier
 
@@ -73,7 +73,7 @@ class Problem:
 
         on_host: of `host_updatable` subgroups; that their blocks fit into the host tier is not checked here.
         """
-        trace = device_part(source, on_host)
+        trace = device_iteration(source, on_host)
         routes = _routes(trace, budgets)
         live = live_bytes(trace)
         floors = stage_floors(trace) if routes else live

@@ -1,6 +1,6 @@
 """Other starts for the copies that user code would wait for: when it has ended, they run beside the next region.
 
-That takes room for longer and may move the wait elsewhere, so all of these are proposals: the replay decides.
+That takes room for longer and may move the wait elsewhere, so all of these are user_code_proposals: the replay decides.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from planner.problem import Decisions, Problem, next_user_stage, user_stages
 from planner.schema import Plan
 from planner.simulator import Timeline
 
-__all__ = ["proposals"]
+__all__ = ["user_code_proposals"]
 
 _MAX_APART = 3  # stages of user code for which the copies that they wait for are put off by themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Late:
+class _LateCopy:
     """A copy out for which user code waits: queued at the end of `leave`, it could go at the end of `user` as well.
 
     `index`: its period, None for a gradient of an update on the host, which has none. `wait_seconds`: for how long it is
@@ -32,7 +32,9 @@ class _Late:
     wait_seconds: float
 
 
-def proposals(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Iterator[tuple[Problem, Decisions]]:
+def user_code_proposals(
+    problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline
+) -> Iterator[tuple[Problem, Decisions]]:
     """Variants of `decisions`, of which `plan` is the plan and `timeline` the replay, in which user code may wait for less.
 
     All of them fit into the device budget at every stage, as the decisions given must. The problem differs only in when
@@ -54,7 +56,7 @@ def proposals(problem: Problem, decisions: Decisions, plan: Plan, timeline: Time
                     yield put_off[0], {i: replace(d, start=max(d.start, sooner[i].start)) for i, d in put_off[1].items()}
 
 
-def _late_copies(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Iterator[_Late]:
+def _late_copies(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Iterator[_LateCopy]:
     trace, stages = problem.trace, problem.stage_count
     period_of = {(problem.periods[index].block, problem.periods[index].after): index for index in decisions}
     tolerance = 1e-9 * timeline.iteration_seconds
@@ -72,10 +74,10 @@ def _late_copies(problem: Problem, decisions: Decisions, plan: Plan, timeline: T
         reached = timeline.stages[user % stages].reached_seconds + turns * timeline.iteration_seconds
         done = timeline.stages[leave % stages].end_seconds + transfer.end_seconds - transfer.queued_seconds
         if done > reached + tolerance:
-            yield _Late(index=index, block=move.block, leave=leave, user=user, wait_seconds=done - reached)
+            yield _LateCopy(index=index, block=move.block, leave=leave, user=user, wait_seconds=done - reached)
 
 
-def _put_off(problem: Problem, decisions: Decisions, late: list[_Late]) -> tuple[Problem, Decisions] | None:
+def _put_off(problem: Problem, decisions: Decisions, late: list[_LateCopy]) -> tuple[Problem, Decisions] | None:
     """The copies of `late` leave after their user code, as far as there is room for that; None if there is for none."""
     occupied, stages, budget = problem.occupancy(decisions), problem.stage_count, problem.budgets.device_bytes
     result, gradients = dict(decisions), dict(problem.gradient_leaves)

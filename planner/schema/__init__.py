@@ -1,6 +1,6 @@
 """The two files, traces and plans: what is in them, and how they are read and written."""
 
-from planner.schema.json_file import LARGEST_NUMBER, FrozenModel, printable, read_format
+from planner.schema.json_file import MAX_NUMBER, FrozenModel, printable, read_format
 from planner.schema.plan import Budgets, Move, Offload, Placement, Plan, Predicted, Prefetch, SolverReport, Update, WaitingTier
 from planner.schema.trace import Block, BlockKind, Hardware, Link, Phase, SharedRate, Stage, Subgroup, Tier, Trace
 
@@ -10,7 +10,7 @@ __all__ = [
     "Budgets",
     "FrozenModel",
     "Hardware",
-    "LARGEST_NUMBER",
+    "MAX_NUMBER",
     "Link",
     "Move",
     "Offload",

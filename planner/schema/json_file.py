@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, Valid
 from planner.errors import FileFormatError
 
 __all__ = [
-    "LARGEST_NUMBER",
-    "LONGEST_TEXT",
+    "MAX_NUMBER",
+    "MAX_TEXT_CHARACTERS",
     "MAX_BYTES",
     "MAX_VALUES",
     "MIN_NUMBER",
@@ -44,14 +44,14 @@ MAX_VALUES = 1_000_000
 each takes about a hundred bytes. Reports of faults take more (a kilobyte each, and the three characters `{},` can be an
 object that lacks seven fields), so the models' lists end with the first entry that is faulty (pydantic's FailFast)."""
 
-LARGEST_NUMBER = (1 << 63) - 1
+MAX_NUMBER = (1 << 63) - 1
 """No number in a file is greater, nor less than its negative: whole ones fit 64 bits, as file sizes do. With the next
 limit, sums and quotients of sizes, rates and seconds stay finite, since 10^6 · 10^19 / 10^-60 is far below 10^308."""
 
 MIN_NUMBER = 1e-60
 """No number in a file but 0 is nearer to 0; differences that are due to rounding only are far from it."""
 
-LONGEST_TEXT = 4096
+MAX_TEXT_CHARACTERS = 4096
 """Characters of the longest name in a file; so that messages and tables stay readable."""
 
 _LONGEST_PART = 300  # characters of one problem in a message
@@ -110,8 +110,8 @@ def read_model(
 
     Raises `error`, naming the file and the place in it, when the file cannot be read, is longer than `MAX_BYTES` or
     has more than `MAX_VALUES`, is not JSON, is of another format or version, or breaks a rule of `model`; and where it
-    gives a field twice, or holds a number beyond `LARGEST_NUMBER` or below `MIN_NUMBER`, or a text longer than
-    `LONGEST_TEXT`.
+    gives a field twice, or holds a number beyond `MAX_NUMBER` or below `MIN_NUMBER`, or a text longer than
+    `MAX_TEXT_CHARACTERS`.
     """
     text = _read_text(path, error)
     content = _parse(path, text, error)
@@ -207,10 +207,10 @@ def _faults(content: Any) -> Iterator[str]:
             waiting.extend(((place, key), entry) for key, entry in entries)
         elif isinstance(value, _Repeated):
             yield f"{_dotted(place)}: given more than once in the same object; leave one"
-        elif isinstance(value, str) and len(value) > LONGEST_TEXT:
-            yield f"{_dotted(place)}: a text of {len(value):,} characters; at most {LONGEST_TEXT:,} are allowed"
-        elif isinstance(value, int | float) and abs(value) > LARGEST_NUMBER:
-            yield f"{_dotted(place)}: the number {_short.repr(value)}; at most {LARGEST_NUMBER:,} is allowed"
+        elif isinstance(value, str) and len(value) > MAX_TEXT_CHARACTERS:
+            yield f"{_dotted(place)}: a text of {len(value):,} characters; at most {MAX_TEXT_CHARACTERS:,} are allowed"
+        elif isinstance(value, int | float) and abs(value) > MAX_NUMBER:
+            yield f"{_dotted(place)}: the number {_short.repr(value)}; at most {MAX_NUMBER:,} is allowed"
         elif isinstance(value, float) and 0 < abs(value) < MIN_NUMBER:
             yield f"{_dotted(place)}: the number {value}; it may be 0, or at least {MIN_NUMBER}"
 

@@ -10,7 +10,7 @@ from pydantic import FailFast, model_validator
 
 from planner.errors import PlanError
 from planner.schema.json_file import FrozenModel, GrownModel, read_model, write_atomic
-from planner.schema.trace import Bytes, Id, PartBytes, Seconds, Tier
+from planner.schema.trace import Bytes, Id, Seconds, SubgroupBytes, Tier
 
 FORMAT = "teraio.plan"
 VERSION = 1
@@ -151,7 +151,7 @@ class Plan(GrownModel):
     updates: Annotated[tuple[Update, ...], FailFast()] = ()
     recompute: Annotated[tuple[Recompute, ...], FailFast()] = ()
     predicted: Predicted | None = None
-    subgroup_bytes: PartBytes | None = None
+    subgroup_bytes: SubgroupBytes | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

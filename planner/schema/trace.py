@@ -22,7 +22,7 @@ BlockKind = Literal["parameter", "gradient", "optimizer_state", "activation", "b
 Bytes = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=1e-60)]
-PartBytes = Annotated[int, Field(gt=0)]
+SubgroupBytes = Annotated[int, Field(gt=0)]
 Id = Annotated[int, Field(ge=0, lt=2**63)]
 Ids = Annotated[tuple[Id, ...], FailFast()]
 """FailFast: the first fault of a list is told; to collect them all could take gigabytes."""
@@ -206,7 +206,7 @@ class Trace(GrownModel):
     blocks: Annotated[tuple[Block, ...], FailFast()] = ()
     subgroups: Annotated[tuple[Subgroup, ...], FailFast()] = ()
     recompute: Annotated[tuple[RecomputeGroup, ...], FailFast()] = ()
-    subgroup_bytes: PartBytes | None = None
+    subgroup_bytes: SubgroupBytes | None = None
     stored_fingerprint: str | None = Field(
         default=None, validation_alias="fingerprint", serialization_alias="fingerprint", exclude=True
     )

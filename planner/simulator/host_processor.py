@@ -6,7 +6,7 @@ from collections import deque
 from math import inf
 
 from planner.schema import Trace
-from planner.simulator.program import Program
+from planner.simulator.program import ReplayProgram
 from planner.simulator.timeline import HostUpdate
 
 __all__ = ["HostProcessor"]
@@ -19,7 +19,7 @@ class HostProcessor:
     `event`: when the update under way ends, infinite if there is none.
     """
 
-    def __init__(self, source: Trace, program: Program) -> None:
+    def __init__(self, source: Trace, program: ReplayProgram) -> None:
         self._source, self._program = source, program
         self._queue: deque[tuple[int, float]] = deque()
         self._active: tuple[int, float, float] | None = None  # subgroup, when it was queued, when it began

@@ -9,11 +9,11 @@ from math import inf
 
 from planner.schema import Hardware, Link
 
-__all__ = ["Channel", "Job", "Links", "max_min_rates"]
+__all__ = ["Channel", "QueuedTransfer", "Links", "max_min_rates"]
 
 
 @dataclass(slots=True)
-class Job:
+class QueuedTransfer:
     """One queued transfer."""
 
     move: int
@@ -33,8 +33,8 @@ class Channel:
 
     link: Link
     shares: bool
-    queue: deque[Job] = field(default_factory=deque)
-    active: Job | None = None
+    queue: deque[QueuedTransfer] = field(default_factory=deque)
+    active: QueuedTransfer | None = None
     began: float = 0.0
     event: float = inf
     order: int = 0
@@ -71,7 +71,7 @@ class Links:
         else:
             channel.moving, channel.event = True, now + channel.link.seconds(job.size)
 
-    def proceed(self, channel: Channel) -> Job | None:
+    def proceed(self, channel: Channel) -> QueuedTransfer | None:
         """Go on to `channel.event`: the job that has ended, or None if it is only the latency that is over."""
         now = channel.event
         ended = channel.active if channel.moving else None

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planner.errors import InfeasiblePlanError, PlanError, UnsupportedError
-from planner.problem import device_part, gradients, host_start, host_updatable, parameters, user_stages
+from planner.problem import device_iteration, gradients, host_start, host_updatable, parameters, user_stages
 from planner.schema import Block, Move, Plan, Subgroup, Trace
 
-__all__ = ["Program", "compile_program"]
+__all__ = ["ReplayProgram", "compile_program"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class ReplayProgram:
     """What happens at each stage of `trace`, the device's part of the iteration. All lists but `initial` and
     `persistent_places` (by block) are by stage.
 
@@ -42,7 +42,7 @@ class Program:
     awaiting: set[int] = field(default_factory=set)
 
 
-def compile_program(trace: Trace, plan: Plan) -> Program:
+def compile_program(trace: Trace, plan: Plan) -> ReplayProgram:
     """Lay the plan out by stage.
 
     Raises PlanError (made for another trace), InfeasiblePlanError (a move or an update does not fit the trace) or
@@ -53,9 +53,9 @@ def compile_program(trace: Trace, plan: Plan) -> Program:
     if plan.recompute:
         raise UnsupportedError("the plan recomputes blocks, which this release cannot replay yet: plan again")
     on_host = _on_host(trace, plan)
-    source, trace = trace, device_part(trace, [subgroup.id for subgroup in on_host])
+    source, trace = trace, device_iteration(trace, [subgroup.id for subgroup in on_host])
     count, user = len(trace.stages), user_stages(trace)
-    program = Program(
+    program = ReplayProgram(
         trace=trace,
         inputs=[[] for _ in range(count)],
         born=[[] for _ in range(count)],
@@ -110,7 +110,9 @@ def _on_host(trace: Trace, plan: Plan) -> list[Subgroup]:
     return found
 
 
-def _lay_out_update(program: Program, source: Trace, subgroup: Subgroup, plan: Plan, moves_of: dict[int, list[int]]) -> None:
+def _lay_out_update(
+    program: ReplayProgram, source: Trace, subgroup: Subgroup, plan: Plan, moves_of: dict[int, list[int]]
+) -> None:
     """moves_of: positions in the plan's moves, by block."""
     program.updates[host_start(source, subgroup)].append(subgroup.id)
     program.gradients[subgroup.id] = frozenset(block.id for block in gradients(source, subgroup))
@@ -140,7 +142,7 @@ def _lay_out_update(program: Program, source: Trace, subgroup: Subgroup, plan: P
             program.awaiting.update(around)
 
 
-def _lay_out_block(program: Program, block: Block, *, dies: bool) -> None:
+def _lay_out_block(program: ReplayProgram, block: Block, *, dies: bool) -> None:
     """dies: with its last use; else it is there for good, or an update on the host consumes it."""
     for stage in block.uses:
         if not block.persistent and stage == block.uses[0]:
@@ -154,7 +156,7 @@ def _lay_out_block(program: Program, block: Block, *, dies: bool) -> None:
         program.dying[block.last_stage].append(block.id)
 
 
-def _lay_out_move(program: Program, index: int, move: Move, count: int, persistent: bool) -> None:
+def _lay_out_move(program: ReplayProgram, index: int, move: Move, count: int, persistent: bool) -> None:
     leaves = move.after if move.offload is None else move.offload.start
     by_stage = program.drops if move.offload is None else program.offloads
     by_stage[leaves % count].append(index)
@@ -214,7 +216,7 @@ def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]], consumed: 
             )
 
 
-def _check_initial(trace: Trace, plan: Plan, program: Program) -> None:
+def _check_initial(trace: Trace, plan: Plan, program: ReplayProgram) -> None:
     """The iteration is cyclic: what the moves leave behind must be what the plan begins with."""
     given: dict[int, str] = {}
     for placement in plan.initial:

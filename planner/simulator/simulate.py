@@ -30,8 +30,8 @@ from typing import Literal
 from planner.errors import InfeasiblePlanError
 from planner.schema import Plan, Trace
 from planner.simulator.host_processor import HostProcessor
-from planner.simulator.links import Channel, Job, Links
-from planner.simulator.program import Program, compile_program
+from planner.simulator.links import Channel, Links, QueuedTransfer
+from planner.simulator.program import ReplayProgram, compile_program
 from planner.simulator.tier_usage import TierUsage
 from planner.simulator.timeline import HostUpdate, StageTimes, Timeline, Transfer, agree
 
@@ -53,7 +53,7 @@ def simulate(trace: Trace, plan: Plan) -> Timeline:
 class _Replay:
     """State of one replay. Block states: on the device, in transit (either way), or away."""
 
-    def __init__(self, trace: Trace, plan: Plan, program: Program) -> None:
+    def __init__(self, trace: Trace, plan: Plan, program: ReplayProgram) -> None:
         self.source = trace
         self.trace = program.trace
         self.plan = plan
@@ -207,7 +207,7 @@ class _Replay:
 
     def _queue(self, index: int, *, inward: bool) -> None:
         move = self.plan.moves[index]
-        job = Job(
+        job = QueuedTransfer(
             move=index,
             block=move.block,
             size=self.trace.blocks[move.block].size_bytes,
@@ -263,7 +263,7 @@ class _Replay:
         self.updated.append(update)
         self._dispatch()
 
-    def _complete_transfer(self, channel: Channel, job: Job) -> None:
+    def _complete_transfer(self, channel: Channel, job: QueuedTransfer) -> None:
         name = channel.link.name
         self.moved[name] = self.moved.get(name, 0) + job.size
         self.visible_copies -= job.block in self.program.visible

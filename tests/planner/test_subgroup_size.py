@@ -48,9 +48,9 @@ def test_no_size_is_better_than_the_one_that_is_chosen(stations: list[Station], 
     found = subgroup_bytes(stations, total_bytes=total, smallest_bytes=smallest, largest_bytes=largest)
     assert smallest <= found <= max(largest, smallest)
     limit = max(min(largest, total), smallest)
-    best = min(step_seconds(stations, total_bytes=total, part_bytes=size) for size in sizes_between(smallest, limit))
+    best = min(step_seconds(stations, total_bytes=total, size_bytes=size) for size in sizes_between(smallest, limit))
     rounding = 1 + 2 / smallest
-    assert step_seconds(stations, total_bytes=total, part_bytes=found) <= best * rounding * (1 + 1e-9)
+    assert step_seconds(stations, total_bytes=total, size_bytes=found) <= best * rounding * (1 + 1e-9)
 
 
 def by_hand(parts: int, *times: float) -> float:
@@ -67,7 +67,7 @@ def by_hand(parts: int, *times: float) -> float:
 @pytest.mark.parametrize("parts", [1, 2, 7])
 def test_the_time_of_a_step_is_that_of_a_flow_shop(parts: int, times: tuple[float, ...]) -> None:
     line = [Station(fixed_seconds=seconds / 2, bytes_per_second=200 / seconds) for seconds in times]
-    assert step_seconds(line, total_bytes=100 * parts, part_bytes=100) == pytest.approx(by_hand(parts, *times))
+    assert step_seconds(line, total_bytes=100 * parts, size_bytes=100) == pytest.approx(by_hand(parts, *times))
 
 
 def test_a_known_optimum() -> None:
@@ -78,7 +78,7 @@ def test_a_known_optimum() -> None:
         Station(fixed_seconds=0.0, bytes_per_second=100.0),
     ]
     assert subgroup_bytes(line, total_bytes=5000, smallest_bytes=1, largest_bytes=10**6) == 500, "√(5000 · 1 / (2 / 100))"
-    assert step_seconds(line, total_bytes=5000, part_bytes=500) == 10 * 6 + 2 * 5
+    assert step_seconds(line, total_bytes=5000, size_bytes=500) == 10 * 6 + 2 * 5
     assert subgroup_bytes(line, total_bytes=5000, smallest_bytes=1, largest_bytes=300) == 300
     assert subgroup_bytes(line, total_bytes=5000, smallest_bytes=700, largest_bytes=10**6) == 700
 
@@ -122,8 +122,8 @@ def test_the_rate_of_updates_matters_little() -> None:
         known = stations_of_step(hardware(rate, rate, latency=latency), "host", update_seconds=update)
         true = (known[0], Station(fixed_seconds=update, bytes_per_second=rate * faster), known[2])
         limits = {"total_bytes": int(total), "smallest_bytes": 4 * MB, "largest_bytes": GB}
-        best = step_seconds(true, total_bytes=total, part_bytes=subgroup_bytes(true, **limits))
-        found = step_seconds(true, total_bytes=total, part_bytes=subgroup_bytes(known, **limits))
+        best = step_seconds(true, total_bytes=total, size_bytes=subgroup_bytes(true, **limits))
+        found = step_seconds(true, total_bytes=total, size_bytes=subgroup_bytes(known, **limits))
         assert found <= 1.11 * best, (total, rate, latency, update, faster)
 
 
@@ -182,5 +182,5 @@ def test_no_other_size_is_much_better_in_the_simulator(machine: Hardware, update
     assert found <= 1.05 * min(others)
     assert max(others) > 1.1 * found, "the size matters here"
     way_in, _, way_out = stations_of_step(machine, "host", update_seconds=0.0)
-    predicted = step_seconds([way_in, update, way_out], total_bytes=total, part_bytes=total / round(total / chosen))
+    predicted = step_seconds([way_in, update, way_out], total_bytes=total, size_bytes=total / round(total / chosen))
     assert found == pytest.approx(predicted, rel=0.05)

@@ -33,8 +33,8 @@ def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close(monkeypatch
         bound, best = lower_bound_seconds(problem), exhaustive.best_seconds(problem)
         with monkeypatch.context() as patched:
             patched.setattr(bound_module, "_MAX_WHOLE", -1)
-            shares = [lower_bound_seconds(problem, most_instants=most) for most in (5, 24)]
-        coarse = lower_bound_seconds(problem, most_instants=5)
+            shares = [lower_bound_seconds(problem, max_instants=most) for most in (5, 24)]
+        coarse = lower_bound_seconds(problem, max_instants=5)
         which = f"trace {number}: {problem.trace.model_dump_json()} {problem.budgets}"
         assert max(bound, coarse, *shares) <= best * SAME, which
         wrapping += any(period.before >= problem.stage_count for period in problem.periods)
@@ -53,10 +53,10 @@ def test_no_plan_with_updates_on_the_host_beats_the_bound(monkeypatch: pytest.Mo
     for number in range(TRAININGS):
         problem = exhaustive.small_training(rng, most_combinations=600)
         bests = [exhaustive.best_seconds(each) for each in exhaustive.placements(problem)]
-        bounds = [lower_bound_seconds(problem), lower_bound_seconds(problem, most_instants=5)]
+        bounds = [lower_bound_seconds(problem), lower_bound_seconds(problem, max_instants=5)]
         with monkeypatch.context() as patched:
             patched.setattr(bound_module, "_MAX_WHOLE", -1)
-            bounds += [lower_bound_seconds(problem, most_instants=most) for most in (5, 24)]
+            bounds += [lower_bound_seconds(problem, max_instants=most) for most in (5, 24)]
         which = f"training {number}: {problem.source.model_dump_json()} {problem.budgets}"
         assert max(bounds) <= min(bests) * SAME, which
         on_host += bests[0] > min(bests) * SAME
@@ -119,7 +119,7 @@ def test_more_budget_never_raises_the_bound(case: tuple[Trace, Budgets]) -> None
 @settings(max_examples=40, deadline=None)
 def test_fewer_instants_never_raise_the_bound(case: tuple[Trace, Budgets]) -> None:
     problem = Problem.of(*case)
-    bounds = [lower_bound_seconds(problem, most_instants=most) for most in (1, 3, 8, 1000)]
+    bounds = [lower_bound_seconds(problem, max_instants=most) for most in (1, 3, 8, 1000)]
     for fewer, more in zip(bounds, bounds[1:], strict=False):
         assert fewer <= more * (1 + 1e-6)
 
@@ -141,7 +141,7 @@ def test_on_a_large_trace_the_bound_tells_a_stall_and_grows_with_the_instants() 
     smallest, most = floor(trace)[0], max(live_bytes(trace))
     budgets = Budgets(device_bytes=smallest + (most - smallest) // 10)
     problem = Problem.of(trace, budgets)
-    bounds = [lower_bound_seconds(problem, most_instants=most) for most in (4, 16, 32)]
+    bounds = [lower_bound_seconds(problem, max_instants=most) for most in (4, 16, 32)]
     assert bounds == sorted(bounds)
     predicted = plan(trace, budgets, policy="belady").predicted
     assert predicted is not None

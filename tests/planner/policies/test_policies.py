@@ -6,7 +6,7 @@ import pulp
 import pytest
 
 from planner import BudgetError, Budgets, InfeasiblePlanError, OptionsError, Plan, Trace, plan, simulate
-from planner.ilp.solve import Solution
+from planner.ilp.solve import CoarseSolution
 from planner.policies.ilp import _decisions
 from planner.problem.lifetimes import live_bytes
 from planner.problem.problem import Problem, build_plan
@@ -95,7 +95,7 @@ def test_rounding_never_overfills_a_tier(transformer: Trace) -> None:
     trace = Trace.model_validate({**transformer.model_dump(by_alias=True), "hardware": machine})
     problem = Problem.of(trace, half(trace).model_copy(update={"host_bytes": 2**26}))
     tiers: dict[int, WaitingTier] = dict.fromkeys(range(len(problem.periods)), "host")
-    everything = Solution(tiers=tiers, on_host=frozenset(), report=SolverReport())
+    everything = CoarseSolution(tiers=tiers, on_host=frozenset(), report=SolverReport())
     left, decisions = _decisions(problem, everything)
     assert left.on_host == ()
     assert {decision.tier for decision in decisions.values()} == {"host", "storage"}
@@ -140,7 +140,7 @@ def test_only_as_many_updates_on_the_host_as_have_room_there(transformer: Trace)
     trace = Trace.model_validate(fields)
     size = sum(trace.blocks[block].size_bytes for block in trace.subgroups[0].blocks)
     problem = Problem.of(trace, half(trace).model_copy(update={"host_bytes": size * 3 // 2}))
-    everything = Solution(tiers={}, on_host=frozenset(range(len(subgroups))), report=SolverReport())
+    everything = CoarseSolution(tiers={}, on_host=frozenset(range(len(subgroups))), report=SolverReport())
     left, decisions = _decisions(problem, everything)
     assert len(subgroups) > 1 and left.on_host == (0,), "the first whose parameters are needed again"
     filled = evict_furthest(left, decisions, early=True)

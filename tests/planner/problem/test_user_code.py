@@ -196,7 +196,7 @@ def test_user_code_waits_for_updates_on_the_host() -> None:
     (update,) = waiting.updates
     assert waiting.stages[3].start_seconds == pytest.approx(update.end_seconds)
     assert waiting.iteration_seconds == pytest.approx(beside.iteration_seconds + 2.0)
-    path = [(piece.resource, piece.index) for piece in critical_path(trace, by_hand, waiting).pieces]
+    path = [(piece.resource, piece.index) for piece in critical_path(trace, by_hand, waiting).segments]
     assert (HOST_UPDATES, 0) in path and path[path.index((HOST_UPDATES, 0)) + 1] == (STAGES, 3)
 
 

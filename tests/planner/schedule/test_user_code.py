@@ -16,7 +16,7 @@ from planner.problem.host_updates import host_updatable
 from planner.problem.problem import Decision, Decisions, Problem, build_plan
 from planner.problem.user_code import user_stages
 from planner.schedule.prefetch import StageClock, prefetch_from, schedule
-from planner.schedule.user_code import proposals
+from planner.schedule.user_code import user_code_proposals
 
 from ..strategies import hardware, training_problems
 
@@ -25,7 +25,7 @@ HAND = Path(__file__).parents[3] / "traces" / "hand"
 
 def proposed(problem: Problem, decisions: Decisions) -> list[tuple[Problem, Decisions]]:
     made = build_plan(problem, decisions, policy="by hand")
-    return list(proposals(problem, decisions, made, simulate(problem.source, made)))
+    return list(user_code_proposals(problem, decisions, made, simulate(problem.source, made)))
 
 
 def seconds(problem: Problem, decisions: Decisions) -> float:
@@ -172,7 +172,7 @@ def test_every_proposal_can_be_carried_out(case: tuple[Trace, Budgets], seed: in
         assert budgets.host_bytes is not None  # too small for what has to move
         return
     for candidate in candidates:
-        for problem, decisions in proposals(candidate.problem, candidate.decisions, candidate.plan, candidate.timeline):
+        for problem, decisions in user_code_proposals(candidate.problem, candidate.decisions, candidate.plan, candidate.timeline):
             assert max(problem.occupancy(decisions)) <= budgets.device_bytes
             timeline = simulate(trace, build_plan(problem, decisions, policy="proposed"))
             assert timeline.peak_bytes["device"] <= budgets.device_bytes

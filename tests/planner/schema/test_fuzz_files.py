@@ -22,7 +22,7 @@ from planner import Budgets, Plan, PlanError, TeraioError, Trace, TraceError, pl
 from planner.errors import FileFormatError
 from planner.problem.problem import Problem, build_plan
 from planner.schedule.eviction import evict_furthest
-from planner.schema.json_file import LARGEST_NUMBER, LONGEST_TEXT, MAX_BYTES, MAX_VALUES, printable, read_format
+from planner.schema.json_file import MAX_BYTES, MAX_NUMBER, MAX_TEXT_CHARACTERS, MAX_VALUES, printable, read_format
 from teraio.cli import commands as cli
 from teraio.cli.plan_summary import summarise_plan
 from teraio.cli.plan_tables import plan_tables, replay_tables
@@ -44,7 +44,7 @@ HOSTILE = [
     "-0.0",
     "1.5",
     "4294967296",
-    str(LARGEST_NUMBER),
+    str(MAX_NUMBER),
     str(1 << 63),
     "1" + "0" * 30,
     "1" + "0" * 400,
@@ -61,7 +61,7 @@ HOSTILE = [
     '"x"',
     '"\\ud800"',
     '"\\u0000\\u001b[2J\\n\\u202e"',
-    json.dumps("x" * (LONGEST_TEXT + 1)),
+    json.dumps("x" * (MAX_TEXT_CHARACTERS + 1)),
     "[]",
     "{}",
     "[0]",
@@ -238,12 +238,12 @@ def test_the_command_line_never_shows_a_traceback(
 @pytest.mark.parametrize(
     ("size", "seconds", "rate", "solved"),
     [
-        (LARGEST_NUMBER, 1e18, 1e-60, True),
-        (LARGEST_NUMBER, 1e-60, 1e18, True),
-        (LARGEST_NUMBER, 1e-60, 1e-60, True),
+        (MAX_NUMBER, 1e18, 1e-60, True),
+        (MAX_NUMBER, 1e-60, 1e18, True),
+        (MAX_NUMBER, 1e-60, 1e-60, True),
         (1, 1e18, 1e18, True),
-        (LARGEST_NUMBER, 1.0, 1e6, True),
-        (LARGEST_NUMBER, 1e18, 1.0, True),
+        (MAX_NUMBER, 1.0, 1e6, True),
+        (MAX_NUMBER, 1e18, 1.0, True),
         (1, 1e-6, 1e6, True),
     ],
 )

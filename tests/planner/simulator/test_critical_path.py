@@ -22,7 +22,7 @@ def path_of(trace: Trace, made: Plan) -> CriticalPath:
     timeline = simulate(trace, made)
     path = critical_path(trace, made, timeline)
     now = 0.0
-    for piece in path.pieces:
+    for piece in path.segments:
         assert piece.start_seconds == pytest.approx(now, rel=1e-9, abs=1e-9 * timeline.iteration_seconds)
         now = piece.end_seconds
     assert now == pytest.approx(timeline.iteration_seconds, rel=1e-9)
@@ -30,10 +30,10 @@ def path_of(trace: Trace, made: Plan) -> CriticalPath:
     times = {(STAGES, n): (s.start_seconds, s.end_seconds) for n, s in enumerate(timeline.stages)}
     times |= {(t.link, t.move): (t.start_seconds, t.end_seconds) for t in timeline.transfers}
     times |= {(HOST_UPDATES, u.subgroup): (u.start_seconds, u.end_seconds) for u in timeline.updates}
-    for piece in path.pieces:
+    for piece in path.segments:
         began, ended = times[piece.resource, piece.index]
         assert (piece.start_seconds, piece.end_seconds) == (max(began, 0.0), ended)
-    assert (path.pieces[-1].resource, path.pieces[-1].index) == (STAGES, len(trace.stages) - 1)
+    assert (path.segments[-1].resource, path.pieces[-1].index) == (STAGES, len(trace.stages) - 1)
     return path
 
 
@@ -58,7 +58,7 @@ def test_on_the_hand_made_traces(name: str, budget: int, wanted: list[tuple[str,
     """Copies are named by their block. In 'swap' a copy in waits for the copy out that makes room for it."""
     trace = Trace.load(HAND / f"{name}.json")
     path = path_of(trace, plan(trace, Budgets(device_bytes=budget)))
-    assert [(p.resource, p.index if p.block is None else p.block) for p in path.pieces] == wanted
+    assert [(p.resource, p.index if p.block is None else p.block) for p in path.segments] == wanted
 
 
 def block(number: int, size: int, reads: list[int], writes: list[int], *, persistent: bool = False) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_a_copy_waits_for_the_one_before_it_on_the_link() -> None:
     blocks = [block(0, 10, [2], [0]), block(1, 10, [2], [0]), block(2, 20, [1], [1])]
     moves = [dict(block=number, after=0, before=2, start=2) for number in (0, 1)]
     path = path_of(*made([1.0, 1.0, 1.0], blocks, moves, 20))
-    assert [(p.resource, p.block) for p in path.pieces] == [
+    assert [(p.resource, p.block) for p in path.segments] == [
         (STAGES, None),
         (OUT, 0),
         (OUT, 1),
@@ -119,7 +119,7 @@ def test_a_copy_in_waits_for_the_stage_that_frees_its_room() -> None:
     blocks = [block(0, 10, [4], [0]), block(1, 20, [2], [1]), block(2, 0, [3], [3])]
     path = path_of(*made([1.0, 3.0, 1.0, 0.5, 1.0], blocks, [dict(block=0, after=0, before=4, start=2)], 20))
     # 0..1, out 1..2, stage 1 2..5, stage 2 5..6, in 6..7 while stage 3 runs 6..6.5, stage 4 7..8
-    assert [(p.resource, p.index if p.block is None else p.block) for p in path.pieces] == [
+    assert [(p.resource, p.index if p.block is None else p.block) for p in path.segments] == [
         (STAGES, 0),
         (OUT, 0),
         (STAGES, 1),
@@ -135,7 +135,7 @@ def test_a_copy_from_the_iteration_before_is_cut_at_the_begin() -> None:
     trace, by_hand = made([1.0, 1.0, 1.0], blocks, [dict(block=0, after=1, before=3, start=3)], 20)
     by_hand = Plan.model_validate({**by_hand.model_dump(), "initial": [{"block": 0, "tier": "storage"}]})
     path = path_of(trace, by_hand)
-    assert [(p.resource, p.start_seconds, p.end_seconds) for p in path.pieces] == [
+    assert [(p.resource, p.start_seconds, p.end_seconds) for p in path.segments] == [
         (IN, 0.0, 2.0),
         (STAGES, 2.0, 3.0),
         (STAGES, 3.0, 4.0),
@@ -172,7 +172,7 @@ def test_the_host_updates_while_the_device_waits() -> None:
     back: dict[str, Any] = dict(block=0, after=0, before=3, tier="host", offload=None, prefetch=dict(start=3, ready_by=3))
     more = {"updates": [dict(subgroup=0, where="host")], "initial": [dict(block=0, tier="host")]}
     path = path_of(trace, plan_of(trace, [gone, back], 80, **more))
-    assert [(p.resource, p.index, p.seconds) for p in path.pieces] == [
+    assert [(p.resource, p.index, p.seconds) for p in path.segments] == [
         ("device->host", 0, 1.0),
         (HOST_UPDATES, 0, 3.0),
         ("host->device", 1, 1.0),
@@ -193,7 +193,7 @@ def test_a_host_update_waits_for_the_optimizer_stages() -> None:
     gone: dict[str, Any] = dict(block=1, after=1, before=3, tier="host", offload=dict(start=1, free_after=1), prefetch=None)
     back: dict[str, Any] = dict(block=0, after=0, before=4, tier="host", offload=None, prefetch=dict(start=4, ready_by=4))
     path = path_of(trace, plan_of(trace, [gone, back], 80, updates=[dict(subgroup=0, where="host")]))
-    assert [(p.resource, p.index, p.seconds) for p in path.pieces] == [
+    assert [(p.resource, p.index, p.seconds) for p in path.segments] == [
         (STAGES, 0, 2.0),
         (STAGES, 1, 2.0),
         (STAGES, 2, 2.0),
