@@ -196,7 +196,7 @@ def test_no_prefetch_takes_the_room_that_the_next_stage_needs() -> None:
 
 
 def test_a_trace_error_names_the_place() -> None:
-    with pytest.raises(TraceError, match="shared rate 'x' names links that there are not: host->device"):
+    with pytest.raises(TraceError, match="shared rate 'x' names links that do not exist: host->device"):
         Trace.build(
             name="x",
             hardware={

@@ -22,7 +22,9 @@ from planner import Budgets, Plan, PlanError, TeraioError, Trace, TraceError, pl
 from planner.errors import FileFormatError
 from planner.problem.problem import Problem, build_plan
 from planner.schedule.eviction import evict_furthest
-from planner.schema.json_file import MAX_BYTES, MAX_NUMBER, MAX_TEXT_CHARACTERS, MAX_VALUES, printable, read_format
+from planner.schema.json_file import read_format
+from planner.schema.limits import MAX_BYTES, MAX_NUMBER, MAX_TEXT_CHARACTERS, MAX_VALUES
+from planner.schema.messages import printable
 from teraio.cli import commands as cli
 from teraio.cli.plan_summary import summarise_plan
 from teraio.cli.plan_tables import plan_tables, replay_tables
