@@ -6,18 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.bound.windows import Instants
-from planner.lp import (
-    HostUpdateWindows,
-    UpdateChain,
-    UpdateCopy,
-    chains_of,
-    grouped,
-    host_update_candidates,
-    last_before,
-    next_after,
-)
-from planner.problem import Problem, gradients, host_start, movable_blocks, next_user_stage, parameters, states, total_bytes
-from planner.schema import Block, Link, Subgroup
+from planner.lp import HostUpdateWindows, UpdateChain, UpdateCopy, host_update_candidates, host_update_windows
+from planner.problem import Problem, movable_blocks, total_bytes
+from planner.schema import Subgroup
 
 __all__ = ["UpdateClass", "update_classes"]
 
@@ -37,7 +28,7 @@ def update_classes(problem: Problem, instants: Instants, *, apart: bool, unit_se
     """
     groups: dict[tuple[object, ...], list[tuple[Subgroup, HostUpdateWindows]]] = {}
     for subgroup in host_update_candidates(problem):
-        windows = _windows(problem, instants, subgroup, unit_seconds)
+        windows = host_update_windows(problem, instants, subgroup, unit_seconds=unit_seconds)
         key: tuple[object, ...] = (subgroup.id,)
         if not apart:
             key = (*_likeness(windows), _pattern(problem, instants, subgroup))
@@ -51,76 +42,11 @@ def update_classes(problem: Problem, instants: Instants, *, apart: bool, unit_se
     )
 
 
-def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seconds: float) -> HostUpdateWindows:
-    trace, stages, route = problem.trace, problem.stage_count, problem.route("host")
-    first = instants.last_by(2 * host_start(trace, subgroup) - 1)
-    out = grouped(
-        gradients(trace, subgroup),
-        lambda block: (
-            instants.last_by(2 * last_before(block, subgroup, stages) + 1),
-            instants.last_by(2 * block.last_stage + 1),
-        ),
-    )
-    back = grouped(
-        parameters(trace, subgroup),
-        lambda block: (
-            instants.last_by(2 * last_before(block, subgroup, stages) + 1),
-            instants.first_from(2 * next_after(block, subgroup, stages)),
-        ),
-    )
-    user = next_user_stage(trace, host_start(trace, subgroup))
-    border = None if user is None else instants.first_from(2 * user)  # when user code starts, the update has ended
-    needed = max(end for _, end in back)
-    last = needed if border is None else min(needed, border)
-    start, gone = instants.first_from(2 * subgroup.stage), instants.last_by(2 * subgroup.stage + 1)
-    flows_out = tuple(
-        UpdateCopy(
-            first=begin,
-            last=max(last, begin + 1),
-            absent=range(begin + 1, dead + 1),
-            size_bytes=total_bytes(blocks),
-            seconds=_seconds(blocks, route.outward),
-        )
-        for (begin, dead), blocks in out.items()
-    )
-    flows_in = tuple(
-        UpdateCopy(
-            first=max(begin, first),
-            last=end,
-            absent=range(begin + 1, end),
-            size_bytes=total_bytes(blocks),
-            seconds=_seconds(blocks, route.inward),
-        )
-        for (begin, end), blocks in back.items()
-    )
-    host_seconds = (subgroup.host_seconds or 0.0) / unit_seconds
-    chains = chains_of(first, host_seconds, flows_out, flows_in, border)
-    return HostUpdateWindows(
-        name=str(subgroup.id),
-        span=instants.last_by(2 * subgroup.stage),
-        device_seconds=subgroup.device_seconds / unit_seconds,
-        host_seconds=host_seconds,
-        held_bytes=total_bytes(states(trace, subgroup)),
-        host_bytes=total_bytes(movable_blocks(trace, subgroup)),
-        first=first,
-        last=last,
-        gradients=flows_out,
-        parameters=flows_in,
-        chains=chains,
-        at_instants=True,
-        idle=range(start, gone + 1),
-        idle_bytes=trace.stages[subgroup.stage].workspace_bytes,
-    )
-
-
 def _pattern(problem: Problem, instants: Instants, subgroup: Subgroup) -> tuple[object, ...]:
     """Between which instants each block is used, with its share of the bytes: copies are classed by these."""
     blocks = movable_blocks(problem.trace, subgroup)
     total = total_bytes(blocks)
-    uses = (
-        (tuple((instants.last_by(2 * use + 1), instants.first_from(2 * use)) for use in block.uses), block.size_bytes)
-        for block in blocks
-    )
+    uses = ((tuple((instants.end_of(use), instants.start_of(use)) for use in block.uses), block.size_bytes) for block in blocks)
     return tuple(sorted((places, round(size / total, 9)) for places, size in uses))
 
 
@@ -176,7 +102,3 @@ def _together(name: str, members: Sequence[HostUpdateWindows]) -> HostUpdateWind
         ),
         at_instants=True,
     )
-
-
-def _seconds(blocks: Sequence[Block], link: Link) -> float:
-    return sum(link.seconds(block.size_bytes) for block in blocks)

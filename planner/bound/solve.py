@@ -8,7 +8,7 @@ from collections import defaultdict
 import pulp
 
 from planner.errors import SolverError
-from planner.ilp import has_run, pick_solver, run
+from planner.lp import pick_solver, proved_bound, run_solver
 from planner.problem import SolverSettings
 
 __all__ = ["least_stall"]
@@ -20,21 +20,18 @@ def least_stall(program: pulp.LpProblem, *, whole: bool, settings: SolverSetting
     `whole`: it is an integer program. Raises SolverError when no solver is installed or it fails, and where a linear
     program is not solved in time.
     """
-    name, solver = pick_solver(settings, linear=not whole, vertex=False)
-    try:
-        run(program, solver)
-        if not whole and program.sol_status != pulp.LpSolutionOptimal:  # the interior point method got stuck
-            run(program, pick_solver(settings)[1])
-    except (pulp.PulpSolverError, IndexError) as failure:
-        raise SolverError(f"{name} failed on the lower bound: {failure}; the simple bound holds") from failure
-    # After a time limit the bound counts even where no solution was found, but not where nothing was run.
-    if whole and name == "HiGHS" and has_run(program):
-        proved = float(program.solverModel.getInfo().mip_dual_bound)
-        if math.isfinite(proved):
-            return proved
+    failing = {"task": "the lower bound", "remedy": "the simple bound holds"}
+    solver = pick_solver(settings, linear=not whole, vertex=False)
+    run_solver(program, solver, **failing)
+    if not whole and program.sol_status != pulp.LpSolutionOptimal:  # the interior point method got stuck
+        run_solver(program, pick_solver(settings), **failing)
+    # After a time limit the bound is valid even where no solution was found.
+    proved = proved_bound(program, solver) if whole else None
+    if proved is not None:
+        return proved
     if program.sol_status != pulp.LpSolutionOptimal:
         raise SolverError(
-            f"{name} proved no lower bound in {settings.time_limit_seconds} s "
+            f"{solver.name} proved no lower bound in {settings.time_limit_seconds} s "
             f"({pulp.LpSolution[program.sol_status]}); the simple bound holds"
         )
     return float(pulp.value(program.objective)) if whole else _weak_dual(program)

@@ -58,6 +58,27 @@ class Instants:
     def __len__(self) -> int:
         return len(self.positions)
 
+    @property
+    def at_instants(self) -> bool:
+        """For `SpanGrid`: spans lie between instants."""
+        return True
+
+    def span_of(self, stage: int) -> int:
+        """Return the span in which the stage starts."""
+        return self.last_by(2 * stage)
+
+    def start_of(self, stage: int) -> int:
+        """Return the first instant at or after the stage's start."""
+        return self.first_from(2 * stage)
+
+    def end_of(self, stage: int) -> int:
+        """Return the last instant at or before the stage's end: the span in which it ends."""
+        return self.last_by(2 * stage + 1)
+
+    def update_begin(self, stage: int) -> int:
+        """Return the span in which the stage is reached, when the one before ends."""
+        return self.end_of(stage - 1)
+
     def last_by(self, position: int) -> int:
         """The last instant at or before a position (both numbered on, perhaps negative)."""
         turns, rest = divmod(position, 2 * self.stage_count)
@@ -202,7 +223,7 @@ def _windows(
         final = last.final and back == 0
         if final:
             before = last.before
-        begin, end = instants.last_by(2 * after + 1), instants.first_from(2 * before)
+        begin, end = instants.end_of(after), instants.start_of(before)
         turns, begin_in_turn = divmod(begin, len(instants))
         windows.append(
             CopyWindow(begin=begin_in_turn, end=end - turns * len(instants), adjacent=before == after + 1, final=final)

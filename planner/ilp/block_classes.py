@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.lp import Segment
+from planner.lp import SegmentGrid
 from planner.problem import Problem
 from planner.schema import Link, Subgroup
 
@@ -50,19 +50,16 @@ class BlockClass:
 
 
 def classes_of(
-    problem: Problem, segments: tuple[Segment, ...], subgroups: Sequence[Subgroup] = (), *, largest_bytes: int
+    problem: Problem, grid: SegmentGrid, subgroups: Sequence[Subgroup] = (), *, largest_bytes: int
 ) -> tuple[BlockClass, ...]:
     """Group blocks by the segments of their periods; a class holds at most `largest_bytes`, or one block.
 
     Blocks of different `subgroups` are kept apart.
     """
     owner = {block: subgroup.id for subgroup in subgroups for block in subgroup.blocks}
-    segment_of = [number for number, s in enumerate(segments) for _ in range(s.first, s.last + 1)]
-    stages, count = len(segment_of), len(segments)
     by_block: dict[int, list[_Idle]] = {}
     for index, period in enumerate(problem.periods):
-        begin = segment_of[period.after]
-        end = segment_of[period.before % stages] + period.before // stages * count
+        begin, end = grid.span_of(period.after), grid.span_of(period.before)
         if end - begin >= 2:
             idle = (begin, end, period.epoch, period.rank, period.final)
             by_block.setdefault(period.block, []).append((idle, index))
@@ -75,7 +72,7 @@ def classes_of(
     classes = []
     for members in groups.values():
         for chunk in _chunks(problem, members, largest_bytes):
-            classes.append(replace(_class(problem, chunk, by_block, segment_of), subgroup=owner.get(chunk[0])))
+            classes.append(replace(_class(problem, chunk, by_block, grid), subgroup=owner.get(chunk[0])))
     return tuple(classes)
 
 
@@ -100,7 +97,7 @@ def _class(
     problem: Problem,
     members: list[int],
     by_block: dict[int, list[_Idle]],
-    segment_of: list[int],
+    grid: SegmentGrid,
 ) -> BlockClass:
     blocks = [problem.trace.blocks[member] for member in members]
     pattern = by_block[members[0]]
@@ -110,8 +107,8 @@ def _class(
         read_only=blocks[0].persistent and not blocks[0].writes,
         persistent=blocks[0].persistent,
         user_visible=blocks[0].user_visible,
-        first_segment=min(segment_of[block.uses[0]] for block in blocks),
-        last_segment=max(segment_of[block.last_stage] for block in blocks),
+        first_segment=min(grid.span_of(block.uses[0]) for block in blocks),
+        last_segment=max(grid.span_of(block.last_stage) for block in blocks),
         periods=tuple(
             ClassPeriod(
                 begin=begin,

@@ -11,7 +11,7 @@ from planner.errors import SolverError
 from planner.ilp.block_classes import classes_of
 from planner.ilp.formulation import build_model
 from planner.ilp.solve import CoarseSolution, solve
-from planner.lp import host_update_candidates, segment_windows, segments_of
+from planner.lp import SegmentGrid, host_update_candidates, host_update_windows, segments_of
 from planner.problem import Problem, SolverSettings, in_units, movable_blocks, parameters, total_bytes
 from planner.schema import Subgroup
 
@@ -28,12 +28,12 @@ of the time, where the integer program often finds nothing within the limit."""
 class _Resolution:
     """How fine the program is: most segments, and how many of them a copy may choose from."""
 
-    segments: int
+    max_segments: int
     window: int
 
 
-_FINE = _Resolution(segments=64, window=6)
-_ROUGH = _Resolution(segments=24, window=3)
+_FINE = _Resolution(max_segments=64, window=6)
+_ROUGH = _Resolution(max_segments=24, window=3)
 
 
 def coarse_solutions(problem: Problem, settings: SolverSettings, on_host: Collection[int] | None = None) -> list[CoarseSolution]:
@@ -99,16 +99,17 @@ def _solve(
     problem: Problem,
     settings: SolverSettings,
     subgroups: Sequence[Subgroup],
-    grid: _Resolution,
+    resolution: _Resolution,
     *,
     relaxed: bool,
     decided: bool = False,
 ) -> CoarseSolution:
     """subgroups: those that may update on the host, or (decided) do so."""
     began = time.perf_counter()
-    segments = segments_of(problem, grid.segments)
+    segments = segments_of(problem, resolution.max_segments)
+    grid = SegmentGrid(segments)
     largest = max(problem.budgets.device_bytes // 100, max(problem.live_bytes) // _CLASSES_AT_PEAK, 1)
-    classes = classes_of(problem, segments, subgroups, largest_bytes=largest)
+    classes = classes_of(problem, grid, subgroups, largest_bytes=largest)
     unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
     scaled = in_units(problem, unit)
     model = build_model(
@@ -116,14 +117,16 @@ def _solve(
         tuple(replace(segment, seconds=segment.seconds / unit) for segment in segments),
         classes,
         write_weight=settings.write_weight,
-        window=grid.window,
-        updates=[segment_windows(scaled, segments, subgroup, unit_seconds=unit, window=grid.window) for subgroup in subgroups],
+        window=resolution.window,
+        updates=[
+            host_update_windows(scaled, grid, subgroup, unit_seconds=unit, window=resolution.window) for subgroup in subgroups
+        ],
         updates_decided=decided,
     )
     return solve(
         model,
         relaxed=relaxed,
-        vertex=not relaxed or grid is _FINE,
+        vertex=not relaxed or resolution is _FINE,
         settings=settings,
         build_seconds=time.perf_counter() - began,
         unit_seconds=unit,
