@@ -1,4 +1,4 @@
-"""What the lower bound looks at of updates on the host: when all that belongs to them may happen, rounded outward."""
+"""The updates on the host that the lower bound considers, with like ones put together."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ __all__ = ["UpdateClass", "update_classes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateClass:
-    """Subgroups with equal windows and proportional sizes: h is their mean by size. `windows` has their sums."""
+    """Subgroups with equal windows and proportional sizes. Their h is the mean of the members' h by size; `windows` has their
+    sums.
+    """
 
     subgroups: tuple[int, ...]
     windows: HostUpdateWindows
 
 
 def update_classes(problem: Problem, instants: Instants, *, apart: bool, unit_seconds: float) -> tuple[UpdateClass, ...]:
-    """All subgroups that can update on the host; like ones are put together, unless all are to be kept `apart`.
+    """Return all subgroups that can update on the host. Like ones form one class, unless all are kept `apart`.
 
-    `unit_seconds`: what routes count time in.
+    `unit_seconds`: the unit in which the problem's routes count time.
     """
     groups: dict[tuple[object, ...], list[tuple[Subgroup, HostUpdateWindows]]] = {}
     for subgroup in host_update_candidates(problem):
@@ -43,7 +45,7 @@ def update_classes(problem: Problem, instants: Instants, *, apart: bool, unit_se
 
 
 def _pattern(problem: Problem, instants: Instants, subgroup: Subgroup) -> tuple[object, ...]:
-    """Between which instants each block is used, with its share of the bytes: copies are classed by these."""
+    """The instants between which each block is used, with its share of the bytes. Copies are put into classes by these."""
     blocks = movable_blocks(problem.trace, subgroup)
     total = total_bytes(blocks)
     uses = ((tuple((instants.end_of(use), instants.start_of(use)) for use in block.uses), block.size_bytes) for block in blocks)
@@ -51,14 +53,14 @@ def _pattern(problem: Problem, instants: Instants, subgroup: Subgroup) -> tuple[
 
 
 def _likeness(windows: HostUpdateWindows) -> tuple[object, ...]:
-    """Equal for subgroups of which one sum of variables stands for all.
+    """A key that is equal for subgroups that one sum of variables can stand for.
 
-    Their sizes are proportional, and no workspace counts. Times need not be, only near: the class counts the least of
-    the host's and the most of the device's (`_together`).
+    Their sizes are proportional, and no workspace counts. Their times need only be close: the class counts the least of the
+    host's times and the most of the device's (`_together`).
     """
-    flows = (*windows.gradients, *windows.parameters)
-    places = (*(chain.spans for chain in windows.chains), *((flow.first, flow.last, flow.absent) for flow in flows))
-    shares = tuple(round(size / windows.host_bytes, 9) for size in (windows.held_bytes, *(f.size_bytes for f in flows)))
+    copies = (*windows.gradients, *windows.parameters)
+    places = (*(chain.spans for chain in windows.chains), *((copy.first, copy.last, copy.absent) for copy in copies))
+    shares = tuple(round(size / windows.host_bytes, 9) for size in (windows.held_bytes, *(f.size_bytes for f in copies)))
     times = tuple(f"{seconds / windows.host_bytes:.1e}" for seconds in (windows.device_seconds, windows.host_seconds))
     split = len(windows.gradients)
     if windows.idle and windows.idle_bytes:
@@ -72,17 +74,17 @@ def _together(name: str, members: Sequence[HostUpdateWindows]) -> HostUpdateWind
         return replace(first, name=name)
     total = sum(member.host_bytes for member in members)
 
-    def flows(kind: str) -> tuple[UpdateCopy, ...]:
-        parts = zip(*(getattr(member, kind) for member in members), strict=True)
+    def copies(kind: str) -> tuple[UpdateCopy, ...]:
+        alike = zip(*(getattr(member, kind) for member in members), strict=True)
         return tuple(
             UpdateCopy(
                 first=same[0].first,
                 last=same[0].last,
                 absent=same[0].absent,
-                size_bytes=sum(flow.size_bytes for flow in same),
-                seconds=min(flow.seconds / flow.size_bytes for flow in same) * sum(flow.size_bytes for flow in same),
+                size_bytes=sum(copy.size_bytes for copy in same),
+                seconds=min(copy.seconds / copy.size_bytes for copy in same) * sum(copy.size_bytes for copy in same),
             )
-            for same in parts
+            for same in alike
         )
 
     return HostUpdateWindows(
@@ -94,8 +96,8 @@ def _together(name: str, members: Sequence[HostUpdateWindows]) -> HostUpdateWind
         host_bytes=total,
         first=first.first,
         last=first.last,
-        gradients=flows("gradients"),
-        parameters=flows("parameters"),
+        gradients=copies("gradients"),
+        parameters=copies("parameters"),
         chains=tuple(
             UpdateChain(spans=same[0].spans, seconds=min(chain.seconds for chain in same))
             for same in zip(*(member.chains for member in members), strict=True)

@@ -1,4 +1,4 @@
-"""Solve the program behind the lower bound, and take no more from the solver than it has proved."""
+"""Solve the program behind the lower bound. Only what the solver has proved counts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["least_stall"]
 
 
 def least_stall(program: pulp.LpProblem, *, whole: bool, settings: SolverSettings) -> float:
-    """What the solver proves that the objective is at the least.
+    """Return the proved lower bound on the program's objective.
 
-    `whole`: it is an integer program. Raises SolverError when no solver is installed or it fails, and where a linear
+    `whole`: it is an integer program. Raises SolverError when no solver is installed or the solver fails, and when a linear
     program is not solved in time.
     """
     failing = {"task": "the lower bound", "remedy": "the simple bound holds"}
@@ -38,10 +38,10 @@ def least_stall(program: pulp.LpProblem, *, whole: bool, settings: SolverSetting
 
 
 def _weak_dual(program: pulp.LpProblem) -> float:
-    """The bound that the solver's row prices π prove, however inexact they are (weak duality).
+    """Return the bound that the solver's row prices π prove by weak duality, however inexact they are.
 
-    With rows a·x ≥ b, π ≥ 0 (≤ the other way), shares x ∈ [0, 1] at costs c and stalls ≥ 0 at cost 1, and prices scaled
-    so that no stall is worth more than 1 (π a ≤ 1): objective ≥ π b + Σ over shares of min(0, c − π a).
+    The rows are a·x ≥ b with π ≥ 0 (π ≤ 0 for a·x ≤ b). Shares x ∈ [0, 1] have costs c; stalls ≥ 0 have cost 1. The prices are
+    scaled so that no stall is worth more than 1 (π a ≤ 1). Then objective ≥ π b + Σ over the shares of min(0, c − π a).
     """
     load: dict[pulp.LpVariable, float] = defaultdict(float)
     right = 0.0

@@ -1,4 +1,4 @@
-"""The integer program that decides what moves, where to, and when."""
+"""The integer program over coarse time. It decides which blocks move, to which tier, and which updates run on the host."""
 
 from planner.ilp.coarse import MAX_INTEGER_STAGES, coarse_solutions, in_order_of_need
 from planner.ilp.solve import CoarseSolution

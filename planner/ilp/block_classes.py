@@ -14,9 +14,10 @@ __all__ = ["BlockClass", "ClassPeriod", "classes_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassPeriod:
-    """Idle in the whole of segments `begin` + 1 … `end` − 1 (`end` runs on over the iteration's end).
+    """A period in which the members are idle in all of the segments `begin` + 1 … `end` − 1.
 
-    `indices`: the period of each member, by position in `Problem.periods`. `final`: the members do not come back.
+    `end` is numbered on over the iteration's end. `indices`: the period of each member, by position in `Problem.periods`.
+    `final`: the members do not come back.
     """
 
     begin: int
@@ -29,9 +30,9 @@ class ClassPeriod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockClass:
-    """Members that are used in the same segments; decided together. `size_bytes` is their sum.
+    """Blocks that are used in the same segments; they are decided together. `size_bytes` is their sum.
 
-    `subgroup`: the one that all of them belong to, if it can update on the host. `user_visible`: user code can reach them.
+    `subgroup`: the subgroup that all of them belong to, if it can update on the host. `user_visible`: user code can reach them.
     """
 
     blocks: tuple[int, ...]
@@ -45,16 +46,16 @@ class BlockClass:
     user_visible: bool = False
 
     def seconds(self, link: Link) -> float:
-        """Time that all members together occupy a link."""
+        """Return the time that all members together occupy a link."""
         return len(self.blocks) * link.latency_seconds + self.size_bytes / link.bytes_per_second
 
 
 def classes_of(
     problem: Problem, grid: SegmentGrid, subgroups: Sequence[Subgroup] = (), *, largest_bytes: int
 ) -> tuple[BlockClass, ...]:
-    """Group blocks by the segments of their periods; a class holds at most `largest_bytes`, or one block.
+    """Group blocks by the segments of their periods. A class holds at most `largest_bytes`, or one block.
 
-    Blocks of different `subgroups` are kept apart.
+    Blocks of different `subgroups` are in different classes.
     """
     owner = {block: subgroup.id for subgroup in subgroups for block in subgroup.blocks}
     by_block: dict[int, list[_Idle]] = {}

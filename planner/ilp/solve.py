@@ -1,4 +1,4 @@
-"""Run a solver on the coarse model and report truthfully what it proved."""
+"""Solve the coarse model, and report exactly what the solver proved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planner.schema import SolverReport, WaitingTier
 
 __all__ = ["CoarseSolution", "solve"]
 
-_NOTHING = 1e-3
+_ROUNDING = 1e-3  # solvers return shares with errors of about this size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +39,18 @@ def solve(
 ) -> CoarseSolution:
     """Solve with HiGHS, or with CBC where HiGHS is not installed.
 
-    relaxed: solve the linear relaxation and round it; then the report has a bound, the relaxation's objective, but no
-    objective of its own and no gap. vertex: with as few fractions as a vertex has, for some more time.
+    relaxed: solve the linear relaxation and round it. The report then has a bound, the relaxation's objective; it has no
+    objective of its own and no gap. vertex: end in a vertex, which has few fractions; takes more time.
 
-    Blocks for about the time limit at the most (CBC may overrun it). The objective counts the ideal iteration time too.
-    The model counts time in `unit_seconds`, the report in seconds. Raises SolverError when no solver is installed, or
-    the limit passes with no solution.
+    Waits for about the time limit at most (CBC may overrun it). The objective includes the ideal iteration time. The model
+    counts time in `unit_seconds`, the report in seconds. Raises SolverError when no solver is installed, or when the limit
+    passes with no solution.
     """
     solver = pick_solver(settings, linear=relaxed, vertex=vertex)
     began = time.perf_counter()
     run_solver(model.program, solver, task="the coarse program", remedy="give a longer solver_time_limit or another policy")
     seconds = time.perf_counter() - began
-    # `status` says Optimal even after a time limit; only `sol_status` tells a proof from a mere solution.
+    # `status` says Optimal even after a time limit; only `sol_status` tells a proved optimum from a solution.
     proved = model.program.sol_status == pulp.LpSolutionOptimal
     if not proved and (relaxed or model.program.sol_status != pulp.LpSolutionIntegerFeasible):
         raise SolverError(
@@ -86,13 +86,16 @@ def solve(
 
 
 def _chosen_tiers(model: CoarseModel) -> dict[int, WaitingTier]:
-    """Period index → tier, read from a solution; where it is fractional, rounded so that each tier gets about as many
-    bytes as it should around any time: what is rounded off is carried on to the next period."""
+    """Read the tier of each period from a solution.
+
+    Fractions are rounded so that around any time each tier gets about as many bytes as in the solution: the rest that rounding
+    leaves is carried on to the next period.
+    """
     shares: dict[tuple[int, ...], dict[WaitingTier, float]] = {}
     spans: dict[tuple[int, ...], tuple[int, int, int]] = {}
     for entry in model.periods:
         value = entry.chosen.value() or 0.0
-        if value > _NOTHING:
+        if value > _ROUNDING:
             shares.setdefault(entry.period.indices, {})[entry.route.tier] = value
             spans[entry.period.indices] = (entry.period.begin, entry.period.end, entry.block_class.size_bytes)
     tiers: dict[int, WaitingTier] = {}
@@ -100,7 +103,7 @@ def _chosen_tiers(model: CoarseModel) -> dict[int, WaitingTier]:
     for indices in sorted(shares, key=lambda indices: (spans[indices], indices)):
         size = spans[indices][2]
         best = max(shares[indices], key=lambda tier: shares[indices][tier] * size + carried[tier])
-        whole = max(shares[indices].values()) > 1 - _NOTHING
+        whole = max(shares[indices].values()) > 1 - _ROUNDING
         if not whole:
             for tier, share in shares[indices].items():
                 carried[tier] += share * size
@@ -112,13 +115,13 @@ def _chosen_tiers(model: CoarseModel) -> dict[int, WaitingTier]:
 
 
 def _on_host(model: CoarseModel) -> frozenset[int]:
-    """Subgroups that update on the host, rounded likewise."""
+    """Read the subgroups that update on the host; fractions are rounded in the same way."""
     chosen: set[int] = set()
     carried = 0.0
     for update in model.updates:
         share, size = update.chosen.value() or 0.0, update.windows.host_bytes
         carried += share * size
-        if share > _NOTHING and carried >= size / 2:
+        if share > _ROUNDING and carried >= size / 2:
             chosen.add(int(update.windows.name))
             carried -= size
     return frozenset(chosen)

@@ -2,7 +2,7 @@
 
 from planner.lp.host_update import PROCESSOR, HostUpdateVariables, HostUpdateWindows, UpdateChain, UpdateCopy, add_host_update
 from planner.lp.host_update_windows import host_update_candidates, host_update_windows
-from planner.lp.rows import Terms, add_row, linear
+from planner.lp.rows import Terms, add_row, byte_scale, linear
 from planner.lp.segments import Segment, SegmentGrid, segments_of
 from planner.lp.solver import Solver, pick_solver, proved_bound, run_solver
 
@@ -18,6 +18,7 @@ __all__ = [
     "UpdateCopy",
     "add_host_update",
     "add_row",
+    "byte_scale",
     "host_update_candidates",
     "host_update_windows",
     "linear",
