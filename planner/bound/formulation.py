@@ -88,7 +88,7 @@ def _add_class(problem: Problem, model: BoundModel, name: str, block_class: Copy
 
 
 def _add_kept(problem: Problem, model: BoundModel, name: str, block_class: CopyClass, chosen: pulp.LpVariable) -> pulp.LpVariable:
-    """z ≥ h, and z ≥ d + O for every window in the host tier: a persistent block of such an update has one place there for good."""
+    """z ≥ h, and z ≥ d + O for every window in the host tier: a persistent block of an update has one place there for good."""
     kept = model.variable(f"z_{name}")
     model.add([(kept, 1.0), (chosen, -1.0)], pulp.LpConstraintGE, 0)
     for row in model.places["host"]:

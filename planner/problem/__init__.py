@@ -1,4 +1,4 @@
-"""What a trace and budgets ask of a planner: periods in which blocks are idle, routes, capacities, updates."""
+"""What follows from a trace and budgets, for every policy: inactive periods, routes, capacities and updates on the host."""
 
 from planner.problem.host_updates import (
     device_iteration,

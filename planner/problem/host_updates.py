@@ -1,22 +1,22 @@
-"""Optimizer subgroups that update on the host, and what is left for the device then.
+"""Optimizer subgroups that update on the host, and the iteration that is left for the device then.
 
-[Note: updates on the host] Of a subgroup that updates on the host, in the stage s of the trace:
+[Note: updates on the host] For a subgroup that updates on the host, with its update in stage s of the trace:
 
 * States (persistent blocks that only s uses) are never on the device.
-* Gradients (other blocks, whose last use is s) are copied out by a move without a prefetch, and consumed there.
-* Parameters (persistent blocks that s alone writes and other stages read) have a valid copy in the host tier at all
-  times but during the update: they are dropped after the last use before s, without a copy out, and come back after
-  the update.
-* Blocks that are not movable count as resident as ever; that their few bytes cross the link is not counted.
+* Gradients (other blocks, whose last use is s) are copied out by a move without a prefetch. The update consumes them on the
+  host.
+* Parameters (persistent blocks that s alone writes and other stages read) have a valid copy in the host tier at all times except
+  during the update. They are dropped after the last use before s, without a copy out, and come back after the update.
+* Blocks that are not movable count as resident, as always. That their few bytes cross the link is not counted.
 * All its movable blocks have their place in the host tier for good.
-* The host's processor runs one update at a time, in the order of the plan: each when the run of optimizer stages
-  that s lies in has been reached (not before: clipping needs all gradients), no stage before s will use its blocks
-  any more, and its gradients have landed. It may still run when the next iteration has begun: only the copies in of
-  its parameters wait for it. But user code does too, if there is any: [Note: user code] in `planner.problem.user_code`. An
-  update that is part of user code is nothing that could run elsewhere.
-* Stage s gets shorter by the subgroup's `device_seconds`, and needs no workspace where nothing is left of it.
+* The host's processor runs one update at a time, in the order of the plan. An update may begin when three things hold: the run
+  of optimizer stages that contains s has been reached (not before, since gradient clipping needs all gradients); no stage before
+  s will use its blocks any more; its gradients have been copied out. It may still run when the next iteration has begun: then
+  only the copies in of its parameters wait for it. If there is user code, user code waits for it too: [Note: user code] in
+  `planner.problem.user_code`. An update inside user code cannot run on the host.
+* Stage s is shorter by the subgroup's `device_seconds`, and needs no workspace if nothing is left of it.
 
-So what the device does is again an iteration, with fewer uses: `device_iteration`.
+So what the device does is again an iteration, with fewer uses: see `device_iteration`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
     "total_bytes",
 ]
 
-_NOTHING_LEFT = 1e-9
+_NOTHING_LEFT = 1e-9  # share of a stage's duration that counts as rounding
 
 
 def host_updatable(trace: Trace) -> tuple[Subgroup, ...]:
-    """The subgroups that can update on the host: times and uses as in [Note: updates on the host].
+    """Return the subgroups that can update on the host: their times and uses are as in [Note: updates on the host].
 
-    The next iteration waits for an update by its movable parameters: there must be one, each used before the update's
-    stage, and the first of them before any gradient comes into being anew.
+    The next iteration waits for an update through the movable parameters of the subgroup. So there must be such a parameter,
+    each must be used before the update's stage, and the first of them before any of its gradients is written again.
     """
     if trace.hardware.link("device", "host") is None or trace.hardware.link("host", "device") is None:
         return ()
@@ -63,27 +63,27 @@ def host_updatable(trace: Trace) -> tuple[Subgroup, ...]:
 
 
 def states(trace: Trace, subgroup: Subgroup) -> list[Block]:
-    """Movable blocks of the subgroup that only its update uses."""
+    """Return the movable blocks of the subgroup that only its update uses."""
     return [block for block in movable_blocks(trace, subgroup) if block.uses == (subgroup.stage,)]
 
 
 def parameters(trace: Trace, subgroup: Subgroup) -> list[Block]:
-    """Movable persistent blocks of the subgroup that other stages read."""
+    """Return the movable persistent blocks of the subgroup that other stages read."""
     return [block for block in movable_blocks(trace, subgroup) if block.persistent and len(block.uses) > 1]
 
 
 def gradients(trace: Trace, subgroup: Subgroup) -> list[Block]:
-    """Movable blocks of the subgroup that its update consumes."""
+    """Return the movable blocks of the subgroup that its update consumes."""
     return [block for block in movable_blocks(trace, subgroup) if not block.persistent]
 
 
 def total_bytes(blocks: Iterable[Block]) -> int:
-    """Bytes of all of them."""
+    """Return the bytes of all `blocks` together."""
     return sum(block.size_bytes for block in blocks)
 
 
 def host_start(trace: Trace, subgroup: Subgroup) -> int:
-    """The stage at which the subgroup's update may begin on the host."""
+    """Return the stage at which the subgroup's update may begin on the host."""
     begin = subgroup.stage
     while begin > 0 and trace.stages[begin - 1].phase == trace.stages[begin].phase:
         begin -= 1
@@ -92,9 +92,9 @@ def host_start(trace: Trace, subgroup: Subgroup) -> int:
 
 
 def device_iteration(trace: Trace, on_host: Collection[int]) -> Trace:
-    """The iteration that is left for the device when the subgroups `on_host` (ids) update on the host.
+    """Return the iteration that is left for the device when the subgroups `on_host` (ids) update on the host.
 
-    Block and stage ids stay; states have no bytes left. Nothing is checked: all of `on_host` must be updatable there.
+    Block and stage ids stay; states have no bytes left. Does not check that the subgroups of `on_host` can update there.
     """
     if not on_host:
         return trace
@@ -118,7 +118,7 @@ def device_iteration(trace: Trace, on_host: Collection[int]) -> Trace:
 
 
 def movable_blocks(trace: Trace, subgroup: Subgroup) -> list[Block]:
-    """Blocks of the subgroup that can leave the device."""
+    """Return the blocks of the subgroup that can leave the device."""
     return [block for block in map(trace.blocks.__getitem__, subgroup.blocks) if block.movable and block.size_bytes]
 
 
