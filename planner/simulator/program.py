@@ -1,4 +1,4 @@
-"""What the simulator replays: a plan laid out by stage, checked against the trace."""
+"""What a replay carries out: a plan laid out by stage and checked against the trace."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["ReplayProgram", "compile_program"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayProgram:
-    """What happens at each stage of `trace`, the device's part of the iteration. All lists but `initial` and
-    `persistent_places` (by block) are by stage.
+    """What happens at each stage of `trace`, the device's part of the iteration.
 
-    `updates`: subgroups whose update on the host may begin when the stage is reached. `gradients`, `parameters`: the
-    blocks that it waits for and that wait for it, by subgroup. `awaiting`: moves whose copy in waits for an update.
-    `user_stages`: stages of user code; `visible`: blocks that these can reach, none if there are no such stages.
+    All lists are by stage, except `initial` and `persistent_places`, which are by block. `updates`: subgroups whose update on
+    the host may begin when the stage is reached. `gradients`, `parameters`: by subgroup, the blocks that its update waits for
+    and the blocks that wait for it. `awaiting`: moves whose copy in waits for an update. `user_stages`: stages of user code.
+    `visible`: blocks that user code can reach; empty if there are no such stages.
     """
 
     trace: Trace
@@ -46,7 +46,7 @@ def compile_program(trace: Trace, plan: Plan) -> ReplayProgram:
     """Lay the plan out by stage.
 
     Raises PlanError (made for another trace), InfeasiblePlanError (a move or an update does not fit the trace) or
-    UnsupportedError (the plan recomputes).
+    UnsupportedError (the plan recomputes blocks).
     """
     if plan.trace_fingerprint != trace.fingerprint:
         raise PlanError(f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: plan again")
@@ -113,7 +113,7 @@ def _on_host(trace: Trace, plan: Plan) -> list[Subgroup]:
 def _lay_out_update(
     program: ReplayProgram, source: Trace, subgroup: Subgroup, plan: Plan, moves_of: dict[int, list[int]]
 ) -> None:
-    """moves_of: positions in the plan's moves, by block."""
+    """Add one update on the host. moves_of: positions in the plan's moves, by block."""
     program.updates[host_start(source, subgroup)].append(subgroup.id)
     program.gradients[subgroup.id] = frozenset(block.id for block in gradients(source, subgroup))
     program.parameters[subgroup.id] = frozenset(block.id for block in parameters(source, subgroup))
@@ -143,7 +143,7 @@ def _lay_out_update(
 
 
 def _lay_out_block(program: ReplayProgram, block: Block, *, dies: bool) -> None:
-    """dies: with its last use; else it is there for good, or an update on the host consumes it."""
+    """Add a block. dies: with its last use; otherwise it exists for good, or an update on the host consumes it."""
     for stage in block.uses:
         if not block.persistent and stage == block.uses[0]:
             program.born[stage].append(block.id)
@@ -183,7 +183,10 @@ def _is_last(move: Move, block: Block) -> bool:
 
 
 def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]], consumed: dict[int, int]) -> None:
-    """consumed: by gradient of an update on the host, the stage in the trace that it belongs to."""
+    """Raise InfeasiblePlanError if the move does not fit the trace.
+
+    consumed: by gradient of an update on the host, the stage of that update in the trace.
+    """
     if move.block >= len(trace.blocks):
         raise InfeasiblePlanError(f"a move names block {move.block}; the trace has {len(trace.blocks)} blocks")
     block = trace.blocks[move.block]
@@ -217,7 +220,7 @@ def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]], consumed: 
 
 
 def _check_initial(trace: Trace, plan: Plan, program: ReplayProgram) -> None:
-    """The iteration is cyclic: what the moves leave behind must be what the plan begins with."""
+    """Check that the iteration is cyclic: the plan must begin with what its moves leave behind."""
     given: dict[int, str] = {}
     for placement in plan.initial:
         if placement.block >= len(trace.blocks):

@@ -107,7 +107,7 @@ def test_over_budget_without_moves(chain: Trace) -> None:
 
 
 def test_over_budget_at_the_border(wrap: Trace) -> None:
-    with pytest.raises(InfeasiblePlanError, match="10 bytes wait on the device when the iteration begins"):
+    with pytest.raises(InfeasiblePlanError, match="10 bytes are on the device when the iteration begins"):
         simulate(wrap, made(wrap, 9, []))
 
 
