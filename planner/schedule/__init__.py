@@ -1,4 +1,4 @@
-"""From decisions to exact moves: when each copy begins."""
+"""From decisions to exact moves: which blocks must leave in addition, and when each copy begins."""
 
 from planner.schedule.eviction import evict_furthest, prune
 from planner.schedule.prefetch import StageClock, on_demand, prefetch_from, schedule

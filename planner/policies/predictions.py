@@ -1,0 +1,55 @@
+"""What the simulator predicts for a plan, written into the plan."""
+
+from __future__ import annotations
+
+from planner.bound import lower_bound_seconds
+from planner.problem import Problem, SolverSettings
+from planner.schedule import StageClock
+from planner.schema import Plan, Predicted
+from planner.simulator import Timeline, simulate
+
+__all__ = ["with_predictions"]
+
+
+def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = None, *, settings: SolverSettings) -> Plan:
+    """Add the simulator's predictions and, for each offload, the stage by whose end the copy is out.
+
+    timeline: the replay of `plan`, if there is one already. Without `settings.lower_bound`, the plan's lower bound is 0.
+    """
+    if timeline is None:
+        timeline = simulate(problem.source, plan)
+    bound = lower_bound_seconds(problem, threads=settings.threads) if settings.lower_bound else 0.0
+    plan = plan.model_copy(update={"moves": _with_free_after(problem, plan, timeline)})
+    return plan.model_copy(
+        update={
+            "predicted": Predicted(
+                iteration_seconds=timeline.iteration_seconds,
+                ideal_seconds=problem.source.ideal_seconds,
+                lower_bound_seconds=bound,
+                stall_seconds=timeline.stall_seconds,
+                peak_bytes=timeline.peak_bytes,
+                moved_bytes=timeline.moved_bytes,
+                storage_written_bytes=timeline.storage_written_bytes,
+            )
+        }
+    )
+
+
+def _with_free_after(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[object, ...]:
+    clock = StageClock(
+        reached_seconds=tuple(stage.start_seconds for stage in timeline.stages),
+        iteration_seconds=timeline.iteration_seconds,
+    )
+    moves = list(plan.moves)
+    for transfer in timeline.transfers:
+        move = moves[transfer.move]
+        if move.offload is None or not transfer.link.startswith("device->"):
+            continue
+        # Count from when the transfer was queued, since that may have been in the iteration before.
+        queued = timeline.stages[move.offload.start % problem.stage_count].end_seconds
+        done = queued + transfer.end_seconds - transfer.queued_seconds
+        turns = move.offload.start // problem.stage_count
+        stage = clock.stage_at(done - 1e-12) + turns * problem.stage_count
+        free_after = min(max(stage, move.offload.start), move.before - 1)
+        moves[transfer.move] = move.model_copy(update={"offload": move.offload.model_copy(update={"free_after": free_after})})
+    return tuple(moves)
