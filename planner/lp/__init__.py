@@ -4,7 +4,7 @@ from planner.lp.host_update import PROCESSOR, HostUpdateVariables, HostUpdateWin
 from planner.lp.host_update_windows import host_update_candidates, host_update_windows
 from planner.lp.rows import Terms, add_row, byte_scale, linear
 from planner.lp.segments import Segment, SegmentGrid, segments_of
-from planner.lp.solver import Solver, pick_solver, proved_bound, run_solver
+from planner.lp.solver import pick_solver, proved_bound, run_solver
 
 __all__ = [
     "HostUpdateVariables",
@@ -12,7 +12,6 @@ __all__ = [
     "PROCESSOR",
     "Segment",
     "SegmentGrid",
-    "Solver",
     "Terms",
     "UpdateChain",
     "UpdateCopy",
