@@ -29,6 +29,7 @@ def plan(
     gap: float = DEFAULT_GAP,
     threads: int = DEFAULT_THREADS,
     write_weight: float = DEFAULT_WRITE_WEIGHT,
+    lower_bound: bool = True,
 ) -> Plan:
     """Decide which blocks wait in which tier and when they move. The plan has been replayed in the simulator.
 
@@ -46,7 +47,8 @@ def plan(
     `write_weight`: seconds of iteration time that one second of writing to storage is worth, since drives wear out. Up to its
     default, it only decides between plans that are no slower than every heuristic's. `gap`: the share of the objective by which
     the solver's solution may miss its bound. It concerns the coarse model only, and is of little use below that model's own
-    error. `threads`: of the solver.
+    error. `threads`: of the solver. `lower_bound`: compute `predicted.lower_bound_seconds`; otherwise it is 0, which takes less
+    time.
 
     Waits for the result. The solver gets `time_limit_seconds` for each of its programs: one, two where updates may run on the
     host, three for short iterations. Placing, replaying and bounding take additional time, half a minute for 1,000 stages.
@@ -58,7 +60,9 @@ def plan(
     """
     if policy not in POLICIES:
         raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
-    settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight)
+    settings = SolverSettings(
+        time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight, lower_bound=lower_bound
+    )
     made = POLICIES[policy](trace, budgets, settings)
     return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
 

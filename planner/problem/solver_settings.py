@@ -21,8 +21,7 @@ wins.
 class SolverSettings:
     """Settings of one planning run, see `planner.plan`.
 
-    `lower_bound`: compute the bound on all plans that the plan's predictions include. Without it, the bound that they state is
-    0.
+    `lower_bound`: compute the bound that the plan's predictions state; otherwise they state 0.
     """
 
     time_limit_seconds: float = 30.0
@@ -33,7 +32,8 @@ class SolverSettings:
 
 
 def outward_weight(tier: WaitingTier, write_weight: float) -> float:
-    """Return the seconds of iteration time that one second of copying out to `tier` is worth: drives wear out, host memory does
-    not.
+    """Return the seconds of iteration time that one second of copying out to `tier` is worth.
+
+    Drives wear out, host memory does not.
     """
     return write_weight if tier == "storage" else TIE_WEIGHT
