@@ -69,7 +69,7 @@ def optimise(
     InfeasiblePlanError where the lower tiers are too small.
     """
     if problem.everything_fits and not (host_update_candidates(problem) if on_host is None else on_host):
-        return with_predictions(problem, build_plan(problem, {}, policy=policy), settings=settings)
+        return with_predictions(problem, build_plan(problem, {}, policy=policy))
     solutions = coarse_solutions(problem, settings, on_host)
     report = solutions[0].report if solutions else SolverReport(name="none", status="failed")
     # Without a solution, the report says "failed" and a greedy plan takes its place.
@@ -93,7 +93,7 @@ def optimise(
         own += [_around_user_code(candidate, settings.write_weight) for candidate in cheapest]
     best = _choose(own, others, settings.write_weight)
     made = best.plan.model_copy(update={"solver": report, "policy": policy})
-    return with_predictions(problem, made, best.timeline, settings=settings)
+    return with_predictions(problem, made, best.timeline)
 
 
 def _extremes(problem: Problem) -> list[tuple[Problem, Decisions]]:

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from planner.bound import lower_bound_seconds
-from planner.problem import Problem, SolverSettings
+from planner.problem import Problem
 from planner.schedule import StageClock
 from planner.schema import Plan, Predicted
 from planner.simulator import Timeline, simulate
 
-__all__ = ["with_predictions"]
+__all__ = ["with_lower_bound", "with_predictions"]
 
 
-def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = None, *, settings: SolverSettings) -> Plan:
+def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = None) -> Plan:
     """Add the simulator's predictions and, for each offload, the stage by whose end the copy is out.
 
-    timeline: the replay of `plan`, if there is one already. Without `settings.lower_bound`, the plan's lower bound is 0.
+    The lower bound is 0, see `with_lower_bound`. timeline: the replay of `plan`, if there is one already.
     """
     if timeline is None:
         timeline = simulate(problem.source, plan)
-    bound = lower_bound_seconds(problem, threads=settings.threads) if settings.lower_bound else 0.0
     plan = plan.model_copy(update={"moves": _with_free_after(problem, plan, timeline)})
     return plan.model_copy(
         update={
             "predicted": Predicted(
                 iteration_seconds=timeline.iteration_seconds,
                 ideal_seconds=problem.source.ideal_seconds,
-                lower_bound_seconds=bound,
+                lower_bound_seconds=0.0,
                 stall_seconds=timeline.stall_seconds,
                 peak_bytes=timeline.peak_bytes,
                 moved_bytes=timeline.moved_bytes,
@@ -33,6 +32,13 @@ def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = N
             )
         }
     )
+
+
+def with_lower_bound(plan: Plan, problem: Problem, *, threads: int) -> Plan:
+    """Add the lower bound on the iteration time of every plan for `problem` to the predictions. `threads`: of the solver."""
+    assert plan.predicted is not None  # `with_predictions` comes first
+    bound = lower_bound_seconds(problem, threads=threads)
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"lower_bound_seconds": bound})})
 
 
 def _with_free_after(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from planner.errors import BudgetError, OptionsError
 from planner.policies.fixed_updates import all_on_host, every_nth_on_device
 from planner.policies.greedy import g10_decisions, teraio_decisions
 from planner.policies.ilp import optimise
-from planner.policies.predictions import with_predictions
+from planner.policies.predictions import with_lower_bound, with_predictions
 from planner.policies.zero_infinity import zero_infinity_decisions
 from planner.problem import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, Decisions, Problem, SolverSettings, build_plan
 from planner.schedule import evict_furthest
@@ -60,10 +60,10 @@ def plan(
     """
     if policy not in POLICIES:
         raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
-    settings = SolverSettings(
-        time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight, lower_bound=lower_bound
-    )
+    settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight)
     made = POLICIES[policy](trace, budgets, settings)
+    if lower_bound:
+        made = with_lower_bound(made, Problem.of(trace, budgets), threads=threads)
     return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
 
 
@@ -84,7 +84,7 @@ def _fixed_updates(name: str, decide: Callable[[str, Problem], Sequence[int]]) -
 def _heuristic(name: str, decide: Callable[[Problem], Decisions]) -> Policy:
     def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         problem = Problem.of(trace, budgets)
-        return with_predictions(problem, build_plan(problem, decide(problem), policy=name), settings=settings)
+        return with_predictions(problem, build_plan(problem, decide(problem), policy=name))
 
     return policy
 
@@ -102,7 +102,7 @@ def _keep_all(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
             budget_bytes=budgets.device_bytes,
             stage=trace.stages[worst].name,
         )
-    return with_predictions(problem, build_plan(problem, {}, policy="keep-all"), settings=settings)
+    return with_predictions(problem, build_plan(problem, {}, policy="keep-all"))
 
 
 HEURISTICS: dict[str, Callable[[Problem], Decisions]] = {

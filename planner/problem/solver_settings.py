@@ -19,16 +19,12 @@ wins.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverSettings:
-    """Settings of one planning run, see `planner.plan`.
-
-    `lower_bound`: compute the bound that the plan's predictions state; otherwise they state 0.
-    """
+    """Settings of one planning run, see `planner.plan`."""
 
     time_limit_seconds: float = 30.0
     gap: float = DEFAULT_GAP
     threads: int = DEFAULT_THREADS
     write_weight: float = DEFAULT_WRITE_WEIGHT
-    lower_bound: bool = True
 
 
 def outward_weight(tier: WaitingTier, write_weight: float) -> float:
