@@ -174,7 +174,7 @@ def test_no_other_size_is_much_better_in_the_simulator(machine: Hardware, update
 
     def simulated(part: float) -> float:
         trace = step_trace(machine, total=total, part=part, update=update, activations=room)
-        made = plan(trace, Budgets(device_bytes=room), policy="g10")
+        made = plan(trace, Budgets(device_bytes=room), policy="g10", lower_bound=False)
         return simulate(trace, made).iteration_seconds - 2.0
 
     found = simulated(chosen)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Trace, simulate
@@ -158,7 +158,6 @@ def test_what_would_be_held_back_is_queued_after_user_code() -> None:
 
 
 @given(training_problems(most_layers=4), st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
 def test_every_proposal_can_be_carried_out(case: tuple[Trace, Budgets], seed: int) -> None:
     trace, budgets = case
     if not user_stages(trace):
