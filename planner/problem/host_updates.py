@@ -56,9 +56,9 @@ def host_updatable(trace: Trace) -> tuple[Subgroup, ...]:
         for subgroup in trace.subgroups
         if subgroup.host_seconds is not None
         and trace.stages[subgroup.stage].phase != "user"
-        and _holds_back(trace, subgroup)
+        and _next_iteration_waits(trace, subgroup)
         and all(owners[block] == 1 for block in subgroup.blocks)
-        and all(_takes_part(trace.blocks[block], subgroup.stage) for block in subgroup.blocks)
+        and all(_fits_update(trace.blocks[block], subgroup.stage) for block in subgroup.blocks)
     )
 
 
@@ -122,13 +122,13 @@ def movable_blocks(trace: Trace, subgroup: Subgroup) -> list[Block]:
     return [block for block in map(trace.blocks.__getitem__, subgroup.blocks) if block.movable and block.size_bytes]
 
 
-def _holds_back(trace: Trace, subgroup: Subgroup) -> bool:
+def _next_iteration_waits(trace: Trace, subgroup: Subgroup) -> bool:
     firsts = [block.uses[0] for block in parameters(trace, subgroup)]
     births = [block.uses[0] for block in gradients(trace, subgroup)]
     return bool(firsts) and max(firsts) < subgroup.stage and min(firsts) <= min(births, default=subgroup.stage)
 
 
-def _takes_part(block: Block, stage: int) -> bool:
+def _fits_update(block: Block, stage: int) -> bool:
     if not block.movable:
         return True
     if block.persistent:
