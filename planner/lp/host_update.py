@@ -7,7 +7,7 @@ Symbols: g subgroups that can update on the host; k spans of time (segments, or 
   h_g.
 
 If h_g, its states are absent all the time. Its parameters are absent between the uses around its stage, except for I; its
-gradients are absent up to its stage, by O. The stage is shorter by its device_seconds. If 1 − h_g, its blocks move like all
+gradients are absent up to its stage, by O. The stage is shorter by its device_seconds. If not h_g, its blocks move like all
 others.
 """
 

@@ -131,5 +131,14 @@ def test_the_update_runs_on_the_host_where_that_is_faster() -> None:
     assert simulate(trace, with_little).iteration_seconds == pytest.approx(6.0)
 
 
+@pytest.mark.parametrize("policy", ["ilp", "belady"])
+def test_a_plan_without_its_lower_bound_is_the_same_plan(policy: str) -> None:
+    trace = Trace.load(HAND / "chain.json")
+    bounded, plain = (plan(trace, Budgets(device_bytes=10), policy=policy, lower_bound=wanted) for wanted in (True, False))
+    assert bounded.predicted is not None and bounded.predicted.lower_bound_seconds == pytest.approx(10.0, rel=2e-6)
+    without = bounded.predicted.model_copy(update={"lower_bound_seconds": 0.0})
+    assert plain.moves == bounded.moves and plain.predicted == without
+
+
 def test_every_hand_made_trace_is_used_here() -> None:
     assert {path.stem for path in HAND.glob("*.json")} == {row[0] for row in OPTIMA}
