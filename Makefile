@@ -26,7 +26,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types imports wheel bench require-gpu test-gpu bench-gpu clean
+.PHONY: help setup demo test check lint types imports docs wheel bench require-gpu test-gpu bench-gpu clean
 
 help:  ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -52,7 +52,7 @@ demo: $(READY)  ## train a 38M-parameter GPT on real text, with all the memory a
 test: $(READY)  ## run the tests (those for a GPU: make test-gpu)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest --ignore=tests/gpu -n $(WORKERS) --dist loadfile $(ARGS)
 
-check: lint types imports test wheel  ## ruff, mypy, import-linter, the tests, and the built wheel in a clean environment
+check: lint types imports docs test wheel  ## ruff, mypy, import-linter, the docs, the tests, and the built wheel in a clean environment
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -63,6 +63,9 @@ types: $(READY)
 
 imports: $(READY)
 	$(VENV)/bin/lint-imports
+
+docs: $(READY)  ## build the documentation, in strict mode, into build/site-docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 wheel: $(READY)
 	rm -rf build/dist build/clean
