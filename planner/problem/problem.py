@@ -109,6 +109,11 @@ class Problem:
         return len(self.trace.stages)
 
     @cached_property
+    def period_after(self) -> dict[tuple[int, int], int]:
+        """Period index by block and the use that the period follows, as moves name it."""
+        return {(period.block, period.after): index for index, period in enumerate(self.periods)}
+
+    @cached_property
     def _host_only(self) -> frozenset[int]:
         return frozenset(block.id for block in self.host_blocks)
 

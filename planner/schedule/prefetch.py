@@ -51,7 +51,6 @@ class StageClock:
     @classmethod
     def replayed(cls, problem: Problem, plan: Plan, timeline: Timeline) -> StageClock:
         """Return the clock of a replay of `plan`."""
-        period_of = {(period.block, period.after): index for index, period in enumerate(problem.periods)}
         reached = tuple(stage.reached_seconds for stage in timeline.stages)
         updates = dict(cls.ideal(problem).update_seconds)  # an update may be missing where the replay was not steady
         for update in timeline.updates:
@@ -61,7 +60,7 @@ class StageClock:
         for transfer in timeline.transfers:
             move = plan.moves[transfer.move]
             if transfer.link.endswith("->device"):
-                copies[period_of[move.block, move.after]] = transfer.end_seconds - transfer.start_seconds
+                copies[problem.period_after[move.block, move.after]] = transfer.end_seconds - transfer.start_seconds
         return cls(
             reached_seconds=reached,
             iteration_seconds=timeline.iteration_seconds,

@@ -61,7 +61,6 @@ def user_code_proposals(
 
 def _late_copies(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Iterator[_LateCopy]:
     trace, stages = problem.trace, problem.stage_count
-    period_of = {(problem.periods[index].block, problem.periods[index].after): index for index in decisions}
     tolerance = 1e-9 * timeline.iteration_seconds
     for transfer in timeline.transfers:
         move = plan.moves[transfer.move]
@@ -69,7 +68,7 @@ def _late_copies(problem: Problem, decisions: Decisions, plan: Plan, timeline: T
             continue
         leave = move.offload.start
         user = next_user_stage(trace, leave + 1)
-        index = period_of.get((move.block, move.after))
+        index = problem.period_after.get((move.block, move.after))
         back = move.before if index is None else decisions[index].start
         if user is None or user >= back or (index is not None and user > problem.periods[index].last_leave):
             continue
@@ -103,7 +102,6 @@ def _put_off(problem: Problem, decisions: Decisions, late: list[_LateCopy]) -> t
 def _without_copies_in_under_way(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Decisions:
     """Let the copies in that are under way when user code is reached begin after it."""
     trace, stages, length = problem.trace, problem.stage_count, timeline.iteration_seconds
-    period_of = {(problem.periods[index].block, problem.periods[index].after): index for index in decisions}
     reached = [(user, timeline.stages[user].reached_seconds) for user in user_stages(trace)]
     tolerance = 1e-9 * length
     result = dict(decisions)
@@ -111,7 +109,7 @@ def _without_copies_in_under_way(problem: Problem, decisions: Decisions, plan: P
         move = plan.moves[transfer.move]
         if not transfer.link.endswith("->device") or not trace.blocks[move.block].user_visible:
             continue
-        index = period_of[move.block, move.after]
+        index = problem.period_after[move.block, move.after]
         for user, time in reached:
             under_way = any(
                 transfer.start_seconds < time + turn * length < transfer.end_seconds - tolerance for turn in (-1, 0, 1)
