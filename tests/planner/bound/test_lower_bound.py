@@ -1,4 +1,4 @@
-"""The lower bound: below every plan that trying all of them finds, and mostly close to the best."""
+"""The lower bound is below the best of all plans, which is found by trying all, and mostly close to it."""
 
 import random
 from pathlib import Path

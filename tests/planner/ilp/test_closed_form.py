@@ -17,7 +17,7 @@ ELEMENTS = 1_000_000
 
 
 def step_trace(host_rate: float, link_rate: float) -> Trace:
-    """A step of many subgroups and nothing else worth mentioning: forward and backward take no time."""
+    """A step of many subgroups; forward and backward take no time."""
     stages: list[dict[str, Any]] = [
         {"id": 0, "name": "forward", "phase": "forward", "duration_seconds": 0.0},
         {"id": 1, "name": "backward", "phase": "backward", "duration_seconds": 0.0},

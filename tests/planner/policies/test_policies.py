@@ -1,4 +1,4 @@
-"""Every policy keeps its word, and the integer program is worth its time."""
+"""Every policy keeps the budgets and raises the right errors; the integer program is clearly better than paging."""
 
 from typing import Any
 
@@ -90,7 +90,7 @@ def test_the_host_tier_is_used_up_to_its_budget(transformer: Trace) -> None:
 
 
 def test_rounding_never_overfills_a_tier(transformer: Trace) -> None:
-    """A solution that sends everything to the host tier, which has room for a part of it."""
+    """The solution sends everything to the host tier, which has room for some of it."""
     machine: Any = hardware(host=True, rate=4e9, latency=1e-4)
     trace = Trace.model_validate({**transformer.model_dump(by_alias=True), "hardware": machine})
     problem = Problem.of(trace, half(trace).model_copy(update={"host_bytes": 2**26}))
@@ -122,7 +122,7 @@ def test_cbc_stands_in_for_highs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_as_many_updates_on_the_host_as_have_room_there(transformer: Trace) -> None:
-    """A solution that updates everything on the host, which holds the blocks of one subgroup."""
+    """The solution updates everything on the host, whose tier holds the blocks of one subgroup."""
     stages = [stage for stage in transformer.stages if stage.phase == "optimizer"]
     subgroups = [
         {

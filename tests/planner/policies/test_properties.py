@@ -1,4 +1,4 @@
-"""Whatever the trace and the budget: a plan exists, can be carried out, and keeps its promises."""
+"""For any trace and budget, a plan exists, can be carried out, and does what it predicts."""
 
 import random
 from pathlib import Path

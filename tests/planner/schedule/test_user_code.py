@@ -1,4 +1,4 @@
-"""Copies that user code would wait for are put off where there is room for that, and only what the replay finds better stays."""
+"""Copies that user code would wait for are put off where there is room, and only if the replay finds that better."""
 
 import random
 from dataclasses import replace
@@ -110,7 +110,7 @@ def test_gradients_of_updates_on_the_host_are_put_off_too() -> None:
 
 
 def test_a_copy_in_under_way_begins_after_user_code() -> None:
-    """A parameter of 25 bytes, asked for in stage 1, would keep stage 2, user code, waiting for 1.5 s."""
+    """User code in stage 2 would wait 1.5 s for the copy in of a parameter of 25 bytes that is queued in stage 1."""
     phases = ["optimizer", "forward", "user", "forward", "forward", "forward", "forward"]
     stages = [{"id": n, "name": f"s{n}", "phase": phase, "duration_seconds": 1.0} for n, phase in enumerate(phases)]
     parameter = {
@@ -131,7 +131,7 @@ def test_a_copy_in_under_way_begins_after_user_code() -> None:
 
 
 def test_copies_in_are_scheduled_around_user_code() -> None:
-    """Where the clock says that a copy would be under way in user code, it begins early enough to end before."""
+    """A copy that would be under way in user code, by the clock, begins early enough to end before it."""
     trace = Trace.load(HAND / "user_code.json")
     problem = Problem.of(trace, Budgets(device_bytes=25))
     clock = StageClock.ideal(problem)

@@ -1,4 +1,4 @@
-"""Wrong, damaged and hostile files: an error of one line that names the place, or a file that can be worked with."""
+"""Wrong, damaged and hostile files give an error of one line that names the place, or can be worked with."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def whole() -> dict[type[Trace] | type[Plan], Any]:
 
 
 def places(content: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every field and entry, however deep."""
+    """Yield the place of every field and entry, at any depth."""
     entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     for key, value in entries:
         yield (*place, key)
@@ -103,7 +103,7 @@ def places(content: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 
 def replaced(content: Any, place: tuple[Any, ...], token: str) -> str:
-    """The file's text with the value at `place` replaced by `token`, which need not be JSON."""
+    """Return the file's text with the value at `place` replaced by `token`, which need not be JSON."""
     changed = copy.deepcopy(content)
     target = changed
     for key in place[:-1]:
@@ -119,7 +119,7 @@ def one_line(path: Path, error: TeraioError) -> None:
 
 
 def load(path: Path, model: type[Trace] | type[Plan]) -> Trace | Plan | None:
-    """What the file holds, or None if it is refused, as it should be."""
+    """Return what the file holds, or None if it is refused with a proper message."""
     try:
         return model.load(path)
     except FileFormatError as error:
@@ -129,13 +129,13 @@ def load(path: Path, model: type[Trace] | type[Plan]) -> Trace | Plan | None:
 
 
 def on_demand(trace: Trace, budgets: Budgets) -> Plan:
-    """A plan that no solver has seen."""
+    """Return a plan that is made without a solver."""
     problem = Problem.of(trace, budgets)
     return build_plan(problem, evict_furthest(problem, {}, early=False), policy="on demand")
 
 
 def work_with(loaded: Trace | Plan, trace: Trace) -> None:
-    """Everything that the commands do with a file that was read, but for the solver."""
+    """Do everything that the commands do with a file that was read, except solving."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(TeraioError):
         if isinstance(loaded, Trace):
             show(trace_tables(summarise_trace(loaded), 10))
@@ -263,7 +263,7 @@ def test_numbers_up_to_the_limits_are_planned(
     rate: float,
     solved: bool,
 ) -> None:
-    """All at once as large, as slow or as fast as a file can say."""
+    """Sizes, times and rates are as large or as small as a file allows."""
     content = copy.deepcopy(whole[Trace])
     content["subgroups"] = []
     for stage in content["stages"]:
@@ -373,7 +373,7 @@ except FileFormatError as error:
 
 
 def loads_within(path: str | Path, megabytes: int, *, model: type[Trace] | type[Plan] = Trace) -> str:
-    """The error of loading a file in a process that may have so much address space. Fails if it takes 20 s."""
+    """Return the error of loading a file in a process with limited address space. Fails after 20 s."""
     program = LOADS_WITHIN.format(megabytes=megabytes, model=model.__name__)
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(
@@ -384,7 +384,7 @@ def loads_within(path: str | Path, megabytes: int, *, model: type[Trace] | type[
 
 
 def test_a_small_file_that_unpacks_to_gigabytes(tmp_path: Path) -> None:
-    """4 GiB of blanks, four megabytes packed, read by a process that may have 1 GiB."""
+    """4 GiB of blanks, packed into four megabytes, are read by a process that may have 1 GiB."""
     member = gzip.compress(b" " * (64 << 20))
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(member * 64)
@@ -425,7 +425,7 @@ def test_many_faults_are_not_collected(
     model: type[Trace] | type[Plan],
     place: tuple[Any, ...],
 ) -> None:
-    """490,000 objects without any of their fields, just within `MAX_VALUES`: to report what each lacks takes gigabytes."""
+    """490,000 objects without fields, just within MAX_VALUES: reporting what each of them lacks would take gigabytes."""
     path = tmp_path / "file.json"
     path.write_text(replaced(whole[model], place, "[" + "{}," * 489_999 + "{}]"))
     message = loads_within(path, 1024, model=model)
@@ -435,7 +435,7 @@ def test_many_faults_are_not_collected(
 
 
 def test_deep_and_wide_takes_no_memory_for_its_places(tmp_path: Path) -> None:
-    """If each of 600,000 values had a list of the 900 keys that lead to it, that alone would be 4 GB."""
+    """600,000 values, each with its own list of the 900 keys that lead to it, would take 4 GB."""
     path = tmp_path / "deep.json"
     nested = '{"format": "teraio.trace", "version": 1, "name": ' + "[" * 900 + "0," * 600_000 + "1e400" + "]" * 900 + "}"
     path.write_text(nested)

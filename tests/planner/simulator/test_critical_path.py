@@ -1,4 +1,4 @@
-"""The critical path on traces whose optimum is known, and that it never has a gap."""
+"""The critical path on traces with a known optimum, and the check that it never has a gap."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ OUT, IN = "device->storage", "storage->device"
 
 
 def path_of(trace: Trace, made: Plan) -> CriticalPath:
-    """The critical path, checked to fill the iteration without a gap by pieces that did happen then."""
+    """Return the critical path. Check that it fills the iteration without a gap, and that its segments are in the replay."""
     timeline = simulate(trace, made)
     path = critical_path(trace, made, timeline)
     now = 0.0
-    for piece in path.segments:
-        assert piece.start_seconds == pytest.approx(now, rel=1e-9, abs=1e-9 * timeline.iteration_seconds)
-        now = piece.end_seconds
+    for segment in path.segments:
+        assert segment.start_seconds == pytest.approx(now, rel=1e-9, abs=1e-9 * timeline.iteration_seconds)
+        now = segment.end_seconds
     assert now == pytest.approx(timeline.iteration_seconds, rel=1e-9)
     assert sum(path.seconds().values()) == pytest.approx(timeline.iteration_seconds, rel=1e-9)
     times = {(STAGES, n): (s.start_seconds, s.end_seconds) for n, s in enumerate(timeline.stages)}
     times |= {(t.link, t.move): (t.start_seconds, t.end_seconds) for t in timeline.transfers}
     times |= {(HOST_UPDATES, u.subgroup): (u.start_seconds, u.end_seconds) for u in timeline.updates}
-    for piece in path.segments:
-        began, ended = times[piece.resource, piece.index]
-        assert (piece.start_seconds, piece.end_seconds) == (max(began, 0.0), ended)
-    assert (path.segments[-1].resource, path.pieces[-1].index) == (STAGES, len(trace.stages) - 1)
+    for segment in path.segments:
+        began, ended = times[segment.resource, segment.index]
+        assert (segment.start_seconds, segment.end_seconds) == (max(began, 0.0), ended)
+    assert (path.segments[-1].resource, path.segments[-1].index) == (STAGES, len(trace.stages) - 1)
     return path
 
 
@@ -130,7 +130,7 @@ def test_a_copy_in_waits_for_the_stage_that_frees_its_room() -> None:
 
 
 def test_a_copy_from_the_iteration_before_is_cut_at_the_begin() -> None:
-    """A parameter goes out after the last stage and comes back at once for the first: 4 s between, none of it hidden."""
+    """A parameter goes out after the last stage and comes back for the first one: 4 s in between, none of it hidden."""
     blocks = [block(0, 20, [0], [1], persistent=True), block(1, 10, [2], [2])]
     trace, by_hand = made([1.0, 1.0, 1.0], blocks, [dict(block=0, after=1, before=3, start=3)], 20)
     by_hand = Plan.model_validate({**by_hand.model_dump(), "initial": [{"block": 0, "tier": "storage"}]})
@@ -151,7 +151,7 @@ def test_a_copy_that_began_in_the_iteration_before() -> None:
     move: dict[str, Any] = dict(block=0, after=0, before=4, tier="storage", offload=None, prefetch=dict(start=3, ready_by=4))
     by_hand = plan_of(trace, [move], 30)
     assert simulate(trace, by_hand).transfers[0].start_seconds == -1.0
-    assert [(p.resource, p.start_seconds, p.seconds) for p in path_of(trace, by_hand).pieces] == [
+    assert [(p.resource, p.start_seconds, p.seconds) for p in path_of(trace, by_hand).segments] == [
         (IN, 0.0, 2.0),
         (STAGES, 2.0, 1.0),
         (STAGES, 3.0, 1.0),
@@ -183,7 +183,7 @@ def test_the_host_updates_while_the_device_waits() -> None:
 
 
 def test_a_host_update_waits_for_the_optimizer_stages() -> None:
-    """Its gradient is out long before, but it begins when stage 3 is reached; a last stage reads the new weight."""
+    """Its gradient left long before, but the update begins when stage 3 is reached. A last stage reads the new weight."""
     phases = ("forward", "backward", "backward", "optimizer", "user")
     stages = [dict(id=n, name=f"s{n}", phase=phase, duration_seconds=2.0) for n, phase in enumerate(phases)]
     blocks = [block(0, 40, [0, 3, 4], [3], persistent=True), block(1, 40, [3], [1])]
