@@ -22,6 +22,7 @@ from teraio.planning.corrections import Corrections, planned_starts
 from teraio.planning.drift import Drift, Expectation, Observation, drift_of, remeasured
 from teraio.planning.job import PlanningJob
 from teraio.planning.saving import save
+from teraio.planning.structured_trace import record_plan
 from teraio.profiling import Iteration, Profile, StageSchedule, Timeline, lay_out_plan
 
 logger = logging.getLogger("teraio")
@@ -105,6 +106,7 @@ class PlanFollower:
         self._now = now
         self._observations.clear()
         self._unsettled = self._timeline.iteration_number
+        record_plan(now.plan, now.profile.trace)
 
     # -- what happens
 
