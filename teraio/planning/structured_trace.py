@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-import torch
+from torch._logging._internal import trace_structured
 
 import planner
 from planner.schema import Predicted
@@ -19,13 +19,13 @@ def record_plan(plan: planner.Plan, trace: planner.Trace) -> None:
     trace: the one that the plan was made for. Formats nothing where nobody writes a structured trace.
     """
     # These run between iterations, where nothing is being compiled: there is no compile id to look for.
-    torch._logging.trace_structured(
+    trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "teraio_plan", "encoding": "json"},
         payload_fn=lambda: json.dumps(plan.model_dump(mode="json"), indent=1),
         expect_trace_id=False,
     )
-    torch._logging.trace_structured(
+    trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "teraio_plan_summary", "encoding": "string"},
         payload_fn=lambda: summary(plan, trace),
