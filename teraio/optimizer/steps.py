@@ -190,7 +190,7 @@ class OptimizerSteps(OwnHooks):
     def _run_parts(
         self, optimizer: Optimizer, groups: list[list[Any]], updates: list[list[Update]], parts: Sequence[Part]
     ) -> None:
-        wanted = self._timeline.parts_on_host
+        wanted = self._timeline.subgroups_on_host
         begun: dict[int, HostUpdate] = {}
         with ExitStack() as failed:
             for number in wanted:
