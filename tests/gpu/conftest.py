@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def cut_as_large_models_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage of a large model lasts about a millisecond; in that time a GPU is done with several layers of a small one."""
-    policy = CutPolicy(shortest_seconds=1e-6, most_stages=96)
+    policy = CutPolicy(shortest_seconds=1e-6, max_stages=96)
     monkeypatch.setattr(lifecycle, "StageCompiler", functools.partial(StageCompiler, policy=policy))
 
 

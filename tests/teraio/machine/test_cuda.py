@@ -59,7 +59,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(cuda_machine, "_grow_segments", lambda undo: None)
     monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, MIB))
     monkeypatch.setattr(opened, "_known_paths", {})  # those of main memory lead nowhere here
-    policy = CutPolicy(shortest_seconds=1e-6, most_stages=96)
+    policy = CutPolicy(shortest_seconds=1e-6, max_stages=96)
     monkeypatch.setattr(lifecycle, "StageCompiler", functools.partial(StageCompiler, policy=policy))
     return FakeCuda(monkeypatch)
 
