@@ -22,23 +22,32 @@ updates on the host in a thread of their own. To see these as well, let torch.pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
-import torch
-from torch.autograd import profiler
+Name = str | Callable[[], str]
+"""A text, or a function that makes it. The function is called only while a profiler runs."""
 
 _NOTHING = nullcontext()
 
 
-def annotate(kind: Literal["stage", "copy", "wait", "update"], name: str | Callable[[], str]) -> AbstractContextManager[object]:
+def annotate(kind: Literal["stage", "copy", "wait", "update"], name: Name) -> AbstractContextManager[object]:
     """Return a context manager that names what runs in it in the profiler's timeline, see [Note: Annotations].
 
-    name: the text, or a function that makes it; it is called only while a profiler runs. Without a profiler this costs a
-    look at a flag, about 0.1 µs, and returns the same empty context manager each time. Safe from any thread. Never waits.
+    Without a profiler this costs a look at a flag, about 0.1 µs, and returns the same empty context manager each time. Safe from
+    any thread. Never waits.
     """
+    profiler = sys.modules.get("torch.autograd.profiler")  # no profiler runs where torch is not loaded
     # One flag for all threads. `torch._C._autograd._profiler_enabled` is false in threads that `profile_all_threads` records.
-    if not profiler._is_profiler_enabled:
+    if profiler is None or not profiler._is_profiler_enabled:
         return _NOTHING
-    return torch.profiler.record_function(f"teraio::{kind} {name if isinstance(name, str) else name()}")
+    from torch.profiler import record_function
+
+    return record_function(f"teraio::{kind} {name if isinstance(name, str) else name()}")
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first name, and how many more there are: "weight", "weight and 2 more"."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)

@@ -13,8 +13,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import emit_itt, emit_nvtx
 from torch.profiler import ProfilerActivity, profile
 
-from runtime.system import annotate
-from runtime.system import annotation as annotation_module
+from runtime.system import annotate, first_of
 
 
 def names(profiled: profile) -> list[str]:
@@ -75,7 +74,7 @@ def test_without_a_profiler_nothing_is_made_or_formatted(monkeypatch: pytest.Mon
     def fail(*_: object) -> AbstractContextManager[object]:
         pytest.fail("no profiler runs")
 
-    monkeypatch.setattr(annotation_module.torch.profiler, "record_function", fail)
+    monkeypatch.setattr(torch.profiler, "record_function", fail)
     contexts = {annotate("stage", "one"), annotate("wait", "another"), annotate("copy", lambda: pytest.fail("formatted"))}
     assert len(contexts) == 1
     with contexts.pop():
@@ -109,3 +108,7 @@ def test_emit_nvtx_turns_it_on_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_costs_next_to_nothing_without_a_profiler() -> None:
     seconds = min(timeit.repeat(lambda: annotate("stage", "one"), number=10_000, repeat=5)) / 10_000
     assert seconds < 2e-6  # 0.1 µs on an idle machine
+
+
+def test_several_names_are_the_first_and_how_many_more() -> None:
+    assert [first_of(names) for names in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and 1 more", "a and 2 more"]
