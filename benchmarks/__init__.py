@@ -1,4 +1,4 @@
-"""What teraio costs and gains, measured: `python -m benchmarks [part ...]`.
+"""Benchmarks of teraio: `python -m benchmarks [part ...]`.
 
-Each variant runs in a process of its own; figures that are compared come from turns taken in one run.
+Each variant runs in a process of its own. Variants that are compared take turns in one run.
 """

@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks [part ...]`; without a part, those that DEFAULT names for the device."""
+"""The command line: `python -m benchmarks [part ...]`. Without a part, it runs those in DEFAULT for the device."""
 
 import dataclasses
 import os
@@ -42,11 +42,11 @@ DEFAULT = {
     "cpu": ("stage_overhead", "budget_sweep", "rss", "prediction", "optimizer", "compile_time", "engine"),
     "cuda": ("gpu_overhead", "gpu_optimizer", "gpu_budgets", "gpu_links", "gpu_bubble"),
 }
-"""The planner's parts take minutes, or about an hour: they run only when they are named."""
+"""The parts of the planner take minutes to an hour, so they run only if they are named."""
 
 
 def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
-    """Every part but the Llamas' by name; those about budgets share one run."""
+    """Return all parts that train no Llama, by name. Those about budgets share one run."""
     sweep = cache(budgets.sweep)
     return {
         "stage_overhead": lambda: stage_overhead.measure(scale),
@@ -62,7 +62,7 @@ def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
 
 
 def llama_parts(runner: Runner) -> dict[str, Callable[[], Measured]]:
-    """Every part that trains Llamas, by name; they share trainings."""
+    """Return all parts that train Llamas, by name. They share trainings."""
     return {
         "gpu_overhead": lambda: (gpu_overhead.measure(runner), runner.samples),
         "gpu_optimizer": lambda: (gpu_optimizer.measure(runner), runner.samples),
@@ -73,7 +73,7 @@ def llama_parts(runner: Runner) -> dict[str, Callable[[], Measured]]:
 
 
 def scale_for(device: str, output: Path, rounds: int) -> Scale:
-    """Sizes that keep all parts together within about a quarter of an hour on two cores, or on one GPU."""
+    """Return sizes with which all parts take about a quarter of an hour on two cores, or on one GPU."""
     if device == "cuda":
         return Scale(
             device=device,
@@ -91,7 +91,7 @@ def scale_for(device: str, output: Path, rounds: int) -> Scale:
 def llama_scale_for(
     device: str, output: Path, rounds: int, *, sizes: list[str], dtype: str | None, minutes: float, **shape: int | None
 ) -> LlamaScale:
-    """Rows that fill a GPU, or next to nothing for a processor, unless `shape` (batch, context) says otherwise."""
+    """Return a scale whose rows fill a GPU, or are small on CPU. `shape`: batch and context, None for these defaults."""
     defaults = {"batch": 4, "context": 2048} if device == "cuda" else {"batch": 2, "context": 64}
     return LlamaScale(
         device=device,
@@ -106,29 +106,29 @@ def llama_scale_for(
 
 
 def one_of(name: str, given: list[str], known: tuple[str, ...]) -> None:
-    """Raises typer.BadParameter unless all that was given is known."""
+    """Raise typer.BadParameter if one of `given` is not known."""
     if unknown := [each for each in given if each not in known]:
         raise typer.BadParameter(f"no {name} {', '.join(unknown)}; there are {', '.join(known)}")
 
 
 def settings_of(scale: Scale | LlamaScale) -> dict[str, Any]:
-    """What the figures depend on, for the file."""
+    """Return the settings that the figures depend on, for the file."""
     return {"scale": {name: str(value) for name, value in dataclasses.asdict(scale).items() if name != "output"}}
 
 
 def main(
-    chosen: Annotated[list[str] | None, typer.Argument(help="If none: the usual ones of the device.", metavar="PART")] = None,
+    chosen: Annotated[list[str] | None, typer.Argument(help="Default: the usual parts for the device.", metavar="PART")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Turns of each variant.", min=1)] = 3,
-    output: Annotated[Path, typer.Option(help="For logs and spill files.")] = ROOT / "benchmarks" / "out",
-    results: Annotated[Path, typer.Option(help="For the JSON file.")] = ROOT / "benchmarks" / "results",
-    size: Annotated[list[str] | None, typer.Option(help=f"Llamas, for gpu_...: {', '.join(SIZES)}; may be repeated.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for logs and spill files.")] = ROOT / "benchmarks" / "out",
+    results: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = ROOT / "benchmarks" / "results",
+    size: Annotated[list[str] | None, typer.Option(help=f"Llamas, for gpu_...: {', '.join(SIZES)}. May be repeated.")] = None,
     batch: Annotated[int | None, typer.Option(help="Rows, for gpu_...", min=1)] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a row, for gpu_...", min=1)] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16, for gpu_...")] = None,
-    minutes: Annotated[float, typer.Option(help="After so long no training of gpu_... starts any more.", min=0)] = 7.5,
+    minutes: Annotated[float, typer.Option(help="Time after which gpu_... starts no more trainings.", min=0)] = 7.5,
 ) -> None:
-    """Measure teraio; print a table and write a JSON file. Status 1 if a part could not be measured."""
+    """Measure teraio, print a table and write a JSON file. Exit status 1 if a part could not be measured."""
     console = Console() if sys.stdout.isatty() else Console(width=150)
     one_of("device", [device], tuple(DEFAULT))
     one_of("size", size or [], tuple(SIZES))

@@ -1,4 +1,4 @@
-"""Llama trainings that run one after another, each alone on the device: a GPU's memory holds no two of them."""
+"""Llama trainings, one after another: the memory of a GPU does not hold two at once."""
 
 import dataclasses
 import time
@@ -19,12 +19,12 @@ from planner import Plan, Trace
 COUNTED_SECONDS = 4.0
 MAX_STEPS = 20
 PATIENCE_SECONDS = 600.0
-"""For the slowest answer: the first iteration of the largest model, which compiles."""
+"""Seconds to wait for an answer. The slowest is the first iteration of the largest model, which compiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaScale:
-    """Which Llamas are trained, and where. No `sizes`: each part's own. `limit_seconds`: no training starts later."""
+    """Which Llamas are trained, and where. `sizes`: empty for each part's default. `limit_seconds`: no training starts later."""
 
     device: str
     dtype: str
@@ -36,7 +36,7 @@ class LlamaScale:
     output: Path
 
     def setting(self, size: str, backend: str = "teraio", *, checkpointed_layers: int = 0, **fields: Any) -> Setting:
-        """A training of the Llama of that name; `fields` are the setting's other ones."""
+        """Return the training of the Llama of that name. `fields`: other fields of the setting."""
         model = dataclasses.replace(SIZES[size], context=self.context, checkpointed_layers=checkpointed_layers)
         common = {"backend": backend, "model": model, "batch": self.batch, "device": self.device, "dtype": self.dtype}
         return Setting.model_validate({**common, **fields})
@@ -44,10 +44,10 @@ class LlamaScale:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a training did once it was warm: `steps` in a row, then one in which the profiler saw the device at work.
+    """A training after its warm-up: consecutive `steps`, then one under the profiler.
 
-    phase: teraio's, "" for another backend. moved_bytes: in an iteration, by link. busy_seconds: how long the device computed
-    in an iteration; None if the profiler saw nothing. trace, plan: teraio's, if it wrote them.
+    phase: of teraio, "" for another backend. moved_bytes: per iteration, by link. busy_seconds: how long the device computed in
+    an iteration; None if the profiler saw nothing. trace, plan: of teraio, if it wrote them.
     """
 
     steps: Sequence[Step]
@@ -60,29 +60,29 @@ class Run:
 
     @cached_property
     def seconds(self) -> float:
-        """Of an iteration, the median."""
+        """Median seconds of an iteration."""
         return median(step.seconds for step in self.steps)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the median iteration."""
+        """Tokens per second in the median iteration."""
         return self.steps[0].tokens / self.seconds
 
     @property
     def peak_bytes(self) -> int:
-        """Of tensors, after the first iteration: by the GPU's allocator, or on CPU the process less what else it takes."""
+        """Peak bytes of tensors after the first iteration: by the GPU's allocator; on CPU by the peak of the process."""
         return self.report.peak_bytes - self.report.rest_bytes
 
     @property
     def spread(self) -> str:
-        """The fastest and the slowest iteration, as a note."""
+        """The fastest and the slowest iteration, as text."""
         seconds = [step.seconds for step in self.steps]
         return f"{len(seconds)} iterations from {min(seconds):.4g} to {max(seconds):.4g} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """A training that did not run, and why."""
+    """A training that did not run. `reason`: why."""
 
     reason: str
 
@@ -91,7 +91,7 @@ Outcome = Run | Missing
 
 
 class Runner:
-    """Runs trainings, each setting once: parts that ask for the same one share it."""
+    """Runs trainings. Each setting runs once: parts that need the same one share it."""
 
     def __init__(self, scale: LlamaScale, clock: Callable[[], float] = time.monotonic) -> None:
         self.scale = scale
@@ -102,7 +102,7 @@ class Runner:
         """Seconds of all counted iterations, by name."""
 
     def run(self, name: str, setting: Setting) -> Outcome:
-        """What came of `setting`; blocks while it runs, unless it has run already, under this name or another."""
+        """Return the outcome of `setting`. Runs it if it has not run yet, and waits meanwhile."""
         key = setting.model_dump_json()
         if key not in self._known:
             limit = self.scale.limit_seconds
@@ -114,7 +114,7 @@ class Runner:
         return self._known[key]
 
     def plain(self, size: str, backend: str) -> Outcome:
-        """The Llama of that name without a budget."""
+        """Train the Llama of that name without a budget."""
         return self.run(f"{size}, {backend}", self.scale.setting(size, backend))
 
     def _measured(self, name: str, setting: Setting) -> Outcome:
@@ -132,14 +132,14 @@ class Runner:
 
 
 def measured(setting: Setting, scale: LlamaScale, log: Path, *, trace: Path, plan: Path) -> Run:
-    """Trains in a process of its own, until `scale.rounds` iterations and COUNTED_SECONDS are over, or MAX_STEPS.
+    """Train in a process of its own until `scale.rounds` iterations and COUNTED_SECONDS are over, at most MAX_STEPS iterations.
 
-    Raises WorkerFailed. `trace`, `plan`: where teraio writes them.
+    trace, plan: the files that teraio writes. Raises WorkerFailed.
     """
     on_teraio = setting.backend == "teraio"
     with Worker(setting, log, EXACT_MEMORY, PATIENCE_SECONDS) as worker:
         worker.step()
-        worker.reset_peak()  # from now on: what the compiler tried out is not counted, what is profiled is
+        worker.reset_peak()  # excludes what the compiler tried out, includes the profiled iterations
         phase = warm_up(worker, 5 if on_teraio else 1)  # four are profiled
         before = worker.step()
         steps: list[Step] = []
@@ -160,7 +160,7 @@ def measured(setting: Setting, scale: LlamaScale, log: Path, *, trace: Path, pla
 
 
 def speed(name: str, outcome: Outcome, base: Outcome | None = None) -> Figure:
-    """Tokens per second, beside those of `base`, or why there are none."""
+    """Return tokens per second, compared with `base`, or why there are none."""
     if isinstance(outcome, Missing):
         return Figure(name=f"{name}: tokens/s", value=None, unit="", note=outcome.reason)
     notes = [outcome.phase, outcome.spread]

@@ -1,7 +1,7 @@
 """Training under budgets of 70, 50 and 30 % of the unconstrained peak: speed, resident set, prediction.
 
-The unconstrained peak is that of the tensors: the process's resident peak less what it takes without tensors.
-Beside each budget runs torch.utils.checkpoint, compiled by Inductor, with as few layers checkpointed as fit.
+The unconstrained peak is that of the tensors: the resident peak of the process without its other memory. Each budget is compared
+with torch.utils.checkpoint, compiled by Inductor, with as few checkpointed layers as fit.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ AIMS = {70: ">= 0.97", 50: ">= 0.95", 30: ">= 0.90"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """All that was measured, by variant: seconds of the counted steps, closing reports, notes, failures."""
+    """The measurements, by variant. seconds: of the counted steps. notes: phases and failures."""
 
     peak_bytes: int
     budget_bytes: dict[str, int]
@@ -29,12 +29,12 @@ class Sweep:
     notes: dict[str, str]
 
     def median_seconds(self, variant: str) -> float | None:
-        """The variant's seconds per iteration; None if it did not run."""
+        """Return the median seconds per iteration of a variant; None if it did not run."""
         return median(self.seconds[variant]) if variant in self.seconds else None
 
 
 def sweep(scale: Scale) -> Sweep:
-    """Runs every variant, in turns."""
+    """Run every variant, in turns."""
     peak_bytes = tensor_peak(scale.setting(), "peak", scale.output)
     least = scale.setting("inductor", checkpointed_layers=scale.layers)
     least_bytes = tensor_peak(least, "peak checkpointed", scale.output)
@@ -66,13 +66,13 @@ def sweep(scale: Scale) -> Sweep:
 
 
 def budgeted(scale: Scale, budget_bytes: int) -> Setting:
-    """The training under a budget, its files in the output folder."""
+    """Return the training under a budget, with its files in the output folder."""
     options: dict[str, Any] = {"memory_budget": budget_bytes, "storage": str(scale.output)}
     return scale.setting().model_copy(update={"options": options})
 
 
 def start(ready: dict[str, Worker], name: str, worker: Worker, note: str) -> tuple[dict[str, Worker], str]:
-    """Warms `worker` up until it follows its plan; one that ends instead is left out, with a note."""
+    """Warm `worker` up until it follows its plan. Return the workers that are ready, without it if it ended, and a note."""
     try:
         phase = warm_up(worker, 6)  # one compiles, four are profiled
     except WorkerFailed as failure:
@@ -82,7 +82,7 @@ def start(ready: dict[str, Worker], name: str, worker: Worker, note: str) -> tup
 
 
 def layers_to_checkpoint(peak_bytes: int, least_bytes: int, budget_bytes: int, layers: int) -> int:
-    """The fewest layers whose checkpointing fits the budget, each saving the same; all if none do."""
+    """Return the fewest layers to checkpoint so that the budget suffices, if each saves the same; all if none suffice."""
     if budget_bytes >= peak_bytes:
         return 0
     saved_bytes = (peak_bytes - least_bytes) / layers
@@ -92,7 +92,7 @@ def layers_to_checkpoint(peak_bytes: int, least_bytes: int, budget_bytes: int, l
 
 
 def throughput(measured: Sweep) -> tuple[Figure, ...]:
-    """Throughput under each budget over that without one; the same for checkpointing."""
+    """Return the throughput under each budget relative to that without one, for teraio and for checkpointing."""
     base = measured.median_seconds("unconstrained")
     figures = [
         Figure(name="unconstrained", value=base, unit="s"),
@@ -110,7 +110,7 @@ def throughput(measured: Sweep) -> tuple[Figure, ...]:
 
 
 def resident_set(measured: Sweep) -> tuple[Figure, ...]:
-    """What the system saw: the resident peak, less the process without tensors, over the budget."""
+    """Return the resident peak of the tensors, as the system counts it, over the budget."""
     figures = []
     for percent in AIMS:
         budget_bytes = measured.budget_bytes[f"teraio {percent} %"]
@@ -128,7 +128,7 @@ def resident_set(measured: Sweep) -> tuple[Figure, ...]:
 
 
 def prediction(measured: Sweep) -> tuple[Figure, ...]:
-    """How far the plan's predicted iteration time is from the measured one."""
+    """Return the relative error of the predicted iteration time."""
     figures = []
     for percent in AIMS:
         name = f"teraio {percent} %"

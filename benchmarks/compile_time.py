@@ -1,4 +1,4 @@
-"""How long the first iteration takes to compile, by depth: teraio compiles equal stages once."""
+"""Compile time of the first iteration by depth. teraio compiles equal stages once."""
 
 import tempfile
 from statistics import median
@@ -10,7 +10,7 @@ DEPTHS = (4, 8, 16)
 
 
 def compile_seconds(scale: Scale, backend: str, layers: int) -> float:
-    """The first step's time less a later one's, from an empty compilation cache and a started compiler."""
+    """Return the time of the first step minus that of later ones, with an empty cache and a started compiler."""
     name = f"compile {backend} {layers}"
     with tempfile.TemporaryDirectory(prefix="compile-") as cache:
         environment = {"TORCHINDUCTOR_CACHE_DIR": cache}
@@ -21,7 +21,7 @@ def compile_seconds(scale: Scale, backend: str, layers: int) -> float:
 
 
 def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
-    """Seconds of each backend at each depth, and how they grow from the least depth to the greatest."""
+    """Return the seconds of each backend at each depth, and their growth from the least depth to the greatest."""
     seconds = {backend: [compile_seconds(scale, backend, layers) for layers in DEPTHS] for backend in ("inductor", "teraio")}
     figures = []
     for backend, values in seconds.items():

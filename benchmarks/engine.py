@@ -1,4 +1,4 @@
-"""The migration engine against raw direct I/O: the same bytes, the same files, the same number of threads."""
+"""The migration engine compared with raw direct I/O: the same bytes, files and number of threads."""
 
 import ctypes
 import mmap
@@ -25,7 +25,7 @@ Timed = Callable[[str], float]
 
 
 def raw(slots: Sequence[Slot], address: int, pool: ThreadPoolExecutor) -> Timed:
-    """Times plain pread/pwrite calls of CHUNK_BYTES over the slots' extents, from and to `address`."""
+    """Return a function that times pread or pwrite calls of CHUNK_BYTES over the extents of the slots, to or from `address`."""
 
     def transfer(task: tuple[str, int, int, int, int]) -> None:
         direction, descriptor, offset, place, length = task
@@ -51,10 +51,10 @@ def raw(slots: Sequence[Slot], address: int, pool: ThreadPoolExecutor) -> Timed:
 
 
 def through(engine: Engine, slots: Sequence[Slot], address: int) -> Timed:
-    """Times the same bytes through the engine: all of them queued, then waited for."""
+    """Return a function that times the same bytes through the engine: it queues all of them, then waits."""
 
     def ended(transfer: Transfer) -> None:
-        pass  # waiting tells
+        pass  # `Transfer.wait` raises its error
 
     def timed(direction: str) -> float:
         submit = engine.write if direction == DIRECTIONS[0] else engine.read
@@ -70,7 +70,7 @@ def through(engine: Engine, slots: Sequence[Slot], address: int) -> Timed:
 
 @contextmanager
 def store_and_memory(folder: Path) -> Iterator[tuple[PosixStore, list[Slot], int]]:
-    """A store in `folder`, its SLOTS slots of SLOT_BYTES, and the address of as much memory."""
+    """Yield a store in `folder`, SLOTS slots of SLOT_BYTES, and the address of as much memory."""
     total = SLOT_BYTES * SLOTS
     memory = mmap.mmap(-1, total)
     memory.write(os.urandom(1 << 20) * (total >> 20))
@@ -83,7 +83,7 @@ def store_and_memory(folder: Path) -> Iterator[tuple[PosixStore, list[Slot], int
 
 
 def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
-    """Bytes per second of both in each direction, in turns, and their ratio."""
+    """Return the bytes per second of both in each direction, measured in turns, and their ratio."""
     total = SLOT_BYTES * SLOTS
     samples: dict[str, list[float]] = {}
     with store_and_memory(scale.output) as (store, slots, address), ThreadPoolExecutor(THREADS) as pool:

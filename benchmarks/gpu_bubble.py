@@ -1,4 +1,4 @@
-"""How long the device computes nothing in an iteration: with Inductor, and with teraio without and with a budget."""
+"""Idle time of the device in an iteration: with Inductor, and with teraio without and with a budget."""
 
 from benchmarks.alone import Missing, Outcome, Runner
 from benchmarks.gpu_budgets import PERCENTS, TIERS, budgeted, sizes, unconstrained_peak
@@ -6,7 +6,7 @@ from benchmarks.results import Figure
 
 
 def measure(runner: Runner) -> tuple[Figure, ...]:
-    """Seconds of an iteration less those in which the profiler saw the device compute, for every size."""
+    """Return, for every size, the seconds of an iteration in which the profiler did not see the device compute."""
     figures = []
     for size in sizes(runner.scale):
         outcomes = {f"{size}, {backend}": runner.plain(size, backend) for backend in ("inductor", "teraio")}
@@ -18,7 +18,7 @@ def measure(runner: Runner) -> tuple[Figure, ...]:
 
 
 def idle(name: str, outcome: Outcome) -> Figure:
-    """Seconds of an iteration in which the device computed nothing; the profiled step may itself be a little slower."""
+    """Return the seconds of an iteration in which the device was idle. The profiled step may be a little slower than others."""
     name = f"{name}: idle"
     if isinstance(outcome, Missing):
         return Figure(name=name, value=None, unit="", note=outcome.reason)

@@ -1,6 +1,6 @@
-"""A Llama under budgets of its unconstrained peak, with every choice of tiers, beside what else fits a model.
+"""A Llama under budgets relative to its unconstrained peak, with each choice of tiers, compared with other ways to save memory.
 
-The unconstrained peak is plain Inductor's. Where that does not fit the device, it is what teraio's trace adds up to.
+The unconstrained peak is that of Inductor. If Inductor does not fit the device, it is computed from teraio's trace.
 """
 
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ from benchmarks.variants import peak_bytes
 from examples.llama import SIZES
 
 PERCENTS = (50, 30, 70, 100)
-"""In the order of the runs: what counts most comes first, as there may not be time for all."""
+"""In the order of the runs. The most important come first, because there may not be time for all."""
 TIERS = ("host and storage", "host", "storage")
 DEFAULT_SIZE = {"cuda": "llama-3.2-1b", "cpu": "tiny"}
 GIB = 2**30
 
 
 def measure(runner: Runner) -> tuple[Figure, ...]:
-    """Every figure of every size: the default one if none was asked for."""
+    """Return all figures of all sizes."""
     return tuple(figure for size in sizes(runner.scale) for figure in _of_size(runner, size))
 
 
 def sizes(scale: LlamaScale) -> tuple[str, ...]:
-    """Those that were asked for, or the default one."""
+    """Return the sizes of the scale, or the default one if it has none."""
     return scale.sizes or (DEFAULT_SIZE[scale.device],)
 
 
@@ -55,7 +55,7 @@ def _of_size(runner: Runner, size: str) -> Iterator[Figure]:
 
 
 def unconstrained_peak(runner: Runner, size: str) -> int | Missing:
-    """Bytes that the training takes at most if it may."""
+    """Return the peak bytes of the training without a budget."""
     base = runner.plain(size, "inductor")
     if isinstance(base, Run):
         return base.peak_bytes
@@ -72,7 +72,7 @@ def unconstrained_peak(runner: Runner, size: str) -> int | Missing:
 
 
 def budgeted(runner: Runner, size: str, peak: int | Missing, percent: int, tiers: str) -> Outcome:
-    """A training under `percent` of `peak`; Missing if that is."""
+    """Train under `percent` of `peak`. Missing if `peak` is."""
     if isinstance(peak, Missing):
         return peak
     options = options_for(peak * percent // 100, peak, tiers, runner.scale.output)
@@ -80,10 +80,10 @@ def budgeted(runner: Runner, size: str, peak: int | Missing, percent: int, tiers
 
 
 def options_for(budget: int, peak: int, tiers: str, folder: Path) -> dict[str, Any]:
-    """teraio's options. Host memory alone may take all that the training has, beside storage a quarter of it."""
+    """Return teraio's options. The host tier alone holds the whole training; beside storage, a quarter of its peak."""
     options: dict[str, Any] = {"memory_budget": budget}
     if "host" in tiers:
-        wanted = peak // 4 if "storage" in tiers else peak * 5 // 4  # what is rounded up takes room too
+        wanted = peak // 4 if "storage" in tiers else peak * 5 // 4  # slots are rounded up
         options["host_budget"] = min(wanted, psutil.virtual_memory().total * 3 // 4)
     if "storage" in tiers:
         options["storage"] = str(folder)
@@ -91,7 +91,7 @@ def options_for(budget: int, peak: int, tiers: str, folder: Path) -> dict[str, A
 
 
 def _checkpointed(runner: Runner, size: str, peak: int, percent: int, base: Outcome) -> Iterator[Figure]:
-    """Activation checkpointing of the fewest layers that fit, judged by what all of them save."""
+    """Yield the figures of checkpointing with the fewest layers that fit, estimated from the savings of all layers."""
     layers, limit = SIZES[size].layers, peak * percent // 100
     name = f"{size}, {percent} %, checkpointing"
     every = runner.run(f"{size}, checkpointing {layers}", runner.scale.setting(size, "inductor", checkpointed_layers=layers))
@@ -105,14 +105,14 @@ def _checkpointed(runner: Runner, size: str, peak: int, percent: int, base: Outc
 
 
 def plain_figures(name: str, outcome: Outcome, base: Outcome) -> Iterator[Figure]:
-    """Speed and peak of a training without a budget."""
+    """Yield speed and peak of a training without a budget."""
     yield speed(name, outcome, base)
     if isinstance(outcome, Run):
         yield Figure(name=f"{name}: peak", value=outcome.peak_bytes / GIB, unit="GiB", note=_reserved(outcome))
 
 
 def budget_figures(name: str, outcome: Outcome, limit: int, base: Outcome) -> Iterator[Figure]:
-    """Speed, peak over budget and, of teraio, stall, share of what the bound allows, and every link's traffic."""
+    """Yield speed and peak over budget; for teraio also stall, bound over measured time, and the traffic of each link."""
     yield speed(name, outcome, base)
     if isinstance(outcome, Missing):
         return
@@ -127,7 +127,7 @@ def budget_figures(name: str, outcome: Outcome, limit: int, base: Outcome) -> It
 
 
 def peak_figure(name: str, run: Run, limit: int) -> Figure:
-    """Peak over budget."""
+    """Return the peak over the budget."""
     note = f"{run.peak_bytes / GIB:.3f} of {limit / GIB:.3f} GiB"
     if run.report.status is not None:
         note += f", {run.report.status['device_peak_bytes'] / GIB:.3f} by teraio's own count"
@@ -140,7 +140,7 @@ def _reserved(run: Run) -> str:
 
 
 def _stall(name: str, run: Run) -> Figure:
-    """Measured time less that of the stages alone."""
+    """Return the measured time minus that of the stages alone."""
     ideal = (run.report.status or {}).get("ideal_iteration_seconds")
     stall = None if ideal is None else run.seconds - ideal
     note = "teraio has measured no iteration" if ideal is None else f"of {run.seconds:.4g} s an iteration"
@@ -148,7 +148,7 @@ def _stall(name: str, run: Run) -> Figure:
 
 
 def _of_the_bound(name: str, run: Run) -> Figure:
-    """The time that no plan can beat over the measured one."""
+    """Return the lower bound of all plans over the measured time."""
     aim, name = ">= 0.95", f"{name}: bound / measured"
     if run.phase != "planned" or run.plan is None or run.plan.predicted is None:
         return Figure(name=name, value=None, unit="", aim=aim, note=f"no plan was followed: {run.phase}")
@@ -158,7 +158,7 @@ def _of_the_bound(name: str, run: Run) -> Figure:
 
 
 def traffic(name: str, run: Run) -> Iterator[Figure]:
-    """For each link, which share of what it could carry in an iteration it did carry."""
+    """Yield the use of each link: its bytes per iteration over those that it could copy in that time."""
     rates = {} if run.trace is None else {link.name: link.bytes_per_second for link in run.trace.hardware.links}
     for link, size in run.moved_bytes.items():
         rate = rates.get(link)

@@ -1,6 +1,6 @@
-"""What the migration engine makes of each link: its rate, as it measured it for the trace, over the raw rate.
+"""The rate of each link as the migration engine measured it for the trace, over the raw rate.
 
-Raw: one large copy between pinned host memory and the device; direct I/O between host memory and the drives.
+Raw rates: one large copy between pinned host memory and the device; direct I/O between host memory and the drives.
 """
 
 import time
@@ -21,7 +21,7 @@ TRIALS = 7
 
 
 def measure(runner: Runner) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
-    """Every link's rates, and their ratio; the raw rates of all trials."""
+    """Return the rates of each link and their ratio, and the raw rates of all trials."""
     samples = raw_copies(runner.scale.device) | raw_files(runner.scale.output, runner.scale.rounds)
     engine, figures = engine_rates(runner)
     for link, rates in samples.items():
@@ -35,9 +35,9 @@ def measure(runner: Runner) -> tuple[tuple[Figure, ...], dict[str, list[float]]]
 
 
 def engine_rates(runner: Runner) -> tuple[dict[str, float], list[Figure]]:
-    """Bytes per second by link, from the traces of trainings that had these links; a figure for each one that did not run.
+    """Return bytes per second by link, from the traces of trainings, and a figure for each training that did not run.
 
-    Budgets of half of the peak come first: other parts need these trainings too. Where they are refused, the whole peak.
+    Trainings under half of the peak come first, since other parts need them too. If they are refused, the whole peak is tried.
     """
     rates: dict[str, float] = {}
     missing = []
@@ -57,7 +57,7 @@ def engine_rates(runner: Runner) -> tuple[dict[str, float], list[Figure]]:
 
 
 def raw_copies(device: str) -> dict[str, list[float]]:
-    """Bytes per second of copies between pinned host memory and the device; on CPU between two places in main memory."""
+    """Return bytes per second of copies between pinned host memory and the device; on CPU within main memory."""
     on_gpu = device == "cuda"
     host = torch.ones(COPY_BYTES[device], dtype=torch.uint8, pin_memory=on_gpu)
     there = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
@@ -69,7 +69,7 @@ def raw_copies(device: str) -> dict[str, list[float]]:
             if on_gpu:
                 torch.cuda.synchronize()
             rate = COPY_BYTES[device] / (time.perf_counter() - started)
-            if trial:  # the first one wakes the link up
+            if trial:  # the first one is slower
                 found.setdefault(link, []).append(rate)
     if on_gpu:
         del there, target, source
@@ -78,7 +78,7 @@ def raw_copies(device: str) -> dict[str, list[float]]:
 
 
 def raw_files(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Bytes per second of direct I/O between host memory and files in `folder`, with as many threads as the engine has."""
+    """Return bytes per second of direct I/O between host memory and files in `folder`, with the engine's number of threads."""
     total = SLOT_BYTES * SLOTS
     found: dict[str, list[float]] = {}
     with store_and_memory(folder) as (_, slots, address), ThreadPoolExecutor(THREADS) as pool:

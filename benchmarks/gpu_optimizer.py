@@ -1,9 +1,9 @@
-"""A Llama whose states do not fit the device: where its updates run and when its states move, by one policy after the other.
+"""A Llama whose optimizer states do not fit the device: policies that decide where updates run and when states move.
 
-30 % of the unconstrained peak, and host memory for the rest. The first training, whose plan is made while it runs, gives the
-trace; from it every policy makes a plan offline, for the same budgets, that a training of its own follows (option `plan`).
-"stride-2" is the fixed stride of Deep Optimizer States (Maurya et al., Middleware 2024): every second subgroup updates on the
-device, the others on the host.
+The budget is 30 % of the unconstrained peak, with host memory for the rest. The first training makes its plan while it runs, and
+writes a trace. From that trace each policy makes a plan offline for the same budgets, which another training follows (option
+`plan`). "stride-2" is the fixed stride of Deep Optimizer States (Maurya et al., Middleware 2024): every second subgroup is
+updated on the device, the others on the host.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from benchmarks.variants import budgets_for
 from planner import TeraioError, Trace, plan
 
 POLICIES = ("ilp", "stride-2", "host-updates", "device-updates")
-"""In the order of the runs: teraio's own first."""
+"""In the order of the runs; teraio's own comes first."""
 PERCENT = 30
-"""AdamW's states alone are a third of a Llama's memory and more. One of `gpu_budgets`' percents: the two share a training."""
+"""AdamW's states alone are more than a third of a Llama's memory. Also one of PERCENTS in `gpu_budgets`, to share a training."""
 TIERS = "host"
 
 
 def measure(runner: Runner) -> tuple[Figure, ...]:
-    """Every figure of every size: the default one if none was asked for."""
+    """Return all figures of all sizes."""
     return tuple(figure for size in sizes(runner.scale) for figure in _of_size(runner, size))
 
 
@@ -51,7 +51,7 @@ def _states(size: str, trace: Trace, budget: int) -> Figure:
 
 
 def followed(runner: Runner, size: str, policy: str, trace: Trace, options: dict[str, Any]) -> Outcome:
-    """The training with `options` that follows the policy's plan for `trace`; Missing where either is refused."""
+    """Train with `options` and the plan of `policy` for `trace`. Missing if the plan or the training is refused."""
     try:
         made = plan(trace, budgets_for(trace, options["memory_budget"]), policy=policy)
     except TeraioError as error:
@@ -63,7 +63,7 @@ def followed(runner: Runner, size: str, policy: str, trace: Trace, options: dict
 
 
 def policy_figures(name: str, outcome: Outcome, base: Outcome, limit: int) -> Iterator[Figure]:
-    """Speed, the optimizer's step, peak over budget and every link's traffic, or why there are none."""
+    """Yield speed, seconds of the optimizer step, peak over budget and traffic of each link, or why there are none."""
     yield speed(name, outcome, base)
     if isinstance(outcome, Missing):
         return

@@ -1,4 +1,4 @@
-"""What running stage by stage costs on a Llama when everything fits: teraio without a budget against Inductor."""
+"""Cost of stages for a Llama when everything fits: teraio without a budget compared with Inductor."""
 
 from benchmarks.alone import Run, Runner, speed
 from benchmarks.results import Figure
@@ -7,7 +7,7 @@ SIZES = {"cuda": ("gpt2-124m", "llama-3.2-1b"), "cpu": ("tiny",)}
 
 
 def measure(runner: Runner) -> tuple[Figure, ...]:
-    """Tokens per second of both, and their ratio, for every size."""
+    """Return the tokens per second of both and their ratio, for every size."""
     figures = []
     for size in runner.scale.sizes or SIZES[runner.scale.device]:
         plain, staged = (runner.plain(size, backend) for backend in ("inductor", "teraio"))

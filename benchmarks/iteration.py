@@ -1,6 +1,6 @@
 """A training iteration without a machine: stages with their arithmetic and traffic, blocks with their uses.
 
-`Recorder` writes one down in the order it runs; `Work.trace` adds the machine.
+`Recorder` collects it in the order of execution. `Work.trace` adds the machine.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from planner.schema import Block, BlockKind, Phase, Stage, Subgroup, Trace
 
 ELEMENT_BYTES = 4
 MATRIX_WORKSPACE_BYTES = 32 << 20
-"""What cuBLAS takes on Hopper in PyTorch (`CUBLAS_WORKSPACE_CONFIG` is ":4096:8" there)."""
+"""Workspace of cuBLAS on Hopper in PyTorch, where `CUBLAS_WORKSPACE_CONFIG` is ":4096:8"."""
 MIN_MOVABLE_BYTES = 1 << 20
-"""Blocks below stay on the device: the norms' weights with their gradients and states."""
+"""Smaller blocks stay on the device: the weights of norms with their gradients and states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """One stage without a machine. `traffic_bytes`: what it reads and writes in device memory."""
+    """One stage without a machine. `traffic_bytes`: bytes that it reads and writes in device memory."""
 
     name: str
     phase: Phase
@@ -32,7 +32,7 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One optimizer subgroup: `stage`, the `blocks` it touches and its parameters' number."""
+    """One optimizer subgroup: its stage, the blocks that it uses, and the number of its parameter elements."""
 
     stage: int
     blocks: tuple[int, ...]
@@ -41,7 +41,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One training iteration without a machine. `parameters`: their elements, each counted once."""
+    """One training iteration without a machine. `parameters`: number of parameter elements."""
 
     name: str
     parameters: int
@@ -101,7 +101,7 @@ class Draft:
     writes: list[int] = field(default_factory=list)
 
     def block(self) -> Block:
-        """The block with the uses collected so far."""
+        """Return the block with the uses collected so far."""
         return Block(
             id=self.index,
             name=self.name,
@@ -116,7 +116,7 @@ class Draft:
 
 @dataclass(slots=True, eq=False)
 class Matrix:
-    """A parameter with its gradient and AdamW's two moments; gradients live from the backward pass to the update."""
+    """A parameter with its gradient and AdamW's two moments. Gradients live from the backward pass to the update."""
 
     elements: int
     weight: Draft
@@ -135,7 +135,7 @@ class Recorder:
         self._updates: list[Update] = []
 
     def work(self, name: str) -> Work:
-        """What has been recorded."""
+        """Return what has been recorded."""
         return Work(
             name=name,
             parameters=sum(matrix.elements for matrix in self._matrices),
@@ -145,7 +145,7 @@ class Recorder:
         )
 
     def optimizer(self, name: str, matrices: Iterable[Matrix]) -> None:
-        """A stage that updates one subgroup by fused AdamW: no workspace; reads 4 elements per parameter, writes 3."""
+        """Add a stage that updates a subgroup by fused AdamW: no workspace; it reads 4 elements per parameter and writes 3."""
         updated = tuple(matrices)
         changed = [block for matrix in updated for block in (matrix.weight, *matrix.moments)]
         gradients = [matrix.gradient for matrix in updated]
@@ -163,9 +163,9 @@ class Recorder:
         backward: bool = False,
         workspace_elements: int = 0,
     ) -> None:
-        """A stage that multiplies all tokens by each matrix it reads, or does both products of the backward pass.
+        """Add a stage that multiplies all tokens by each matrix that it reads, or computes both products of the backward pass.
 
-        2 FLOPs per token and element forward, 4 backward. `workspace_elements`: per token, beyond the library's own.
+        2 FLOPs per token and element forward, 4 backward. workspace_elements: per token, in addition to that of the library.
         """
         elements = sum(draft.size_bytes // ELEMENT_BYTES for draft in reads if draft.kind == "parameter")
         self.stage(
@@ -188,7 +188,7 @@ class Recorder:
         workspace_bytes: int = 0,
         traffic_bytes: int | None = None,
     ) -> None:
-        """The next stage. `traffic_bytes`: where it is not each block that it reads or writes, once each way."""
+        """Add the next stage. traffic_bytes: None if it reads and writes each of its blocks once."""
         stage = len(self._stages)
         for draft in reads:
             draft.reads.append(stage)
@@ -201,7 +201,7 @@ class Recorder:
         )
 
     def matrix(self, name: str, *shape: int) -> Matrix:
-        """A new parameter of `shape` with its gradient and moments."""
+        """Add a parameter of `shape` with its gradient and moments."""
         size = prod(shape) * ELEMENT_BYTES
         matrix = Matrix(
             elements=prod(shape),
@@ -216,7 +216,7 @@ class Recorder:
         return matrix
 
     def block(self, name: str, kind: BlockKind, size_bytes: int, *, persistent: bool = False) -> Draft:
-        """A new block that nothing uses yet."""
+        """Add a block without uses."""
         draft = Draft(index=len(self._drafts), name=name, kind=kind, size_bytes=size_bytes, persistent=persistent)
         self._drafts.append(draft)
         return draft

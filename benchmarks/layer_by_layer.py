@@ -1,8 +1,8 @@
-"""The optimizer step without interleaving, to compare with: a subgroup is loaded, updated and written back, then the next one.
+"""The optimizer step without interleaving, for comparison: each subgroup is loaded, updated and written back before the next.
 
-Same stages, subgroups, files and engine as the interleaved step. `layer_by_layer` makes a plan in which no copy for a
-subgroup starts before its turn; run as a program, this is an `examples.worker` whose pager lets each subgroup's copies end
-before those of the next one begin (a plan alone cannot say that a copy in has to wait for a copy out).
+Stages, subgroups, files and engine are those of the interleaved step. `layer_by_layer` makes a plan in which no copy for a
+subgroup starts before its turn. As a program, this module is an `examples.worker` whose pager waits for the copies of a subgroup
+before those of the next one begin: a plan cannot express that a copy in has to wait for a copy out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from teraio.registry import REGISTRY
 
 
 class SubgroupAfterSubgroup(Pager):
-    """A pager for which an update's copies in begin when all other copies have ended. Not for a GPU."""
+    """A pager that begins the copies of an update only when all other copies have ended. Not for a GPU."""
 
     def acquire(self, blocks: Sequence[Resident], new_bytes: int, what: str, *, then_fetch: Sequence[Resident] = ()) -> None:
         if what.startswith("optimizer/"):
@@ -29,10 +29,10 @@ class SubgroupAfterSubgroup(Pager):
 
 
 def layer_by_layer(trace: Trace, budgets: Budgets) -> Plan:
-    """A plan that moves every state for its update alone: it comes when that begins, and leaves when it has ended.
+    """Return a plan that prefetches every state when its update begins, and offloads it when the update has ended.
 
-    Everything else moves as the integer program would have it if a subgroup's states were workspace of its update, and
-    copying them part of its time; but nothing comes in while another subgroup updates, or before its own does.
+    All other blocks move as the integer program decides, if the states of a subgroup count as workspace of its update and their
+    copies as part of its time. But no block is prefetched while another subgroup is updated, or before its own update begins.
     Raises BudgetError, InfeasiblePlanError.
     """
     states = [block for block in trace.blocks if _leaves(block)]
@@ -56,7 +56,7 @@ def _leaves(block: Block) -> bool:
 
 
 def _without(trace: Trace, states: Sequence[Block]) -> tuple[Trace, dict[int, int]]:
-    """The trace without these blocks, which their updates have as workspace instead; the others' new numbers by their old."""
+    """Return the trace with `states` as workspace of their updates in place of blocks, and new block numbers by old ones."""
     gone = {block.id for block in states}
     kept = [block for block in trace.blocks if block.id not in gone]
     numbers = {block.id: index for index, block in enumerate(kept)}
@@ -84,7 +84,7 @@ def _without(trace: Trace, states: Sequence[Block]) -> tuple[Trace, dict[int, in
 
 
 def _delayed(move: Move, trace: Trace) -> Move:
-    """The move, coming in no earlier than the update that needs it, or than all updates are over."""
+    """Return the move with a prefetch that begins neither before the update that needs the block nor during other updates."""
     if move.prefetch is None:
         return move
     updates = {stage.id for stage in trace.stages if stage.phase == "optimizer"}

@@ -1,4 +1,4 @@
-"""GPUs with their links, from data sheets: what generated traces take their rates from."""
+"""GPUs with their links, from data sheets. Generated traces use their rates."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from planner.schema import Hardware, Link, SharedRate, Tier
 class Machine:
     """One GPU with host memory and drives of its own.
 
-    Rates are the data sheet's peaks, the two efficiencies the shares of them that large kernels attain. `host_*`: pinned memory,
-    each direction by itself. `storage_*`: all drives of the GPU together, direct to and from device memory. `bus_*`: what host
-    memory and drives together get over the GPU's bus, each direction by itself.
-    `host_update_elements_per_second`: AdamW on the host's processor, the result copied back included.
+    Rates are the peaks of the data sheet. The two efficiencies are the shares that large kernels attain. `host_*`: pinned memory,
+    each direction alone. `storage_*`: all drives of the GPU together, directly to and from device memory. `bus_*`: host memory
+    and drives together over the GPU's bus, each direction alone.
+    `host_update_elements_per_second`: AdamW on the host's processor, with the copy of the result.
     """
 
     name: str
@@ -33,16 +33,16 @@ class Machine:
 
     @property
     def flops_per_second(self) -> float:
-        """Attained by matrix products."""
+        """FLOPs per second that matrix products attain."""
         return self.peak_flops_per_second * self.arithmetic_efficiency
 
     @property
     def device_bytes_per_second(self) -> float:
-        """Attained by kernels that wait for memory."""
+        """Bytes per second that kernels bound by memory attain."""
         return self.peak_device_bytes_per_second * self.memory_efficiency
 
     def hardware(self) -> Hardware:
-        """The machine as a trace describes it."""
+        """Return the machine as a trace describes it."""
         host, storage = self.host_latency_seconds, self.storage_latency_seconds
         return Hardware(
             name=self.name,
@@ -78,11 +78,10 @@ H100_NVL = Machine(
     device_memory_bytes=94_000_000_000,
     arithmetic_efficiency=0.8,
 )
-"""NVIDIA H100 data sheet: 94 GB at 3.9 TB/s, 60 TFLOP/s in plain fp32, which is what PyTorch multiplies fp32 matrices in unless
-told otherwise, and PCIe 5.0 x16 (63 GB/s each way, of which packets leave about 55 and copies from pinned
-memory attain about 50). Four PCIe 4.0 drives
-of 7.45 GB/s reading and 6.9 GB/s writing (Samsung 990 PRO data sheet), 0.87 of it attained: half of the machine of
-Yuan et al. (NeurIPS 2025), whose two GPUs share eight. Host update rate: Maurya et al. (Middleware 2024)."""
+"""NVIDIA H100 data sheet: 94 GB at 3.9 TB/s; 60 TFLOP/s in plain fp32, PyTorch's default for products of fp32 matrices; PCIe 5.0
+x16 with 63 GB/s each way, of which about 55 remain after packet headers, and copies from pinned memory attain about 50. Four PCIe
+4.0 drives of 7.45 GB/s reading and 6.9 GB/s writing (Samsung 990 PRO data sheet), of which 0.87 is attained. That is half of the
+machine of Yuan et al. (NeurIPS 2025), in which two GPUs share eight drives. Host update rate: Maurya et al. (Middleware 2024)."""
 
 H100_NVL_TF32 = Machine(
     name="H100 NVL 94 GB, TF32",
@@ -90,8 +89,8 @@ H100_NVL_TF32 = Machine(
     peak_device_bytes_per_second=3.9e12,
     device_memory_bytes=94_000_000_000,
 )
-"""The same with matrix products in TF32 (835 TFLOP/s with sparsity, half of it without): seven times the arithmetic for the
-same links, so that there is far less to hide a copy behind."""
+"""The same with matrix products in TF32 (835 TFLOP/s with sparsity, half of it without): seven times the arithmetic with the same
+links. So there is far less computation to hide copies behind."""
 
 A100_80GB_TF32 = Machine(
     name="A100 SXM 80 GB, TF32",

@@ -1,18 +1,20 @@
-"""AdamW with its states on the drives: 30 % of the unconstrained peak, the step interleaved or layer by layer.
+"""AdamW with its states on the drives, under 30 % of the unconstrained peak: the step interleaved, or layer by layer.
 
-A Llama of which nearly all is parameters, gradients and states; five trainings in turns, on the CPU: plain Inductor and
-teraio without a budget, teraio under the budget, with the step and with updates inside the backward pass, and the same stages
-with each subgroup's states loaded, its parameters updated and all of it written back before the next one's turn (see
-`benchmarks.layer_by_layer`).
+The model is a small Llama whose memory is nearly all parameters, gradients and states. Five trainings take turns on the CPU:
+* plain Inductor,
+* teraio without a budget,
+* teraio under the budget, with updates in the optimizer step,
+* teraio under the budget, with updates inside the backward pass,
+* the same stages layer by layer: each subgroup is loaded, updated and written back before the next (`benchmarks.layer_by_layer`).
 
-The unconstrained peak is what teraio's trace of the training without a budget adds up to at its fullest stage: parameters,
-gradients, states, activations and workspaces, but nothing that an allocator keeps for reuse.
+The unconstrained peak is computed from teraio's trace of the training without a budget: parameters, gradients, states,
+activations and workspace of its fullest stage, without memory that an allocator keeps for reuse.
 
 [Note: Hidden copies]
-A link's copying is hidden while the training thread computes. hidden = 1 - exposed / busy: busy are the seconds in which the
-link copied something, exposed those of them in which the training thread waited for copies or for room, whichever link's
-they were. In all: the sums over the links. Hidden behind arithmetic or behind the other link, in all: 1 - waited / busy, where
-waited are the seconds in which the training thread waited, counted once. All of them over whole iterations.
+A copy is hidden while the training thread computes. hidden = 1 - exposed / busy, for each link. busy: seconds in which the link
+copied something. exposed: the part of them in which the training thread waited for copies or for room, of any link. "in all" uses
+the sums over the links. "in all, or behind the other link" is 1 - waited / busy. waited: seconds in which the training thread
+waited, counted once. All are sums over whole iterations.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,14 +33,14 @@ from examples.worker import EXACT_MEMORY, Worker
 from planner import Trace
 
 MODEL = LlamaConfig(layers=6, width=1024, heads=16, key_value_heads=8, feed_forward=2816, vocabulary=256, tied=True, context=128)
-"""71 million parameters. The smallest matrix has 1 MiB, so that all but the norms' weights move; the residual stream of BATCH
-rows as well: what is smaller stays, and comes from the C library's heap, which keeps more than it holds."""
+"""71 million parameters. The smallest matrix has 1 MiB, and so has the residual stream of BATCH rows: all blocks but the weights
+of norms move. Smaller blocks would stay, and would lie in the heap of the C library, which keeps freed memory."""
 BATCH = 2
 PERCENT = 30
 TOLERANCE = 1e-4
-"""Relative, of losses after some 20 iterations by Inductor, which fuses whole graphs and so adds in another order."""
+"""Relative tolerance of Inductor's losses after some 20 iterations. It fuses whole graphs and so adds in another order."""
 WARM_STEPS = 9
-"""One compiles, four are profiled; before updates move into the backward pass, three are watched."""
+"""One compiles, four are profiled. Before updates move into the backward pass, three iterations are watched."""
 MIB = 2**20
 
 INDUCTOR, FREE, PLANNED, SERIAL = "Inductor", "teraio, no budget", f"teraio, {PERCENT} %", f"layer by layer, {PERCENT} %"
@@ -46,14 +48,14 @@ OVERLAPPED = f"teraio, {PERCENT} %, overlap_step"
 
 
 class LossesDiffer(Exception):
-    """Trainings that have to be equal are not; the message says which, where, and by how much."""
+    """Trainings have different losses. The message says which, in which iteration, and the losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One training: its counted steps, one step before all turns and the last one after `turns_steps` of them, its end.
+    """One training. steps: those that are counted. before: the step before the first turn. report: at its end.
 
-    Links' counters in steps run on from the start, so what lies between `before` and the last step is `turns_steps` iterations.
+    The counters of links in steps are sums since the start. From `before` to the last step they cover `turns_steps` iterations.
     """
 
     before: Step
@@ -64,16 +66,16 @@ class Measured:
 
     @property
     def seconds(self) -> list[float]:
-        """Of the counted iterations."""
+        """Seconds of the counted iterations."""
         return [step.seconds for step in self.steps]
 
     @property
     def optimizer_seconds(self) -> list[float]:
-        """Of the counted iterations' optimizer steps."""
+        """Seconds of the optimizer steps in the counted iterations."""
         return [step.optimizer_seconds for step in self.steps]
 
     def counted(self, name: str) -> dict[str, float]:
-        """`moved_bytes`, `busy_seconds` or `exposed_seconds` of an iteration, by link."""
+        """Return `moved_bytes`, `busy_seconds` or `exposed_seconds` per iteration, by link."""
         before, after = getattr(self.before, name), getattr(self.steps[-1], name)
         return {link: (value - before.get(link, 0)) / self.turns_steps for link, value in after.items()}
 
@@ -81,7 +83,7 @@ class Measured:
 def measure(
     scale: Scale, model: LlamaConfig = MODEL, options: Mapping[str, Any] | None = None
 ) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
-    """All figures, and the seconds of iterations and steps by variant. `options`: of teraio, besides budget and files.
+    """Return all figures, and the seconds of iterations and steps by variant. options: of teraio, besides budget and files.
 
     Raises LossesDiffer, WorkerFailed, TeraioError.
     """
@@ -98,11 +100,11 @@ def measure(
 
 
 def trained(scale: Scale, plain: Setting) -> tuple[int, dict[str, Measured]]:
-    """The unconstrained peak, and all five trainings, warm and then in turns.
+    """Warm all five trainings up, let them take turns, and return the unconstrained peak and their measurements.
 
-    They start one after the other: the budget comes from the trace of the one that has none, and the one that goes layer by
-    layer follows a plan for the trace of the one that has the same budget. Plans stay as they were made: pauses between turns
-    are no times of a training.
+    They start one after the other: the budget follows from the trace of the training without one, and the training layer by layer
+    follows a plan for the trace of the training under the same budget. Plans are not corrected, because the pauses between turns
+    would count as waiting.
     """
     folder, program = scale.output, "benchmarks.layer_by_layer"
     free, limited, plan = (folder / f"optimizer-{what}.json" for what in ("unconstrained", "trace", "plan"))
@@ -130,7 +132,7 @@ def trained(scale: Scale, plain: Setting) -> tuple[int, dict[str, Measured]]:
 
 
 def budget_of(peak: int) -> int:
-    """The budget for this unconstrained peak."""
+    """Return the budget for this unconstrained peak."""
     return peak * PERCENT // 100
 
 
@@ -140,7 +142,7 @@ def _with(plain: Setting, **options: bool | int | Path) -> Setting:
 
 
 def in_turns(running: Mapping[str, Worker], phases: Mapping[str, str], rounds: int, turn: int = 3) -> dict[str, Measured]:
-    """What warm workers do in `rounds` turns of `turn` steps each; ends them."""
+    """Let warm workers take `rounds` turns of `turn` steps each, end them, and return the measurements."""
     for worker in running.values():
         worker.reset_peak()
     before = {name: worker.step() for name, worker in running.items()}
@@ -154,7 +156,7 @@ def in_turns(running: Mapping[str, Worker], phases: Mapping[str, str], rounds: i
 
 
 def same_losses(measured: Mapping[str, Measured]) -> None:
-    """Raises LossesDiffer unless teraio's trainings have the same losses, bit for bit, and Inductor's nearly the same."""
+    """Raise LossesDiffer unless teraio's losses are equal bit for bit, and Inductor's within TOLERANCE."""
     base = measured[FREE].steps
     for name, each in measured.items():
         tolerance = TOLERANCE if name == INDUCTOR else 0.0
@@ -164,7 +166,7 @@ def same_losses(measured: Mapping[str, Measured]) -> None:
 
 
 def figures(measured: Mapping[str, Measured], budget: int) -> Iterator[Figure]:
-    """Times, their ratios within the rounds, peaks over the budget, traffic and how much of it is hidden."""
+    """Yield times, their ratios by round, peaks over the budget, traffic, and the share of copies that is hidden."""
     for name, each in measured.items():
         note = "; ".join(filter(None, [each.phase, f"{len(each.steps)} iterations"]))
         yield Figure(name=f"{name}: iteration", value=median(each.seconds), unit="s", note=note)
@@ -191,7 +193,7 @@ def _ratio(name: str, over: Measured, under: Measured, aim: str) -> Iterator[Fig
 
 
 def _predicted(name: str, each: Measured) -> Figure:
-    """What the plan says of an iteration over what it took. The replay lets copies overlap that layer by layer do not."""
+    """Return predicted over measured seconds. The prediction lets copies overlap, which they do not layer by layer."""
     seconds, name = median(each.seconds), f"{name}: predicted / measured"
     predicted = (each.report.status or {})["predicted_iteration_seconds"]
     if predicted is None:
@@ -201,7 +203,7 @@ def _predicted(name: str, each: Measured) -> Figure:
 
 
 def _of_parameters(measured: Mapping[str, Measured]) -> str:
-    """AdamW in fp32: parameter, gradient and two states, four bytes each."""
+    """Return the number of parameters and their bytes: parameter, gradient and two states of AdamW in fp32, four bytes each."""
     parameters = measured[FREE].report.parameters
     return f"{parameters / 1e6:.1f} million parameters: with gradients and states {16 * parameters / MIB:.0f} MiB"
 
@@ -214,7 +216,7 @@ def _peak(name: str, report: Report, budget: int) -> Figure:
 
 
 def traffic(name: str, each: Measured) -> Iterator[Figure]:
-    """Of every link, bytes of an iteration and which share of the copying is hidden, see [Note: Hidden copies]."""
+    """Yield the bytes per iteration of each link, and the share of copies that is hidden, see [Note: Hidden copies]."""
     moved, busy, exposed = (each.counted(what) for what in ("moved_bytes", "busy_seconds", "exposed_seconds"))
     for link, size in moved.items():
         note = f"an iteration; the link is busy for {busy[link]:.3g} s"
@@ -226,7 +228,7 @@ def traffic(name: str, each: Measured) -> Iterator[Figure]:
 
 
 def hidden(name: str, exposed_seconds: float, busy_seconds: float) -> Figure:
-    """1 - exposed / busy; no value where nothing was copied."""
+    """Return 1 - exposed / busy, without a value if nothing was copied."""
     if not busy_seconds:
         return Figure(name=name, value=None, unit="", note="nothing was copied")
     note = f"waited during {exposed_seconds:.3g} of {busy_seconds:.3g} s an iteration"

@@ -1,4 +1,4 @@
-"""The planner's own cost and quality on generated iterations: seconds, memory, distance from the bound, profile errors."""
+"""Cost and quality of planning for generated iterations: seconds, memory, time over the bound, errors of the profile."""
 
 import sys
 import tempfile
@@ -26,9 +26,9 @@ Found = Iterator[tuple[Figure, Samples]]
 
 
 def measure(scale: Scale) -> tuple[tuple[Figure, ...], Samples]:
-    """All figures, the slowest last; each is written to standard error as soon as it is known.
+    """Return all figures, the slowest last. Each is printed to standard error as soon as it is known.
 
-    The output folder's file system holds traces and plans meanwhile. Raises PlanningFailed and what `plan` raises.
+    Traces and plans are written to a temporary folder in the output folder. Raises PlanningFailed and the errors of `plan`.
     """
     figures: list[Figure] = []
     samples: Samples = {}
@@ -42,14 +42,14 @@ def measure(scale: Scale) -> tuple[tuple[Figure, ...], Samples]:
 
 
 def _small(folder: Path) -> Found:
-    """8B on the whole of a 94 GB GPU, in fp32 and where arithmetic is seven times as fast."""
+    """Llama-3-8B on a 94 GB GPU, in fp32 and in TF32, where arithmetic is seven times as fast."""
     workload = WORKLOADS["Llama-3-8B"]
     yield from _planning("Llama-3-8B", workload.trace(H100_NVL), "<= 10", folder)
     yield from _planning("Llama-3-8B, TF32", workload.trace(H100_NVL_TF32), "<= 10", folder)
 
 
 def _large(folder: Path) -> Found:
-    """70B on the whole of a 94 GB GPU."""
+    """Llama-3-70B on a 94 GB GPU."""
     yield from _planning("Llama-3-70B", WORKLOADS["Llama-3-70B"].trace(H100_NVL), "<= 60", folder)
 
 
@@ -82,7 +82,7 @@ def _planning(name: str, trace: Trace, seconds_aim: str, folder: Path) -> Found:
 
 
 def _depths(folder: Path) -> Found:
-    """Planning time by depth, at half of each peak; the integer program's number of segments does not depend on depth."""
+    """Planning time by depth, at half of each peak. The number of segments in the integer program does not depend on depth."""
     workload = WORKLOADS["Llama-3-8B"]
     seconds = []
     for layers in DEPTHS:
@@ -107,7 +107,7 @@ def _depths(folder: Path) -> Found:
 
 
 def growth_exponent(sizes: tuple[int, ...], seconds: list[float]) -> float:
-    """The slope of log(seconds) over log(sizes), by least squares."""
+    """Return the slope of log(seconds) over log(sizes), by least squares."""
     across, up = [log(size) for size in sizes], [log(value) for value in seconds]
     middle, height = mean(across), mean(up)
     covariance = sum((x - middle) * (y - height) for x, y in zip(across, up, strict=True))
@@ -115,7 +115,7 @@ def growth_exponent(sizes: tuple[int, ...], seconds: list[float]) -> float:
 
 
 def _profile_errors(folder: Path) -> Found:
-    """A plan for the measured times, carried out at others, over a plan made for those others."""
+    """The time of a plan whose stage times are wrong, over that of a plan for the right times."""
     trace = WORKLOADS["Llama-3-8B"].trace(H100_NVL)
     budgets = budgets_for(trace, trace.hardware.device_memory_bytes)
     made = plan(trace, budgets)

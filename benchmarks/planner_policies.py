@@ -1,4 +1,4 @@
-"""Every policy on every trace, at five budgets and three link rates: who is how far from the ideal and from the bound."""
+"""Every policy on every trace, at five budgets and three link rates: iteration time over the ideal time and over the bound."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ from planner.policies import POLICIES
 TRACES = Path(__file__).resolve().parent.parent / "traces"
 RATES = (0.5, 1.0, 2.0)
 LARGE = 800
-"""Traces with more stages are planned at the rates they have only, since that takes minutes a case."""
+"""Traces with more stages are planned only at their own rates, since a case takes minutes."""
 BEST = "ilp"
 SAME = 1e-6
 
@@ -37,13 +37,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """All that tells it from the other cases."""
+        """A name that no other case has."""
         return f"{self.trace_name} | {self.budget_name} | x{self.rate:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one policy made of one case; where it refused, `refusal` is the error's name and all times are infinite."""
+    """The result of one policy in one case. If it refused, `refusal` is the name of the error, and both ratios are infinite."""
 
     case_name: str
     trace_name: str
@@ -55,7 +55,7 @@ class Outcome:
 
 
 def traces() -> dict[str, Trace]:
-    """All in the folder `traces/hand`, and the generated ones; small ones first."""
+    """Return the traces of the folder `traces/hand`, then the generated ones."""
     found = {path.stem: Trace.load(path) for path in sorted((TRACES / "hand").glob("*.json"))}
     found["Llama-3-8B"] = WORKLOADS["Llama-3-8B"].trace(H100_NVL)
     found["Llama-3-8B, TF32"] = WORKLOADS["Llama-3-8B"].trace(H100_NVL_TF32)
@@ -66,7 +66,7 @@ def traces() -> dict[str, Trace]:
 
 
 def cases(given: Mapping[str, Trace]) -> Iterator[Case]:
-    """Each trace at each rate (LARGE ones at one) under each budget that is not below its floor."""
+    """Yield each trace at each rate (at one rate if it is larger than LARGE), under each budget that is not below its floor."""
     for trace_name, original in given.items():
         for rate in RATES if len(original.stages) <= LARGE else (1.0,):
             trace = with_rates(original, rate)
@@ -81,7 +81,7 @@ def cases(given: Mapping[str, Trace]) -> Iterator[Case]:
 
 
 def outcome(case: Case, policy: str) -> Outcome:
-    """Plan, and replay the plan once more: the simulator is the judge and not what the plan says of itself."""
+    """Plan, and replay the plan in the simulator. The prediction in the plan is not used."""
     began = time.perf_counter()
     try:
         made = plan(case.trace, case.budgets, policy=policy)
@@ -108,10 +108,10 @@ def outcome(case: Case, policy: str) -> Outcome:
 
 
 def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
-    """The figures and, by case and policy, time over ideal, time over the bound and planning seconds (none: refused).
+    """Return the figures and, by case and policy, time over ideal, time over the bound and planning seconds (none if refused).
 
-    May take hours, since four of the policies solve integer programs; what is known so far stands in
-    `planner_policies.tsv` in the output folder.
+    May take hours, since four of the policies solve integer programs. The results so far are in `planner_policies.tsv` in the
+    output folder.
     """
     listed = list(cases(traces()))
     found = []
@@ -126,7 +126,7 @@ def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
 
 
 def samples_of(found: Iterable[Outcome]) -> dict[str, list[float]]:
-    """One entry for each outcome; refusals have the error in the key and no numbers."""
+    """Return an entry for each outcome. A refusal has the error in its key, and no numbers."""
     return {
         f"{one.case_name} | {one.policy}" + (f" | {one.refusal}" if one.refusal else ""): []
         if one.refusal
@@ -136,7 +136,7 @@ def samples_of(found: Iterable[Outcome]) -> dict[str, list[float]]:
 
 
 def figures_of(found: list[Outcome]) -> tuple[Figure, ...]:
-    """Where the integer program loses or the bound is broken; then the means by trace and policy."""
+    """Return the cases in which the integer program loses or the bound is broken, then means by trace and policy."""
     policies = list(dict.fromkeys(one.policy for one in found))
     pairs = dict.fromkeys((one.trace_name, one.policy) for one in found)
     return (
@@ -148,7 +148,7 @@ def figures_of(found: list[Outcome]) -> tuple[Figure, ...]:
 
 
 def lost(found: Iterable[Outcome]) -> dict[str, tuple[Outcome, Outcome]]:
-    """By case: BEST's outcome and the fastest other one's, where that is faster (or BEST alone refused)."""
+    """Return, by case, the outcomes of BEST and of the fastest policy, where that one is faster or BEST alone refused."""
     by_case: dict[str, list[Outcome]] = {}
     for one in found:
         by_case.setdefault(one.case_name, []).append(one)
@@ -172,7 +172,7 @@ def _slower(found: list[Outcome]) -> Figure:
 
 
 def _better(found: list[Outcome], policy: str) -> Figure:
-    """In how many cases a policy is as good as BEST, and by how much it is slower at worst."""
+    """Return in how many cases a policy is as good as BEST, and its worst ratio."""
     own = {one.case_name: one.over_ideal for one in found if one.policy == BEST}
     ratios = {one.case_name: one.over_ideal / own[one.case_name] for one in found if one.policy == policy and not one.refusal}
     refused = sum(1 for one in found if one.policy == policy and one.refusal)

@@ -1,6 +1,6 @@
-"""Makes one plan in a process of its own and says what that took: `python -m benchmarks.planning TRACE PLAN DEVICE_BYTES`.
+"""Make one plan in a process of its own and measure it: `python -m benchmarks.planning TRACE PLAN DEVICE_BYTES`.
 
-The child imports the planner only, so that its memory is the planner's.
+That process imports the planner only, so its peak memory is that of planning.
 """
 
 import json
@@ -20,8 +20,8 @@ PATIENCE_SECONDS = 900
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What it took and what came out. `plan_seconds`: from the trace in memory to the finished plan; `process_bytes`: the peak
-    resident set of the whole process, interpreter and libraries included."""
+    """The cost and the result. `plan_seconds`: from the trace in memory to the plan. `process_bytes`: the peak resident set of
+    the process, with interpreter and libraries."""
 
     plan_seconds: float
     simulate_seconds: float
@@ -35,23 +35,23 @@ class Planned:
 
     @property
     def seconds(self) -> float:
-        """Build, solve, schedule, repair and bound; and one more replay of the finished plan."""
+        """Seconds of planning and of one more replay of the plan."""
         return self.plan_seconds + self.simulate_seconds
 
     @property
     def over_bound(self) -> float:
-        """Simulated time by the lower bound."""
+        """Simulated time over the lower bound."""
         return self.iteration_seconds / self.lower_bound_seconds
 
 
 class PlanningFailed(Exception):
-    """The process made no plan; the message is the end of what it wrote."""
+    """The process made no plan. The message is the end of its output."""
 
 
 def planned_apart(trace: Trace, device_bytes: float, folder: Path) -> Planned:
-    """Plan `trace` with the default policy in a fresh process.
+    """Plan `trace` with the default policy in a new process.
 
-    Blocks for PATIENCE_SECONDS at most. Raises PlanningFailed when the process fails or takes longer.
+    Waits for PATIENCE_SECONDS at most. Raises PlanningFailed if the process fails or takes longer.
     """
     path = folder / "trace.json"
     trace.save(path)
@@ -66,7 +66,7 @@ def planned_apart(trace: Trace, device_bytes: float, folder: Path) -> Planned:
 
 
 def planned_here(trace: Trace, device_bytes: int, plan_path: Path) -> Planned:
-    """Plan `trace` in this process, and write the plan."""
+    """Plan `trace` in this process and write the plan."""
     began = time.perf_counter()
     made = plan(trace, budgets_for(trace, device_bytes))
     finished = time.perf_counter()

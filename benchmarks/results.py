@@ -1,4 +1,4 @@
-"""What a benchmark found: figures with their aims, as a table and as a JSON file."""
+"""Results of benchmarks: figures with their aims, as a table and as a JSON file."""
 
 import json
 import platform
@@ -21,7 +21,7 @@ IF_INSTALLED = ("triton", "kvikio-cu12", "kvikio-cu13")
 
 
 class Figure(BaseModel):
-    """One measured number; `aim` is what it should be ("<= 1.03", ">= 0.90") or empty."""
+    """One measured number. `aim`: what it should be ("<= 1.03", ">= 0.90"), or empty."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -33,7 +33,7 @@ class Figure(BaseModel):
 
     @property
     def met(self) -> bool | None:
-        """Whether the aim is reached; None without a value or an aim."""
+        """Whether the value reaches the aim; None without a value or an aim."""
         if self.value is None or not self.aim:
             return None
         relation, limit = self.aim.split()
@@ -41,7 +41,7 @@ class Figure(BaseModel):
 
 
 class Result(BaseModel):
-    """One part's figures and the raw numbers behind them."""
+    """The figures of one part, and the raw numbers behind them."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -53,7 +53,7 @@ class Result(BaseModel):
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Every figure of every part."""
+    """Return a table of all figures of all parts."""
     shown = Table(title="teraio benchmark")
     for heading in ("part", "figure", "value", "aim", "met", "note"):
         shown.add_column(heading, justify="right" if heading == "value" else "left")
@@ -69,7 +69,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def save(results: Sequence[Result], folder: Path, device: str) -> Path:
-    """Writes `<date>-<machine>-<parts>.json` into `folder` and returns its path; an earlier file is kept."""
+    """Write `<date>-<machine>-<parts>.json` into `folder` and return its path. Earlier files stay."""
     now = datetime.now(UTC)
     parts = "-".join(result.part for result in results)
     machine = f"{_processor_name()}x{psutil.cpu_count()}" if device == "cpu" else torch.cuda.get_device_name()
@@ -97,7 +97,7 @@ def save(results: Sequence[Result], folder: Path, device: str) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that figures depend on, so far as they are installed."""
+    """Return the versions of Python and of the installed packages that figures depend on."""
     found = {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
     for package in IF_INSTALLED:
         try:

@@ -1,4 +1,4 @@
-"""What running stage by stage costs when everything fits: teraio without a budget against Inductor."""
+"""Cost of stages when everything fits: teraio without a budget compared with Inductor."""
 
 from statistics import median
 
@@ -9,7 +9,7 @@ Measured = tuple[tuple[Figure, ...], dict[str, list[float]]]
 
 
 def measure(scale: Scale) -> Measured:
-    """The median of the rounds' ratios; both take turns in each round."""
+    """Return the median ratio of the rounds. Both variants take turns in each round."""
     settings = {name: scale.setting(name) for name in ("inductor", "teraio")}
     with workers(settings, scale.output) as running:
         phases = {name: warm_up(worker, 4) for name, worker in running.items()}

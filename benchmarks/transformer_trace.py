@@ -1,4 +1,4 @@
-"""Traces of decoder-only transformers that no machine had to run: one training iteration with roofline times.
+"""Generated traces of decoder-only transformers: one training iteration with roofline times.
 
 The model is that of Llama 3 (RMSNorm, grouped-query attention with rotary embeddings and a flash kernel, SwiGLU, no
 biases, no dropout), trained with fused AdamW, everything in fp32, no recomputation, one forward and one backward pass
@@ -14,14 +14,14 @@ That is 12 L + 8 stages.
 
 FLOPs: a matrix of n elements takes 2 T n forward and 4 T n backward. Causal attention multiplies two matrices (scores,
 values) of which half is masked out: 2 x 2 T S q / 2 = 2 T S q; its backward pass multiplies five: 5 T S q (Dao et al., 2022).
-All else is bound by memory and counted by its bytes alone.
+All other work is bound by memory: only its bytes count.
 
-Bytes: what a stage reads and writes, once each; of the embedding's matrix only the T rows looked up (forward). AdamW
-reads 4 and writes 3 elements per parameter.
+Bytes: those that a stage reads and writes, once each. Of the embedding's matrix, the forward pass reads T rows only. AdamW reads
+4 and writes 3 elements per parameter.
 
 Saved for the backward pass, per token: the residual stream before each norm (2 d), the normed ones (2 d), queries, keys, values
 and attention output (2 q + 2 k), log-sum-exp (heads), gate, up and their product (3 f); at the end the last residual (d), its
-normed one (d) and the logarithms of the probabilities (V). The norms' statistics are recomputed, being one pass.
+normed one (d) and the log probabilities (V). The statistics of norms are recomputed, which takes one pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from planner.schema import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Sizes of a decoder-only transformer. `tied`: the head's matrix is the embedding's."""
+    """Sizes of a decoder-only transformer. `tied`: the head shares the matrix of the embedding."""
 
     name: str
     layers: int
@@ -78,13 +78,13 @@ class Workload:
     sequence: int
 
     def work(self) -> Work:
-        """The iteration without a machine. Nothing is checked: all sizes must be positive, and heads divide the width."""
+        """Return the iteration without a machine. Sizes are not checked: they must be positive; heads must divide the width."""
         iteration = _Iteration(self.model, batch=self.batch, sequence=self.sequence)
         iteration.run()
         return iteration.work(f"{self.model.name}, {self.batch} x {self.sequence} tokens")
 
     def trace(self, machine: Machine = H100_NVL) -> Trace:
-        """The iteration on `machine`; times as `Work.trace` says."""
+        """Return the iteration on `machine`, with the times of `Work.trace`."""
         return self.work().trace(machine)
 
 
@@ -94,13 +94,13 @@ WORKLOADS = {
     "Llama-3-70B": Workload(model=LLAMA_3_70B, batch=2, sequence=2048),
 }
 """The models of Yuan et al. (Cost-Efficient LLM Training with Lifetime-Aware Tensor Offloading via GPUDirect Storage, NeurIPS
-2025), each with as many tokens as bring its peak near that paper's: 188-191 %, 379-387 % and 940-1243 % of a 94 GB GPU. Here it
+2025). The number of tokens brings each peak near that of the paper: 188-191 %, 379-387 % and 940-1243 % of a 94 GB GPU. Here it
 is 189 %, 376 % and 1201 %."""
 
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """One layer's parameters, and what its forward pass saves for its backward pass."""
+    """The parameters of one layer, and the activations that its forward pass saves."""
 
     name: str
     attention: dict[str, Matrix]
@@ -109,7 +109,7 @@ class _Layer:
 
 
 class _Iteration(Recorder):
-    """Runs the iteration in order and writes down its stages and the blocks they use."""
+    """Goes through the iteration in order and records its stages and their blocks."""
 
     def __init__(self, model: Model, *, batch: int, sequence: int) -> None:
         super().__init__(tokens=batch * sequence)
@@ -120,7 +120,7 @@ class _Iteration(Recorder):
         self.head = self.embedding if model.tied else self.matrix("head.weight", model.vocabulary, model.width)
 
     def run(self) -> None:
-        """Forward, backward and update, in the order of the module's docstring."""
+        """Record forward, backward and update, in the order of the module's docstring."""
         residual = self._saved("embed.out", self.model.width)
         looked_up = 2 * residual.size_bytes
         self.stage("embed", "forward", (self.embedding.weight,), (residual,), traffic_bytes=looked_up)
@@ -138,7 +138,7 @@ class _Iteration(Recorder):
         self.optimizer("head", (self.last_norm, self.head)[: 1 if self.model.tied else 2])
 
     def _attention(self, layer: _Layer, residual: Draft) -> Draft:
-        """The attention half of a layer, forward; returns the residual stream after it."""
+        """Record the forward pass of attention in a layer. Return the residual stream after it."""
         d, k, heads = self.model.width, self.model.key_value_width, self.model.heads
         weight = {name: matrix.weight for name, matrix in layer.attention.items()}
         kept = layer.saved
@@ -154,7 +154,7 @@ class _Iteration(Recorder):
         return kept["mlp.in"]
 
     def _feed_forward(self, layer: _Layer, residual: Draft) -> Draft:
-        """The feed-forward half of a layer, forward; returns the residual stream after it."""
+        """Record the forward pass of the feed-forward part of a layer. Return the residual stream after it."""
         d, f = self.model.width, self.model.feed_forward
         weight = {name: matrix.weight for name, matrix in layer.feed_forward.items()}
         kept = layer.saved
@@ -167,7 +167,7 @@ class _Iteration(Recorder):
         return out
 
     def _loss(self, residual: Draft) -> Draft:
-        """Head and loss, forward and backward; returns the gradient of the last residual stream."""
+        """Record head and loss, forward and backward. Return the gradient of the last residual stream."""
         d, vocabulary = self.model.width, self.model.vocabulary
         norm, head = self.last_norm, self.head
         normed = self._saved("head.normed", d)
@@ -188,7 +188,7 @@ class _Iteration(Recorder):
         return gradient
 
     def _feed_forward_backward(self, layer: _Layer, gradient: Draft) -> Draft:
-        """Workspace of `mlp.up`: the gradients of gate and up (2 f) and of the normed stream (d)."""
+        """Record the backward pass. Workspace of `mlp.up`: the gradients of gate and up (2 f) and of the normed stream (d)."""
         d, f = self.model.width, self.model.feed_forward
         matrices, kept = layer.feed_forward, layer.saved
         product_gradient = self._saved(f"{layer.name}.product.grad", f)
@@ -210,7 +210,7 @@ class _Iteration(Recorder):
         return out
 
     def _attention_backward(self, layer: _Layer, gradient: Draft) -> Draft:
-        """Workspace of `attn.core`: keys' and values' gradients per query head, before they are summed over the group."""
+        """Record the backward pass. Workspace of `attn.core`: gradients of keys and values for each query head."""
         d, k = self.model.width, self.model.key_value_width
         matrices, kept = layer.attention, layer.saved
         context_gradient = self._saved(f"{layer.name}.attn.context.grad", d)

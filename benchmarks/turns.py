@@ -1,4 +1,4 @@
-"""Workers that take turns: what slows the machine down for a while slows all of them down alike."""
+"""Workers that take turns, so that a slow phase of the machine affects all of them alike."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,7 +13,7 @@ from examples.worker import EXACT_MEMORY, Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How large the measured models are, and where to write."""
+    """The size of the measured models, and the output folder."""
 
     device: str
     layers: int
@@ -25,7 +25,7 @@ class Scale:
     output: Path
 
     def setting(self, backend: str = "teraio", *, layers: int = 0, checkpointed_layers: int = 0) -> Setting:
-        """A training of this scale, of `layers` layers if given."""
+        """Return a training of this scale, with `layers` layers if given."""
         model = GPTConfig(
             layers=layers or self.layers,
             width=self.width,
@@ -43,7 +43,7 @@ def workers(
     environment: Mapping[str, str] | None = None,
     program: str = "examples.worker",
 ) -> Iterator[dict[str, Worker]]:
-    """One worker for each setting, by name; all are ended in the end."""
+    """Yield one worker for each setting, by name, and end all of them afterwards."""
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(Worker(setting, output / f"{name.replace(' ', '-')}.log", environment, program=program))
@@ -52,7 +52,7 @@ def workers(
 
 
 def warm_up(worker: Worker, steps: int) -> str:
-    """Takes `steps` steps, waits for a plan if one is being made, goes on; returns the phase at the end."""
+    """Take `steps` steps, wait for the plan, take two more steps, and return the phase."""
     for _ in range(steps):
         worker.step()
     worker.wait_for_plan()
@@ -61,7 +61,7 @@ def warm_up(worker: Worker, steps: int) -> str:
 
 
 def take_turns(running: Mapping[str, Worker], rounds: int, turn: int = 3) -> dict[str, list[Step]]:
-    """`rounds` times `turn` steps of each worker in turn; the first step of a turn is not counted."""
+    """Let each worker take `turn` steps in turn, `rounds` times. The first step of each turn is not returned."""
     taken: dict[str, list[Step]] = {name: [] for name in running}
     for _ in range(rounds):
         for name, worker in running.items():
@@ -70,19 +70,19 @@ def take_turns(running: Mapping[str, Worker], rounds: int, turn: int = 3) -> dic
 
 
 def ratios(over: list[float], under: list[float], turn: int = 3) -> list[float]:
-    """Each round's median of `over` by that of `under`; how they spread shows the machine's noise."""
+    """Return, for each round, the median of `over` over that of `under`. Their spread shows the noise of the machine."""
     counted = turn - 1
     rounds = [slice(start, start + counted) for start in range(0, len(over), counted)]
     return [median(over[taken]) / median(under[taken]) for taken in rounds]
 
 
 def spread(values: list[float]) -> str:
-    """The least and the greatest of the rounds, as a note."""
+    """Return the least and the greatest value of the rounds, as text."""
     return f"rounds from {min(values):.2f} to {max(values):.2f}"
 
 
 def tensor_peak(setting: Setting, name: str, output: Path, steps: int = 3) -> int:
-    """Bytes that `setting`'s tensors take at most: the resident peak less the process without tensors."""
+    """Return the peak bytes of the tensors: the resident peak minus the process without tensors."""
     with workers({name: setting}, output, EXACT_MEMORY) as running:
         worker = running[name]
         worker.step()

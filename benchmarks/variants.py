@@ -1,4 +1,4 @@
-"""The same trace with other rates or other stage times, and the budgets at which traces are planned."""
+"""Variants of a trace with other rates or stage times, and the budgets for which traces are planned."""
 
 import random
 from collections.abc import Sequence
@@ -11,25 +11,25 @@ OVER_FLOOR = 1.05
 
 
 def budgets_for(trace: Trace, device_bytes: float) -> Budgets:
-    """`device_bytes`, and all the host memory that the trace's machine says it has."""
+    """Return budgets of `device_bytes` and all host memory of the trace's machine."""
     host = trace.hardware.host_memory_bytes
     return Budgets(device_bytes=int(device_bytes), host_bytes=host or None)
 
 
 def peak_bytes(trace: Trace) -> int:
-    """Device bytes at the fullest stage if nothing ever leaves."""
+    """Return the most bytes on the device at a stage, if no block ever leaves."""
     return max(live_bytes(trace))
 
 
 def device_budgets(trace: Trace) -> dict[str, int]:
-    """Device bytes by name: SHARES of the peak, and 5 % over the floor. Those below the floor are left out."""
+    """Return device budgets by name: SHARES of the peak, and 5 % over the floor. Budgets below the floor are left out."""
     peak, least = peak_bytes(trace), floor(trace)[0]
     named = {f"{share:.0%}": int(peak * share) for share in SHARES} | {"floor + 5 %": int(least * OVER_FLOOR)}
     return {name: size for name, size in named.items() if size >= least}
 
 
 def with_rates(trace: Trace, factor: float) -> Trace:
-    """All links `factor` times as fast, and what they share; latencies as they were."""
+    """Return the trace with `factor` times the rates of links and shared rates. Latencies stay."""
     links, shared = (
         tuple(each.model_copy(update={"bytes_per_second": each.bytes_per_second * factor}) for each in rates)
         for rates in (trace.hardware.links, trace.hardware.shared)
@@ -38,19 +38,19 @@ def with_rates(trace: Trace, factor: float) -> Trace:
 
 
 def with_device_updates(trace: Trace) -> Trace:
-    """No subgroup can update on the host."""
+    """Return the trace with all updates on the device."""
     subgroups = tuple(subgroup.model_copy(update={"host_seconds": None}) for subgroup in trace.subgroups)
     return _rebuilt(trace, subgroups=subgroups)
 
 
 def with_errors(trace: Trace, *, seed: int, largest: float) -> Trace:
-    """Each stage's time multiplied by 1 + an error, drawn uniformly from ±`largest`; updates on the device likewise."""
+    """Return the trace with each stage time multiplied by 1 + an error, drawn uniformly from ±`largest`."""
     draw = random.Random(seed)
     return with_times(trace, [1.0 + draw.uniform(-largest, largest) for _ in trace.stages])
 
 
 def with_times(trace: Trace, factors: Sequence[float]) -> Trace:
-    """Each stage's time multiplied by its factor, also where it is an update on the device or runs again."""
+    """Return the trace with each stage time multiplied by its factor. This includes device updates and recomputation."""
     return _rebuilt(
         trace,
         stages=tuple(
@@ -68,5 +68,5 @@ def with_times(trace: Trace, factors: Sequence[float]) -> Trace:
 
 
 def _rebuilt(trace: Trace, **changed: object) -> Trace:
-    """Built anew and not copied: a copy would keep the fingerprint that was computed for the old content."""
+    """Return a new trace with some fields replaced. A copy would keep the fingerprint of the old content."""
     return Trace.build(**{name: getattr(trace, name) for name in Trace.model_fields} | {"stored_fingerprint": None} | changed)

@@ -1,1 +1,1 @@
-"""Programs that show teraio at work: `python -m examples.train_text`."""
+"""Example programs: `python -m examples.train_text`, `python -m examples.train_llama`."""

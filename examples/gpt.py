@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """The shape of a GPT; its first `checkpointed_layers` layers recompute what they save, torch's way."""
+    """The shape of a GPT. The first `checkpointed_layers` layers use `torch.utils.checkpoint`."""
 
     kind: Literal["gpt"] = "gpt"
     layers: int = 12
@@ -23,7 +23,7 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, (batch, time, width) to the same."""
+    """Causal self-attention: (batch, time, width) to (batch, time, width)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer layer, normalised before each half, (batch, time, width) to the same."""
+    """One pre-norm transformer layer: (batch, time, width) to (batch, time, width)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT over bytes: takes (batch, time) tokens and targets, gives the mean cross-entropy in nats."""
+    """A GPT over bytes. Takes tokens and targets of shape (batch, time) and returns the mean cross-entropy in nats."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class GPT(nn.Module):
 
 
 def initialise(module: nn.Module) -> None:
-    """Normal initial values with deviation 0.02, biases zero."""
+    """Initialise weights from a normal distribution with standard deviation 0.02, biases with zero."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -1,7 +1,7 @@
 """A plain Llama in plain PyTorch: nothing here knows of teraio.
 
-RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in Llama 3 (Grattafiori et al., 2024). What Llama 3.1
-and later do to the rotation frequencies for contexts beyond 8192 is left out: it changes no shape and no cost.
+RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in Llama 3 (Grattafiori et al., 2024). Llama 3.1 and later
+change the rotation frequencies for contexts beyond 8192. That is left out, since it changes no shape and no cost.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """The shape of a Llama; its first `checkpointed_layers` layers recompute what they save, torch's way.
+    """The shape of a Llama. The first `checkpointed_layers` layers use `torch.utils.checkpoint`.
 
-    `context` is the rows' length in training: it sets no parameter's shape. `tied`: the head is the embedding's matrix.
-    `loss_tokens`: of so many tokens at once logits become losses, and losses a gradient.
+    `context`: tokens in a row of text; no parameter's shape depends on it. `tied`: the head shares the embedding's matrix.
+    `loss_tokens`: number of tokens whose logits are computed at once.
     """
 
     kind: Literal["llama"] = "llama"
@@ -57,12 +57,12 @@ SIZES: Mapping[str, LlamaConfig] = MappingProxyType(
         ),
     }
 )
-"""By name: "llama-..." have the shapes of the published models; "gpt2-124m" is a Llama with GPT-2's depth, width, heads and
-vocabulary; "tiny" has 13 million parameters: enough, in fp32, for matrices that move, and little for a processor."""
+"""By name. "llama-..." have the shapes of the published models. "gpt2-124m" is a Llama with depth, width, heads and vocabulary
+of GPT-2. "tiny" has 13 million parameters: in fp32 its matrices are large enough to move, and a CPU trains it quickly."""
 
 
 class Attention(nn.Module):
-    """Causal self-attention with fewer heads for keys and values than for queries, (batch, time, width) to the same."""
+    """Causal grouped-query self-attention: (batch, time, width) to (batch, time, width)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Attention(nn.Module):
             for projected in (self.query(hidden), self.key(hidden), self.value(hidden))
         )
         query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
-        # No fused kernel lets queries share a key in fp32: what falls back to plain arithmetic holds all scores at once.
+        # In fp32, no fused kernel supports grouped queries. The unfused fallback would keep all scores in memory.
         shares = hidden.dtype != torch.float32
         if not shares:
             key, value = (each.repeat_interleave(self.queries_per_key, dim=1) for each in (key, value))
@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020), (batch, time, width) to the same."""
+    """SwiGLU (Shazeer, 2020): (batch, time, width) to (batch, time, width)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer layer, normalised before each half, (batch, time, width) to the same."""
+    """One pre-norm transformer layer: (batch, time, width) to (batch, time, width)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama: takes (batch, time) tokens and targets, gives the mean cross-entropy in nats, fp32. Made by `llama`."""
+    """Takes tokens and targets of shape (batch, time), returns the mean cross-entropy in nats, fp32. Made by `llama`."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -136,21 +136,21 @@ class Llama(nn.Module):
             else:
                 hidden = layer(hidden, cosine, sine)
         matrix = self.tokens.weight if self.head is None else self.head.weight
-        # With a vocabulary of 128256 a gradient of all logits at once would be the largest tensor of the training.
-        pieces = zip(
+        # With a vocabulary of 128256, the gradient of all logits at once would be the largest tensor of the training.
+        chunks = zip(
             torch.split(self.norm(hidden).flatten(0, 1), self.config.loss_tokens),
             torch.split(targets.flatten(), self.config.loss_tokens),
             strict=True,
         )
-        losses = [functional.cross_entropy(functional.linear(a, matrix), b, reduction="none") for a, b in pieces]
-        # A mean in bf16 would show a loss to two digits; widening the logits instead would cost twice their memory.
+        losses = [functional.cross_entropy(functional.linear(a, matrix), b, reduction="none") for a, b in chunks]
+        # A mean in bf16 has two digits only. Converting the logits instead would double their memory.
         return torch.cat(losses).float().mean()
 
 
 def llama(config: LlamaConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Llama:
-    """A Llama with random weights (normal with deviation 0.02, norms one), made where and as it will be used.
+    """Return a Llama with random weights (normal with standard deviation 0.02; norms 1) on `device` in `dtype`.
 
-    No second copy of the weights exists at any time, on the device or elsewhere.
+    The weights are created there. No second copy of them exists at any time.
     """
     with torch.device("meta"):
         model = Llama(config)
@@ -158,9 +158,9 @@ def llama(config: LlamaConfig, *, device: torch.device | str = "cpu", dtype: tor
 
 
 def rotations(config: LlamaConfig, time: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angle by which each pair of a head's elements is turned at each place.
+    """Return cosine and sine of the angle by which each pair of elements of a head is rotated at each position.
 
-    Both (time, head width / 2), fp32.
+    Both have shape (time, head width / 2), fp32.
     """
     head_width = config.width // config.heads
     exponents = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
@@ -170,9 +170,9 @@ def rotations(config: LlamaConfig, time: int, device: torch.device) -> tuple[Ten
 
 
 def rotate(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary positions (Su et al., 2021): element i of a head and element i + head width / 2 are one pair.
+    """Apply rotary positions (Su et al., 2021): element i of a head and element i + head width / 2 are one pair.
 
-    (batch, heads, time, head width) to the same; the arithmetic is fp32.
+    (batch, heads, time, head width) to the same shape. Computed in fp32.
     """
     first, second = states.float().chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(states.dtype)

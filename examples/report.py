@@ -1,4 +1,4 @@
-"""The demo's figures: what was measured of a run, the tables made of it, and what is wrong with it."""
+"""The results of the demo: measurements of a run, tables of them, and checks."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -8,13 +8,13 @@ from rich.table import Table
 from examples.training import Report, Step
 
 LOSS_TOLERANCE = 1e-6
-"""Relative. The same stages run on the same bytes, so the losses are expected to be equal to the last bit;
-the tolerance is for machines whose math library adds in another order from one process to the next."""
+"""Relative. The same stages run on the same bytes, so the losses should be equal bit for bit. The tolerance is for machines whose
+math library adds in another order in each process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A finished training: its iterations in order and its closing report."""
+    """A finished training: its iterations in order, and its report."""
 
     name: str
     steps: tuple[Step, ...]
@@ -22,23 +22,23 @@ class Run:
 
     @property
     def seconds_per_iteration(self) -> float:
-        """The median over the planned iterations, or, without any, over all but the first (it compiles)."""
+        """Median of the planned iterations. Without any, of all but the first, which compiles."""
         planned = [step.seconds for step in self.steps if step.phase == "planned"]
         return median(planned or [step.seconds for step in self.steps[1:]])
 
     @property
     def file_bytes(self) -> int:
-        """The largest part of the resident set that mapped files made up at the end of an iteration."""
+        """The most resident bytes of mapped files at the end of an iteration."""
         return max(step.resident_bytes["RssFile"] for step in self.steps)
 
 
 def mebibytes(size_bytes: int) -> str:
-    """`size_bytes` in MiB, for people."""
+    """Return `size_bytes` as text in MiB."""
     return f"{size_bytes / 2**20:,.0f} MiB"
 
 
 def faults(first: Run, second: Run) -> list[str]:
-    """What is wrong with `second`, which was to equal `first` in half the memory; empty if nothing is."""
+    """Return the faults of `second`, which should have the same losses as `first` with half of the memory."""
     found = []
     for index, (one, other) in enumerate(zip(first.steps, second.steps, strict=True), start=1):
         if not abs(one.loss - other.loss) <= LOSS_TOLERANCE * abs(one.loss):
@@ -59,7 +59,7 @@ def faults(first: Run, second: Run) -> list[str]:
 
 
 def losses_table(first: Run, second: Run) -> Table:
-    """Iteration by iteration: both losses, and the second run's time and phase."""
+    """Return both losses of each iteration, the times, and the phase of the second run."""
     table = Table(title="losses (nats per byte)")
     for heading in ("iteration", first.name, second.name, "equal", "seconds", "phase"):
         table.add_column(heading, justify="right")
@@ -71,7 +71,7 @@ def losses_table(first: Run, second: Run) -> Table:
 
 
 def summary_table(first: Run, second: Run) -> Table:
-    """Peaks, times and bytes of both runs, side by side."""
+    """Return peaks, times and bytes of both runs, side by side."""
     table = Table(title=f"GPT with {first.report.parameters / 1e6:.1f} million parameters")
     for heading in ("", first.name, second.name):
         table.add_column(heading, justify="left" if not heading else "right")

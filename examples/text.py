@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the sources of the standard library."""
+"""Training text that every machine with Python has: the sources of the standard library."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def standard_library_text(limit_bytes: int) -> Tensor:
-    """The first `limit_bytes` bytes of the standard library's own sources, in the order of their paths.
+    """Return the first `limit_bytes` bytes of the standard library's sources, sorted by path, as a uint8 tensor.
 
-    A uint8 tensor. Installed packages and the library's tests are left out. Raises FileNotFoundError if none.
+    Installed packages and tests are left out. Raises FileNotFoundError if there are no sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
@@ -27,7 +27,7 @@ def standard_library_text(limit_bytes: int) -> Tensor:
 
 
 def batches(text: Tensor, *, batch: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (tokens, targets), int64 of shape (batch, context), from random places that `seed` sets."""
+    """Yield (tokens, targets) without end, int64 of shape (batch, context), from random positions. `seed` determines these."""
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(context + 1)
     while True:

@@ -1,9 +1,9 @@
-"""Trains a Llama with random weights on real text, with or without a memory budget.
+"""Train a Llama with random weights on real text, with or without a memory budget.
 
     python -m examples.train_llama --size llama-3.2-1b --device cuda --dtype bfloat16 --memory-budget 12GiB --storage /mnt/nvme
 
-Token ids are the bytes of Python's standard library: of a vocabulary of 128256, 256 are ever seen. That changes neither
-memory nor time, but the loss is not comparable with one over words.
+Token ids are bytes, so only 256 of a vocabulary of 128256 occur. That changes neither memory nor time, but the loss cannot be
+compared with a loss over words.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from planner.errors import TeraioError
 
 
 def step_line(number: int, step: Step) -> str:
-    """One iteration: loss, speed, and teraio's phase when it began."""
+    """Return a line about one iteration: loss, speed, and the phase in which it began."""
     rate = step.tokens / step.seconds
     return f"{number:5d}  loss {step.loss:.4f}  {rate:10,.0f} tokens/s  {step.phase}".rstrip()
 
 
 def summary(report: Report) -> str:
-    """Parameters, peaks and what teraio moved."""
+    """Return parameters, peaks and moved bytes as text."""
     lines = [f"{report.parameters / 1e6:,.1f} million parameters"]
     if report.peak_reserved_bytes is None:
         lines.append(f"peak resident set {mebibytes(report.peak_bytes)}, of it {mebibytes(report.rest_bytes)} not tensors")
@@ -44,7 +44,7 @@ def summary(report: Report) -> str:
 
 
 def setting_for(size: str, context: int | None, options: dict[str, Any], **fields: Any) -> Setting:
-    """The training of the named size. Raises typer.BadParameter for what does not exist."""
+    """Return the setting for the named size. Raises typer.BadParameter for an unknown size or a wrong field."""
     if size not in SIZES:
         raise typer.BadParameter(f"no size {size!r}; there are {', '.join(SIZES)}")
     model = SIZES[size] if context is None else dataclasses.replace(SIZES[size], context=context)
@@ -57,17 +57,17 @@ def setting_for(size: str, context: int | None, options: dict[str, Any], **field
 def main(
     size: Annotated[str, typer.Option(help=f"One of {', '.join(SIZES)}.")] = "tiny",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Of the parameters: float32 or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Data type of the parameters: float32 or bfloat16.")] = "float32",
     batch: Annotated[int, typer.Option(help="Rows of text in each iteration.", min=1)] = 4,
-    context: Annotated[int | None, typer.Option(help="Tokens in a row; default: the size's own.", min=1)] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens in a row. Default: that of the size.", min=1)] = None,
     steps: Annotated[int, typer.Option(help="Iterations.", min=1)] = 20,
     memory_budget: Annotated[str | None, typer.Option(help='Device memory for teraio, such as "12GiB".')] = None,
-    host_budget: Annotated[str | None, typer.Option(help="Host memory that tensors may wait in.")] = None,
-    storage: Annotated[list[Path] | None, typer.Option(help="Folder for spill files; may be repeated.")] = None,
+    host_budget: Annotated[str | None, typer.Option(help="Host memory for tensors that are moved off the device.")] = None,
+    storage: Annotated[list[Path] | None, typer.Option(help="Folder for spill files. May be repeated.")] = None,
     backend: Annotated[str, typer.Option(help="teraio, inductor or eager.")] = "teraio",
     codegen: Annotated[str | None, typer.Option(help="How teraio compiles stages: inductor (default) or eager.")] = None,
 ) -> None:
-    """Train a Llama on the sources of Python's standard library. Status 1 if teraio refuses or fails."""
+    """Train a Llama on the sources of Python's standard library. Exit status 1 if teraio raises an error."""
     folders = [str(path) for path in storage or ()]
     given = {"memory_budget": memory_budget, "host_budget": host_budget, "storage": folders, "codegen": codegen}
     options = {name: value for name, value in given.items() if value}

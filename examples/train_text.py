@@ -1,11 +1,11 @@
-"""Trains a GPT on real text twice, with all the memory it wants and with half of that, and compares the runs.
+"""Train a GPT on real text twice, without a memory limit and with half of that memory, and compare the runs.
 
     python -m examples.train_text
 
-AdamW updates it, so there are two states of each parameter's size, which are part of both peaks and move like all else.
+AdamW keeps two states of the size of each parameter. They count in both peaks and move like all other blocks.
 
-Exit status 0 only if both runs have the same losses, bytes moved, and the second stayed within half of the
-first one's peak.
+The exit status is 0 only if both runs have the same losses, bytes were moved, and the second run stayed within half of the first
+peak.
 """
 
 import sys
@@ -23,11 +23,11 @@ from examples.training import Setting
 from examples.worker import EXACT_MEMORY, Worker, WorkerFailed
 
 RESERVE_BYTES = 96 << 20
-"""For what only the second run holds: the plan's solver, the engine's threads and queues."""
+"""Memory that only the second run needs: the solver of the plan, threads and queues of the engine."""
 
 
 def train(setting: Setting, name: str, iterations: int, folder: Path, console: Console) -> Run:
-    """Trains in a process of its own, showing progress; raises WorkerFailed if that process ends early."""
+    """Train in a process of its own and show the progress. Raises WorkerFailed if that process ends early."""
     columns = (
         TextColumn("{task.description:<18}"),
         BarColumn(),
@@ -49,15 +49,15 @@ def train(setting: Setting, name: str, iterations: int, folder: Path, console: C
 
 
 def device_budget(first: Run) -> int:
-    """Bytes of tensors that keep the process within half of `first`'s peak; not positive if none do.
+    """Return the budget that keeps the process within half of the peak of `first`; 0 or less if there is none.
 
-    A budget counts tensors, the operating system counts the process: what else it takes is subtracted.
+    A budget counts tensors, but the peak is that of the process. So its other memory is subtracted.
     """
     return first.report.peak_bytes // 2 - first.report.rest_bytes - RESERVE_BYTES
 
 
 def explain(first: Run, budget_bytes: int, console: Console) -> None:
-    """Says how the second run's budget comes about."""
+    """Print how the budget of the second run is computed."""
     report = first.report
     half, rest = mebibytes(report.peak_bytes // 2), mebibytes(report.rest_bytes)
     console.print(
@@ -70,7 +70,7 @@ def explain(first: Run, budget_bytes: int, console: Console) -> None:
 
 
 def show(first: Run, second: Run, seconds: float, console: Console) -> None:
-    """Prints the tables and where the files are."""
+    """Print the tables and the paths of the files."""
     console.print(losses_table(first, second))
     console.print(summary_table(first, second))
     status = second.report.status or {}
@@ -81,7 +81,7 @@ def show(first: Run, second: Run, seconds: float, console: Console) -> None:
 
 
 def both(first_setting: Setting, iterations: int, output: Path, console: Console) -> tuple[Run, Run]:
-    """Trains without a budget, then with the one that the first run's peak gives; raises WorkerFailed."""
+    """Train without a budget, then with the budget that follows from the first peak. Raises WorkerFailed."""
     first = train(first_setting, "all the memory", iterations, output, console)
     budget_bytes = device_budget(first)
     if budget_bytes <= 0:

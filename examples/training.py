@@ -1,4 +1,4 @@
-"""One training run of a GPT or a Llama, step by step: what the demo and the benchmarks measure."""
+"""Training of a GPT or a Llama, step by step, with measurements. The demo and the benchmarks use it."""
 
 import sys
 import time
@@ -22,11 +22,11 @@ DataType = Literal["float32", "bfloat16"]
 
 _OF_STATUS = ("moved_bytes", "busy_seconds", "exposed_seconds", "late_seconds")
 _COPIES = ("Memcpy HtoD", "Memcpy DtoH")
-"""How the profiler's names of copies between a GPU and main memory begin."""
+"""Prefixes of the profiler's names for copies between a GPU and main memory."""
 
 
 class Setting(BaseModel):
-    """What to train and how; `options` are the backend's own. Token ids are the text's bytes, whatever the vocabulary."""
+    """What to train and how. `options` are those of the backend. Token ids are bytes of the text, whatever the vocabulary."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,25 +39,24 @@ class Setting(BaseModel):
     text_bytes: int = 4 << 20
     device: Device = "cpu"
     dtype: DataType = "float32"
-    """Of the parameters, and so of gradients and optimizer states."""
+    """Data type of the parameters, and so of gradients and optimizer states."""
     save_on_cpu: bool = False
-    """Keep what the forward pass saves in main memory, torch's way, pinned for "cuda". Meant for the backend "eager": a compiled
-    graph hands over what it saves only when it ends."""
+    """Keep saved activations in main memory by `torch.autograd.graph.save_on_cpu`, pinned for "cuda". Meant for the backend
+    "eager", because a compiled graph saves its activations only when it ends."""
     deterministic: bool = False
-    """Use PyTorch's deterministic operators only: on CPU an embedding's gradient is summed in varying order otherwise."""
+    """Use only deterministic operators. Without it, the order of sums in an embedding's gradient varies on CPU."""
     fused: bool | None = None
-    """One kernel for the optimizer's whole arithmetic. None: on a GPU only, where the default would take room for copies of all
-    parameters; on CPU the default is what the demo has always used."""
+    """Use the fused optimizer. None: on a GPU only, where the default one would need memory for copies of all parameters."""
     ready_compiler: bool = False
-    """Compile something trivial first, so that the first step does not pay for the compiler's start."""
+    """Compile a trivial function first, so that the first step does not include the start of the compiler."""
 
 
 class Step(BaseModel):
-    """One iteration: its loss in nats per byte, its wall time, its tokens and teraio's phase ("" for another backend).
+    """One iteration: loss in nats per byte, wall time, tokens, and teraio's phase ("" for another backend).
 
-    `optimizer_seconds`: of its wall time, for the optimizer's step; on a GPU by its clock. `moved_bytes`, `busy_seconds` and
-    `exposed_seconds` are teraio's counts by link since the start, `late_seconds` of this iteration, see `teraio.Status`; empty
-    and 0 for another backend.
+    `optimizer_seconds`: the part of the time in the optimizer's step; on a GPU by the GPU's clock. `moved_bytes`, `busy_seconds`,
+    `exposed_seconds`: by link since the start. `late_seconds`: of this iteration. See `teraio.Status`; empty and 0 for another
+    backend.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -75,12 +74,11 @@ class Step(BaseModel):
 
 
 class Report(BaseModel):
-    """A finished run; bytes as Linux saw them, or for "cuda" as the allocator did.
+    """A finished run. Bytes are counted by Linux, or by the allocator for "cuda".
 
-    `peak_bytes` since the first step or the last reset; `rest_bytes` is what the process still takes once its
-    tensors are freed: the interpreter, the libraries, the compiled code. `peak_reserved_bytes`, for "cuda" only, counts what
-    the allocator keeps for reuse as well. `state_bytes` is what AdamW's states take, wherever they are. `status` is teraio's
-    own account.
+    `peak_bytes`: since the first step or the last reset. `rest_bytes`: memory of the process after its tensors are freed: the
+    interpreter, libraries, compiled code. `peak_reserved_bytes`: for "cuda", with the memory that the allocator keeps for reuse.
+    `state_bytes`: of AdamW's states in all tiers. `status`: that of teraio.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -94,7 +92,7 @@ class Report(BaseModel):
 
 
 class Training:
-    """A model, its optimizer and its text, ready to take steps."""
+    """A model with its optimizer and its text."""
 
     def __init__(self, setting: Setting) -> None:
         if setting.ready_compiler:
@@ -115,7 +113,7 @@ class Training:
         self.reset_peak()
 
     def step(self) -> Step:
-        """Takes one step; blocks until it has finished on the device."""
+        """Take one step. Waits until the device has finished it."""
         phase = self._phase()
         tokens, targets = (part.to(self._setting.device) for part in next(self._batches))
         started = time.perf_counter()
@@ -141,9 +139,9 @@ class Training:
         )
 
     def busy_seconds(self) -> float:
-        """Takes one step under torch's profiler: how long the device computed in it, copies to and from it not counted.
+        """Take one step under torch's profiler and return how long the device computed in it. Copies do not count.
 
-        On a GPU the time in which at least one kernel ran; on CPU, in which the training thread ran an operator.
+        On a GPU, the time in which at least one kernel ran. On CPU, the time in which the training thread ran an operator.
         """
         activity = ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU
         with profile(activities=[activity]) as profiled:
@@ -151,7 +149,7 @@ class Training:
         return computing_seconds(profiled.events(), activity.name)
 
     def reset_peak(self) -> None:
-        """Forgets the peak so far; on a GPU the allocator first gives back what it keeps for reuse."""
+        """Reset the peak. On a GPU, the allocator first frees the memory that it keeps for reuse."""
         if self._on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -159,12 +157,12 @@ class Training:
             reset_peak()
 
     def wait_for_plan(self) -> None:
-        """Blocks while a plan is being made."""
+        """Wait until no plan is being made."""
         if self._setting.backend == "teraio":
             sys.modules["teraio"].wait_for_plan()
 
     def finish(self) -> Report:
-        """Reads the peak, then frees every tensor; the training cannot go on."""
+        """Return the report and free all tensors. The training cannot continue."""
         peak = torch.cuda.max_memory_allocated() if self._on_gpu else resident_bytes()["VmHWM"]
         reserved = torch.cuda.max_memory_reserved() if self._on_gpu else None
         status = self._status()
@@ -184,7 +182,7 @@ class Training:
         )
 
     def _clock(self) -> Any:
-        """Now: on a GPU where its stream has come to, so that nothing has to wait for it."""
+        """Return the time. On a GPU it is an event on the stream, so that the host does not have to wait."""
         if not self._on_gpu:
             return time.perf_counter()
         now = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -219,7 +217,7 @@ class Training:
 
 
 def make_model(setting: Setting) -> nn.Module:
-    """The model of `setting` on its device: takes (batch, time) tokens and targets, gives the loss."""
+    """Return the model of `setting` on its device. It takes tokens and targets of shape (batch, time) and returns the loss."""
     dtype = getattr(torch, setting.dtype)
     if isinstance(setting.model, LlamaConfig):
         return llama(setting.model, device=setting.device, dtype=dtype)
@@ -227,14 +225,14 @@ def make_model(setting: Setting) -> nn.Module:
 
 
 def computing_seconds(events: Iterable[Any], device: str) -> float:
-    """How long at least one of the profiler's `events` ran on "CPU" or "CUDA", copies from and to a GPU not counted."""
+    """Return the seconds in which at least one of `events` ran on "CPU" or "CUDA". Copies and annotations do not count."""
     ran = (event for event in events if event.device_type.name == device and not event.is_user_annotation)
     spans = ((event.time_range.start, event.time_range.end) for event in ran if not event.name.startswith(_COPIES))
-    return covered(spans) / 1e6  # the profiler counts microseconds
+    return covered(spans) / 1e6  # from microseconds
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How much of the axis the spans (start, end) cover together."""
+    """Return the length of the union of the intervals (start, end)."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -243,7 +241,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _start_compiler(device: str) -> None:
-    """Has Inductor load its modules and prepare its headers, forward and backward."""
+    """Let Inductor load its modules and precompile its headers, for forward and backward."""
     values = torch.ones(64, 64, device=device, requires_grad=True)
     torch.compile(lambda given: (given.sin() @ given).sum())(values).backward()
     torch._dynamo.reset()

@@ -1,6 +1,6 @@
-"""A training in a process of its own, so that its memory peak is its own; driven line by line over pipes.
+"""A training in a process of its own, so that its memory peak can be measured. Commands and answers go through pipes.
 
-Several workers can take turns, step for step, which makes ratios between them fair.
+Several workers can take turns step by step, so that their times are comparable.
 """
 
 import json
@@ -19,11 +19,11 @@ from examples.training import Report, Setting, Step, Training
 ROOT = Path(__file__).resolve().parent.parent
 
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
-"""Environment in which the C library gives freed tensors back at once, so that peaks hold no leftovers."""
+"""Environment in which the C library returns freed tensors to the system at once, so that they do not count in peaks."""
 
 
 class WorkerFailed(Exception):
-    """A worker ended early; `reason` is the last line it wrote, usually the exception's."""
+    """A worker ended early. `reason`: its last line of output, usually that of the exception."""
 
     def __init__(self, log: Path, reason: str = "") -> None:
         lines = log.read_text().strip().splitlines() or ["no message"]
@@ -32,9 +32,9 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """The parent's handle. Calls block until the worker answers; WorkerFailed if it ended or hangs.
+    """The parent's handle of a worker. Calls wait for its answer and raise WorkerFailed if it ended or hangs.
 
-    `program`: the module that the process runs, which ends in `serve`.
+    `patience_seconds`: how long a call waits at most. `program`: the module that the process runs; it has to call `serve`.
     """
 
     def __init__(
@@ -61,29 +61,29 @@ class Worker:
         self._ask(setting.model_dump_json())
 
     def step(self) -> Step:
-        """Takes one step."""
+        """Take one step."""
         return Step.model_validate(self._ask(json.dumps("step")))
 
     def busy_seconds(self) -> float:
-        """Takes one step and tells how long the device computed in it, see `Training.busy_seconds`."""
+        """Take one step and return how long the device computed in it, see `Training.busy_seconds`."""
         return float(self._ask(json.dumps("busy_seconds")))
 
     def reset_peak(self) -> None:
-        """Forgets the memory peak so far."""
+        """Reset the memory peak."""
         self._ask(json.dumps("reset_peak"))
 
     def wait_for_plan(self) -> None:
-        """Returns when no plan is being made."""
+        """Wait until no plan is being made."""
         self._ask(json.dumps("wait_for_plan"))
 
     def finish(self) -> Report:
-        """Ends the training and the process."""
+        """End the training and the process, and return the report."""
         report = Report.model_validate(self._ask(json.dumps("finish")))
         self.close()
         return report
 
     def close(self) -> None:
-        """Ends the process if it still runs: it sees the end of its input and leaves cleanly."""
+        """End the process, if it still runs, by closing its input."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):
@@ -114,9 +114,9 @@ class Worker:
 
 
 def serve() -> None:
-    """The worker's side: a setting, then a command a line; only answers go to the real standard output."""
+    """Read a setting, then one command per line, and write the answers to the original standard output."""
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
-        os.dup2(2, 1)  # what libraries print must not mix with the answers
+        os.dup2(2, 1)  # output of libraries must not mix with the answers
         training = Training(Setting.model_validate_json(sys.stdin.readline()))
         answers.write("null\n")
         for line in sys.stdin:

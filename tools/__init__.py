@@ -1,1 +1,1 @@
-"""Small programs the Makefile runs."""
+"""Small programs that the Makefile runs."""

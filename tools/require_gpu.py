@@ -1,4 +1,4 @@
-"""Fails, and says why, where torch sees no GPU: the GPU targets are never silently green."""
+"""Fail with a message if torch sees no GPU, so that GPU targets never pass without one."""
 
 import sys
 
@@ -6,7 +6,7 @@ import torch
 
 
 def main() -> int:
-    """Returns 0 and names the GPU where there is one, else 1."""
+    """Return 0 and print the name of the GPU; return 1 if there is none."""
     if not torch.cuda.is_available():
         build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         print(

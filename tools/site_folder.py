@@ -1,9 +1,9 @@
-"""Makes a folder that, put on PYTHONPATH, stands in for `pip install -e .` where nothing can be downloaded.
+"""Make a folder for PYTHONPATH that replaces `pip install -e .` where nothing can be downloaded.
 
 python tools/site_folder.py FOLDER [WHEELS]
 
-The folder gets teraio's metadata (torch then finds the backend by name) and, unpacked, the wheels in WHEELS.
-Fails, with a list, if a dependency is still missing then.
+The folder gets the metadata of teraio, by which torch finds the backend, and the unpacked wheels of WHEELS. Fails with a list if
+a dependency is still missing.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def write_metadata(folder: Path, project: dict[str, Any]) -> None:
-    """Writes the `.dist-info` of `project` (a pyproject's table) into `folder`."""
+    """Write the `.dist-info` of `project` (a table of pyproject.toml) into `folder`."""
     metadata = folder / f"{project['name']}-{project['version']}.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     header = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
@@ -27,7 +27,7 @@ def write_metadata(folder: Path, project: dict[str, Any]) -> None:
 
 
 def missing(requirements: list[str]) -> list[str]:
-    """The requirements of which no version at all is installed."""
+    """Return the requirements of which no version is installed."""
     absent = []
     for requirement in requirements:
         name = requirement.split(">=")[0].split("[")[0].strip()
@@ -39,7 +39,7 @@ def missing(requirements: list[str]) -> list[str]:
 
 
 def main(folder: Path, wheels: Path | None) -> int:
-    """Fills `folder`; returns 1 if dependencies are missing."""
+    """Fill `folder`. Return 1 if dependencies are missing, otherwise 0."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     if wheels is not None:
         found = sorted(str(path) for path in wheels.glob("*.whl"))

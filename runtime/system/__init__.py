@@ -1,5 +1,6 @@
-"""What the machine and its operating system give: NUMA nodes, memory limits, pinning, native code."""
+"""What the machine and its operating system give: NUMA nodes, memory limits, pinning, native code; names for profilers."""
 
+from runtime.system.annotation import Name, annotate, first_of
 from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
 from runtime.system.numa import on_processors, pci_address, processors_near
 from runtime.system.pinning import PIN_CHUNK_BYTES, CudaPinner, Pinner
@@ -7,9 +8,12 @@ from runtime.system.pinning import PIN_CHUNK_BYTES, CudaPinner, Pinner
 __all__ = [
     "CudaPinner",
     "HostLimit",
+    "Name",
     "PIN_CHUNK_BYTES",
     "Pinner",
+    "annotate",
     "check_host_memory",
+    "first_of",
     "host_limits",
     "on_processors",
     "pci_address",

@@ -1,4 +1,4 @@
-"""What `teraio compare` and `teraio sweep` tell: policies side by side, and time against budget. Also their JSON."""
+"""The results of `teraio compare` (policies side by side) and `teraio sweep` (time against budget), also as JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from planner.schema import Budgets, FrozenModel, Predicted
 __all__ = ["Comparison", "Sweep", "SweepPoint", "Verdict", "compare_policies", "sweep_budgets"]
 
 Progress = Callable[[str], None]
-"""Told what is being planned now."""
+"""Called with a text that says what is being planned now."""
 
 
 class Verdict(FrozenModel):
-    """One policy: what it achieves in the simulator, or why it cannot."""
+    """One policy: its prediction from the simulator, or the error that it ended with."""
 
     policy: str
     predicted: Predicted | None = None
@@ -25,7 +25,7 @@ class Verdict(FrozenModel):
 
 
 class Comparison(FrozenModel):
-    """All policies under the same budgets. `lower_bound_seconds`: no plan at all is faster; None if none was made."""
+    """All policies under the same budgets. `lower_bound_seconds`: no plan is faster than this; None if no policy found a plan."""
 
     trace_name: str
     budgets: Budgets
@@ -35,7 +35,7 @@ class Comparison(FrozenModel):
 
 
 class SweepPoint(FrozenModel):
-    """One device budget. `planned_for_bytes`: the budget that the best plan found was made for, at most this one."""
+    """One device budget. `planned_for_bytes`: the budget that the best plan was made for; it is this budget or a smaller one."""
 
     device_bytes: int
     planned_for_bytes: int | None = None
@@ -44,7 +44,7 @@ class SweepPoint(FrozenModel):
 
 
 class Sweep(FrozenModel):
-    """Iteration time against device budget, ascending; more memory is never slower."""
+    """Iteration time for each device budget, ascending. A larger budget is never slower."""
 
     trace_name: str
     policy: str
@@ -57,7 +57,7 @@ class Sweep(FrozenModel):
 def compare_policies(
     trace: planner.Trace, budgets: Budgets, policies: Sequence[str], *, settings: SolverSettings, progress: Progress
 ) -> Comparison:
-    """Plan with every policy. Blocks for the sum of what they take. Raises OptionsError if one is not known."""
+    """Plan with each policy, one after the other, and compare. Raises OptionsError for an unknown policy."""
     verdicts = []
     for policy in policies:
         progress(f"planning with {policy}")
@@ -88,9 +88,9 @@ def sweep_budgets(
     settings: SolverSettings,
     progress: Progress,
 ) -> Sweep:
-    """Plan for each of `device_bytes`, the other budgets as in `budgets`.
+    """Plan for each of `device_bytes`, with the other budgets as in `budgets`.
 
-    A plan for less memory does as well with more, so the best one so far stands where a new one is slower.
+    A plan for a smaller budget is valid for a larger one. So the best plan so far is used where a new one is slower.
     """
     points: list[SweepPoint] = []
     best: SweepPoint | None = None

@@ -1,4 +1,4 @@
-"""What `teraio plan` and `teraio inspect PLAN` tell: a plan in numbers, and why its blocks move. Also the JSON."""
+"""The result of `teraio plan` and `teraio inspect PLAN`: a plan in numbers and why its blocks move, also as JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["HostUpdateSummary", "MoveSummary", "PlanSummary", "summarise_plan"]
 
 
 class MoveSummary(FrozenModel):
-    """One move of the plan; names, size and reason are None where the trace is not at hand.
+    """One move of the plan. Names, size and reason are None without the trace.
 
-    `offload_start` is None where a valid copy waits already and the block is only dropped; `prefetch_start` where it does
-    not come back: an update on the host consumes it, or nothing uses it before it dies. The reason: of the stages that run
-    while the block is away, `relieved_stage` would exceed the device budget the most if nothing at all ever left, by
-    `excess_bytes`; None where none would.
-    `host_update`: the subgroup whose update on the host takes the block there, whatever there is room for.
+    `offload_start` is None if the block has a valid copy and is only dropped. `prefetch_start` is None if the block does not come
+    back: an update on the host consumes it, or nothing uses it before it dies.
+    The reason: suppose that no block ever left. Of the stages that run while this block is away, `relieved_stage` would exceed
+    the device budget the most, by `excess_bytes`. Both are None if no such stage would exceed it.
+    `host_update`: the subgroup whose update on the host needs the block there; such a move needs no other reason.
     """
 
     block: int
@@ -39,9 +39,9 @@ class MoveSummary(FrozenModel):
 
 
 class HostUpdateSummary(FrozenModel):
-    """An optimizer subgroup that updates on the host; all but its id is None where the trace is not at hand.
+    """An optimizer subgroup that is updated on the host. All fields but `subgroup` are None without the trace.
 
-    `stage`: whose work on the device it takes over. `seconds`: how long the update takes on the host's processor.
+    `stage`: the stage that would update it on the device. `seconds`: duration of the update on the host's processor.
     """
 
     subgroup: int
@@ -52,12 +52,13 @@ class HostUpdateSummary(FrozenModel):
 
 
 class PlanSummary(FrozenModel):
-    """A plan. `moves` are in the plan's order, or by size, largest first, where the trace is at hand.
+    """A plan. `moves`: by size, largest first; in the plan's order without the trace.
 
-    `dropped`: moves without a copy out. `subgroups`: how many the trace has; `host_updates`: those that update on the
-    host, in that order. `stalls`: longest first. `stalls`, `links`, `host_processor` and `critical` come from a replay;
-    they and `subgroups` are None where the trace is not at hand. `drive_lifetime_seconds`: of training without a break
-    until the drives' rated bytes (TBW) are written; None where that is not asked for, or nothing is written.
+    `dropped`: number of moves without a copy out. `subgroups`: how many the trace has. `host_updates`: those that are updated on
+    the host, in that order. `stalls`: longest first. `stalls`, `links`, `host_processor` and `critical` come from a replay; they
+    and `subgroups` are None without the trace.
+    `drive_lifetime_seconds`: training time without a break until the rated bytes of the drives (TBW) are written; None if that
+    was not asked for, or if nothing is written.
     """
 
     policy: str
@@ -79,9 +80,9 @@ class PlanSummary(FrozenModel):
 
 
 def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, rated_bytes: int | None = None) -> PlanSummary:
-    """The plan in numbers; with names, sizes and stalls if `trace` is given.
+    """Return the plan in numbers; with names, sizes and stalls if `trace` is given.
 
-    rated_bytes: what the drives may be written in all (TBW). Raises PlanError if the plan does not belong to the
+    rated_bytes: bytes that may be written to the drives in their life (TBW). Raises PlanError if the plan does not belong to the
     trace, InfeasiblePlanError if it cannot be carried out.
     """
     replay = None
@@ -110,7 +111,7 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, ra
 
 
 def _check_belongs(plan: planner.Plan, trace: planner.Trace) -> None:
-    """Raises PlanError if the plan was made for another trace, or moves blocks that it lacks."""
+    """Raise PlanError if the plan was made for another trace or moves blocks that the trace lacks."""
     if plan.trace_fingerprint != trace.fingerprint:
         raise planner.PlanError(
             f"the plan was made for a trace with fingerprint {plan.trace_fingerprint}, that of the trace "
@@ -139,9 +140,9 @@ def _on_host(plan: planner.Plan, trace: planner.Trace | None) -> list[planner.Su
 def _move(
     move: planner.Move, trace: planner.Trace | None, excess: Sequence[int], updated: planner.Subgroup | None
 ) -> MoveSummary:
-    """excess: by stage, what would not fit on the device if nothing left; empty where the trace is not at hand.
+    """excess: for each stage the bytes beyond the device budget if no block ever left; empty without the trace.
 
-    updated: the block's subgroup, if that updates on the host.
+    updated: the subgroup of the block, if it is updated on the host.
     """
     block = None if trace is None else trace.blocks[move.block]
     relieved = None if trace is None else _relieved(move, excess, consumed=updated is not None)
@@ -164,9 +165,9 @@ def _move(
 
 
 def _relieved(move: planner.Move, excess: Sequence[int], *, consumed: bool) -> int | None:
-    """Of the stages that the block is away in, the one that exceeds the budget the most, if one does.
+    """Return the stage that exceeds the budget the most among those that the block is away in; None if none exceeds it.
 
-    consumed: if the block does not come back, then since an update on the host needs it.
+    consumed: whether an update on the host consumes the block, if it does not come back.
     """
     leaves = move.after if move.offload is None else move.offload.start
     back = move.before + consumed if move.prefetch is None else move.prefetch.start
@@ -176,8 +177,10 @@ def _relieved(move: planner.Move, excess: Sequence[int], *, consumed: bool) -> i
 
 
 def _serves(move: planner.Move, stage: int, stages: int) -> bool:
-    """Whether the block is away for its update on the host, which `stage` would have done: see [Note: updates on the
-    host] in `planner.problem.host_updates`."""
+    """Return whether the block is away for its update on the host, which `stage` would do on the device.
+
+    See [Note: updates on the host] in `planner.problem.host_updates`.
+    """
     return move.prefetch is None or any(move.after < update < move.before for update in (stage, stage + stages))
 
 

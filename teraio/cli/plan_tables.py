@@ -1,4 +1,4 @@
-"""The summaries of plans and replays as tables: what moves, what waits, and what is on the critical path."""
+"""The summaries of plans and replays as tables: moves, stalls and the critical path."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["plan_tables", "replay_tables"]
 
 
 def plan_tables(plan: PlanSummary, rows: int) -> Page:
-    """A plan: overview, prediction, and `rows` of its moves; links, stalls and critical path where it was replayed."""
+    """Return a plan: overview, prediction and `rows` of its moves; with links, stalls and critical path if it was replayed."""
     solver = plan.solver
     ended = solver.status if solver.gap is None else f"{solver.status}, gap {solver.gap:.2%}"
     iteration = sum(plan.critical.seconds.values()) if plan.critical else 0.0
@@ -55,7 +55,7 @@ def plan_tables(plan: PlanSummary, rows: int) -> Page:
 
 
 def replay_tables(replay: ReplaySummary, rows: int) -> Page:
-    """A replay: overview, links, and `rows` each of the stages that wait longest and the copies on the critical path."""
+    """Return a replay: overview, links, and `rows` each of the longest stalls and of the copies on the critical path."""
     waited = share(replay.stall_seconds, replay.iteration_seconds)
     said = "not given" if replay.planned_seconds is None else format_seconds(replay.planned_seconds)
     peaks = [(f"peak of {tier}", exact_bytes(size)) for tier, size in replay.peak_bytes.items() if size]
@@ -88,7 +88,7 @@ def _prediction(predicted: Predicted) -> Group:
 
 
 def _moves(moves: Sequence[MoveSummary]) -> Table:
-    """The last two columns, what would not fit if nothing left, only where the trace is at hand."""
+    """The last two columns tell why a block moves. They need the trace and are left out without it."""
     reasons = any(move.size_bytes is not None for move in moves)
     why = (">over budget if nothing leaves", "in") if reasons else ()
     table = table_of("block", ">size", "tier", "after", "before", ">copy out", ">copy in", *why)
@@ -151,7 +151,7 @@ def _shares(critical: CriticalSummary | None) -> str:
 
 
 def _awaited(critical: CriticalSummary | None, rows: int) -> Page:
-    """What is on the critical path beside the stages: what must get shorter for the iteration to get shorter."""
+    """Return the copies and updates on the critical path. The iteration gets shorter only if these, or stages on it, do."""
     pieces = [] if critical is None else [piece for piece in critical.pieces if piece.resource != STAGES]
     if not pieces:
         return ()

@@ -1,4 +1,4 @@
-"""What `teraio simulate` tells: the replay of a plan in numbers. Also its JSON."""
+"""The result of `teraio simulate`: the replay of a plan in numbers, also as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StallSummary(FrozenModel):
 
 
 class LinkSummary(FrozenModel):
-    """One link in one iteration of the steady state. `busy_seconds`: how long it copied."""
+    """One link in one iteration of the steady state. `busy_seconds`: time during which it copied."""
 
     link: str
     transfers: int
@@ -29,17 +29,17 @@ class LinkSummary(FrozenModel):
 
 
 class ProcessorSummary(FrozenModel):
-    """The host's processor in one iteration of the steady state. `busy_seconds`: how long it updated subgroups."""
+    """The host's processor in one iteration of the steady state. `busy_seconds`: time during which it updated subgroups."""
 
     updates: int
     busy_seconds: float
 
 
-class PieceSummary(FrozenModel):
-    """One piece of the critical path, in seconds from the iteration's begin.
+class SegmentSummary(FrozenModel):
+    """One segment of the critical path. Times are seconds from the start of the iteration.
 
-    `resource`: `"stages"`, `"host updates"` or a link; `index`: of the stage, the subgroup or the move; `name`: of the
-    stage, the subgroup's stage or the block that is copied.
+    `resource`: `"stages"`, `"host updates"` or the name of a link. `index`: number of the stage, the subgroup or the move.
+    `name`: of the stage, of the subgroup's stage, or of the block that is copied.
     """
 
     resource: str
@@ -50,20 +50,21 @@ class PieceSummary(FrozenModel):
 
 
 class CriticalSummary(FrozenModel):
-    """Why the iteration takes as long as it does: pieces that follow one another without a gap, in order.
+    """The critical path: why the iteration takes as long as it does.
 
-    `seconds`: how much of them each resource takes, largest first; in all, the iteration's time.
+    `pieces`: its segments in order, without gaps between them. `seconds`: time on the path by resource, largest first; the sum is
+    the iteration's time.
     """
 
     seconds: dict[str, float]
-    pieces: tuple[PieceSummary, ...]
+    pieces: tuple[SegmentSummary, ...]
 
 
 class ReplaySummary(FrozenModel):
-    """What the simulator says of a plan. `planned_seconds`: what its file says. `stalls`: longest first.
+    """The replay of a plan. `planned_seconds`: the iteration time in the plan's file. `stalls`: longest first.
 
-    `ideal_seconds` is that of the trace, all updates on the device: with updates on the host, an iteration can be
-    shorter, and its stalls can be more than what it exceeds the ideal by.
+    `ideal_seconds`: of the trace, with all updates on the device. An iteration with updates on the host can be shorter than that,
+    and its stalls can add up to more than its excess over `ideal_seconds`.
     """
 
     iteration_seconds: float
@@ -81,7 +82,7 @@ class ReplaySummary(FrozenModel):
 
 
 def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner.Timeline) -> ReplaySummary:
-    """The replay of `plan` on `trace` in numbers."""
+    """Return the replay of `plan` on `trace` in numbers."""
     return ReplaySummary(
         iteration_seconds=timeline.iteration_seconds,
         ideal_seconds=trace.ideal_seconds,
@@ -124,10 +125,10 @@ def _critical(trace: planner.Trace, path: CriticalPath) -> CriticalSummary:
     return CriticalSummary(
         seconds=path.seconds(),
         pieces=tuple(
-            PieceSummary(
+            SegmentSummary(
                 resource=piece.resource,
                 index=piece.index,
-                name=_piece_name(trace, piece),
+                name=_segment_name(trace, piece),
                 start_seconds=piece.start_seconds,
                 end_seconds=piece.end_seconds,
             )
@@ -136,7 +137,7 @@ def _critical(trace: planner.Trace, path: CriticalPath) -> CriticalSummary:
     )
 
 
-def _piece_name(trace: planner.Trace, piece: PathSegment) -> str:
+def _segment_name(trace: planner.Trace, piece: PathSegment) -> str:
     if piece.block is not None:
         return trace.blocks[piece.block].name
     stage = piece.index if piece.resource == STAGES else trace.subgroups[piece.index].stage

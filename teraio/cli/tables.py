@@ -1,4 +1,4 @@
-"""What all tables are made of. Names come out of files: what a terminal might act on is shown as its escape."""
+"""Helpers for tables. Names come from files: characters that a terminal might act on are shown as escapes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = [
 ]
 
 Page = tuple[RenderableType, ...]
-"""Parts that are printed with an empty line between them."""
+"""Tables that are printed with an empty line between them."""
 
 _WIDE = 300
 
 
 def format_bytes(size_bytes: float) -> str:
-    """ "1.50 GiB", "64.0 MiB", "10 B": three digits, so that columns can be compared at a glance."""
+    """Return "1.50 GiB", "64.0 MiB" or "10 B": three digits, so that columns are easy to compare."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes >= scale:
             return f"{_three_digits(size_bytes / scale)} {unit}"
@@ -40,7 +40,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """ "1.50 s", "64.0 ms", "3.00 µs"."""
+    """Return "1.50 s", "64.0 ms" or "3.00 µs"."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= scale:
             return f"{_three_digits(seconds / scale)} {unit}"
@@ -61,7 +61,7 @@ def show(page: Page) -> None:
 
 
 def facts(*entries: tuple[str, str]) -> Table:
-    """Names and values in two columns; what has no value is left out."""
+    """Return names and values in two columns. Entries with an empty value are left out."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -72,7 +72,7 @@ def facts(*entries: tuple[str, str]) -> Table:
 
 
 def table_of(*columns: str) -> Table:
-    """An empty table. A leading ">" aligns a column to the right. Names are never cut: what is too wide is folded."""
+    """Return an empty table. A leading ">" aligns a column to the right. Long names are folded, never cut."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in columns:
         right = name.startswith(">")
@@ -82,37 +82,37 @@ def table_of(*columns: str) -> Table:
 
 
 def section(title: str, table: Table, of: int) -> Group:
-    """A table under its title, which tells where it shows fewer rows than there are (`of`)."""
+    """Return a table under its title. The title says if the table shows fewer rows than there are (`of`)."""
     shown = table.row_count
     more = "" if shown == of else f": {shown} of {of} (--rows shows more)"
     return Group(Text(title + more, style="bold"), table)
 
 
 def named(number: int | None, name: str | None) -> Text:
-    """A stage or block: its number, and its name where that is known; nothing for None."""
+    """Return the number of a stage or block, with its name if that is known; an empty text for None."""
     if number is None:
         return Text("")
     return plain(str(number) if name is None else f"{number} {name}")
 
 
 def plain(text: str) -> Text:
-    """Text that is no markup and cannot command the terminal."""
+    """Return text that is shown as it is: no markup, no control characters."""
     return Text(printable(text))
 
 
 def exact_bytes(size_bytes: int) -> str:
-    """ "1.50 GiB (1,610,612,736 bytes)"."""
+    """Return "1.50 GiB (1,610,612,736 bytes)"."""
     rounded = format_bytes(size_bytes)
     return rounded if size_bytes < 1024 else f"{rounded} ({size_bytes:,} bytes)"
 
 
 def limit_bytes(size_bytes: int | None) -> str:
-    """A budget, which None leaves open."""
+    """Return a budget as text; None is no limit."""
     return "no limit" if size_bytes is None else exact_bytes(size_bytes)
 
 
 def share(part: float, whole: float) -> str:
-    """ "12.5%"; of nothing it is 0."""
+    """Return "12.5%"; 0 if `whole` is 0."""
     return f"{part / whole if whole else 0.0:.1%}"
 
 

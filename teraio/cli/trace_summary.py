@@ -1,4 +1,4 @@
-"""What `teraio inspect TRACE` tells: a trace in numbers. Also its JSON."""
+"""The result of `teraio inspect TRACE`: a trace in numbers, also as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PhaseSummary(FrozenModel):
 
 
 class KindSummary(FrozenModel):
-    """All blocks of one kind. `movable_bytes`: of those that may leave the device."""
+    """All blocks of one kind. `movable_bytes`: bytes of the blocks that may leave the device."""
 
     kind: BlockKind
     blocks: int
@@ -30,9 +30,9 @@ class KindSummary(FrozenModel):
 
 
 class StageSummary(FrozenModel):
-    """One stage. `live_bytes`: on the device while it runs if nothing ever leaves, workspace included.
+    """One stage. `live_bytes`: bytes on the device while it runs if no block ever leaves, with the workspace.
 
-    `bytes_by_kind`: the same without the workspace, by kind of block.
+    `bytes_by_kind`: the same by kind of block, without the workspace.
     """
 
     id: int
@@ -45,10 +45,10 @@ class StageSummary(FrozenModel):
 
 
 class BlockSummary(planner.Block):
-    """One block and how it is used in an iteration that never waits.
+    """One block and its use in an iteration that never waits.
 
-    `active_fraction`: share of the iteration in which a stage uses it. `idle_seconds`, `longest_idle_seconds`: all
-    its inactive periods, and the longest. `clean`: never written, so that it needs no copy out.
+    `active_fraction`: share of the iteration time in which a stage uses it. `idle_seconds`: length of all its inactive periods.
+    `longest_idle_seconds`: length of the longest. `clean`: whether no stage writes it, so that it needs no copy out.
     """
 
     active_fraction: float
@@ -58,7 +58,7 @@ class BlockSummary(planner.Block):
 
 
 class UpdateSummary(FrozenModel):
-    """The optimizer subgroups that can update in one place, and what the updates of all of them take there."""
+    """The optimizer subgroups that can be updated in one place, and the time of all these updates there."""
 
     where: Literal["device", "host"]
     subgroups: int
@@ -67,11 +67,11 @@ class UpdateSummary(FrozenModel):
 
 
 class TraceSummary(FrozenModel):
-    """A trace. `floor_bytes`, `floor_stage`: the smallest device budget that works, and what sets it.
+    """A trace. `floor_bytes`, `floor_stage`: the smallest device budget that works, and the stage that needs it.
 
-    `peak_bytes`, `peak_stage`: the same if nothing ever leaves the device. `mean_active_fraction`: of the movable
-    blocks' bytes, on average. `updates`: on the device (all subgroups), then on the host; empty where there are no
-    subgroups. `blocks`: largest first.
+    `peak_bytes`, `peak_stage`: the most bytes on the device if no block ever leaves, and the stage in which that is.
+    `mean_active_fraction`: average share of the movable bytes that is in use. `updates`: on the device (all subgroups), then on
+    the host; empty without subgroups. `blocks`: largest first.
     """
 
     name: str
@@ -92,7 +92,7 @@ class TraceSummary(FrozenModel):
 
 
 def summarise_trace(trace: planner.Trace) -> TraceSummary:
-    """The trace in numbers."""
+    """Return the trace in numbers."""
     live = live_bytes(trace)
     peak_stage = max(range(len(live)), key=live.__getitem__)
     floor_bytes, floor_stage = planner.floor(trace)

@@ -18,8 +18,10 @@ _COLUMNS = 60
 
 
 def trace_tables(trace: TraceSummary, rows: int) -> Page:
-    """A trace: overview, phases, kinds of blocks, optimizer subgroups, memory over time, links and what they share, and
-    `rows` each of the longest stages, the largest blocks and the idlest ones."""
+    """Return a trace: overview, phases, kinds of blocks, optimizer subgroups, memory over time, links and their shared rates.
+
+    Then `rows` each of the longest stages, of the largest blocks and of those with the longest inactive periods.
+    """
     overview = facts(
         ("trace", trace.name),
         ("made by", trace.created_by),
@@ -60,7 +62,7 @@ def trace_tables(trace: TraceSummary, rows: int) -> Page:
 
 
 def _updates(updates: Sequence[UpdateSummary]) -> Page:
-    """All optimizer subgroups, and those of them that can update on the host: what it takes here and there."""
+    """Return the times of the updates on the device (all subgroups) and on the host (those that can be updated there)."""
     if not updates:
         return ()
     table = table_of("can update on", ">subgroups", ">elements", ">time")
@@ -88,7 +90,7 @@ def _rate(bytes_per_second: float) -> str:
 
 
 def _memory(trace: TraceSummary) -> Group:
-    """A row of bars for each kind of block: how much of it exists as the iteration goes on, if nothing ever leaves."""
+    """Return a row of bars for each kind of block: its bytes over the iteration if no block ever leaves."""
     stages = trace.stages
     count = min(len(stages), _COLUMNS)
     columns = [stages[len(stages) * n // count : len(stages) * (n + 1) // count] for n in range(count)]
@@ -108,13 +110,13 @@ def _memory(trace: TraceSummary) -> Group:
 
 
 def _bars(columns: Sequence[Sequence[int]], full: int) -> str:
-    """A character for each column: its largest value, as a share of `full`; a dot is nothing at all."""
+    """Return a character for each column that shows its largest value as a share of `full`; a dot for 0."""
     steps = len(_LEVELS) - 1
     return "".join(_LEVELS[-(-max(column) * steps // full) if full else 0] for column in columns)
 
 
 def _idlest(blocks: Sequence[BlockSummary], rows: int) -> Group:
-    """Blocks that may move, by what their longest inactive period would free for how long."""
+    """Return the movable blocks, sorted by size times length of the longest inactive period."""
     idle = [block for block in blocks if block.movable and block.size_bytes and block.longest_idle_seconds]
     idle.sort(key=lambda block: -block.size_bytes * block.longest_idle_seconds)
     table = table_of(">block", "name", "kind", ">size", ">longest idle", ">idle in all", "copy")

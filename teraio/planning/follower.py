@@ -26,6 +26,7 @@ from teraio.planning.background import BackgroundPlanner, PlanMade
 from teraio.planning.corrections import Corrections, planned_starts
 from teraio.planning.drift import Drift, Expectation, Observation, drift_of, remeasured
 from teraio.planning.saving import save
+from teraio.planning.structured_trace import record_plan
 from teraio.profiling import Iteration, Profile, StageSchedule, Timeline, lay_out_plan
 
 logger = logging.getLogger("teraio")
@@ -99,6 +100,7 @@ class PlanFollower:
         self._now = now
         self._observations.clear()
         self._unsettled = self._timeline.iteration_number
+        record_plan(now.plan, now.profile.trace)
 
     @property
     def trace(self) -> planner.Trace:

@@ -1,11 +1,10 @@
-"""What an iteration did and when: the way to a trace."""
+"""Record what an iteration does and when, and build a trace from it."""
 
 from teraio.profiling.iteration import Iteration
-from teraio.profiling.peaks import PeakWatch
+from teraio.profiling.peaks import LargestSizes, PeakWatch
 from teraio.profiling.profiler import Profile, build_profile, states_that_stay
 from teraio.profiling.recorder import Timeline
 from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
-from teraio.profiling.sizes import LargestSizes
 
 __all__ = [
     "Iteration",

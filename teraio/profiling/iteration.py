@@ -1,4 +1,4 @@
-"""One training iteration as it was recorded: its regions, their stages, and the blocks that these used."""
+"""One recorded training iteration: its regions, their stages, and the blocks that the stages used."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from runtime.paging import Block
 
 @dataclass(slots=True, kw_only=True)
 class StageRecord:
-    """One stage as it ran. `seconds` without waiting for copies; known once `Iteration.read_times` was called.
+    """One run of a stage.
 
-    elements: of the parameters that it updates. late: trace ids of the prefetched blocks that it waited for, and how long
-    after the wait began each of them landed. host_seconds: what the update takes on the host's processor, or took there if
-    it ran `on_host`; None if it cannot run there.
+    seconds: its duration without waiting for copies; 0 until `Iteration.read_times` was called.
+    elements: how many parameter elements it updates.
+    host_seconds: duration of the update on the host's processor: measured if it ran there (`on_host`), otherwise estimated;
+    None if it cannot run there.
+    read, made, written: the blocks that it used, created and changed.
+    late: trace ids of the prefetched blocks that it had to wait for, each with the seconds from the start of the wait to its
+    arrival.
     """
 
     name: str
@@ -33,9 +37,10 @@ class StageRecord:
 
 @dataclass(slots=True, kw_only=True)
 class Region:
-    """One run of a graph or of an optimizer step, and the user code before it (`stages[0]`, phase "user").
+    """One run of a graph or of an optimizer step, with the user code before it (`stages[0]`, phase "user").
 
-    made: blocks that came into being, in order; the same order in every iteration.
+    identity: of the graph or the optimizer. first: position of `stages[0]` in the iteration.
+    made: the blocks that it created, in order. The order is the same in every iteration. complete: all its stages have run.
     """
 
     identity: Hashable
@@ -47,12 +52,16 @@ class Region:
 
 @dataclass(slots=True, kw_only=True)
 class Iteration:
-    """One recorded iteration. `seconds` from the end of the step before to the end of this one's.
+    """One recorded iteration.
 
-    waited_seconds: of these, spent waiting for copies, room and updates on the host; on an asynchronous device also for the host.
-    survivors: (region, ordinal) of the blocks that were made in it and still alive when the next iteration's first
-    region began, such as gradients that are not set to None before the forward pass.
-    held: blocks that were used in it and still alive when it ended, such as gradients that are set to None after the step.
+    seconds: from the end of the previous optimizer step to the end of this one; 0 until `read_times` was called.
+    waited_seconds: the part of them spent waiting for copies, for room and for updates on the host. On an asynchronous device it
+    includes the time in which the device waited for the host.
+    survivors: (number of the region, ordinal in it) of the blocks that were made in this iteration and still alive when the
+    first region of the next one began, such as gradients that are not set to None before the forward pass.
+    held: the blocks that were used in this iteration and still alive at its end, such as gradients that are set to None after the
+    step.
+    untimed, gaps: begin and end of what is not measured yet.
     """
 
     number: int
@@ -65,7 +74,7 @@ class Iteration:
     gaps: list[tuple[Mark, Mark]] = field(default_factory=list)
 
     def read_times(self) -> None:
-        """Fill in the seconds of all stages and of the whole. Blocks until the device has finished the iteration."""
+        """Fill in the seconds of all stages and of the iteration. Waits until the device has finished the iteration."""
         for record, begin, end in self.untimed:
             record.seconds += end.seconds_since(begin)
         self.waited_seconds += sum(end.seconds_since(begin) for begin, end in self.gaps)
@@ -74,9 +83,10 @@ class Iteration:
 
     @property
     def signature(self) -> tuple[tuple[Hashable, int], ...]:
-        """Equal for iterations that ran the same regions in the same order."""
+        """A value that is equal for iterations that ran the same regions in the same order."""
         return tuple((r.identity, len(r.stages)) for r in self.regions)
 
     @property
     def stages(self) -> list[StageRecord]:
+        """All stages, by position."""
         return [stage for region in self.regions for stage in region.stages]

@@ -1,35 +1,37 @@
-"""Whether what ran unmanaged has come to need more than the budget; asked only where asking is cheap."""
+"""While everything fits, stages run unmanaged: notice when that may no longer be so, by measured peaks and by symbolic sizes."""
 
 from __future__ import annotations
 
-from runtime.execution import MeasuredMemory
+from collections.abc import Hashable
+
+from runtime.execution import MeasuredMemory, Program
 
 _NEWS = 1.1
-"""A peak is news if it is so much above the last one that was."""
+"""A peak is reported again only if it exceeds the last reported one by this factor."""
 
 
 class PeakWatch:
-    """Looks at the peak of each iteration while everything fits: more forward passes before one backward than before, say.
+    """Watches the peak memory of each unmanaged iteration. It grows with more forward passes before one backward pass, say.
 
-    What user code allocates meanwhile counts as well, so a peak that is known is no news.
+    Memory that user code allocates during an iteration counts as well. That is why a known peak is not reported again.
     """
 
     def __init__(self, memory: MeasuredMemory, budget_bytes: int) -> None:
         self._memory = memory
         self._budget_bytes = budget_bytes
         self._known_peak = 0
-        self._beside = 0
+        self._external_bytes = 0
 
     def begin(self, managed_bytes: int) -> None:
-        """From now on all runs unmanaged; so many of the bytes that are allocated are managed ones, the rest is none of ours."""
-        self._beside = self._bytes_beside(managed_bytes)
+        """Start watching unmanaged iterations; `managed_bytes` of the allocated bytes are teraio's."""
+        self._external_bytes = self._bytes_beside(managed_bytes)
         self._memory.reset_peak()
 
     def outgrown(self, managed_bytes: int) -> bool:
-        """Whether the iteration that ends took more than the budget, and more than was known."""
-        # What was there at first may have been freed since; what was not, such as gradients, is no user's.
-        self._beside = min(self._beside, self._bytes_beside(managed_bytes))
-        peak = self._memory.peak_bytes - self._beside
+        """Return whether the iteration that has just ended took more than the budget, and more than was known."""
+        # External memory may have been freed since `begin`. What is new, such as gradients, belongs to the iteration.
+        self._external_bytes = min(self._external_bytes, self._bytes_beside(managed_bytes))
+        peak = self._memory.peak_bytes - self._external_bytes
         self._memory.reset_peak()
         if peak <= max(self._budget_bytes, _NEWS * self._known_peak):
             return False
@@ -37,5 +39,27 @@ class PeakWatch:
         return True
 
     def _bytes_beside(self, managed_bytes: int) -> int:
-        # Less than none if memory is managed that is not counted as allocated, being lent, say: the peak has not got it either.
+        # Negative if some managed memory does not count as allocated, because it is lent: then the peak lacks it as well.
         return self._memory.allocated_bytes - managed_bytes
+
+
+class LargestSizes:
+    """The largest byte counts with which each graph with symbolic sizes has run.
+
+    A graph that ran under the budget fits, and so does every call with smaller sizes.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[Hashable] = set()
+        self._largest: dict[Hashable, tuple[int, ...]] = {}
+
+    def grow(self, graph: Hashable, sized: Program) -> bool:
+        """Note that `graph` is about to run as `sized`. Return whether a stage, or all together, need more than ever before."""
+        if sized.identity in self._seen:
+            return False
+        self._seen.add(sized.identity)
+        needs = tuple(s.input_bytes + s.output_bytes + s.workspace_bytes for s in sized.stages)
+        needs = (*needs, sum(stage.output_bytes for stage in sized.stages))
+        before = self._largest.get(graph, (0,) * len(needs))
+        self._largest[graph] = tuple(map(max, needs, before))
+        return self._largest[graph] != before

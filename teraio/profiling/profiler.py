@@ -1,4 +1,4 @@
-"""Turns recorded iterations into a trace."""
+"""Build a trace from recorded iterations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from teraio.profiling.iteration import Iteration, StageRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A trace, the iteration it describes, and which block has which id in it."""
+    """A trace, the iteration that it describes, and the trace ids of its blocks."""
 
     trace: planner.Trace
     iteration: Iteration
@@ -31,54 +31,17 @@ def build_profile(
     fixed_bytes: int,
     survivors: set[tuple[int, int]],
 ) -> Profile:
-    """The trace of the last of `iterations`, which must have equal signatures; times are medians over all of them.
+    """Return the trace of the last of `iterations`. Times are medians over all of them; their signatures must be equal.
 
-    survivors: (region, ordinal) of made blocks that outlive the iteration. fixed_bytes: what is on the device all the time
-    and no block, such as small optimizer states; it becomes one block that does not move.
+    survivors: (region, ordinal) of the made blocks that outlive the iteration.
+    fixed_bytes: what stays on the device without being a block, such as small optimizer states. It becomes one block that does
+    not move.
     """
     last = iterations[-1]
     stages = last.stages
     times = [statistics.median(seconds) for seconds in zip(*([s.seconds for s in i.stages] for i in iterations), strict=True)]
-    ids: dict[Block, int] = {}
-    reads: dict[Block, list[int]] = {}
-    writes: dict[Block, list[int]] = {}
-    made_here: dict[Block, bool] = {}
-    for index, region in enumerate(last.regions):
-        for ordinal, block in enumerate(region.made):
-            made_here[block] = (index, ordinal) in survivors
-    for position, stage in enumerate(stages):
-        # An update that makes a state, or puts a new tensor in its place, reads the state in every other iteration.
-        states = [block for block in stage.made if block.kind == "optimizer_state"]
-        for uses, used in ((reads, (*stage.read, *states)), (writes, (*stage.made, *stage.written))):
-            for block in dict.fromkeys(used):
-                ids.setdefault(block, len(ids))
-                uses.setdefault(block, []).append(position)
-    for region, following in pairwise(last.regions):
-        for block in region.made:
-            if block.user_visible and block.kind == "activation":  # a model's output: user code has it next
-                reads.setdefault(block, []).append(following.first)
-    blocks = []
-    for block, number in ids.items():
-        first = min((*reads.get(block, ()), *writes.get(block, ())))
-        kept = block.kind == "optimizer_state"
-        external = not kept and block not in made_here and block.born == last.number
-        persistent = kept or made_here.get(block, not external)
-        outlives = block.kind == "gradient" and not persistent and block in last.held
-        final = max((*reads.get(block, ()), *writes.get(block, ())))
-        blocks.append(
-            planner.Block(
-                id=number,
-                name=block.name,
-                kind=block.kind,
-                size_bytes=block.size_bytes,
-                persistent=persistent,
-                reads=tuple(sorted(reads.get(block, ()))),
-                writes=tuple(sorted({*writes.get(block, ()), *([_user_stage_before(last, first)] if external else [])})),
-                movable=block.span is not None,
-                dies_after=len(stages) - 1 if outlives and final < len(stages) - 1 else None,
-            )
-        )
-    subgroups = _subgroups(stages, times, ids)
+    uses = _Uses.of(last)
+    blocks = [_block(last, uses, block, number, survivors) for block, number in uses.ids.items()]
     if fixed_bytes:
         blocks.append(_fixed_block(len(blocks), fixed_bytes, [s.phase for s in stages]))
     trace = planner.Trace(
@@ -90,13 +53,71 @@ def build_profile(
             for position, (s, seconds) in enumerate(zip(stages, times, strict=True))
         ),
         blocks=tuple(blocks),
-        subgroups=subgroups,
+        subgroups=_subgroups(stages, times, uses.ids),
     )
-    return Profile(trace=trace, iteration=last, ids=ids)
+    return Profile(trace=trace, iteration=last, ids=uses.ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Uses:
+    """Where an iteration uses its blocks.
+
+    ids: trace ids, in the order of first use. reads, writes: positions, ascending. made: (region, ordinal) of the blocks that
+    it creates.
+    """
+
+    ids: dict[Block, int]
+    reads: dict[Block, list[int]]
+    writes: dict[Block, list[int]]
+    made: dict[Block, tuple[int, int]]
+
+    @classmethod
+    def of(cls, iteration: Iteration) -> _Uses:
+        ids: dict[Block, int] = {}
+        reads: dict[Block, list[int]] = {}
+        writes: dict[Block, list[int]] = {}
+        for position, stage in enumerate(iteration.stages):
+            # In other iterations, an update reads the state that it makes, or replaces by a new tensor, in this one.
+            states = [block for block in stage.made if block.kind == "optimizer_state"]
+            for uses, used in ((reads, (*stage.read, *states)), (writes, (*stage.made, *stage.written))):
+                for block in dict.fromkeys(used):
+                    ids.setdefault(block, len(ids))
+                    uses.setdefault(block, []).append(position)
+        for region, following in pairwise(iteration.regions):
+            for block in region.made:
+                if block.user_visible and block.kind == "activation":  # a model's output: user code reads it next
+                    reads.setdefault(block, []).append(following.first)
+        made = {block: (i, n) for i, region in enumerate(iteration.regions) for n, block in enumerate(region.made)}
+        return cls(ids=ids, reads=reads, writes=writes, made=made)
+
+
+def _block(iteration: Iteration, uses: _Uses, block: Block, number: int, survivors: set[tuple[int, int]]) -> planner.Block:
+    reads, writes = uses.reads.get(block, []), uses.writes.get(block, [])
+    first, last = min((*reads, *writes)), max((*reads, *writes))
+    kept = block.kind == "optimizer_state"
+    made = uses.made.get(block)
+    external = not kept and made is None and block.born == iteration.number  # created by user code
+    persistent = kept or (made in survivors if made is not None else not external)
+    outlives = block.kind == "gradient" and not persistent and block in iteration.held
+    end = len(iteration.stages) - 1
+    return planner.Block(
+        id=number,
+        name=block.name,
+        kind=block.kind,
+        size_bytes=block.size_bytes,
+        persistent=persistent,
+        reads=tuple(sorted(reads)),
+        writes=tuple(sorted({*writes, *([_user_stage_before(iteration, first)] if external else [])})),
+        movable=block.span is not None,
+        dies_after=end if outlives and last < end else None,
+    )
 
 
 def states_that_stay(blocks: Iterable[Block], ids: Container[Block]) -> Counter[str]:
-    """Bytes by tier of the slots of states that no stage has on the device, see [Note: Updates by slices]. ids: of the trace."""
+    """Return, by tier, the bytes of the slots of states that no stage has on the device, see [Note: Updates by slices].
+
+    ids: the blocks of the trace; these states are not among them.
+    """
     taken: Counter[str] = Counter()
     for block in blocks:
         if block.kind == "optimizer_state" and block not in ids and block.slot is not None and block.tier is not None:
@@ -105,12 +126,12 @@ def states_that_stay(blocks: Iterable[Block], ids: Container[Block]) -> Counter[
 
 
 def _user_stage_before(iteration: Iteration, position: int) -> int:
-    """Position of the user code before the region that `position` lies in; what came from there exists since then."""
+    """Return the position of the user code before the region of `position`: there, the inputs of the region were created."""
     return max(region.first for region in iteration.regions if region.first <= position)
 
 
 def _subgroups(stages: Sequence[StageRecord], times: Sequence[float], ids: dict[Block, int]) -> tuple[planner.Subgroup, ...]:
-    """One for each stage that updates something."""
+    """Return one subgroup for each stage that updates parameters."""
     updating = [(place, stage, time) for place, (stage, time) in enumerate(zip(stages, times, strict=True)) if stage.elements]
     return tuple(
         planner.Subgroup(

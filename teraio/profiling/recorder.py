@@ -1,10 +1,10 @@
-"""The order in which stages run: records every iteration, knows when blocks are needed next, applies a plan by position.
+"""Records iterations, predicts when each block is used next, and applies a plan by position in the iteration.
 
 [Note: Positions]
-An iteration is a sequence of regions (compiled graphs, optimizer steps), each after a stretch of user code. Positions
-count stages from the iteration's start; every stretch of user code counts as one stage of phase "user". A region that
-the plan does not expect there (an evaluation pass, a recompiled graph) runs without hints; the next expected one
-falls into step again.
+An iteration is a sequence of regions (compiled graphs and optimizer steps) with user code before each. A position is the number
+of a stage, counted from the start of the iteration. The user code before a region counts as one stage of phase "user".
+A region that the plan does not expect (an evaluation pass, a recompiled graph) runs without the plan. At the next region that
+the plan expects, the plan applies again: the run is in step with the plan.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from teraio.profiling.schedule_by_stage import StageSchedule
 
 
 class Timeline:
-    """An `Observer` that records iterations and drives the pager by a plan, if there is one."""
+    """An `Observer` that records iterations and, where there is a plan, tells the pager what to offload and to prefetch.
+
+    deviations: how many regions were not where the plan expects them. All calls are for the training thread.
+    """
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self._hints: StageSchedule | None = None
+        self._schedule: StageSchedule | None = None
         self._by_id: dict[int, Block] = {}
         self._cursor = 0
         self._in_step = False
         self._previous: Iteration | None = None
-        self._now = Iteration(number=0)
+        self._iteration = Iteration(number=0)
         self._position = 0
         self._device = pager.device
-        self._left_user_code = self._began = self._last_end = self._device.mark()
-        self._waited_until_user_code = self._waited_before = self._host_waited()
+        self._user_code_began = self._began = self._last_end = self._device.mark()
+        self._waited_at_user_code = self._waited_at_begin = self._host_waited()
         self.deviations = 0
 
     def _host_waited(self) -> float:
-        """Seconds in which the host waited and the device did nothing, so far: a device that works by itself goes on."""
+        """Seconds so far in which the host waited and the device was idle. 0 for an asynchronous device."""
         return 0.0 if self._device.asynchronous else self._pager.waited_seconds
 
     @property
@@ -47,71 +50,75 @@ class Timeline:
 
     @property
     def iteration_number(self) -> int:
-        """Of the iteration that is under way."""
-        return self._now.number
+        """Number of the current iteration."""
+        return self._iteration.number
 
     @property
     def in_step(self) -> bool:
-        """Whether the region that runs is one that a plan has hints for."""
+        """Whether the plan expects the region that runs now, see [Note: Positions]."""
         return self._in_step
 
     @property
     def subgroups_on_host(self) -> tuple[int, ...]:
-        """Of the optimizer step that has just begun: numbers of the stages whose updates the plan wants on the host, in order."""
-        if not self._in_step or self._hints is None:
+        """Numbers of the stages that the plan updates on the host, in the order of these updates.
+
+        They count from the start of the optimizer step that has just begun. Empty if no plan applies.
+        """
+        if not self._in_step or self._schedule is None:
             return ()
-        numbers = (position - self._position for position in self._hints.on_host)
+        numbers = (position - self._position for position in self._schedule.on_host)
         return tuple(number for number in numbers if 0 <= number < self._stage_count)
 
     def updated_on_host(self, number: int, seconds: float) -> None:
-        """Stage `number` of the optimizer step that runs was an update on the host, and took so long there."""
-        record = self._now.regions[-1].stages[number + 1]
+        """Record that stage `number` of the current optimizer step was an update on the host that took `seconds`."""
+        record = self._iteration.regions[-1].stages[number + 1]
         record.host_seconds, record.on_host = seconds, True
 
     def updated_later(self, number: int, begin: Mark, end: Mark) -> None:
-        """Stage `number` of the optimizer step that runs was not updated on the host after all, but here, after the others."""
-        self._now.untimed.append((self._now.regions[-1].stages[number + 1], begin, end))
+        """Record that the update of stage `number`, which was planned for the host, ran on the device after the other stages."""
+        self._iteration.untimed.append((self._iteration.regions[-1].stages[number + 1], begin, end))
         self._device_worked(begin, end)
 
     def _device_worked(self, begin: Mark, end: Mark) -> None:
-        if self._device.asynchronous:  # the host does not wait, the device does
-            self._now.gaps.append((self._last_end, begin))
+        """On an asynchronous device, the gaps between stages are what the iteration has waited for."""
+        if self._device.asynchronous:
+            self._iteration.gaps.append((self._last_end, begin))
             self._last_end = end
 
     def replace(self, before: Block, after: Block) -> None:
-        """`after` has taken the place of `before`, which is gone: what is known and planned of the one holds for the other."""
+        """Transfer the recorded uses and the planned moves of `before`, which is gone, to `after`, which has replaced it."""
         self._pager.record_uses({after: before.uses})
         if self._by_id.get(before.trace_id) is before and before.size_bytes == after.size_bytes:
             self._pager.assign_trace_ids({after: before.trace_id})
             self._by_id[after.trace_id] = after
 
-    def follow(self, hints: StageSchedule | None, blocks: dict[int, Block]) -> None:
-        """Use a plan from the next region on; `blocks` are the persistent blocks by their trace id."""
-        self._hints, self._by_id, self._cursor = hints, dict(blocks), 0
+    def follow(self, schedule: StageSchedule | None, blocks: dict[int, Block]) -> None:
+        """Apply a plan from the next region on; None for no plan. blocks: the persistent blocks by their trace id."""
+        self._schedule, self._by_id, self._cursor = schedule, dict(blocks), 0
         self._pager.assign_trace_ids({block: trace_id for trace_id, block in blocks.items()})
 
-    def change(self, hints: StageSchedule, *, due: Sequence[int]) -> None:
-        """Between two iterations: other hints for the same blocks.
+    def change(self, schedule: StageSchedule, *, due: Sequence[int]) -> None:
+        """Apply another plan for the same blocks. To be called between two iterations.
 
-        due: trace ids of what the coming iteration needs and should have been asked for by now.
+        due: trace ids of the blocks that the new plan prefetches before the coming iteration begins. They are prefetched now.
         """
-        self._hints, self._cursor = hints, 0
+        self._schedule, self._cursor = schedule, 0
         for block in [self._by_id[i] for i in due if i in self._by_id]:
             self._pager.prefetch(block)
 
-    # -- Observer
+    # -- calls of the executor and of optimizer steps, see `Observer`
 
     def region_begins(self, identity: Hashable, stage_count: int) -> None:
-        region = Region(identity=identity, first=len(self._now.stages))
-        waited = self._host_waited() - self._waited_until_user_code  # at the end of the region before
+        region = Region(identity=identity, first=len(self._iteration.stages))
+        waited = self._host_waited() - self._waited_at_user_code  # while the previous region ended
         user = StageRecord(name="user", phase="user", seconds=-waited)
         self._last_end = self._device.mark()
-        self._now.untimed.append((user, self._left_user_code, self._last_end))
+        self._iteration.untimed.append((user, self._user_code_began, self._last_end))
         region.stages.append(user)
-        self._pager.take_late()  # of a stage that failed
+        self._pager.take_late()  # forget what a failed stage waited for
         self._stage_count = stage_count
-        self._now.regions.append(region)
-        if len(self._now.regions) == 1 and self._previous is not None:
+        self._iteration.regions.append(region)
+        if len(self._iteration.regions) == 1 and self._previous is not None:
             self._previous.survivors = {
                 (index, ordinal)
                 for index, before in enumerate(self._previous.regions)
@@ -122,43 +129,43 @@ class Timeline:
         self._find_step(identity)
 
     def _find_step(self, identity: Hashable) -> None:
-        """Where the plan expects this region: from the cursor on, else from the beginning; else nowhere."""
+        """Find the region in the plan, first from the cursor on, then from the beginning, and set whether it is in step."""
         self._in_step = False
-        if self._hints is None:
+        if self._schedule is None:
             return
-        regions, count = self._hints.regions, len(self._hints.regions)
+        regions, count = self._schedule.regions, len(self._schedule.regions)
         for index in (*range(self._cursor, count), *range(min(self._cursor, count))):
-            end = regions[index + 1][1] if index + 1 < count else len(self._hints.fetch_at)
-            # An optimizer that got more parameters has the same identity, but more stages.
+            end = regions[index + 1][1] if index + 1 < count else len(self._schedule.fetch_at)
+            # An optimizer that was given more parameters keeps its identity, but has more stages.
             if regions[index][0] == identity and end - regions[index][1] == self._stage_count + 1:
                 self._in_step = True
                 self.deviations += index != self._cursor
                 self._cursor = index + 1
                 self._position = regions[index][1] + 1
-                self._leave(self._position - 1)
+                self._offload(self._position - 1)
                 return
         self.deviations += 1
 
     def stage_reached(self) -> Sequence[Block]:
-        return self._to_fetch(self._position) if self._in_step else ()
+        return self._to_prefetch(self._position) if self._in_step else ()
 
-    def _to_fetch(self, position: int) -> list[Block]:
-        if self._hints is None:
+    def _to_prefetch(self, position: int) -> list[Block]:
+        if self._schedule is None:
             return []
-        return [self._by_id[i] for i in self._hints.fetch_at[position] if i in self._by_id]
+        return [self._by_id[i] for i in self._schedule.fetch_at[position] if i in self._by_id]
 
-    def _fetch(self, position: int) -> None:
-        for block in self._to_fetch(position):
+    def _prefetch(self, position: int) -> None:
+        for block in self._to_prefetch(position):
             self._pager.prefetch(block)
 
-    def _leave(self, position: int) -> None:
-        for trace_id, tier in self._hints.leave_after[position] if self._hints is not None else ():
+    def _offload(self, position: int) -> None:
+        for trace_id, tier in self._schedule.leave_after[position] if self._schedule is not None else ():
             leaving = self._by_id.get(trace_id)
             if leaving is not None:
                 self._pager.offload(leaving, tier)
 
     def stage_ended(self, run: StageRun) -> None:
-        region = self._now.regions[-1]
+        region = self._iteration.regions[-1]
         position = region.first + len(region.stages)
         record = StageRecord(
             name=run.name,
@@ -171,7 +178,7 @@ class Timeline:
             written=tuple(run.written),
             late=tuple((b.trace_id, t) for b, t in self._pager.take_late() if self._by_id.get(b.trace_id) is b),
         )
-        self._now.untimed.append((record, run.begin, run.end))
+        self._iteration.untimed.append((record, run.begin, run.end))
         self._device_worked(run.begin, run.end)
         region.stages.append(record)
         self._recognise(run.made, region)
@@ -180,25 +187,29 @@ class Timeline:
         used = (*run.read, *run.made)
         self._pager.advance_clock({b: self._until_next_use(b, position, run.next_uses, mirrored) for b in used})
         if self._in_step:
-            self._leave(self._position)
+            self._offload(self._position)
             self._position += 1
 
     def _recognise(self, made: Sequence[Block], region: Region) -> None:
-        """What these blocks were in the iteration before: their uses then, and their ids in the plan's trace."""
+        """Match new blocks, by their ordinals in the region, with those of the previous iteration and of the plan's trace."""
         if not made:
             return
-        index = len(self._now.regions) - 1
+        index = len(self._iteration.regions) - 1
         before = self._previous.regions[index] if self._previous and index < len(self._previous.regions) else None
         if before is not None and before.identity == region.identity:
             self._pager.record_uses(dict(zip(made, (each.uses for each in before.made[len(region.made) :]), strict=False)))
-        if self._in_step and self._hints is not None:
-            ids, sizes = self._hints.made_ids[self._cursor - 1][len(region.made) :], self._hints.sizes
+        if self._in_step and self._schedule is not None:
+            ids, sizes = self._schedule.made_ids[self._cursor - 1][len(region.made) :], self._schedule.sizes
             known = {block: i for block, i in zip(made, ids, strict=False) if i >= 0 and sizes[i] == block.size_bytes}
             self._pager.assign_trace_ids(known)
             self._by_id.update((i, block) for block, i in known.items())
 
     def _until_next_use(self, block: Block, position: int, next_uses: Mapping[Block, int], mirrored: int) -> int:
-        """Stages until the next use: known within the region, else from the last iteration, else as if time ran back."""
+        """Return the number of stages until the next use of `block`.
+
+        It is known within the region; after that, the previous iteration tells. Without one, blocks are taken to be used in
+        reverse order, as by a backward pass: `mirrored` stages from now.
+        """
         if block in next_uses:
             return next_uses[block]
         if block.uses and self._previous is not None:
@@ -208,27 +219,30 @@ class Timeline:
         return mirrored
 
     def region_ended(self) -> None:
-        self._left_user_code = self._device.mark()
-        self._waited_until_user_code = self._host_waited()
-        region = self._now.regions[-1] if self._now.regions else None
+        self._user_code_began = self._device.mark()
+        self._waited_at_user_code = self._host_waited()
+        region = self._iteration.regions[-1] if self._iteration.regions else None
         if region is not None:
             region.complete = len(region.stages) == self._stage_count + 1
-        if self._in_step and self._hints is not None and self._cursor < len(self._hints.regions):
-            self._fetch(self._hints.regions[self._cursor][1])
+        if self._in_step and self._schedule is not None and self._cursor < len(self._schedule.regions):
+            self._prefetch(self._schedule.regions[self._cursor][1])
         self._in_step = False
 
     # -- iterations
 
     def iteration_ends(self) -> Iteration:
-        """Close the iteration and begin the next one; returns what was recorded, without times if the device still works."""
-        done = self._now
+        """End the iteration, begin the next one, and return what was recorded.
+
+        On an asynchronous device the times are not known yet, see `Iteration.read_times`.
+        """
+        done = self._iteration
         now = self._device.mark()
         done.untimed.append((done, self._began, now))
-        self._began = self._left_user_code = now
+        self._began = self._user_code_began = now
         if not self._device.asynchronous:
             done.read_times()
         waited = self._host_waited()
-        done.waited_seconds, self._waited_before, self._waited_until_user_code = waited - self._waited_before, waited, waited
+        done.waited_seconds, self._waited_at_begin, self._waited_at_user_code = waited - self._waited_at_begin, waited, waited
         uses: dict[Block, list[int]] = {}
         for position, stage in enumerate(done.stages):
             for block in dict.fromkeys((*stage.read, *stage.made, *stage.written)):
@@ -236,9 +250,9 @@ class Timeline:
         self._pager.record_uses({block: tuple(positions) for block, positions in uses.items()})
         done.held = frozenset(block for block in uses if not block.dead)
         self._previous = done
-        self._now = Iteration(number=done.number + 1)
-        self._pager.iteration = self._now.number
+        self._iteration = Iteration(number=done.number + 1)
+        self._pager.iteration = self._iteration.number
         self._cursor = 0
-        if self._hints is not None:
-            self._fetch(self._hints.regions[0][1])
+        if self._schedule is not None:
+            self._prefetch(self._schedule.regions[0][1])
         return done

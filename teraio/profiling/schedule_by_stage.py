@@ -1,4 +1,4 @@
-"""A plan as the timeline applies it: by position in the iteration."""
+"""A plan, laid out by position in the iteration, as the recorder applies it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from teraio.profiling.iteration import Iteration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSchedule:
-    """A plan, laid out by position, and the regions it expects.
+    """What to offload and to prefetch at each position, see [Note: Positions], and the regions that the plan expects.
 
-    regions: (identity, position of its user stage) in order. made_ids: trace ids of what each region makes, in order.
-    leave_after: trace ids and tiers by position. fetch_at: trace ids by position; what belongs to the next iteration
-    counts from 0 again. on_host: positions of the stages whose updates run on the host, in the order in which they do.
+    regions: identity of each region and position of its user stage, in order.
+    made_ids: for each region the trace ids of the blocks that it makes, in order; -1 for a block that the trace lacks.
+    sizes: bytes of each block, by trace id.
+    leave_after: for each position the blocks (trace ids) to offload after that stage, and the tier for each.
+    fetch_at: for each position the blocks (trace ids) to prefetch. Those of the next iteration are counted from 0 again.
+    on_host: positions of the stages whose updates run on the host, in the order of these updates.
     """
 
     regions: tuple[tuple[Hashable, int], ...]
@@ -29,14 +32,14 @@ class StageSchedule:
 
 
 def lay_out_plan(plan: Plan, recorded: Iteration, ids: dict[Block, int], sizes: Sequence[int]) -> StageSchedule:
-    """Turn a plan for the trace of `recorded` into hints; `ids` are the trace ids of its blocks."""
+    """Lay out a plan that was made for the trace of `recorded`. ids: the trace ids of its blocks. sizes: bytes, by trace id."""
     count = len(recorded.stages)
     leave: list[list[tuple[int, WaitingTier]]] = [[] for _ in range(count)]
     fetch: list[list[int]] = [[] for _ in range(count)]
-    for move in plan.moves:  # their order is that of the links' queues
+    for move in plan.moves:  # in this order they enter the queues of the links
         start = move.after if move.offload is None else move.offload.start
         leave[start % count].append((move.block, move.tier))
-        if move.prefetch is not None:  # else it does not come back
+        if move.prefetch is not None:  # otherwise the block does not come back
             fetch[move.prefetch.start % count].append(move.block)
     updates = updating_stages(recorded)
     return StageSchedule(
@@ -50,5 +53,5 @@ def lay_out_plan(plan: Plan, recorded: Iteration, ids: dict[Block, int], sizes: 
 
 
 def updating_stages(recorded: Iteration) -> list[int]:
-    """Positions of the stages that update something; the trace has one subgroup for each, in this order."""
+    """Return the positions of the stages that update parameters. The trace has one subgroup for each, in this order."""
     return [position for position, stage in enumerate(recorded.stages) if stage.elements]

@@ -1,4 +1,4 @@
-"""From a captured graph to a program of stages."""
+"""Turn a captured graph into a program of stages."""
 
 from teraio.stages.compile import StageCompiler
 from teraio.stages.cut import CutPolicy

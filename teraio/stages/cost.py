@@ -1,6 +1,6 @@
-"""How much a graph node costs: floating-point operations and bytes touched, turned into estimated seconds.
+"""Estimate the seconds of a graph node from its floating-point operations and the bytes that it reads and writes.
 
-Only relative sizes matter (they decide where graphs are cut and how stages are named); measured times replace them.
+Only ratios matter: they decide where graphs are cut and how stages are named. Measured times replace the estimates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CREATION_NAMES = frozenset("full scalar_tensor iota arange zeros ones empty".sp
 
 
 def fake_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The (fake) tensors inside a node's `meta["val"]`, which may be a tensor, a number or a nest of them."""
+    """Yield the (fake) tensors in a node's `meta["val"]`, which may be a tensor, a number or nested lists of these."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -35,11 +35,11 @@ def fake_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 Symbols = Mapping[Any, int]
-"""Values of symbolic sizes (sympy symbols). Where one is missing, the hint from compilation stands in."""
+"""Values of symbolic sizes (sympy symbols). A missing value is replaced by the hint from compilation."""
 
 
 def storage_bytes(tensor: torch.Tensor, symbols: Symbols = MappingProxyType({})) -> int:
-    """Bytes of the smallest storage that holds `tensor` from its storage offset on."""
+    """Return the bytes of the smallest storage that holds `tensor`, from its storage offset on."""
     sizes = [_number(s, symbols) for s in tensor.shape]
     strides = [_number(s, symbols) for s in tensor.stride()]
     if 0 in sizes:
@@ -49,7 +49,7 @@ def storage_bytes(tensor: torch.Tensor, symbols: Symbols = MappingProxyType({}))
 
 
 def output_bytes(node: Node) -> int:
-    """Bytes of all tensors that `node` produces; symbolic sizes count with their hint."""
+    """Return the bytes of all tensors that `node` returns. Symbolic sizes count with their hint."""
     return sum(storage_bytes(t) for t in fake_tensors(node.meta.get("val")))
 
 
@@ -63,7 +63,7 @@ def _number(size: int | torch.SymInt, symbols: Symbols = MappingProxyType({})) -
 
 
 def symbol_values(placeholders: Sequence[Node], arguments: Sequence[Any]) -> dict[Any, int]:
-    """The values of all symbolic sizes that occur bare in a graph's inputs, from the arguments of one call."""
+    """Return the values of the symbols that are themselves sizes of a graph's inputs, from the arguments of one call."""
     values: dict[Any, int] = {}
     for node, argument in zip(placeholders, arguments, strict=True):
         fake = node.meta.get("val")
@@ -77,12 +77,12 @@ def symbol_values(placeholders: Sequence[Node], arguments: Sequence[Any]) -> dic
 
 
 def is_size(node: Node) -> bool:
-    """True for nodes that compute symbolic sizes from symbolic sizes."""
+    """Return whether `node` computes a symbolic size from symbolic sizes."""
     return node.op == "call_function" and isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def packet_name(node: Node) -> str:
-    """The operator's base name (`mm` for `aten.mm.default`), or "" where the target is no operator."""
+    """Return the base name of the operator (`mm` for `aten.mm.default`), or "" if the target is no operator."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
@@ -90,21 +90,22 @@ def packet_name(node: Node) -> str:
 
 
 def is_view(node: Node) -> bool:
-    """True for operators whose result shares its input's storage and costs nothing."""
+    """Return whether the result shares the storage of the input and costs nothing."""
     return packet_name(node) in _VIEW_NAMES
 
 
 def is_getitem(node: Node) -> bool:
+    """Return whether `node` takes one of several results of an operator."""
     return node.target is operator.getitem
 
 
 def is_creation(node: Node) -> bool:
-    """True for operators without tensor inputs that make a constant; cheap enough to repeat where it is used."""
+    """Return whether `node` makes a constant without tensor inputs, which is cheap enough to be repeated where it is used."""
     return packet_name(node) in _CREATION_NAMES and not node.all_input_nodes
 
 
 def flops(node: Node) -> float:
-    """Floating-point operations of a matmul, convolution or attention node; 0 for everything else."""
+    """Return the floating-point operations of a matmul, a convolution or attention; 0 for every other node."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return 0.0
@@ -126,7 +127,7 @@ def _value(argument: Any) -> Any:
 
 
 def seconds(node: Node, device_type: str) -> float:
-    """Estimated duration of `node` on `device_type` ("cpu" or "cuda"), from a simple roofline."""
+    """Return the estimated duration of `node` on `device_type` ("cpu" or "cuda"), by a simple roofline model."""
     if node.op != "call_function" or is_view(node) or is_getitem(node):
         return 0.0
     device = device_type if device_type in _SECONDS_PER_FLOP else "cuda"

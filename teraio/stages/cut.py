@@ -1,7 +1,7 @@
-"""Where a graph is cut into stages: right before matmuls, convolutions and attention, at layer borders first.
+"""Decide where a graph is cut into stages: right before matmuls, convolutions and attention, preferably at layer borders.
 
-The inputs of such an operator are materialised by the compiler in any case, so a cut there costs next to no fusion.
-Layers are cut alike (the budget of work restarts at every layer border), so identical layers become identical stages.
+The compiler materialises the inputs of such an operator in any case, so a cut there hardly costs any fusion. The work of a stage
+is counted from the layer border on. So identical layers are cut at the same places and become identical stages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from teraio.stages import cost as work
+from teraio.stages import cost
 
 _STAGES_PER_LAYER = 6
 _SMALL_BYTES = 1 << 20
@@ -22,16 +22,16 @@ _SMALL_BYTES = 1 << 20
 class CutPolicy:
     """How fine a graph is cut.
 
-    shortest_seconds: a stage is estimated to last at least this long.
-    most_stages: upper limit for one graph.
+    shortest_seconds: the least estimated duration of a stage.
+    max_stages: the most stages of one graph.
     """
 
     shortest_seconds: float = 1e-3
-    most_stages: int = 192
+    max_stages: int = 192
 
 
 def module_path(node: Node) -> str:
-    """The module that `node` came from (`layers.3.attn`), for backward nodes that of their forward node; "" if unknown."""
+    """Return the module of `node` (`layers.3.attn`), or "" if unknown. A backward node has the module of its forward node."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
@@ -42,7 +42,7 @@ def module_path(node: Node) -> str:
 
 
 def layer_of(path: str) -> str:
-    """The repeated layer that a module path lies in: up to its last-but-inner index (`layers.3` for `layers.3.mlp.up`)."""
+    """Return the repeated layer of a module path: the path up to its first index (`layers.3` for `layers.3.mlp.up`)."""
     parts = path.split(".")
     for position, part in enumerate(parts):
         if part.isdigit():
@@ -51,19 +51,19 @@ def layer_of(path: str) -> str:
 
 
 def can_cut(graph: Graph) -> str | None:
-    """None if `graph` can be cut, else the reason why it stays one stage."""
+    """Return None if `graph` can be cut, otherwise the reason why it stays one stage."""
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return f"it contains the higher-order operator {node.target}"
-        if work.is_size(node) and any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes):
+        if cost.is_size(node) and any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes):
             return f"it computes the size {node.name} from a tensor"
     return None
 
 
 def assign(graph: Graph, *, device_type: str, policy: CutPolicy) -> dict[Node, int]:
-    """Number the stage of every operator node of `graph`, ascending along the graph's order.
+    """Return the number of the stage of every operator node of `graph`, ascending in the order of the graph.
 
-    Mutates `graph` only by repeating constants (`full`, `iota`, ...) beside their users, so that none crosses a cut.
+    Changes `graph` in one respect: constants (`full`, `iota`, ...) are repeated beside their users, so that none crosses a cut.
     """
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     stage_of = _walk(nodes, device_type, policy)
@@ -73,33 +73,33 @@ def assign(graph: Graph, *, device_type: str, policy: CutPolicy) -> dict[Node, i
 
 
 def _walk(nodes: list[Node], device_type: str, policy: CutPolicy) -> dict[Node, int]:
-    cost = {n: work.seconds(n, device_type) for n in nodes}
-    heavy = {n for n in nodes if work.flops(n) > 0}
-    layer_cost: dict[str, float] = {}
+    seconds = {n: cost.seconds(n, device_type) for n in nodes}
+    heavy = {n for n in nodes if cost.flops(n) > 0}
+    layer_seconds: dict[str, float] = {}
     for node in nodes:
         layer = layer_of(module_path(node))
-        layer_cost[layer] = layer_cost.get(layer, 0.0) + cost[node]
-    shortest = max(policy.shortest_seconds, sum(cost.values()) / policy.most_stages)
+        layer_seconds[layer] = layer_seconds.get(layer, 0.0) + seconds[node]
+    shortest = max(policy.shortest_seconds, sum(seconds.values()) / policy.max_stages)
     stage_of: dict[Node, int] = {}
     current, since_cut, layer = 0, 0.0, ""
     for index, node in enumerate(nodes):
         if node in heavy:
             here = layer_of(module_path(node)) or layer
             new_layer = here != layer
-            wanted = shortest if new_layer else max(shortest, layer_cost.get(here, 0.0) / _STAGES_PER_LAYER)
+            wanted = shortest if new_layer else max(shortest, layer_seconds.get(here, 0.0) / _STAGES_PER_LAYER)
             if since_cut >= wanted:
                 current += 1
                 since_cut = _take_back_views(nodes, index, stage_of, current)
             layer = here
         stage_of[node] = current
-        since_cut += cost[node]
+        since_cut += seconds[node]
     return stage_of
 
 
 def _take_back_views(nodes: list[Node], index: int, stage_of: dict[Node, int], stage: int) -> float:
-    """Move the run of views and constants right before position `index` into `stage`; they cost nothing."""
+    """Move the views and constants right before position `index` into `stage`, and return their seconds: 0."""
     for node in reversed(nodes[:index]):
-        if not (work.is_view(node) or work.is_creation(node) or work.is_getitem(node)):
+        if not (cost.is_view(node) or cost.is_creation(node) or cost.is_getitem(node)):
             break
         stage_of[node] = stage
     return 0.0
@@ -108,28 +108,28 @@ def _take_back_views(nodes: list[Node], index: int, stage_of: dict[Node, int], s
 def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
     """Move cheap nodes with small results (bias gradients, statistics) into the stage that computed their input.
 
-    There they fuse with the producer and the large input need not live on or be read again.
+    There they fuse with the producer of the input, and the large input need not be kept or read again.
     """
     for node in nodes:
-        if work.is_getitem(node):
+        if cost.is_getitem(node):
             stage_of[node] = stage_of[node.all_input_nodes[0]]
             continue
         sources = [stage_of[n] for n in node.all_input_nodes if n in stage_of]
         if not sources or max(sources) >= stage_of[node] or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        if work.flops(node) > 0 or node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
+        if cost.flops(node) > 0 or node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
             continue
-        if work.output_bytes(node) < _SMALL_BYTES:
+        if cost.output_bytes(node) < _SMALL_BYTES:
             stage_of[node] = max(sources)
 
 
 def _repeat_constants(graph: Graph, stage_of: dict[Node, int]) -> None:
-    for node in [n for n in stage_of if work.is_creation(n)]:
+    for node in [n for n in stage_of if cost.is_creation(n)]:
         by_stage: dict[int, list[Node]] = {}
         for user in node.users:
             if user in stage_of:
                 by_stage.setdefault(stage_of[user], []).append(user)
-        if any(user not in stage_of for user in node.users):  # a graph output keeps the original where it is
+        if any(user not in stage_of for user in node.users):  # the graph returns it: the original stays where it is
             by_stage.pop(stage_of[node], None)
         elif by_stage:
             stage_of[node] = min(by_stage)

@@ -1,4 +1,4 @@
-"""Split a graph, after `cut.assign`, into one small graph per stage, and tell structurally equal ones apart from others."""
+"""Split a graph into one subgraph for each stage that `cut.assign` found, and find out which subgraphs are equal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from teraio.stages import cost as work
+from teraio.stages import cost
 from teraio.stages.cut import layer_of, module_path
 
 
@@ -18,10 +18,10 @@ from teraio.stages.cut import layer_of, module_path
 class Subgraph:
     """One stage of a graph, not yet compiled.
 
-    module: takes `inputs` in order, returns a tuple of `outputs` in order.
-    inputs, outputs: nodes of the graph that was split. mutated: those of `inputs` that it writes in place.
-    key: equal for pieces that may share one compiled function.
-    path: the modules it came from, for names (`layers.3.attn`).
+    module: takes the values of `inputs` and returns a tuple of those of `outputs`.
+    inputs, outputs: nodes of the graph that was split. mutated: the inputs that it writes in place.
+    key: equal for subgraphs that may share one compiled function.
+    path: the modules that it came from, for names (`layers.3.attn`).
     """
 
     module: GraphModule
@@ -33,15 +33,15 @@ class Subgraph:
 
 
 def split(gm: GraphModule, stage_of: Mapping[Node, int]) -> list[Subgraph]:
-    """The pieces of `gm` in order of execution. Reads `gm`, changes nothing."""
+    """Return the subgraphs of `gm` in the order of execution. Does not change `gm`."""
     members: dict[int, list[Node]] = {}
     for node in gm.graph.nodes:
         if node in stage_of:
             members.setdefault(stage_of[node], []).append(node)
-    return [_piece(gm, members[stage], stage_of, stage) for stage in sorted(members)]
+    return [_subgraph(gm, members[stage]) for stage in sorted(members)]
 
 
-def _piece(gm: GraphModule, nodes: list[Node], stage_of: Mapping[Node, int], stage: int) -> Subgraph:
+def _subgraph(gm: GraphModule, nodes: list[Node]) -> Subgraph:
     inside = set(nodes)
     sizes = _sizes_needed(nodes, inside)
     inputs: dict[Node, None] = {}
@@ -51,7 +51,7 @@ def _piece(gm: GraphModule, nodes: list[Node], stage_of: Mapping[Node, int], sta
                 inputs[source] = None
     for symbol in _free_symbol_placeholders(gm, [*inputs, *nodes]):
         inputs.setdefault(symbol, None)
-    outputs = [n for n in nodes if any(u not in inside and not (work.is_size(n) and u.op != "output") for u in n.users)]
+    outputs = [n for n in nodes if any(u not in inside and not (cost.is_size(n) and u.op != "output") for u in n.users)]
     graph, copies = Graph(), dict[Node, Node]()
     for source in inputs:
         copies[source] = graph.placeholder(f"input_{len(copies)}")
@@ -73,19 +73,21 @@ def _piece(gm: GraphModule, nodes: list[Node], stage_of: Mapping[Node, int], sta
 
 
 def _is_written(value: Node) -> bool:
-    """Whether a piece writes `value` in place, directly or through a view. To be asked before the piece is compiled, which
-    rewrites it. Of operators whose schema does not tell, the worst is assumed."""
+    """Return whether a subgraph writes `value` in place, directly or through a view.
+
+    An operator without a schema is taken to write. To be called before the subgraph is compiled, because that rewrites it.
+    """
     for user in value.users:
         target = user.target
         if not isinstance(target, torch._ops.OpOverload):
-            if user.op != "output" and not work.is_size(user) and not work.is_getitem(user):
+            if user.op != "output" and not cost.is_size(user) and not cost.is_getitem(user):
                 return True
         elif target._schema.is_mutable:
             named = dict(zip((a.name for a in target._schema.arguments), user.args, strict=False)) | dict(user.kwargs)
             writes = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
             if any(value in _nodes(named.get(name)) for name in writes):
                 return True
-        if (work.is_view(user) or work.is_getitem(user)) and _is_written(user):
+        if (cost.is_view(user) or cost.is_getitem(user)) and _is_written(user):
             return True
     return False
 
@@ -97,12 +99,12 @@ def _nodes(argument: Any) -> list[Node]:
 
 
 def _sizes_needed(nodes: list[Node], inside: set[Node]) -> dict[Node, None]:
-    """Computations of symbolic sizes in other pieces that this one needs, in order; it repeats them."""
+    """Return the nodes of other subgraphs that compute symbolic sizes for this one, in order. This subgraph repeats them."""
     found: dict[Node, None] = {}
 
     def visit(node: Node) -> None:
         for source in node.all_input_nodes:
-            if work.is_size(source) and source not in inside and source not in found:
+            if cost.is_size(source) and source not in inside and source not in found:
                 visit(source)
                 found[source] = None
 
@@ -112,7 +114,7 @@ def _sizes_needed(nodes: list[Node], inside: set[Node]) -> dict[Node, None]:
 
 
 def _free_symbol_placeholders(gm: GraphModule, nodes: list[Node]) -> list[Node]:
-    """Placeholders of the symbolic sizes that occur in the shapes of `nodes`; a piece takes them as inputs too."""
+    """Return the placeholders of the symbolic sizes in the shapes of `nodes`. They are inputs of the subgraph as well."""
     by_symbol: dict[Any, Node] = {}
     for node in gm.graph.nodes:
         value = node.meta.get("val")
@@ -122,7 +124,7 @@ def _free_symbol_placeholders(gm: GraphModule, nodes: list[Node]) -> list[Node]:
         return []
     found: dict[Node, None] = {}
     for node in nodes:
-        for tensor in work.fake_tensors(node.meta.get("val")):
+        for tensor in cost.fake_tensors(node.meta.get("val")):
             for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset()):
                 if isinstance(size, torch.SymInt):
                     for symbol in size.node.expr.free_symbols:
@@ -132,7 +134,7 @@ def _free_symbol_placeholders(gm: GraphModule, nodes: list[Node]) -> list[Node]:
 
 
 def _key(module: GraphModule) -> str:
-    """A digest of everything that compiling `module` depends on: operators, wiring, constants, dtypes and layouts."""
+    """Return a digest of all that compiling `module` depends on: operators, their arguments, constants, dtypes and layouts."""
     index: dict[Node, str] = {}
     lines = []
     for node in module.graph.nodes:
@@ -146,7 +148,7 @@ def _key(module: GraphModule) -> str:
 
 
 class _Reference:
-    """Prints as a node's position, so that names do not enter the digest."""
+    """Prints as the position of a node, so that the digest does not depend on names."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -171,8 +173,8 @@ def _layout(value: Any) -> str:
 
 
 def _path(nodes: list[Node]) -> str:
-    """`layers.3.attn` if one module did the work, `layers.3.{qkv,proj}` for several in a layer, `layers.0..layers.1` beyond."""
-    working = [n for n in nodes if work.flops(n) > 0] or [n for n in nodes if module_path(n)] or nodes
+    """Return `layers.3.attn` for one module, `layers.3.{qkv,proj}` for several of a layer, `layers.0..layers.1` for more."""
+    working = [n for n in nodes if cost.flops(n) > 0] or [n for n in nodes if module_path(n)] or nodes
     paths = list(dict.fromkeys(p for p in map(module_path, working) if p))
     if not paths:
         return "root"

@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def cut_as_large_models_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow short stages. A stage of a large model takes about a millisecond; a GPU needs less for layers of a small model."""
-    policy = CutPolicy(shortest_seconds=1e-6, most_stages=96)
+    policy = CutPolicy(shortest_seconds=1e-6, max_stages=96)
     monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, cut_policy=policy))
 
 

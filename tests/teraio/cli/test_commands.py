@@ -503,7 +503,7 @@ def test_a_terminal_that_lacks_characters(tmp_path: Path) -> None:
     path = tmp_path / "named.json"
     path.write_text(json.dumps(content))
     done = subprocess.run(
-        [sys.executable, "-m", "teraio.cli.commands", "inspect", str(path)],
+        [sys.executable, "-m", "teraio.cli", "inspect", str(path)],
         cwd=TRACES.parent,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,

@@ -51,7 +51,7 @@ SCALE = Scale(rows=512, width=256, layers=3, heads=4, sequence=64)
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """Scaled down with the models: what is measured, and how long a stage is."""
     monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, MIB))
-    policy = CutPolicy(shortest_seconds=1e-6, most_stages=96)
+    policy = CutPolicy(shortest_seconds=1e-6, max_stages=96)
     monkeypatch.setattr(registry.REGISTRY, "new_run", functools.partial(TrainingRun, cut_policy=policy))
     return FakeCuda(monkeypatch)
 

@@ -40,13 +40,18 @@ class Following:
             self.replans += self.follower.iteration_ended(iteration, as_planned=True)
 
     def asked_for(self, block: int) -> list[int]:
-        hints = self.training.timeline._hints
-        assert hints is not None
-        return [position for position, ids in enumerate(hints.fetch_at) if block in ids]
+        schedule = self.training.timeline._schedule
+        assert schedule is not None
+        return [position for position, ids in enumerate(schedule.fetch_at) if block in ids]
 
     @property
     def predicted(self) -> float:
         return self.follower.predicted_seconds
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What teraio has logged. pytest captures PyTorch's structured trace as well."""
+    return [record.message for record in caplog.records if record.name == "teraio"]
 
 
 # -- corrections
@@ -121,7 +126,7 @@ def test_a_plan_that_is_to_stay_stays(
         running.run(80)
     assert set(running.waited[1:]) == {1.5} and running.asked_for(6) == [6] and running.jobs.asked == []
     assert running.follower.drift is not None and running.follower.drift.iteration == pytest.approx(1.5 / 8)
-    told = [record.message for record in caplog.records]
+    told = said(caplog)
     assert (
         told
         == [
@@ -151,7 +156,7 @@ def test_drift_leads_to_a_better_plan(monkeypatch: pytest.MonkeyPatch, caplog: p
     running.run(40)
     assert running.waited[-30:] == [0.0] * 30 and running.predicted == pytest.approx(8.0)
     assert running.follower.drift is not None and not running.follower.drift.found
-    (told,) = [record.message for record in caplog.records]
+    (told,) = said(caplog)
     assert told.startswith("planned again, as the last 8 iterations differ") and "storage->device +800%)" in told
     assert "): with the measured times the new plan takes 8.000 s an iteration, the old one " in told
     assert told.endswith(" s: the new one is followed")
@@ -206,7 +211,7 @@ def test_a_solver_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch, ca
     with caplog.at_level(logging.WARNING, logger="teraio"):
         running.run(80)
     assert running.replans == 0 and running.follower.trace is before and running.asked_for(6) == [6]
-    assert caplog.records[0].message == "no new plan could be made, the old one stays in force: out of luck"
+    assert said(caplog)[0] == "no new plan could be made, the old one stays in force: out of luck"
     assert len(running.jobs.asked) == 3, "after 10, 20 and 40 iterations"
 
 
@@ -275,8 +280,8 @@ def test_a_plan_that_could_not_be_written_down(
     monkeypatch.setattr(Plan, "save", refuse)
     with caplog.at_level(logging.WARNING, logger="teraio"):
         running.run(12)
-    (told,) = caplog.records
-    assert "No space left" in told.message and len(running.jobs.asked) == 1
+    (told,) = said(caplog)
+    assert "No space left" in told and len(running.jobs.asked) == 1
 
 
 def test_stopping_ends_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,17 +25,17 @@ COUNTS = {FORWARD: 2, BACKWARD: 2, STEP: 1, EVALUATION: 3}
 
 
 class NotingPager(Pager):
-    """Notes the hints that it gets; moves nothing."""
+    """Notes the moves that it is asked for; carries out none."""
 
     def __init__(self) -> None:
         super().__init__(mover=None, budget_bytes=None)
-        self.hints: list[str] = []
+        self.asked: list[str] = []
 
     def offload(self, block: Block, tier: WaitingTier | None = None) -> None:
-        self.hints.append(f"out {block.name}")
+        self.asked.append(f"out {block.name}")
 
     def prefetch(self, block: Block) -> None:
-        self.hints.append(f"in {block.name}")
+        self.asked.append(f"in {block.name}")
 
 
 class Training:
@@ -93,25 +93,25 @@ class Training:
             self.region(identity)
         return self.timeline.iteration_ends()
 
-    def follow(self, hints: StageSchedule, blocks: dict[int, Block]) -> None:
-        self.timeline.follow(hints, blocks)
-        self.pager.hints.clear()
+    def follow(self, schedule: StageSchedule, blocks: dict[int, Block]) -> None:
+        self.timeline.follow(schedule, blocks)
+        self.pager.asked.clear()
         self.fetched.clear()
 
     def asked(self) -> tuple[dict[str, list[str]], list[str]]:
         """What stages fetched and what else was hinted since the last call."""
         fetched = {stage: names for stage, names in self.fetched if names}
-        hints = list(self.pager.hints)
+        asked = list(self.pager.asked)
         self.fetched.clear()
-        self.pager.hints.clear()
-        return fetched, hints
+        self.pager.asked.clear()
+        return fetched, asked
 
 
 WEIGHT, FIRST, SECOND = 0, 1, 2
 """Trace ids of the weight and the two activations."""
 
 
-def plan_hints(recorded: Iteration) -> tuple[StageSchedule, dict[Block, int]]:
+def lay_out(recorded: Iteration) -> tuple[StageSchedule, dict[Block, int]]:
     """Positions: 0 user, 1-2 forward, 3 user, 4-5 backward, 6 user, 7 step."""
     first, second = recorded.regions[0].made
     ids = {recorded.stages[1].read[0]: WEIGHT, first: FIRST, second: SECOND}
@@ -139,8 +139,8 @@ def planned() -> Training:
     """A training that has recorded two iterations and follows a plan since."""
     training = Training()
     training.iteration()
-    hints, _ = plan_hints(training.iteration())
-    training.follow(hints, {WEIGHT: training.weight})
+    schedule, _ = lay_out(training.iteration())
+    training.follow(schedule, {WEIGHT: training.weight})
     return training
 
 
@@ -175,7 +175,7 @@ def test_blocks_are_recognised_by_their_order() -> None:
     training = Training()
     training.iteration()
     training.region(FORWARD)
-    first, second = training.timeline._now.regions[0].made
+    first, second = training.timeline._iteration.regions[0].made
     assert first.uses == (1, 5) and second.uses == (2, 4)
 
 
@@ -185,7 +185,7 @@ def test_the_next_use_is_known_from_the_iteration_before() -> None:
     training.iteration()
     training.region(FORWARD)
     clock = training.pager.clock
-    first, second = training.timeline._now.regions[0].made
+    first, second = training.timeline._iteration.regions[0].made
     # The clock stands at the end of stage 2; a block made at position p is used 5 - 1 and 4 - 2 stages after it.
     assert (first.next_use, second.next_use) == (clock - 1 + 4, clock + 2)
     assert training.weight.next_use == clock + 2
@@ -273,8 +273,8 @@ def test_what_is_in_no_stage_is_waiting_on_an_asynchronous_device(
 def test_late_blocks_are_recorded_where_they_were_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     training = VirtualTraining(monkeypatch)
     profile = training.profile()
-    hints = lay_out_plan(plan_for(profile.trace, (3, 3), (6, 6)), profile.iteration, profile.ids, [64] * STAGES)
-    training.timeline.follow(hints, {number: block for block, number in profile.ids.items()})
+    schedule = lay_out_plan(plan_for(profile.trace, (3, 3), (6, 6)), profile.iteration, profile.ids, [64] * STAGES)
+    training.timeline.follow(schedule, {number: block for block, number in profile.ids.items()})
     training.iteration()
     training.mover.seconds["storage->device"] = 1.75
     recorded = training.iteration()
@@ -288,8 +288,8 @@ def test_late_blocks_are_recorded_where_they_were_waited_for(monkeypatch: pytest
 def test_what_a_stage_that_failed_waited_for_is_not_the_next_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
     training = VirtualTraining(monkeypatch)
     profile = training.profile()
-    hints = lay_out_plan(plan_for(profile.trace, (3, 3)), profile.iteration, profile.ids, [64] * STAGES)
-    training.timeline.follow(hints, {number: block for block, number in profile.ids.items()})
+    schedule = lay_out_plan(plan_for(profile.trace, (3, 3)), profile.iteration, profile.ids, [64] * STAGES)
+    training.timeline.follow(schedule, {number: block for block, number in profile.ids.items()})
     training.iteration()
     training.pager.prefetch(training.weights[3])
     training.pager.acquire([training.weights[3]], 0, "a stage that fails")
@@ -301,7 +301,7 @@ def test_what_a_stage_that_failed_waited_for_is_not_the_next_one_s(monkeypatch: 
 # -- following a plan
 
 
-def test_in_step_all_hints_come_in_their_places() -> None:
+def test_in_step_all_moves_come_in_their_places() -> None:
     training = planned()
     for _ in range(3):
         training.iteration()
@@ -325,9 +325,9 @@ def test_what_leaves_after_user_code_leaves_when_the_next_region_begins() -> Non
 def test_a_plan_that_begins_in_the_middle_of_an_iteration() -> None:
     training = Training()
     training.iteration()
-    hints, _ = plan_hints(training.iteration())
+    schedule, _ = lay_out(training.iteration())
     training.region(FORWARD)
-    training.follow(hints, {WEIGHT: training.weight})
+    training.follow(schedule, {WEIGHT: training.weight})
     training.region(BACKWARD)
     training.region(STEP)
     training.timeline.iteration_ends()
@@ -336,7 +336,7 @@ def test_a_plan_that_begins_in_the_middle_of_an_iteration() -> None:
     assert training.asked() == AS_PLANNED
 
 
-def test_an_evaluation_pass_in_between_has_no_hints_and_changes_none() -> None:
+def test_an_evaluation_pass_in_between_asks_for_nothing_and_changes_nothing() -> None:
     training = planned()
     training.region(FORWARD)
     training.region(EVALUATION)
@@ -368,8 +368,8 @@ def test_more_and_fewer_accumulation_steps() -> None:
     training.follow(lay_out_plan(plan, recorded, ids, [64]), {WEIGHT: training.weight})
     expected = ({"backward 0": ["weight", "weight"]}, ["out weight", "out weight"])
     training.iteration(twice)
-    fetched, hints = training.asked()
-    assert hints == expected[1] and list(fetched) == ["backward 0"]
+    fetched, asked = training.asked()
+    assert asked == expected[1] and list(fetched) == ["backward 0"]
     training.iteration((FORWARD, BACKWARD, STEP))
     assert training.asked()[1] == ["out weight"] and training.timeline.deviations == 1
     training.iteration((FORWARD, BACKWARD) * 3 + (STEP,))
@@ -404,20 +404,20 @@ def test_a_region_that_fails_and_is_repeated() -> None:
 def test_a_block_of_another_size_is_not_taken_for_the_planned_one() -> None:
     training = Training()
     training.iteration()
-    hints, _ = plan_hints(training.iteration())
+    schedule, _ = lay_out(training.iteration())
     other = StageSchedule(
-        regions=hints.regions,
-        made_ids=hints.made_ids,
+        regions=schedule.regions,
+        made_ids=schedule.made_ids,
         sizes=(64, 65, 64),
-        leave_after=hints.leave_after,
-        fetch_at=hints.fetch_at,
+        leave_after=schedule.leave_after,
+        fetch_at=schedule.fetch_at,
     )
     training.follow(other, {WEIGHT: training.weight})
     training.iteration()
     assert "out activation0" not in training.asked()[1]
 
 
-def test_without_a_plan_there_are_no_hints() -> None:
+def test_without_a_plan_nothing_is_asked_for() -> None:
     training = planned()
     training.timeline.follow(None, {})
     training.asked()
@@ -438,7 +438,7 @@ def test_moves_that_run_over_the_end_are_laid_out_from_the_beginning() -> None:
             Move(block=SECOND, after=2, before=4, tier="storage", offload=None, prefetch=Prefetch(start=3, ready_by=4)),
         ),
     )
-    hints = lay_out_plan(plan, recorded, {}, [64] * 3)
-    leave = {p: ids for p, ids in enumerate(hints.leave_after) if ids}
-    fetch = {p: ids for p, ids in enumerate(hints.fetch_at) if ids}
+    schedule = lay_out_plan(plan, recorded, {}, [64] * 3)
+    leave = {p: ids for p, ids in enumerate(schedule.leave_after) if ids}
+    fetch = {p: ids for p, ids in enumerate(schedule.fetch_at) if ids}
     assert leave == {0: ((WEIGHT, "storage"),), 2: ((SECOND, "storage"),)} and fetch == {1: (WEIGHT,), 3: (SECOND,)}

@@ -83,7 +83,7 @@ def test_constants_do_not_cross_cuts() -> None:
 @pytest.mark.parametrize("most", [1, 2, 5, 9])
 def test_there_are_no_more_stages_than_wanted(graphs: list[Captured], most: int) -> None:
     for captured in graphs:
-        found = stages(captured.fresh(), CutPolicy(shortest_seconds=0.0, most_stages=most))
+        found = stages(captured.fresh(), CutPolicy(shortest_seconds=0.0, max_stages=most))
         assert len(set(found.values())) <= most
 
 

@@ -16,7 +16,7 @@ from teraio.stages.split import Subgraph, split
 from .graphs import MODELS, Captured, capture, clones, constants, features, transformer, transformer_of_any_size
 
 FINE = CutPolicy(shortest_seconds=1e-9)
-FREE = CutPolicy(shortest_seconds=1e-9, most_stages=1 << 20)
+FREE = CutPolicy(shortest_seconds=1e-9, max_stages=1 << 20)
 """Cuts wherever a layer has room for a cut, however deep the model is."""
 
 

@@ -1,0 +1,114 @@
+"""What profilers see of an annotation, and that nothing is made where none runs."""
+
+from __future__ import annotations
+
+import threading
+import timeit
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.autograd.profiler import emit_itt, emit_nvtx
+from torch.profiler import ProfilerActivity, profile
+
+from runtime.system import annotate, first_of
+
+
+def names(profiled: profile) -> list[str]:
+    return [event.name for event in profiled.events() if event.name.startswith("teraio::")]
+
+
+def recording(*, all_threads: bool = False) -> profile:
+    return profile(activities=[ProfilerActivity.CPU], experimental_config=_ExperimentalConfig(profile_all_threads=all_threads))
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_a_profiler_sees_kind_and_name() -> None:
+    with recording() as profiled:
+        with annotate("stage", "forward/layers.3.attn"):
+            torch.ones(3).sum()
+        with annotate("wait", lambda: "layers.3.attn.weight from storage"):
+            pass
+    assert names(profiled) == ["teraio::stage forward/layers.3.attn", "teraio::wait layers.3.attn.weight from storage"]
+
+
+def test_what_runs_inside_is_a_child() -> None:
+    with recording() as profiled:
+        with annotate("stage", "outer"):
+            with annotate("copy", "inner"):
+                pass
+    inner = next(event for event in profiled.events() if event.name == "teraio::copy inner")
+    assert inner.cpu_parent is not None and inner.cpu_parent.name == "teraio::stage outer"
+
+
+def test_an_error_inside_passes_through_and_ends_the_annotation() -> None:
+    with recording() as profiled:
+        with pytest.raises(ValueError, match="of the stage"), annotate("stage", "one that fails"):
+            raise ValueError("of the stage")
+        with annotate("stage", "the next"):
+            pass
+    following = next(event for event in profiled.events() if event.name == "teraio::stage the next")
+    assert following.cpu_parent is None
+
+
+def test_other_threads_are_recorded_if_the_profiler_is_told_to() -> None:
+    def copy() -> None:
+        with annotate("copy", "weight device->storage"):
+            pass
+
+    with recording() as one:
+        in_a_thread(copy)
+    with recording(all_threads=True) as every:
+        in_a_thread(copy)
+    assert (names(one), names(every)) == ([], ["teraio::copy weight device->storage"])
+
+
+def test_without_a_profiler_nothing_is_made_or_formatted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> AbstractContextManager[object]:
+        pytest.fail("no profiler runs")
+
+    monkeypatch.setattr(torch.profiler, "record_function", fail)
+    contexts = {annotate("stage", "one"), annotate("wait", "another"), annotate("copy", lambda: pytest.fail("formatted"))}
+    assert len(contexts) == 1
+    with contexts.pop():
+        pass
+
+
+def test_after_a_profiler_has_stopped_nothing_is_made_any_more() -> None:
+    before = annotate("stage", "one")
+    with recording():
+        assert annotate("stage", "one") is not before
+    assert annotate("stage", "one") is before
+
+
+def test_emit_itt_turns_it_on_as_well() -> None:
+    before = annotate("stage", "one")
+    with emit_itt():
+        assert annotate("stage", "one") is not before
+
+
+def test_emit_nvtx_turns_it_on_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as can be seen without a GPU: PyTorch's part is left out."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("_enable_profiler", "_disable_profiler"):
+        monkeypatch.setattr(torch.autograd.profiler, name, lambda *_: None)
+    before = annotate("stage", "one")
+    with emit_nvtx():
+        assert annotate("stage", "one") is not before
+    assert annotate("stage", "one") is before
+
+
+def test_it_costs_next_to_nothing_without_a_profiler() -> None:
+    seconds = min(timeit.repeat(lambda: annotate("stage", "one"), number=10_000, repeat=5)) / 10_000
+    assert seconds < 2e-6  # 0.1 µs on an idle machine
+
+
+def test_several_names_are_the_first_and_how_many_more() -> None:
+    assert [first_of(names) for names in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and 1 more", "a and 2 more"]
