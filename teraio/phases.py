@@ -38,7 +38,7 @@ from teraio.machine import Machine
 from teraio.optimizer import SubgroupSizes
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner, PlanFollower, fit_given_plan, save
-from teraio.profiling import Iteration, PeakWatch, Profile, Timeline, build_profile
+from teraio.profiling import Iteration, IterationRecorder, PeakWatch, Profile, build_profile
 from teraio.status import RunPhase
 
 logger = logging.getLogger("teraio")
@@ -69,7 +69,7 @@ class RunContext:
     options: Options
     machine: Machine
     pager: Pager
-    timeline: Timeline
+    recorder: IterationRecorder
     background: BackgroundPlanner
     subgroups: SubgroupSizes
     given: planner.Plan | None
@@ -206,7 +206,7 @@ class PlannedPhase(Phase):
     def __init__(self, run: RunContext, profile: Profile, plan: planner.Plan) -> None:
         super().__init__(run)
         run.findings.plan_path = save(plan, run.options.plan_out)
-        self.follower: PlanFollower = PlanFollower(run.options, run.machine, run.timeline, run.background, profile, plan)
+        self.follower: PlanFollower = PlanFollower(run.options, run.machine, run.recorder, run.background, profile, plan)
         self._planned = profile.iteration.signature
         self._unplanned = 0
         logger.info(

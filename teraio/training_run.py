@@ -22,7 +22,7 @@ from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
-from teraio.profiling import Iteration, LargestSizes, PeakWatch, Timeline
+from teraio.profiling import Iteration, IterationRecorder, LargestSizes, PeakWatch
 from teraio.stages import CutPolicy, StageCompiler
 from teraio.status import Status
 
@@ -55,7 +55,7 @@ class _IterationBorder:
 
 
 class TrainingRun:
-    """Everything that models compiled with the same options share: one machine, one pager with its budget, one timeline.
+    """Everything that models compiled with the same options share: one machine, one pager with its budget, one recorder.
 
     open_machine, start_job, new_pager: make the parts; tests and benchmarks give others. cut_policy: where graphs are cut into
     stages. subgroup_bytes: size of optimizer subgroups; default: that of the given plan, else what was measured decides.
@@ -81,7 +81,7 @@ class TrainingRun:
             device=machine.device,
             busy_seconds=machine.busy_seconds,
         )
-        self._timeline = Timeline(self._pager)
+        self._recorder = IterationRecorder(self._pager)
         self._meter = WorkspaceMeter(machine.memory, runs=machine.measured_runs, first_is_special=machine.device.asynchronous)
         self.stage_compiler = StageCompiler(codegen=options.codegen, policy=cut_policy)
         if subgroup_bytes is None and given is not None:
@@ -94,7 +94,7 @@ class TrainingRun:
             options=options,
             machine=machine,
             pager=self._pager,
-            timeline=self._timeline,
+            recorder=self._recorder,
             background=self._background,
             subgroups=subgroups,
             given=given,
@@ -114,7 +114,7 @@ class TrainingRun:
     def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes) -> OptimizerSteps:
         return OptimizerSteps(
             self._pager,
-            self._timeline,
+            self._recorder,
             active=lambda: self._phase.managed,
             step_done=self._step_done,
             automatic=options.optimizer == "auto",
@@ -151,7 +151,7 @@ class TrainingRun:
             self._steps.between_regions()
             overlap = self._steps.overlap
             interleaved = overlap.interleaved(program, arguments) if overlap is not None else None
-            return run_managed(sized, arguments, self._pager, self._timeline, self._meter, interleaved)
+            return run_managed(sized, arguments, self._pager, self._recorder, self._meter, interleaved)
 
         call._boxed_call = True  # type: ignore[attr-defined]
         self._stages += len(program.stages)
@@ -193,7 +193,7 @@ class TrainingRun:
         if not self._border.ends_with(optimizer):
             return
         watching = self._steps.overlap is not None and not self._steps.overlap.settled
-        ended: _Ended | None = _Ended(self._timeline.iteration_ends(), self._compiled_now or watching)
+        ended: _Ended | None = _Ended(self._recorder.iteration_ends(), self._compiled_now or watching)
         self._compiled_now = False
         if self._machine.device.asynchronous:  # its times are not known yet; those of the iteration before are, mostly
             ended, self._ended = self._ended, ended
@@ -238,7 +238,7 @@ class TrainingRun:
             measured_iteration_seconds=phase.measured_seconds,
             ideal_iteration_seconds=trace.ideal_seconds if trace is not None else None,
             floor_bytes=found.floor[0] if found.floor is not None else None,
-            deviations=self._timeline.deviations,
+            deviations=self._recorder.deviations,
             drift=drift.iteration if drift is not None else None,
             late_seconds=self._late_seconds,
             replans=found.replans,

@@ -34,7 +34,7 @@ once, and for a prefetch that nothing else can make room for; otherwise it waits
 
 [Note: Why a block leaves]
 reason       who asks                   method                      what happens to the bytes
-a plan       Timeline, at its stage     Pager.offload               copied to the plan's tier; the block stays if all are full
+a plan       the recorder, at its stage  Pager.offload               copied to the plan's tier; the block stays if all are full
 pressure     a stage that is short      Pager.acquire, make_room    those with the furthest next use are copied (EvictionPolicy)
 room ahead   an optimizer step, for     Pager.evict_until_free      as under pressure, but nobody waits
              its next subgroup

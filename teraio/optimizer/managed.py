@@ -19,7 +19,7 @@ from teraio.optimizer.parameters import OwnedParameter, ParameterGroups, Paramet
 from teraio.optimizer.states import OptimizerStates
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.optimizer.subgroups import Subgroups
-from teraio.profiling import Timeline
+from teraio.profiling import IterationRecorder
 
 
 class ManagedOptimizer:
@@ -146,9 +146,11 @@ class ManagedOptimizer:
 class ManagedOptimizers:
     """The `ManagedOptimizer` of each optimizer of the process. Keeps no optimizer alive."""
 
-    def __init__(self, pager: Pager, timeline: Timeline, sizes: SubgroupSizes, *, min_moved_bytes: int = MIN_MOVED_BYTES) -> None:
+    def __init__(
+        self, pager: Pager, recorder: IterationRecorder, sizes: SubgroupSizes, *, min_moved_bytes: int = MIN_MOVED_BYTES
+    ) -> None:
         self._pager = pager
-        self._timeline = timeline
+        self._recorder = recorder
         self.sizes = sizes
         self._min_moved_bytes = min_moved_bytes
         self._managed: weakref.WeakKeyDictionary[Optimizer, ManagedOptimizer] = weakref.WeakKeyDictionary()
@@ -164,7 +166,7 @@ class ManagedOptimizers:
             states = OptimizerStates(
                 optimizer,
                 self._pager,
-                self._timeline,
+                self._recorder,
                 changed=self._count_small_states,
                 min_moved_bytes=self._min_moved_bytes,
             )

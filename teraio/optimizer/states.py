@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Block, Pager
 from teraio.optimizer.parameters import OwnedParameter, owned_parameters
-from teraio.profiling import Timeline
+from teraio.profiling import IterationRecorder
 
 _StateKey = tuple[int, str, int]
 """Number of the parameter, name of the state, position among the tensors of that name."""
@@ -39,14 +39,14 @@ class OptimizerStates:
         self,
         optimizer: Optimizer,
         pager: Pager,
-        timeline: Timeline,
+        recorder: IterationRecorder,
         *,
         changed: Callable[[], None],
         min_moved_bytes: int = MIN_MOVED_BYTES,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._pager = pager
-        self._timeline = timeline
+        self._recorder = recorder
         self._changed = changed
         self._min_moved_bytes = min_moved_bytes
         self._blocks: dict[_StateKey, Block] = {}
@@ -68,7 +68,7 @@ class OptimizerStates:
             key = owned.number, name, ordinal
             before = self._blocks.get(key)
             if before is not None and before is not block and before.dead:
-                self._timeline.replace(before, block)
+                self._recorder.replace(before, block)
             self._blocks[key] = block
             found.append(block)
         self._pager.show_to_user(found)

@@ -25,7 +25,7 @@ from teraio.optimizer.master_hooks import refuse_with_masters
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.optimizer.subgroup_steps import SubgroupSteps
 from teraio.optimizer.whole import WholeSteps
-from teraio.profiling import Timeline
+from teraio.profiling import IterationRecorder
 
 logger = logging.getLogger("teraio")
 
@@ -44,7 +44,7 @@ class OptimizerSteps(OwnHooks):
     def __init__(
         self,
         pager: Pager,
-        timeline: Timeline,
+        recorder: IterationRecorder,
         *,
         active: Callable[[], bool],
         step_done: Callable[[Optimizer], None],
@@ -58,10 +58,10 @@ class OptimizerSteps(OwnHooks):
         self._active = active
         self._step_done = step_done
         self._automatic = automatic
-        self._optimizers = ManagedOptimizers(pager, timeline, sizes or SubgroupSizes(), min_moved_bytes=min_moved_bytes)
-        self._subgroups = SubgroupSteps(pager, timeline, rates=rates, ensure_room=ensure_room, min_moved_bytes=min_moved_bytes)
-        self._whole = WholeSteps(pager, timeline)
-        self.overlap = OverlappedSteps(pager, timeline, self._optimizers) if overlap else None
+        self._optimizers = ManagedOptimizers(pager, recorder, sizes or SubgroupSizes(), min_moved_bytes=min_moved_bytes)
+        self._subgroups = SubgroupSteps(pager, recorder, rates=rates, ensure_room=ensure_room, min_moved_bytes=min_moved_bytes)
+        self._whole = WholeSteps(pager, recorder)
+        self.overlap = OverlappedSteps(pager, recorder, self._optimizers) if overlap else None
         self._said: set[str] = set()
         self._handles = [
             register_optimizer_step_pre_hook(self._before),

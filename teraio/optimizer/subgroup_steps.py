@@ -23,7 +23,7 @@ from teraio.optimizer.masters import run_step
 from teraio.optimizer.parameters import ParameterGroups, PendingStep
 from teraio.optimizer.sliced import SlicedUpdate, lent_slices
 from teraio.optimizer.subgroups import ParameterSubgroup
-from teraio.profiling import Timeline
+from teraio.profiling import IterationRecorder
 
 
 class SubgroupSteps:
@@ -36,14 +36,14 @@ class SubgroupSteps:
     def __init__(
         self,
         pager: Pager,
-        timeline: Timeline,
+        recorder: IterationRecorder,
         *,
         rates: HostRates | None = None,
         ensure_room: Callable[[int], None] | None = None,
         min_moved_bytes: int = MIN_MOVED_BYTES,
     ) -> None:
         self.pager = pager
-        self.timeline = timeline
+        self.recorder = recorder
         self.rates = rates
         self.host = HostUpdates(pager, min_moved_bytes=min_moved_bytes)
         self._ensure_room = ensure_room
@@ -64,10 +64,10 @@ class SubgroupSteps:
             try:
                 subgroups = [each for each in managed.subgroups.of(step) if not done or not done.issuperset(each.numbers)]
                 self._ensure_room_for_states(subgroups)
-                self.timeline.region_begins(managed.identity, len(subgroups))
+                self.recorder.region_begins(managed.identity, len(subgroups))
                 _SubgroupStep(self, managed, step, groups, subgroups).run()
             finally:
-                self.timeline.region_ended()
+                self.recorder.region_ended()
                 self.pager.leave_region()
         managed.leave_nothing(groups)
 
@@ -89,7 +89,7 @@ class _SubgroupStep:
         subgroups: Sequence[ParameterSubgroup],
     ) -> None:
         self._pager = steps.pager
-        self._timeline = steps.timeline
+        self._recorder = steps.recorder
         self._rates = steps.rates
         self._host = steps.host
         self._managed = managed
@@ -99,7 +99,7 @@ class _SubgroupStep:
 
     def run(self) -> None:
         """Update all subgroups."""
-        wanted = self._timeline.subgroups_on_host
+        wanted = self._recorder.subgroups_on_host
         begun: dict[int, HostUpdate] = {}
         with ExitStack() as failed:
             for number in wanted:
@@ -113,7 +113,7 @@ class _SubgroupStep:
             for number, update in begun.items():
                 seconds = self._host.wait_for(update)
                 if seconds is not None:
-                    self._timeline.updated_on_host(number, seconds)
+                    self._recorder.updated_on_host(number, seconds)
                 else:
                     self._update_later(number, update.members)
             failed.pop_all()
@@ -129,11 +129,11 @@ class _SubgroupStep:
         """Run one stage of the step. on_device: the parameters of the subgroup that are not updated on the host."""
         subgroup, name = self._subgroups[number], _stage_name(number)
         with self._slices(on_device, name) as slices:
-            fetch = self._timeline.stage_reached()
-            unplanned = number + 1 < len(self._subgroups) and not self._timeline.in_step
+            fetch = self._recorder.stage_reached()
+            unplanned = number + 1 < len(self._subgroups) and not self._recorder.in_step
             following = self._subgroups[number + 1].read if unplanned else ()
             begin, end, made = self._update(on_device, name, slices, following=following, fetch=fetch)
-            self._timeline.stage_ended(
+            self._recorder.stage_ended(
                 StageRun(
                     name=name,
                     phase="optimizer",
@@ -154,7 +154,7 @@ class _SubgroupStep:
         missed = self._without(subgroup, frozenset(subgroup.numbers) - members)
         with self._slices(missed, name) as slices:
             begin, end, _ = self._update(missed, name, slices)
-        self._timeline.updated_later(number, begin, end)
+        self._recorder.updated_later(number, begin, end)
 
     @contextmanager
     def _slices(self, subgroup: ParameterSubgroup, name: str) -> Iterator[SlicedUpdate | None]:

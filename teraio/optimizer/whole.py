@@ -15,7 +15,7 @@ from runtime.paging import Pager
 from teraio.optimizer.managed import ManagedOptimizer
 from teraio.optimizer.parameters import owned_parameters
 from teraio.optimizer.subgroups import ParameterSubgroup
-from teraio.profiling import Timeline
+from teraio.profiling import IterationRecorder
 
 _NAME = "optimizer/whole"
 
@@ -32,9 +32,9 @@ class _RunningStep:
 class WholeSteps:
     """Holds the blocks of one step at a time between the step's hooks."""
 
-    def __init__(self, pager: Pager, timeline: Timeline) -> None:
+    def __init__(self, pager: Pager, recorder: IterationRecorder) -> None:
         self._pager = pager
-        self._timeline = timeline
+        self._recorder = recorder
         self._running: _RunningStep | None = None
 
     def begin(self, managed: ManagedOptimizer, reason: str) -> None:
@@ -50,8 +50,8 @@ class WholeSteps:
             try:
                 if not self._fits(needed, what):
                     return
-                self._timeline.region_begins(managed.identity, 1)
-                fetch = self._timeline.stage_reached()
+                self._recorder.region_begins(managed.identity, 1)
+                fetch = self._recorder.stage_reached()
                 self._pager.acquire(subgroup.read, subgroup.workspace_bytes, _NAME, then_fetch=fetch)
             finally:
                 self._pager.leave_region()
@@ -78,7 +78,7 @@ class WholeSteps:
                 made = managed.states.made([parameters[number] for number in subgroup.numbers], subgroup.read)
             finally:
                 self._pager.retire(subgroup.read, subgroup.read, last_used=subgroup.states)
-            self._timeline.stage_ended(
+            self._recorder.stage_ended(
                 StageRun(
                     name=_NAME,
                     phase="optimizer",
@@ -91,7 +91,7 @@ class WholeSteps:
                     written=[block for block in subgroup.written if not block.dead],
                 )
             )
-            self._timeline.region_ended()
+            self._recorder.region_ended()
             self._pager.leave_region()
 
     def give_up(self) -> None:
@@ -99,4 +99,4 @@ class WholeSteps:
         running, self._running = self._running, None
         if running is not None:
             self._pager.retire(running.subgroup.read, running.subgroup.read)
-            self._timeline.region_ended()
+            self._recorder.region_ended()

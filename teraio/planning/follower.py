@@ -27,7 +27,7 @@ from teraio.planning.corrections import Corrections, planned_starts
 from teraio.planning.drift import Drift, Expectation, Observation, drift_of, remeasured
 from teraio.planning.saving import save
 from teraio.planning.structured_trace import record_plan
-from teraio.profiling import Iteration, Profile, StageSchedule, Timeline, lay_out_plan
+from teraio.profiling import Iteration, IterationRecorder, Profile, StageSchedule, lay_out_plan
 
 logger = logging.getLogger("teraio")
 
@@ -72,14 +72,14 @@ class PlanFollower:
         self,
         options: Options,
         machine: Machine,
-        timeline: Timeline,
+        recorder: IterationRecorder,
         background: BackgroundPlanner,
         profile: Profile,
         plan: planner.Plan,
     ) -> None:
         self._options = options
         self._machine = machine
-        self._timeline = timeline
+        self._recorder = recorder
         self._background = background
         self._adaptive = options.replan and options.plan is None
         self._observations: deque[Observation] = deque(maxlen=_WINDOW)
@@ -89,17 +89,17 @@ class PlanFollower:
         self._since = 0
         self._drift_found: Drift | None = None
         self._enforce(_InForce.of(profile, plan, planner.simulate(profile.trace, plan)))
-        timeline.follow(self._now.hints, {number: b for b, number in profile.ids.items() if not b.dead})
+        recorder.follow(self._now.hints, {number: b for b, number in profile.ids.items() if not b.dead})
 
     def stop(self) -> None:
         """Follow no plan any more. Waits until a solver that was at work has ended."""
         self._background.cancel()
-        self._timeline.follow(None, {})
+        self._recorder.follow(None, {})
 
     def _enforce(self, now: _InForce) -> None:
         self._now = now
         self._observations.clear()
-        self._unsettled = self._timeline.iteration_number
+        self._unsettled = self._recorder.iteration_number
         record_plan(now.plan, now.profile.trace)
 
     @property
@@ -164,7 +164,7 @@ class PlanFollower:
         late = {(block, place): t for place, stage in enumerate(iteration.stages) for block, t in stage.late}
         if now.corrections.note(late, observation.waited_seconds, now.expected):
             starts = now.corrections.starts(observation.stage_seconds)
-            self._timeline.change(replace(now.hints, fetch_at=starts.fetch_at), due=starts.due)
+            self._recorder.change(replace(now.hints, fetch_at=starts.fetch_at), due=starts.due)
 
     # -- planning again
 
@@ -194,7 +194,7 @@ class PlanFollower:
         self._tell(promised, kept, better=better)
         if kept is None or better:
             after = _InForce.of(profile, new, promised)
-            self._timeline.change(after.hints, due=planned_starts(new.moves, len(trace.stages)).due)
+            self._recorder.change(after.hints, due=planned_starts(new.moves, len(trace.stages)).due)
         else:
             expected = Expectation.of(trace, kept)
             after = replace(now, profile=profile, plan=_promise(old, new, trace, kept), expected=expected)

@@ -60,7 +60,7 @@ class Rig:
             options=checked,
             machine=machine,
             pager=self.training.pager,
-            timeline=self.training.timeline,
+            recorder=self.training.recorder,
             background=BackgroundPlanner(checked, machine, self.training.pager, start_job=self.jobs),
             subgroups=subgroups,  # type: ignore[arg-type]
             given=given,
@@ -77,8 +77,8 @@ class Rig:
         """Iterations; `evaluated`: with a region that the plan has not got."""
         for _ in range(count):
             if evaluated:
-                self.training.timeline.region_begins("evaluation", 0)
-                self.training.timeline.region_ended()
+                self.training.recorder.region_begins("evaluation", 0)
+                self.training.recorder.region_ended()
             self.phase = self.phase.iteration_ended(self.training.iteration(), compiled=compiled)
         return self.phase
 
@@ -118,7 +118,7 @@ def test_equal_iterations_in_a_row_make_a_trace(monkeypatch: pytest.MonkeyPatch,
 def test_an_iteration_without_regions_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
     for _ in range(5):
-        rig.phase = rig.phase.iteration_ended(rig.training.timeline.iteration_ends(), compiled=False)
+        rig.phase = rig.phase.iteration_ended(rig.training.recorder.iteration_ends(), compiled=False)
     assert isinstance(rig.phase, ProfilePhase)
 
 
@@ -167,7 +167,7 @@ def test_a_plan_is_followed_from_the_end_of_the_iteration_on(
         planned = rig.run()
     assert isinstance(planned, PlannedPhase) and planned.name == "planned" and planned.managed
     assert planned.follower.predicted_seconds == pytest.approx(8.0) and planned.measured_seconds is None
-    assert rig.training.timeline._hints is not None
+    assert rig.training.recorder._hints is not None
     assert rig.context.findings.plan_path == tmp_path / "plan.json" and rig.context.findings.plan_path.exists()
     assert messages(caplog) == [
         f"following a plan with 1 moves an iteration (storage: {BLOCK_BYTES} bytes): predicted 8.000 s an iteration, "
@@ -221,7 +221,7 @@ def test_iterations_that_run_other_graphs_end_the_plan(monkeypatch: pytest.Monke
     assert planned.graphs_changed() is planned
     with caplog.at_level(logging.INFO, logger="teraio"):
         assert isinstance(rig.run(evaluated=True), ProfilePhase)
-    assert rig.training.timeline._hints is None and rig.phase.follower is None
+    assert rig.training.recorder._hints is None and rig.phase.follower is None
     assert messages(caplog) == ["the last 3 iterations were not those that were planned: profiling again"]
 
 

@@ -1,4 +1,4 @@
-"""Training in virtual time: a real pager and timeline over a mover whose copies take as long as a test says."""
+"""Training in virtual time: a real pager and recorder over a mover whose copies take as long as a test says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.paging.mover import Done
 from runtime.paging.pager import Pager
 from teraio.profiling.iteration import Iteration
 from teraio.profiling.profiler import Profile, build_profile
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 
 from ..runtime.memory_mover import UNIT, MemoryMover, Stepping
 
@@ -88,7 +88,7 @@ class VirtualTraining:
             condition=Stepping(self.mover.end_next),
             now_seconds=self.mover.perf_counter,
         )
-        self.timeline = Timeline(self.pager)
+        self.recorder = IterationRecorder(self.pager)
         self.stage_seconds = [1.0] * STAGES
         self.weights: list[Block] = []
         self._tensors: list[torch.Tensor] = []
@@ -101,14 +101,14 @@ class VirtualTraining:
 
     def iteration(self) -> Iteration:
         self.pager.enter_region()
-        self.timeline.region_begins("graph", STAGES)
+        self.recorder.region_begins("graph", STAGES)
         for number, weight in enumerate(self.weights):
-            fetch = self.timeline.stage_reached()
+            fetch = self.recorder.stage_reached()
             self.pager.acquire([weight], 0, f"stage {number}", then_fetch=fetch)
             begin = self.mover.now
             self.mover.pass_seconds(self.stage_seconds[number])
             self.pager.retire([weight], [])
-            self.timeline.stage_ended(
+            self.recorder.stage_ended(
                 StageRun(
                     name=f"forward/{number}",
                     phase="forward",
@@ -120,9 +120,9 @@ class VirtualTraining:
                     written=[],
                 )
             )
-        self.timeline.region_ended()
+        self.recorder.region_ended()
         self.pager.leave_region()
-        return self.timeline.iteration_ends()
+        return self.recorder.iteration_ends()
 
     def profile(self) -> Profile:
         """Of iterations as they run now; the links' rates are those of the mover now."""

@@ -29,7 +29,7 @@ from teraio.optimizer.in_backward.watch import Watch
 from teraio.optimizer.managed import ManagedOptimizers
 from teraio.optimizer.masters import lacks_master
 from teraio.optimizer.parameters import OwnedParameter, owned_parameters
-from teraio.profiling import Timeline
+from teraio.profiling import IterationRecorder
 
 _REMEDY = "leave out the option overlap_step, and restart from the last checkpoint"
 
@@ -52,9 +52,9 @@ class _Updated:
 class OverlappedSteps:
     """Decides for every run of a graph which parameters are updated in it, and which are left for the steps."""
 
-    def __init__(self, pager: Pager, timeline: Timeline, optimizers: ManagedOptimizers) -> None:
+    def __init__(self, pager: Pager, recorder: IterationRecorder, optimizers: ManagedOptimizers) -> None:
         self._pager = pager
-        self._timeline = timeline
+        self._recorder = recorder
         self._optimizers = optimizers
         self._watch = Watch(pager)
         self._cuts: dict[Hashable, tuple[UpdateStage, ...]] = {}
@@ -158,7 +158,7 @@ class OverlappedSteps:
             self._cuts[key] = cut_updates(members, 0 if self._finest else self._optimizers.sizes.subgroup_bytes)
         for optimizer in dict.fromkeys(member.optimizer for member in members):
             self._of(optimizer).settings = settings_of(optimizer)
-        return RegionUpdates(self._pager, self._timeline, program.name, members, self._cuts[key], self._no_room)
+        return RegionUpdates(self._pager, self._recorder, program.name, members, self._cuts[key], self._no_room)
 
     def _no_room(self, members: Sequence[Member], error: BudgetError) -> None:
         if len(members) > 1:

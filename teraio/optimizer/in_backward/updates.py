@@ -16,7 +16,7 @@ from teraio.optimizer.capabilities import bytes_of, keeps_masters, states_per_pa
 from teraio.optimizer.in_backward.records import FinalGradient, UpdateEligibility
 from teraio.optimizer.masters import casting_bytes, master_bytes, update_replicas
 from teraio.optimizer.replica import Replica, by_group
-from teraio.profiling import Timeline
+from teraio.profiling import IterationRecorder
 
 MIN_STAGE_BYTES = 4 << 20
 """Parameters, gradients and states of an update stage. Smaller updates wait for those of later stages."""
@@ -88,14 +88,14 @@ class RegionUpdates:
     def __init__(
         self,
         pager: Pager,
-        timeline: Timeline,
+        recorder: IterationRecorder,
         name: str,
         members: Sequence[Member],
         stages: Sequence[UpdateStage],
         no_room: Callable[[Sequence[Member], BudgetError], None],
     ) -> None:
         self._pager = pager
-        self._timeline = timeline
+        self._recorder = recorder
         self._no_room = no_room
         self._stages: dict[int, list[tuple[str, list[Member]]]] = {}
         for number, stage in enumerate(stages):
@@ -116,7 +116,7 @@ class RegionUpdates:
         sizes = [(m.parameter.device.type, m.master_bytes or bytes_of(m.parameter)) for m in members]
         workspace_bytes = temporary_bytes(optimizer, sizes) + casting_bytes([m.master_bytes for m in members])
         try:
-            self._pager.acquire(read, workspace_bytes, name, then_fetch=self._timeline.stage_reached())
+            self._pager.acquire(read, workspace_bytes, name, then_fetch=self._recorder.stage_reached())
         except BudgetError as error:
             self._no_room(members, error)
             return
@@ -131,7 +131,7 @@ class RegionUpdates:
             for member in members:
                 member.parameter.grad = slots[member.final.slot] = None
             self._pager.retire(read, changed, last_used=[block for block in gradients if block is not None])
-        self._timeline.stage_ended(
+        self._recorder.stage_ended(
             StageRun(
                 name=name,
                 phase="optimizer",

@@ -29,7 +29,7 @@ from teraio.optimizer.steps import OptimizerSteps
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.profiling.iteration import Iteration
 from teraio.profiling.profiler import Profile, build_profile
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 
 from ...runtime.memory_mover import MemoryMover, Stepping
 from .plain_training import KIB, LARGE, SIZE, large_parameters, set_gradients, square_parameters
@@ -57,17 +57,17 @@ class ManagedTraining:
     ) -> None:
         self.pager = pager
         self.parameters = parameters
-        self.timeline = Timeline(pager)
+        self.recorder = IterationRecorder(pager)
         self.active = True
         self.iterations: list[Iteration] = []
         self._finished: list[weakref.ref[Optimizer]] = []
-        self.steps = OptimizerSteps(pager, self.timeline, active=lambda: self.active, step_done=self._step_done, **settings)
+        self.steps = OptimizerSteps(pager, self.recorder, active=lambda: self.active, step_done=self._step_done, **settings)
         for number, parameter in enumerate(parameters):
             pager.block_of(parameter, name=name(number), kind="parameter", user_visible=True)
 
     def _step_done(self, optimizer: Optimizer) -> None:
         self._finished.append(weakref.ref(optimizer))
-        self.iterations.append(self.timeline.iteration_ends())
+        self.iterations.append(self.recorder.iteration_ends())
 
     @property
     def finished(self) -> list[Optimizer | None]:

@@ -16,7 +16,7 @@ from runtime.paging.pager import Pager
 from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
 from teraio.optimizer.masters import run_step
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 
 from .managed_training import Start, Training
 from .plain_training import (
@@ -130,7 +130,7 @@ def test_the_floor_counts_fp32(started: Start) -> None:
 def unmoved(optimizer: Optimizer) -> ManagedOptimizer:
     """The optimizer under a pager without budget and lower tiers."""
     pager = Pager(mover=None, budget_bytes=None)
-    return ManagedOptimizers(pager, Timeline(pager), SubgroupSizes()).of(optimizer)
+    return ManagedOptimizers(pager, IterationRecorder(pager), SubgroupSizes()).of(optimizer)
 
 
 def test_sizes_of_updates_count_masters_and_fp32_states() -> None:

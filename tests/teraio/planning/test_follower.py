@@ -29,7 +29,7 @@ class Following:
         given: Options = parse_options(options)
         machine: Any = training.mover
         self.background = BackgroundPlanner(given, machine, training.pager, start_job=self.jobs)
-        self.follower = PlanFollower(given, machine, training.timeline, self.background, self.profile, self.plan)
+        self.follower = PlanFollower(given, machine, training.recorder, self.background, self.profile, self.plan)
         self.replans = 0
         self.waited: list[float] = []
 
@@ -40,7 +40,7 @@ class Following:
             self.replans += self.follower.iteration_ended(iteration, as_planned=True)
 
     def asked_for(self, block: int) -> list[int]:
-        schedule = self.training.timeline._schedule
+        schedule = self.training.recorder._schedule
         assert schedule is not None
         return [position for position, ids in enumerate(schedule.fetch_at) if block in ids]
 
@@ -258,7 +258,7 @@ def test_iterations_that_are_looked_at_later(monkeypatch: pytest.MonkeyPatch) ->
     before = training.iteration()
     training.stage_seconds = [1.0] * STAGES
     running = Following(training, (6, 6))
-    before.number = training.timeline.iteration_number - 1
+    before.number = training.recorder.iteration_number - 1
     running.follower.iteration_ended(before, as_planned=True)
     running.run()
     assert running.follower.drift is None
@@ -297,5 +297,5 @@ def test_stopping_ends_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not running.background.wait(0.0) and running.replans == 0
     running.follower.stop()
     assert job.cancelled and running.background.wait(0.0) and not running.background.busy
-    assert training.timeline._hints is None
+    assert training.recorder._hints is None
     training.iteration()

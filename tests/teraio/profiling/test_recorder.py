@@ -14,7 +14,7 @@ from runtime.execution import StageRun
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
 from teraio.profiling.iteration import Iteration
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
 
 from ..virtual import STAGES, VirtualTraining, plan_for
@@ -39,11 +39,11 @@ class NotingPager(Pager):
 
 
 class Training:
-    """A timeline that is driven as the executor drives it. Each forward stage makes an activation for the backward."""
+    """A recorder that is driven as the executor drives it. Each forward stage makes an activation for the backward."""
 
     def __init__(self) -> None:
         self.pager = NotingPager()
-        self.timeline = Timeline(self.pager)
+        self.recorder = IterationRecorder(self.pager)
         self.weight, self._tensor = self.block("weight")
         self.kept: list[torch.Tensor] = []
         self.made: list[Block] = []
@@ -55,14 +55,14 @@ class Training:
 
     def region(self, identity: Hashable, *, stages: int | None = None, fails_at: int | None = None) -> None:
         count = COUNTS[str(identity)] if stages is None else stages
-        self.timeline.region_begins(identity, count)
+        self.recorder.region_begins(identity, count)
         for number in range(count):
-            wanted = [block.name for block in self.timeline.stage_reached()]
+            wanted = [block.name for block in self.recorder.stage_reached()]
             self.fetched.append((f"{identity} {number}", wanted))
             if number == fails_at:
                 break
             self._stage(str(identity), number)
-        self.timeline.region_ended()
+        self.recorder.region_ended()
 
     def _stage(self, identity: str, number: int) -> None:
         read, made = [self.weight], list[Block]()
@@ -73,7 +73,7 @@ class Training:
             made = [block]
         if identity == BACKWARD and self.made:
             read.append(self.made.pop())
-        self.timeline.stage_ended(
+        self.recorder.stage_ended(
             StageRun(
                 name=f"{identity}/{number}",
                 phase=identity,
@@ -91,10 +91,10 @@ class Training:
     def iteration(self, regions: Sequence[str] = (FORWARD, BACKWARD, STEP)) -> Iteration:
         for identity in regions:
             self.region(identity)
-        return self.timeline.iteration_ends()
+        return self.recorder.iteration_ends()
 
     def follow(self, schedule: StageSchedule, blocks: dict[int, Block]) -> None:
-        self.timeline.follow(schedule, blocks)
+        self.recorder.follow(schedule, blocks)
         self.pager.asked.clear()
         self.fetched.clear()
 
@@ -175,7 +175,7 @@ def test_blocks_are_recognised_by_their_order() -> None:
     training = Training()
     training.iteration()
     training.region(FORWARD)
-    first, second = training.timeline._iteration.regions[0].made
+    first, second = training.recorder._iteration.regions[0].made
     assert first.uses == (1, 5) and second.uses == (2, 4)
 
 
@@ -185,7 +185,7 @@ def test_the_next_use_is_known_from_the_iteration_before() -> None:
     training.iteration()
     training.region(FORWARD)
     clock = training.pager.clock
-    first, second = training.timeline._iteration.regions[0].made
+    first, second = training.recorder._iteration.regions[0].made
     # The clock stands at the end of stage 2; a block made at position p is used 5 - 1 and 4 - 2 stages after it.
     assert (first.next_use, second.next_use) == (clock - 1 + 4, clock + 2)
     assert training.weight.next_use == clock + 2
@@ -197,8 +197,8 @@ def test_the_next_use_is_known_from_the_iteration_before() -> None:
 
 def test_uses_within_the_region_come_first() -> None:
     training = Training()
-    training.timeline.region_begins(FORWARD, 3)
-    training.timeline.stage_ended(
+    training.recorder.region_begins(FORWARD, 3)
+    training.recorder.stage_ended(
         StageRun(
             name="x",
             phase="forward",
@@ -220,7 +220,7 @@ def test_a_region_that_failed_is_not_complete() -> None:
     training.region(FORWARD)
     training.region(BACKWARD, fails_at=1)
     training.region(STEP)
-    assert [r.complete for r in training.timeline.iteration_ends().regions] == [True, False, True]
+    assert [r.complete for r in training.recorder.iteration_ends().regions] == [True, False, True]
 
 
 def test_survivors_are_what_lives_when_the_next_iteration_begins() -> None:
@@ -228,7 +228,7 @@ def test_survivors_are_what_lives_when_the_next_iteration_begins() -> None:
     for identity in (FORWARD, BACKWARD, STEP):
         training.region(identity)
     training.region(FORWARD)  # its activations live on: there was no backward for them
-    before = training.timeline.iteration_ends()
+    before = training.recorder.iteration_ends()
     training.iteration()
     assert before.survivors == {(3, 0), (3, 1)}
 
@@ -239,18 +239,18 @@ def test_waiting_at_the_end_of_a_region_is_not_the_user_s_time(monkeypatch: pyte
     training.iteration()
     training.weights[0].user_visible = True
     training.pager.enter_region()
-    training.timeline.region_begins("one", 1)
+    training.recorder.region_begins("one", 1)
     training.pager.offload(training.weights[0])
-    training.timeline.region_ended()
+    training.recorder.region_ended()
     training.pager.leave_region()
     training.mover.pass_seconds(0.25)
     training.pager.enter_region()
-    training.timeline.region_begins("two", 1)
-    training.timeline.region_ended()
-    recorded = training.timeline.iteration_ends()
+    training.recorder.region_begins("two", 1)
+    training.recorder.region_ended()
+    recorded = training.recorder.iteration_ends()
     assert [stage.seconds for stage in recorded.stages] == [0.0, 0.25]
     assert (recorded.waited_seconds, recorded.seconds) == (1.0, 1.25)
-    assert training.timeline.iteration_ends().waited_seconds == 0.0
+    assert training.recorder.iteration_ends().waited_seconds == 0.0
 
 
 @pytest.mark.parametrize(("asynchronous", "waited"), [(False, 0.0), (True, 0.25 * (STAGES - 1))])
@@ -274,7 +274,7 @@ def test_late_blocks_are_recorded_where_they_were_waited_for(monkeypatch: pytest
     training = VirtualTraining(monkeypatch)
     profile = training.profile()
     schedule = lay_out_plan(plan_for(profile.trace, (3, 3), (6, 6)), profile.iteration, profile.ids, [64] * STAGES)
-    training.timeline.follow(schedule, {number: block for block, number in profile.ids.items()})
+    training.recorder.follow(schedule, {number: block for block, number in profile.ids.items()})
     training.iteration()
     training.mover.seconds["storage->device"] = 1.75
     recorded = training.iteration()
@@ -289,7 +289,7 @@ def test_what_a_stage_that_failed_waited_for_is_not_the_next_one_s(monkeypatch: 
     training = VirtualTraining(monkeypatch)
     profile = training.profile()
     schedule = lay_out_plan(plan_for(profile.trace, (3, 3)), profile.iteration, profile.ids, [64] * STAGES)
-    training.timeline.follow(schedule, {number: block for block, number in profile.ids.items()})
+    training.recorder.follow(schedule, {number: block for block, number in profile.ids.items()})
     training.iteration()
     training.pager.prefetch(training.weights[3])
     training.pager.acquire([training.weights[3]], 0, "a stage that fails")
@@ -306,7 +306,7 @@ def test_in_step_all_moves_come_in_their_places() -> None:
     for _ in range(3):
         training.iteration()
         assert training.asked() == AS_PLANNED
-    assert training.timeline.deviations == 0
+    assert training.recorder.deviations == 0
 
 
 def test_what_leaves_after_user_code_leaves_when_the_next_region_begins() -> None:
@@ -330,7 +330,7 @@ def test_a_plan_that_begins_in_the_middle_of_an_iteration() -> None:
     training.follow(schedule, {WEIGHT: training.weight})
     training.region(BACKWARD)
     training.region(STEP)
-    training.timeline.iteration_ends()
+    training.recorder.iteration_ends()
     training.asked()
     training.iteration()
     assert training.asked() == AS_PLANNED
@@ -342,11 +342,11 @@ def test_an_evaluation_pass_in_between_asks_for_nothing_and_changes_nothing() ->
     training.region(EVALUATION)
     training.region(BACKWARD)
     training.region(STEP)
-    training.timeline.iteration_ends()
+    training.recorder.iteration_ends()
     assert training.asked() == AS_PLANNED
-    assert training.timeline.deviations == 1
+    assert training.recorder.deviations == 1
     training.iteration()
-    assert training.asked() == AS_PLANNED and training.timeline.deviations == 1
+    assert training.asked() == AS_PLANNED and training.recorder.deviations == 1
 
 
 def test_the_training_graph_as_an_evaluation_pass_falls_into_step_again() -> None:
@@ -371,7 +371,7 @@ def test_more_and_fewer_accumulation_steps() -> None:
     fetched, asked = training.asked()
     assert asked == expected[1] and list(fetched) == ["backward 0"]
     training.iteration((FORWARD, BACKWARD, STEP))
-    assert training.asked()[1] == ["out weight"] and training.timeline.deviations == 1
+    assert training.asked()[1] == ["out weight"] and training.recorder.deviations == 1
     training.iteration((FORWARD, BACKWARD) * 3 + (STEP,))
     assert training.asked()[1].count("out weight") >= 2
     training.iteration(twice)
@@ -384,8 +384,8 @@ def test_a_region_with_another_number_of_stages_is_another_region() -> None:
     training.region(FORWARD)
     training.region(BACKWARD)
     training.region(STEP, stages=4)
-    training.timeline.iteration_ends()
-    assert training.timeline.deviations == 1
+    training.recorder.iteration_ends()
+    assert training.recorder.deviations == 1
     training.asked()
     training.iteration()
     assert training.asked() == AS_PLANNED
@@ -419,7 +419,7 @@ def test_a_block_of_another_size_is_not_taken_for_the_planned_one() -> None:
 
 def test_without_a_plan_nothing_is_asked_for() -> None:
     training = planned()
-    training.timeline.follow(None, {})
+    training.recorder.follow(None, {})
     training.asked()
     training.iteration()
     assert training.asked() == ({}, [])

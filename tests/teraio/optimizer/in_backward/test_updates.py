@@ -41,7 +41,7 @@ def members_of(training: Training, optimizer: Optimizer, afters: Sequence[int]) 
 
 def updates(training: Training, members: Sequence[Member], stages: Sequence[UpdateStage], **more: Any) -> RegionUpdates:
     settings: dict[str, Any] = {"no_room": lambda members, error: pytest.fail(str(error)), **more}
-    return RegionUpdates(training.pager, training.timeline, "backward", members, stages, **settings)
+    return RegionUpdates(training.pager, training.recorder, "backward", members, stages, **settings)
 
 
 def gradients(training: Training, step: int) -> list[Any]:
@@ -60,12 +60,12 @@ def gradients(training: Training, step: int) -> list[Any]:
 def step_in_region(training: Training, region: RegionUpdates, slots: list[Any], stages: int) -> None:
     with training.pager.device.region():
         training.pager.enter_region()
-        training.timeline.region_begins("graph", region.stage_count)
+        training.recorder.region_begins("graph", region.stage_count)
         try:
             for number in range(stages):
                 region.after_stage(number, slots)
         finally:
-            training.timeline.region_ended()
+            training.recorder.region_ended()
             training.pager.leave_region()
 
 
@@ -83,7 +83,7 @@ def test_the_same_bits_as_a_step(make: Callable[[Any], Optimizer], budget: int |
         step_in_region(training, updates(training, members, stages), slots, 3)
         assert slots == [None] * 6 and all(p.grad is None for p in training.parameters)
         assert all(member.eligibility.updated for member in members)
-    recorded = training.timeline.iteration_ends().regions[-1].stages[1:]
+    recorded = training.recorder.iteration_ends().regions[-1].stages[1:]
     assert [s.name for s in recorded] == ["backward/update.0", "backward/update.1", "backward/update.2"]
     assert {(s.phase, s.elements) for s in recorded} == {("optimizer", 2 * 32 * 32)}
     assert all({b.kind for b in s.written} == {"parameter", "optimizer_state"} for s in recorded)
