@@ -34,7 +34,7 @@ from teraio.machine import Machine
 from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes
 from teraio.options import Options
 from teraio.planning import PlanFollower, PlanningJob, save
-from teraio.profiling import Iteration, LargestSizes, PeakWatch, Profile, Timeline, build_profile, states_that_stay
+from teraio.profiling import Iteration, IterationRecorder, LargestSizes, PeakWatch, Profile, build_profile, states_that_stay
 from teraio.stages import StageCompiler
 from teraio.status import RunPhase, Status
 
@@ -61,7 +61,7 @@ class TrainingRun:
             device=self._machine.device,
             busy_seconds=self._machine.busy_seconds,
         )
-        self._timeline = Timeline(self._pager)
+        self._timeline = IterationRecorder(self._pager)
         self._meter = WorkspaceMeter(
             self._machine.memory,
             runs=self._machine.measured_runs,

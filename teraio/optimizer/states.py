@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Block, Pager
-from teraio.profiling import Timeline
+from teraio.profiling import IterationRecorder
 
 _Place = tuple[int, str, int]
 """Number of the parameter, name of the state, number among the tensors of that name."""
@@ -30,7 +30,7 @@ _Place = tuple[int, str, int]
 class OptimizerStates:
     """Knows which block is which state; holds no tensor and no optimizer."""
 
-    def __init__(self, pager: Pager, timeline: Timeline) -> None:
+    def __init__(self, pager: Pager, timeline: IterationRecorder) -> None:
         self._pager = pager
         self._timeline = timeline
         self._blocks: weakref.WeakKeyDictionary[Optimizer, dict[_Place, Block]] = weakref.WeakKeyDictionary()

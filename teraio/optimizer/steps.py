@@ -37,7 +37,7 @@ from teraio.optimizer.states import OptimizerStates
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.optimizer.subgroups import OptimizerParts, Part, Update
 from teraio.optimizer.whole import WholeSteps
-from teraio.profiling import Timeline
+from teraio.profiling import IterationRecorder
 
 logger = logging.getLogger("teraio")
 
@@ -55,7 +55,7 @@ class OptimizerSteps(OwnHooks):
     def __init__(
         self,
         pager: Pager,
-        timeline: Timeline,
+        timeline: IterationRecorder,
         *,
         active: Callable[[], bool],
         step_done: Callable[[Optimizer], None],

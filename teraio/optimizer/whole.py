@@ -17,7 +17,7 @@ from runtime.execution import StageRun
 from runtime.paging import Pager
 from teraio.optimizer.states import OptimizerStates
 from teraio.optimizer.subgroups import OptimizerParts, Part
-from teraio.profiling import Timeline
+from teraio.profiling import IterationRecorder
 
 _NAME = "optimizer/whole"
 
@@ -34,7 +34,7 @@ class _Held:
 class WholeSteps:
     """Holds the blocks of one step at a time between the step's hooks."""
 
-    def __init__(self, pager: Pager, timeline: Timeline, states: OptimizerStates, parts: OptimizerParts) -> None:
+    def __init__(self, pager: Pager, timeline: IterationRecorder, states: OptimizerStates, parts: OptimizerParts) -> None:
         self._pager = pager
         self._timeline = timeline
         self._states = states

@@ -23,7 +23,7 @@ from teraio.planning.drift import Drift, Expectation, Observation, drift_of, rem
 from teraio.planning.job import PlanningJob
 from teraio.planning.saving import save
 from teraio.planning.structured_trace import record_plan
-from teraio.profiling import Iteration, Profile, StageSchedule, Timeline, lay_out_plan
+from teraio.profiling import Iteration, IterationRecorder, Profile, StageSchedule, lay_out_plan
 
 logger = logging.getLogger("teraio")
 
@@ -64,7 +64,7 @@ class PlanFollower:
     replay of two plans at most, but for `wait` and `stop`.
     """
 
-    def __init__(self, options: Options, machine: Machine, timeline: Timeline) -> None:
+    def __init__(self, options: Options, machine: Machine, timeline: IterationRecorder) -> None:
         self._options = options
         self._machine = machine
         self._timeline = timeline

@@ -3,7 +3,7 @@
 from teraio.profiling.iteration import Iteration
 from teraio.profiling.peaks import LargestSizes, PeakWatch
 from teraio.profiling.profiler import Profile, build_profile, states_that_stay
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "PeakWatch",
     "Profile",
     "StageSchedule",
-    "Timeline",
+    "IterationRecorder",
     "build_profile",
     "lay_out_plan",
     "states_that_stay",

@@ -19,7 +19,7 @@ from teraio.profiling.iteration import Iteration, Region, StageRecord
 from teraio.profiling.schedule_by_stage import StageSchedule
 
 
-class Timeline:
+class IterationRecorder:
     """An `Observer` that records iterations and, where there is a plan, tells the pager what to offload and to prefetch.
 
     deviations: how many regions were not where the plan expects them. All calls are for the training thread.

@@ -20,7 +20,7 @@ from runtime.paging.mover import Done
 from runtime.paging.pager import Pager
 from teraio.profiling.iteration import Iteration
 from teraio.profiling.profiler import Profile, build_profile
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 
 from ..runtime.memory_mover import UNIT, MemoryMover, Stepping
 
@@ -88,7 +88,7 @@ class VirtualTraining:
         monkeypatch.setattr(device_module, "time", clock)
         self.pager = Pager(mover=self.mover, budget_bytes=budget_blocks * BLOCK_BYTES)
         self.pager._changed = Stepping(self.mover.end_next)
-        self.timeline = Timeline(self.pager)
+        self.timeline = IterationRecorder(self.pager)
         self.stage_seconds = [1.0] * STAGES
         self.weights: list[Block] = []
         self._tensors: list[torch.Tensor] = []

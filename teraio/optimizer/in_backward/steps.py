@@ -27,7 +27,7 @@ from teraio.optimizer.in_backward.watch import Watch
 from teraio.optimizer.masters import lacks_master
 from teraio.optimizer.states import OptimizerStates
 from teraio.optimizer.subgroups import OptimizerParts
-from teraio.profiling import Timeline
+from teraio.profiling import IterationRecorder
 
 _REMEDY = "leave out the option overlap_step, and restart from the last checkpoint"
 
@@ -42,7 +42,7 @@ class _Chosen(NamedTuple):
 class OverlappedSteps:
     """Decides for every run of a graph what is updated in it, and what is left for the steps."""
 
-    def __init__(self, pager: Pager, timeline: Timeline, states: OptimizerStates, parts: OptimizerParts) -> None:
+    def __init__(self, pager: Pager, timeline: IterationRecorder, states: OptimizerStates, parts: OptimizerParts) -> None:
         self._pager = pager
         self._timeline = timeline
         self._states = states

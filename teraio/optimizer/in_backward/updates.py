@@ -16,7 +16,7 @@ from teraio.optimizer.capabilities import bytes_of, keeps_masters, states_per_pa
 from teraio.optimizer.in_backward.records import Final, UpdateEligibility
 from teraio.optimizer.masters import casting_bytes, master_bytes, update_replicas
 from teraio.optimizer.replica import Replica, by_group
-from teraio.profiling import Timeline
+from teraio.profiling import IterationRecorder
 
 _WORTH_A_STAGE_BYTES = 4 << 20
 """Of parameters, gradients and states: smaller updates wait for those of the stages after, up to this size."""
@@ -86,7 +86,7 @@ class RegionUpdates:
     def __init__(
         self,
         pager: Pager,
-        timeline: Timeline,
+        timeline: IterationRecorder,
         name: str,
         members: Sequence[Member],
         stages: Sequence[UpdateStage],

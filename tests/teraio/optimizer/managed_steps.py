@@ -16,7 +16,7 @@ from runtime.paging.pager import Pager
 from teraio.optimizer.steps import OptimizerSteps
 from teraio.profiling.iteration import Iteration
 from teraio.profiling.profiler import Profile, build_profile
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 
 from ...runtime.memory_mover import MemoryMover, Stepping
 
@@ -51,7 +51,7 @@ class Training:
             device=device or (AsynchronousDevice() if gpu else CpuDevice()),
         )
         self.pager._changed = Stepping(self.finish_one)
-        self.timeline = Timeline(self.pager)
+        self.timeline = IterationRecorder(self.pager)
         self.active = True
         self.iterations: list[Iteration] = []
         self.steps = OptimizerSteps(

@@ -25,7 +25,7 @@ from runtime.storage.store import Store
 from runtime.transfer.engine import Engine
 from teraio.optimizer.steps import OptimizerSteps
 from teraio.profiling.iteration import Iteration
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 
 from .every_optimizer import OPTIMIZERS, Make
 
@@ -125,7 +125,7 @@ class Rig:
         self.mover = CpuMover(self.memory, Tiers(tiers), debug=Debug() if debug else None)
         self._last.callback(self.mover.close)
         self.pager = Pager(mover=self.mover, budget_bytes=budget_bytes, device=CpuDevice())
-        self.timeline = Timeline(self.pager)
+        self.timeline = IterationRecorder(self.pager)
         self.iterations: list[Iteration] = []
         self.steps = OptimizerSteps(
             self.pager,

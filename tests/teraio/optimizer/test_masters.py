@@ -17,7 +17,7 @@ from teraio.optimizer import master_hooks as optimizer_master_hooks
 from teraio.optimizer.masters import run_step
 from teraio.optimizer.states import OptimizerStates
 from teraio.optimizer.subgroups import OptimizerParts
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 
 from .managed_steps import Start, Training
 from .master_runs import HALF, KINDS, WIDE, Make, Textbook, differences, half_parameters, keeping, set_gradients
@@ -123,7 +123,7 @@ def test_the_floor_counts_fp32(started: Start) -> None:
 def test_sizes_of_updates_count_masters_and_fp32_states() -> None:
     """So that parts of a size hold fewer of such parameters, with and without a gradient."""
     pager = Pager(mover=None, budget_bytes=None)
-    parts = OptimizerParts(pager, OptimizerStates(pager, Timeline(pager)))
+    parts = OptimizerParts(pager, OptimizerStates(pager, IterationRecorder(pager)))
     parameters = half_parameters(torch.bfloat16, 1)
     set_gradients(parameters, 0)
     optimizer = keeping(torch.optim.AdamW(parameters))
@@ -269,7 +269,7 @@ def test_an_update_allocates_no_more_than_was_reserved(memory: CpuMemory, name: 
     parameters = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes[:count]]
     optimizer = keeping(KINDS[name](parameters))
     pager = Pager(mover=None, budget_bytes=None)
-    parts = OptimizerParts(pager, OptimizerStates(pager, Timeline(pager)))
+    parts = OptimizerParts(pager, OptimizerStates(pager, IterationRecorder(pager)))
     for _ in range(1 + stale):
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, dtype=torch.bfloat16)

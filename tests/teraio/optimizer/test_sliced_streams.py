@@ -20,7 +20,7 @@ from runtime.paging.tiers import Tier, Tiers
 from runtime.storage.posix import PosixStore
 from runtime.transfer.engine import Engine
 from teraio.optimizer.steps import OptimizerSteps
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 
 from ...runtime.simulated_device import SimulatedDevice
 from ...runtime.slab import Slab
@@ -64,7 +64,7 @@ class Gpu:
         self.mover = StreamMover(self.device, Tiers(tiers), slab.address_of, debug=Debug() if debug else None)
         last.callback(self.mover.close)
         self.pager = Pager(mover=self.mover, budget_bytes=BUDGET, device=self.device)
-        timeline = Timeline(self.pager)
+        timeline = IterationRecorder(self.pager)
         self.steps = OptimizerSteps(
             self.pager, timeline, active=lambda: True, step_done=lambda _: timeline.iteration_ends() and None
         )

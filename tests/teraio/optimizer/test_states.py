@@ -15,7 +15,7 @@ from runtime.paging.block import State
 from runtime.paging.pager import Pager
 from teraio.optimizer.states import state_bytes
 from teraio.optimizer.steps import OptimizerSteps
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 from teraio.profiling.schedule_by_stage import lay_out_plan
 
 from .managed_steps import SIZE, Start, Training, everything, make_parameters, plain, same, set_gradients
@@ -238,7 +238,7 @@ def test_without_anywhere_to_go(started: Start) -> None:
     pager = Pager(mover=None, budget_bytes=None)
     for parameter in parameters:
         pager.block_of(parameter, name="p", kind="parameter", user_visible=True)
-    steps = OptimizerSteps(pager, Timeline(pager), active=lambda: True, step_done=lambda _: None)
+    steps = OptimizerSteps(pager, IterationRecorder(pager), active=lambda: True, step_done=lambda _: None)
     optimizer = torch.optim.AdamW(parameters)
     for step in range(3):
         set_gradients(parameters, step)

@@ -17,7 +17,7 @@ from runtime.paging.pager import Pager
 from teraio.optimizer.states import state_bytes
 from teraio.optimizer.steps import OptimizerSteps
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 
 from .every_optimizer import OPTIMIZERS, two_groups
 
@@ -30,7 +30,7 @@ class Steps:
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         self.pager = Pager(mover=None, budget_bytes=budget_bytes)
-        self.timeline = Timeline(self.pager)
+        self.timeline = IterationRecorder(self.pager)
         self.finished: list[Optimizer] = []
         self.active = True
         self.steps = OptimizerSteps(

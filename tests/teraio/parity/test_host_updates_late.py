@@ -16,7 +16,7 @@ from runtime.paging.pager import Pager
 from teraio.optimizer import host as optimizer_host
 from teraio.optimizer import steps as optimizer
 from teraio.profiling.iteration import Iteration
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 
 from .optimizers import Case, Run, one, train, unmanaged
 from .test_host_updates import HOST_BYTES, check_close, counted, on_host, plan_for, updates
@@ -109,14 +109,14 @@ def test_a_step_that_fails_leaves_no_update_behind(tmp_path: Path, monkeypatch: 
 
 
 def test_waiting_for_an_update_is_no_work_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, ends = optimizer_host._Update.run, Timeline.iteration_ends
+    run, ends = optimizer_host._Update.run, IterationRecorder.iteration_ends
     waited = []
 
     def slow(self: optimizer_host._Update, *args: Any) -> float | None:
         time.sleep(0.02)
         return run(self, *args)
 
-    def ending(self: Timeline) -> Iteration:
+    def ending(self: IterationRecorder) -> Iteration:
         iteration = ends(self)
         count = sum(stage.on_host for stage in iteration.stages)
         if count:
@@ -124,7 +124,7 @@ def test_waiting_for_an_update_is_no_work_of_the_device(tmp_path: Path, monkeypa
         return iteration
 
     monkeypatch.setattr(optimizer_host._Update, "run", slow)
-    monkeypatch.setattr(Timeline, "iteration_ends", ending)
+    monkeypatch.setattr(IterationRecorder, "iteration_ends", ending)
     on_host(Case(make=one(torch.optim.AdamW), steps=10), tmp_path)
     assert waited and all(seconds > 0.01 * count for seconds, count in waited)
 
@@ -132,7 +132,7 @@ def test_waiting_for_an_update_is_no_work_of_the_device(tmp_path: Path, monkeypa
 def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if that turns out late; and not only once."""
     case = Case(make=one(torch.optim.AdamW), steps=12)
-    ends, run_step = Timeline.iteration_ends, optimizer.run_step
+    ends, run_step = IterationRecorder.iteration_ends, optimizer.run_step
     refused, seconds = [], []
 
     def refuse(self: Any, blocks: Any) -> None:
@@ -143,14 +143,14 @@ def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monke
         if any(group["params"] for group in optimizer.param_groups):
             time.sleep(0.005)
 
-    def ending(self: Timeline) -> Iteration:
+    def ending(self: IterationRecorder) -> Iteration:
         iteration = ends(self)
         seconds.append([stage.seconds for stage in iteration.stages if stage.elements])
         return iteration
 
     monkeypatch.setattr("runtime.paging.pager.Pager.lend_memory", refuse)
     monkeypatch.setattr(optimizer, "run_step", slow)
-    monkeypatch.setattr(Timeline, "iteration_ends", ending)
+    monkeypatch.setattr(IterationRecorder, "iteration_ends", ending)
     expected, found = on_host(case, tmp_path)
     assert refused and not updates
     assert min(seconds[-1]) > 0.005, "what the device did in the end is measured as ever"

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import planner
 import teraio
 from runtime.execution import StageRun
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 
 from .harness import compiled_input_needs_grad
 from .optimizers import HIDDEN, KINDS, MIB, WIDTH, Case, Result, Run, budgeted, check, one, plain, train, unmanaged
@@ -191,13 +191,13 @@ def test_compiled_by_inductor(tmp_path: Path) -> None:
 def gradient_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of all gradients that exist, after each stage."""
     found: list[int] = []
-    stage_ended = Timeline.stage_ended
+    stage_ended = IterationRecorder.stage_ended
 
-    def noting(self: Timeline, run: StageRun) -> None:
+    def noting(self: IterationRecorder, run: StageRun) -> None:
         stage_ended(self, run)
         found.append(sum(block.size_bytes for block in self._pager.blocks if block.kind == "gradient"))
 
-    monkeypatch.setattr(Timeline, "stage_ended", noting)
+    monkeypatch.setattr(IterationRecorder, "stage_ended", noting)
     return found
 
 

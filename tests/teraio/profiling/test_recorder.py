@@ -14,7 +14,7 @@ from runtime.execution import StageRun
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
 from teraio.profiling.iteration import Iteration
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
 
 from ..virtual import STAGES, VirtualTraining, plan_for
@@ -43,7 +43,7 @@ class Training:
 
     def __init__(self) -> None:
         self.pager = NotingPager()
-        self.timeline = Timeline(self.pager)
+        self.timeline = IterationRecorder(self.pager)
         self.weight, self._tensor = self.block("weight")
         self.kept: list[torch.Tensor] = []
         self.made: list[Block] = []

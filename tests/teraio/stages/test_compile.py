@@ -15,7 +15,7 @@ from runtime.execution.executor import run_managed, run_plain
 from runtime.execution.program import Program, StageFunction
 from runtime.execution.workspace import WorkspaceMeter
 from runtime.paging.pager import Pager
-from teraio.profiling.recorder import Timeline
+from teraio.profiling.recorder import IterationRecorder
 from teraio.stages.compile import StageCompiler, eager_codegen
 from teraio.stages.cut import CutPolicy
 
@@ -60,7 +60,7 @@ def test_the_same_bits_under_management(graphs: list[Captured]) -> None:
     for captured, program in zip(graphs, programs(graphs), strict=True):
         pager = Pager(mover=None, budget_bytes=None)
         arguments = clones(captured.arguments[0])
-        found = run_managed(program, arguments, pager, Timeline(pager), WorkspaceMeter(None))
+        found = run_managed(program, arguments, pager, IterationRecorder(pager), WorkspaceMeter(None))
         assert same(found, captured.results[0])
 
 
