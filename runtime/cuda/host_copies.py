@@ -10,6 +10,7 @@ import torch
 
 from runtime.device import Event, Lane, Mark, Streams
 from runtime.storage import Extent, Slot
+from runtime.system import annotate
 
 _LINKS = {Lane.OUTWARD: "device->host", Lane.INWARD: "host->device"}
 
@@ -43,12 +44,13 @@ class HostCopies:
         """Queue a copy of a slot's first `size_bytes` to or from the device memory at `address`. Return the event of its end."""
         before = self._streams.mark_lane(lane)
         begin = 0
-        for extent in slot.extents:
-            size = min(extent.length_bytes, size_bytes - begin)  # slots are rounded up, blocks are not
-            on_device, on_host = address + begin, self._host_address(extent)
-            target, source = (on_host, on_device) if lane is Lane.OUTWARD else (on_device, on_host)
-            self._streams.copy(lane, target=target, source=source, size_bytes=size)
-            begin += size
+        with annotate("copy", lambda: f"{slot.name} {_LINKS[lane]}"):
+            for extent in slot.extents:
+                size = min(extent.length_bytes, size_bytes - begin)  # slots are rounded up, blocks are not
+                on_device, on_host = address + begin, self._host_address(extent)
+                target, source = (on_host, on_device) if lane is Lane.OUTWARD else (on_device, on_host)
+                self._streams.copy(lane, target=target, source=source, size_bytes=size)
+                begin += size
         after, event = self._streams.mark_lane(lane), self._streams.record(lane)
         self._copies.append(_Copy(_LINKS[lane], size_bytes, before, after, event))
         return event

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from planner.errors import StorageError
+from runtime.paging.block import Block, State
 from runtime.paging.mover import Mover
+from runtime.system import Name, annotate, first_of
 
 CHECK_SECONDS = 1.0
 """Seconds between drive health checks while waiting for a copy."""
@@ -43,15 +45,16 @@ class CopySignal:
         self._busy_seconds = busy_seconds
         self._failure: StorageError | None = None
 
-    def wait(self) -> None:
+    def wait(self, what: Name) -> None:
         """Wait until a copy has ended. For the training thread: the time counts.
 
-        Raises StorageIOError where a copy has made no progress for too long.
+        what: names the wait for profilers, see [Note: Annotations]. Raises StorageIOError where a copy has made no progress for too long.
         """
         began, before = self.now_seconds(), self._busy_seconds()
         try:
-            while not self.condition.wait(CHECK_SECONDS):
-                self._check()
+            with annotate("wait", what):
+                while not self.condition.wait(CHECK_SECONDS):
+                    self._check()
         finally:
             self.waited_seconds += self.now_seconds() - began
             for link, seconds in self._busy_seconds().items():
@@ -79,3 +82,9 @@ class CopySignal:
     def _check(self) -> None:
         if self._mover is not None:
             self._mover.check()
+
+
+def awaited(blocks: Sequence[Block]) -> str:
+    """Name the blocks that are not on the device, and the tier of the first one, for profilers."""
+    away = [block for block in blocks if block.state is not State.ON_DEVICE]
+    return f"{first_of([block.name for block in away])} from {away[0].tier}" if away else "for a copy"

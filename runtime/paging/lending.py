@@ -16,6 +16,7 @@ from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
 from runtime.paging.prefetch_queue import PrefetchQueue
 from runtime.paging.transitions import BlockTransitions
+from runtime.system import first_of
 
 POLL_SECONDS = 0.001
 """Seconds between two looks at a copy that the device makes by itself: nothing notifies of its end."""
@@ -38,7 +39,7 @@ class Lending:
                 self._send_away(block)
             if all(block.state is State.OFFLOADED for block in blocks):
                 break
-            self._signal.wait()
+            self._signal.wait(lambda: f"{first_of([block.name for block in blocks])} to leave the device")
         self._transitions.begin_update(blocks)
 
     def waits_in_host_tier(self, blocks: Sequence[Block]) -> bool:

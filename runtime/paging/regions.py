@@ -11,7 +11,7 @@ from runtime.device import Device
 from runtime.paging.account import MemoryAccount
 from runtime.paging.block import State
 from runtime.paging.block_table import BlockTable
-from runtime.paging.copy_signal import CopySignal
+from runtime.paging.copy_signal import CopySignal, awaited
 from runtime.paging.mover import Mover
 from runtime.paging.prefetch_queue import PrefetchQueue
 from runtime.paging.room import RoomMaker
@@ -60,7 +60,7 @@ class Regions:
                 self._transitions.take_memory(block)
             if all(block.state in (State.ON_DEVICE, State.OFFLOADED) for block in visible):
                 break
-            self._signal.wait()
+            self._signal.wait("for blocks that user code can reach")
         resident = [block for block in visible if block.state is State.ON_DEVICE]
         for block in resident:
             self._transitions.write(block)
@@ -85,7 +85,7 @@ class Regions:
                 if self._mover is not None:
                     self._mover.wait_resident(list(self._table))
                 return
-            self._signal.wait()
+            self._signal.wait(lambda: awaited(list(self._table)))
 
     def _invalidate_mappings(self) -> None:
         """User code may have written to what stands in for the blocks that are away."""

@@ -55,7 +55,7 @@ class RoomMaker:
             if short > 0:
                 if not account.offloading_bytes and not account.prefetching_blocks:
                     raise self._too_small(what, short)
-                self._signal.wait()
+                self._signal.wait(lambda: f"for room for {what}")
         self.trim()
 
     def evict(self, wanted_bytes: int, keep: Collection[Block] = ()) -> None:

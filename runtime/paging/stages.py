@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from runtime.paging.account import MemoryAccount
 from runtime.paging.block import Block, State
-from runtime.paging.copy_signal import CopySignal
+from runtime.paging.copy_signal import CopySignal, awaited
 from runtime.paging.mover import Mover
 from runtime.paging.prefetch_queue import PrefetchQueue
 from runtime.paging.room import RoomMaker
@@ -37,7 +37,7 @@ class Stages:
         self._transitions.pin(blocks)
         try:
             while any(block.state is State.UPDATING for block in blocks):
-                self._signal.wait()
+                self._signal.wait(lambda: awaited([block for block in blocks if block.state is State.UPDATING]))
             self._room.make_room(blocks, new_bytes, what)
             coming = [block for block in blocks if block.state is State.PREFETCHING and not block.held_back]
             self._begin_missing(blocks, new_bytes)
@@ -45,7 +45,7 @@ class Stages:
             began = self._signal.now_seconds()
             while any(block.state in (State.PREFETCHING, State.OFFLOADED) for block in blocks):
                 self._signal.raise_failure()
-                self._signal.wait()
+                self._signal.wait(lambda: awaited(blocks))
                 self._prefetches.note_late(coming, self._signal.now_seconds() - began)
             if self._mover is not None:
                 self._mover.wait_resident(blocks)

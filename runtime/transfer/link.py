@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 
 from planner.errors import StorageError, StorageIOError
 from runtime.storage import Chunk, Slot, align_up, cut_slot
+from runtime.system import annotate
 from runtime.transfer.drive_queues import DriveQueue, DriveQueues
 from runtime.transfer.meter import LinkMeter
 from runtime.transfer.transfer import OnDone, Ready, Transfer
@@ -237,7 +238,8 @@ class Link:
                 waits_for_memory = False
                 with self._lock:
                     self._meter.start(transfer, chunk)
-            self._move(transfer.slot, chunk, transfer.address)
+            with annotate("copy", lambda: f"{transfer.slot.name} {self.name}"):
+                self._move(transfer.slot, chunk, transfer.address)
         except StorageError as failure:
             return failure
         except Exception as failure:  # any error must reach the thread that waits for the transfer

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from planner.errors import StorageError
 from runtime.paging import Block, Pager
 from runtime.storage import ALIGNMENT_BYTES, RangeCopy, align_up, in_turns
+from runtime.system import annotate
 from teraio.optimizer.managed import ManagedOptimizer
 from teraio.optimizer.parameters import OwnedParameter
 from teraio.optimizer.replica import Replica, copied
@@ -141,7 +142,8 @@ class SlicedUpdate:
             for name, value in self._optimizer.state.get(self._parameter, {}).items()
         }
         replica = Replica(parameter=piece, state=before)
-        update_alone(self._optimizer, self._group, replica)
+        with annotate("update", lambda: f"slice of {self._plan.slice_elements} elements from {begin}"):
+            update_alone(self._optimizer, self._group, replica)
         for name, buffer in buffers.items():
             if replica.state[name] is not buffer:
                 replica.state[name] = buffer.copy_(replica.state[name])
@@ -228,8 +230,9 @@ class _Ring:
 
 def _wait(copies: dict[int, list[RangeCopy]], number: int) -> None:
     """Wait for the copies of slice `number`, if there are any, and forget them."""
-    for copy in copies.get(number, ()):
-        copy.wait()
+    with annotate("wait", "for copies of a slice"):
+        for copy in copies.get(number, ()):
+            copy.wait()
     copies.pop(number, None)
 
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from runtime.device import MIN_MOVED_BYTES, Mark
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager, State
+from runtime.system import annotate
 from teraio.optimizer.gradients import GradientVersions
 from teraio.optimizer.host import HostUpdate, HostUpdates
 from teraio.optimizer.host_rates import HostRates
@@ -189,10 +190,11 @@ class _SubgroupStep:
             begin = self._pager.device.mark()
             self._groups.narrow(subgroup.chosen)
             gradients = GradientVersions(optimizer)
-            if slices is not None:
-                slices.run()
-            else:
-                run_step(optimizer)
+            with annotate("update", name):
+                if slices is not None:
+                    slices.run()
+                else:
+                    run_step(optimizer)
             end = self._pager.device.mark()
         finally:
             self._groups.restore()

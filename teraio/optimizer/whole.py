@@ -6,12 +6,14 @@ slower. On a GPU it is refused, since blocks on a drive have no such mapping.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from planner.errors import BudgetError
 from runtime.device import Mark
 from runtime.execution import StageRun
 from runtime.paging import Pager
+from runtime.system import annotate
 from teraio.optimizer.managed import ManagedOptimizer
 from teraio.optimizer.parameters import owned_parameters
 from teraio.optimizer.subgroups import ParameterSubgroup
@@ -27,6 +29,7 @@ class _RunningStep:
     managed: ManagedOptimizer
     subgroup: ParameterSubgroup
     begin: Mark
+    annotation: AbstractContextManager[object]
 
 
 class WholeSteps:
@@ -55,7 +58,9 @@ class WholeSteps:
                 self._pager.acquire(subgroup.read, subgroup.workspace_bytes, _NAME, then_fetch=fetch)
             finally:
                 self._pager.leave_region()
-        self._running = _RunningStep(managed=managed, subgroup=subgroup, begin=self._pager.device.mark())
+        annotation, begin = annotate("update", _NAME), self._pager.device.mark()
+        self._running = _RunningStep(managed=managed, subgroup=subgroup, begin=begin, annotation=annotation)
+        annotation.__enter__()
 
     def _fits(self, needed: int, what: str) -> bool:
         budget = self._pager.budget_bytes
@@ -72,6 +77,7 @@ class WholeSteps:
             return
         self._running = None
         subgroup, end = running.subgroup, self._pager.device.mark()
+        running.annotation.__exit__(None, None, None)
         with self._pager.device.region():
             try:
                 parameters = owned_parameters(managed.optimizer)
@@ -98,5 +104,6 @@ class WholeSteps:
         """Let go of the blocks: the step has failed, or runs compiled regions of its own. Never waits."""
         running, self._running = self._running, None
         if running is not None:
+            running.annotation.__exit__(None, None, None)
             self._pager.retire(running.subgroup.read, running.subgroup.read)
             self._recorder.region_ended()
