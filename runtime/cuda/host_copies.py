@@ -10,6 +10,7 @@ import torch
 
 from runtime.device import Event, Lane, Mark, Streams
 from runtime.storage import Extent, Slot
+from runtime.system import annotate
 
 _LINKS = {Lane.OUTWARD: "device->host", Lane.INWARD: "host->device"}
 
@@ -42,12 +43,13 @@ class HostCopies:
         """Queue a copy of a slot's first `size_bytes` to or from the device memory at `address`. Gives its end."""
         before = self._streams.mark_lane(lane)
         begin = 0
-        for extent in slot.extents:
-            size = min(extent.length_bytes, size_bytes - begin)  # slots are rounded up, blocks are not
-            here, there = address + begin, self._host_address(extent)
-            target, source = (there, here) if lane is Lane.OUTWARD else (here, there)
-            self._streams.copy(lane, target=target, source=source, size_bytes=size)
-            begin += size
+        with annotate("copy", lambda: f"{slot.name} {_LINKS[lane]}"):
+            for extent in slot.extents:
+                size = min(extent.length_bytes, size_bytes - begin)  # slots are rounded up, blocks are not
+                here, there = address + begin, self._host_address(extent)
+                target, source = (there, here) if lane is Lane.OUTWARD else (here, there)
+                self._streams.copy(lane, target=target, source=source, size_bytes=size)
+                begin += size
         after, event = self._streams.mark_lane(lane), self._streams.record(lane)
         self._copies.append(_Copy(_LINKS[lane], size_bytes, before, after, event))
         return event

@@ -10,6 +10,7 @@ from runtime.execution.observer import InterleavedStages, Observer, StageRun
 from runtime.execution.program import Constant, Program, Stage
 from runtime.execution.workspace import WorkspaceMeter
 from runtime.paging import Block, Pager
+from runtime.system import annotate
 
 
 def run_plain(program: Program, arguments: list[Any]) -> list[Any]:
@@ -82,7 +83,8 @@ def _run_stage(stage: Stage, slots: list[Any]) -> None:
     values = [slots[i] for i in stage.inputs]
     for i in stage.frees:
         slots[i] = None
-    made = stage.run(values)
+    with annotate("stage", stage.name):
+        made = stage.run(values)
     for i, value in zip(stage.outputs, made, strict=True):
         slots[i] = value
 

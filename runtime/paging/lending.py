@@ -11,6 +11,7 @@ from planner.schema import WaitingTier
 from runtime.paging.block import Block, State
 from runtime.paging.residency import Residency
 from runtime.storage import RangeCopy
+from runtime.system import first_of
 
 _POLL_SECONDS = 0.001
 """Nobody tells when a copy that the device makes by itself has ended."""
@@ -38,7 +39,7 @@ class Lending(Residency):
                     self._send_away(block)
                 if all(block.state is State.OFFLOADED for block in blocks):
                     break
-                self._wait()
+                self._wait(lambda: f"{first_of([block.name for block in blocks])} to leave the device")
             self._begin_lending(blocks)
 
     def waits_in_host_tier(self, blocks: Sequence[Block]) -> bool:

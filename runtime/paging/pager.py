@@ -21,7 +21,7 @@ from planner.errors import StorageFullError
 from planner.schema import WaitingTier
 from runtime.paging.block import Block, State
 from runtime.paging.lending import Lending
-from runtime.paging.residency import touch
+from runtime.paging.residency import awaited, touch
 
 
 class Pager(Lending):
@@ -95,7 +95,7 @@ class Pager(Lending):
                 self._keep(block)
             try:
                 while any(block.state is State.UPDATING for block in blocks):
-                    self._wait()
+                    self._wait(lambda: awaited([block for block in blocks if block.state is State.UPDATING]))
                 self._make_room(blocks, new_bytes, what)
                 coming = [block for block in blocks if block.state is State.PREFETCHING and not block.held_back]
                 missing = [block for block in blocks if block.state is State.OFFLOADED]
@@ -112,7 +112,7 @@ class Pager(Lending):
                 began = time.perf_counter()
                 while any(block.state is State.PREFETCHING or block.state is State.OFFLOADED for block in blocks):
                     self._raise_failure()
-                    self._wait()
+                    self._wait(lambda: awaited(blocks))
                     self._note_late(coming, time.perf_counter() - began)
                 if self._mover is not None:
                     self._mover.wait_resident(blocks)
@@ -197,7 +197,7 @@ class Pager(Lending):
                     self._reclaim(block)
                 if all(b.state is State.ON_DEVICE or b.state is State.OFFLOADED for b in visible):
                     break
-                self._wait()
+                self._wait("for blocks that user code can reach")
             resident = [block for block in visible if block.state is State.ON_DEVICE]
             for block in resident:
                 touch(block)
@@ -224,7 +224,7 @@ class Pager(Lending):
                     if self._mover is not None:
                         self._mover.wait_resident(list(self._blocks.values()))
                     return
-                self._wait()
+                self._wait(lambda: awaited(list(self._blocks.values())))
 
     def _settle(self) -> None:
         for block in self._blocks.values():

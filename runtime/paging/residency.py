@@ -24,6 +24,7 @@ from planner.schema import WaitingTier
 from runtime.device import CpuDevice, Device
 from runtime.paging.block import Block, State
 from runtime.paging.mover import Done, Mover
+from runtime.system import Name, annotate, first_of
 
 _NEVER = 1 << 62
 _LOOK_SECONDS = 1.0
@@ -105,20 +106,21 @@ class Residency:
             if short > 0:
                 if not self._leaving and not self._arriving:
                     raise self._too_small(what, short)
-                self._wait()
+                self._wait(lambda: f"for room for {what}")
         self._trim()
 
     def _short(self, blocks: Sequence[Block], new_bytes: int) -> int:
         """Bytes that are missing for `blocks`, wherever they are now, and `new_bytes`; negative if there are more."""
         return self._used + self.unmoved_bytes + _away_bytes(blocks) + new_bytes - (self.budget_bytes or 0)
 
-    def _wait(self) -> None:
-        """Until a copy has ended. Raises StorageIOError where one has made no progress for too long."""
+    def _wait(self, what: Name = "for a copy") -> None:
+        """Until a copy has ended. Raises StorageIOError where one has made no progress for too long. what: for profilers."""
         began, before = time.perf_counter(), self._busy_seconds()
         try:
-            while not self._changed.wait(_LOOK_SECONDS):
-                if self._mover is not None:
-                    self._mover.check()
+            with annotate("wait", what):
+                while not self._changed.wait(_LOOK_SECONDS):
+                    if self._mover is not None:
+                        self._mover.check()
         finally:
             self.waited_seconds += time.perf_counter() - began
             for link, seconds in self._busy_seconds().items():
@@ -383,6 +385,12 @@ class Residency:
         if block.size_bytes != storage.nbytes():
             return False
         return block.address == storage.data_ptr() if self._mover is None else self._mover.is_same(block, storage)
+
+
+def awaited(blocks: Sequence[Block]) -> str:
+    """The blocks that are not on the device, and the tier of the first, for profilers."""
+    away = [block for block in blocks if block.state is not State.ON_DEVICE]
+    return f"{first_of([block.name for block in away])} from {away[0].tier}" if away else "for a copy"
 
 
 def _away_bytes(blocks: Sequence[Block]) -> int:

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 
 from planner.errors import StorageError, StorageIOError
 from runtime.storage import Chunk, Slot, align_up, cut
+from runtime.system import annotate
 from runtime.transfer.meter import Meter
 from runtime.transfer.transfer import LOOK_SECONDS, OnDone, Ready, Transfer
 
@@ -226,7 +227,8 @@ class Link:
                 waits_for_memory = False
                 with self._lock:
                     self._meter.start(transfer, piece)
-            self._move(transfer.slot, piece, transfer.address)
+            with annotate("copy", lambda: f"{transfer.slot.name} {self.name}"):
+                self._move(transfer.slot, piece, transfer.address)
         except StorageError as failure:
             return failure
         except Exception as failure:  # whatever it is, whoever waits for the transfer must hear of it

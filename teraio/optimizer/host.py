@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from runtime.device import MIN_MOVED_BYTES, Mark
 from runtime.paging import Block, Pager
+from runtime.system import annotate, first_of
 from teraio.optimizer.capabilities import bytes_of, fused_on_host, keeps_masters, reason_against_host, states_per_parameter
 from teraio.optimizer.masters import lacks_master, update_replicas
 from teraio.optimizer.replica import Replica, by_group
@@ -120,7 +121,8 @@ class HostUpdates:
         """`update.seconds()`, for the training thread: counts as waiting."""
         began = time.perf_counter()
         try:
-            return update.seconds()
+            with annotate("wait", "for an update on the host"):
+                return update.seconds()
         finally:
             self._pager.waited_seconds += time.perf_counter() - began
 
@@ -170,7 +172,8 @@ class _Update:
             return None
         began = time.perf_counter()
         try:
-            self._update(dict(zip(self._blocks, addresses, strict=True)))
+            with annotate("update", lambda: f"{first_of([block.name for block in self._blocks])} on the host"):
+                self._update(dict(zip(self._blocks, addresses, strict=True)))
         finally:
             pager.give_back(self._blocks)
         return time.perf_counter() - began

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from planner.errors import StorageError
 from runtime.paging import Block, Pager
 from runtime.storage import ALIGNMENT_BYTES, RangeCopy, align_up, in_turns
+from runtime.system import annotate
 from teraio.optimizer.replica import Replica, copied
 from teraio.optimizer.slicing import BUFFERS, READ_AHEAD, Slicing, update_alone
 from teraio.optimizer.states import OptimizerStates
@@ -153,7 +154,8 @@ class SlicedUpdate:
             for name, value in self._optimizer.state.get(self._parameter, {}).items()
         }
         replica = Replica(parameter=part, state=before)
-        update_alone(self._optimizer, self._plan.group, replica)
+        with annotate("update", lambda: f"slice of {self._plan.slice_elements} elements from {begin}"):
+            update_alone(self._optimizer, self._plan.group, replica)
         for name, buffer in buffers.items():
             if replica.state[name] is not buffer:
                 replica.state[name] = buffer.copy_(replica.state[name])
@@ -240,8 +242,9 @@ class _Ring:
 
 def _wait(copies: dict[int, list[RangeCopy]], number: int) -> None:
     """For those of slice `number`, if there are any. They are forgotten once all of them have ended."""
-    for copy in copies.get(number, ()):
-        copy.wait()
+    with annotate("wait", "for copies of a slice"):
+        for copy in copies.get(number, ()):
+            copy.wait()
     copies.pop(number, None)
 
 

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from runtime.device import Mark
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager, State
+from runtime.system import annotate
 from teraio.optimizer.capabilities import OwnHooks, has_closure, keeps_masters, reason_to_stay_whole
 from teraio.optimizer.gradients import GradientVersions
 from teraio.optimizer.host import HostUpdate, HostUpdates
@@ -282,10 +283,11 @@ class OptimizerSteps(OwnHooks):
             for group, parameters, chosen in zip(optimizer.param_groups, groups, part.chosen, strict=True):
                 group["params"] = [parameters[index] for index in chosen]
             gradients = GradientVersions(optimizer)
-            if sliced is not None:
-                sliced.run()
-            else:
-                run_step(optimizer)
+            with annotate("update", name):
+                if sliced is not None:
+                    sliced.run()
+                else:
+                    run_step(optimizer)
             end = self._pager.device.mark()
         finally:
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):

@@ -7,6 +7,7 @@ refused, since what waits on a drive has none.
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from planner.errors import BudgetError
 from runtime.device import Mark
 from runtime.execution import StageRun
 from runtime.paging import Pager
+from runtime.system import annotate
 from teraio.optimizer.states import OptimizerStates
 from teraio.optimizer.subgroups import OptimizerParts, Part
 from teraio.profiling import IterationRecorder
@@ -29,6 +31,7 @@ class _Held:
     optimizer: weakref.ref[Optimizer]
     part: Part
     begin: Mark
+    annotation: AbstractContextManager[object]
 
 
 class WholeSteps:
@@ -57,7 +60,9 @@ class WholeSteps:
                 self._pager.acquire(part.read, part.workspace_bytes, _NAME, then_fetch=fetch)
             finally:
                 self._pager.leave_region()
-        self._held = _Held(optimizer=weakref.ref(optimizer), part=part, begin=self._pager.device.mark())
+        annotation = annotate("update", _NAME)
+        self._held = _Held(optimizer=weakref.ref(optimizer), part=part, begin=self._pager.device.mark(), annotation=annotation)
+        annotation.__enter__()
 
     def _fits(self, part: Part, what: str) -> bool:
         budget = self._pager.budget_bytes
@@ -75,6 +80,7 @@ class WholeSteps:
             return
         self._held = None
         part, end = held.part, self._pager.device.mark()
+        held.annotation.__exit__(None, None, None)
         with self._pager.device.region():
             try:
                 made = self._states.made(optimizer, part.numbers, part.read)
@@ -100,5 +106,6 @@ class WholeSteps:
         """The step has failed, or runs compiled regions of its own: hold nothing for it any more. Never blocks."""
         held, self._held = self._held, None
         if held is not None:
+            held.annotation.__exit__(None, None, None)
             self._pager.retire(held.part.read, held.part.read)
             self._timeline.region_ended()

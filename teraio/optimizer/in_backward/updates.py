@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from planner.errors import BudgetError
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager
+from runtime.system import annotate
 from teraio.optimizer.capabilities import bytes_of, keeps_masters, states_per_parameter, temporary_bytes
 from teraio.optimizer.in_backward.records import Final, UpdateEligibility
 from teraio.optimizer.masters import casting_bytes, master_bytes, update_replicas
@@ -123,7 +124,8 @@ class RegionUpdates:
             for member in members:
                 member.eligibility.updated = True  # also by an update that fails half-way
                 member.parameter.grad = slots[member.final.slot]
-            update_replicas(optimizer, _replicas(optimizer, members))
+            with annotate("update", name):
+                update_replicas(optimizer, _replicas(optimizer, members))
             end = self._pager.device.mark()
         finally:
             for member in members:
