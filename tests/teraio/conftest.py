@@ -16,7 +16,9 @@ from teraio.optimizer import states as optimizer_states
 from teraio.optimizer import subgroup_sizes as optimizer_sizes
 from teraio.optimizer import subgroups as optimizer_parts
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
+from teraio.planning import follower
 
+from .in_process import InProcessJob
 from .optimizer.managed_steps import SIZE, Training
 from .optimizer.sliced_steps import Rig
 
@@ -33,6 +35,14 @@ def _forget() -> None:
     teraio.reset()
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def planning_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan in this process, but for tests with the mark `planning_process`: a process for each plan costs seconds of imports."""
+    if request.node.get_closest_marker("planning_process") is None:
+        for module in (lifecycle, follower):
+            monkeypatch.setattr(module, "PlanningJob", InProcessJob)
 
 
 @pytest.fixture
