@@ -6,6 +6,7 @@ before those of the next one begin (a plan alone cannot say that a copy in has t
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from unittest.mock import patch
 
 from examples.worker import serve
@@ -13,7 +14,7 @@ from planner import Block, Budgets, Move, Offload, Plan, Prefetch, Trace, plan
 from planner.schema import Placement, Tier
 from runtime.paging import Block as Resident
 from runtime.paging import Pager, State
-from teraio import training_run as lifecycle
+from teraio.registry import REGISTRY
 
 
 class SubgroupAfterSubgroup(Pager):
@@ -120,5 +121,5 @@ def _initial(trace: Trace, moves: Sequence[Move]) -> Iterator[Placement]:
 
 
 if __name__ == "__main__":
-    with patch.object(lifecycle, "Pager", SubgroupAfterSubgroup):
+    with patch.object(REGISTRY, "new_run", partial(REGISTRY.new_run, new_pager=SubgroupAfterSubgroup)):
         serve()

@@ -1,6 +1,6 @@
-"""teraio: train models that do not fit, with `torch.compile(model, backend="teraio")` and the loop as it was.
+"""teraio: train models that do not fit into memory, with `torch.compile(model, backend="teraio")` and an unchanged loop.
 
-Only what this module exports is public; `planner` and `runtime` are parts of teraio.
+Only the names that this module exports are public. `planner` and `runtime` are parts of teraio.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 for _part in ("planner", "runtime"):
-    _spec = find_spec(_part)  # looks without running it: what is found may be somebody else's
+    _spec = find_spec(_part)  # does not run the module: it may be another one of the same name
     _found = None if _spec is None else _spec.origin or list(_spec.submodule_search_locations or ())
     _wanted = Path(__file__).resolve().parents[1] / _part / "__init__.py"
     if not isinstance(_found, str) or Path(_found).resolve() != _wanted:
@@ -61,64 +61,67 @@ __all__ = [
 ]
 
 
-# The functions import what they call when they are called: the command line must start without torch.
+# The functions import the registry when they are called: the command line must start without torch.
 
 
 def status() -> tuple[Status, ...]:
-    """What every runtime of this process is doing, in order of creation. Never blocks."""
+    """Return what every training run of this process is doing, in order of creation. Never waits for copies or plans."""
     from teraio import registry
 
-    return registry.status()
+    return registry.REGISTRY.status()
 
 
 def wait_for_plan(timeout_seconds: float | None = None) -> bool:
-    """Block until no planning is under way, or the time is over; True if none is.
+    """Wait until no plan is being made, or until the time is over. Return whether none is being made.
 
-    The plan takes over when the iteration ends.
+    The plan takes over at the end of the iteration.
     """
     from teraio import registry
 
-    return registry.wait_for_plan(timeout_seconds)
+    return registry.REGISTRY.wait_for_plan(timeout_seconds)
 
 
 def on_device(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-    """Within, these tensors (parameters, gradients, outputs of compiled models) are in the memory of their device.
+    """Keep these tensors (parameters, gradients, outputs of compiled models) on their device within the `with` block.
 
-    Between compiled regions a tensor may wait elsewhere. On CPU it can be used all the same, slower; on a GPU what waits
-    on a drive raises an error when it is used. Give few at once: all must fit the budget together, or BudgetError is
-    raised. Blocks until they are there.
+    Between compiled regions a tensor may wait in another tier. On CPU it can be used all the same, but slower. On a GPU, using a
+    tensor that waits on a drive raises an error. Give few tensors at once: together they must fit the budget, else BudgetError
+    is raised. Waits until the tensors are on the device.
     """
     from teraio import registry
 
-    return registry.on_device(tensors)
+    return registry.REGISTRY.on_device(tensors)
 
 
 def manage_optimizer(optimizer: torch.optim.Optimizer, *, master_weights: bool = False) -> None:
-    """Bring an optimizer's steps and states under the budget: only needed in three cases.
+    """Bring the steps and states of an optimizer under the budget. Only three cases need it:
 
-    With the option `optimizer: "off"`, for those that are to be managed all the same; for an optimizer that has states
-    before its first step (loaded from a checkpoint), which count only then otherwise; and for `master_weights`. Never moves
-    anything by itself; on CPU it blocks while states that were made before are copied to memory that can leave. The optimizer
-    stays the user's.
+    - with the option `optimizer: "off"`, for optimizers that are to be managed all the same;
+    - for an optimizer that has states before its first step (loaded from a checkpoint): without this call, its states count only
+      from that step on;
+    - for `master_weights`.
 
-    master_weights: bf16 and fp16 parameters are updated over copies in fp32, the states "master_param", with all other states
-    in fp32 too, from now on and also where teraio does not manage the steps. Call it before `load_state_dict`, which keeps
-    these states in fp32 then. Where a parameter is not what its master rounds to, because other weights were loaded, it
-    counts, and the master takes its value. It cannot be undone by another call.
+    The call itself never moves anything to another tier. On CPU it waits while existing states are copied to memory that can be
+    moved later. The optimizer stays the user's.
 
-    Raises UnsupportedError if it is no `torch.optim.Optimizer`, and with `master_weights` if it cannot be updated by parts
-    (also later, where a step has a closure, or hooks besides teraio's).
+    master_weights: bf16 and fp16 parameters are updated from copies in fp32, which are the states "master_param". All other
+    states are in fp32, too. This holds from now on, also where teraio does not manage the steps; no other call undoes it. Call it
+    before `load_state_dict`, which then keeps these states in fp32. If a parameter differs from its rounded master, because
+    other weights were loaded, the master takes the parameter's value.
+
+    Raises UnsupportedError if it is no `torch.optim.Optimizer`. With `master_weights`, also if the optimizer cannot be updated
+    subgroup by subgroup; a later step raises it if it has a closure, or if the optimizer has other hooks than teraio's.
     """
     from teraio import registry
 
-    registry.manage_optimizer(optimizer, master_weights=master_weights)
+    registry.REGISTRY.manage_optimizer(optimizer, master_weights=master_weights)
 
 
 def reset() -> None:
-    """End all runtimes: bring every block back to the device, remove spill files. Blocks until that is done.
+    """End all training runs: bring every block back to the device and remove the spill files. Waits until that is done.
 
     Compiled models must be compiled again (`torch._dynamo.reset()`) before they train on.
     """
     from teraio import registry
 
-    registry.reset()
+    registry.REGISTRY.reset()

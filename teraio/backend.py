@@ -19,7 +19,7 @@ from teraio.training_run import TrainingRun
 _CONFIG: dict[str, Any] = {
     # The backward graph is compiled with the forward one: a budget that is too small is found before training starts.
     "force_non_lazy_backward_lowering": True,
-    # A cache of whole graphs would bring back functions that are not cut into stages.
+    # A cache of whole graphs would return functions that are not cut into stages.
     "enable_autograd_cache": False,
 }
 
@@ -28,14 +28,14 @@ def teraio(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[s
     """Compile a captured graph so that it trains within a memory budget. Called by torch.compile.
 
     gm, example_inputs: from Dynamo. options: see `teraio.options.Options`.
-    Blocks for the compilation of the forward and the backward graph. OptionsError, BudgetError (no schedule can satisfy
-    the budget) and StorageFullError (the spill files would not fit) are raised by the first call of the result: what a
-    backend raises itself would reach the user wrapped up in an error of Dynamo's, or not at all.
+    Waits until the forward and the backward graph are compiled. The first call of the result raises OptionsError, BudgetError (no
+    schedule can satisfy the budget) or StorageFullError (the spill files would not fit). An error that the backend itself raised
+    would reach the user inside an error of Dynamo, or not at all.
     """
     try:
         return _compile_graphs(gm, example_inputs, options)
     except TeraioError as error:
-        registry.forget_unused()
+        registry.REGISTRY.forget_unused()
         return _raiser(error)
 
 
@@ -50,38 +50,38 @@ def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Map
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    runtime = registry.runtime_for(parse_options(options), _device(example_inputs))
+    run = registry.REGISTRY.run_for(parse_options(options), _device(example_inputs))
     inputs = _describe_inputs(gm, example_inputs)
     programs: list[Program] = []
 
     def compile_graph(graph: GraphModule, fake_inputs: Sequence[Any], **settings: Any) -> Callable[[list[Any]], Any]:
         _donate_nothing()
-        program = _compile(runtime, graph, inputs, settings)
+        program = _compile(run, graph, inputs, settings)
         programs.append(program)
-        return runtime.callable(program)
+        return run.callable(program)
 
     with functorch_config.patch(**_CONFIG):
         compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph))
-    runtime.check(programs)
+    run.check(programs)
     return cast(Callable[..., Any], compiled)
 
 
 def _donate_nothing() -> None:
-    """Stages never reuse saved tensors in place (freeing them at their last use does as well), so `retain_graph` can work.
+    """Keep stages from reusing saved tensors in place, so that `retain_graph` can work. They are freed at their last use anyway.
 
-    Switching PyTorch's donated buffers off by their option is not enough: that is looked up again when backward runs.
+    PyTorch's option against donated buffers is not enough: PyTorch reads it again when backward runs.
     """
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
 
 
-def _compile(runtime: TrainingRun, graph: GraphModule, inputs: list[tuple[str, Kind]], settings: Mapping[str, Any]) -> Program:
+def _compile(run: TrainingRun, graph: GraphModule, inputs: list[tuple[str, Kind]], settings: Mapping[str, Any]) -> Program:
     phase: Phase = "backward" if settings.get("is_backward") else "forward"
     kept = ("is_backward", "is_inference", "graph_id", "get_decomp_fn", "boxed_forward_device_index", "cudagraphs")
     count = sum(node.op == "placeholder" for node in graph.graph.nodes)
     known = inputs if phase == "forward" and count == len(inputs) else []
-    program = runtime.stage_compiler.compile(
+    program = run.stage_compiler.compile(
         graph, phase=phase, options={k: settings[k] for k in kept if k in settings}, inputs=known
     )
     return replace(program, is_inference=bool(settings.get("is_inference")))
@@ -95,7 +95,7 @@ def _device(inputs: Sequence[Any]) -> torch.device:
 
 
 def _describe_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[tuple[str, Kind]]:
-    """Names (`layers.0.attn.weight`) and kinds of the graph's inputs, from the places where Dynamo found them."""
+    """Return names (`layers.0.attn.weight`) and kinds of the graph's inputs, from the names that Dynamo gave them."""
     described: list[tuple[str, Kind]] = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -110,7 +110,7 @@ def _describe_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[tup
 
 
 def _readable(name: str) -> str:
-    """`l_self_modules_layers_modules_0_parameters_weight_` -> `layers.0.weight`; other names stay as they are."""
+    """Turn `l_self_modules_layers_modules_0_parameters_weight_` into `layers.0.weight`; leave other names as they are."""
     if "_parameters_" not in name and "_buffers_" not in name:
         return name.strip("_")
     path = re.sub(r"^[Ll]_\w+?_(?=modules_|parameters_|buffers_)", "", name).strip("_")

@@ -17,91 +17,115 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """All options, checked. Sizes are bytes, or text such as "24GiB" or "500MB"."""
+    """All options of the backend, checked by `parse_options`.
+
+    Users give sizes as bytes, or as text such as "24GiB" or "500MB". The first paragraph below each field says in one to three
+    sentences what the option does and what holds without it; the pages of `docs/` show it. A second paragraph gives details.
+    """
 
     memory_budget: int | None = None
-    """Device memory that training may use: parameters, gradients, activations, optimizer states and workspaces together.
-    On CPU the device is main memory. On a GPU it holds for all that PyTorch keeps there, its cache included, while compiled
-    regions and optimizer steps run. Default: what is available less a reserve of one tenth where storage or host_budget is
-    given, else no limit."""
+    """Device memory in bytes that training may use: parameters, gradients, activations, optimizer states and workspaces together.
+    Default: the memory that is available, less one tenth, if `storage` or `host_budget` is given; else there is no limit.
+
+    On CPU the device is main memory. On a GPU the budget limits everything that PyTorch keeps on the device while compiled
+    regions and optimizer steps run, including PyTorch's cache."""
 
     host_budget: int | None = None
-    """Main memory that blocks may wait in: pinned, and taken at once, for a GPU; on CPU a pool of its own beside the budget.
-    More than the machine allows is refused. Default: none; for a GPU with a memory_budget but no storage half of the main
-    memory that is available."""
+    """Main memory in bytes in which blocks may wait: pinned memory for a GPU, on CPU a pool of its own beside `memory_budget`.
+    Default: none; for a GPU with a `memory_budget` and no `storage`, half of the main memory that is available.
+
+    For a GPU, all of it is allocated at the start. A size that the machine does not allow is refused."""
 
     storage: tuple[Path, ...] = ()
-    """Directory, or list of directories on different drives, for spill files; blocks are striped over all of them.
-    Needed as soon as something has to move."""
+    """One directory or a list of directories for spill files; blocks are striped over all of them.
+    Default: none, so that nothing can move to a drive.
+
+    The directories should lie on different drives."""
 
     storage_budget: int | None = None
-    """Bytes of spill files at most, all directories together. Default: what is free."""
+    """Largest size of the spill files in bytes, all directories together. Default: the space that is free."""
 
     storage_timeout: float = 120.0
-    """Seconds after which a drive that has not answered counts as dead: training then ends with an error, not with a hang.
-    Far more than a piece of a block (some 10 MB) takes on the slowest drive."""
+    """Seconds after which a drive that has not answered counts as dead. Training then ends with an error and does not hang.
+
+    Set it far above the time that the slowest drive takes for one chunk of a block (about 10 MB)."""
 
     storage_path: Literal["auto", "posix", "buffered", "kvikio", "staged"] = "auto"
-    """How blocks get to the drives. "auto" tries and measures what there is and takes the fastest. On CPU: "posix" (direct
-    I/O), and "buffered" (the page cache, host memory that no budget counts; "auto" takes it only where a file system has no
-    direct I/O). On GPUs: "kvikio" (GPUDirect Storage), "staged" (through pinned host memory). What cannot work is refused."""
+    """How blocks are copied to the drives: on CPU `"posix"` (direct I/O) or `"buffered"` (page cache), on GPUs `"kvikio"`
+    (GPUDirect Storage) or `"staged"` (through pinned host memory). `"auto"` measures the paths that work and takes the fastest.
+
+    The page cache is host memory that no budget counts, so "auto" takes "buffered" only if the file system has no direct I/O.
+    A path that cannot work on this machine is refused."""
 
     checksums: bool = False
-    """Check that what comes back from the drives is what was written; else training stops with ChecksumError. Costs
-    processor time for each byte that moves. On CPU, what user code can reach (parameters, gradients) is not checked: while
-    it is away, its file is mapped into memory, where user code may change it. Refused where blocks are copied from memory that
-    the processor cannot read."""
+    """Check that every block that comes back from a drive is what was written; if not, training stops with ChecksumError.
+    This costs processor time for each byte that moves. On CPU, parameters and gradients are not checked.
+
+    On CPU, user code can reach parameters and gradients while they are on a drive: their file is mapped into memory, where user
+    code may change it. The option is refused if blocks are copied from memory that the processor cannot read."""
 
     debug: bool = False
-    """For tests, and to find out whether wrong results are teraio's doing; slow on a GPU, as each move lets the host wait.
-    Memory is overwritten with the byte 0xFB when a block gives it up, and before one comes back into it, so that whoever uses
-    it at a wrong time computes with absurd numbers. What comes back from any tier is compared with what left; else training
-    stops with ChecksumError. On CPU, what user code can reach (parameters, gradients) is not compared, and the memory that it
-    gives up goes back to the system as it is."""
+    """Find out whether teraio causes wrong results: overwrite memory that holds nothing with a pattern, and compare what comes
+    back from any tier with what left; if they differ, training stops with ChecksumError. Slow. On CPU, parameters and
+    gradients are not compared.
+
+    Memory is filled with the byte 0xFB when a block gives it up, and again before a block comes back into it. Code that uses the
+    memory at a wrong time then computes with absurd numbers. On a GPU, the host waits for each move. On CPU, memory that
+    parameters and gradients give up goes back to the system as it is."""
 
     profile_iterations: int = 3
-    """Iterations that are measured, after the first, before a plan is made. At least 1."""
+    """Iterations that are measured before a plan is made, not counting the first one. At least 1."""
 
     plan: Path | None = None
-    """A plan file to use instead of making one. It must have been made from a trace of the same program; optimizers are cut into
-    subgroups of the size that it names."""
+    """A plan file to follow; no other plan is made. It must come from a trace of the same program.
+    Default: a plan is made from what is measured.
+
+    Optimizers are cut into subgroups of the size that the plan names."""
 
     replan: bool = True
-    """Correct the plan's prefetch starts by what was late, and plan again in the background when times drift from the
-    predicted ones by more than a tenth. False: the plan stays as it was made and drift is only reported, as it always is
-    with the option `plan`."""
+    """Start late prefetches earlier, and plan again in the background when measured times differ from predicted times by more
+    than a tenth. `False`: the plan stays as it was made, and the log only reports the difference.
+
+    A plan given by the option `plan` is never changed."""
 
     trace_out: Path | None = None
-    """Where to write the trace; compressed if the name ends in .gz. Default: not written."""
+    """File to write the trace to, compressed if the name ends in .gz. Default: not written."""
 
     plan_out: Path | None = None
-    """Where to write the plan; compressed if the name ends in .gz. Default: not written."""
+    """File to write the plan to, compressed if the name ends in .gz. Default: not written."""
 
     codegen: Literal["inductor", "eager"] = "inductor"
-    """How stages are compiled. "eager" runs them operator by operator: slow, for debugging."""
+    """How stages are compiled. `"eager"` runs them operator by operator, which is slow, for debugging."""
 
     optimizer: Literal["auto", "off"] = "auto"
-    """"auto": the steps of `torch.optim` optimizers run by parts where that gives the same bits, and their states are blocks
-    under the budget. "off": steps run as they are and states stay on the device, but for optimizers that were given to
-    `teraio.manage_optimizer`."""
+    """`"auto"`: steps of `torch.optim` optimizers run subgroup by subgroup where that gives the same bits, and optimizer states
+    can move. `"off"`: steps run unchanged and states stay on the device.
+
+    With "off", optimizers that were given to `teraio.manage_optimizer` are managed all the same."""
 
     overlap_step: bool = False
-    """Update a parameter inside the backward pass, as soon as its gradient is final, where that gives the same bits: gradients
-    take less memory. User code finds `.grad` None after backward, and parameters updated before `step`. For loops with one
-    backward pass to a step and nothing in between; what does not qualify in the first iterations is updated by `step` as
-    usual, with the reason in the log. A second backward pass later on is an error. Nothing changes where all fits."""
+    """Update each parameter inside the backward pass, as soon as its gradient is final, where that gives the same bits. Gradients
+    then take less memory. User code finds `.grad` None after backward, and new parameters before `step`.
+
+    For loops with one backward pass per step and nothing in between. A parameter that does not qualify in the first iterations is
+    updated by `step` as usual; the log says why. A second backward pass later on raises UnsupportedError. If everything fits on
+    the device, nothing changes."""
 
     host_updates: bool = True
-    """Let the plan run optimizer updates on the host's processor, over states that wait in the host tier (`host_budget`), by
-    PyTorch's fused implementation for CPUs. Results agree with those of the device to rounding. False: never, so that
-    parameters are the same bit for bit whatever the plan; likewise while `torch.use_deterministic_algorithms` is on."""
+    """Let the plan run optimizer updates on the host's processor, over states in the host tier (`host_budget`). Results agree
+    with updates on the device to rounding. `False`: never, so that parameters are the same bit for bit whatever the plan.
+
+    The updates use PyTorch's fused implementation for CPUs. While `torch.use_deterministic_algorithms` is on, there are none."""
 
     solver_time_limit: float = 30.0
-    """Seconds that the solver may take, in the background, before the best plan found so far is used."""
+    """Seconds that the solver may take, in the background. After that, the best plan found so far is used."""
 
 
 def parse_options(given: Mapping[str, Any] | None) -> Options:
-    """Check what the user gave. Raises OptionsError that names the option, what was found and what is valid."""
+    """Return the options that the user gave, checked. Options that are None keep their default.
+
+    Raises OptionsError, which names the option, what was found and what is valid.
+    """
     given = dict(given or {})
     known = {f.name: f for f in fields(Options)}
     unknown = [name for name in given if name not in known]
@@ -111,7 +135,10 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
 
 
 def parse_bytes(name: str, value: Any) -> int:
-    """Bytes from a number or from text like "24GiB", "1.5 GB". Raises OptionsError, also from 2^63 on."""
+    """Return bytes from a number or from text such as "24GiB" or "1.5 GB".
+
+    Raises OptionsError for anything else and for sizes of 2^63 bytes or more.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63:
         return value
     if isinstance(value, str):

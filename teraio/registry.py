@@ -1,30 +1,114 @@
-"""The runtimes of this process: one for every distinct set of options and device."""
+"""The training runs of this process: one for every distinct set of options and device.
+
+torch.compile finds a backend by the name of a function, so one object for the whole process is needed: `REGISTRY`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.optim import Optimizer
 
 from planner.errors import UnsupportedError
+from runtime.paging import StorageOwnership
+from teraio.machine import Machine, MeasuredPaths
 from teraio.optimizer import keep_masters
 from teraio.options import Options
 from teraio.status import Status
 from teraio.training_run import TrainingRun
 
-_lock = threading.Lock()
-_runtimes: dict[tuple[Options, torch.device], TrainingRun] = {}
-_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Those that the user has asked to be managed, also by runtimes that come later."""
+
+class Registry:
+    """Owns the training runs, and what they share: measured paths, and which mover owns which storage. Thread-safe.
+
+    open_machine, new_run: make a run and its machine. measured: paths of this machine, each measured once. Tests give others.
+    """
+
+    def __init__(self) -> None:
+        self.open_machine: Callable[..., Machine] = Machine
+        self.new_run: Callable[..., TrainingRun] = TrainingRun
+        self.measured = MeasuredPaths()
+        self._ownership = StorageOwnership()
+        self._lock = threading.Lock()
+        self._runs: dict[tuple[Options, torch.device], TrainingRun] = {}
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # given to manage_optimizer; for later runs too
+
+    def run_for(self, options: Options, device: torch.device) -> TrainingRun:
+        """Return the run for these options. Models compiled with equal options share one run: one budget and one timeline.
+
+        Makes it the first time, which waits for measurements. Raises what `TrainingRun` raises.
+        """
+        with self._lock:
+            key = (options, device)
+            if key not in self._runs:
+                _show_messages()
+                open_machine = functools.partial(self.open_machine, measured=self.measured, ownership=self._ownership)
+                self._runs[key] = self.new_run(options, device, open_machine=open_machine)
+                for optimizer in self._optimizers:
+                    self._runs[key].manage_optimizer(optimizer)
+            return self._runs[key]
+
+    def runs(self) -> tuple[TrainingRun, ...]:
+        """Return all runs, in order of creation."""
+        with self._lock:
+            return tuple(self._runs.values())
+
+    def forget_unused(self) -> None:
+        """Close runs under which nothing has run, such as one whose budget was refused."""
+        with self._lock:
+            unused = {key: run for key, run in self._runs.items() if run.unused}
+            for key in unused:
+                del self._runs[key]
+        for run in unused.values():
+            run.close()
+
+    def status(self) -> tuple[Status, ...]:
+        """Return what every run is doing, in order of creation. See `teraio.status`."""
+        return tuple(run.status() for run in self.runs())
+
+    def wait_for_plan(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until no plan is being made, or until the time is over. See `teraio.wait_for_plan`."""
+        return all(run.wait_for_plan(timeout_seconds) for run in self.runs())
+
+    @contextlib.contextmanager
+    def on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Keep those of `tensors` that are blocks of some run on their device within the `with` block. See `teraio.on_device`."""
+        wanted = list(tensors)
+        with contextlib.ExitStack() as held:
+            for run in self.runs():
+                held.enter_context(run.on_device(wanted))
+            yield
+
+    def manage_optimizer(self, optimizer: Optimizer, *, master_weights: bool = False) -> None:
+        """Bring its steps and states under the budgets of all runs that have its parameters. See `teraio.manage_optimizer`."""
+        if not isinstance(optimizer, Optimizer):
+            raise UnsupportedError(
+                f"manage_optimizer: found {type(optimizer).__name__}, wanted a torch.optim.Optimizer; give the optimizer inside"
+            )
+        if master_weights:
+            keep_masters(optimizer, self.on_device)
+        with self._lock:
+            self._optimizers.add(optimizer)
+        for run in self.runs():
+            run.manage_optimizer(optimizer)
+
+    def reset(self) -> None:
+        """End all runs: bring every block back to the device, remove spill files. See `teraio.reset`."""
+        with self._lock:
+            runs = list(self._runs.values())
+            self._runs.clear()
+        for run in runs:
+            run.close()
 
 
 def _show_messages() -> None:
-    """teraio says in a few lines what it does; where the program has set up logging, that decides instead."""
+    """Show teraio's messages on the console, unless the program has set up logging itself."""
     logger = logging.getLogger("teraio")
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
@@ -33,73 +117,4 @@ def _show_messages() -> None:
         logger.setLevel(logging.INFO)
 
 
-def runtime_for(options: Options, device: torch.device) -> TrainingRun:
-    """The runtime for these options; models that are compiled with equal options share one budget and one timeline."""
-    with _lock:
-        key = (options, device)
-        if key not in _runtimes:
-            _show_messages()
-            _runtimes[key] = TrainingRun(options, device)
-            for optimizer in _optimizers:
-                _runtimes[key].manage_optimizer(optimizer)
-        return _runtimes[key]
-
-
-def forget_unused() -> None:
-    """Close runtimes under which nothing has run, such as one whose budget was refused."""
-    with _lock:
-        unused = {key: runtime for key, runtime in _runtimes.items() if runtime.unused}
-        for key in unused:
-            del _runtimes[key]
-    for runtime in unused.values():
-        runtime.close()
-
-
-def status() -> tuple[Status, ...]:
-    """What every runtime of this process is doing, in order of creation. Never blocks."""
-    with _lock:
-        return tuple(runtime.status() for runtime in _runtimes.values())
-
-
-def wait_for_plan(timeout_seconds: float | None = None) -> bool:
-    """Block until no planning is under way, or the time is over; True if none is. Plans take over at iteration ends."""
-    with _lock:
-        runtimes = list(_runtimes.values())
-    return all(runtime.wait_for_plan(timeout_seconds) for runtime in runtimes)
-
-
-@contextlib.contextmanager
-def on_device(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within, these tensors are in the memory of their device, if they are blocks of some runtime. See `teraio.on_device`."""
-    wanted = list(tensors)
-    with _lock:
-        runtimes = list(_runtimes.values())
-    with contextlib.ExitStack() as held:
-        for runtime in runtimes:
-            held.enter_context(runtime.on_device(wanted))
-        yield
-
-
-def manage_optimizer(optimizer: Optimizer, *, master_weights: bool = False) -> None:
-    """Bring its steps and states under the budgets of all runtimes that have its parameters. See `teraio.manage_optimizer`."""
-    if not isinstance(optimizer, Optimizer):
-        raise UnsupportedError(
-            f"manage_optimizer: found {type(optimizer).__name__}, wanted a torch.optim.Optimizer; give the optimizer inside"
-        )
-    if master_weights:
-        keep_masters(optimizer, on_device)
-    with _lock:
-        _optimizers.add(optimizer)
-        runtimes = list(_runtimes.values())
-    for runtime in runtimes:
-        runtime.manage_optimizer(optimizer)
-
-
-def reset() -> None:
-    """End all runtimes: bring every block back to the device, remove spill files. Compiled models must be compiled again
-    (`torch._dynamo.reset()`) before they train on. Blocks until all data is back."""
-    with _lock:
-        runtimes = list(_runtimes.values())
-        _runtimes.clear()
-    for runtime in runtimes:
-        runtime.close()
+REGISTRY = Registry()

@@ -1,4 +1,4 @@
-"""What a runtime is doing, for people and benchmarks."""
+"""What a training run is doing, for people and benchmarks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ RunPhase = Literal["profile", "planning", "planned", "fits", "demand"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """A snapshot.
+    """A snapshot of a training run.
 
-    phase: "profile" (blocks move on demand, stages are measured), "planning" (on demand while the solver runs),
-    "planned", "fits" (nothing has to move, stages run unmanaged) or "demand" (no plan could be made; see the log).
-    iterations: finished ones. device_peak_bytes: by teraio's own count, workspaces included.
+    phase: "profile" (blocks move on demand, stages are measured), "planning" (on demand while the solver runs), "planned",
+    "fits" (nothing has to move, stages run unmanaged) or "demand" (no plan could be made; the log says why).
+    iterations: number of finished iterations. device_peak_bytes: as teraio counts them, workspaces included.
     moved_bytes: since the start, by link ("device->storage", "storage->device").
-    busy_seconds: since the start, for which each link was copying. exposed_seconds: of these, while the training thread waited
-    for copies or room; the rest was hidden. Empty on a GPU, where it is not the host that waits.
-    measured_iteration_seconds: median of the latest iterations of this phase; the others come from trace and plan.
-    floor_bytes: the smallest budget that would do. deviations: regions that ran otherwise than planned.
-    drift: the median of the latest planned iterations over the predicted one, less 1; None while not known.
-    late_seconds: of the last iteration, spent waiting for copies and for room; on a GPU, between stages.
-    replans: how often a plan that was made from measured times has taken the place of the one before.
+    busy_seconds: time since the start in which each link was copying. exposed_seconds: the part of it in which the training
+    thread waited for copies or room; the rest was hidden. Empty on a GPU, where the host does not wait.
+    predicted_iteration_seconds: by the plan in force. measured_iteration_seconds: median of the latest iterations of this phase.
+    ideal_iteration_seconds: the sum of all stages of the trace, as if memory had no limit.
+    floor_bytes: the smallest budget that would do. deviations: number of regions that ran otherwise than planned.
+    drift: median time of the latest planned iterations over the predicted time, less 1; None while it is not known.
+    late_seconds: time in the last iteration spent waiting for copies and room; on a GPU, between stages.
+    replans: how often a plan made from measured times has replaced the plan before it.
+    trace_path, plan_path: files that were written. stages, distinct_stages: number of stages, and of those compiled separately.
     """
 
     phase: RunPhase

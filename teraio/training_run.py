@@ -1,119 +1,133 @@
-"""From the first iteration to the planned ones: profile on demand, plan in the background, run by the plan.
+"""One training run: runs compiled programs and optimizer steps under a budget, and is in one phase at a time.
 
-[Note: Phases]
-profile  -> fits      everything was on the device all the time: stages run unmanaged from now on
-profile  -> planning  blocks had to move: the solver runs while training goes on on demand
-planning -> planned   at the end of the iteration in which the plan arrives
-planning -> demand    no plan can be made
-planned  -> planned   another plan takes over, see [Note: Planning again]
-planned  -> profile   several iterations in a row ran other graphs than planned
-fits     -> profile   a new graph was compiled, sizes grew, or an iteration took more than the budget
+What a phase does and when the next one begins: [Note: Phases] in `teraio.phases`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import logging
-import statistics
-import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 import planner
-from planner.errors import BudgetError, InfeasiblePlanError, PlanError, TeraioError
+from planner.errors import BudgetError
 from runtime.execution import Program, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Pager
 from teraio.machine import Machine
 from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes
 from teraio.options import Options
-from teraio.planning import PlanFollower, PlanningJob, save
-from teraio.profiling import Iteration, LargestSizes, PeakWatch, Profile, Timeline, build_profile, states_that_stay
-from teraio.stages import StageCompiler
-from teraio.status import RunPhase, Status
+from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
+from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
+from teraio.profiling import Iteration, LargestSizes, PeakWatch, Timeline
+from teraio.stages import CutPolicy, StageCompiler
+from teraio.status import Status
 
-logger = logging.getLogger("teraio")
+OpenMachine = Callable[[Options, torch.device], Machine]
 
 
 class _Ended(NamedTuple):
-    """An iteration that has ended; `compiled`: a graph was compiled in it, or later ones will run other stages."""
+    """An iteration that has ended. compiled: a graph was compiled in it, or later iterations will run other stages."""
 
     iteration: Iteration
     compiled: bool
 
 
-class TrainingRun:
-    """One budget, one timeline: everything that models compiled with the same options share."""
+class _IterationBorder:
+    """Finds where iterations end: with the step of the first optimizer seen. Steps of others are part of the iteration."""
 
-    def __init__(self, options: Options, device: torch.device) -> None:
-        self._given = planner.Plan.load(options.plan) if options.plan is not None else None
-        self._options = options
-        self._machine = Machine(options, device)
-        self._pager = Pager(
-            mover=self._machine.mover,
-            budget_bytes=self._machine.budget_bytes,
-            device=self._machine.device,
-            busy_seconds=self._machine.busy_seconds,
+    _PATIENCE = 4
+    """Steps of other optimizers in a row after which the first optimizer counts as no longer used."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._others = 0
+
+    def ends_with(self, optimizer: Optimizer) -> bool:
+        """Return whether the step that `optimizer` has just done ends an iteration."""
+        if self._first is None or (id(optimizer) != self._first and self._others > self._PATIENCE):
+            self._first = id(optimizer)
+        self._others = 0 if id(optimizer) == self._first else self._others + 1
+        return id(optimizer) == self._first
+
+
+class TrainingRun:
+    """Everything that models compiled with the same options share: one machine, one pager with its budget, one timeline.
+
+    open_machine, start_job, new_pager: make the parts; tests and benchmarks give others. cut_policy: where graphs are cut into
+    stages. subgroup_bytes: size of optimizer subgroups; default: that of the given plan, else what was measured decides.
+    Raises PlanError if the plan file is damaged, UnsupportedError, StorageError, StorageFullError.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        device: torch.device,
+        *,
+        open_machine: OpenMachine = Machine,
+        start_job: StartJob = PlanningJob,
+        new_pager: Callable[..., Pager] = Pager,
+        cut_policy: CutPolicy | None = None,
+        subgroup_bytes: int | None = None,
+    ) -> None:
+        given = planner.Plan.load(options.plan) if options.plan is not None else None
+        self._machine = machine = open_machine(options, device)
+        self._pager = new_pager(
+            mover=machine.mover,
+            budget_bytes=machine.budget_bytes,
+            device=machine.device,
+            busy_seconds=machine.busy_seconds,
         )
         self._timeline = Timeline(self._pager)
-        self._meter = WorkspaceMeter(
-            self._machine.memory,
-            runs=self._machine.measured_runs,
-            first_is_special=self._machine.device.asynchronous,
-        )
-        self.stage_compiler = StageCompiler(codegen=options.codegen)
-        # A plan is for the subgroups of the run that it was made from.
-        given_bytes = self._given.subgroup_bytes if self._given is not None else None
-        self._subgroups = SubgroupSizes(self._machine.hardware, given_bytes=given_bytes)
+        self._meter = WorkspaceMeter(machine.memory, runs=machine.measured_runs, first_is_special=machine.device.asynchronous)
+        self.stage_compiler = StageCompiler(codegen=options.codegen, policy=cut_policy)
+        if subgroup_bytes is None and given is not None:
+            subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size
+        subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
         self._steps = OptimizerSteps(
             self._pager,
             self._timeline,
-            active=lambda: self._phase != "fits",
+            active=lambda: self._phase.managed,
             step_done=self._step_done,
             automatic=options.optimizer == "auto",
             ensure_room=self._ensure_room,
             overlap=options.overlap_step,
-            rates=self._host_rates(),
-            sizes=self._subgroups,
+            rates=self._host_rates(options),
+            sizes=subgroups,
         )
-        self._phase: RunPhase = "profile"
+        self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job)
+        self._findings = Findings()
+        self._context = RunContext(
+            options=options,
+            machine=machine,
+            pager=self._pager,
+            timeline=self._timeline,
+            background=self._background,
+            subgroups=subgroups,
+            given=given,
+            peaks=_peak_watch(machine),
+            findings=self._findings,
+        )
+        self._phase: Phase = ProfilePhase(self._context)
+        self._border = _IterationBorder()
         self._sizes = LargestSizes()
-        self._closed = False
         self._stages = 0
         self._finished = 0
-        self._border: int | None = None
-        self._other_steps = 0
-        self._recorded: list[Iteration] = []
-        self._recent: deque[float] = deque(maxlen=8)
-        self._strangers = 0
         self._compiled_now = True
         self._ended: _Ended | None = None
-        self._job: PlanningJob | None = None
-        self._profile: Profile | None = None
-        self._follower = PlanFollower(options, self._machine, self._timeline)
         self._late_seconds = 0.0
-        self._floor: tuple[int, str] | None = None
         self._kept_bytes = 0
-        self._peaks: PeakWatch | None = None
-        memory, budget = self._machine.memory, self._machine.budget_bytes
-        if self._machine.measured_runs is None and memory is not None and budget is not None:
-            self._peaks = PeakWatch(memory, budget)
-        self._trace_path: Path | None = None
-        self._plan_path: Path | None = None
 
-    def _host_rates(self) -> HostRates | None:
-        if self._machine.host_bytes is None or not self._options.host_updates:
+    def _host_rates(self, options: Options) -> HostRates | None:
+        if self._machine.host_bytes is None or not options.host_updates:
             return None
 
         def scratch(size_bytes: int) -> AbstractContextManager[int | None]:
-            self._pager.drop_void_copies("host")  # on demand, blocks fill the host tier first
-            self._machine.device.mark().wait()  # what the device has been asked to read from there
+            self._pager.drop_void_copies("host")  # blocks that move on demand fill the host tier first
+            self._machine.device.mark().wait()  # the device may still read from there
             return self._machine.host_scratch(size_bytes)
 
         return HostRates(scratch, shared=not self._machine.device.asynchronous)
@@ -121,15 +135,15 @@ class TrainingRun:
     # -- compiled graphs
 
     def callable(self, program: Program) -> Callable[[list[Any]], list[Any]]:
-        """The function that AOTAutograd calls for `program` (boxed)."""
+        """Return the function that AOTAutograd calls for `program` (boxed)."""
 
         def call(arguments: list[Any]) -> list[Any]:
             sized = program
             if program.resize is not None:
                 sized = program.resize(program, arguments)
-                if self._sizes.grow(program.identity, sized) and self._phase == "fits" and not self._closed:
-                    self._start_profile()
-            if self._phase == "fits":
+                if self._sizes.grow(program.identity, sized):
+                    self._phase = self._phase.graphs_changed()
+            if not self._phase.managed:
                 return run_plain(program, arguments)
             self._steps.between_regions()
             overlap = self._steps.overlap
@@ -139,182 +153,52 @@ class TrainingRun:
         call._boxed_call = True  # type: ignore[attr-defined]
         self._stages += len(program.stages)
         self._compiled_now = True
-        if self._phase == "fits":
-            self._start_profile()
+        self._phase = self._phase.graphs_changed()
         return call
 
     def check(self, programs: Sequence[Program]) -> None:
-        """Refuse a budget that no schedule can satisfy, and make sure of the room in the spill files.
+        """Check that the budget suffices for each stage, and reserve room in the spill files for what the programs keep.
 
-        Raises BudgetError with the smallest budget and the stage that sets it, StorageFullError.
+        Raises BudgetError with the smallest budget and the stage that needs it, StorageFullError.
         """
         small_bytes = sum(program.small_bytes for program in programs) + self._pager.unmoved_bytes
+        floor = self._findings.floor
         for program in programs:
             for stage in program.stages:
                 needed = stage.input_bytes + stage.output_bytes + stage.workspace_bytes + small_bytes
-                if self._floor is None or needed > self._floor[0]:
-                    self._floor = (needed, stage.name)
+                if floor is None or needed > floor[0]:
+                    floor = (needed, stage.name)
+        self._findings.floor = floor
         budget = self._machine.budget_bytes
-        if budget is None or self._floor is None:
+        if budget is None or floor is None:
             return
-        smallest, name = self._floor
+        smallest, name = floor
         if smallest > budget:
             raise BudgetError(smallest_bytes=smallest, budget_bytes=budget, stage=name)
         self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
         self._ensure_room(0)
 
     def _ensure_room(self, state_bytes: int) -> None:
-        """In the spill files, for what programs keep and so many bytes of states. Raises StorageFullError."""
+        """Reserve room in the spill files for what programs keep and for `state_bytes` of states. Raises StorageFullError."""
         if self._pager.budget_bytes is not None:
             self._machine.ensure_room(self._kept_bytes + state_bytes - self._pager.budget_bytes)
 
     # -- iterations
 
     def _step_done(self, optimizer: Optimizer) -> None:
-        """An iteration ends with the step of the first optimizer seen; others are part of it."""
-        if self._border is None or (id(optimizer) != self._border and self._other_steps > 4):
-            self._border = id(optimizer)
-        if id(optimizer) != self._border:
-            self._other_steps += 1
+        """Take in a step of an optimizer, which may end an iteration."""
+        if not self._border.ends_with(optimizer):
             return
-        self._other_steps = 0
         watching = self._steps.overlap is not None and not self._steps.overlap.settled
         ended: _Ended | None = _Ended(self._timeline.iteration_ends(), self._compiled_now or watching)
         self._compiled_now = False
-        if self._machine.device.asynchronous:  # its times are not known yet; those of the one before mostly are
+        if self._machine.device.asynchronous:  # its times are not known yet; those of the iteration before are, mostly
             ended, self._ended = self._ended, ended
         if ended is not None:
             ended.iteration.read_times()
-            self._iteration_done(ended.iteration, compiled=ended.compiled)
-
-    def _iteration_done(self, iteration: Iteration, *, compiled: bool) -> None:
-        self._finished += 1
-        self._recent.append(iteration.seconds)
-        self._late_seconds = iteration.waited_seconds
-        if self._phase == "profile":
-            self._note_profiled(iteration, compiled=compiled)
-        elif self._phase == "planning":
-            self._take_plan_if_ready()
-        elif self._phase == "planned":
-            self._note_planned(iteration, compiled=compiled)
-        elif self._phase == "fits":
-            self._machine.trim()
-            if self._peaks is not None and self._peaks.outgrown(self._managed_bytes()):
-                logger.info("an iteration took more memory than the budget, which those before fitted in: profiling again")
-                self._start_profile()
-
-    def _note_profiled(self, iteration: Iteration, *, compiled: bool) -> None:
-        complete = all(region.complete for region in iteration.regions)
-        if compiled or not complete or not iteration.regions:
-            self._recorded.clear()
-            return
-        if self._recorded and self._recorded[-1].signature != iteration.signature:
-            self._recorded.clear()
-        self._recorded.append(iteration)
-        # The iteration before the last tells which blocks outlive it, so one more is recorded than is asked for.
-        if len(self._recorded) > self._options.profile_iterations:
-            self._finish_profile()
-
-    def _finish_profile(self) -> None:
-        profile = build_profile(
-            self._recorded[1:],
-            name=Path(sys.argv[0]).stem or "training",
-            created_by=f"teraio, torch {torch.__version__}",
-            hardware=self._machine.hardware(),
-            fixed_bytes=self._pager.unmoved_bytes,
-            survivors=self._recorded[-2].survivors,
-        )
-        trace = profile.trace.model_copy(update={"subgroup_bytes": self._subgroups.used_bytes})
-        self._profile = dataclasses.replace(profile, trace=trace)
-        self._recorded = []
-        self._trace_path = save(trace, self._options.trace_out)
-        if self._pager.evictions == 0:
-            self._enter("fits")
-            limit = "no limit" if self._pager.budget_bytes is None else f"{self._pager.budget_bytes:,} bytes"
-            logger.info("everything fits (%s bytes, %s): nothing has to move", f"{self._pager.peak_bytes:,}", limit)
-        else:
-            self._begin_planning(self._profile)
-
-    def _begin_planning(self, profile: Profile) -> None:
-        smallest, stage = planner.floor(profile.trace)
-        self._floor = (smallest, profile.trace.stages[stage].name)
-        if self._given is not None:
-            self._follow(profile, self._fitted(self._given, profile.trace))
-            return
-        self._enter("planning")
-        self._job = PlanningJob(profile.trace, self._budgets(), time_limit_seconds=self._options.solver_time_limit)
-
-    def _budgets(self) -> planner.Budgets:
-        """What a plan may use: no more of the lower tiers than the states leave that stay there, which no trace has."""
-        taken = states_that_stay(self._pager.blocks, self._profile.ids if self._profile is not None else {})
-        host, storage = self._machine.host_bytes, self._options.storage_budget
-        return planner.Budgets(
-            device_bytes=self._pager.budget_bytes or 0,
-            host_bytes=None if host is None else max(host - taken["host"], 0),
-            storage_bytes=None if storage is None else max(storage - taken["storage"], 0),
-        )
-
-    def _fitted(self, plan: planner.Plan, trace: planner.Trace) -> planner.Plan:
-        """The plan that the user gave, if it can be carried out here. Raises PlanError if not."""
-        plan = plan.model_copy(update={"trace_fingerprint": trace.fingerprint, "budgets": self._budgets()})
-        try:
-            planner.simulate(trace, plan)
-        except InfeasiblePlanError as error:
-            raise PlanError(
-                f"{self._options.plan}: this plan was made for another program, shape or budget: {error}; make a new one from a "
-                "trace of this run (option trace_out), or leave out the option plan"
-            ) from error
-        return plan
-
-    def _take_plan_if_ready(self) -> None:
-        if self._job is None or self._profile is None or not self._job.done:
-            return
-        try:
-            plan = self._job.result()
-        except TeraioError as error:
-            self._enter("demand")
-            logger.warning("no plan could be made, blocks go on moving on demand: %s", error)
-        else:
-            self._follow(self._profile, plan)
-        self._job = None
-
-    def _follow(self, profile: Profile, plan: planner.Plan) -> None:
-        self._plan_path = save(plan, self._options.plan_out)
-        self._follower.follow(profile, plan)
-        self._enter("planned")
-        if plan.predicted is not None:
-            logger.info(
-                "following a plan with %d moves: predicted %.3f s an iteration, %.3f s with unlimited memory",
-                len(plan.moves),
-                plan.predicted.iteration_seconds,
-                plan.predicted.ideal_seconds,
-            )
-
-    def _note_planned(self, iteration: Iteration, *, compiled: bool) -> None:
-        profiled = self._profile.iteration.signature if self._profile is not None else ()
-        as_planned = iteration.signature == profiled
-        if self._follower.iteration_ended(iteration, as_planned=as_planned and not compiled):
-            self._recent.clear()
-        self._strangers = 0 if as_planned else self._strangers + 1
-        if self._strangers > self._options.profile_iterations:
-            logger.info("the last %d iterations were not those that were planned: profiling again", self._strangers)
-            self._start_profile()
-
-    def _start_profile(self) -> None:
-        self._strangers = 0
-        self._recorded = []
-        self._follower.stop()
-        self._enter("profile")
-
-    def _enter(self, phase: RunPhase) -> None:
-        self._phase = phase
-        self._recent.clear()
-        if phase == "fits" and self._peaks is not None:
-            self._peaks.begin(self._managed_bytes())
-
-    def _managed_bytes(self) -> int:
-        self._pager.forget_dead()
-        return self._pager.used_bytes + self._pager.unmoved_bytes
+            self._finished += 1
+            self._late_seconds = ended.iteration.waited_seconds
+            self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
 
     # -- from outside
 
@@ -324,37 +208,39 @@ class TrainingRun:
         return self._finished == 0 and not self._pager.blocks
 
     def manage_optimizer(self, optimizer: Optimizer) -> None:
-        """Manage its steps and states, whatever the option optimizer says. Blocks while states are copied."""
+        """Manage its steps and states, whatever the option optimizer says. Waits while states are copied."""
         self._steps.manage(optimizer)
 
     def wait_for_plan(self, timeout_seconds: float | None) -> bool:
-        """Block until no planning is under way, or the time is over."""
-        job = self._job or self._follower
-        return job.wait(timeout_seconds)
+        """Wait until no plan is being made, or until the time is over. Return whether none is. For any thread."""
+        return self._background.wait(timeout_seconds)
 
     def status(self) -> Status:
-        """A snapshot. Never blocks."""
-        drift, trace = self._follower.drift, self._follower.trace
-        if trace is None and self._profile is not None:
-            trace = self._profile.trace
+        """Return a snapshot. Never waits. For any thread."""
+        phase, found = self._phase, self._findings
+        follower = phase.follower
+        drift = follower.drift if follower is not None else None
+        trace = found.profile.trace if found.profile is not None else None
+        if follower is not None:
+            trace = follower.trace
         return Status(
-            phase=self._phase,
+            phase=phase.name,
             iterations=self._finished,
             device_budget_bytes=self._pager.budget_bytes,
             device_peak_bytes=self._pager.peak_bytes,
             moved_bytes=self._machine.moved_bytes(),
             busy_seconds=self._machine.busy_seconds(),
             exposed_seconds={} if self._machine.device.asynchronous else dict(self._pager.exposed_seconds),
-            predicted_iteration_seconds=self._follower.predicted_seconds,
-            measured_iteration_seconds=statistics.median(self._recent) if self._recent else None,
+            predicted_iteration_seconds=follower.predicted_seconds if follower is not None else None,
+            measured_iteration_seconds=phase.measured_seconds,
             ideal_iteration_seconds=trace.ideal_seconds if trace is not None else None,
-            floor_bytes=self._floor[0] if self._floor is not None else None,
+            floor_bytes=found.floor[0] if found.floor is not None else None,
             deviations=self._timeline.deviations,
             drift=drift.iteration if drift is not None else None,
             late_seconds=self._late_seconds,
-            replans=self._follower.replans,
-            trace_path=str(self._trace_path) if self._trace_path is not None else None,
-            plan_path=str(self._plan_path) if self._plan_path is not None else None,
+            replans=found.replans,
+            trace_path=str(found.trace_path) if found.trace_path is not None else None,
+            plan_path=str(found.plan_path) if found.plan_path is not None else None,
             spill_directories=self._machine.spill_directories(),
             stages=self._stages,
             distinct_stages=self.stage_compiler.distinct_stages,
@@ -362,7 +248,7 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def on_device(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Within, those of `tensors` that are blocks are on the device, within the budget. Raises BudgetError."""
+        """Keep those of `tensors` that are blocks on the device within the `with` block. Raises BudgetError."""
         with contextlib.ExitStack() as held:
             with self._machine.device.region():
                 self._pager.enter_region()  # forgets blocks whose storage got other memory meanwhile
@@ -375,15 +261,20 @@ class TrainingRun:
             yield
 
     def close(self) -> None:
-        """Bring everything back, unhook, remove files. Blocks."""
+        """Bring every block back to the device, remove hooks and files. Waits until that is done."""
         self._steps.close()
-        self._closed, self._phase = True, "fits"  # compiled functions that are still called run unmanaged
-        if self._job is not None:
-            self._job.cancel()
-        self._follower.stop()
+        ending, self._phase = self._phase, ClosedPhase(self._context)
+        ending.end()
         self._machine.lift_limit()
         try:
             with self._machine.device.region():
                 self._pager.bring_back_all()
         finally:
             self._machine.close()
+
+
+def _peak_watch(machine: Machine) -> PeakWatch | None:
+    """Return a watch over the peaks of memory. None if there is no budget, or if memory is not measured in every run."""
+    if machine.measured_runs is not None or machine.memory is None or machine.budget_bytes is None:
+        return None
+    return PeakWatch(machine.memory, machine.budget_bytes)

@@ -11,7 +11,7 @@ from planner.errors import StorageError
 from planner.schema import WaitingTier
 from runtime.cpu.memory import CpuMemory
 from runtime.device import Span
-from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, Tiers, claim, give_up, give_up_all
+from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tiers
 from runtime.storage import HostStore, RangeCopy
 
 
@@ -20,10 +20,14 @@ class CpuMover:
 
     debug: see [Note: Debug mode]. Pages of a block that user code can see are not poisoned, as another thread may be reading
     them; they go back to the system. Nor is such a block compared: its copy is mapped where user code can write to it.
+    ownership: shared by all movers of the process; default: one of its own.
     """
 
-    def __init__(self, memory: CpuMemory, tiers: Tiers, *, debug: Debug | None = None) -> None:
+    def __init__(
+        self, memory: CpuMemory, tiers: Tiers, *, debug: Debug | None = None, ownership: StorageOwnership | None = None
+    ) -> None:
         self._memory = memory
+        self._ownership = ownership or StorageOwnership()
         self._tiers = tiers
         self._debug = debug
         self._transfers = BlockTransfers(tiers)
@@ -31,7 +35,7 @@ class CpuMover:
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         span = self._memory.span(storage)
-        return span if span is not None and claim(storage, self) else None
+        return span if span is not None and self._ownership.claim(storage, self) else None
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
         return storage.data_ptr() == block.address and (block.span is None or self.span(storage) == block.span)
@@ -127,12 +131,12 @@ class CpuMover:
         if self._debug is not None:
             self._debug.forget(block)
         self._transfers.forget(block)
-        give_up(block.key, self)
+        self._ownership.give_up(block.key, self)
         self._tiers.free(block)
 
     def close(self) -> None:
         """Give up all storages, which must be on the device."""
-        give_up_all(self)
+        self._ownership.give_up_all(self)
 
     def _distrust(self, block: Block) -> None:
         """User code may have written to the block's slot."""

@@ -16,7 +16,7 @@ from planner.schema import WaitingTier
 from runtime.cuda import storage_swap as storage_memory
 from runtime.cuda.host_copies import HostCopies, QueuedRange
 from runtime.device import Event, Lane, Span, Streams
-from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, Tier, Tiers, claim, give_up, give_up_all
+from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tier, Tiers
 from runtime.storage import Extent, RangeCopy, Slot, slot_range
 
 
@@ -33,7 +33,8 @@ class StreamMover:
 
     host_address: where an extent of the host tier lies. in_reach: whether kernels can read and write there, as they can
     pinned memory; else what waits in the host tier cannot be touched either. debug: see [Note: Debug mode]; the host then
-    waits for the device wherever it reads the device's memory.
+    waits for the device wherever it reads the device's memory. ownership: shared by all movers of the process; default: one of
+    its own.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class StreamMover:
         *,
         in_reach: bool = True,
         debug: Debug | None = None,
+        ownership: StorageOwnership | None = None,
     ) -> None:
         self._debug = debug
+        self._ownership = ownership or StorageOwnership()
         self._streams = streams
         self._tiers = tiers
         self._host_address = host_address
@@ -67,7 +70,8 @@ class StreamMover:
         return self._copies.busy_seconds
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
-        return Span(0, storage.nbytes()) if self._streams.can_move(storage) and claim(storage, self) else None
+        mine = self._streams.can_move(storage) and self._ownership.claim(storage, self)
+        return Span(0, storage.nbytes()) if mine else None
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
         return storage_memory.address(storage) == block.address
@@ -263,14 +267,14 @@ class StreamMover:
         self._join([block])
         self._out.pop(block, None)
         self._transfers.forget(block)
-        give_up(block.key, self)
+        self._ownership.give_up(block.key, self)
         self._tiers.free(block)
 
     def close(self) -> None:
         """Blocks until the device has done with the host tier: its memory goes next, and a copy may still read it."""
         for lane in Lane:
             self._streams.record(lane).wait()
-        give_up_all(self)
+        self._ownership.give_up_all(self)
 
 
 def _storage(block: Block) -> torch.UntypedStorage:

@@ -4,7 +4,7 @@ from runtime.paging.block import Block, State
 from runtime.paging.block_transfers import BlockTransfers
 from runtime.paging.debug import POISON, Debug
 from runtime.paging.mover import Done, Mover
-from runtime.paging.ownership import claim, give_up, give_up_all
+from runtime.paging.ownership import StorageOwnership
 from runtime.paging.pager import Pager
 from runtime.paging.tiers import Tier, Tiers
 
@@ -17,9 +17,7 @@ __all__ = [
     "POISON",
     "Pager",
     "State",
+    "StorageOwnership",
     "Tier",
     "Tiers",
-    "claim",
-    "give_up",
-    "give_up_all",
 ]

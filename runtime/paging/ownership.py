@@ -1,8 +1,4 @@
-"""Which mover carries a storage: one storage can have one only.
-
-A second one would give it other memory behind the first one's back. Where several runtimes use a storage, it stays put
-for all but the first.
-"""
+"""Which mover carries a storage: one at most, since a second one would change its memory without the first knowing."""
 
 from __future__ import annotations
 
@@ -16,35 +12,40 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """storage: while it is held, no other storage gets the key, also if the owner never gives up what is gone."""
+    """storage: while this reference is held, no other storage gets the key, even if the owner never gives up a dead storage."""
 
     storage: StorageWeakRef
     owner: weakref.ref[object]
 
 
-_lock = threading.Lock()
-_claims: dict[int, _Claim] = {}
-"""By block key."""
+class StorageOwnership:
+    """Records which mover owns which storage. All movers that can meet the same storages must share one object.
 
+    If several training runs use a storage, the first mover to claim it moves it. For the others it does not move. Holds no
+    owner and no storage alive. Thread-safe.
+    """
 
-def claim(storage: torch.UntypedStorage, owner: object) -> bool:
-    """Whether `owner` carries the storage; from now on it does if nobody else did."""
-    with _lock:
-        known = _claims.get(storage._cdata)
-        if known is None or known.owner() is None:
-            known = _claims[storage._cdata] = _Claim(StorageWeakRef(storage), weakref.ref(owner))  # type: ignore[no-untyped-call]
-        return known.owner() is owner
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._claims: dict[int, _Claim] = {}  # by block key
 
+    def claim(self, storage: torch.UntypedStorage, owner: object) -> bool:
+        """Make `owner` the owner of the storage if there is none. Return whether `owner` owns it now."""
+        with self._lock:
+            known = self._claims.get(storage._cdata)
+            if known is None or known.owner() is None:
+                known = _Claim(StorageWeakRef(storage), weakref.ref(owner))  # type: ignore[no-untyped-call]
+                self._claims[storage._cdata] = known
+            return known.owner() is owner
 
-def give_up(key: int, owner: object) -> None:
-    """`owner` does not carry the storage with this key any more."""
-    with _lock:
-        if key in _claims and _claims[key].owner() is owner:
-            del _claims[key]
+    def give_up(self, key: int, owner: object) -> None:
+        """End the ownership of `owner` over the storage with this key, if there is one."""
+        with self._lock:
+            if key in self._claims and self._claims[key].owner() is owner:
+                del self._claims[key]
 
-
-def give_up_all(owner: object) -> None:
-    """`owner` carries nothing any more; nor do those that are gone."""
-    with _lock:
-        for key in [key for key, each in _claims.items() if each.owner() in (owner, None)]:
-            del _claims[key]
+    def give_up_all(self, owner: object) -> None:
+        """End every ownership of `owner`, and of owners that no longer exist."""
+        with self._lock:
+            for key in [key for key, each in self._claims.items() if each.owner() in (owner, None)]:
+                del self._claims[key]

@@ -1,7 +1,9 @@
-"""The machine that a training run has: its device, its lower tiers, the links between them."""
+"""The machine that a training run uses: its device, its lower tiers, the links between them."""
 
 from teraio.machine.machine import Machine
+from teraio.machine.tiers import MeasuredPaths
 
 __all__ = [
     "Machine",
+    "MeasuredPaths",
 ]

@@ -1,4 +1,4 @@
-"""Main memory as the device: under a budget, with another pool of main memory and files as the tiers below it."""
+"""Opens the tiers for training on CPU: main memory under a budget is the device, a second pool and files are the lower tiers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ import psutil
 from planner.errors import UnsupportedError
 from runtime.cpu import CpuMemory, CpuMover
 from runtime.device import CpuDevice
-from runtime.paging import Debug, Tiers
+from runtime.paging import Debug, StorageOwnership, Tiers
 from runtime.storage import HostStore, Store
-from runtime.transfer import Engine, LinkRates, cpu_candidates
-from teraio.machine.tiers import MachineTiers, OpenTier, open_storage
+from runtime.transfer import Engine, cpu_candidates
+from teraio.machine.tiers import MachineTiers, MeasuredPaths, OpenTier, open_storage
 from teraio.options import Options
 
 _RESERVE = 0.1
+"""Share of the available memory that is left free if the options give no budget."""
 _HOST_THREADS = 2
-"""For copies in main memory; a few threads carry all that the memory's bus can."""
-
-_host_rates: list[LinkRates] = []
-"""Measured once in a process."""
+"""Threads for copies in main memory; a few threads use all that the memory bus can carry."""
 
 
-def open_cpu(options: Options) -> MachineTiers:
-    """Raises UnsupportedError, StorageError, StorageFullError."""
+def open_cpu(options: Options, measured: MeasuredPaths, ownership: StorageOwnership) -> MachineTiers:
+    """Open the tiers that the options ask for. Raises UnsupportedError, StorageError, StorageFullError.
+
+    measured: is filled with what is measured here. ownership: shared by all movers of the process.
+    """
     with ExitStack() as undo:
         memory = CpuMemory()
-        tiers = list(_open_tiers(options, undo))
+        tiers = list(_open_tiers(options, measured, undo))
         budget = options.memory_budget
         if budget is None and tiers:
             budget = int(psutil.virtual_memory().available * (1 - _RESERVE)) - (options.host_budget or 0)
@@ -38,8 +39,9 @@ def open_cpu(options: Options) -> MachineTiers:
                     "or give a memory_budget"
                 )
         debug = Debug() if options.debug else None
-        mover = CpuMover(memory, Tiers([opened.tier for opened in tiers]), debug=debug) if tiers else None
-        if mover is not None:
+        mover: CpuMover | None = None
+        if tiers:
+            mover = CpuMover(memory, Tiers([opened.tier for opened in tiers]), debug=debug, ownership=ownership)
             undo.callback(mover.close)
         undo.callback(memory.stand_back)
         opened = MachineTiers(
@@ -56,25 +58,25 @@ def open_cpu(options: Options) -> MachineTiers:
     return opened
 
 
-def _open_tiers(options: Options, undo: ExitStack) -> list[OpenTier]:
+def _open_tiers(options: Options, measured: MeasuredPaths, undo: ExitStack) -> list[OpenTier]:
     tiers = []
     if options.host_budget is not None:
-        tiers.append(_open_host(options.host_budget, options, undo))
+        tiers.append(_open_host(options.host_budget, options, measured, undo))
     if options.storage:
 
         def open_engine(store: Store) -> Engine:
             return Engine(store, checksums=options.checksums, stuck_after_seconds=options.storage_timeout)
 
         candidates = cpu_candidates(options.storage, budget_bytes=options.storage_budget)
-        tiers.append(open_storage(options, candidates, open_engine, "cpu", undo))
+        tiers.append(open_storage(options, candidates, open_engine, "cpu", measured, undo))
     return tiers
 
 
-def _open_host(size_bytes: int, options: Options, undo: ExitStack) -> OpenTier:
+def _open_host(size_bytes: int, options: Options, measured: MeasuredPaths, undo: ExitStack) -> OpenTier:
     store = HostStore(size_bytes)
     undo.callback(store.close)
     engine = Engine(store, tier="host", threads=_HOST_THREADS, checksums=options.checksums)
     undo.callback(engine.close)
-    if not _host_rates:
-        _host_rates.append(engine.measure())
-    return OpenTier.with_threads("host", store, engine, _host_rates[0], "copies by threads")
+    if measured.host is None:
+        measured.host = engine.measure()
+    return OpenTier.with_threads("host", store, engine, measured.host, "copies by threads")

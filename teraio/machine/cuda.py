@@ -1,7 +1,8 @@
-"""A GPU as the device: with pinned main memory and drives as the tiers below it."""
+"""Opens the tiers for training on a GPU: pinned main memory and drives are its lower tiers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,26 +11,41 @@ import torch
 
 import planner
 from runtime.cuda import CudaStreams, StreamMover, cuda_candidates, measure_host_links
-from runtime.paging import Debug, Tier, Tiers
+from runtime.paging import Debug, StorageOwnership, Tier, Tiers
 from runtime.storage import Extent, HostStore, Store
 from runtime.system import CudaPinner, pci_address, processors_near
 from runtime.transfer import Engine, LinkRates, TorchMemory
-from teraio.machine.tiers import MachineTiers, OpenTier, open_storage
+from teraio.machine.tiers import MachineTiers, MeasuredPaths, OpenTier, open_storage
 from teraio.options import Options
 
 _RESERVE = 0.1
-_SEGMENT_PAGE_BYTES = 20 << 20
+"""Share of the available device memory that is left free if the options give no budget."""
 _HOST_SHARE = 0.5
-"""Of the main memory that is available: the host tier where a budget is given, but no tier below it."""
+"""Share of the available main memory that becomes the host tier if the options give a budget but no lower tier."""
 _MEASURED_RUNS = 4
-_SPARE_SHARE = 32
+"""Runs of a stage in which its workspace is measured."""
+_SEGMENT_PAGE_BYTES = 20 << 20
+"""Unit in which PyTorch's allocator maps memory for segments that grow."""
 _SPARE_BYTES = 64 << 20
-"""What of a budget is not planned with, see `CudaStreams`: so many bytes, or one part in _SPARE_SHARE if that is more, but
-never more than an eighth."""
+"""Bytes of the budget that plans do not use, at least; see `CudaStreams`."""
+_SPARE_SHARE = 32
+"""One part in so many of the budget is not used by plans, if that is more than _SPARE_BYTES; an eighth at most."""
 
 
-def open_cuda(options: Options, device: torch.device) -> MachineTiers:
-    """Raises UnsupportedError, StorageError, StorageFullError."""
+def open_cuda(
+    options: Options,
+    device: torch.device,
+    measured: MeasuredPaths,
+    ownership: StorageOwnership,
+    *,
+    spare_bytes: int = _SPARE_BYTES,
+    page_bytes: int = _SEGMENT_PAGE_BYTES,
+) -> MachineTiers:
+    """Open the tiers that the options ask for. Raises UnsupportedError, StorageError, StorageFullError.
+
+    measured: is filled with what is measured here. ownership: shared by all movers of the process. spare_bytes: of the budget,
+    that plans do not use. page_bytes: unit in which PyTorch's allocator maps memory.
+    """
     host_bytes = options.host_budget
     if options.memory_budget is not None and host_bytes is None and not options.storage:
         host_bytes = int(psutil.virtual_memory().available * _HOST_SHARE)
@@ -43,10 +59,13 @@ def open_cuda(options: Options, device: torch.device) -> MachineTiers:
         if budget is not None:
             _grow_segments(undo)
         store = _open_slab(host_bytes, device, undo) if host_bytes is not None else None
-        storage = _open_storage(options, device, undo) if options.storage else None
-        mover, tiers = _mover(streams, store, storage, Debug() if options.debug else None, undo)
+        storage = _open_storage(options, device, measured, undo) if options.storage else None
+        tiers: list[OpenTier] = [storage] if storage is not None else []
+        mover = _open_mover(streams, store, tiers, Debug() if options.debug else None, ownership, undo)
+        if store is not None and mover is not None:
+            tiers.insert(0, _host_tier(streams, store, mover))
         if budget is not None:
-            _limit(streams, budget)
+            _limit(streams, budget, page_bytes, spare_bytes)
         opened = MachineTiers(
             name=torch.cuda.get_device_name(device),
             device=streams,
@@ -63,54 +82,62 @@ def open_cuda(options: Options, device: torch.device) -> MachineTiers:
     return opened
 
 
-def _mover(
-    streams: CudaStreams, store: HostStore | None, storage: OpenTier | None, debug: Debug | None, undo: ExitStack
-) -> tuple[StreamMover | None, list[OpenTier]]:
-    known = [Tier(name="host", store=store, engine=None)] if store is not None else []
-    known += [storage.tier] if storage is not None else []
-    if not known:
-        return None, []
-    address_of, in_reach = (store.address_of, store.pinned) if store is not None else (_nowhere, False)
-    mover = StreamMover(streams, Tiers(known), address_of, in_reach=in_reach, debug=debug)
+def _open_mover(
+    streams: CudaStreams,
+    store: HostStore | None,
+    drives: Sequence[OpenTier],
+    debug: Debug | None,
+    ownership: StorageOwnership,
+    undo: ExitStack,
+) -> StreamMover | None:
+    """Return the mover over the host tier and the drives; None if there is neither."""
+    tiers = [Tier(name="host", store=store, engine=None)] if store is not None else []
+    tiers += [drive.tier for drive in drives]
+    if not tiers:
+        return None
+    address_of, in_reach = (store.address_of, store.pinned) if store is not None else (_no_host_tier, False)
+    mover = StreamMover(streams, Tiers(tiers), address_of, in_reach=in_reach, debug=debug, ownership=ownership)
     undo.callback(mover.close)
-    tiers = [storage] if storage is not None else []
-    if store is not None:
-        pinned = "pinned" if store.pinned else "pageable"
-        tiers.insert(
-            0,
-            OpenTier(
-                tier=known[0],
-                rates=measure_host_links(streams, store),
-                path=f"copies by the GPU, {pinned} memory",
-                moved_bytes=lambda: mover.moved_bytes,
-                busy_seconds=lambda: mover.busy_seconds,
-            ),
-        )
-    return mover, tiers
+    return mover
 
 
-def _nowhere(extent: Extent) -> int:
+def _host_tier(streams: CudaStreams, store: HostStore, mover: StreamMover) -> OpenTier:
+    """Measure the copies to main memory, which the mover makes itself, and return the tier."""
+    return OpenTier(
+        tier=Tier(name="host", store=store, engine=None),
+        rates=measure_host_links(streams, store),
+        path=f"copies by the GPU, {'pinned' if store.pinned else 'pageable'} memory",
+        moved_bytes=lambda: mover.moved_bytes,
+        busy_seconds=lambda: mover.busy_seconds,
+    )
+
+
+def _no_host_tier(extent: Extent) -> int:
     raise planner.StorageError("there is no host tier; this is a bug in teraio, please report it")
 
 
 def _grow_segments(undo: ExitStack) -> None:
-    """Segments that grow keep the allocator's cache from falling to pieces as blocks come and go; unless the user decided."""
+    """Let the allocator's segments grow, unless the user has decided otherwise.
+
+    Without that, the allocator's cache becomes fragmented as blocks come and go.
+    """
     settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    before = settings() if settings is not None else ""  # PyTorch 2.11 does not tell
+    before = settings() if settings is not None else ""  # PyTorch 2.11 has no such function
     if "expandable_segments" not in before:
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (before, "expandable_segments:True"))))
         undo.callback(torch._C._accelerator_setAllocatorSettings, before or "expandable_segments:False")
 
 
-def _limit(streams: CudaStreams, budget_bytes: int) -> None:
-    """The budget is hard for all that runs in regions.
+def _limit(streams: CudaStreams, budget_bytes: int, page_bytes: int, spare_bytes: int) -> None:
+    """Make the budget a hard limit for everything that runs in regions.
 
-    The allocator maps memory for growing segments in whole pages, and does not count the rest of the last one beforehand.
+    The allocator maps memory for growing segments in whole pages. It does not count the rest of the last page beforehand, so
+    the limit is one page lower.
     """
-    page = min(_SEGMENT_PAGE_BYTES, budget_bytes // 8)
+    page = min(page_bytes, budget_bytes // 8)
     streams.limit_bytes = budget_bytes - page
-    streams.spare_bytes = page + min(max(budget_bytes // _SPARE_SHARE, _SPARE_BYTES), budget_bytes // 8)
-    torch.cuda.empty_cache()  # what the cache holds counts
+    streams.spare_bytes = page + min(max(budget_bytes // _SPARE_SHARE, spare_bytes), budget_bytes // 8)
+    torch.cuda.empty_cache()  # cached memory counts towards the limit
 
 
 def _lift_limit(streams: CudaStreams) -> None:
@@ -125,17 +152,17 @@ def _open_slab(size_bytes: int, device: torch.device, undo: ExitStack) -> HostSt
     return store
 
 
-def _open_storage(options: Options, device: torch.device, undo: ExitStack) -> OpenTier:
+def _open_storage(options: Options, device: torch.device, measured: MeasuredPaths, undo: ExitStack) -> OpenTier:
     candidates = cuda_candidates(options.storage, device, budget_bytes=options.storage_budget, checksums=options.checksums)
 
     def open_engine(store: Store) -> Engine:
         return Engine(store, memory=TorchMemory(device), stuck_after_seconds=options.storage_timeout)
 
-    return open_storage(options, candidates, open_engine, str(device), undo)
+    return open_storage(options, candidates, open_engine, str(device), measured, undo)
 
 
 def _shared(tiers: list[OpenTier]) -> tuple[planner.SharedRate, ...]:
-    """What the links of both tiers have in common: the bus, in each direction."""
+    """Return the rates of the bus, one per direction, which the links of host and storage share."""
     if len(tiers) < 2:
         return ()
     host, storage = tiers

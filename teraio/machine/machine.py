@@ -1,34 +1,57 @@
-"""The tiers of this machine as far as the options allow them: device memory, host memory, drives, and the links between."""
+"""The tiers of this machine that the options allow: device memory, host memory, drives, and the links between them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 import planner
 from planner.errors import StorageFullError, UnsupportedError
+from runtime.paging import StorageOwnership
 from runtime.storage import HostStore
 from teraio.machine.cpu import open_cpu
 from teraio.machine.cuda import open_cuda
-from teraio.machine.tiers import MachineTiers, OpenTier
+from teraio.machine.tiers import MachineTiers, MeasuredPaths, OpenTier
 from teraio.options import Options
 
 _INDEPENDENT = 0.95
-"""Links that together carry this share of the sum of what each carries alone share nothing."""
+"""Two links are independent if together they carry at least this share of the sum of what each carries alone."""
+
+OpenTiers = Callable[[Options, torch.device, MeasuredPaths, StorageOwnership], MachineTiers]
+"""Opens the tiers for a device."""
+
+
+def open_tiers(options: Options, device: torch.device, measured: MeasuredPaths, ownership: StorageOwnership) -> MachineTiers:
+    """Open the tiers of a CPU or GPU. Raises UnsupportedError for other devices, StorageError, StorageFullError."""
+    if device.type == "cpu":
+        return open_cpu(options, measured, ownership)
+    if device.type == "cuda":
+        return open_cuda(options, device, measured, ownership)
+    raise UnsupportedError(f"teraio does not know devices of type {device.type!r}; train on cpu or cuda")
 
 
 class Machine:
-    """Opens the lower tiers if something may have to move, and measures their links.
+    """Opens the lower tiers if the options give any, and measures their links.
 
-    device: where stages run. budget_bytes: the device budget, None where nothing limits it. mover: None where blocks have
-    nowhere to go. memory: what stages allocate from, None if it cannot be asked.
+    device: where stages run. budget_bytes: the device budget; None if there is no limit. mover: None if there is no lower tier.
+    memory: the memory that stages allocate from; None if it cannot be measured. measured_runs: in how many of its runs a stage is
+    measured there; None for all.
+    The arguments `measured` and `ownership` are shared by all machines of a process; default: new ones. `open_tiers`: for tests.
     Raises UnsupportedError, StorageError, StorageFullError.
     """
 
-    def __init__(self, options: Options, device: torch.device) -> None:
-        self._opened = _open(options, device)
+    def __init__(
+        self,
+        options: Options,
+        device: torch.device,
+        *,
+        measured: MeasuredPaths | None = None,
+        ownership: StorageOwnership | None = None,
+        open_tiers: OpenTiers = open_tiers,
+    ) -> None:
+        self._opened = open_tiers(options, device, measured or MeasuredPaths(), ownership or StorageOwnership())
         self.device = self._opened.device
         self.budget_bytes = self._opened.budget_bytes
         self.mover = self._opened.mover
@@ -37,12 +60,12 @@ class Machine:
 
     @property
     def host_bytes(self) -> int | None:
-        """Capacity of the host tier, None where there is none."""
+        """Capacity of the host tier; None if there is no host tier."""
         return next((each.tier.store.capacity_bytes for each in self._opened.tiers if each.tier.name == "host"), None)
 
     @contextlib.contextmanager
     def host_scratch(self, size_bytes: int) -> Iterator[int | None]:
-        """Memory of the host tier for a while: its address, None if there is not so much of it in one piece."""
+        """Reserve memory of the host tier within the block. Gives its address, or None if no contiguous range is large enough."""
         store = next((each.tier.store for each in self._opened.tiers if each.tier.name == "host"), None)
         if not isinstance(store, HostStore):
             yield None
@@ -58,15 +81,15 @@ class Machine:
             store.release(slot)
 
     def trim(self) -> None:
-        """While nothing is away: let free memory that is kept for reuse not exceed what the budget leaves."""
+        """Free memory that is kept for reuse and exceeds what the budget leaves. For a time when no block is away."""
         self._opened.trim()
 
     def lift_limit(self) -> None:
-        """Before everything is brought back: the device may hold more than the budget from now on."""
+        """Allow the device to hold more than the budget from now on. Call it before everything is brought back."""
         self._opened.lift_limit()
 
     def ensure_room(self, size_bytes: int) -> None:
-        """Reserve room in the spill files for what the host tier cannot hold. Raises StorageFullError if there is too little."""
+        """Reserve room in the spill files for what the host tier cannot hold of `size_bytes`. Raises StorageFullError."""
         missing = size_bytes - (self.host_bytes or 0)
         if not self._opened.tiers or missing <= 0:
             return
@@ -74,7 +97,7 @@ class Machine:
         last.tier.store.ensure_capacity(missing if last.tier.name == "storage" else size_bytes)
 
     def hardware(self) -> planner.Hardware:
-        """Capacities and measured link rates, for the trace."""
+        """Return capacities and measured link rates, for the trace."""
         tiers = self._opened.tiers
         storage = sum(each.tier.store.limit_bytes for each in tiers if each.tier.name == "storage")
         return planner.Hardware(
@@ -87,35 +110,27 @@ class Machine:
         )
 
     def moved_bytes(self) -> dict[str, int]:
-        """Bytes moved since the start, by link."""
+        """Return the bytes moved since the start, by link."""
         return {link: size for each in self._opened.tiers for link, size in each.moved_bytes().items()}
 
     def busy_seconds(self) -> dict[str, float]:
-        """Seconds in which each link was moving something, since the start."""
+        """Return the seconds in which each link was copying since the start, by link."""
         return {link: seconds for each in self._opened.tiers for link, seconds in each.busy_seconds().items()}
 
     def spill_directories(self) -> tuple[str, ...]:
-        """Where the spill files are."""
+        """Return the directories of the spill files."""
         return tuple(str(path) for each in self._opened.tiers for path in each.tier.store.directories)
 
     def close(self) -> None:
-        """Stop the I/O threads, free the host tier and remove the spill files, also where that fails for one of them.
+        """Stop the I/O threads, free the host tier and remove the spill files. A failure of one does not keep the others.
 
-        Blocks until copies in flight have ended. Raises StorageError where a drive does not answer any more.
+        Waits until copies in flight have ended. Raises StorageError if a drive no longer answers.
         """
         self._opened.undo.close()
 
 
-def _open(options: Options, device: torch.device) -> MachineTiers:
-    if device.type == "cpu":
-        return open_cpu(options)
-    if device.type == "cuda":
-        return open_cuda(options, device)
-    raise UnsupportedError(f"teraio does not know devices of type {device.type!r}; train on cpu or cuda")
-
-
 def _shared(tier: OpenTier) -> tuple[planner.SharedRate, ...]:
-    """A rate that the tier's two links share, if they slow each other down."""
+    """Return the rate that the tier's two links share, if they slow each other down."""
     both = tier.rates.duplex_write_bytes_per_second + tier.rates.duplex_read_bytes_per_second
     links = tier.links()
     if both >= _INDEPENDENT * sum(link.bytes_per_second for link in links):

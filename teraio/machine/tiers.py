@@ -1,8 +1,8 @@
-"""What a machine has opened for one runtime: its tiers, the mover between them, and how to close all of it."""
+"""The opened tiers of a machine: device, lower tiers, the mover between them, and how to close everything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -15,13 +15,25 @@ from runtime.storage import Store
 from runtime.transfer import Candidate, Engine, LinkRates, OpenEngine, StoragePath, choose_path, open_path
 from teraio.options import Options
 
-_known_paths: dict[object, tuple[str, LinkRates]] = {}
-"""Chosen and measured once in a process: by the drives that the storage directories are on, and what else matters."""
+
+@dataclass(slots=True)
+class MeasuredPaths:
+    """What was measured of this machine, so that each path is measured only once in a process.
+
+    storage: name and rates of the path that was chosen, by the drives of the storage directories and by the options that matter.
+    host: rates of copies in main memory; None before they are measured.
+    """
+
+    storage: dict[Hashable, tuple[str, LinkRates]] = field(default_factory=dict)
+    host: LinkRates | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenTier:
-    """A lower tier. path: how blocks get there, in a word or two. moved_bytes, busy_seconds: by link, since the start."""
+    """An open lower tier.
+
+    path: how blocks are copied there, in a word or two. moved_bytes, busy_seconds: return the totals since the start, by link.
+    """
 
     tier: Tier
     rates: LinkRates
@@ -31,7 +43,7 @@ class OpenTier:
 
     @classmethod
     def with_threads(cls, name: WaitingTier, store: Store, engine: Engine, rates: LinkRates, path: str) -> OpenTier:
-        """A tier whose blocks are carried by the engine's threads."""
+        """Return a tier whose blocks are copied by the threads of `engine`."""
         return cls(
             tier=Tier(name=name, store=store, engine=engine),
             rates=rates,
@@ -41,7 +53,7 @@ class OpenTier:
         )
 
     def links(self) -> tuple[planner.Link, planner.Link]:
-        """To the tier and back, for the trace."""
+        """Return the link to the tier and the link back, for the trace."""
         name, rates = self.tier.name, self.rates
         return (
             planner.Link(
@@ -63,11 +75,13 @@ class OpenTier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineTiers:
-    """budget_bytes: the device budget, None where nothing limits it. mover: None where blocks have nowhere to go.
+    """The device, its lower tiers and what belongs to them, opened for one training run.
 
-    memory: what stages allocate from, as far as it can be asked; measured_runs: how often a stage is measured there,
-    None for always. shared: rates that links of different tiers have together. lift_limit: from now on the device may hold
-    more than the budget, since all blocks come back. undo: closes all of it.
+    budget_bytes: the device budget; None if there is no limit. mover: None if there is no lower tier.
+    memory: the memory that stages allocate from; None if it cannot be measured. measured_runs: in how many of its runs a stage is
+    measured there; None for all. tiers: the lower tiers, fastest first. shared: rates that links of different tiers share.
+    trim: frees memory that is kept for reuse and exceeds what the budget leaves. lift_limit: allows the device to hold more than
+    the budget, for the end, when all blocks come back. undo: closes everything.
     """
 
     name: str
@@ -85,18 +99,26 @@ class MachineTiers:
 
 
 def open_storage(
-    options: Options, candidates: Sequence[Candidate], open_engine: OpenEngine, device: str, undo: ExitStack
+    options: Options,
+    candidates: Sequence[Candidate],
+    open_engine: OpenEngine,
+    device: str,
+    measured: MeasuredPaths,
+    undo: ExitStack,
 ) -> OpenTier:
-    """The way to the drives that was asked for, or the fastest; measured once in a process."""
+    """Open the path to the drives that the options ask for, or the fastest one. Measures it unless `measured` knows it.
+
+    undo: gets the calls that close the tier. Raises UnsupportedError, StorageError, StorageFullError.
+    """
     forced = None if options.storage_path == "auto" else options.storage_path
-    drives = tuple(path.stat().st_dev for path in options.storage if path.is_dir())  # opening tells what is missing
+    drives = tuple(path.stat().st_dev for path in options.storage if path.is_dir())  # a missing one is reported when it is opened
     key = device, drives, forced, options.checksums
     path: StoragePath
-    if key in _known_paths:
-        path = open_path(candidates, *_known_paths[key], open_engine=open_engine)
+    if key in measured.storage:
+        path = open_path(candidates, *measured.storage[key], open_engine=open_engine)
     else:
         path = choose_path(candidates, open_engine=open_engine, forced=forced)
-        _known_paths[key] = path.name, path.rates
+        measured.storage[key] = path.name, path.rates
     undo.callback(path.store.close)
     undo.callback(path.engine.close)
     return OpenTier.with_threads("storage", path.store, path.engine, path.rates, path.name)

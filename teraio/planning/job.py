@@ -1,4 +1,4 @@
-"""Planning in the background: the solver runs in a process of its own while training goes on."""
+"""One planning job: the solver runs in a process of its own while training goes on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Protocol
 
 import planner
 from planner.worker import NO_PLAN
@@ -15,13 +16,38 @@ from planner.worker import NO_PLAN
 _GRACE_SECONDS = 120.0
 
 
-class PlanningJob:
-    """One solve under way. Starts at once, blocks nobody; `result` is there when `done` is set.
+class Job(Protocol):
+    """A plan in the making, see `PlanningJob`."""
 
-    time_limit_seconds: for the solver; reading, building and checking come on top of it.
+    @property
+    def done(self) -> bool: ...
+    def wait(self, timeout_seconds: float | None) -> bool: ...
+    def result(self) -> planner.Plan: ...
+    def cancel(self) -> None: ...
+
+
+class StartJob(Protocol):
+    """Starts a job and never waits for its plan."""
+
+    def __call__(self, trace: planner.Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> Job: ...
+
+
+class PlanningJob:
+    """One run of the solver. It starts when the object is made; nobody has to wait for it.
+
+    time_limit_seconds: for the solver. grace_seconds: for everything else, such as reading, building the model and checking; when
+    both are over, the job ends with SolverError.
     """
 
-    def __init__(self, trace: planner.Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> None:
+    def __init__(
+        self,
+        trace: planner.Trace,
+        budgets: planner.Budgets,
+        *,
+        time_limit_seconds: float,
+        grace_seconds: float = _GRACE_SECONDS,
+    ) -> None:
+        self._grace_seconds = grace_seconds
         self._done = threading.Event()
         self._result: planner.Plan | planner.TeraioError | None = None
         self._process: subprocess.Popen[str] | None = None
@@ -33,20 +59,21 @@ class PlanningJob:
 
     @property
     def done(self) -> bool:
+        """Whether the job has ended: `result` then returns or raises at once."""
         return self._done.is_set()
 
     def wait(self, timeout_seconds: float | None) -> bool:
-        """Block until the plan is there or the time is over; True if it is there."""
+        """Wait until the job has ended or the time is over. Return whether it has ended. For any thread."""
         return self._done.wait(timeout_seconds)
 
     def result(self) -> planner.Plan:
-        """The plan. Raises the TeraioError that planning ended with."""
+        """Return the plan of a job that has ended. Raises the TeraioError that planning ended with."""
         if isinstance(self._result, planner.Plan):
             return self._result
         raise self._result or planner.SolverError("planning was cancelled")
 
     def cancel(self) -> None:
-        """Stop the solver. Blocks until it has gone."""
+        """Stop the solver. Waits until its process has ended."""
         self._cancelled = True
         if self._process is not None:
             self._process.kill()
@@ -83,12 +110,12 @@ class PlanningJob:
         if self._cancelled:
             self._process.kill()
         try:
-            _, errors = self._process.communicate(timeout=seconds + _GRACE_SECONDS)
+            _, errors = self._process.communicate(timeout=seconds + self._grace_seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
             raise planner.SolverError(
-                f"planning took longer than {seconds + _GRACE_SECONDS:.0f} s; raise solver_time_limit"
+                f"planning took longer than {seconds + self._grace_seconds:.0f} s; raise solver_time_limit"
             ) from None
         if self._process.returncode == NO_PLAN:
             raise planner.SolverError(errors.strip().splitlines()[-1] if errors.strip() else "no plan was found")

@@ -1,4 +1,4 @@
-"""Writes traces and plans where the user wants them; training goes on where that fails."""
+"""Writes traces and plans to the files that the user named. If that fails, training goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger("teraio")
 
 
 def save(file: planner.Trace | planner.Plan, path: Path | None) -> Path | None:
-    """Write the file if a path is given. Gives the path if it was written; a warning says why it was not."""
+    """Write the file if a path is given. Return the path, or None if nothing was written; a warning then says why."""
     if path is None:
         return None
     try:

@@ -1,6 +1,7 @@
 """The optimizer step, interleaved and layer by layer: the baseline's plan and pager, and the arithmetic of the figures."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +28,7 @@ from examples.llama import LlamaConfig
 from examples.training import Report, Setting, Step, Training
 from planner import Block, Budgets, Hardware, Link, Plan, Stage, Subgroup, Trace, plan, simulate
 from runtime.paging.block import State
-from teraio import training_run as lifecycle
+from teraio.registry import REGISTRY
 
 LAYERS = 4
 """Each with a forward, a backward and an update; one weight, one gradient and one state of a byte, a byte a second."""
@@ -133,7 +134,7 @@ def test_layer_by_layer_the_copies_of_subgroups_do_not_overlap_and_the_losses_ar
             moving = [block for block in self.blocks if block.state in (State.OFFLOADING, State.PREFETCHING)]
             in_flight.append((what, len(moving)))
 
-    with patch.object(lifecycle, "Pager", Watched):
+    with patch.object(REGISTRY, "new_run", partial(REGISTRY.new_run, new_pager=Watched)):
         setting = limited.model_copy(update={"options": {**limited.options, "plan": str(tmp_path / "plan.json")}})
         steps, report = train(setting)
     assert [step.loss for step in steps] == [step.loss for step in interleaved]

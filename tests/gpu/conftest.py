@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import teraio
-from teraio import training_run as lifecycle
-from teraio.stages.compile import StageCompiler
+from teraio.registry import REGISTRY
 from teraio.stages.cut import CutPolicy
 
 # Read when cuBLAS is first used: deterministic, and small beside the budgets of these tests (the default takes 32 MiB a thread).
@@ -43,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cut_as_large_models_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage of a large model lasts about a millisecond; in that time a GPU is done with several layers of a small one."""
     policy = CutPolicy(shortest_seconds=1e-6, most_stages=96)
-    monkeypatch.setattr(lifecycle, "StageCompiler", functools.partial(StageCompiler, policy=policy))
+    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, cut_policy=policy))
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ def peak_of(case: Case) -> tuple[int, Run]:
 
 
 def the_pager() -> Pager:
-    (runtime,) = registry._runtimes.values()
+    (runtime,) = registry.REGISTRY.runs()
     return runtime._pager
 
 

@@ -128,7 +128,7 @@ def table_bytes(scale: Scale) -> int:
 
 def table_states_stay_away(step: int, module: nn.Module) -> None:
     """To be called between steps: the states of the table's embedding are in the lower tiers, as its slices have left them."""
-    blocks = [block for runtime in registry._runtimes.values() for block in runtime._pager.blocks]
+    blocks = [block for runtime in registry.REGISTRY.runs() for block in runtime._pager.blocks]
     found = [block for block in blocks if block.name.startswith("optimizer/embed.weight.")]
     assert len(found) == 2 and all(block.state is State.OFFLOADED for block in found), found
 

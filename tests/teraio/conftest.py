@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -11,12 +12,10 @@ import pytest
 import torch
 
 import teraio
-from teraio import training_run as lifecycle
 from teraio.optimizer import states as optimizer_states
 from teraio.optimizer import subgroup_sizes as optimizer_sizes
 from teraio.optimizer import subgroups as optimizer_parts
-from teraio.optimizer.subgroup_sizes import SubgroupSizes
-from teraio.planning import follower
+from teraio.registry import REGISTRY
 
 from .in_process import InProcessJob
 from .optimizer.managed_steps import SIZE, Training
@@ -39,10 +38,9 @@ def _forget() -> None:
 
 @pytest.fixture(autouse=True)
 def planning_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan in this process, but for tests with the mark `planning_process`: a process for each plan costs seconds of imports."""
+    """Make plans in this process, except in tests with the mark `planning_process`: each process imports for seconds."""
     if request.node.get_closest_marker("planning_process") is None:
-        for module in (lifecycle, follower):
-            monkeypatch.setattr(module, "PlanningJob", InProcessJob)
+        monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=InProcessJob))
 
 
 @pytest.fixture
@@ -59,7 +57,7 @@ def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Fixes the size of subgroups, in bytes, which otherwise follows from what was measured."""
 
     def fix(size_bytes: int) -> None:
-        monkeypatch.setattr(lifecycle, "SubgroupSizes", lambda *_, **__: SubgroupSizes(given_bytes=size_bytes))
+        monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, subgroup_bytes=size_bytes))
 
     return fix
 

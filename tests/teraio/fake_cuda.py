@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,12 +15,17 @@ import torch
 from runtime.cuda import copier as cuda_copier
 from runtime.cuda.copier import CudaCopier
 from runtime.cuda.streams import CudaStreams
+from runtime.paging import StorageOwnership
 from runtime.system.pinning import CudaPinner
+from teraio.machine import Machine, MeasuredPaths
 from teraio.machine import cuda as cuda_machine
-from teraio.machine import machine
+from teraio.machine.tiers import MachineTiers
+from teraio.options import Options
+from teraio.registry import REGISTRY
 
 CPU = torch.device("cpu")
 TOTAL_BYTES = 1 << 34
+MIB = 1 << 20
 
 
 class Stream:
@@ -92,7 +98,9 @@ class FakeCuda:
         refused = "CUDA error 1 (refused)"
         monkeypatch.setattr(CudaPinner, "_cuda_register", lambda self_, address, size: None if self.pins else refused)
         monkeypatch.setattr(CudaPinner, "_cuda_unregister", lambda self_, address: None)
-        monkeypatch.setattr(machine, "open_cpu", lambda options: cuda_machine.open_cuda(options, CPU))
+        monkeypatch.setattr(cuda_machine, "_grow_segments", lambda undo: None)
+        monkeypatch.setattr(REGISTRY, "open_machine", functools.partial(Machine, open_tiers=open_tiers))
+        monkeypatch.setattr(REGISTRY, "measured", MeasuredPaths())  # the paths of main memory lead nowhere here
 
     @contextlib.contextmanager
     def _stream(self, stream: Stream) -> Iterator[None]:
@@ -101,3 +109,8 @@ class FakeCuda:
             yield
         finally:
             self._streams.remove(stream)
+
+
+def open_tiers(options: Options, device: torch.device, measured: MeasuredPaths, ownership: StorageOwnership) -> MachineTiers:
+    """The tiers of the made-up GPU; what of a budget is kept free is scaled down with the models of the tests."""
+    return cuda_machine.open_cuda(options, CPU, measured, ownership, spare_bytes=MIB, page_bytes=MIB)

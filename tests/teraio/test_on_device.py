@@ -32,8 +32,8 @@ def trained(tmp_path: Path) -> Iterator[tuple[nn.Module, Pager]]:
         model(torch.randn(16, 512)).square().mean().backward()
         sgd.step()
         sgd.zero_grad()
-    ((_, runtime),) = registry._runtimes.items()
-    yield module, runtime._pager
+    (run,) = registry.REGISTRY.runs()
+    yield module, run._pager
     teraio.reset()
 
 

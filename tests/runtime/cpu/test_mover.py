@@ -15,10 +15,10 @@ import torch
 from planner.errors import ChecksumError, StorageError, StorageIOError
 from runtime.cpu.memory import CpuMemory
 from runtime.cpu.mover import CpuMover
-from runtime.paging import ownership as claims
 from runtime.paging.block import Block, State
 from runtime.paging.debug import Debug
 from runtime.paging.mover import Done
+from runtime.paging.ownership import StorageOwnership
 from runtime.paging.pager import Pager
 from runtime.paging.tiers import Tier, Tiers
 from runtime.storage.posix import PosixStore
@@ -31,12 +31,20 @@ SECONDS = 30
 class Rig:
     """A mover and a pager over files in directories. Slots hold 4 MiB each at most."""
 
-    def __init__(self, *folders: Path, budget_bytes: int | None = None, checksums: bool = False, debug: bool = False) -> None:
+    def __init__(
+        self,
+        *folders: Path,
+        budget_bytes: int | None = None,
+        checksums: bool = False,
+        debug: bool = False,
+        ownership: StorageOwnership | None = None,
+    ) -> None:
         self.memory = CpuMemory()
+        self.ownership = ownership or StorageOwnership()
         self.store = PosixStore(folders, budget_bytes=None)
         self.engine = Engine(self.store, threads=2, chunk_bytes=256 << 10, checksums=checksums)
         tiers = Tiers([Tier(name="storage", store=self.store, engine=self.engine)])
-        self.mover = CpuMover(self.memory, tiers, debug=Debug() if debug else None)
+        self.mover = CpuMover(self.memory, tiers, debug=Debug() if debug else None, ownership=self.ownership)
         self.pager = Pager(mover=self.mover, budget_bytes=budget_bytes)
         self.pager.enter_region()
 
@@ -288,7 +296,7 @@ def test_a_damaged_file_fails_the_copy_in(checked: Rig) -> None:
 def test_a_storage_has_one_mover(rig: Rig, tmp_path: Path) -> None:
     """Two would each map their own slot over the pages, and what is written to one slot is missing in the other."""
     (tmp_path / "other").mkdir()
-    other = Rig(tmp_path / "other")
+    other = Rig(tmp_path / "other", ownership=rig.ownership)
     tensor, block = rig.make(4 * MIB, 1)
     rig.pager.offload(block)
     block.user_visible = True
@@ -310,7 +318,7 @@ def test_a_storage_has_one_mover(rig: Rig, tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", ["its block is gone", "its mover is closed"])
 def test_a_storage_gets_another_mover_after(rig: Rig, tmp_path: Path, end: str) -> None:
     (tmp_path / "other").mkdir()
-    other = Rig(tmp_path / "other")
+    other = Rig(tmp_path / "other", ownership=rig.ownership)
     tensor, _ = other.make(2 * MIB, 1)
     storage = tensor.untyped_storage()
     assert rig.mover.span(storage) is None
@@ -318,7 +326,7 @@ def test_a_storage_gets_another_mover_after(rig: Rig, tmp_path: Path, end: str) 
         key = storage._cdata
         del tensor, storage
         other.pager.forget_dead()
-        assert key not in claims._claims
+        assert key not in rig.ownership._claims
     else:
         other.mover.close()
         assert rig.mover.span(storage) is not None
@@ -329,7 +337,7 @@ def test_what_a_mover_carried_that_is_gone_is_nobodys() -> None:
     class Owner:
         pass
 
-    first, second = Owner(), Owner()
+    claims, first, second = StorageOwnership(), Owner(), Owner()
     storage = torch.zeros(8).untyped_storage()
     assert claims.claim(storage, first) and claims.claim(storage, first) and not claims.claim(storage, second)
     del first

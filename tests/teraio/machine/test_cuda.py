@@ -13,11 +13,8 @@ import torch
 import teraio
 from runtime.transfer.engine import Engine
 from teraio import registry
-from teraio import training_run as lifecycle
-from teraio.machine import cuda as cuda_machine
-from teraio.machine import tiers as opened
-from teraio.stages.compile import StageCompiler
 from teraio.stages.cut import CutPolicy
+from teraio.training_run import TrainingRun
 
 from ...gpu.training import (
     STEPS,
@@ -35,7 +32,7 @@ from ...gpu.training import (
     table_states_stay_away,
     train,
 )
-from ..fake_cuda import CPU, TOTAL_BYTES, FakeCuda
+from ..fake_cuda import CPU, MIB, TOTAL_BYTES, FakeCuda
 
 
 @pytest.fixture(autouse=True)
@@ -48,19 +45,14 @@ def one_thread() -> Iterator[None]:
 
 
 SCALE = Scale(rows=512, width=256, layers=3, heads=4, sequence=64)
-MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """Scaled down with the models: what of the budget is kept free, what is measured, how long a stage is."""
-    monkeypatch.setattr(cuda_machine, "_SPARE_BYTES", MIB)
-    monkeypatch.setattr(cuda_machine, "_SEGMENT_PAGE_BYTES", MIB)
-    monkeypatch.setattr(cuda_machine, "_grow_segments", lambda undo: None)
+    """Scaled down with the models: what is measured, and how long a stage is."""
     monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, MIB))
-    monkeypatch.setattr(opened, "_known_paths", {})  # those of main memory lead nowhere here
     policy = CutPolicy(shortest_seconds=1e-6, most_stages=96)
-    monkeypatch.setattr(lifecycle, "StageCompiler", functools.partial(StageCompiler, policy=policy))
+    monkeypatch.setattr(registry.REGISTRY, "new_run", functools.partial(TrainingRun, cut_policy=policy))
     return FakeCuda(monkeypatch)
 
 
@@ -101,7 +93,7 @@ def test_the_same_bits_within_the_budget(tmp_path: Path, cuda: FakeCuda, case: C
     check_within(found, budget)
     if "host" in tiers:
         assert found.progress[-1].moved_bytes["device->host"] > 0
-    assert registry._runtimes == {}
+    assert registry.REGISTRY.runs() == ()
     assert set(cuda.limits[1::2]) == {(budget - MIB) / TOTAL_BYTES}, "in regions"
     assert set(cuda.limits[::2]) == {1.0}, "user code, and the end, may take more"
 
@@ -154,7 +146,7 @@ def test_what_cannot_be_pinned_is_out_of_reach_of_kernels(cuda: FakeCuda) -> Non
     seen = []
 
     def between(step: int, module: torch.nn.Module) -> None:
-        pager = next(iter(registry._runtimes.values()))._pager
+        pager = registry.REGISTRY.runs()[0]._pager
         for parameter in module.parameters():
             block = pager.known_block(parameter)
             if block is not None and block.tier == "host" and block.state.name == "OFFLOADED":

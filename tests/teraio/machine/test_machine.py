@@ -9,9 +9,8 @@ import torch
 
 from planner import StorageError, StorageFullError, UnsupportedError
 from runtime.transfer.engine import Engine, LinkRates
-from teraio.machine import cpu as cpu_machine
-from teraio.machine import tiers as opened_module
 from teraio.machine.machine import Machine
+from teraio.machine.tiers import MeasuredPaths
 from teraio.options import parse_options
 
 CPU = torch.device("cpu")
@@ -44,13 +43,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Measured]:
         found.times += 1
         return found.rates
 
-    monkeypatch.setattr(opened_module, "_known_paths", {})
     monkeypatch.setattr(Engine, "measure", measure)
     yield found
 
 
-def machine(folder: Path, **options: object) -> Machine:
-    return Machine(parse_options({"storage": folder, "memory_budget": "1GiB", **options}), CPU)
+def machine(folder: Path, paths: MeasuredPaths | None = None, **options: object) -> Machine:
+    return Machine(parse_options({"storage": folder, "memory_budget": "1GiB", **options}), CPU, measured=paths)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +72,7 @@ def test_drives_that_slow_each_other_down_share_a_rate(
         assert set(shared.links) == {"device->storage", "storage->device"}
 
 
-def test_a_host_tier_has_links_and_a_capacity_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_machine, "_host_rates", [])
+def test_a_host_tier_has_links_and_a_capacity_of_its_own(tmp_path: Path) -> None:
     opened = machine(tmp_path, host_budget="64MiB")
     try:
         hardware = opened.hardware()
@@ -135,15 +132,22 @@ def test_ways_of_gpus_are_refused_on_cpu(tmp_path: Path, option: str) -> None:
 
 
 def test_links_are_measured_once_for_the_same_drives_and_options(tmp_path: Path, measured: Measured) -> None:
-    folders = [tmp_path / name for name in "ab"]
+    folders, paths = [tmp_path / name for name in "ab"], MeasuredPaths()
     for folder in folders:
         folder.mkdir()
-        machine(folder).close()
+        machine(folder, paths).close()
     assert measured.times == 1
-    machine(folders[0], checksums=True).close()
+    machine(folders[0], paths, checksums=True).close()
     assert measured.times == 2
-    machine(folders[0], storage_path="buffered").close()
+    machine(folders[0], paths, storage_path="buffered").close()
     assert measured.times == 3
+
+
+def test_the_host_tier_is_measured_once(measured: Measured) -> None:
+    options, paths = parse_options({"host_budget": "64MiB", "memory_budget": "1GiB"}), MeasuredPaths()
+    for _ in range(2):
+        Machine(options, CPU, measured=paths).close()
+    assert measured.times == 1 and paths.host == measured.rates
 
 
 def test_a_directory_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def train(case: Case, folder: Path, options: dict[str, Any]) -> Result:
 
 def states_away() -> set[str]:
     """Names of the states that are not on the device now."""
-    blocks = [block for runtime in registry._runtimes.values() for block in runtime._pager.blocks]
+    blocks = [block for runtime in registry.REGISTRY.runs() for block in runtime._pager.blocks]
     return {b.name for b in blocks if b.kind == "optimizer_state" and b.state is State.OFFLOADED}
 
 

@@ -151,7 +151,7 @@ def test_accumulated_gradients_stay_where_they_are(tmp_path: Path) -> None:
 
 
 def gradients_away(run: Run) -> int:
-    (runtime,) = registry._runtimes.values()
+    (runtime,) = registry.REGISTRY.runs()
     blocks = [runtime._pager.known_block(p.grad) for p in run.module.parameters() if p.grad is not None]
     return sum(block is not None and block.state is State.OFFLOADED for block in blocks)
 

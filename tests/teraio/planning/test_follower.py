@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import planner
 from planner import Plan, SolverError, Trace
 from teraio.options import Options, parse_options
-from teraio.planning import follower as following
+from teraio.planning.background import BackgroundPlanner
 from teraio.planning.follower import PlanFollower
 from teraio.profiling.profiler import Profile
 
@@ -20,23 +19,17 @@ from ..virtual import IN, STAGES, VirtualTraining, plan_for
 
 
 class InstantJob:
-    """Stands for the planning process: the next of `answers` is what it ends with; `asked`: what it was asked for."""
+    """Stands for the planning process: a job that has ended as soon as it is started."""
 
-    answers: list[Plan | SolverError | None] = []
-    asked: list[Trace] = []
-
-    def __init__(self, trace: Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> None:
-        self.asked.append(trace)
+    def __init__(self, trace: Trace, answer: Plan | SolverError) -> None:
         self.done = True
         self.cancelled = False
-        self._answer = self.answers.pop(0)
-        if self._answer is None:
-            self._answer = planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
+        self._trace = trace
+        self._answer = answer
 
     def result(self) -> Plan:
         if isinstance(self._answer, Plan):
-            return self._answer.model_copy(update={"trace_fingerprint": self.asked[-1].fingerprint})
-        assert self._answer is not None
+            return self._answer.model_copy(update={"trace_fingerprint": self._trace.fingerprint})
         raise self._answer
 
     def wait(self, timeout_seconds: float | None) -> bool:
@@ -46,30 +39,43 @@ class InstantJob:
         self.cancelled = True
 
 
-@pytest.fixture(autouse=True)
-def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[InstantJob]]:
-    monkeypatch.setattr(following, "PlanningJob", InstantJob)
-    InstantJob.answers, InstantJob.asked = [], []
-    yield InstantJob
+class InstantJobs:
+    """Starts jobs: the next of `answers` is what one ends with, None for a real plan; `asked`: what they were asked for."""
+
+    def __init__(self) -> None:
+        self.answers: list[Plan | SolverError | None] = []
+        self.asked: list[Trace] = []
+        self.started: list[InstantJob] = []
+
+    def __call__(self, trace: Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> InstantJob:
+        self.asked.append(trace)
+        answer = self.answers.pop(0)
+        if answer is None:
+            answer = planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
+        self.started.append(InstantJob(trace, answer))
+        return self.started[-1]
 
 
 class Following:
-    """A virtual training under a plan made by hand, and its follower."""
+    """A virtual training under a plan made by hand, and its follower. replans: how often another plan has taken over."""
 
     def __init__(self, training: VirtualTraining, *fetched: tuple[int, int], budget_blocks: int = STAGES, **options: Any) -> None:
         self.training = training
         self.profile: Profile = training.profile()
         self.plan = plan_for(self.profile.trace, *fetched, budget_blocks=budget_blocks)
+        self.jobs = InstantJobs()
         given: Options = parse_options(options)
-        self.follower = PlanFollower(given, training.mover, training.timeline)  # type: ignore[arg-type]
-        self.follower.follow(self.profile, self.plan)
+        machine: Any = training.mover
+        self.background = BackgroundPlanner(given, machine, training.pager, start_job=self.jobs)
+        self.follower = PlanFollower(given, machine, training.timeline, self.background, self.profile, self.plan)
+        self.replans = 0
         self.waited: list[float] = []
 
     def run(self, count: int = 1) -> None:
         for _ in range(count):
             iteration = self.training.iteration()
             self.waited.append(round(iteration.waited_seconds, 6))
-            self.follower.iteration_ended(iteration, as_planned=True)
+            self.replans += self.follower.iteration_ended(iteration, as_planned=True)
 
     def asked_for(self, block: int) -> list[int]:
         hints = self.training.timeline._hints
@@ -78,7 +84,6 @@ class Following:
 
     @property
     def predicted(self) -> float:
-        assert self.follower.predicted_seconds is not None
         return self.follower.predicted_seconds
 
 
@@ -90,7 +95,7 @@ def test_as_predicted_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     following_it.run(30)
     assert following_it.waited[1:] == [0.0] * 29 and following_it.asked_for(6) == [6]
     assert following_it.follower.drift is not None and abs(following_it.follower.drift.iteration) < 1e-9
-    assert following_it.follower.replans == 0 and InstantJob.asked == []
+    assert following_it.replans == 0 and following_it.jobs.asked == []
 
 
 def test_a_late_prefetch_becomes_punctual(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +157,7 @@ def test_a_plan_that_is_to_stay_stays(
     running.training.mover.seconds[IN] = 2.5
     with caplog.at_level(logging.INFO, logger="teraio"):
         running.run(80)
-    assert set(running.waited[1:]) == {1.5} and running.asked_for(6) == [6] and InstantJob.asked == []
+    assert set(running.waited[1:]) == {1.5} and running.asked_for(6) == [6] and running.jobs.asked == []
     assert running.follower.drift is not None and running.follower.drift.iteration == pytest.approx(1.5 / 8)
     told = [record.message for record in caplog.records]
     assert (
@@ -173,37 +178,37 @@ def test_drift_leads_to_a_better_plan(monkeypatch: pytest.MonkeyPatch, caplog: p
     out = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
     training = VirtualTraining(monkeypatch)
     running = Following(training, (2, 2), (3, 3), **out)
-    InstantJob.answers = [None]
+    running.jobs.answers = [None]
     training.mover.seconds[IN] = 9.0  # no correction makes up for that
     with caplog.at_level(logging.INFO, logger="teraio"):
         running.run(12)
-    assert running.follower.replans == 1 and len(InstantJob.asked) == 1
-    measured = {link.name: link.bytes_per_second for link in InstantJob.asked[0].hardware.links}
+    assert running.replans == 1 and len(running.jobs.asked) == 1
+    measured = {link.name: link.bytes_per_second for link in running.jobs.asked[0].hardware.links}
     assert measured[IN] == pytest.approx(32 / 9.0)
-    assert InstantJob.asked[0].ideal_seconds == pytest.approx(8.0)
+    assert running.jobs.asked[0].ideal_seconds == pytest.approx(8.0)
     running.run(40)
     assert running.waited[-30:] == [0.0] * 30 and running.predicted == pytest.approx(8.0)
     assert running.follower.drift is not None and not running.follower.drift.found
-    drift, taken = [record.message for record in caplog.records]
-    assert drift.endswith("storage->device +800%; planning again") and drift.startswith("the last 8 iterations differ")
-    assert taken.startswith("with the measured times the new plan takes 8.000 s an iteration, the old one ")
-    assert taken.endswith(" s: the new one is followed")
+    (told,) = [record.message for record in caplog.records]
+    assert told.startswith("planned again, as the last 8 iterations differ") and "storage->device +800%)" in told
+    assert "): with the measured times the new plan takes 8.000 s an iteration, the old one " in told
+    assert told.endswith(" s: the new one is followed")
     trace, plan = Trace.load(out["trace_out"]), Plan.load(out["plan_out"])
-    assert trace == InstantJob.asked[0] and plan.trace_fingerprint == trace.fingerprint and plan.moves == ()
+    assert trace == running.jobs.asked[0] and plan.trace_fingerprint == trace.fingerprint and plan.moves == ()
 
 
 def test_a_plan_that_is_no_better_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The old plan stays, but promises what it can keep, so that nothing drifts any more."""
     training = VirtualTraining(monkeypatch)
     running = Following(training, (6, 6), plan_out=tmp_path / "plan.json")
-    InstantJob.answers = [running.plan]
+    running.jobs.answers = [running.plan]
     training.stage_seconds = [2.0] * STAGES
     running.run(12)
-    assert len(InstantJob.asked) == 1 and running.follower.replans == 0
+    assert len(running.jobs.asked) == 1 and running.replans == 0
     assert running.predicted == pytest.approx(16.0)
     running.run(60)
-    assert running.follower.drift is not None and not running.follower.drift.found and len(InstantJob.asked) == 1
-    assert Plan.load(tmp_path / "plan.json").trace_fingerprint == InstantJob.asked[0].fingerprint
+    assert running.follower.drift is not None and not running.follower.drift.found and len(running.jobs.asked) == 1
+    assert Plan.load(tmp_path / "plan.json").trace_fingerprint == running.jobs.asked[0].fingerprint
     assert running.asked_for(6) == [6]
 
 
@@ -211,19 +216,19 @@ def test_a_plan_that_is_hardly_better_is_not_taken(monkeypatch: pytest.MonkeyPat
     training = VirtualTraining(monkeypatch)
     training.mover.seconds[IN] = 0.1
     running = Following(training, (6, 7))  # asked for when it is needed
-    InstantJob.answers = [plan_for(running.profile.trace, (6, 6))]
+    running.jobs.answers = [plan_for(running.profile.trace, (6, 6))]
     training.stage_seconds = [2.0] * STAGES
     running.run(12)
-    assert len(InstantJob.asked) == 1 and running.follower.replans == 0 and running.predicted == pytest.approx(16.1)
+    assert len(running.jobs.asked) == 1 and running.replans == 0 and running.predicted == pytest.approx(16.1)
 
 
 def test_what_the_new_plan_should_have_asked_for_already_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The new plan wants weight 2 from the iteration before; the old one has not asked for it yet."""
     training = VirtualTraining(monkeypatch)
     running = Following(training, (2, 2), (6, 7))
-    InstantJob.answers = [plan_for(running.profile.trace, (2, -1), (6, 6))]
+    running.jobs.answers = [plan_for(running.profile.trace, (2, -1), (6, 6))]
     training.stage_seconds = [2.0] * STAGES
-    while running.follower.replans == 0:
+    while running.replans == 0:
         running.run()
     before = len(running.waited)
     running.run(5)
@@ -233,14 +238,14 @@ def test_what_the_new_plan_should_have_asked_for_already_is_asked_for_at_once(mo
 def test_a_solver_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     training = VirtualTraining(monkeypatch)
     running = Following(training, (6, 6))
-    InstantJob.answers = [SolverError("out of luck")] * 3
+    running.jobs.answers = [SolverError("out of luck")] * 3
     training.stage_seconds = [2.0] * STAGES
     before = running.follower.trace
     with caplog.at_level(logging.WARNING, logger="teraio"):
         running.run(80)
-    assert running.follower.replans == 0 and running.follower.trace is before and running.asked_for(6) == [6]
+    assert running.replans == 0 and running.follower.trace is before and running.asked_for(6) == [6]
     assert caplog.records[0].message == "no new plan could be made, the old one stays in force: out of luck"
-    assert len(InstantJob.asked) == 3, "after 10, 20 and 40 iterations"
+    assert len(running.jobs.asked) == 3, "after 10, 20 and 40 iterations"
 
 
 def test_a_noisy_iteration_does_not_lead_to_planning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +254,7 @@ def test_a_noisy_iteration_does_not_lead_to_planning(monkeypatch: pytest.MonkeyP
     for number in range(40):
         training.stage_seconds = [50.0 if number % 4 == 3 else 1.0] * STAGES
         running.run()
-    assert InstantJob.asked == [] and running.asked_for(6) == [6]
+    assert running.jobs.asked == [] and running.asked_for(6) == [6]
 
 
 def test_iterations_that_ran_otherwise_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +263,7 @@ def test_iterations_that_ran_otherwise_are_not_compared(monkeypatch: pytest.Monk
     training.stage_seconds = [9.0] * STAGES
     for _ in range(30):
         running.follower.iteration_ended(training.iteration(), as_planned=False)
-    assert running.follower.drift is None and InstantJob.asked == []
+    assert running.follower.drift is None and running.jobs.asked == []
 
 
 def test_an_iteration_that_began_otherwise_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +304,7 @@ def test_a_plan_that_could_not_be_written_down(
 ) -> None:
     training = VirtualTraining(monkeypatch)
     running = Following(training, (6, 6), plan_out=tmp_path / "plan.json")
-    InstantJob.answers = [None]
+    running.jobs.answers = [None]
     training.stage_seconds = [2.0] * STAGES
 
     def refuse(self: Plan, path: Path) -> None:
@@ -309,20 +314,21 @@ def test_a_plan_that_could_not_be_written_down(
     with caplog.at_level(logging.WARNING, logger="teraio"):
         running.run(12)
     (told,) = caplog.records
-    assert "No space left" in told.message and len(InstantJob.asked) == 1
+    assert "No space left" in told.message and len(running.jobs.asked) == 1
 
 
 def test_stopping_ends_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     training = VirtualTraining(monkeypatch)
     running = Following(training, (6, 6))
-    InstantJob.answers = [None]
+    running.jobs.answers = [None]
     training.stage_seconds = [2.0] * STAGES
-    while running.follower._job is None:
+    while not running.background.busy:
         running.run()
-    job: Any = running.follower._job
+    (job,) = running.jobs.started
     job.done = False
     running.run(3)
-    assert not running.follower.wait(0.0) and running.follower.replans == 0
+    assert not running.background.wait(0.0) and running.replans == 0
     running.follower.stop()
-    assert job.cancelled and running.follower.wait(0.0) and running.follower.predicted_seconds is None
-    running.run(3)
+    assert job.cancelled and running.background.wait(0.0) and not running.background.busy
+    assert training.timeline._hints is None
+    training.iteration()

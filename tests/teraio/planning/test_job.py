@@ -112,8 +112,7 @@ def test_cancelling_at_once_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_solver_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     started = slow_worker(monkeypatch)
-    monkeypatch.setattr(planning, "_GRACE_SECONDS", 0.2)
-    work = PlanningJob(trace(), planner.Budgets(device_bytes=80), time_limit_seconds=0.1)
+    work = PlanningJob(trace(), planner.Budgets(device_bytes=80), time_limit_seconds=0.1, grace_seconds=0.2)
     assert work.wait(SECONDS)
     with pytest.raises(planner.SolverError, match="solver_time_limit"):
         work.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -16,9 +17,9 @@ import planner
 import teraio
 from runtime.storage.posix import PosixStore
 from runtime.transfer.engine import Engine, LinkRates
-from teraio import training_run as lifecycle
-from teraio.machine import tiers as opened
+from teraio.machine import MeasuredPaths
 from teraio.planning.job import PlanningJob
+from teraio.registry import REGISTRY
 
 MIB = 1 << 20
 ROWS, WIDTH, HIDDEN = 128, 64, 4096
@@ -81,7 +82,7 @@ def slow_drive(monkeypatch: pytest.MonkeyPatch, subgroups_of: Callable[[int], No
 
     monkeypatch.setattr(PosixStore, "read_piece", slow)
     monkeypatch.setattr(Engine, "measure", lambda engine: RATES)
-    monkeypatch.setattr(opened, "_known_paths", {})
+    monkeypatch.setattr(REGISTRY, "measured", MeasuredPaths())
     subgroups_of(MIB)
 
 
@@ -91,7 +92,7 @@ def test_another_plan_takes_over(
     steps = 18
     reference, free = train({}, steps)
     budget = int(0.75 * free[-1].device_peak_bytes)
-    monkeypatch.setattr(lifecycle, "PlanningJob", ZeroInfinityJob)
+    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=ZeroInfinityJob))
     out = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
     with caplog.at_level(logging.INFO, logger="teraio"):
         values, progress = train({"memory_budget": budget, "storage": tmp_path, "profile_iterations": 1, **out}, steps)
@@ -104,7 +105,7 @@ def test_another_plan_takes_over(
     read = [status.moved_bytes["storage->device"] for status in progress]
     assert read[-1] - read[-2] < read[first + 2] - read[first + 1]
     told = [record.message for record in caplog.records]
-    assert any("planning again" in message for message in told) and any("the new one is followed" in m for m in told)
+    assert any("planned again" in message for message in told) and any("the new one is followed" in m for m in told)
     trace, plan = planner.Trace.load(out["trace_out"]), planner.Plan.load(out["plan_out"])
     link = trace.hardware.link("storage", "device")
     assert link is not None and link.bytes_per_second < 0.9 * RATES.read_bytes_per_second

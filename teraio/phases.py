@@ -1,0 +1,275 @@
+"""The phases of a training run: what each one does at the end of an iteration, and which phase comes next.
+
+[Note: Phases]
+phase     stages run  blocks move   next phase
+profile   managed     on demand     fits      when nothing had to move
+                                    planning  when blocks had to move; the solver starts
+                                    planned   likewise, if the user gave a plan
+planning  managed     on demand     planned   at the end of the iteration in which the plan is ready
+                                    demand    when no plan can be made
+planned   managed     by the plan   planned   when a better plan takes over, see [Note: Planning again]
+                                    profile   when several iterations in a row ran other graphs than planned
+demand    managed     on demand     none
+fits      unmanaged   never         profile   when a graph is compiled or runs with larger sizes than ever, or when an
+                                              iteration took more than the budget
+closed    unmanaged   never         none; reported as "fits"
+
+A phase ends at the end of an iteration. Only "fits" also ends at once, when a graph is compiled or its sizes grow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import statistics
+import sys
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+import planner
+from planner.errors import TeraioError
+from runtime.paging import Pager
+from teraio.machine import Machine
+from teraio.optimizer import SubgroupSizes
+from teraio.options import Options
+from teraio.planning import BackgroundPlanner, PlanFollower, fit_given_plan, save
+from teraio.profiling import Iteration, PeakWatch, Profile, Timeline, build_profile
+from teraio.status import RunPhase
+
+logger = logging.getLogger("teraio")
+
+_RECENT = 8
+"""Iterations whose median time is reported."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What the run has found out so far; it stays when a phase ends.
+
+    floor: the smallest budget in bytes that would do, and the stage that sets it. replans: plans that replaced another plan.
+    """
+
+    profile: Profile | None = None
+    floor: tuple[int, str] | None = None
+    trace_path: Path | None = None
+    plan_path: Path | None = None
+    replans: int = 0
+    said_that_it_fits: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What the phases of a run share. given: the plan that the user gave. peaks: None if peaks of memory cannot be watched."""
+
+    options: Options
+    machine: Machine
+    pager: Pager
+    timeline: Timeline
+    background: BackgroundPlanner
+    subgroups: SubgroupSizes
+    given: planner.Plan | None
+    peaks: PeakWatch | None
+    findings: Findings
+
+    def managed_bytes(self) -> int:
+        """Return the device bytes that teraio knows of."""
+        self.pager.forget_dead()
+        return self.pager.used_bytes + self.pager.unmoved_bytes
+
+
+class Phase:
+    """A phase of a run, see [Note: Phases]. Entered when it is made; `end` is called if the run closes in it.
+
+    name: what `Status` reports. managed: whether stages run managed. follower: follows the plan, if there is one.
+    """
+
+    name: ClassVar[RunPhase]
+    managed: ClassVar[bool] = True
+    follower: PlanFollower | None = None
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._recent_seconds: deque[float] = deque(maxlen=_RECENT)
+
+    @property
+    def measured_seconds(self) -> float | None:
+        """Median time of the latest iterations of this phase; None before the first."""
+        return statistics.median(self._recent_seconds) if self._recent_seconds else None
+
+    def iteration_ended(self, iteration: Iteration, *, compiled: bool) -> Phase:
+        """Take in an iteration and return the phase from now on.
+
+        compiled: a graph was compiled in the iteration, or the iterations to come will run other stages.
+        """
+        self._recent_seconds.append(iteration.seconds)
+        return self._next(iteration, compiled=compiled)
+
+    def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
+        return self
+
+    def graphs_changed(self) -> Phase:
+        """Return the phase from now on, after a graph was compiled or before one runs with larger sizes than ever."""
+        return self
+
+    def end(self) -> None:
+        """Stop what the phase has started. Waits until it has stopped."""
+
+
+class ProfilePhase(Phase):
+    """Records iterations until enough equal ones have ended, and makes a trace of them."""
+
+    name = "profile"
+
+    def __init__(self, run: RunContext) -> None:
+        super().__init__(run)
+        self._recorded: list[Iteration] = []
+
+    def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
+        complete = all(region.complete for region in iteration.regions)
+        if compiled or not complete or not iteration.regions:
+            self._recorded.clear()
+            return self
+        if self._recorded and self._recorded[-1].signature != iteration.signature:
+            self._recorded.clear()
+        self._recorded.append(iteration)
+        # The iteration before the last tells which blocks outlive it, so one more is recorded than the options ask for.
+        if len(self._recorded) <= self._run.options.profile_iterations:
+            return self
+        recorded, self._recorded = self._recorded, []
+        return self._decide(self._profile_of(recorded))
+
+    def _profile_of(self, recorded: list[Iteration]) -> Profile:
+        run = self._run
+        profile = build_profile(
+            recorded[1:],
+            name=Path(sys.argv[0]).stem or "training",
+            created_by=f"teraio, torch {torch.__version__}",
+            hardware=run.machine.hardware(),
+            fixed_bytes=run.pager.unmoved_bytes,
+            survivors=recorded[-2].survivors,
+        )
+        trace = profile.trace.model_copy(update={"subgroup_bytes": run.subgroups.used_bytes})
+        run.findings.profile = dataclasses.replace(profile, trace=trace)
+        run.findings.trace_path = save(trace, run.options.trace_out)
+        return run.findings.profile
+
+    def _decide(self, profile: Profile) -> Phase:
+        run = self._run
+        if run.pager.evictions == 0:
+            return FitsPhase(run)
+        smallest, stage = planner.floor(profile.trace)
+        run.findings.floor = (smallest, profile.trace.stages[stage].name)
+        if run.given is None:
+            return PlanningPhase(run, profile)
+        plan = fit_given_plan(run.given, profile.trace, run.background.budgets(profile), run.options.plan)
+        return PlannedPhase(run, profile, plan)
+
+
+class PlanningPhase(Phase):
+    """Waits for the first plan while blocks move on demand."""
+
+    name = "planning"
+
+    def __init__(self, run: RunContext, profile: Profile) -> None:
+        super().__init__(run)
+        self._profile = profile
+        run.background.start(profile.trace, run.background.budgets(profile))
+
+    def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
+        try:
+            made = self._run.background.take()
+        except TeraioError as error:
+            logger.warning("no plan could be made, blocks go on moving on demand: %s", error)
+            return DemandPhase(self._run)
+        return self if made is None else PlannedPhase(self._run, self._profile, made.plan)
+
+    def end(self) -> None:
+        self._run.background.cancel()
+
+
+class DemandPhase(Phase):
+    """Moves blocks on demand, as no plan can be made."""
+
+    name = "demand"
+
+
+class PlannedPhase(Phase):
+    """Follows a plan, and the plans that replace it, until iterations run other graphs."""
+
+    name = "planned"
+
+    def __init__(self, run: RunContext, profile: Profile, plan: planner.Plan) -> None:
+        super().__init__(run)
+        run.findings.plan_path = save(plan, run.options.plan_out)
+        self.follower: PlanFollower = PlanFollower(run.options, run.machine, run.timeline, run.background, profile, plan)
+        self._planned = profile.iteration.signature
+        self._strangers = 0
+        logger.info(
+            "following a plan with %d moves an iteration (%s): predicted %.3f s an iteration, %.3f s with unlimited memory",
+            len(plan.moves),
+            ", ".join(f"{tier}: {size:,} bytes" for tier, size in _moved_bytes(plan, profile.trace).items()) or "nothing moves",
+            self.follower.predicted_seconds,
+            profile.trace.ideal_seconds,
+        )
+
+    def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
+        as_planned = iteration.signature == self._planned
+        if self.follower.iteration_ended(iteration, as_planned=as_planned and not compiled):
+            self._run.findings.replans += 1
+            self._recent_seconds.clear()
+        self._strangers = 0 if as_planned else self._strangers + 1
+        if self._strangers <= self._run.options.profile_iterations:
+            return self
+        logger.info("the last %d iterations were not those that were planned: profiling again", self._strangers)
+        self.end()
+        return ProfilePhase(self._run)
+
+    def end(self) -> None:
+        self.follower.stop()
+
+
+class FitsPhase(Phase):
+    """Runs stages unmanaged, and watches whether iterations come to need more than the budget."""
+
+    name = "fits"
+    managed = False
+
+    def __init__(self, run: RunContext) -> None:
+        super().__init__(run)
+        if run.peaks is not None:
+            run.peaks.begin(run.managed_bytes())
+        limit = "no limit" if run.pager.budget_bytes is None else f"budget {run.pager.budget_bytes:,} bytes"
+        level = logging.DEBUG if run.findings.said_that_it_fits else logging.INFO
+        logger.log(level, "everything fits (peak %s bytes, %s): nothing has to move", f"{run.pager.peak_bytes:,}", limit)
+        run.findings.said_that_it_fits = True
+
+    def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
+        run = self._run
+        run.machine.trim()
+        if run.peaks is None or not run.peaks.outgrown(run.managed_bytes()):
+            return self
+        logger.info("an iteration took more memory than the budget, unlike those before it: profiling again")
+        return ProfilePhase(run)
+
+    def graphs_changed(self) -> Phase:
+        return ProfilePhase(self._run)
+
+
+class ClosedPhase(Phase):
+    """The run has ended: compiled functions that are still called run unmanaged."""
+
+    name = "fits"
+    managed = False
+
+
+def _moved_bytes(plan: planner.Plan, trace: planner.Trace) -> Mapping[str, int]:
+    """Return by tier the sizes of the blocks that wait there, added up over the moves of an iteration."""
+    moved: dict[str, int] = {}
+    for move in plan.moves:
+        moved[move.tier] = moved.get(move.tier, 0) + trace.blocks[move.block].size_bytes
+    return moved

@@ -1,0 +1,24 @@
+"""A plan that the user gave: whether it can be carried out in this run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import planner
+from planner.errors import InfeasiblePlanError, PlanError
+
+
+def fit_given_plan(plan: planner.Plan, trace: planner.Trace, budgets: planner.Budgets, path: Path | None) -> planner.Plan:
+    """Return the plan as a plan for `trace` and `budgets`. path: where it was read from, for the message.
+
+    Raises PlanError if the plan cannot be carried out on this trace within these budgets.
+    """
+    plan = plan.model_copy(update={"trace_fingerprint": trace.fingerprint, "budgets": budgets})
+    try:
+        planner.simulate(trace, plan)
+    except InfeasiblePlanError as error:
+        raise PlanError(
+            f"{path}: this plan was made for another program, shape or budget: {error}; make a new one from a "
+            "trace of this run (option trace_out), or leave out the option plan"
+        ) from error
+    return plan
