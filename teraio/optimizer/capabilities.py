@@ -1,4 +1,4 @@
-"""What an optimizer allows and needs: whether its step may be cut into parts, how much state it keeps, its temporaries."""
+"""What an optimizer allows and needs: whether its step can be cut into subgroups, how much state it keeps, its temporaries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RM
 """Their update computes each element from the same element of gradient and states."""
 _FUSED_ON_CPU = frozenset("Adagrad Adam AdamW SGD".split())
 _BY_PARAMETER = frozenset("Adafactor Muon".split())
-"""Their update looks at a whole parameter, but at no other one."""
+"""Their update looks at a whole parameter, but at no other parameter."""
 _COPIES = 2
 _MORE_COPIES = 4
 """Temporaries of an update, in copies of a parameter."""
@@ -22,28 +22,27 @@ _TAKE_MORE_COPIES = _BY_PARAMETER | {"Rprop"}
 
 
 class OwnHooks:
-    """Base of those whose step hooks are teraio's own, and leave gradients as they are.
+    """Base of the classes whose step hooks belong to teraio. They leave gradients as they are.
 
-    keeps_masters: the optimizer that has these hooks keeps masters, see [Note: Master copies].
+    keeps_masters: whether an optimizer that has these hooks keeps masters, see [Note: Master copies].
     """
 
     keeps_masters = False
 
 
 def keeps_masters(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's half-precision parameters are updated over copies in fp32."""
+    """Return whether the optimizer's half-precision parameters are updated over copies in fp32."""
     owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
     return any(isinstance(owner, OwnHooks) and owner.keeps_masters for owner in owners)
 
 
 def reason_to_stay_whole(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-    """Why one step may differ from steps over parts of the parameters; None if they are the same, bit for bit.
+    """Return why a step may not be cut into subgroups; None if steps over subgroups give the same result, bit for bit.
 
-    args, kwargs: of the step, the optimizer itself first.
+    args, kwargs: of the step; the optimizer itself is the first of them.
     """
     kind = type(optimizer)
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is not None:
+    if has_closure(args, kwargs):
         return "it is called with a closure"
     named = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE | _BY_PARAMETER
     if not named or not hasattr(kind.step, "__wrapped__"):
@@ -57,13 +56,13 @@ def reason_to_stay_whole(optimizer: Optimizer, args: Sequence[Any], kwargs: dict
         *optimizer._optimizer_step_post_hooks.values(),
     )
     if any(not isinstance(getattr(hook, "__self__", None), OwnHooks) for hook in hooks):
-        # One that runs after ours may still change gradients; one that runs before must see all parameters.
+        # A hook that runs after teraio's may still change gradients. A hook that runs before it must see all parameters.
         return "there are step hooks besides teraio's"
     return None
 
 
 def reason_against_host(optimizer: Optimizer) -> str | None:
-    """Why a step that can be cut into parts cannot run on the host's processor; None if it can."""
+    """Return why a subgroup cannot be updated on the host's processor; None if it can."""
     if not is_elementwise(optimizer):
         return "its update does not compute each element by itself"
     if any(group.get("capturable") for group in optimizer.param_groups):
@@ -79,23 +78,23 @@ def reason_against_host(optimizer: Optimizer) -> str | None:
 
 
 def fused_on_host(optimizer: Optimizer, dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether PyTorch has a fused update on CPU for these parameters, with the optimizer's settings."""
+    """Return whether PyTorch has a fused update on CPU for parameters of these types, with the optimizer's settings."""
     return type(optimizer).__name__ in _FUSED_ON_CPU and all(dtype.is_floating_point for dtype in dtypes)
 
 
 def has_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a step with these arguments calls a function of the user's."""
+    """Return whether a step with these arguments calls a function of the user."""
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the update is known to compute each element from the same element of gradient and states alone."""
+    """Return whether the update is known to compute each element from the same element of gradient and states alone."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
 
 
 def states_per_parameter(optimizer: Optimizer) -> int:
-    """How many tensors of a parameter's size the optimizer keeps for it, at most. 0 for one that is not of torch.optim."""
+    """Return how many tensors of a parameter's size the optimizer keeps for it at most. 0 for optimizers outside torch.optim."""
     kind = type(optimizer)
     groups = optimizer.param_groups
     if not kind.__module__.startswith("torch.optim"):
@@ -112,20 +111,20 @@ def states_per_parameter(optimizer: Optimizer) -> int:
 
 
 def temporary_bytes(optimizer: Optimizer, parameters: Sequence[tuple[str, int]]) -> int:
-    """What the update of these parameters (device type, bytes) allocates for as long as it runs.
+    """Return what the update of these parameters (device type, bytes) allocates while it runs.
 
-    Next to none if fused, copies of all of them if foreach, else of one at a time.
+    A fused update allocates next to nothing, foreach copies of all parameters, any other copies of one parameter at a time.
     """
     groups = optimizer.param_groups
     copies = _MORE_COPIES if type(optimizer).__name__ in _TAKE_MORE_COPIES else _COPIES
     if all(group.get("fused") for group in groups):
         return 0
-    on_gpu = any(device != "cpu" for device, _ in parameters)  # there foreach is what torch takes by itself
+    on_gpu = any(device != "cpu" for device, _ in parameters)  # where torch chooses foreach by itself
     if any(group.get("foreach") or (group.get("foreach") is None and on_gpu) for group in groups):
         return copies * sum(size for _, size in parameters)
     return copies * max((size for _, size in parameters), default=0)
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of the storage, however much of it the tensor shows."""
+    """Return the bytes of the tensor's storage, however much of it the tensor shows."""
     return tensor.untyped_storage().nbytes()

@@ -1,4 +1,4 @@
-"""Which gradients an update has left as they were: copies of these stay valid."""
+"""Finds the gradients that an update has not changed: their copies in the lower tiers stay valid."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from runtime.paging import Block
 
 
 class GradientVersions:
-    """The gradients of all parameters that an optimizer has now, and how often each had been written before its update.
+    """The versions that the gradients of an optimizer's present parameters had before an update.
 
-    For torch.optim's optimizers: most only read gradients, and none writes through `.data`, which counts no version. A fused
-    one divides them in place where a GradScaler has scaled them, and counts none either.
+    Correct for the optimizers of torch.optim. Most only read gradients, and none writes through `.data`, which does not change
+    the version. If a GradScaler drives a fused optimizer, it divides gradients in place and does not change the version either:
+    then no gradient counts as unchanged.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -24,7 +25,7 @@ class GradientVersions:
         self._versions = [] if scaled else [(gradient, gradient._version) for gradient in gradients]
 
     def unchanged(self, block_of: Callable[[Tensor], Block | None]) -> set[Block]:
-        """Blocks of which no gradient has been written since; block_of: the block of a tensor, if it has one."""
+        """Return the blocks of gradients that have not been written since. block_of: returns the block of a tensor, if any."""
         same: dict[Block, bool] = {}
         for gradient, version in self._versions:
             block = block_of(gradient)

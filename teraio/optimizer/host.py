@@ -1,22 +1,22 @@
 """Updates of optimizer subgroups on the host's processor, where their states, gradients and parameters wait.
 
 [Note: Updates on the host]
-A plan says which subgroups update there. Their blocks wait in the host tier, and the optimizer's own update runs over
-tensors that lie there (`teraio.optimizer.replica`), by PyTorch's fused implementation where it has one: results agree with
-those of the device to rounding. One update runs at a time, in the plan's order, in a thread of its own, while the device
-updates other subgroups. Only parameters come back. All have ended before user code goes on after `step()`, since it may
-look at any of them: `Pager.leave_region` waits for what is lent.
+A plan says which subgroups are updated there. Their blocks wait in the host tier, and the optimizer's own update runs over
+tensors in that memory (`teraio.optimizer.replica`), by PyTorch's fused implementation where there is one. Results agree with
+those of the device up to rounding. One update runs at a time, in the plan's order, in a thread of its own, while the device
+updates other subgroups. Only parameters come back to the device. All updates have ended before user code goes on after `step()`,
+since it may look at any of the blocks: `Pager.leave_region` waits for blocks that are lent.
 
-What is too small to be a block is updated on the device as ever. Where a block does not wait in the host tier (before the
-first planned iteration, or after a deviation) the whole subgroup is, and goes there afterwards.
+Parameters that are too small to be a block are always updated on the device. If a block of a subgroup is not in the host tier
+(before the first planned iteration, or after a deviation from the plan), the device updates the whole subgroup, and its blocks
+go to the host tier afterwards.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -30,94 +30,121 @@ from runtime.device import MIN_MOVED_BYTES, Mark
 from runtime.paging import Block, Pager
 from teraio.optimizer.capabilities import bytes_of, fused_on_host, keeps_masters, reason_against_host, states_per_parameter
 from teraio.optimizer.masters import lacks_master, update_replicas
+from teraio.optimizer.parameters import OwnedParameter
 from teraio.optimizer.replica import Replica, by_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Member:
-    """A parameter that updates on the host. blocks: itself, its gradient and its large states, with their tensors.
+class HostMember:
+    """A parameter that is updated on the host. blocks: of itself, its gradient and its large states, with their tensors.
 
-    state: of the optimizer. small: its other tensors, with what stands for them in main memory.
+    state: of the optimizer. small: its other tensors, each with its copy in main memory.
     """
 
-    group: int
-    parameter: Tensor
+    owned: OwnedParameter
     blocks: tuple[tuple[Block, Tensor], ...]
     state: dict[str, Any]
     small: tuple[tuple[Tensor, Tensor], ...]
 
 
 class HostUpdate:
-    """An update that was begun; `members`: numbers of its parameters. give_back: of its blocks, if it never runs."""
+    """One update of some parameters. Keeps their tensors alive, so that no memory is freed meanwhile.
 
-    def __init__(
-        self,
-        members: frozenset[int],
-        small: Sequence[tuple[Tensor, Tensor]],
-        seconds: Future[float | None],
-        *,
-        counters: _Counters,
-        give_back: Callable[[], None],
-    ) -> None:
-        self.members = members
-        self._small = small
+    members: numbers of the parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, members: Sequence[HostMember], pager: Pager, counters: HostCounters) -> None:
+        self.members = frozenset(member.owned.number for member in members)
+        self._optimizer = optimizer
+        self._members = members
+        self._pager = pager
         self._counters = counters
-        self._seconds = seconds
-        self._give_back = give_back
+        self._blocks = list(dict.fromkeys(block for member in members for block, _ in member.blocks))
+        self._result: Future[float | None]  # from `begin` on
+
+    # -- for the training thread
+
+    def begin(self, thread: ThreadPoolExecutor) -> bool:
+        """Put the update into the thread's queue. Never waits.
+
+        Returns False, and begins nothing, unless all its blocks are in the host tier or on their way there. From then on no
+        prefetch takes the blocks away before the update has run, or `give_up` is called.
+        """
+        if not self._blocks or not self._pager.set_aside(self._blocks):
+            return False
+        self._result = thread.submit(self.run, self._pager.device.mark())
+        return True
 
     def seconds(self) -> float | None:
-        """How long it took on the processor; None if its blocks did not get there, and nothing has been updated.
+        """Return how long the update took on the processor; None if its blocks did not get there, and nothing was updated.
 
-        Blocks until it has ended, and raises what it raised.
+        Waits until it has ended, and raises what it raised.
         """
-        seconds = self._seconds.result()
+        seconds = self._result.result()
         if seconds is not None:
-            for state, here in self._small:
-                self._counters.update(state, here)
+            for member in self._members:
+                for state, here in member.small:
+                    self._counters.update(state, here)
         return seconds
 
     def give_up(self) -> None:
-        """The step has failed: update nothing, but if that has begun, block until it has ended."""
-        if self._seconds.cancel():
-            self._give_back()
-        elif self._seconds.exception() is None:
+        """Update nothing, since the step has failed. If the update runs already, wait until it has ended."""
+        if self._result.cancel():
+            self._pager.give_back(self._blocks)
+        elif self._result.exception() is None:
             self.seconds()
+
+    # -- for the thread that runs it
+
+    def run(self, device_passed: Mark) -> float | None:
+        """Run the update. Return the seconds that the processor took; None if the blocks do not get to the host tier."""
+        device_passed.wait()  # user code may have had the device change gradients where they wait
+        addresses = self._pager.lend_memory(self._blocks)
+        if addresses is None:
+            return None
+        began = time.perf_counter()
+        try:
+            self.update(dict(zip(self._blocks, addresses, strict=True)))
+        finally:
+            self._pager.give_back(self._blocks)
+        return time.perf_counter() - began
+
+    def update(self, address_of: Mapping[Block, int]) -> None:
+        """Run the optimizer's arithmetic over the blocks, which lie at these addresses."""
+        fused = fused_on_host(self._optimizer, {member.owned.tensor.dtype for member in self._members})
+        # With masters one by one, since each takes memory for its gradient in fp32.
+        batches = [[member] for member in self._members] if keeps_masters(self._optimizer) else [self._members]
+        for batch in batches:
+            replicas = ((member.owned.group, _replica(member, address_of)) for member in batch)
+            update_replicas(self._optimizer, by_group(self._optimizer, replicas), fused=fused)
 
 
 class HostUpdates:
-    """Runs updates in one thread, in the order in which they are begun, see [Note: Updates on the host]."""
+    """Runs updates in one thread, in the order in which they are begun, see [Note: Updates on the host].
 
-    def __init__(self, pager: Pager) -> None:
+    min_moved_bytes: smaller states are on the device, and are copied to main memory for the update.
+    """
+
+    def __init__(self, pager: Pager, *, min_moved_bytes: int = MIN_MOVED_BYTES) -> None:
         self._pager = pager
+        self._min_moved_bytes = min_moved_bytes
         self._thread: ThreadPoolExecutor | None = None
-        self._counters = _Counters()
+        self._counters = HostCounters()
 
-    def begin(self, optimizer: Optimizer, numbers: Sequence[int]) -> HostUpdate | None:
-        """Begin the update of the parameters `numbers`, as far as they consist of blocks; None if it cannot run there now.
+    def begin(self, optimizer: Optimizer, parameters: Iterable[OwnedParameter]) -> HostUpdate | None:
+        """Begin the update of those of the parameters that consist of blocks; None if it cannot run on the host now.
 
-        For the training thread, in a region. Blocks only where the device has counters that nobody here knows.
+        For the training thread, in a region. Waits only for counters on the device whose value is not known on the host.
         """
         if reason_against_host(optimizer) is not None:
             return None
-        members = self._members(optimizer, frozenset(numbers))
-        blocks = list(dict.fromkeys(block for member in members.values() for block, _ in member.blocks))
-        if not blocks or not self._pager.set_aside(blocks):
-            return None
-        if self._thread is None:
+        if self._thread is None:  # which starts its thread at the first update
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="teraio-host-update")
-        update = _Update(optimizer, list(members.values()), blocks)
-        seconds = self._thread.submit(update.run, self._pager, self._pager.device.mark())
-        small = [pair for member in members.values() for pair in member.small]
-        return HostUpdate(
-            frozenset(members),
-            small,
-            seconds,
-            counters=self._counters,
-            give_back=functools.partial(self._pager.give_back, blocks),
-        )
+        update = HostUpdate(optimizer, self.members(optimizer, parameters), self._pager, self._counters)
+        return update if update.begin(self._thread) else None
 
     def wait_for(self, update: HostUpdate) -> float | None:
-        """`update.seconds()`, for the training thread: counts as waiting."""
+        """Return `update.seconds()`. For the training thread: the time counts as waiting."""
         began = time.perf_counter()
         try:
             return update.seconds()
@@ -125,66 +152,31 @@ class HostUpdates:
             self._pager.waited_seconds += time.perf_counter() - began
 
     def close(self) -> None:
-        """Blocks until nothing is updated any more."""
+        """Wait until no update runs any more."""
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _members(self, optimizer: Optimizer, numbers: frozenset[int]) -> dict[int, _Member]:
-        members: dict[int, _Member] = {}
-        number = 0
-        for index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if number in numbers and (member := self._member(optimizer, index, parameter)) is not None:
-                    members[number] = member
-                number += 1
-        return members
+    def members(self, optimizer: Optimizer, parameters: Iterable[OwnedParameter]) -> list[HostMember]:
+        """Return those of the parameters whose update the host can do: memory alone tells their value and that of all states."""
+        return [member for owned in parameters if (member := self._member(optimizer, owned)) is not None]
 
-    def _member(self, optimizer: Optimizer, group: int, parameter: Tensor) -> _Member | None:
+    def _member(self, optimizer: Optimizer, owned: OwnedParameter) -> HostMember | None:
+        parameter = owned.tensor
         state = optimizer.state.get(parameter, {})
         if parameter.grad is None or (not state and states_per_parameter(optimizer)) or lacks_master(optimizer, parameter):
             return None
         tensors = [value for value in state.values() if isinstance(value, Tensor)]
         if len(tensors) < len(state):  # such as a momentum of None: what an update puts there would not come back
             return None
-        large = [parameter, parameter.grad, *(t for t in tensors if bytes_of(t) >= MIN_MOVED_BYTES)]
+        large = [parameter, parameter.grad, *(t for t in tensors if bytes_of(t) >= self._min_moved_bytes)]
         blocks = [(block, t) for t in large if (block := self._pager.known_block(t)) is not None and block.span is not None]
-        if len(blocks) < len(large) or any(t.is_conj() or t.is_neg() for t in large):  # memory alone does not tell the value
+        if len(blocks) < len(large) or any(t.is_conj() or t.is_neg() for t in large):
             return None
-        small = tuple((t, self._counters.here(t)) for t in tensors if bytes_of(t) < MIN_MOVED_BYTES)
-        return _Member(group=group, parameter=parameter, blocks=tuple(blocks), state=state, small=small)
+        small = tuple((t, self._counters.here(t)) for t in tensors if bytes_of(t) < self._min_moved_bytes)
+        return HostMember(owned=owned, blocks=tuple(blocks), state=state, small=small)
 
 
-class _Update:
-    """One update, for the thread that runs it. Holds the tensors, so that no memory goes meanwhile."""
-
-    def __init__(self, optimizer: Optimizer, members: Sequence[_Member], blocks: Sequence[Block]) -> None:
-        self._optimizer = optimizer
-        self._members = members
-        self._blocks = blocks
-
-    def run(self, pager: Pager, device_passed: Mark) -> float | None:
-        """Seconds that the processor took; None if the blocks cannot be had."""
-        device_passed.wait()  # user code may have had the device change gradients where they wait
-        addresses = pager.lend_memory(self._blocks)
-        if addresses is None:
-            return None
-        began = time.perf_counter()
-        try:
-            self._update(dict(zip(self._blocks, addresses, strict=True)))
-        finally:
-            pager.give_back(self._blocks)
-        return time.perf_counter() - began
-
-    def _update(self, address_of: Mapping[Block, int]) -> None:
-        fused = fused_on_host(self._optimizer, {member.parameter.dtype for member in self._members})
-        # With masters one by one: each takes memory for its gradient in fp32.
-        batches = [[member] for member in self._members] if keeps_masters(self._optimizer) else [self._members]
-        for batch in batches:
-            replicas = ((member.group, _replica(member, address_of)) for member in batch)
-            update_replicas(self._optimizer, by_group(self._optimizer, replicas), fused=fused)
-
-
-def _replica(member: _Member, address_of: Mapping[Block, int]) -> Replica:
+def _replica(member: HostMember, address_of: Mapping[Block, int]) -> Replica:
     (own, parameter), (gradient_block, gradient), *states = member.blocks
     replica = tensor_at(address_of[own], parameter)
     replica.grad = tensor_at(address_of[gradient_block], gradient)
@@ -197,31 +189,32 @@ def _find(value: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
 
 
 def tensor_at(address: int, like: Tensor) -> Tensor:
-    """A tensor of main memory with the shape, strides and type of `like`, whose storage begins at `address`."""
+    """Return a tensor of main memory with the shape, strides and type of `like`, whose storage begins at `address`."""
     size_bytes = bytes_of(like)
     memory = (ctypes.c_char * size_bytes).from_address(address)
     flat = torch.frombuffer(memory, dtype=like.dtype, count=size_bytes // like.element_size())
     return flat.as_strided(like.size(), like.stride(), like.storage_offset())
 
 
-class _Counters:
-    """Small states in main memory; those of a device are copied only if something else than an update here has changed them.
+class HostCounters:
+    """Small states in main memory. One on a device is copied only if something besides these updates has changed it.
 
-    A copy is known by the version of the state that it was written back to; nobody knows what becomes of one before that.
+    A copy is known to be current by the version of the state that it was written back to. Between `here` and `update` no copy
+    is known, since the update may fail.
     """
 
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
 
     def here(self, state: Tensor) -> Tensor:
-        """The state in main memory: itself if it is there. Blocks until the device has got to it where it has to be copied."""
+        """Return the state in main memory: itself if it is there. A copy from the device waits for the device."""
         if state.device.type == "cpu":
             return state
         known: tuple[int, Tensor] | None = self._known.pop(state, None)  # type: ignore[no-untyped-call]
         return known[1] if known is not None and known[0] == state._version else state.cpu()
 
     def update(self, state: Tensor, here: Tensor) -> None:
-        """An update has made `here` of what `here` gave for the state."""
+        """Write back to the state what an update has left in `here`, the tensor that `here(state)` gave."""
         if state is not here:
             state.copy_(here)
             self._known[state] = (state._version, here)

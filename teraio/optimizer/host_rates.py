@@ -1,4 +1,4 @@
-"""How long updates take on the host's processor: measured over scratch memory in the host tier, where they would run."""
+"""How long updates take on the host's processor, measured over scratch memory in the host tier."""
 
 from __future__ import annotations
 
@@ -22,31 +22,34 @@ from teraio.optimizer.masters import update_replicas
 from teraio.optimizer.replica import Replica, by_group
 
 Scratch = Callable[[int], AbstractContextManager[int | None]]
-"""Gives memory of so many bytes in the host tier for a while: its address, None if there is none."""
+"""Gives memory of so many bytes in the host tier for a while: its address, or None if there is no room."""
 
-_MAX_ELEMENTS = 4 << 20
-_LEAST_ELEMENTS = 64 << 10
+MAX_ELEMENTS = 4 << 20
+"""Elements of a measured update; fewer if the host tier has less room."""
+_MIN_ELEMENTS = 64 << 10
 _RUNS = 3
 _ATTEMPTS = 32
-"""So often room is looked for: the host tier is full now and then."""
+"""How often to look for room, since the host tier may be full for a while."""
 
 
 class HostRates:
-    """Seconds of an element's update, by kind of optimizer and precision; each is measured once.
+    """Seconds to update one element, by kind of optimizer and precision. Each is measured once.
 
-    shared: the device computes on the same processor, so that an update is measured beside another one.
+    shared: whether the device computes on the same processor; then an update is measured while another one runs.
+    max_elements: of a measured update.
     """
 
-    def __init__(self, scratch: Scratch, *, shared: bool) -> None:
+    def __init__(self, scratch: Scratch, *, shared: bool, max_elements: int = MAX_ELEMENTS) -> None:
         self._scratch = scratch
+        self._max_elements = max_elements
         self._copies = 2 if shared else 1
         self._seconds: dict[object, float] = {}
         self._attempts: dict[object, int] = defaultdict(int)
 
     def seconds(self, optimizer: Optimizer, dtype: torch.dtype, elements: int) -> float | None:
-        """For so many elements; None if it cannot run on the host, or there was no room yet to measure it.
+        """Return the seconds for so many elements; None if the update cannot run on the host, or there was no room to measure it.
 
-        Blocks for some updates the first time.
+        Waits for some updates the first time.
         """
         if reason_against_host(optimizer) is not None:
             return None
@@ -60,8 +63,8 @@ class HostRates:
         return None if each is None else each * elements
 
     def _measure(self, optimizer: Optimizer, dtype: torch.dtype) -> float | None:
-        count = _MAX_ELEMENTS
-        while count >= _LEAST_ELEMENTS:
+        count = self._max_elements
+        while count >= _MIN_ELEMENTS:
             with ExitStack() as last:
                 updates = [last.enter_context(self._update(optimizer, dtype, count)) for _ in range(self._copies)]
                 ready = [update for update in updates if update is not None]
@@ -72,7 +75,7 @@ class HostRates:
 
     @contextmanager
     def _update(self, optimizer: Optimizer, dtype: torch.dtype, count: int) -> Iterator[Callable[[], None] | None]:
-        """An update of `count` elements that can be repeated; None if there is no room for it."""
+        """Give an update of `count` elements that can be repeated; None if there is no room for it."""
         names = _states_of_one_element(optimizer, dtype)
         large = [name for name, value in names.items() if isinstance(value, Tensor) and value.numel() == 2]
         each = align_up(count * max(dtype.itemsize, *(names[name].element_size() for name in large), 1))
@@ -89,7 +92,7 @@ class HostRates:
 
 
 def _states_of_one_element(optimizer: Optimizer, dtype: torch.dtype) -> dict[str, Any]:
-    """The states that an update makes, of a parameter with two elements."""
+    """Return the states that an update makes for a parameter with two elements."""
     parameter = torch.ones(2, dtype=dtype, device="cpu")
     parameter.grad = torch.ones_like(parameter)
     state: dict[str, Any] = {}
@@ -103,7 +106,7 @@ def _like(state: Tensor, count: int) -> Tensor:
 
 
 def _seconds_together(updates: list[Callable[[], None]]) -> float:
-    """Seconds until all have ended that begin together, at best. Raises what one of them raised, when all have ended."""
+    """Return the shortest time in which updates that begin together all end. Raises what one raised, after all have ended."""
     begin = threading.Barrier(len(updates))
 
     def run(update: Callable[[], None]) -> float:
@@ -112,5 +115,7 @@ def _seconds_together(updates: list[Callable[[], None]]) -> float:
         update()
         return time.perf_counter() - began
 
-    with ThreadPoolExecutor(len(updates)) as threads:  # the same ones for all runs: each has threads of torch's own
+    with ThreadPoolExecutor(
+        len(updates)
+    ) as threads:  # the same threads for all runs: torch gives each of them threads of its own
         return min(max(threads.map(run, updates)) for _ in range(_RUNS))

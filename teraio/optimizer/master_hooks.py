@@ -1,4 +1,4 @@
-"""What an optimizer gets that is to keep masters: hooks that also work where teraio does not manage its steps, or no more."""
+"""The hooks of an optimizer that keeps masters. They also work where teraio does not manage its steps, or no longer does."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from torch.optim import Optimizer
 from planner.errors import UnsupportedError
 from teraio.optimizer.capabilities import OwnHooks, keeps_masters, reason_to_stay_whole
 from teraio.optimizer.masters import HALF, MASTER, master_bytes, run_step, scaling_put_aside
-from teraio.optimizer.subgroups import Update, cut
+from teraio.optimizer.parameters import ParameterGroups
+from teraio.optimizer.subgroups import cut
 
-_PART_BYTES = 64 << 20
-"""Of masters that are updated together where no budget says more: gradients in fp32 are temporary."""
+SUBGROUP_BYTES = 64 << 20
+"""Bytes of masters that are updated together where there is no budget: their gradients in fp32 are temporary."""
 
 
-def keep_masters(optimizer: Optimizer, on_device: Callable[[Iterable[Tensor]], AbstractContextManager[None]]) -> None:
-    """From now on the optimizer keeps masters, see [Note: Master copies]; states that it has are cast to fp32.
+def keep_masters(
+    optimizer: Optimizer,
+    on_device: Callable[[Iterable[Tensor]], AbstractContextManager[None]],
+    *,
+    subgroup_bytes: int = SUBGROUP_BYTES,
+) -> None:
+    """Make the optimizer keep masters from now on, see [Note: Master copies]. States that it has are cast to fp32.
 
-    on_device: within, tensors are where they can be read. Raises UnsupportedError, and then changes nothing, if the optimizer
-    is not updated by parts or was loaded before.
+    on_device: a context in which tensors can be read. subgroup_bytes: of masters that are updated together in steps that are not
+    managed. Raises UnsupportedError, and changes nothing, if the optimizer cannot be cut into subgroups or was loaded before.
     """
     if keeps_masters(optimizer):
         return
@@ -43,22 +49,22 @@ def keep_masters(optimizer: Optimizer, on_device: Callable[[Iterable[Tensor]], A
         narrow = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dtype in HALF}
         with on_device(narrow.values()):
             state.update({name: _widened(group, state, name, value) for name, value in narrow.items()})
-    hooks = MasterHooks()
+    hooks = MasterHooks(subgroup_bytes)
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
     optimizer.register_load_state_dict_pre_hook(hooks.loading)
-    # Else a GradScaler would unscale the gradients in half precision, which it refuses to do in fp16.
+    # Otherwise a GradScaler would unscale the gradients in half precision, which it refuses to do in fp16.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def _widened(group: dict[str, Any], state: dict[str, Any], name: str, value: Tensor) -> Tensor:
-    if name == "sum" and "initial_accumulator_value" in group and not state["step"]:  # Adagrad begins with rounded ones
+    if name == "sum" and "initial_accumulator_value" in group and not state["step"]:  # Adagrad begins with rounded sums
         return torch.full_like(value, group["initial_accumulator_value"], dtype=torch.float32)
     return value.float()
 
 
 def refuse_with_masters(optimizer: Optimizer, reason: str | None) -> None:
-    """Raise UnsupportedError if the optimizer is to keep masters and there is a reason not to update it by parts."""
+    """Raise UnsupportedError if there is a reason why this optimizer, which is to keep masters, cannot be cut into subgroups."""
     if reason is not None:
         raise UnsupportedError(
             f"master_weights: {type(optimizer).__name__} cannot be updated over fp32 copies: {reason}; use an optimizer of "
@@ -67,25 +73,29 @@ def refuse_with_masters(optimizer: Optimizer, reason: str | None) -> None:
 
 
 class MasterHooks(OwnHooks):
-    """The hooks of one optimizer. Where its step is not run by parts, its parameters are updated before it, some at a time."""
+    """The hooks of one optimizer. If teraio has not updated its parameters, the pre-hook does so, some at a time.
+
+    subgroup_bytes: of masters that are updated together there.
+    """
 
     keeps_masters = True
 
-    def __init__(self) -> None:
+    def __init__(self, subgroup_bytes: int = SUBGROUP_BYTES) -> None:
+        self._subgroup_bytes = subgroup_bytes
         self._after = ExitStack()
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Update all parameters that the optimizer has now, and leave the step none."""
-        self._after.close()  # of a step that failed
+        """Update all parameters that the optimizer shows now, and leave none for the step itself."""
+        self._after.close()  # if the step before failed
         refuse_with_masters(optimizer, reason_to_stay_whole(optimizer, args, kwargs))
-        groups = [group["params"] for group in optimizer.param_groups]
-        sizes = [[Update(part_bytes=master_bytes(p) or p.nbytes) for p in parameters] for parameters in groups]
+        groups = ParameterGroups(optimizer)
+        sizes = [[master_bytes(p) or p.nbytes for p in group["params"]] for group in optimizer.param_groups]
         with ExitStack() as restoring:
-            restoring.callback(_give, optimizer, groups)
-            for slices in cut(sizes, _PART_BYTES):
-                _give(optimizer, [ps[first:last] for ps, (first, last) in zip(groups, slices, strict=True)])
+            restoring.callback(groups.restore)
+            for ranges in cut(sizes, self._subgroup_bytes):
+                groups.narrow([range(*each) for each in ranges])
                 run_step(optimizer)
-            _give(optimizer, [[] for _ in groups])
+            groups.empty()
             restoring.enter_context(scaling_put_aside(optimizer))
             self._after = restoring.pop_all()
 
@@ -94,13 +104,8 @@ class MasterHooks(OwnHooks):
         self._after.close()
 
     def loading(self, optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
-        """What `load_state_dict` is to load: without the casts to the parameter's type that it makes."""
+        """Return what `load_state_dict` is to load, so that it does not cast states to the parameter's type."""
         return {**content, "state": {number: _guarded(state) for number, state in content["state"].items()}}
-
-
-def _give(optimizer: Optimizer, parameters: Iterable[list[Any]]) -> None:
-    for group, own in zip(optimizer.param_groups, parameters, strict=True):
-        group["params"] = own
 
 
 def _guarded(state: Any) -> Any:
@@ -111,10 +116,10 @@ def _guarded(state: Any) -> Any:
 
 
 class _Widening(Tensor):
-    """Becomes an fp32 tensor where `Optimizer.load_state_dict` casts it to half precision; shares the memory if it is one."""
+    """Becomes an fp32 tensor where `load_state_dict` casts it to half precision; shares the memory if it is fp32 already."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def to(self, *, dtype: torch.dtype, device: torch.device) -> Tensor:  # type: ignore[override]
-        """As `load_state_dict` calls it."""
+        """Cast as `load_state_dict` asks, but to fp32 in place of half precision."""
         return self.as_subclass(Tensor).to(dtype=torch.float32 if dtype in HALF else dtype, device=device)

@@ -1,13 +1,13 @@
 """Updates of half-precision parameters over copies of them in fp32.
 
 [Note: Master copies]
-A bf16 or fp16 parameter rounds away an update that is much smaller than itself. An optimizer that keeps masters has beside its
-other states, all in fp32, a copy of each such parameter in fp32: the state "master_param", made at the first update. An update
+A bf16 or fp16 parameter rounds away an update that is much smaller than itself. An optimizer that keeps masters has a copy in
+fp32 of each such parameter: the state "master_param", made at the first update. Its other states are in fp32 as well. An update
 casts the gradient to fp32, runs the optimizer's own arithmetic over the master, and rounds the master to the parameter
-(Micikevicius et al., Mixed Precision Training, ICLR 2018). All other parameters are updated as ever.
+(Micikevicius et al., Mixed Precision Training, ICLR 2018). All other parameters are updated as usual.
 
-The parameter decides: where it is no longer what its master rounds to, user code has written to it (loaded other weights, say),
-and the master takes its value before it is updated, element by element.
+If they differ, the parameter is right: where an element is not what its master rounds to, user code has written to it (by loading
+other weights, for example), and the master takes its value before the update.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ MASTER = "master_param"
 HALF = frozenset({torch.bfloat16, torch.float16})
 
 _SCALING = frozenset({"Adam", "AdamW"})
-"""Their fused kernels heed `grad_scale` and `found_inf`; that of SGD spoils its momentum where it is to do nothing."""
+"""Their fused kernels respect `grad_scale` and `found_inf`. That of SGD damages its momentum when it should do nothing."""
 
 
 def master_bytes(parameter: Tensor) -> int:
-    """Of the parameter's master, and of each state of its size; 0 for a parameter that needs none."""
+    """Return the bytes of the parameter's master, and of each state with its elements; 0 for a parameter that needs no master."""
     return parameter.numel() * torch.float32.itemsize if parameter.dtype in HALF else 0
 
 
 def lacks_master(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Whether the next update of the parameter makes its master."""
+    """Return whether the next update of the parameter makes its master."""
     return keeps_masters(optimizer) and parameter.dtype in HALF and MASTER not in optimizer.state.get(parameter, {})
 
 
 def casting_bytes(masters: Sequence[int]) -> int:
-    """What an update of parameters with masters of so many bytes allocates meanwhile, beside the optimizer's own arithmetic.
+    """Return what an update allocates for casts, besides the temporaries of the optimizer. masters: bytes of each master.
 
-    All gradients in fp32; before that, for one parameter at a time, its value in fp32 and a byte for each element.
+    These are all gradients in fp32, and for one parameter at a time its value in fp32 and a byte for each element.
     """
     return sum(masters) + max(masters, default=0) // torch.float32.itemsize
 
 
 def run_step(optimizer: Optimizer) -> None:
-    """The step of the optimizer over its present groups, without hooks; over masters if it keeps them. Blocks as that does.
+    """Run the optimizer's step over its present groups, without hooks; over masters if it keeps them. Waits as that step does.
 
-    A tensor `optimizer.grad_scale`, which a `GradScaler` puts there, divides the gradients, and nothing is updated where
-    `optimizer.found_inf` says so.
+    If a `GradScaler` has set `optimizer.grad_scale`, gradients are divided by it, and nothing is updated if `optimizer.found_inf`
+    is not zero.
     """
     if not keeps_masters(optimizer):
         type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
     elif type(optimizer).__name__ in _SCALING and all(group.get("fused") for group in optimizer.param_groups):
-        _update(optimizer, inverse_scale=None)  # which does so by itself
+        _update(optimizer, inverse_scale=None)  # its kernel does the scaling
     else:
         with scaling_put_aside(optimizer) as (scale, found_inf):
             if found_inf is None or not found_inf.item():
@@ -66,7 +66,7 @@ def run_step(optimizer: Optimizer) -> None:
 
 @contextmanager
 def scaling_put_aside(optimizer: Optimizer) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-    """Within, the optimizer has no `grad_scale` and `found_inf`; gives them. What is not fused refuses them."""
+    """Take `grad_scale` and `found_inf` away for a while, and give them. Updates that are not fused refuse to run with them."""
     attributes: dict[str, Any] = vars(optimizer)
     kept: dict[str, Any] = {name: attributes.pop(name) for name in ("grad_scale", "found_inf") if name in attributes}
     try:
@@ -90,9 +90,9 @@ def _update(optimizer: Optimizer, *, inverse_scale: Tensor | None) -> None:
 def update_replicas(
     optimizer: Optimizer, groups: Sequence[Sequence[Replica]], *, inverse_scale: Tensor | None = None, fused: bool = False
 ) -> None:
-    """A `ReplicaUpdate` of `groups`, over the masters of those in half precision if the optimizer keeps masters.
+    """Run a `ReplicaUpdate` of `groups`. If the optimizer keeps masters, half-precision replicas are updated over theirs.
 
-    inverse_scale: what gradients are multiplied by. Masters are states of the replicas; those that are not there are made.
+    inverse_scale: gradients are multiplied by it. Masters are states of the replicas. Missing ones are made.
     """
     wide = keeps_masters(optimizer)
     replicas = [replica for group in groups for replica in group]
@@ -107,12 +107,14 @@ def update_replicas(
 
 
 def _master(replica: Replica) -> Tensor:
-    """The parameter's master, brought up to date, see [Note: Master copies]."""
+    """Return the parameter's master, brought up to date, see [Note: Master copies]."""
     parameter, master = replica.parameter, replica.state.get(MASTER)
     if master is None:
         return parameter.float()
     rounded = master.to(parameter.dtype)
-    if parameter.device.type == "cpu" and _same_bits(rounded, parameter):  # elsewhere the host would have to wait to know
+    if parameter.device.type == "cpu" and _same_bits(
+        rounded, parameter
+    ):  # on another device the host would have to wait for the answer
         return cast(Tensor, master)
     written = rounded.ne(parameter)
     del rounded
@@ -120,7 +122,7 @@ def _master(replica: Replica) -> Tensor:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """For tensors in half precision, which `torch.equal` compares slowly: four at a time where they lie side by side."""
+    """Compare tensors in half precision, for which `torch.equal` is slow: four elements at a time where memory allows it."""
     together = torch.int64.itemsize // one.element_size()
     if all(t.is_contiguous() and t.numel() % together == t.storage_offset() % together == 0 for t in (one, other)):
         return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))
@@ -128,7 +130,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _updated(replica: Replica, master: Tensor | None, inverse_scale: Tensor | None) -> Replica:
-    """What the optimizer updates in place of the replica: its master, if it has one, with the gradient in fp32."""
+    """Return what the optimizer updates in place of the replica: its master, if it has one, with the gradient in fp32."""
     gradient = replica.parameter.grad
     if master is not None and gradient is not None:
         gradient = gradient.float()

@@ -1,4 +1,4 @@
-"""The update of an optimizer over other tensors than its parameters: copies in another place, or of another precision."""
+"""The update of an optimizer over other tensors than its parameters: copies in other memory, or of another precision."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """Stands for a parameter in one update. `parameter` has its gradient in `.grad`; `state` gets what the update makes."""
+    """Stands for a parameter in one update. `parameter` has its gradient in `.grad`. `state` receives what the update makes."""
 
     parameter: Tensor
     state: dict[str, Any]
 
 
 def by_group(optimizer: Optimizer, replicas: Iterable[tuple[int, Replica]]) -> list[list[Replica]]:
-    """Replicas as `ReplicaUpdate` takes them, each given with the number of the optimizer's group that its parameter is in."""
+    """Return replicas as `ReplicaUpdate` takes them. Each is given with the number of its parameter's group."""
     groups: list[list[Replica]] = [[] for _ in optimizer.param_groups]
     for group, replica in replicas:
         groups[group].append(replica)
@@ -29,10 +29,10 @@ def by_group(optimizer: Optimizer, replicas: Iterable[tuple[int, Replica]]) -> l
 
 
 class ReplicaUpdate:
-    """One update of `groups` of replicas with the optimizer's present settings, group by group; `run` may be called anywhere.
+    """One update of replicas, by group, with the optimizer's present settings. `run` may be called in any thread.
 
-    fused: by PyTorch's fused implementation for CPUs, whatever the groups say, but for groups with tensors that have gaps or
-    differ in strides, which it would take for dense ones.
+    fused: use PyTorch's fused implementation for CPUs, whatever the groups say. Groups with tensors that have gaps or differ in
+    strides are excepted, since it would treat them as dense.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[Replica]], *, fused: bool = False) -> None:
@@ -55,7 +55,7 @@ class ReplicaUpdate:
         self._replicas = [replica for replicas in groups for replica in replicas]
 
     def run(self) -> None:
-        """Update the replicas and their states. Blocks as the optimizer's step does; calls no hook."""
+        """Update the replicas and their states. Waits as the optimizer's step does. Calls no hook."""
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
         for replica in self._replicas:
             made = self._optimizer.state.get(replica.parameter)
@@ -64,9 +64,9 @@ class ReplicaUpdate:
 
 
 def scratch_replica(optimizer: Optimizer, parameter: Tensor, shape: tuple[int, ...], *, states: bool = True) -> Replica:
-    """Zeros of `shape` in place of a parameter and its gradient, to try an update with. Reads no data but that of counters.
+    """Return zeros of `shape` in place of a parameter and its gradient, to try an update with. Reads no data except counters.
 
-    states: with those that the parameter has: zeros in place of those of element per element, copies of the others.
+    states: include the states that the parameter has: zeros for elementwise ones, copies of the others.
     """
     tried = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
     tried.grad = torch.zeros_like(tried)
@@ -79,12 +79,12 @@ def scratch_replica(optimizer: Optimizer, parameter: Tensor, shape: tuple[int, .
 
 
 def has_elements_of(state: Any, parameter: Tensor) -> bool:
-    """Whether a state has one element for each of the parameter's."""
+    """Return whether a state has one element for each element of the parameter."""
     return isinstance(state, Tensor) and state.numel() == parameter.numel()
 
 
 def copied(value: Any) -> Any:
-    """A state of its own if it is a tensor."""
+    """Return a copy of a state that is a tensor, and any other value as it is."""
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -1,21 +1,23 @@
-"""Updates of parameters whose states never are on the device as a whole: they pass through it in slices.
+"""Updates of parameters whose states are never on the device as a whole: they pass through it in slices.
 
 [Note: Updates by slices]
-An update of element by element needs no more of the states than of the parameter at a time. Where parameter, gradient and
-states do not fit together, or would take most of the room, the states wait in their slots in the lower tiers, lent by the pager
-(see [Note: Lent slots]): while one slice of them is updated, the next ones are read and the one before is written back, in a
-ring of buffers that counts as the stage's workspace. Parameter and gradient are on the device as a whole.
+An elementwise update of some elements of a parameter needs the same elements of the states and no others. Where parameter,
+gradient and states do not fit together, or would take most of the room, the states wait in their slots in the lower tiers, and
+the pager lends the slots (see [Note: Lent slots]). While one slice of the states is updated, the next ones are read and the one
+before is written back, through a ring of buffers that counts as the stage's workspace. Parameter and gradient are on the device
+as a whole.
 
-The arithmetic is the optimizer's own, over flat views of parameter and gradient and the buffers as states. Counters are
-given to each slice as they were, and are taken over from the last one. States that do not exist yet get their slots
-first, by blocks that leave at once, and their content slice by slice.
+The arithmetic is the optimizer's own, over flat views of parameter and gradient, with the buffers as states. Each slice gets the
+counters as they were before the step; the counters that the last slice leaves are kept. States that do not exist yet get their
+slots first, by blocks that leave at once, and their content slice by slice.
 
-The bits are those of the whole update: slices begin at multiples of ALIGNMENT_BYTES elements, so that vectorised loops leave over
-the same elements at the end. On several threads PyTorch's loops on CPU leave some over at the end of each thread's
-share as well, and round those of 16 bits otherwise: these follow the number of threads, with and without slices.
+The bits are those of the whole update: slices begin at multiples of ALIGNMENT_BYTES elements, so that vectorised loops leave the
+same elements over at the end. With several threads, PyTorch's loops on CPU also leave some elements over at the end of each
+thread's share, and round those of 16 bits differently: which ones depends on the number of threads, with and without slices.
 
-In a trace, the states are not among the blocks: no stage has them on the device, and no plan could move them. The time that
-their slices are on the links is part of the stage's; that prefetches share the links with them, the planner does not know.
+In a trace, the states are not among the blocks of the stage: no stage has them on the device, and no plan could move them. The
+time that their slices are on the links is part of the stage's time. The planner does not know that prefetches share the links
+with them.
 """
 
 from __future__ import annotations
@@ -31,86 +33,72 @@ from torch.optim import Optimizer
 from planner.errors import StorageError
 from runtime.paging import Block, Pager
 from runtime.storage import ALIGNMENT_BYTES, RangeCopy, align_up, in_turns
+from teraio.optimizer.managed import ManagedOptimizer
+from teraio.optimizer.parameters import OwnedParameter
 from teraio.optimizer.replica import Replica, copied
 from teraio.optimizer.slicing import BUFFERS, READ_AHEAD, Slicing, update_alone
-from teraio.optimizer.states import OptimizerStates
-from teraio.optimizer.subgroups import Part
 
 
-class SlicedUpdates:
-    """Lends the states of parameters that are updated by slices, and makes those that do not exist."""
+@contextmanager
+def lent_slices(
+    pager: Pager, managed: ManagedOptimizer, owned: OwnedParameter, plan: Slicing, stage: str
+) -> Iterator[SlicedUpdate]:
+    """Give the update of one parameter by slices; within, the pager lends its states. States that do not exist are made.
 
-    def __init__(self, pager: Pager, states: OptimizerStates) -> None:
-        self._pager = pager
-        self._states = states
+    stage: name of the stage, for errors. Waits until all states are in the lower tiers. Raises StorageError if a copy failed, and
+    BudgetError if a new state does not fit.
+    """
+    optimizer, parameter = managed.optimizer, owned.tensor
+    with ExitStack() as lent:
+        states = {}
+        for state, dtype in plan.states:
+            if state in plan.fresh:
+                states[state] = _make(pager, parameter, dtype, managed.states.name(owned, state), stage)
+            else:
+                states[state] = optimizer.state[parameter][state]
+            block = _block(pager, states[state])
+            pager.lend([block])
+            lent.callback(pager.give_back, [block])
+        yield SlicedUpdate(pager, optimizer, owned, plan, states)
 
-    @contextmanager
-    def lent(self, optimizer: Optimizer, part: Part, name: str) -> Iterator[SlicedUpdate | None]:
-        """The update of `part`, the stage `name`, while its states are lent; None if it is not by slices.
 
-        Blocks until all of its states are in the lower tiers. Raises StorageError, and BudgetError where one does not fit.
-        """
-        plan = part.slicing
-        if plan is None:
-            yield None
-            return
-        (number,) = part.numbers
-        parameter = [p for group in optimizer.param_groups for p in group["params"]][number]
-        with ExitStack() as lent:
-            states = {}
-            for state, dtype in plan.states:
-                if state in plan.fresh:
-                    full_name = self._states.name(number, parameter, state)
-                    states[state] = self._make(parameter, dtype, full_name, name)
-                else:
-                    states[state] = optimizer.state[parameter][state]
-                block = self._block(states[state])
-                self._pager.lend([block])
-                lent.callback(self._pager.give_back, [block])
-            blocks = {state: self._block(tensor) for state, tensor in states.items()}
-            yield SlicedUpdate(self._pager, optimizer, parameter, plan, states, blocks)
+def _make(pager: Pager, parameter: Tensor, dtype: torch.dtype, name: str, stage: str) -> Tensor:
+    """Make a state whose content is yet to come."""
+    pager.acquire([], parameter.numel() * dtype.itemsize, stage)
+    try:
+        tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        pager.block_of(tensor, name=name, kind="optimizer_state", user_visible=False).user_visible = True
+    finally:
+        pager.retire([], [])
+    return tensor
 
-    def _make(self, parameter: Tensor, dtype: torch.dtype, name: str, stage: str) -> Tensor:
-        """A state whose content is yet to come."""
-        self._pager.acquire([], parameter.numel() * dtype.itemsize, stage)
-        try:
-            tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            self._pager.block_of(tensor, name=name, kind="optimizer_state", user_visible=False).user_visible = True
-        finally:
-            self._pager.retire([], [])
-        return tensor
 
-    def _block(self, state: Tensor) -> Block:
-        block = self._pager.known_block(state)
-        if block is None:
-            raise StorageError("a state is updated by slices but is no block; this is a bug in teraio, please report it")
-        return block
+def _block(pager: Pager, state: Tensor) -> Block:
+    block = pager.known_block(state)
+    if block is None:
+        raise StorageError("a state is updated by slices but is no block; this is a bug in teraio, please report it")
+    return block
 
 
 class SlicedUpdate:
-    """The update of one parameter. pager: has lent `blocks`, those of `states`; both by the names in `plan`."""
+    """The update of one parameter. states: those in `plan`, by name; the pager lends their blocks meanwhile."""
 
     def __init__(
-        self,
-        pager: Pager,
-        optimizer: Optimizer,
-        parameter: Tensor,
-        plan: Slicing,
-        states: dict[str, Tensor],
-        blocks: dict[str, Block],
+        self, pager: Pager, optimizer: Optimizer, owned: OwnedParameter, plan: Slicing, states: dict[str, Tensor]
     ) -> None:
         self._pager = pager
         self._optimizer = optimizer
-        self._parameter = parameter
+        self._group = owned.group
+        self._parameter = owned.tensor
         self._plan = plan
         self._states = states
-        self._blocks = blocks
+        self._blocks = {name: _block(pager, tensor) for name, tensor in states.items()}
 
     def run(self) -> None:
-        """Update all slices. Blocks until the last ones are written, or will be before the device goes on.
+        """Update all slices. Waits until the last ones are written, or will be before the device goes on.
 
-        Parameter and gradient must be on the device. Raises StorageError if a copy failed; a note says if slices before it
-        were updated.
+        Parameter and gradient must be on the device. Raises StorageError if a copy failed; a note on the error says whether other
+        slices were updated before.
         """
         begins = self._in_order()
         left: dict[str, Any] = {}
@@ -136,7 +124,7 @@ class SlicedUpdate:
         self._take_over(left)
 
     def _in_order(self) -> list[int]:
-        """Where the slices begin, in elements; drives take turns."""
+        """Return the first element of each slice, in an order in which drives take turns."""
         begins = list(range(0, self._plan.elements, self._plan.slice_elements))
         for name, dtype in self._plan.states:
             if (slot := self._blocks[name].slot) is not None:
@@ -144,23 +132,23 @@ class SlicedUpdate:
         return begins
 
     def _update(self, begin: int, buffers: dict[str, Tensor]) -> dict[str, Any]:
-        """Update one slice, with its states in `buffers`. Gives the state that the optimizer leaves behind, with these in it."""
-        part = _flat(self._parameter, begin, self._plan.slice_elements)
+        """Update one slice, with its states in `buffers`. Return the state that the optimizer leaves, these tensors in it."""
+        piece = _flat(self._parameter, begin, self._plan.slice_elements)
         gradient = self._parameter.grad
-        part.grad = _flat(gradient, begin, self._plan.slice_elements) if gradient is not None else None
+        piece.grad = _flat(gradient, begin, self._plan.slice_elements) if gradient is not None else None
         before = {
             name: buffers[name] if name in buffers and name not in self._plan.fresh else copied(value)
             for name, value in self._optimizer.state.get(self._parameter, {}).items()
         }
-        replica = Replica(parameter=part, state=before)
-        update_alone(self._optimizer, self._plan.group, replica)
+        replica = Replica(parameter=piece, state=before)
+        update_alone(self._optimizer, self._group, replica)
         for name, buffer in buffers.items():
             if replica.state[name] is not buffer:
                 replica.state[name] = buffer.copy_(replica.state[name])
         return replica.state
 
     def _take_over(self, left: dict[str, Any]) -> None:
-        """Counters from the last slice, and states that were made; in the order in which the optimizer makes them."""
+        """Take the counters from the last slice, and states that were made, in the order in which the optimizer makes them."""
         if not left:
             return
         state = self._optimizer.state[self._parameter]
@@ -175,7 +163,7 @@ class SlicedUpdate:
 
 
 class _Ring:
-    """Buffers for BUFFERS slices of all states, and the copies from and to them. All of these have ended when it is left."""
+    """Buffers for BUFFERS slices of all states, and the copies from and to them. On leaving it, all copies have ended."""
 
     def __init__(self, pager: Pager, device: torch.device, plan: Slicing, blocks: dict[str, Block]) -> None:
         self._pager = pager
@@ -190,14 +178,14 @@ class _Ring:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for copies in (*self._reading.values(), *self._writing.values()):  # only after an error, which says why
+        for copies in (*self._reading.values(), *self._writing.values()):  # copies run here only after an error, which says why
             for copy in copies:
                 with suppress(StorageError):
                     copy.wait()
         self._memory = torch.empty(0, dtype=torch.uint8)  # the traceback of an error would keep it
 
     def read(self, number: int, begin: int) -> None:
-        """Begin to read a slice, once the one before it in the same buffers is written."""
+        """Begin to read a slice. Waits until the slice before it in the same buffers is written."""
         _wait(self._writing, number - BUFFERS)
         copies = self._reading[number] = []
         for name, dtype in self._plan.states:
@@ -206,7 +194,7 @@ class _Ring:
                 copies.append(self._pager.read_range(self._blocks[name], begin * dtype.itemsize, memory))
 
     def take(self, number: int, begin: int) -> dict[str, Tensor]:
-        """The slices of all states, once they are read."""
+        """Return the slices of all states. Waits until they are read."""
         _wait(self._reading, number)
         length = self._length(begin)
         return {name: self._bytes(number, begin, name).view(dtype)[:length] for name, dtype in self._plan.states}
@@ -219,7 +207,7 @@ class _Ring:
             copies.append(self._pager.write_range(self._blocks[name], begin * dtype.itemsize, memory))
 
     def finish(self) -> None:
-        """All slices are written."""
+        """Wait until all slices are written."""
         for number in list(self._writing):
             _wait(self._writing, number)
 
@@ -227,7 +215,7 @@ class _Ring:
         return min(self._plan.slice_elements, self._plan.elements - begin)
 
     def _bytes(self, number: int, begin: int, name: str) -> Tensor:
-        """The buffer of a state's slice, in whole pages."""
+        """Return the buffer of a state's slice, in whole pages."""
         offset = self._first
         step = self._plan.slice_elements
         for other, dtype in self._plan.states:
@@ -239,7 +227,7 @@ class _Ring:
 
 
 def _wait(copies: dict[int, list[RangeCopy]], number: int) -> None:
-    """For those of slice `number`, if there are any. They are forgotten once all of them have ended."""
+    """Wait for the copies of slice `number`, if there are any, and forget them."""
     for copy in copies.get(number, ()):
         copy.wait()
     copies.pop(number, None)

@@ -1,18 +1,18 @@
-"""The states that optimizers keep for their parameters, as blocks.
+"""The states that an optimizer keeps for its parameters, as blocks.
 
 [Note: Optimizer states]
-A tensor in `optimizer.state` that is large enough to move is a block like any other: persistent, read and written by the
-stage that updates its parameter. User code may read, save and replace it. Smaller ones (step counters, states of biases)
+A tensor in `optimizer.state` that is large enough to move is a block like any other. It is persistent. The stage that updates
+its parameter reads and writes it. User code may read, save and replace it. Smaller tensors (step counters, states of biases)
 stay on the device and are counted in `Pager.fixed_bytes`.
 
-What `torch.load` has read cannot be told from memory that others have the address of, so it would have to stay where it
-is. An optimizer that was given such states gets copies, which can leave.
+The pager cannot tell a tensor that `torch.load` has read from memory whose address somebody else has. Such a tensor would have
+to stay where it is. An optimizer that was given such states gets copies of them, which can leave.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,108 +21,131 @@ from torch.utils._pytree import tree_iter
 
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Block, Pager
+from teraio.optimizer.parameters import OwnedParameter, owned_parameters
 from teraio.profiling import Timeline
 
-_Place = tuple[int, str, int]
-"""Number of the parameter, name of the state, number among the tensors of that name."""
+_StateKey = tuple[int, str, int]
+"""Number of the parameter, name of the state, position among the tensors of that name."""
 
 
 class OptimizerStates:
-    """Knows which block is which state; holds no tensor and no optimizer."""
+    """Knows which block is which state of one optimizer. Keeps neither a tensor nor the optimizer alive.
 
-    def __init__(self, pager: Pager, timeline: Timeline) -> None:
+    changed: called when `small_bytes` was counted anew. min_moved_bytes: smaller states are no blocks.
+    small_bytes: bytes of all tensors in the state that are no blocks.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        pager: Pager,
+        timeline: Timeline,
+        *,
+        changed: Callable[[], None],
+        min_moved_bytes: int = MIN_MOVED_BYTES,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
         self._pager = pager
         self._timeline = timeline
-        self._blocks: weakref.WeakKeyDictionary[Optimizer, dict[_Place, Block]] = weakref.WeakKeyDictionary()
-        self._small_bytes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._changed = changed
+        self._min_moved_bytes = min_moved_bytes
+        self._blocks: dict[_StateKey, Block] = {}
+        self.small_bytes = 0
 
-    def blocks(self, optimizer: Optimizer, number: int, parameter: torch.Tensor, *, just_made: bool = False) -> list[Block]:
-        """The large states of the optimizer's parameter `number`; new ones become blocks.
+    def blocks(self, owned: OwnedParameter, *, just_made: bool = False) -> list[Block]:
+        """Return the blocks of a parameter's large states. New states become blocks.
 
-        just_made: in the region that runs, so that they were not there when it began. Blocks while one that was made before
-        teraio moves to memory that can leave.
+        just_made: the states were made in the region that runs, and did not exist when it began. Waits while a state that was
+        made before teraio managed the optimizer is moved to memory that can leave.
         """
-        known = self._blocks.setdefault(optimizer, {})
         found = []
-        for name, ordinal, tensor in _tensors(optimizer, parameter):
-            if tensor.untyped_storage().nbytes() < MIN_MOVED_BYTES:
+        for name, ordinal, tensor in _tensors(self._all_states(), owned.tensor):
+            if tensor.untyped_storage().nbytes() < self._min_moved_bytes:
                 continue
             self._pager.make_movable(tensor)
-            full_name = self.name(number, parameter, name) + (f".{ordinal}" if ordinal else "")
+            full_name = self.name(owned, name) + (f".{ordinal}" if ordinal else "")
             block = self._pager.block_of(tensor, name=full_name, kind="optimizer_state", user_visible=not just_made)
             block.user_visible = True
-            before = known.get((number, name, ordinal))
+            key = owned.number, name, ordinal
+            before = self._blocks.get(key)
             if before is not None and before is not block and before.dead:
                 self._timeline.replace(before, block)
-            known[number, name, ordinal] = block
+            self._blocks[key] = block
             found.append(block)
         return found
 
-    def name(self, number: int, parameter: torch.Tensor, state: str) -> str:
-        """What the block of a state of the optimizer's parameter `number` is called."""
-        own = self._pager.known_block(parameter)
-        owner = own.name if own is not None and not own.name.startswith("optimizer/") else str(number)
+    def name(self, owned: OwnedParameter, state: str) -> str:
+        """Return the name of the block of a parameter's state."""
+        own = self._pager.known_block(owned.tensor)
+        owner = own.name if own is not None and not own.name.startswith("optimizer/") else str(owned.number)
         return f"optimizer/{owner}.{state}"
 
-    def exist(self, optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-        """Whether the optimizer has made its states for the parameter."""
-        return next(_tensors(optimizer, parameter), None) is not None
+    def exist(self, parameter: torch.Tensor) -> bool:
+        """Return whether the optimizer has made its states for the parameter."""
+        return next(_tensors(self._all_states(), parameter), None) is not None
 
-    def made(self, optimizer: Optimizer, numbers: Sequence[int], known: Sequence[Block]) -> list[Block]:
-        """The states of the parameters `numbers` that are not among `known`: an update has just made them. Counts the others."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        found = [block for number in numbers for block in self.blocks(optimizer, number, parameters[number], just_made=True)]
-        self.count(optimizer)
+    def made(self, parameters: Iterable[OwnedParameter], known: Sequence[Block]) -> list[Block]:
+        """Return the states of these parameters that are not in `known`, which an update has just made.
+
+        Counts the small states anew.
+        """
+        found = [block for owned in parameters for block in self.blocks(owned, just_made=True)]
+        self.count()
         return [block for block in dict.fromkeys(found) if block not in known]
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Make blocks of all large states, and count the others. Blocks while states are copied to where they can leave from."""
-        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+    def adopt(self) -> None:
+        """Make blocks of all large states, and count the others.
+
+        Waits while states are copied to memory that can leave.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        for owned in owned_parameters(optimizer):
             if self._pager.can_move:
-                self._copy_lent(optimizer.state.get(parameter))
-            self.blocks(optimizer, number, parameter)
-        self.count(optimizer)
+                self._copy_immovable(optimizer.state.get(owned.tensor))
+            self.blocks(owned)
+        self.count()
 
-    def _copy_lent(self, state: Any) -> None:
-        """Put copies in place of large states that cannot leave for who may have their address.
+    def _copy_immovable(self, state: Any) -> None:
+        """Replace large states that cannot leave, because somebody else may have their address, by copies.
 
-        Whoever still holds the others, such as the dictionary that was loaded, holds memory of his own.
+        Another owner of such a state, for example the dictionary that was loaded, then has memory of its own.
         """
         if isinstance(state, dict):
-            for name in [name for name, value in state.items() if self._is_lent(value)]:
+            for name in [name for name, value in state.items() if self._is_immovable(value)]:
                 state[name] = state[name].clone()
 
-    def _is_lent(self, value: Any) -> bool:
+    def _is_immovable(self, value: Any) -> bool:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or self._pager.known_block(value) is not None:
             return False
         storage = value.untyped_storage()
-        whole = value.nbytes == storage.nbytes() >= MIN_MOVED_BYTES
+        whole = value.nbytes == storage.nbytes() >= self._min_moved_bytes
         return whole and not storage.resizable() and not storage.is_shared() and not self._pager.can_leave(value)
 
-    def count(self, optimizer: Optimizer) -> None:
-        """What is in the state and no block counts as resident."""
-        self._small_bytes[optimizer] = self._bytes_beside_blocks(optimizer)
-        self._pager.fixed_bytes = sum(self._small_bytes.values())
-
-    def _bytes_beside_blocks(self, optimizer: Optimizer) -> int:
+    def count(self) -> None:
+        """Count the bytes of states that are no blocks."""
         storages: dict[int, int] = {}
-        for parameter in list(optimizer.state):
-            for _, _, tensor in _tensors(optimizer, parameter):
+        states = self._all_states()
+        for parameter in list(states):
+            for _, _, tensor in _tensors(states, parameter):
                 if self._pager.known_block(tensor) is None:
                     storage = tensor.untyped_storage()
                     storages[storage._cdata] = storage.nbytes()
-        return sum(storages.values())
+        self.small_bytes = sum(storages.values())
+        self._changed()
+
+    def _all_states(self) -> dict[Any, Any]:
+        optimizer = self._optimizer()
+        return {} if optimizer is None else optimizer.state
 
 
-def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of all tensors in the optimizer's state, shared storages counted once."""
-    storages = [t.untyped_storage() for p in list(optimizer.state) for _, _, t in _tensors(optimizer, p)]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+def _tensors(states: dict[Any, Any], parameter: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Yield the strided tensors of a parameter's state that are on its device, each with its name and position.
 
-
-def _tensors(optimizer: Optimizer, parameter: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """The strided tensors of a parameter's state on its device, with their names; `state` must not get a new entry."""
-    state = optimizer.state.get(parameter)
+    Adds no entry to `states`, which is a defaultdict.
+    """
+    state = states.get(parameter)
     named: Sequence[tuple[Any, Any]] = list(state.items()) if isinstance(state, dict) else [("state", state)]
     device = parameter.device if isinstance(parameter, torch.Tensor) else None
     for name, value in named:

@@ -1,8 +1,8 @@
-"""How large the parts are that optimizers are cut into: the planner's choice from what was measured here.
+"""How large the subgroups of optimizers are: chosen by the planner from what was measured on this machine.
 
-The links are measured when their tiers are opened. What a part costs however small it is, Python, the launch of the update's
-kernels and the pager's looking through all blocks, is measured by a few tiny ones, when the first optimizer is cut that more
-than one part can be made of.
+Links are measured when their tiers are opened. The fixed cost of a subgroup consists of Python, the launch of the update's
+kernels and the pager's search through all blocks. It is measured by a few tiny updates, when the first optimizer is cut that is
+large enough for more than one subgroup.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from runtime.device import MIN_MOVED_BYTES, Mark
 from runtime.paging import Pager
 from teraio.optimizer.capabilities import is_elementwise
 from teraio.optimizer.masters import scaling_put_aside, update_replicas
+from teraio.optimizer.parameters import owned_parameters
 from teraio.optimizer.replica import by_group, scratch_replica
 
 logger = logging.getLogger("teraio")
 
 MIN_SUBGROUP_BYTES = 4 * MIN_MOVED_BYTES
-"""Of the smallest parameter that moves, with its gradient and the two states of Adam: cutting finer moves nothing earlier."""
+"""The smallest parameter that moves, with gradient and the two states of Adam. Smaller subgroups would move nothing earlier."""
 _RUNS = 9
 _SHAPE = (2, 2)
-"""Of the parameter that is updated to measure; Muon takes matrices only."""
+"""Shape of the parameter that is updated to measure. Muon takes matrices only."""
 
 
 class SubgroupSizes:
-    """Chooses the size once, for all optimizers of a runtime: it stays the same in all iterations, as a plan needs it.
+    """Chooses the size once, for all optimizers of a run. It stays the same in all iterations, since a plan depends on it.
 
-    hardware: gives the measured links. given_bytes: the size to use, chosen before; a plan was made for it. measure: of a
-    part's fixed cost, `part_seconds` unless a test knows better. used_bytes: the size, None before it is chosen.
+    hardware: returns the measured links. given_bytes: the size to use, since a given plan was made for it.
+    min_bytes: the smallest size to choose. max_bytes: returns the largest size to choose, from the bytes of room.
+    measure: returns the fixed cost of a subgroup, in seconds. used_bytes: the size; None before it is chosen.
     """
 
     def __init__(
@@ -42,27 +44,37 @@ class SubgroupSizes:
         hardware: Callable[[], Hardware] | None = None,
         *,
         given_bytes: int | None = None,
+        min_bytes: int = MIN_SUBGROUP_BYTES,
+        max_bytes: Callable[[int], int] = largest_subgroup_bytes,
         measure: Callable[[Optimizer, Pager], float] | None = None,
     ) -> None:
         self.used_bytes = given_bytes
         self._hardware = hardware
-        self._measure = measure or part_seconds
+        self._min_bytes = min_bytes
+        self._max_bytes = max_bytes
+        self._measure = measure or subgroup_seconds
+
+    @property
+    def subgroup_bytes(self) -> int:
+        """Bytes of parameters, gradients and states to update together at most."""
+        # If none was chosen, all are one subgroup; that must not decide for optimizers that come later.
+        return self.used_bytes or self._min_bytes
 
     def choose(
         self, optimizer: Optimizer, sizes: Sequence[int], room_bytes: int | None, pager: Pager, *, others_bytes: int = 0
     ) -> int:
-        """Bytes of parameters, gradients and states to update together, at most.
+        """Choose the size if that is possible and has not been done yet. Return `subgroup_bytes`.
 
-        sizes: of the optimizer's parameters, each with gradient and states. others_bytes: the same of all that other optimizers
-        update. room_bytes: of the budget, for what can leave; None where nothing limits it. For a region. Blocks the first time,
-        while some tiny updates run and the device gets to them.
+        sizes: bytes of each parameter of the optimizer, with gradient and states. others_bytes: the same for all parameters of
+        other optimizers together. room_bytes: what the budget leaves for blocks that can leave; None without a budget. To be
+        called in a region. Waits the first time, while some tiny updates run and the device gets to them.
         """
-        if self.used_bytes is None and sum(sizes) > MIN_SUBGROUP_BYTES and len(sizes) > 1:
+        if self.used_bytes is None and sum(sizes) > self._min_bytes and len(sizes) > 1:
             self.used_bytes = self._best(optimizer, sum(sizes) + others_bytes, room_bytes, pager)
-        return self.used_bytes or MIN_SUBGROUP_BYTES  # if there is none: one part, which decides nothing for other optimizers
+        return self.subgroup_bytes
 
     def _best(self, optimizer: Optimizer, total_bytes: int, room_bytes: int | None, pager: Pager) -> int:
-        """By [Note: The size of subgroups]; where nothing limits the room or no link is known, as large as is sensible."""
+        """Return the size by [Note: The size of subgroups]; a usual one without a budget, the largest without known links."""
         if room_bytes is None:
             return UNMEASURED_BYTES
         hardware = self._hardware() if self._hardware is not None else None
@@ -73,30 +85,29 @@ class SubgroupSizes:
         best = subgroup_bytes(
             stations,
             total_bytes=total_bytes,
-            smallest_bytes=MIN_SUBGROUP_BYTES,
-            largest_bytes=largest_subgroup_bytes(room_bytes),
+            smallest_bytes=self._min_bytes,
+            largest_bytes=self._max_bytes(room_bytes),
         )
         logger.info("optimizers are cut into subgroups of about %s bytes, from %s", f"{best:,}", stations or "no measured rates")
         return best
 
 
 def _tier(hardware: Hardware, total_bytes: int) -> WaitingTier | None:
-    """Where the step's states wait, or most of them: in main memory if there is room for all; None if they cannot leave."""
+    """Return the tier where most states wait: the host tier if there is room for all of them; None if states cannot leave."""
     tiers: list[WaitingTier] = ["host", "storage"] if hardware.host_memory_bytes >= total_bytes else ["storage", "host"]
     return next((tier for tier in tiers if hardware.link(tier, "device") is not None), None)
 
 
-def part_seconds(optimizer: Optimizer, pager: Pager) -> float:
-    """What one part of the optimizer's step costs however small it is: the least of some over a tiny parameter.
+def subgroup_seconds(optimizer: Optimizer, pager: Pager) -> float:
+    """Return the fixed cost of a subgroup of the optimizer: the shortest of some updates of a tiny parameter.
 
-    With what the pager does around it where there is no room to spare, in which it looks for dead blocks first. On a device that
-    works on its own: of asking for it and of doing it what takes longer. Blocks until the device has done what it was asked for
-    before, and these. Changes nothing of the optimizer.
+    Includes what the pager does around an update when memory is short, and so searches for dead blocks first. On an asynchronous
+    device: the longer of launching the update and running it. Waits until the device has done all its work, these updates
+    included. Does not change the optimizer.
     """
-    owned = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
-    group, parameter = max(owned, key=lambda pair: pair[1].numel())
-    replica = scratch_replica(optimizer, parameter, _SHAPE, states=is_elementwise(optimizer))
-    groups = by_group(optimizer, [(group, replica)])
+    largest = max(owned_parameters(optimizer), key=lambda owned: owned.tensor.numel())
+    replica = scratch_replica(optimizer, largest.tensor, _SHAPE, states=is_elementwise(optimizer))
+    groups = by_group(optimizer, [(largest.group, replica)])
     with scaling_put_aside(optimizer):
         update_replicas(optimizer, groups)  # the first one takes longer
         pager.device.mark().wait()

@@ -1,104 +1,102 @@
-"""Optimizer steps that cannot be cut: all that they touch is brought in first and held until they are done.
+"""Optimizer steps that cannot be cut: all blocks that they touch are brought in first, and stay until the step is done.
 
-Where that does not fit, the step reads and writes what is not on the device through its stand-in, slower; on a GPU it is
-refused, since what waits on a drive has none.
+Where that does not fit, the step reads and writes what is not on the device through its mapping into the lower tiers, which is
+slower. On a GPU it is refused, since blocks on a drive have no such mapping.
 """
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-
-from torch.optim import Optimizer
 
 from planner.errors import BudgetError
 from runtime.device import Mark
 from runtime.execution import StageRun
 from runtime.paging import Pager
-from teraio.optimizer.states import OptimizerStates
-from teraio.optimizer.subgroups import OptimizerParts, Part
+from teraio.optimizer.managed import ManagedOptimizer
+from teraio.optimizer.parameters import owned_parameters
+from teraio.optimizer.subgroups import ParameterSubgroup
 from teraio.profiling import Timeline
 
 _NAME = "optimizer/whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """A step under way: what is held for it, and since when it runs."""
+class _RunningStep:
+    """A step that runs: whose it is, what is held for it, and since when it runs."""
 
-    optimizer: weakref.ref[Optimizer]
-    part: Part
+    managed: ManagedOptimizer
+    subgroup: ParameterSubgroup
     begin: Mark
 
 
 class WholeSteps:
     """Holds the blocks of one step at a time between the step's hooks."""
 
-    def __init__(self, pager: Pager, timeline: Timeline, states: OptimizerStates, parts: OptimizerParts) -> None:
+    def __init__(self, pager: Pager, timeline: Timeline) -> None:
         self._pager = pager
         self._timeline = timeline
-        self._states = states
-        self._parts = parts
-        self._held: _Held | None = None
+        self._running: _RunningStep | None = None
 
-    def begin(self, optimizer: Optimizer, reason: str) -> None:
-        """Bring in all that the step will touch, if it fits. Blocks meanwhile.
+    def begin(self, managed: ManagedOptimizer, reason: str) -> None:
+        """Bring in all that the step will touch, if it fits. Waits for it.
 
-        reason: why it is not cut. Raises BudgetError on a GPU where it does not fit.
+        reason: why the step is not cut. Raises BudgetError on a GPU where it does not fit.
         """
-        part = self._parts.whole(optimizer, self._parts.updates(optimizer))
+        subgroup = managed.subgroups.whole(managed.pending_step())
+        needed, _ = managed.subgroups.smallest_budget([subgroup])
+        what = f"optimizer/{type(managed.optimizer).__name__}, which is updated as a whole because {reason},"
         with self._pager.device.region():
             self._pager.enter_region()
             try:
-                if not self._fits(part, f"optimizer/{type(optimizer).__name__}, which is not updated by parts because {reason},"):
+                if not self._fits(needed, what):
                     return
-                self._timeline.region_begins(("optimizer", id(optimizer)), 1)
+                self._timeline.region_begins(managed.identity, 1)
                 fetch = self._timeline.stage_reached()
-                self._pager.acquire(part.read, part.workspace_bytes, _NAME, then_fetch=fetch)
+                self._pager.acquire(subgroup.read, subgroup.workspace_bytes, _NAME, then_fetch=fetch)
             finally:
                 self._pager.leave_region()
-        self._held = _Held(optimizer=weakref.ref(optimizer), part=part, begin=self._pager.device.mark())
+        self._running = _RunningStep(managed=managed, subgroup=subgroup, begin=self._pager.device.mark())
 
-    def _fits(self, part: Part, what: str) -> bool:
+    def _fits(self, needed: int, what: str) -> bool:
         budget = self._pager.budget_bytes
-        needed, _ = self._parts.largest([part])
         if budget is None or needed <= budget:
             return True
         if self._pager.device.asynchronous:
             raise BudgetError(smallest_bytes=needed, budget_bytes=budget, stage=what)
         return False
 
-    def end(self, optimizer: Optimizer) -> None:
-        """The step is done: record it, let go of what was held. Blocks until nothing of it is being copied."""
-        held = self._held
-        if held is None or held.optimizer() is not optimizer:
+    def end(self, managed: ManagedOptimizer) -> None:
+        """Record the step that is done, and let go of its blocks. Waits until no state of it is being copied."""
+        running = self._running
+        if running is None or running.managed is not managed:
             return
-        self._held = None
-        part, end = held.part, self._pager.device.mark()
+        self._running = None
+        subgroup, end = running.subgroup, self._pager.device.mark()
         with self._pager.device.region():
             try:
-                made = self._states.made(optimizer, part.numbers, part.read)
+                parameters = owned_parameters(managed.optimizer)
+                made = managed.states.made([parameters[number] for number in subgroup.numbers], subgroup.read)
             finally:
-                self._pager.retire(part.read, part.read, last_used=part.states)
+                self._pager.retire(subgroup.read, subgroup.read, last_used=subgroup.states)
             self._timeline.stage_ended(
                 StageRun(
                     name=_NAME,
                     phase="optimizer",
-                    begin=held.begin,
+                    begin=running.begin,
                     end=end,
-                    workspace_bytes=part.temporary_bytes,
-                    elements=part.elements,
-                    read=[block for block in part.read if not block.dead],  # an update may put new tensors in place of states
+                    workspace_bytes=subgroup.temporary_bytes,
+                    elements=subgroup.elements,
+                    read=[block for block in subgroup.read if not block.dead],  # an update may replace states by new tensors
                     made=made,
-                    written=[block for block in part.written if not block.dead],
+                    written=[block for block in subgroup.written if not block.dead],
                 )
             )
             self._timeline.region_ended()
             self._pager.leave_region()
 
     def give_up(self) -> None:
-        """The step has failed, or runs compiled regions of its own: hold nothing for it any more. Never blocks."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._pager.retire(held.part.read, held.part.read)
+        """Let go of the blocks: the step has failed, or runs compiled regions of its own. Never waits."""
+        running, self._running = self._running, None
+        if running is not None:
+            self._pager.retire(running.subgroup.read, running.subgroup.read)
             self._timeline.region_ended()

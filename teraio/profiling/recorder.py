@@ -56,7 +56,7 @@ class Timeline:
         return self._in_step
 
     @property
-    def parts_on_host(self) -> tuple[int, ...]:
+    def subgroups_on_host(self) -> tuple[int, ...]:
         """Of the optimizer step that has just begun: numbers of the stages whose updates the plan wants on the host, in order."""
         if not self._in_step or self._hints is None:
             return ()

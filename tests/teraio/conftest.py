@@ -12,13 +12,10 @@ import pytest
 import torch
 
 import teraio
-from teraio.optimizer import states as optimizer_states
-from teraio.optimizer import subgroup_sizes as optimizer_sizes
-from teraio.optimizer import subgroups as optimizer_parts
 from teraio.registry import REGISTRY
 
 from .in_process import InProcessJob
-from .optimizer.managed_steps import SIZE, Training
+from .optimizer.managed_steps import Training
 from .optimizer.sliced_steps import Rig
 
 
@@ -44,15 +41,6 @@ def planning_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter of 4 KiB is large enough to move, and a part by itself."""
-    for module in (optimizer_states, optimizer_parts):
-        monkeypatch.setattr(module, "MIN_MOVED_BYTES", SIZE)
-    for module in (optimizer_sizes, optimizer_parts):
-        monkeypatch.setattr(module, "MIN_SUBGROUP_BYTES", SIZE)
-
-
-@pytest.fixture
 def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Fixes the size of subgroups, in bytes, which otherwise follows from what was measured."""
 
@@ -63,7 +51,7 @@ def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.fixture
-def started(small_is_large: None) -> Iterator[Callable[..., Training]]:
+def started() -> Iterator[Callable[..., Training]]:
     running: list[Training] = []
 
     def start(*args: Any, **settings: Any) -> Training:

@@ -1,4 +1,4 @@
-"""What autograd tells of the backward pass that runs now: where a compiled graph's gradients go, and what hinders an update."""
+"""Asks autograd about the backward pass that runs now: where a compiled graph's gradients go, and what forbids an update."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class Leaf(NamedTuple):
-    """A leaf tensor that the node hands a gradient to, and the node `AccumulateGrad` that puts it into `.grad`."""
+    """A leaf tensor that gets a gradient from the running node, and the node `AccumulateGrad` that puts it into `.grad`."""
 
     parameter: Tensor
     accumulate: Any
 
 
 def leaves() -> dict[int, Leaf]:
-    """By the number of the edge that they hang on; none outside of a backward pass, or where there is no such node."""
+    """Return the leaves by the number of their edge. Empty outside of a backward pass, and for a node without leaves."""
     node: Any = torch._C._current_autograd_node()
     if node is None:
         return {}
@@ -29,7 +29,7 @@ def leaves() -> dict[int, Leaf]:
 
 
 def leaf_problem(parameter: Tensor) -> str | None:
-    """Why its gradient is not only what this backward pass adds, or is wanted by others; None if neither."""
+    """Return why others than this backward pass add to the parameter's gradient or use it; None if nobody does."""
     if parameter.grad is not None:
         return (
             "its `.grad` is not None when backward begins (several backward passes before a step, or "
@@ -41,11 +41,11 @@ def leaf_problem(parameter: Tensor) -> str | None:
 
 
 def pass_problem(found: list[Leaf]) -> str | None:
-    """Why this backward pass is not one that puts gradients into `.grad` of all these once and for all; None if it is."""
+    """Return why this backward pass does not put a final gradient into `.grad` of all these leaves; None if it does."""
     if torch._C._autograd._get_current_graph_task_keep_graph():
         return "backward keeps its graph (retain_graph or create_graph)"
     try:
         executed = all(torch._C._will_engine_execute_node(leaf.accumulate) for leaf in found)
-    except RuntimeError:  # so says PyTorch of leaves under autograd.grad
+    except RuntimeError:  # PyTorch raises it for leaves under autograd.grad
         executed = False
     return None if executed else "the pass does not fill its `.grad` (torch.autograd.grad, or backward with inputs)"

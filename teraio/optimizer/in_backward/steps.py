@@ -1,16 +1,18 @@
-"""Updates inside the backward pass (option `overlap_step`): as soon as a gradient is final, so that its memory goes at once.
+"""Updates inside the backward pass (option `overlap_step`): as soon as a gradient is final, so that its memory is freed at once.
 
 [Note: Updates inside the backward pass]
-What qualifies (see [Note: When a gradient is final]) is updated by a stage that runs between those of the compiled backward
-graph, which returns None in place of the gradient; `step` then updates only the rest, since PyTorch's optimizers leave out
-what has no `.grad`. Where something speaks against it in one pass, the graph returns all its gradients, and the step updates
-them. What comes after an update cannot be undone: another backward pass before the step is refused by an error.
+Parameters that qualify (see [Note: When a gradient is final]) are updated by stages that run between those of the compiled
+backward graph. The graph then returns None in place of their gradients. `step` updates only the other parameters, since
+PyTorch's optimizers leave out parameters without `.grad`. If something forbids the updates in one pass, the graph returns all its
+gradients, and the step updates all parameters. An update cannot be undone: another backward pass before the step is refused by an
+error.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,12 +23,12 @@ from runtime.execution import InterleavedStages, Program
 from runtime.paging import Block, Pager
 from teraio.optimizer.capabilities import reason_to_stay_whole, states_per_parameter
 from teraio.optimizer.in_backward.autograd import Leaf, leaf_problem, leaves, pass_problem
-from teraio.optimizer.in_backward.records import Final, Settings, UpdateEligibility, WatchedRun, places, settings_of
+from teraio.optimizer.in_backward.records import FinalGradient, Settings, UpdateEligibility, WatchedRun, settings_of
 from teraio.optimizer.in_backward.updates import Member, RegionUpdates, UpdateStage, cut_updates
 from teraio.optimizer.in_backward.watch import Watch
+from teraio.optimizer.managed import ManagedOptimizers
 from teraio.optimizer.masters import lacks_master
-from teraio.optimizer.states import OptimizerStates
-from teraio.optimizer.subgroups import OptimizerParts
+from teraio.optimizer.parameters import OwnedParameter, owned_parameters
 from teraio.profiling import Timeline
 
 _REMEDY = "leave out the option overlap_step, and restart from the last checkpoint"
@@ -34,37 +36,43 @@ _REMEDY = "leave out the option overlap_step, and restart from the last checkpoi
 
 class _Chosen(NamedTuple):
     leaf: Leaf
-    final: Final
+    final: FinalGradient
     eligibility: UpdateEligibility
     optimizer: Optimizer
 
 
-class OverlappedSteps:
-    """Decides for every run of a graph what is updated in it, and what is left for the steps."""
+@dataclass(slots=True, kw_only=True)
+class _Updated:
+    """settings: of an optimizer, when a backward pass updated its parameters. done: their numbers, for the step that runs."""
 
-    def __init__(self, pager: Pager, timeline: Timeline, states: OptimizerStates, parts: OptimizerParts) -> None:
+    settings: Settings | None = None
+    done: frozenset[int] = frozenset()
+
+
+class OverlappedSteps:
+    """Decides for every run of a graph which parameters are updated in it, and which are left for the steps."""
+
+    def __init__(self, pager: Pager, timeline: Timeline, optimizers: ManagedOptimizers) -> None:
         self._pager = pager
         self._timeline = timeline
-        self._states = states
-        self._parts = parts
+        self._optimizers = optimizers
         self._watch = Watch(pager)
         self._cuts: dict[Hashable, tuple[UpdateStage, ...]] = {}
         self._finest = False
-        self._settings: weakref.WeakKeyDictionary[Optimizer, Settings] = weakref.WeakKeyDictionary()
-        self._done: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
+        self._updated: weakref.WeakKeyDictionary[Optimizer, _Updated] = weakref.WeakKeyDictionary()
 
     @property
     def settled(self) -> bool:
-        """False while more iterations are watched before updates move into the backward pass."""
+        """False while more iterations must be watched before updates move into the backward pass."""
         return self._watch.settled
 
     # -- graphs
 
     def interleaved(self, program: Program, arguments: Sequence[Any]) -> InterleavedStages | None:
-        """For a run of `program` that is about to begin; None if there is nothing to see or do. Blocks while states that user
-        code has put in their place are copied to where they can leave.
+        """Return what takes part in a run of `program` that is about to begin; None if there is nothing to watch or update.
 
-        Raises UnsupportedError, before anything is changed, if a parameter would get a gradient that was updated already.
+        Waits while states that user code has replaced are copied to memory that can leave. Raises UnsupportedError, before
+        anything is changed, if a parameter would get a gradient that was updated already.
         """
         found = leaves() if program.phase == "backward" else {}
         if program.phase == "forward" and not program.is_inference:
@@ -74,7 +82,7 @@ class OverlappedSteps:
         members = self._members(layout, found)
         run = self._watch.begin(program, layout, found)
         updates = self._updates(program, members) if members else None
-        return _RegionGuest(self._watch, run, updates) if run is not None or updates is not None else None
+        return _GraphUpdates(self._watch, run, updates) if run is not None or updates is not None else None
 
     def _note_use(self, arguments: Sequence[Any]) -> None:
         for value in arguments:
@@ -95,8 +103,8 @@ class OverlappedSteps:
         block = self._pager.known_block(parameter)
         return f"parameter {block.name!r}" if block is not None else "a parameter"
 
-    def _members(self, layout: dict[int, Final], found: dict[int, Leaf]) -> list[Member]:
-        """What this run updates: all that qualifies, or nothing."""
+    def _members(self, layout: dict[int, FinalGradient], found: dict[int, Leaf]) -> list[Member]:
+        """Return the parameters that this run updates: all that qualify, or none."""
         chosen = [each for edge, final in layout.items() if edge in found and (each := self._qualified(found[edge], final))]
         problems = ((each.leaf.parameter, self._problem(each)) for each in chosen)
         problem = next((pair for pair in problems if pair[1] is not None), None)
@@ -107,7 +115,7 @@ class OverlappedSteps:
             return []
         return [self._member(each) for each in chosen]
 
-    def _qualified(self, leaf: Leaf, final: Final) -> _Chosen | None:
+    def _qualified(self, leaf: Leaf, final: FinalGradient) -> _Chosen | None:
         eligibility = self._watch.eligibility(leaf.parameter)
         optimizer = eligibility.optimizer() if eligibility is not None else None
         if eligibility is None or optimizer is None or not eligibility.qualified:
@@ -118,7 +126,7 @@ class OverlappedSteps:
         if chosen.eligibility.forwards > 1:
             return "several forward passes used it before a step"
         optimizer, parameter = chosen.optimizer, chosen.leaf.parameter
-        lacks_states = states_per_parameter(optimizer) and not self._states.exist(optimizer, parameter)
+        lacks_states = states_per_parameter(optimizer) and not self._optimizers.of(optimizer).states.exist(parameter)
         if lacks_states or lacks_master(optimizer, parameter):
             return "the optimizer has to make its states first"
         return leaf_problem(parameter)
@@ -128,15 +136,16 @@ class OverlappedSteps:
         return next(filter(None, (pass_problem([c.leaf for c in chosen]), *reasons)), None)
 
     def _member(self, chosen: _Chosen) -> Member:
-        parameter, number = chosen.leaf.parameter, chosen.eligibility.place[1]
-        name = f"optimizer/parameter.{number}"
+        parameter, eligibility = chosen.leaf.parameter, chosen.eligibility
+        owned = OwnedParameter(eligibility.number, eligibility.group, parameter)
+        name = f"optimizer/parameter.{owned.number}"
         return Member(
             optimizer=chosen.optimizer,
             parameter=parameter,
-            eligibility=chosen.eligibility,
+            eligibility=eligibility,
             final=chosen.final,
             block=self._pager.block_of(parameter, name=name, kind="parameter", user_visible=True),
-            states=tuple(self._states.blocks(chosen.optimizer, number, parameter)),
+            states=tuple(self._optimizers.of(chosen.optimizer).states.blocks(owned)),
         )
 
     def _updates(self, program: Program, members: Sequence[Member]) -> RegionUpdates:
@@ -146,9 +155,9 @@ class OverlappedSteps:
             tuple((member.final, id(member.optimizer), member.size_bytes) for member in members),
         )
         if key not in self._cuts:
-            self._cuts[key] = cut_updates(members, 0 if self._finest else self._parts.part_bytes)
+            self._cuts[key] = cut_updates(members, 0 if self._finest else self._optimizers.sizes.subgroup_bytes)
         for optimizer in dict.fromkeys(member.optimizer for member in members):
-            self._settings[optimizer] = settings_of(optimizer)
+            self._of(optimizer).settings = settings_of(optimizer)
         return RegionUpdates(self._pager, self._timeline, program.name, members, self._cuts[key], self._no_room)
 
     def _no_room(self, members: Sequence[Member], error: BudgetError) -> None:
@@ -161,13 +170,13 @@ class OverlappedSteps:
     # -- steps
 
     def step_begins(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any], *, managed: bool) -> None:
-        """Before each step with these arguments. managed: whether the optimizer's steps are run under management at all.
+        """To be called before each step, with its arguments. managed: whether teraio manages the optimizer's steps.
 
-        Blocks while gradients are brought in that are to be compared with what the graph had made. Raises UnsupportedError if
-        what the backward pass has updated should have waited for this step.
+        Waits while gradients are brought in, which are compared with those that the graph has made. Raises UnsupportedError if a
+        parameter that the backward pass has updated should have waited for this step.
         """
         done = []
-        for (_, number), parameter in places(optimizer):
+        for number, _, parameter in owned_parameters(optimizer):
             eligibility = self._watch.eligibility(parameter)
             if eligibility is None or not eligibility.updated:
                 continue
@@ -181,8 +190,9 @@ class OverlappedSteps:
             if problem is not None:
                 raise UnsupportedError(f"{self._name(parameter)} was updated inside the backward pass, but {problem}; {_REMEDY}")
             done.append((number, parameter))
-        self._done[optimizer] = frozenset(number for number, _ in done)
-        if done and self._settings.get(optimizer) != settings_of(optimizer):
+        updated = self._of(optimizer)
+        updated.done = frozenset(number for number, _ in done)
+        if done and updated.settings != settings_of(optimizer):
             for _, parameter in done:
                 self._watch.refuse(parameter, "the optimizer's settings are changed between backward and step")
         reason = self._reason(optimizer, arguments, keywords)
@@ -194,15 +204,18 @@ class OverlappedSteps:
 
     def _reason(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> str | None:
         reason = reason_to_stay_whole(optimizer, arguments, keywords)
-        return None if reason is None else f"{type(optimizer).__name__} is not updated by parts: {reason}"
+        return None if reason is None else f"{type(optimizer).__name__} is updated as a whole: {reason}"
 
     def done(self, optimizer: Optimizer) -> frozenset[int]:
-        """Numbers of the parameters that the backward pass has updated for the step that runs now."""
-        return self._done.get(optimizer, frozenset())
+        """Return the numbers of the parameters that the backward pass has updated, for the step that runs now."""
+        return self._of(optimizer).done
+
+    def _of(self, optimizer: Optimizer) -> _Updated:
+        return self._updated.setdefault(optimizer, _Updated())
 
 
-class _RegionGuest:
-    """Looks on at a run, and updates in it."""
+class _GraphUpdates:
+    """Takes part in one run of a graph: watches it, and runs update stages in it."""
 
     def __init__(self, watch: Watch, run: WatchedRun | None, updates: RegionUpdates | None) -> None:
         self._watch = watch

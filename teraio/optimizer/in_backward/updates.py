@@ -1,4 +1,4 @@
-"""The updates that one run of a backward graph makes between its stages."""
+"""The update stages that run between the stages of a backward graph."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from planner.errors import BudgetError
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager
 from teraio.optimizer.capabilities import bytes_of, keeps_masters, states_per_parameter, temporary_bytes
-from teraio.optimizer.in_backward.records import Final, UpdateEligibility
+from teraio.optimizer.in_backward.records import FinalGradient, UpdateEligibility
 from teraio.optimizer.masters import casting_bytes, master_bytes, update_replicas
 from teraio.optimizer.replica import Replica, by_group
 from teraio.profiling import Timeline
 
-_WORTH_A_STAGE_BYTES = 4 << 20
-"""Of parameters, gradients and states: smaller updates wait for those of the stages after, up to this size."""
+MIN_STAGE_BYTES = 4 << 20
+"""Parameters, gradients and states of an update stage. Smaller updates wait for those of later stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A parameter that is updated: by which optimizer, when, and what its update touches besides the gradient."""
+    """A parameter that is updated: by which optimizer, after which stage, and the blocks besides the gradient."""
 
     optimizer: Optimizer
     parameter: Tensor
     eligibility: UpdateEligibility
-    final: Final
+    final: FinalGradient
     block: Block
     states: tuple[Block, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Of parameter, gradient and states, estimated from what stays the same in every iteration."""
+        """Bytes of parameter, gradient and states, estimated from what is the same in every iteration."""
         size = bytes_of(self.parameter)
         return 2 * size + states_per_parameter(self.optimizer) * (self.master_bytes or size) + self.master_bytes
 
     @property
     def master_bytes(self) -> int:
-        """Of its master copy in fp32, if it has one."""
+        """Bytes of its master copy in fp32; 0 if it has none."""
         return master_bytes(self.parameter) if keeps_masters(self.optimizer) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateStage:
-    """Members (by number) that are updated together when the graph's stage `after` has ended."""
+    """Members, by number, that are updated together when stage `after` of the graph has ended."""
 
     after: int
     members: tuple[int, ...]
 
 
-def cut_updates(members: Sequence[Member], largest_bytes: int) -> tuple[UpdateStage, ...]:
-    """Stages of one optimizer each, in the order in which gradients become final.
+def cut_updates(members: Sequence[Member], largest_bytes: int, *, min_bytes: int = MIN_STAGE_BYTES) -> tuple[UpdateStage, ...]:
+    """Return update stages of one optimizer each, in the order in which gradients become final.
 
-    Of at most `largest_bytes`, but for a parameter that is larger by itself and small ones before it; of at least
-    `_WORTH_A_STAGE_BYTES` where gradients of later stages can make it so. 0: one parameter each.
+    largest_bytes: of a stage; a larger one has one large parameter, and small ones before it. 0: one parameter each.
+    min_bytes: of a stage, where waiting for gradients of later stages can make it so large.
     """
     stages: list[UpdateStage] = []
     for optimizer in dict.fromkeys(member.optimizer for member in members):
@@ -66,7 +66,7 @@ def cut_updates(members: Sequence[Member], largest_bytes: int) -> tuple[UpdateSt
         size = after = 0
         for number in sorted(own, key=lambda number: members[number].final.after):
             member = members[number]
-            later = member.final.after > after and size >= _WORTH_A_STAGE_BYTES
+            later = member.final.after > after and size >= min_bytes
             full = size + member.size_bytes > largest_bytes and 2 * size >= largest_bytes
             if gathered and (later or full):
                 stages.append(UpdateStage(after, tuple(gathered)))
@@ -79,8 +79,10 @@ def cut_updates(members: Sequence[Member], largest_bytes: int) -> tuple[UpdateSt
 
 
 class RegionUpdates:
-    """Runs the update stages of one run of a graph. no_room is called with the members of one that the budget is too small for:
-    these keep their gradients, and the step updates them.
+    """Runs the update stages of one run of a graph.
+
+    no_room: called with the members of a stage that does not fit in the budget, and the error. They keep their gradients, and the
+    optimizer step updates them.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class RegionUpdates:
         self.stage_count = len(stages)
 
     def after_stage(self, number: int, slots: list[Any]) -> None:
-        """Update what is final now, and take the gradients out of `slots`. Blocks while states are fetched."""
+        """Update the parameters whose gradients are final now, and take these out of `slots`. Waits for states."""
         for name, members in self._stages.pop(number, ()):
             self._update(name, members, slots)
 
@@ -121,7 +123,7 @@ class RegionUpdates:
         try:
             begin = self._pager.device.mark()
             for member in members:
-                member.eligibility.updated = True  # also by an update that fails half-way
+                member.eligibility.updated = True  # also if the update fails half-way
                 member.parameter.grad = slots[member.final.slot]
             update_replicas(optimizer, _replicas(optimizer, members))
             end = self._pager.device.mark()
@@ -145,7 +147,7 @@ class RegionUpdates:
 
 
 def _replicas(optimizer: Optimizer, members: Sequence[Member]) -> list[list[Replica]]:
-    """The parameters themselves, by group: an update of these alone."""
+    """Return the parameters themselves as replicas, by group, for an update of these alone."""
     states = optimizer.state
-    placed = ((m.eligibility.place[0], Replica(parameter=m.parameter, state=states.get(m.parameter, {}))) for m in members)
+    placed = ((m.eligibility.group, Replica(parameter=m.parameter, state=states.get(m.parameter, {}))) for m in members)
     return by_group(optimizer, placed)

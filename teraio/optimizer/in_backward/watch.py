@@ -1,14 +1,14 @@
-"""Finds out from ordinary iterations which parameters may be updated inside the backward pass, and after which stage.
+"""Learns from ordinary iterations which parameters may be updated inside the backward pass, and after which stage.
 
 [Note: When a gradient is final]
-A parameter qualifies if in several iterations one after the other, the first step of its optimizer not counted,
-* one compiled backward graph ran once that hands it a gradient, and `.grad` was None then;
-* at the step `.grad` was the very tensor that the graph had made, of the same version (clipping writes also where it changes
-  nothing) and content (a version does not count writes through `.data`, nor those of GradScaler);
-* no compiled graph read the parameter in between, and the optimizer's settings were the same;
-* one optimizer updates it, by parts.
-Its update may run when the graph's last stage has ended that makes or reads the gradient or reads the parameter's block (views
-of it, and parameters that share its storage, included). What fails once is refused for good, with the reason in the log.
+A parameter qualifies if the following was true in several iterations in a row. The first step of its optimizer does not count.
+* Exactly one compiled backward graph gave it a gradient, once, and `.grad` was None before.
+* At the step, `.grad` was the same tensor that the graph had made. It had the same version, since clipping writes even where it
+  changes nothing. It had the same content, since writes through `.data` and by GradScaler do not change the version.
+* No compiled graph read the parameter in between, and the optimizer's settings did not change.
+* Exactly one optimizer updates it, and its step is cut into subgroups.
+Its update may run after the last stage of the graph that makes or reads the gradient, or reads the parameter's block (also
+through views, or parameters that share its storage). A parameter that fails once is refused for good; the log gives the reason.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ from runtime.paging import Block, Pager
 from teraio.optimizer.in_backward.autograd import Leaf, leaf_problem, pass_problem
 from teraio.optimizer.in_backward.records import (
     Digest,
-    Final,
-    Shown,
+    FinalGradient,
+    TensorView,
     UpdateEligibility,
     WatchedRun,
     digest,
     equal,
     last_use,
-    places,
     settings_of,
 )
+from teraio.optimizer.parameters import owned_parameters
 
 logger = logging.getLogger("teraio")
 
 
 class Watch:
-    """Keeps the standings of all parameters; holds no parameter and no optimizer."""
+    """Keeps the `UpdateEligibility` of all parameters. Keeps no parameter and no optimizer alive."""
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self._standings: Any = WeakTensorKeyDictionary()
-        self._layouts: dict[Hashable, dict[int, Final]] = {}
+        self._eligibilities: Any = WeakTensorKeyDictionary()
+        self._layouts: dict[Hashable, dict[int, FinalGradient]] = {}
         self._last_reader: dict[Block, int] = {}
         self._runs = 0
         self._said: set[str] = set()
 
     def eligibility(self, parameter: Tensor) -> UpdateEligibility | None:
-        """None before the first step of an optimizer that has it."""
-        found: UpdateEligibility | None = self._standings.get(parameter)
+        """Return what is known of the parameter; None before the first step of an optimizer that has it."""
+        found: UpdateEligibility | None = self._eligibilities.get(parameter)
         return found
 
     @property
     def settled(self) -> bool:
-        """False while more steps have to be seen until parameters qualify."""
-        standings: list[UpdateEligibility] = [each for each in self._standings.values() if each.optimizer() is not None]
-        return all(each.refused or each.qualified or each.good_steps == 0 for each in standings)
+        """False while more steps must be seen before parameters qualify."""
+        found: list[UpdateEligibility] = [each for each in self._eligibilities.values() if each.optimizer() is not None]
+        return all(each.refused or each.qualified or each.good_steps == 0 for each in found)
 
     def refuse(self, parameter: Tensor, reason: str, *, topic: str | None = None) -> None:
-        """It is updated by the step from now on."""
+        """Leave the parameter to the optimizer step from now on."""
         eligibility = self.eligibility(parameter)
         if eligibility is not None:
             eligibility.refused = True
         self.say(parameter, reason, topic=topic)
 
     def say(self, parameter: Tensor, reason: str, *, topic: str | None = None) -> None:
-        """Once for each reason, or for each topic."""
+        """Log why the optimizer step updates the parameter: once for each topic, or for each reason without a topic."""
         if (topic or reason) not in self._said:
             self._said.add(topic or reason)
             block = self._pager.known_block(parameter)
@@ -82,8 +82,8 @@ class Watch:
 
     # -- graphs
 
-    def layout(self, program: Program, arguments: Sequence[Any], leaves: dict[int, Leaf]) -> dict[int, Final]:
-        """Of what has been learnt, by edge: for this graph, where the same inputs and parameters share storages."""
+    def layout(self, program: Program, arguments: Sequence[Any], leaves: dict[int, Leaf]) -> dict[int, FinalGradient]:
+        """Return the final gradients known so far, by edge: of this graph, with the same inputs sharing storages."""
         edges = {leaf.parameter.untyped_storage()._cdata: edge for edge, leaf in leaves.items()}
         strided = (
             (place, value) for place, value in enumerate(arguments) if isinstance(value, Tensor) and value.layout is torch.strided
@@ -93,8 +93,8 @@ class Watch:
         key = (program.identity, alike, tuple(pair for pair in shared if pair[1] is not None))
         return self._layouts.setdefault(key, {})
 
-    def begin(self, program: Program, layout: dict[int, Final], leaves: dict[int, Leaf]) -> WatchedRun | None:
-        """Watch this run of a graph; None if there is nothing to be learnt from it."""
+    def begin(self, program: Program, layout: dict[int, FinalGradient], leaves: dict[int, Leaf]) -> WatchedRun | None:
+        """Begin to watch a run of a graph. Return None if there is nothing to learn from it."""
         new: list[tuple[int, Leaf, UpdateEligibility]] = []
         for edge, leaf in leaves.items():
             eligibility = self.eligibility(leaf.parameter)
@@ -113,7 +113,7 @@ class Watch:
         return run
 
     def stage_ended(self, run: WatchedRun, number: int, read: Sequence[Block], slots: Sequence[Any]) -> None:
-        """Blocks while what the stage has made is brought back to the device, if it is on its way out already."""
+        """Record what a stage has read and made. Waits while a block that is leaving already is brought back."""
         for block in read:
             run.last_read[block] = number
             self._last_reader[block] = run.number
@@ -132,6 +132,7 @@ class Watch:
             self._pager.retire([block], [])
 
     def run_ended(self, run: WatchedRun, results: Sequence[Any]) -> None:
+        """Record what the run returns to user code."""
         for parameter, eligibility in run.members:
             if self._pager.known_block(parameter) is not eligibility.block:
                 eligibility.block = None
@@ -139,22 +140,24 @@ class Watch:
             run.settings[id(optimizer)] = settings_of(optimizer)
         run.members.clear()
         for value in results:
-            run.results.append(self._shown(value) if isinstance(value, Tensor) else None)
+            run.results.append(self._view(value) if isinstance(value, Tensor) else None)
 
-    def _shown(self, tensor: Tensor) -> Shown:
+    def _view(self, tensor: Tensor) -> TensorView:
         block = self._pager.known_block(tensor)
         return block, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
     # -- steps
 
     def step_begins(self, optimizer: Optimizer, reason: str | None) -> None:
-        """Draw conclusions. reason: why none of its parameters may be updated inside the backward pass. Blocks while gradients
-        are brought in that are to be compared.
+        """Decide about the optimizer's parameters. reason: why none of them may be updated inside the backward pass.
+
+        Waits while gradients are brought in for a comparison.
         """
-        watched = any(s is not None and s.run is not None for _, p in places(optimizer) for s in [self.eligibility(p)])
+        found = [self.eligibility(owned.tensor) for owned in owned_parameters(optimizer)]
+        watched = any(each is not None and each.run is not None for each in found)
         with self._reading() if watched else contextlib.nullcontext():
             self._conclude_all(optimizer, reason)
-        if not any(each.passes for each in list(self._standings.values())):
+        if not any(each.passes for each in list(self._eligibilities.values())):
             self._last_reader.clear()
 
     @contextlib.contextmanager
@@ -167,12 +170,13 @@ class Watch:
                 self._pager.leave_region()
 
     def _conclude_all(self, optimizer: Optimizer, reason: str | None) -> None:
-        for place, parameter in places(optimizer):
+        for number, group, parameter in owned_parameters(optimizer):
             eligibility = self.eligibility(parameter)
             if eligibility is None or eligibility.optimizer() is None:
-                self._standings[parameter] = UpdateEligibility(optimizer=weakref.ref(optimizer), place=place)
+                eligibility = UpdateEligibility(optimizer=weakref.ref(optimizer), group=group, number=number)
+                self._eligibilities[parameter] = eligibility
                 continue
-            eligibility.place = place
+            eligibility.group, eligibility.number = group, number
             problem = "several optimizers have it" if eligibility.optimizer() is not optimizer else reason
             if not eligibility.refused and problem is not None:
                 self.refuse(parameter, problem)
@@ -192,7 +196,7 @@ class Watch:
             eligibility.good_steps += 1
 
     def _problem(self, optimizer: Optimizer, parameter: Tensor, eligibility: UpdateEligibility) -> str | None:
-        """Why what has been seen does not allow its update inside the backward pass; else notes when that may run."""
+        """Return why the parameter may not be updated inside the backward pass; if it may, record after which stage."""
         run, gradient = eligibility.run, parameter.grad
         if eligibility.passes > 1:
             return "several backward passes, or several graphs, contribute to its gradient before a step"
@@ -202,13 +206,13 @@ class Watch:
             return "its gradient is sparse"
         if eligibility.problem is not None:
             return eligibility.problem
-        shown = self._shown(gradient)
-        found = [place for place, result in enumerate(run.results) if result == shown]
-        slots = [slot for place in found if isinstance(slot := run.program.results[place], int)]
+        view = self._view(gradient)
+        found = [position for position, result in enumerate(run.results) if result == view]
+        slots = [slot for position in found if isinstance(slot := run.program.results[position], int)]
         if len(slots) != 1 or slots[0] < run.program.input_count:
             return "others contribute to its gradient, or get hold of it, or put another one in its place"
         before = run.digests.get(slots[0])
-        if before is None or shown[0] is None or not equal(before, self._digest(gradient, shown[0])):
+        if before is None or view[0] is None or not equal(before, self._digest(gradient, view[0])):
             return "gradients are changed between backward and step (clipping, or a GradScaler)"
         if run.settings.get(id(optimizer)) != settings_of(optimizer):
             return "the optimizer's settings are changed between backward and step"
@@ -218,5 +222,5 @@ class Watch:
             return "the backward graph returns a view of it"
         if self._last_reader.get(eligibility.block, 0) > run.number:
             return "another compiled graph reads it between its update and the step"
-        run.layout[eligibility.edge] = Final(slot=slots[0], after=last_use(run, slots[0], eligibility.block))
+        run.layout[eligibility.edge] = FinalGradient(slot=slots[0], after=last_use(run, slots[0], eligibility.block))
         return None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from planner import Hardware, Link
 from runtime.device.device import CpuDevice, Device
@@ -14,6 +15,7 @@ from runtime.paging.block import Block
 from runtime.paging.mover import Mover
 from runtime.paging.pager import Pager
 from teraio.optimizer.steps import OptimizerSteps
+from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.profiling.iteration import Iteration
 from teraio.profiling.profiler import Profile, build_profile
 from teraio.profiling.recorder import Timeline
@@ -21,7 +23,7 @@ from teraio.profiling.recorder import Timeline
 from ...runtime.memory_mover import MemoryMover, Stepping
 
 SIZE = 4 << 10
-"""Of a parameter: what an AdamW subgroup of one needs is six times that."""
+"""Bytes of a parameter. They are enough to move, and for a subgroup, which needs six times as much with AdamW."""
 
 
 class AsynchronousDevice(CpuDevice):
@@ -43,6 +45,7 @@ class Training:
         device: Device | None = None,
         mover: Mover | None = None,
         parameters: list[nn.Parameter] | None = None,
+        sizes: SubgroupSizes | None = None,
     ) -> None:
         self.mover = MemoryMover()
         self.pager = Pager(
@@ -60,6 +63,8 @@ class Training:
             active=lambda: self.active,
             automatic=automatic,
             step_done=lambda _: self.iterations.append(self.timeline.iteration_ends()),
+            sizes=sizes or SubgroupSizes(min_bytes=SIZE),
+            min_moved_bytes=SIZE,
         )
         self.parameters = make_parameters(count) if parameters is None else parameters
         for number, parameter in enumerate(self.parameters):
@@ -109,6 +114,12 @@ def set_gradients(parameters: list[nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for parameter in parameters:
         parameter.grad = torch.randn(32, 32, generator=generator)
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of all tensors in the optimizer's state. A storage that several tensors share counts once."""
+    storages = [value.untyped_storage() for value in tree_leaves(dict(optimizer.state)) if isinstance(value, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def everything(optimizer: Optimizer) -> list[Tensor]:

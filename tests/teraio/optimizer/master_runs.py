@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from teraio.optimizer.master_hooks import keep_masters
+from teraio.optimizer.master_hooks import SUBGROUP_BYTES, keep_masters
 
 Make = Callable[[list[Any]], Optimizer]
 Groups = Callable[[list[Any]], list[dict[str, Any]]]
@@ -104,13 +104,13 @@ class Textbook:
         self.optimizer.load_state_dict({**content, "state": own})
 
 
-def keeping(optimizer: Optimizer) -> Optimizer:
+def keeping(optimizer: Optimizer, *, subgroup_bytes: int = SUBGROUP_BYTES) -> Optimizer:
     """As `teraio.manage_optimizer(optimizer, master_weights=True)` without any runtime."""
 
     def on_device(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    keep_masters(optimizer, on_device)
+    keep_masters(optimizer, on_device, subgroup_bytes=subgroup_bytes)
     return optimizer
 
 

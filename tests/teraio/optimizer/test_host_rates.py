@@ -18,6 +18,7 @@ from teraio.optimizer.host_rates import HostRates
 from ..parity.optimizers import MIB, Case, one, train, unmanaged
 
 ALIGNMENT = 4096
+FEW = 64 << 10
 
 
 class Room:
@@ -41,18 +42,13 @@ class Room:
             self.held -= 1
 
 
-@pytest.fixture(autouse=True)
-def few_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_rates, "_MAX_ELEMENTS", 64 << 10)
-
-
 def adam() -> torch.optim.Optimizer:
     return torch.optim.AdamW([torch.zeros(4)])
 
 
 def test_a_host_tier_that_is_full_at_first_is_measured_later() -> None:
     room = Room()
-    rates = HostRates(room, shared=False)
+    rates = HostRates(room, shared=False, max_elements=FEW)
     room.there = False
     assert rates.seconds(adam(), torch.float32, 1000) is None
     room.there = True
@@ -65,7 +61,7 @@ def test_a_host_tier_that_is_full_at_first_is_measured_later() -> None:
 def test_room_is_not_looked_for_for_ever() -> None:
     room = Room()
     room.there = False
-    rates = HostRates(room, shared=False)
+    rates = HostRates(room, shared=False, max_elements=FEW)
     for _ in range(100):
         assert rates.seconds(adam(), torch.float32, 1000) is None
     assert room.asked < 50
@@ -90,7 +86,7 @@ def test_an_update_that_fails_while_it_is_measured_says_so(which: int, monkeypat
 
     monkeypatch.setattr(optimizer_rates, "update_replicas", update)
     with pytest.raises(ValueError, match="no such luck"):
-        HostRates(room, shared=True).seconds(adam(), torch.float32, 1000)
+        HostRates(room, shared=True, max_elements=FEW).seconds(adam(), torch.float32, 1000)
     assert still_there and set(still_there) == {2} and room.held == 0
 
 

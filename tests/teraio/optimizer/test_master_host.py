@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from runtime.paging.block import Block
 from teraio.optimizer.host import HostUpdates
 from teraio.optimizer.host_rates import HostRates
+from teraio.optimizer.parameters import owned_parameters
 
-from .managed_steps import Start, Training
+from .managed_steps import SIZE, Start, Training
 from .master_runs import HALF, KINDS, Textbook, differences, half_parameters, keeping, set_gradients
 
 
@@ -38,13 +39,8 @@ class Lending:
 
 
 def on_host(host: HostUpdates, optimizer: Optimizer, count: int) -> frozenset[int] | None:
-    update = host.begin(optimizer, range(count))
+    update = host.begin(optimizer, owned_parameters(optimizer)[:count])
     return None if update is None or update.seconds() is None else update.members
-
-
-@pytest.fixture(autouse=True)
-def small_is_large_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teraio.optimizer.host.MIN_MOVED_BYTES", 4 << 10)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -54,7 +50,7 @@ def test_the_same_bits_as_on_the_device(started: Start, name: str, dtype: torch.
     training = started(budget_bytes=None, parameters=half_parameters(dtype))
     optimizer, expected = keeping(KINDS[name](training.parameters)), Textbook(half_parameters(dtype), KINDS[name])
     pager = Lending(training)
-    host = HostUpdates(pager)  # type: ignore[arg-type]
+    host = HostUpdates(pager, min_moved_bytes=SIZE)  # type: ignore[arg-type]
     for step in range(8):
         set_gradients(training.parameters, step)
         if step == 5:
@@ -80,7 +76,7 @@ def test_the_first_update_of_a_parameter_is_the_device_s(started: Start) -> None
     training = started(budget_bytes=None, parameters=half_parameters(torch.bfloat16, 1)[:1])
     training.parameters.append(half_parameters(torch.bfloat16)[-1])
     optimizer = keeping(torch.optim.SGD(training.parameters, lr=0.1))
-    host = HostUpdates(Lending(training))  # type: ignore[arg-type]
+    host = HostUpdates(Lending(training), min_moved_bytes=SIZE)  # type: ignore[arg-type]
     set_gradients(training.parameters, 0)
     assert training.parameters[0].grad is not None
     training.pager.block_of(training.parameters[0].grad, name="gradient", kind="gradient", user_visible=True)

@@ -13,10 +13,9 @@ from planner.errors import BudgetError
 from runtime.cpu.memory import CpuMemory
 from runtime.paging.block import State
 from runtime.paging.pager import Pager
-from teraio.optimizer import master_hooks as optimizer_master_hooks
+from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
 from teraio.optimizer.masters import run_step
-from teraio.optimizer.states import OptimizerStates
-from teraio.optimizer.subgroups import OptimizerParts
+from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.profiling.recorder import Timeline
 
 from .managed_steps import Start, Training
@@ -63,11 +62,10 @@ def test_the_same_bits_as_the_textbook_loop(started: Start, name: str, dtype: to
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_steps_that_are_not_managed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_not_managed(name: str) -> None:
     """Without any runtime, some parameters at a time."""
-    monkeypatch.setattr(optimizer_master_hooks, "_PART_BYTES", 2 * WIDE)
     parameters = half_parameters(torch.bfloat16)
-    optimizer = keeping(KINDS[name](parameters))
+    optimizer = keeping(KINDS[name](parameters), subgroup_bytes=2 * WIDE)
     groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
     expected = Textbook(half_parameters(torch.bfloat16), KINDS[name])
@@ -120,21 +118,26 @@ def test_the_floor_counts_fp32(started: Start) -> None:
     assert 6 * WIDE <= floor(plain, torch.optim.AdamW(plain.parameters)) <= 6 * WIDE + KIB, "the one in fp32 is the largest"
 
 
-def test_sizes_of_updates_count_masters_and_fp32_states() -> None:
-    """So that parts of a size hold fewer of such parameters, with and without a gradient."""
+def unmoved(optimizer: Optimizer) -> ManagedOptimizer:
+    """The optimizer under a pager without budget and lower tiers."""
     pager = Pager(mover=None, budget_bytes=None)
-    parts = OptimizerParts(pager, OptimizerStates(pager, Timeline(pager)))
+    return ManagedOptimizers(pager, Timeline(pager), SubgroupSizes()).of(optimizer)
+
+
+def test_sizes_of_updates_count_masters_and_fp32_states() -> None:
+    """So that subgroups of a size hold fewer of such parameters, with and without a gradient."""
     parameters = half_parameters(torch.bfloat16, 1)
     set_gradients(parameters, 0)
     optimizer = keeping(torch.optim.AdamW(parameters))
-    (before,) = parts.updates(optimizer)
+    managed = unmoved(optimizer)
+    before = managed.pending_step().in_order
     half, full = 2 * WIDE // 2 + 3 * WIDE, 4 * WIDE
-    assert [update.part_bytes for update in before] == [half, full, 2 * 30 + 3 * 60, half]
+    assert [update.total_bytes for update in before] == [half, full, 2 * 30 + 3 * 60, half]
     assert [update.fresh_bytes for update in before] == [3 * WIDE, 2 * WIDE, 3 * 60, 0]
     optimizer.step()
     del optimizer.state[parameters[0]]["master_param"]
-    (after,) = parts.updates(optimizer)
-    assert [update.part_bytes for update in after] == [half, full, 2 * 30 + 3 * 60, half]
+    after = managed.pending_step().in_order
+    assert [update.total_bytes for update in after] == [half, full, 2 * 30 + 3 * 60, half]
     assert [update.fresh_bytes for update in after] == [WIDE, 0, 0, 0]
 
 
@@ -268,28 +271,24 @@ def test_an_update_allocates_no_more_than_was_reserved(memory: CpuMemory, name: 
     shapes = [(512, 1024), (1024, 1024), (1024, 1024), (1024, 2048)]
     parameters = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes[:count]]
     optimizer = keeping(KINDS[name](parameters))
-    pager = Pager(mover=None, budget_bytes=None)
-    parts = OptimizerParts(pager, OptimizerStates(pager, Timeline(pager)))
+    managed = unmoved(optimizer)
     for _ in range(1 + stale):
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, dtype=torch.bfloat16)
             parameter.data.mul_(1.5)
-        part = parts.whole(optimizer, parts.updates(optimizer))
+        subgroup = managed.subgroups.whole(managed.pending_step())
         memory.reset_peak()
         before = memory.allocated_bytes
         run_step(optimizer)
     taken = memory.peak_bytes - before
     scalars = 100 * count
-    assert taken <= part.workspace_bytes + scalars, f"{taken:,} bytes, reserved {part.workspace_bytes:,}"
-    assert taken >= 0.35 * part.workspace_bytes, "what is reserved is for the worst case, but not for more"
+    assert taken <= subgroup.workspace_bytes + scalars, f"{taken:,} bytes, reserved {subgroup.workspace_bytes:,}"
+    assert taken >= 0.35 * subgroup.workspace_bytes, "what is reserved is for the worst case, but not for more"
 
 
-def test_steps_that_are_not_managed_take_memory_for_some_parameters_at_a_time(
-    memory: CpuMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(optimizer_master_hooks, "_PART_BYTES", 4 * MIB)
+def test_steps_that_are_not_managed_take_memory_for_some_parameters_at_a_time(memory: CpuMemory) -> None:
     parameters = [nn.Parameter(torch.randn(512, 1024).bfloat16()) for _ in range(8)]
-    optimizer = keeping(torch.optim.AdamW(parameters, fused=True))
+    optimizer = keeping(torch.optim.AdamW(parameters, fused=True), subgroup_bytes=4 * MIB)
     for step in range(2):
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, dtype=torch.bfloat16)

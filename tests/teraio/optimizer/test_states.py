@@ -13,12 +13,12 @@ from planner import plan as make_plan
 from planner.errors import BudgetError
 from runtime.paging.block import State
 from runtime.paging.pager import Pager
-from teraio.optimizer.states import state_bytes
 from teraio.optimizer.steps import OptimizerSteps
+from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.profiling.recorder import Timeline
 from teraio.profiling.schedule_by_stage import lay_out_plan
 
-from .managed_steps import SIZE, Start, Training, everything, make_parameters, plain, same, set_gradients
+from .managed_steps import SIZE, Start, Training, everything, make_parameters, plain, same, set_gradients, state_bytes
 
 KIB = 1 << 10
 
@@ -238,7 +238,14 @@ def test_without_anywhere_to_go(started: Start) -> None:
     pager = Pager(mover=None, budget_bytes=None)
     for parameter in parameters:
         pager.block_of(parameter, name="p", kind="parameter", user_visible=True)
-    steps = OptimizerSteps(pager, Timeline(pager), active=lambda: True, step_done=lambda _: None)
+    steps = OptimizerSteps(
+        pager,
+        Timeline(pager),
+        active=lambda: True,
+        step_done=lambda _: None,
+        sizes=SubgroupSizes(min_bytes=SIZE),
+        min_moved_bytes=SIZE,
+    )
     optimizer = torch.optim.AdamW(parameters)
     for step in range(3):
         set_gradients(parameters, step)

@@ -14,12 +14,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planner.errors import BudgetError
 from runtime.paging.pager import Pager
-from teraio.optimizer.states import state_bytes
 from teraio.optimizer.steps import OptimizerSteps
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.profiling.recorder import Timeline
 
 from .every_optimizer import OPTIMIZERS, two_groups
+from .managed_steps import state_bytes
 
 KIB = 1 << 10
 SUBGROUP_BYTES = 16 * KIB

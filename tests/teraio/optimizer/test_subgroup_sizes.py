@@ -1,8 +1,9 @@
-"""The size of subgroups: chosen once from measured figures, taken from a given plan, and how a part is measured."""
+"""The size of subgroups: chosen once from measured figures, taken from a given plan, and how the fixed cost is measured."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from planner import Hardware, Link, stations_of_step, subgroup_bytes
 from planner.subgroup_size import UNMEASURED_BYTES
 from runtime.device.device import CpuDevice, Device, WallMark
 from runtime.paging.pager import Pager
-from teraio.optimizer import subgroup_sizes as optimizer_sizes
-from teraio.optimizer.subgroup_sizes import MIN_SUBGROUP_BYTES, SubgroupSizes, part_seconds
+from teraio import training_run
+from teraio.optimizer.subgroup_sizes import MIN_SUBGROUP_BYTES, SubgroupSizes, subgroup_seconds
 from teraio.options import parse_options
 from teraio.training_run import TrainingRun
 
@@ -30,6 +31,8 @@ from .master_runs import set_gradients as set_half_gradients
 
 GIB = 1 << 30
 SIZES = [64 * MIB] * 64
+
+Measure = Callable[[Optimizer, Pager], float]
 
 
 def hardware(tiers: dict[str, float], host_bytes: int = 64 * GIB) -> Hardware:
@@ -88,8 +91,7 @@ def test_what_other_optimizers_update_counts_whichever_steps_first(started: Star
             chosen.append(others_bytes)
             return super().choose(*args, others_bytes=others_bytes)
 
-    training = started(6, budget_bytes=100 * SIZE)
-    training.steps._parts._sizes = Sizes()
+    training = started(6, budget_bytes=100 * SIZE, sizes=Sizes())
     optimizers = [torch.optim.AdamW(training.parameters[:2]), torch.optim.SGD(training.parameters[2:])]
     set_gradients(training.parameters, 0)
     for parameter in training.parameters:
@@ -105,7 +107,7 @@ def test_what_other_optimizers_update_counts_whichever_steps_first(started: Star
     assert alone < together == best(machine, "host", 1e-3, 4 * GIB, total=4 * sum(SIZES))
 
 
-def test_costly_updates_and_slow_links_give_larger_and_smaller_parts() -> None:
+def test_costly_updates_and_slow_links_give_larger_and_smaller_subgroups() -> None:
     def chosen(rate: float, seconds: float, room: int = 64 * GIB) -> int:
         return SubgroupSizes(lambda: hardware({"host": rate}), measure=Measured(seconds)).choose(adam(), SIZES, room, pager())
 
@@ -129,7 +131,7 @@ def test_where_nothing_is_measured() -> None:
     assert no_links.choose(adam(), SIZES, 64 * GIB, pager()) == UNMEASURED_BYTES
     no_limit = SubgroupSizes(lambda: hardware({"host": 1e10}), measure=measure)
     assert no_limit.choose(adam(), SIZES, None, pager()) == UNMEASURED_BYTES
-    for small in ([MIB, 2 * MIB], [GIB]):  # one part in any case, which must not decide for an optimizer that comes later
+    for small in ([MIB, 2 * MIB], [GIB]):  # one subgroup, which must not decide for an optimizer that comes later
         sizes = SubgroupSizes(lambda: hardware({"host": 1e10}), measure=measure)
         assert sizes.choose(adam(), small, GIB, pager()) == MIN_SUBGROUP_BYTES and sizes.used_bytes is None
     assert measure.count == 0
@@ -140,7 +142,7 @@ def test_a_given_size_is_used_as_it_is() -> None:
     assert sizes.choose(adam(), SIZES, 16 * MIB, pager()) == 12345 == sizes.used_bytes and measure.count == 0
 
 
-# -- how a part is measured
+# -- how the fixed cost of a subgroup is measured
 
 
 def contents(optimizer: Optimizer) -> Any:
@@ -158,7 +160,7 @@ def test_measuring_an_update_changes_nothing(name: str, steps: int) -> None:
             set_gradients(parameters, step)
             if step == steps and parameters is measured:
                 before = contents(optimizer)
-                assert 0 < part_seconds(optimizer, pager()) < 1
+                assert 0 < subgroup_seconds(optimizer, pager()) < 1
                 assert str(contents(optimizer)) == str(before)
             optimizer.step()
     assert same(everything(optimizers[0]), everything(optimizers[1]))
@@ -175,7 +177,7 @@ def test_updates_over_masters_are_measured(name: str, steps: int) -> None:
         optimizer.step()
     before = everything(optimizer)
     optimizer.found_inf, optimizer.grad_scale = torch.ones(1), torch.ones(1)  # as a GradScaler leaves them for a step
-    assert 0 < part_seconds(optimizer, pager()) < 1
+    assert 0 < subgroup_seconds(optimizer, pager()) < 1
     assert same(everything(optimizer), before) and optimizer.found_inf == optimizer.grad_scale == 1
 
 
@@ -203,39 +205,36 @@ class Queue(CpuDevice):
 def test_the_device_tells_how_long_an_update_takes() -> None:
     """Once it has done all that it was asked for before."""
     device = Queue([100.0, 50.0, 9.0, 8.0, 3.0, 5.0, 7.0, 6.0, 4.0, 9.0, 9.0])
-    assert part_seconds(adam(), pager(device)) == 3.0 and device.waited == 1
+    assert subgroup_seconds(adam(), pager(device)) == 3.0 and device.waited == 1
 
 
 # -- in training
 
 
 @pytest.fixture
-def several_parameters_in_a_part(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Larger parts than a small room allows; how long an update takes is given."""
-    monkeypatch.setattr(optimizer_sizes, "MIN_SUBGROUP_BYTES", MIB)
-    monkeypatch.setattr(optimizer_sizes, "largest_subgroup_bytes", lambda room: room // 2)
+def larger_subgroups(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], None]:
+    """In training, subgroups are larger than a small room allows; `measure` gives their fixed cost."""
 
-    def updates_take(seconds: float) -> None:
-        monkeypatch.setattr(optimizer_sizes, "part_seconds", lambda optimizer, pager: seconds)
+    def set_measure(measure: Measure) -> None:
+        limits: dict[str, Any] = {"min_bytes": MIB, "max_bytes": lambda room: room // 2}
+        monkeypatch.setattr(training_run, "SubgroupSizes", functools.partial(SubgroupSizes, measure=measure, **limits))
 
-    return updates_take
+    return set_measure
 
 
-def test_a_plan_brings_the_size_that_it_was_made_for(
-    tmp_path: Path, several_parameters_in_a_part: Callable[[float], None]
-) -> None:
+def test_a_plan_brings_the_size_that_it_was_made_for(tmp_path: Path, larger_subgroups: Callable[[Measure], None]) -> None:
     """What is measured the next time does not matter then."""
     case = Case(make=one(torch.optim.AdamW), layers=6, planned=True)
     expected = unmanaged(case, tmp_path)
     paths = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
     options = budgeted(case, tmp_path, int(0.5 * expected.status.device_peak_bytes))
-    several_parameters_in_a_part(10.0)
+    larger_subgroups(Measured(10.0))
     found = train(case, tmp_path, {**options, **paths})
     trace, plan = planner.Trace.load(paths["trace_out"]), planner.Plan.load(paths["plan_out"])
     assert found.status.phase == "planned" and plan.subgroup_bytes == trace.subgroup_bytes > 8 * MIB
     count = len(trace.subgroups)
     assert 2 <= count <= 6, "at least two of twelve parameters in each"
-    several_parameters_in_a_part(0.0)
+    larger_subgroups(Measured(0.0))
     for given in (paths["plan_out"], None):
         again = train(case, tmp_path, {**options, "trace_out": tmp_path / "again.json", "plan": given})
         assert again.status.phase == "planned"
@@ -254,16 +253,14 @@ def test_a_damaged_plan_is_refused_before_anything_is_opened(tmp_path: Path) -> 
     assert not list(storage.iterdir())
 
 
-def test_a_real_measure_is_taken_once_in_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several_parameters_in_a_part: object
-) -> None:
+def test_a_real_measure_is_taken_once_in_training(tmp_path: Path, larger_subgroups: Callable[[Measure], None]) -> None:
     taken: list[float] = []
 
     def measure(optimizer: Optimizer, pager: Pager) -> float:
-        taken.append(part_seconds(optimizer, pager))
+        taken.append(subgroup_seconds(optimizer, pager))
         return taken[-1]
 
-    monkeypatch.setattr(optimizer_sizes, "part_seconds", measure)
+    larger_subgroups(measure)
     case = Case(make=one(torch.optim.AdamW), layers=4)
     expected = unmanaged(case, tmp_path)
     assert not taken, "nothing is cut without a budget"

@@ -11,9 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner.errors import BudgetError
-from teraio.optimizer.states import state_bytes
 
-from .managed_steps import SIZE, Start, everything, make_parameters, plain, same, set_gradients
+from .managed_steps import SIZE, Start, everything, make_parameters, plain, same, set_gradients, state_bytes
 
 KIB = 1 << 10
 
@@ -64,7 +63,7 @@ def test_an_optimizer_of_the_user_s_own(started: Start, budget: int | None, capl
     optimizer = Averaging(training.parameters)
     with caplog.at_level(logging.INFO, logger="teraio"):
         training.train(optimizer, 5)
-    assert caplog.messages == ["Averaging is not updated by parts: its update is not known to treat each parameter by itself"]
+    assert caplog.messages == ["Averaging is updated as a whole: its update is not known to treat each parameter by itself"]
     assert same(everything(optimizer), plain(5, make=Averaging))
     assert all(block.pins == 0 for block in training.pager.blocks)
     wholes = [[s.name for s in i.stages if s.phase == "optimizer"] for i in training.iterations]
@@ -84,7 +83,7 @@ def test_on_a_gpu_a_whole_step_that_does_not_fit_is_refused(started: Start) -> N
     set_gradients(training.parameters, 2)
     with pytest.raises(BudgetError) as raised:
         optimizer.step()
-    assert "optimizer/AdamW, which is not updated by parts because there are step hooks besides teraio's" in str(raised.value)
+    assert "optimizer/AdamW, which is updated as a whole because there are step hooks besides teraio's" in str(raised.value)
     assert f"give a memory_budget of at least {raised.value.smallest_bytes} bytes" in str(raised.value)
     assert same(everything(optimizer), before)
     training.pager.budget_bytes = raised.value.smallest_bytes

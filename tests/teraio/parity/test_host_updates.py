@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import planner
 from runtime.paging.block import State
 from teraio import registry
-from teraio.optimizer import host as optimizer_host
+from teraio.optimizer.host import HostUpdate
 
 from .optimizers import KINDS, MIB, Case, Result, Run, budgeted, one, plain, train, unmanaged
 
@@ -60,15 +60,15 @@ updates: list[int] = []
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = optimizer_host._Update.run
+    run = HostUpdate.run
 
-    def counting(self: optimizer_host._Update, *args: Any) -> float | None:
+    def counting(self: HostUpdate, *args: Any) -> float | None:
         seconds = run(self, *args)
         if seconds is not None:
-            updates.append(len(self._members))
+            updates.append(len(self.members))
         return seconds
 
-    monkeypatch.setattr(optimizer_host._Update, "run", counting)
+    monkeypatch.setattr(HostUpdate, "run", counting)
 
 
 def check_close(found: Result, expected: Result) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from planner.errors import StorageError
 from runtime.paging.pager import Pager
-from teraio.optimizer import host as optimizer_host
-from teraio.optimizer import steps as optimizer
+from teraio.optimizer import subgroup_steps
+from teraio.optimizer.host import HostUpdate, HostUpdates
 from teraio.profiling.iteration import Iteration
 from teraio.profiling.recorder import Timeline
 
@@ -30,28 +30,28 @@ def test_an_error_of_the_update_reaches_the_training_thread(tmp_path: Path, monk
     def fail(self: object, *_: object) -> None:
         raise StorageError("no such luck")
 
-    monkeypatch.setattr(optimizer_host._Update, "_update", fail)
+    monkeypatch.setattr(HostUpdate, "update", fail)
     with pytest.raises(StorageError, match="no such luck"):
         on_host(case, tmp_path)
 
 
 def test_updates_that_wait_for_others_keep_what_they_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters are asked for back when the plan expects them to be updated, which may be too early."""
-    run, begin = optimizer_host._Update.run, optimizer_host.HostUpdates.begin
+    run, begin = HostUpdate.run, HostUpdates.begin
     begun, done = [], []
 
-    def slow(self: optimizer_host._Update, *args: Any) -> float | None:
+    def slow(self: HostUpdate, *args: Any) -> float | None:
         time.sleep(0.01)
         done.append(run(self, *args))
         return done[-1]
 
-    def noting(self: optimizer_host.HostUpdates, *args: Any) -> optimizer_host.HostUpdate | None:
+    def noting(self: HostUpdates, *args: Any) -> HostUpdate | None:
         update = begin(self, *args)
         begun.append(update is not None)
         return update
 
-    monkeypatch.setattr(optimizer_host._Update, "run", slow)
-    monkeypatch.setattr(optimizer_host.HostUpdates, "begin", noting)
+    monkeypatch.setattr(HostUpdate, "run", slow)
+    monkeypatch.setattr(HostUpdates, "begin", noting)
     case = Case(make=one(torch.optim.AdamW), steps=12, layers=4)
     expected, found = on_host(case, tmp_path, policy="stride-2")
     check_close(found, expected)
@@ -60,7 +60,7 @@ def test_updates_that_wait_for_others_keep_what_they_wait_for(tmp_path: Path, mo
 
 def test_a_step_that_fails_leaves_no_update_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that have not begun never do; and the next steps go on, on the host."""
-    run, submit, acquire = optimizer_host._Update.run, ThreadPoolExecutor.submit, Pager.acquire
+    run, submit, acquire = HostUpdate.run, ThreadPoolExecutor.submit, Pager.acquire
     running: set[int] = set()
     begun: list[int] = []
     left: list[tuple[int, int]] = []
@@ -70,7 +70,7 @@ def test_a_step_that_fails_leaves_no_update_behind(tmp_path: Path, monkeypatch: 
         begun.append(steps[0])
         return submit(*args)
 
-    def slow(self: optimizer_host._Update, *args: Any) -> float | None:
+    def slow(self: HostUpdate, *args: Any) -> float | None:
         running.add(id(self))
         time.sleep(0.01)
         try:
@@ -94,7 +94,7 @@ def test_a_step_that_fails_leaves_no_update_behind(tmp_path: Path, monkeypatch: 
             left.append((len(running), len(updates)))
         run.optimizers[0].zero_grad()
 
-    monkeypatch.setattr(optimizer_host._Update, "run", slow)
+    monkeypatch.setattr(HostUpdate, "run", slow)
     monkeypatch.setattr(ThreadPoolExecutor, "submit", beginning)
     monkeypatch.setattr(Pager, "acquire", failing)
     case = Case(make=one(torch.optim.AdamW), step=step, steps=12, layers=4)
@@ -109,10 +109,10 @@ def test_a_step_that_fails_leaves_no_update_behind(tmp_path: Path, monkeypatch: 
 
 
 def test_waiting_for_an_update_is_no_work_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, ends = optimizer_host._Update.run, Timeline.iteration_ends
+    run, ends = HostUpdate.run, Timeline.iteration_ends
     waited = []
 
-    def slow(self: optimizer_host._Update, *args: Any) -> float | None:
+    def slow(self: HostUpdate, *args: Any) -> float | None:
         time.sleep(0.02)
         return run(self, *args)
 
@@ -123,7 +123,7 @@ def test_waiting_for_an_update_is_no_work_of_the_device(tmp_path: Path, monkeypa
             waited.append((iteration.waited_seconds, count))
         return iteration
 
-    monkeypatch.setattr(optimizer_host._Update, "run", slow)
+    monkeypatch.setattr(HostUpdate, "run", slow)
     monkeypatch.setattr(Timeline, "iteration_ends", ending)
     on_host(Case(make=one(torch.optim.AdamW), steps=10), tmp_path)
     assert waited and all(seconds > 0.01 * count for seconds, count in waited)
@@ -132,7 +132,7 @@ def test_waiting_for_an_update_is_no_work_of_the_device(tmp_path: Path, monkeypa
 def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if that turns out late; and not only once."""
     case = Case(make=one(torch.optim.AdamW), steps=12)
-    ends, run_step = Timeline.iteration_ends, optimizer.run_step
+    ends, run_step = Timeline.iteration_ends, subgroup_steps.run_step
     refused, seconds = [], []
 
     def refuse(self: Any, blocks: Any) -> None:
@@ -149,7 +149,7 @@ def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monke
         return iteration
 
     monkeypatch.setattr("runtime.paging.pager.Pager.lend_memory", refuse)
-    monkeypatch.setattr(optimizer, "run_step", slow)
+    monkeypatch.setattr(subgroup_steps, "run_step", slow)
     monkeypatch.setattr(Timeline, "iteration_ends", ending)
     expected, found = on_host(case, tmp_path)
     assert refused and not updates

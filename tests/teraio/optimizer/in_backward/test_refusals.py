@@ -55,9 +55,9 @@ def test_nothing_in_the_way(caplog: pytest.LogCaptureFixture) -> None:
 
 
 REFUSED: dict[str, tuple[Step, str, dict[str, Any]]] = {
-    "step hooks": (hooked_step, "AdamW is not updated by parts: there are step hooks besides teraio's", {}),
+    "step hooks": (hooked_step, "AdamW is updated as a whole: there are step hooks besides teraio's", {}),
     "closure": (closure, "it is called with a closure", {}),
-    "own optimizer": (plain, "Own is not updated by parts", {"make": lambda module: Own(module.parameters())}),
+    "own optimizer": (plain, "Own is updated as a whole", {"make": lambda module: Own(module.parameters())}),
     "clip_grad_norm_": (clipped_norm, r"gradients are changed between backward and step \(clipping", {}),
     "clip_grad_norm_ in vain": (clipped_in_vain, "gradients are changed between backward and step", {}),
     "clip_grad_value_": (clipped_value, "gradients are changed between backward and step", {}),

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import Optimizer
 
-from teraio.optimizer.in_backward import updates as overlap_region
-from teraio.optimizer.in_backward.records import Final, UpdateEligibility, places
+from teraio.optimizer.in_backward.records import FinalGradient, UpdateEligibility
 from teraio.optimizer.in_backward.updates import Member, RegionUpdates, UpdateStage, cut_updates
+from teraio.optimizer.parameters import owned_parameters
 
 from ..managed_steps import SIZE, Start, Training, everything, plain, same, set_gradients
 
@@ -24,13 +24,19 @@ KIB = 1 << 10
 def members_of(training: Training, optimizer: Optimizer, afters: Sequence[int]) -> list[Member]:
     """Every parameter of the training; its gradient is in the slot of its number, final after the stage that `afters` gives."""
     found = []
-    for (place, parameter), after in zip(places(optimizer), afters, strict=True):
-        states = tuple(training.steps._states.blocks(optimizer, place[1], parameter))
+    for owned, after in zip(owned_parameters(optimizer), afters, strict=True):
+        number, group, parameter = owned
         block = training.pager.known_block(parameter)
         assert block is not None
-        standing = UpdateEligibility(optimizer=weakref.ref(optimizer), place=place)
-        final = Final(slot=place[1], after=after)
-        found.append(Member(optimizer=optimizer, parameter=parameter, standing=standing, final=final, block=block, states=states))
+        member = Member(
+            optimizer=optimizer,
+            parameter=parameter,
+            eligibility=UpdateEligibility(optimizer=weakref.ref(optimizer), group=group, number=number),
+            final=FinalGradient(slot=number, after=after),
+            block=block,
+            states=tuple(training.steps.managed(optimizer).states.blocks(owned)),
+        )
+        found.append(member)
     return found
 
 
@@ -77,7 +83,7 @@ def test_the_same_bits_as_a_step(make: Callable[[Any], Optimizer], budget: int |
         slots = gradients(training, step)
         step_in_region(training, updates(training, members, stages), slots, 3)
         assert slots == [None] * 6 and all(p.grad is None for p in training.parameters)
-        assert all(member.standing.updated for member in members)
+        assert all(member.eligibility.updated for member in members)
     recorded = training.timeline.iteration_ends().regions[-1].stages[1:]
     assert [s.name for s in recorded] == ["backward/update.0", "backward/update.1", "backward/update.2"]
     assert {(s.phase, s.elements) for s in recorded} == {("optimizer", 2 * 32 * 32)}
@@ -108,7 +114,7 @@ def test_no_room_keeps_the_gradient(started: Start) -> None:
     ((whom, smallest),) = refused
     assert whom == members[:2] and smallest == needed + 4 * SIZE
     assert [slot is None for slot in slots] == [False, False, True]
-    assert [member.standing.updated for member in members] == [False, False, True]
+    assert [member.eligibility.updated for member in members] == [False, False, True]
     assert [torch.equal(p, b) for p, b in zip(training.parameters, before, strict=True)] == [True, True, False]
     assert all(block.pins == 0 for block in training.pager.blocks)
 
@@ -124,7 +130,7 @@ def test_an_update_that_fails(started: Start) -> None:
     with pytest.raises(TypeError):
         step_in_region(training, updates(training, members, [UpdateStage(0, (0, 1))]), slots, 1)
     assert slots == [None, None] and all(p.grad is None for p in training.parameters)
-    assert all(member.standing.updated for member in members)
+    assert all(member.eligibility.updated for member in members)
     assert all(block.pins == 0 for block in training.pager.blocks)
 
 
@@ -135,21 +141,20 @@ class Planned:
     """What `cut_updates` looks at: the optimizer, the bytes, and the stage."""
 
     def __init__(self, optimizer: object, size_bytes: int, after: int) -> None:
-        self.optimizer, self.size_bytes, self.final = optimizer, size_bytes, Final(slot=0, after=after)
+        self.optimizer, self.size_bytes, self.final = optimizer, size_bytes, FinalGradient(slot=0, after=after)
 
 
 ONE, OTHER = object(), object()
 
 
-def cut(members: Sequence[Planned], largest_bytes: int) -> tuple[UpdateStage, ...]:
-    return cut_updates(members, largest_bytes)  # type: ignore[arg-type]
+def cut(members: Sequence[Planned], largest_bytes: int, **sizes: int) -> tuple[UpdateStage, ...]:
+    return cut_updates(members, largest_bytes, **sizes)  # type: ignore[arg-type]
 
 
-def test_large_ones_by_themselves_small_ones_with_what_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap_region, "_WORTH_A_STAGE_BYTES", 4 * KIB)
+def test_large_ones_by_themselves_small_ones_with_what_comes_after() -> None:
     members = [Planned(ONE, KIB, 0), Planned(ONE, 8 * KIB, 1), Planned(ONE, KIB, 2), Planned(ONE, KIB, 2), Planned(ONE, KIB, 5)]
-    assert cut(members, 64 * KIB) == (UpdateStage(1, (0, 1)), UpdateStage(5, (2, 3, 4)))
-    assert cut(members, 0) == tuple(UpdateStage(m.final.after, (n,)) for n, m in enumerate(members))
+    assert cut(members, 64 * KIB, min_bytes=4 * KIB) == (UpdateStage(1, (0, 1)), UpdateStage(5, (2, 3, 4)))
+    assert cut(members, 0, min_bytes=4 * KIB) == tuple(UpdateStage(m.final.after, (n,)) for n, m in enumerate(members))
 
 
 def test_every_optimizer_has_stages_of_its_own() -> None:
