@@ -1,0 +1,60 @@
+"""The contract that rooms are entered by their `__init__`, and the import graph, on a small package."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count
+from pathlib import Path
+
+import grimp
+import pytest
+
+from tools.import_graph import circles, imports_between_rooms
+from tools.rooms_contract import imports_past_the_door, room_of
+
+_numbers = count()
+
+
+def build(files: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, grimp.ImportGraph]:
+    """Write a package of these files, with PACKAGE replaced by its name. Return that name and its import graph."""
+    package = f"house_{next(_numbers)}"
+    for name, text in {"__init__.py": "", **files}.items():
+        path = folder / package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.replace("PACKAGE", package))
+    monkeypatch.syspath_prepend(folder)
+    return package, grimp.build_graph(package, cache_dir=None)
+
+
+KITCHEN = {"kitchen/__init__.py": "from PACKAGE.kitchen.stove import cook\n", "kitchen/stove.py": "def cook() -> None: ...\n"}
+
+
+def test_an_import_past_the_init_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = KITCHEN | {"hall/__init__.py": "", "hall/guest.py": "from PACKAGE.kitchen.stove import cook\n"}
+    package, graph = build(files, tmp_path, monkeypatch)
+    assert imports_past_the_door(graph, frozenset({package})) == [(f"{package}.hall.guest", f"{package}.kitchen.stove")]
+    assert imports_past_the_door(graph, frozenset({"another"})) == []
+
+
+@pytest.mark.parametrize("line", ["from PACKAGE.kitchen import cook", "from PACKAGE.kitchen import stove"])
+def test_an_import_from_the_room_is_allowed(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = KITCHEN | {"hall/__init__.py": "", "hall/guest.py": f"{line}\n"}
+    package, graph = build(files, tmp_path, monkeypatch)
+    assert imports_past_the_door(graph, frozenset({package})) == []
+
+
+def test_imports_between_rooms_and_circles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "a/__init__.py": "",
+        "a/one.py": "import PACKAGE.b\n",
+        "a/two.py": "import PACKAGE.b\nimport PACKAGE.a.one\n",
+        "b/__init__.py": "",
+        "b/back.py": "import PACKAGE.a\n",
+        "c.py": "import PACKAGE.a\n",
+    }
+    package, graph = build(files, tmp_path, monkeypatch)
+    a, b, c = (f"{package}.{room}" for room in "abc")
+    between = imports_between_rooms(graph, package)
+    assert between == Counter({(a, b): 2, (b, a): 1, (c, a): 1})
+    assert circles(between) == [[a, b]] and circles(Counter({(c, a): 1})) == []
+    assert room_of(f"{package}.a.one") == a and room_of(package) == package
