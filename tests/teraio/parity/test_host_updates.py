@@ -16,12 +16,13 @@ from runtime.paging.block import State
 from teraio import registry
 from teraio.optimizer.host import HostUpdate
 
+from ...thoroughness import by_profile
 from .optimizers import KINDS, MIB, Case, Result, Run, budgeted, one, plain, train, unmanaged
 
-STEPS = 50
+STEPS = by_profile(ci=16, long=50)
 HOST_BYTES = 96 * MIB
 TOLERANCE = 1e-3
-"""Relative, in the norm of a tensor: what 50 steps make of the different rounding of fused and unfused updates, in float32.
+"""Relative, in the norm of a tensor: what up to 50 steps make of the different rounding of fused and unfused updates, in float32.
 
 Far below one update that is lost or done twice. No bound for single elements: where a gradient is about zero, optimizers
 such as Adagrad take whole steps in the direction of its rounding.
@@ -84,7 +85,6 @@ def far(one_: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", ELEMENTWISE)
 def test_all_optimizers(kind: str, tmp_path: Path) -> None:
-    """Over 50 steps."""
     few = kind in FEW_STATES
     expected, found = on_host(
         Case(make=one(KINDS[kind]), steps=STEPS, layers=4 if few else 2), tmp_path, fraction=0.8 if few else 0.6
