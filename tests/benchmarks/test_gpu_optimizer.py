@@ -10,6 +10,7 @@ from benchmarks.__main__ import llama_parts
 from benchmarks.alone import Missing, Run, Runner
 from benchmarks.gpu_budgets import options_for
 from benchmarks.gpu_optimizer import followed, policy_figures
+from examples.llama import SIZES
 from planner import Budgets, Plan, plan
 from planner.schema.plan import Update
 from planner.schema.trace import Subgroup
@@ -60,8 +61,9 @@ def test_figures_of_a_policy() -> None:
 
 def test_a_plan_made_offline_is_followed_by_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alone, "COUNTED_SECONDS", 0.0)
+    monkeypatch.setattr(alone, "SIZES", {"tiny": replace(SIZES["tiny"], layers=1)})
     runner = Runner(tiny_scale(tmp_path))
-    options = options_for(80 << 20, 240 << 20, "host", tmp_path) | {"codegen": "eager", "profile_iterations": 1}
+    options = options_for(42 << 20, 126 << 20, "host", tmp_path) | {"codegen": "eager", "profile_iterations": 1}
     first = runner.run("first", runner.scale.setting("tiny", options=options))
     assert isinstance(first, Run), first.reason
     assert first.trace is not None

@@ -17,7 +17,7 @@ from teraio import registry
 from teraio.optimizer.host import HostUpdate
 
 from ...thoroughness import by_profile
-from .optimizers import KINDS, MIB, Case, Result, Run, budgeted, one, plain, train, unmanaged
+from .optimizers import KINDS, MIB, Case, Result, Run, budgeted, one, plain, reference, train, unmanaged
 
 STEPS = by_profile(ci=16, long=50)
 HOST_BYTES = 96 * MIB
@@ -45,7 +45,7 @@ def on_host(
     case: Case, folder: Path, *, policy: str = "host-updates", fraction: float = 0.6, **options: Any
 ) -> tuple[Result, Result]:
     """The unmanaged run, and one within a fraction of its peak whose plan updates on the host."""
-    expected = unmanaged(case, folder)
+    expected = reference(case, folder)
     budget = int(fraction * expected.status.device_peak_bytes)
     plan = plan_for(case, folder, budget, policy=policy)
     given = {"memory_budget": budget, "host_budget": HOST_BYTES, "profile_iterations": 1, "plan": plan, **options}
