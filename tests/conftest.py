@@ -1,11 +1,23 @@
-"""How thorough the tests are: `TERAIO_TESTS=ci` (the default) or `long`. No other file of the tests reads the environment for it."""
+"""How thorough the tests are: `TERAIO_TESTS=ci`, the default, or `long`. Nothing else in the tests reads that variable.
+
+ci: what `make test` runs. long: more examples, more steps and the tests with the mark `long`, as `make test-long` does.
+"""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("ci", max_examples=25, deadline=None)
 settings.register_profile("long", max_examples=300, deadline=None)
 settings.load_profile(os.environ.get("TERAIO_TESTS", "ci"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests with the mark `long`, unless that profile is loaded."""
+    if settings.get_current_profile_name() != "long":
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)

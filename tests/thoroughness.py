@@ -10,5 +10,5 @@ T = TypeVar("T")
 
 
 def by_profile(*, ci: T, long: T) -> T:
-    """Return `ci`, or `long` where hypothesis' profile "long" is loaded, which `tests/conftest.py` decides before any test is read."""
+    """Return `long` if `tests/conftest.py` has loaded the profile of that name, else `ci`. For the heads of test files too."""
     return long if settings.get_current_profile_name() == "long" else ci

@@ -102,8 +102,14 @@ def named_values(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def blocks() -> list[Block]:
-    """All blocks of all training runs. The only place where tests look into the pager of a run."""
+    """All blocks of all training runs."""
     return [block for run in REGISTRY.runs() for block in run._pager.blocks]
+
+
+def known_blocks(tensors: Iterable[Tensor]) -> list[Block]:
+    """The blocks of those tensors that are blocks of some training run."""
+    found = [run._pager.known_block(tensor) for tensor in tensors for run in REGISTRY.runs()]
+    return [block for block in found if block is not None]
 
 
 def states_away() -> set[str]:

@@ -130,7 +130,7 @@ def unmanaged(case: Case, folder: Path) -> Result:
 
 
 def reference(case: Case, folder: Path) -> Result:
-    """As `unmanaged`, but run only once in this process for equal cases. Steps other than `plain` may use the folder: not kept."""
+    """As `unmanaged`, but trained only once in this process for equal cases. Other steps than `plain` may use the folder."""
     if case.step is not plain:
         return unmanaged(case, folder)
     policy = getattr(REGISTRY.new_run, "keywords", {}).get("cut_policy")  # of the fixtures: other stages have another peak

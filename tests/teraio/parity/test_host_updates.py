@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 import planner
 from runtime.paging.block import State
-from teraio import registry
 from teraio.optimizer.host import HostUpdate
 
 from ...thoroughness import by_profile
+from ...training import known_blocks
 from .optimizers import KINDS, MIB, Case, Result, Run, budgeted, one, plain, reference, train, unmanaged
 
 STEPS = by_profile(ci=16, long=50)
@@ -151,9 +151,8 @@ def test_accumulated_gradients_stay_where_they_are(tmp_path: Path) -> None:
 
 
 def gradients_away(run: Run) -> int:
-    (runtime,) = registry.REGISTRY.runs()
-    blocks = [runtime._pager.known_block(p.grad) for p in run.module.parameters() if p.grad is not None]
-    return sum(block is not None and block.state is State.OFFLOADED for block in blocks)
+    blocks = known_blocks(p.grad for p in run.module.parameters() if p.grad is not None)
+    return sum(block.state is State.OFFLOADED for block in blocks)
 
 
 @pytest.mark.parametrize("direction", ["managed to plain", "plain to managed"])
