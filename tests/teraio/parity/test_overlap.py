@@ -111,7 +111,7 @@ def test_the_smallest_budgets(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     """The one that the errors name is no larger with the option: where there is no room for a whole update, the step does it,
     by slices. With what the log asks for, all are updated inside; on demand and by a plan.
     """
-    case = Case(make=one(torch.optim.AdamW), steps=12)
+    case = Case(make=one(torch.optim.AdamW), steps=10)
     expected = unmanaged(case, tmp_path)
     budget = smallest(case, tmp_path)
     budgets = [budget]
