@@ -15,8 +15,7 @@ import teraio
 from teraio.registry import REGISTRY
 
 from .in_process import InProcessJob
-from .optimizer.managed_steps import Training
-from .optimizer.sliced_steps import Rig
+from .optimizer.managed_training import TieredTraining, Training
 
 
 @pytest.fixture(autouse=True)
@@ -73,18 +72,18 @@ def one_compute_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def sliced_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    """A rig over `drives` directories: one, unless told otherwise."""
+def started_tiered(tmp_path: Path) -> Iterator[Callable[..., TieredTraining]]:
+    """Begins training over `drives` directories: one, unless told otherwise."""
     numbers = count()
-    running: list[Rig] = []
+    running: list[TieredTraining] = []
 
-    def begin(*, drives: int = 1, **settings: Any) -> Rig:
+    def begin(*, drives: int = 1, **settings: Any) -> TieredTraining:
         folders = [tmp_path / str(next(numbers)) for _ in range(drives)]
         for folder in folders:
             folder.mkdir()
-        running.append(Rig(folders, **settings))
+        running.append(TieredTraining(folders, **settings))
         return running[-1]
 
     yield begin
-    for rig in running:
-        rig.close()
+    for training in running:
+        training.close()

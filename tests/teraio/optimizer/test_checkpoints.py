@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .every_optimizer import OPTIMIZERS
-from .managed_steps import SIZE, Start, everything, make_parameters, plain, same, set_gradients
+from .managed_training import Start
+from .plain_training import OPTIMIZERS, SIZE, everything, plain, same, set_gradients, square_parameters
 
 STEPS, HALF = 50, 25
 BUDGET_BYTES = 11 * SIZE
@@ -44,7 +44,7 @@ def test_managed_to_plain(name: str, started: Start) -> None:
     checkpoint = saved(optimizer, training.parameters)
     training.steps.close()
     assert any(line.startswith("in ") for line in training.mover.log), "not all of it fits"
-    parameters = make_parameters(6)
+    parameters = square_parameters(6)
     resumed = OPTIMIZERS[name](parameters)
     load(checkpoint, resumed, parameters)
     steps(resumed, parameters, range(HALF, STEPS))
@@ -53,7 +53,7 @@ def test_managed_to_plain(name: str, started: Start) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_plain_to_managed(name: str, started: Start) -> None:
-    parameters = make_parameters(6)
+    parameters = square_parameters(6)
     first = OPTIMIZERS[name](parameters)
     steps(first, parameters, range(HALF))
     training = started(6, budget_bytes=BUDGET_BYTES)

@@ -12,7 +12,8 @@ from runtime.paging.block import Block
 from runtime.paging.pager import Pager
 from teraio.optimizer.gradients import GradientVersions
 
-from .managed_steps import SIZE, Start, everything, plain, same
+from .managed_training import Start
+from .plain_training import SIZE, everything, plain, same, square_parameters
 
 
 def parameters_with_gradients(*gradients: Tensor) -> list[nn.Parameter]:
@@ -88,4 +89,4 @@ def test_none_goes_out_again_after_its_update(started: Start) -> None:
     assert any(line.startswith("in ") for line in copies) and max(copies.values()) == 1
     values = everything(optimizer)
     training.steps.close()
-    assert same(values, plain(3, 8))
+    assert same(values, plain(3, square_parameters(8)))

@@ -16,8 +16,18 @@ from planner.errors import UnsupportedError
 from runtime.paging.block import State
 from teraio.optimizer.master_hooks import keep_masters
 
-from .managed_steps import Start
-from .master_runs import HALF, KINDS, WIDE, Textbook, differences, half_parameters, keeping, named, set_gradients
+from .managed_training import Start
+from .plain_training import (
+    HALF,
+    MASTER_OPTIMIZERS,
+    WIDE,
+    Textbook,
+    differences,
+    half_parameters,
+    keeping,
+    named,
+    set_most_gradients,
+)
 
 BUDGET = 14 * WIDE
 CHECKED = ["AdamW", "SGD momentum", "RMSprop", "NAdam", "Adagrad", "Adafactor"]
@@ -38,7 +48,7 @@ def same_values(parameters: list[nn.Parameter], others: list[nn.Parameter]) -> N
 
 def train(parameters: list[nn.Parameter], optimizer: Any, steps: int, first: int = 0) -> None:
     for step in range(first, first + steps):
-        set_gradients(parameters, step)
+        set_most_gradients(parameters, step)
         optimizer.step()
 
 
@@ -46,20 +56,20 @@ def train(parameters: list[nn.Parameter], optimizer: Any, steps: int, first: int
 @pytest.mark.parametrize("name", CHECKED)
 def test_resuming_in_both_directions(started: Start, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Managed for 17 steps, the textbook loop for 17, managed again; each begins with what the one before has saved."""
-    straight = Textbook(half_parameters(dtype), KINDS[name]).train(50)
+    straight = Textbook(half_parameters(dtype), MASTER_OPTIMIZERS[name]).train(50)
 
     training = started(budget_bytes=BUDGET, parameters=half_parameters(dtype))
-    first = keeping(KINDS[name](training.parameters))
+    first = keeping(MASTER_OPTIMIZERS[name](training.parameters))
     train(training.parameters, first, 17)
     assert any(block.state is State.OFFLOADED for block in training.states().values())
 
-    middle = Textbook(half_parameters(dtype), KINDS[name])
+    middle = Textbook(half_parameters(dtype), MASTER_OPTIMIZERS[name])
     same_values(middle.parameters, training.parameters)
     middle.load_state_dict(copied(first.state_dict(), tmp_path))
     middle.train(17, 17)
 
     again = started(budget_bytes=BUDGET, parameters=half_parameters(dtype))
-    last = keeping(KINDS[name](again.parameters))
+    last = keeping(MASTER_OPTIMIZERS[name](again.parameters))
     saved = copied(middle.state_dict(), tmp_path)
     before = {name: value.clone() for name, value in named(saved).items()}
     last.load_state_dict(saved)
@@ -97,7 +107,7 @@ def test_loading_in_the_middle_of_a_training(started: Start, tmp_path: Path) -> 
 
 def plainly_trained(name: str) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     parameters = half_parameters(torch.bfloat16)
-    optimizer = KINDS[name](parameters)
+    optimizer = MASTER_OPTIMIZERS[name](parameters)
     train(parameters, optimizer, 5)
     return parameters, optimizer
 
@@ -107,7 +117,7 @@ def plainly_trained(name: str) -> tuple[list[nn.Parameter], torch.optim.Optimize
 def test_states_of_an_optimizer_without_masters(started: Start, name: str, way: str) -> None:
     """They become fp32, and masters are made from the parameters."""
     parameters, plain = plainly_trained(name)
-    expected = Textbook(half_parameters(torch.bfloat16), KINDS[name])
+    expected = Textbook(half_parameters(torch.bfloat16), MASTER_OPTIMIZERS[name])
     with torch.no_grad():
         for master, parameter in zip(expected.masters, parameters, strict=True):
             master.copy_(parameter)
@@ -116,7 +126,7 @@ def test_states_of_an_optimizer_without_masters(started: Start, name: str, way: 
         expected.optimizer.state[expected.masters[-1]]["sum"].fill_(0.1)
     if way == "loaded":
         training = started(budget_bytes=BUDGET, parameters=half_parameters(torch.bfloat16))
-        optimizer = keeping(KINDS[name](training.parameters))
+        optimizer = keeping(MASTER_OPTIMIZERS[name](training.parameters))
         optimizer.load_state_dict(plain.state_dict())
         same_values(training.parameters, parameters)
     else:
@@ -157,7 +167,7 @@ def test_states_that_wait_elsewhere_are_brought_in_to_be_cast() -> None:
 def test_a_plain_optimizer_loads_a_checkpoint_with_masters(name: str) -> None:
     """It rounds the states, as ever, and takes no notice of the masters."""
     trained = half_parameters(torch.bfloat16)
-    keeper = keeping(KINDS[name](trained))
+    keeper = keeping(MASTER_OPTIMIZERS[name](trained))
     train(trained, keeper, 5)
     content = keeper.state_dict()
     without = {n: {k: v.clone() for k, v in s.items() if k != "master_param"} for n, s in content["state"].items()}
@@ -165,7 +175,7 @@ def test_a_plain_optimizer_loads_a_checkpoint_with_masters(name: str) -> None:
     for state in (copy.deepcopy(content["state"]), without):
         parameters = half_parameters(torch.bfloat16)
         same_values(parameters, trained)
-        plain = KINDS[name](parameters)
+        plain = MASTER_OPTIMIZERS[name](parameters)
         plain.load_state_dict({**content, "state": state})
         assert all(v.dtype in HALF for p in parameters[:2] for k, v in plain.state[p].items() if k != "step")
         train(parameters, plain, 5, 5)

@@ -15,8 +15,17 @@ from teraio.optimizer.host import HostUpdates
 from teraio.optimizer.host_rates import HostRates
 from teraio.optimizer.parameters import owned_parameters
 
-from .managed_steps import SIZE, Start, Training
-from .master_runs import HALF, KINDS, Textbook, differences, half_parameters, keeping, set_gradients
+from .managed_training import Start, Training
+from .plain_training import (
+    HALF,
+    MASTER_OPTIMIZERS,
+    SIZE,
+    Textbook,
+    differences,
+    half_parameters,
+    keeping,
+    set_most_gradients,
+)
 
 
 class Lending:
@@ -48,11 +57,14 @@ def on_host(host: HostUpdates, optimizer: Optimizer, count: int) -> frozenset[in
 def test_the_same_bits_as_on_the_device(started: Start, name: str, dtype: torch.dtype) -> None:
     """By the same implementation, on the CPU; also where user code has written to a parameter."""
     training = started(budget_bytes=None, parameters=half_parameters(dtype))
-    optimizer, expected = keeping(KINDS[name](training.parameters)), Textbook(half_parameters(dtype), KINDS[name])
+    optimizer, expected = (
+        keeping(MASTER_OPTIMIZERS[name](training.parameters)),
+        Textbook(half_parameters(dtype), MASTER_OPTIMIZERS[name]),
+    )
     pager = Lending(training)
     host = HostUpdates(pager, min_moved_bytes=SIZE)  # type: ignore[arg-type]
     for step in range(8):
-        set_gradients(training.parameters, step)
+        set_most_gradients(training.parameters, step)
         if step == 5:
             training.parameters[1].data[3] = 1000
             expected.masters[1][3] = 1000
@@ -77,7 +89,7 @@ def test_the_first_update_of_a_parameter_is_the_device_s(started: Start) -> None
     training.parameters.append(half_parameters(torch.bfloat16)[-1])
     optimizer = keeping(torch.optim.SGD(training.parameters, lr=0.1))
     host = HostUpdates(Lending(training), min_moved_bytes=SIZE)  # type: ignore[arg-type]
-    set_gradients(training.parameters, 0)
+    set_most_gradients(training.parameters, 0)
     assert training.parameters[0].grad is not None
     training.pager.block_of(training.parameters[0].grad, name="gradient", kind="gradient", user_visible=True)
     assert on_host(host, optimizer, 1) is None

@@ -17,8 +17,17 @@ import teraio
 from planner.errors import UnsupportedError
 from runtime.paging.block import State
 
-from .managed_steps import Start
-from .master_runs import HALF, KINDS, WIDE, Textbook, differences, half_parameters, keeping, set_gradients
+from .managed_training import Start
+from .plain_training import (
+    HALF,
+    MASTER_OPTIMIZERS,
+    WIDE,
+    Textbook,
+    differences,
+    half_parameters,
+    keeping,
+    set_most_gradients,
+)
 
 BUDGET = 14 * WIDE
 
@@ -34,7 +43,7 @@ class Scaler(torch.amp.GradScaler):
         self.scale(torch.zeros(()))
 
     def set_gradients(self, parameters: list[nn.Parameter], step: int) -> None:
-        set_gradients(parameters, step, self.get_scale())
+        set_most_gradients(parameters, step, self.get_scale())
         if step in OVERFLOWS and parameters[1].grad is not None:
             parameters[1].grad[3, 3] = torch.inf
 
@@ -46,8 +55,8 @@ def test_a_gradient_scaler(started: Start, name: str, dtype: torch.dtype, manage
     """Gradients are unscaled in fp32. Steps that overflow change nothing, the very first one among them."""
     training = started(budget_bytes=BUDGET, parameters=half_parameters(dtype))
     training.active = managed
-    optimizer, scaler = keeping(KINDS[name](training.parameters)), Scaler()
-    expected = Textbook(half_parameters(dtype), KINDS[name])
+    optimizer, scaler = keeping(MASTER_OPTIMIZERS[name](training.parameters)), Scaler()
+    expected = Textbook(half_parameters(dtype), MASTER_OPTIMIZERS[name])
     for step in range(12):
         scale = scaler.get_scale()
         scaler.set_gradients(training.parameters, step)
@@ -55,7 +64,7 @@ def test_a_gradient_scaler(started: Start, name: str, dtype: torch.dtype, manage
         scaler.update()
         assert (scaler.get_scale() < scale) == (step in OVERFLOWS)
         if step not in OVERFLOWS:
-            set_gradients(expected.parameters, step, scale)
+            set_most_gradients(expected.parameters, step, scale)
             expected.step(1 / scale)
     assert differences(optimizer, expected) == []
     assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
@@ -68,8 +77,8 @@ def test_a_gradient_scaler(started: Start, name: str, dtype: torch.dtype, manage
 def test_gradients_that_the_user_has_unscaled_and_clipped(started: Start, name: str) -> None:
     """In bf16: PyTorch unscales no gradients in fp16."""
     training = started(budget_bytes=BUDGET, parameters=half_parameters(torch.bfloat16))
-    optimizer, scaler = keeping(KINDS[name](training.parameters)), Scaler()
-    expected = Textbook(half_parameters(torch.bfloat16), KINDS[name])
+    optimizer, scaler = keeping(MASTER_OPTIMIZERS[name](training.parameters)), Scaler()
+    expected = Textbook(half_parameters(torch.bfloat16), MASTER_OPTIMIZERS[name])
     for step in range(8):
         scaler.set_gradients(training.parameters, step)
         scaler.unscale_(optimizer)
@@ -77,7 +86,7 @@ def test_gradients_that_the_user_has_unscaled_and_clipped(started: Start, name: 
         scaler.step(optimizer)
         scaler.update()
         if step not in OVERFLOWS:
-            set_gradients(expected.parameters, step)
+            set_most_gradients(expected.parameters, step)
             nn.utils.clip_grad_norm_(expected.parameters, 1.0)
             expected.step()
     assert differences(optimizer, expected) == []
@@ -86,7 +95,7 @@ def test_gradients_that_the_user_has_unscaled_and_clipped(started: Start, name: 
 def test_groups_that_are_added_later(started: Start) -> None:
     def run(parameters: list[nn.Parameter], optimizer: Optimizer, step: Callable[[], Any]) -> None:
         for index in range(6):
-            set_gradients(parameters, index)
+            set_most_gradients(parameters, index)
             step()
             if index == 2:
                 later = expected.masters[4:] if optimizer is expected.optimizer else parameters[4:]
@@ -110,12 +119,12 @@ def test_a_copy_of_an_optimizer_has_to_be_given_again() -> None:
     parameters = half_parameters(torch.bfloat16)
     optimizer = keeping(torch.optim.AdamW(parameters))
     for step in range(3):
-        set_gradients(parameters, step)
+        set_most_gradients(parameters, step)
         optimizer.step()
     copied, copies = copy.deepcopy((optimizer, parameters))
     keeping(copied)
     for step in range(3, 6):
-        set_gradients(copies, step)
+        set_most_gradients(copies, step)
         copied.step()
     assert differences(copied, Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW).train(6)) == []
     assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW).train(3)) == []
@@ -169,11 +178,11 @@ def test_steps_that_cannot_be_run_by_parts(started: Start, managed: bool, how: s
     training = started(budget_bytes=None, parameters=half_parameters(torch.bfloat16))
     optimizer = keeping(torch.optim.AdamW(training.parameters))
     for step in range(2):
-        set_gradients(training.parameters, step)
+        set_most_gradients(training.parameters, step)
         optimizer.step()
     training.active = managed
     before = [p.detach().clone() for p in training.parameters]
-    set_gradients(training.parameters, 2)
+    set_most_gradients(training.parameters, 2)
     with contextlib.ExitStack() as hooks:
         if how == "post hook":
             hooks.callback(optimizer.register_step_post_hook(lambda *_: None).remove)
@@ -195,11 +204,11 @@ def test_a_step_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    set_gradients(parameters, 0)
+    set_most_gradients(parameters, 0)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(optimizer, "_optimizer_step_code", interrupt)
         optimizer.step()
-    set_gradients(parameters, 1)
+    set_most_gradients(parameters, 1)
     optimizer.step()
     assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW).train(2)) == []
 

@@ -13,8 +13,8 @@ from runtime.paging.tiers import Tier, Tiers
 
 from ...runtime.simulated_device import SimulatedDevice
 from ...runtime.slab import Slab
-from .managed_steps import Start
-from .master_runs import WIDE, Textbook, differences, half_parameters, keeping, set_gradients
+from .managed_training import Start
+from .plain_training import WIDE, Textbook, differences, half_parameters, keeping, set_most_gradients
 from .test_streams import Gpu
 
 
@@ -36,7 +36,7 @@ def test_masters_leave_for_the_host_and_come_back(started: Start, seed: int) -> 
     expected = Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW)
     away: set[str] = set()
     for step in range(6):
-        set_gradients(training.parameters, step)
+        set_most_gradients(training.parameters, step)
         optimizer.step()
         expected.train(1, step)
         device.synchronise()

@@ -18,22 +18,31 @@ from teraio.optimizer.masters import run_step
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.profiling.recorder import Timeline
 
-from .managed_steps import Start, Training
-from .master_runs import HALF, KINDS, WIDE, Make, Textbook, differences, half_parameters, keeping, set_gradients
-
-KIB = 1 << 10
-MIB = 1 << 20
+from .managed_training import Start, Training
+from .plain_training import (
+    HALF,
+    KIB,
+    MASTER_OPTIMIZERS,
+    MIB,
+    WIDE,
+    Make,
+    Textbook,
+    differences,
+    half_parameters,
+    keeping,
+    set_most_gradients,
+)
 
 
 def train(training: Training, optimizer: Optimizer, steps: int, first: int = 0) -> None:
     for step in range(first, first + steps):
-        set_gradients(training.parameters, step)
+        set_most_gradients(training.parameters, step)
         optimizer.step()
 
 
 def floor(training: Training, optimizer: Optimizer) -> int:
     """What the error of a budget that is too small names, before anything is changed."""
-    set_gradients(training.parameters, 0)
+    set_most_gradients(training.parameters, 0)
     before = [p.detach().clone() for p in training.parameters]
     training.pager.budget_bytes = KIB
     with pytest.raises(BudgetError) as raised:
@@ -44,13 +53,13 @@ def floor(training: Training, optimizer: Optimizer) -> int:
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MASTER_OPTIMIZERS)
 def test_the_same_bits_as_the_textbook_loop(started: Start, name: str, dtype: torch.dtype) -> None:
     """Fifty steps at the floor; then at half as much again."""
-    expected = Textbook(half_parameters(dtype, 3), KINDS[name]).train(50)
+    expected = Textbook(half_parameters(dtype, 3), MASTER_OPTIMIZERS[name]).train(50)
     for share in (1.0, 1.5) if name == "AdamW" else (1.0,):
         training = started(budget_bytes=None, parameters=half_parameters(dtype, 3))
-        optimizer = keeping(KINDS[name](training.parameters))
+        optimizer = keeping(MASTER_OPTIMIZERS[name](training.parameters))
         # What Adafactor makes in its first step is small and stays, unlike what is taken for granted before it exists.
         budget = int(share * floor(training, optimizer)) + (KIB if name == "Adafactor" else 0)
         training.pager.budget_bytes = budget
@@ -61,17 +70,17 @@ def test_the_same_bits_as_the_textbook_loop(started: Start, name: str, dtype: to
         training.steps.close()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MASTER_OPTIMIZERS)
 def test_steps_that_are_not_managed(name: str) -> None:
     """Without any runtime, some parameters at a time."""
     parameters = half_parameters(torch.bfloat16)
-    optimizer = keeping(KINDS[name](parameters), subgroup_bytes=2 * WIDE)
+    optimizer = keeping(MASTER_OPTIMIZERS[name](parameters), subgroup_bytes=2 * WIDE)
     groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
-    expected = Textbook(half_parameters(torch.bfloat16), KINDS[name])
+    expected = Textbook(half_parameters(torch.bfloat16), MASTER_OPTIMIZERS[name])
     scheduler_there = torch.optim.lr_scheduler.StepLR(expected.optimizer, 4, gamma=0.5)
     for step in range(10):
-        set_gradients(parameters, step)
+        set_most_gradients(parameters, step)
         optimizer.step()
         scheduler.step()
         expected.train(1, step)
@@ -83,13 +92,13 @@ def test_steps_that_are_not_managed(name: str) -> None:
 def test_managed_and_not_by_turns(started: Start) -> None:
     """As when everything fits for a while; then `teraio.reset`."""
     training = started(budget_bytes=None, parameters=half_parameters(torch.bfloat16))
-    optimizer = keeping(KINDS["AdamW"](training.parameters))
+    optimizer = keeping(MASTER_OPTIMIZERS["AdamW"](training.parameters))
     for step in range(9):
         training.active = step % 3 != 1
         train(training, optimizer, 1, step)
     training.steps.close()
     train(training, optimizer, 3, 9)
-    assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), KINDS["AdamW"]).train(12)) == []
+    assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), MASTER_OPTIMIZERS["AdamW"]).train(12)) == []
 
 
 def test_masters_are_blocks_like_other_states(started: Start) -> None:
@@ -127,7 +136,7 @@ def unmoved(optimizer: Optimizer) -> ManagedOptimizer:
 def test_sizes_of_updates_count_masters_and_fp32_states() -> None:
     """So that subgroups of a size hold fewer of such parameters, with and without a gradient."""
     parameters = half_parameters(torch.bfloat16, 1)
-    set_gradients(parameters, 0)
+    set_most_gradients(parameters, 0)
     optimizer = keeping(torch.optim.AdamW(parameters))
     managed = unmoved(optimizer)
     before = managed.pending_step().in_order
@@ -241,7 +250,7 @@ def test_an_error_in_the_middle_of_the_first_step(started: Start) -> None:
         training.active = managed
         optimizer = keeping(torch.optim.SGD(training.parameters, lr=0.01, momentum=0.9))
         optimizer.param_groups[0]["lr"] = "fast"
-        set_gradients(training.parameters, 0)
+        set_most_gradients(training.parameters, 0)
         with pytest.raises(TypeError):
             optimizer.step()
         assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in training.parameters]
@@ -270,7 +279,7 @@ def test_an_update_allocates_no_more_than_was_reserved(memory: CpuMemory, name: 
     """In its first step, and when user code has written to all parameters."""
     shapes = [(32, 16384), (64, 16384), (64, 16384), (64, 32768)]  # 1 MiB and more; narrow, as Muon multiplies by the transpose
     parameters = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes[:count]]
-    optimizer = keeping(KINDS[name](parameters))
+    optimizer = keeping(MASTER_OPTIMIZERS[name](parameters))
     managed = unmoved(optimizer)
     for _ in range(1 + stale):
         for parameter in parameters:

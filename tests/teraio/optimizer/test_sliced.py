@@ -11,15 +11,14 @@ from torch.optim import Optimizer
 
 from runtime.paging.block import State
 
-from .sliced_steps import (
-    KINDS,
+from .managed_training import StartTiered, check_sliced
+from .plain_training import (
     LARGE,
-    SlicedRig,
+    STATE_OPTIMIZERS,
     adamw,
-    check_sliced,
     differing,
     everything,
-    make_parameters,
+    large_parameters,
     plain,
     set_gradients,
     train,
@@ -32,69 +31,71 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", KINDS)
-def test_every_optimizer(sliced_rig: SlicedRig, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", STATE_OPTIMIZERS)
+def test_every_optimizer(started_tiered: StartTiered, name: str, dtype: torch.dtype) -> None:
     """In 16 bits vectorised loops round otherwise than what they leave over, so that slices must leave over the same."""
     if name == "SGD fused" and dtype is torch.bfloat16:
         name = "SGD momentum"  # the fused one begins with a buffer of arbitrary bits
     shape = (1553, 257) if dtype is torch.float32 else (1553, 514)
-    rig = sliced_rig(parameters=make_parameters(dtype, shape))
-    optimizer = KINDS[name](rig.parameters)
+    training = started_tiered(parameters=large_parameters(dtype, shape))
+    optimizer = STATE_OPTIMIZERS[name](training.parameters)
     train(optimizer, 4)
-    check_sliced(rig, {"AdamW amsgrad": 3, "RMSprop": 3, "SGD momentum": 1, "SGD fused": 1, "Adagrad": 1, "ASGD": 1}.get(name, 2))
-    assert not differing(everything(optimizer), plain(KINDS[name], 4, make_parameters(dtype, shape)))
+    check_sliced(
+        training, {"AdamW amsgrad": 3, "RMSprop": 3, "SGD momentum": 1, "SGD fused": 1, "Adagrad": 1, "ASGD": 1}.get(name, 2)
+    )
+    assert not differing(everything(optimizer), plain(4, large_parameters(dtype, shape), STATE_OPTIMIZERS[name]))
 
 
 @pytest.mark.parametrize(
     ("drives", "host", "checked"),
     [(1, "no host tier", False), (3, "no host tier", True), (2, "a host tier for one state", False), (0, "host only", True)],
 )
-def test_every_tier(sliced_rig: SlicedRig, drives: int, host: str, checked: bool) -> None:
+def test_every_tier(started_tiered: StartTiered, drives: int, host: str, checked: bool) -> None:
     """Over many steps; both states in one tier, or one in each. checked: by checksums and in the debug mode."""
     host_bytes = {"no host tier": 0, "a host tier for one state": LARGE * 5 // 2, "host only": 4 * LARGE}[host]
-    rig = sliced_rig(drives=drives, host_bytes=host_bytes, debug=checked, checksums=checked)
-    optimizer = adamw(rig.parameters)
+    training = started_tiered(drives=drives, host_bytes=host_bytes, debug=checked, checksums=checked)
+    optimizer = adamw(training.parameters)
     train(optimizer, 25)
-    check_sliced(rig, 2)
+    check_sliced(training, 2)
     expected = {"no host tier": {"storage"}, "host only": {"host"}}.get(host, {"host", "storage"})
-    assert {block.tier for block in rig.states().values()} == expected
+    assert {block.tier for block in training.states().values()} == expected
     for tier in expected:
-        engine = rig.tiers[tier].threads()  # type: ignore[index]
+        engine = training.tiers[tier].threads()  # type: ignore[index]
         assert engine.read_link.moved_bytes > 24 * LARGE and engine.write_link.moved_bytes > 25 * LARGE
-    assert not differing(everything(optimizer), plain(adamw, 25))
+    assert not differing(everything(optimizer), plain(25, large_parameters(), adamw))
 
 
-def test_plain_sgd_has_temporaries_by_slices(sliced_rig: SlicedRig) -> None:
+def test_plain_sgd_has_temporaries_by_slices(started_tiered: StartTiered) -> None:
     """It has no states, but copies of the gradient, which the budget has no room for."""
 
     def sgd(parameters: list[nn.Parameter]) -> Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
 
-    rig = sliced_rig()
-    optimizer = sgd(rig.parameters)
+    training = started_tiered()
+    optimizer = sgd(training.parameters)
     train(optimizer, 3)
-    check_sliced(rig, 0)
-    assert not optimizer.state and not differing(everything(optimizer), plain(sgd, 3))
+    check_sliced(training, 0)
+    assert not optimizer.state and not differing(everything(optimizer), plain(3, large_parameters(), sgd))
 
 
-def test_a_parameter_in_another_order_than_its_elements(sliced_rig: SlicedRig) -> None:
+def test_a_parameter_in_another_order_than_its_elements(started_tiered: StartTiered) -> None:
     """Its gradient and states have the same strides."""
 
     def parameters() -> list[nn.Parameter]:
-        made = make_parameters(shape=(16, 3, 91, 97))
+        made = large_parameters(shape=(16, 3, 91, 97))
         made[1] = nn.Parameter(made[1].detach().to(memory_format=torch.channels_last))
         return made
 
-    rig = sliced_rig(parameters=parameters())
-    optimizer = adamw(rig.parameters)
+    training = started_tiered(parameters=parameters())
+    optimizer = adamw(training.parameters)
     train(optimizer, 3)
-    check_sliced(rig, 2)
-    state = optimizer.state[rig.parameters[1]]["exp_avg"]
-    assert state.stride() == rig.parameters[1].stride() != rig.parameters[1].contiguous().stride()
-    assert not differing(everything(optimizer), plain(adamw, 3, parameters()))
+    check_sliced(training, 2)
+    state = optimizer.state[training.parameters[1]]["exp_avg"]
+    assert state.stride() == training.parameters[1].stride() != training.parameters[1].contiguous().stride()
+    assert not differing(everything(optimizer), plain(3, parameters(), adamw))
 
 
-def test_a_state_that_comes_later(sliced_rig: SlicedRig) -> None:
+def test_a_state_that_comes_later(started_tiered: StartTiered) -> None:
     def run(parameters: list[nn.Parameter]) -> Optimizer:
         optimizer = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
         train(optimizer, 2)
@@ -102,32 +103,32 @@ def test_a_state_that_comes_later(sliced_rig: SlicedRig) -> None:
         train(optimizer, 2, first=2)
         return optimizer
 
-    rig = sliced_rig()
-    optimizer = run(rig.parameters)
-    check_sliced(rig, 1)
-    assert not differing(everything(optimizer), everything(run(make_parameters())))
+    training = started_tiered()
+    optimizer = run(training.parameters)
+    check_sliced(training, 1)
+    assert not differing(everything(optimizer), everything(run(large_parameters())))
 
 
-def test_counters_stay_what_user_code_holds(sliced_rig: SlicedRig) -> None:
-    rig = sliced_rig()
-    optimizer = adamw(rig.parameters)
+def test_counters_stay_what_user_code_holds(started_tiered: StartTiered) -> None:
+    training = started_tiered()
+    optimizer = adamw(training.parameters)
     train(optimizer, 1)
-    held = optimizer.state[rig.parameters[1]]["step"]
+    held = optimizer.state[training.parameters[1]]["step"]
     train(optimizer, 2, first=1)
-    assert float(held) == 3 and optimizer.state[rig.parameters[1]]["step"] is held
+    assert float(held) == 3 and optimizer.state[training.parameters[1]]["step"] is held
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "RMSprop", "SGD momentum"])
-def test_on_several_threads(sliced_rig: SlicedRig, name: str) -> None:
+def test_on_several_threads(started_tiered: StartTiered, name: str) -> None:
     """In 32 bits what loops leave over at the end of a thread's share is rounded as the rest is."""
     torch.set_num_threads(3)
-    rig = sliced_rig()
-    optimizer = KINDS[name](rig.parameters)
+    training = started_tiered()
+    optimizer = STATE_OPTIMIZERS[name](training.parameters)
     train(optimizer, 3)
-    assert rig.states() and not differing(everything(optimizer), plain(KINDS[name], 3))
+    assert training.states() and not differing(everything(optimizer), plain(3, large_parameters(), STATE_OPTIMIZERS[name]))
 
 
-def test_a_scaler_of_gradients(sliced_rig: SlicedRig) -> None:
+def test_a_scaler_of_gradients(started_tiered: StartTiered) -> None:
     """It tells fused optimizers its scale, and which steps to leave out: the first, and one when there are states."""
 
     def run(parameters: list[nn.Parameter]) -> tuple[Optimizer, float]:
@@ -143,31 +144,31 @@ def test_a_scaler_of_gradients(sliced_rig: SlicedRig) -> None:
             optimizer.zero_grad()
         return optimizer, scaler.get_scale()
 
-    rig = sliced_rig()
-    optimizer, scale = run(rig.parameters)
-    expected, expected_scale = run(make_parameters())
-    check_sliced(rig, 2)
-    assert scale == expected_scale == 1.0 and float(optimizer.state[rig.parameters[1]]["step"]) == 3
+    training = started_tiered()
+    optimizer, scale = run(training.parameters)
+    expected, expected_scale = run(large_parameters())
+    check_sliced(training, 2)
+    assert scale == expected_scale == 1.0 and float(optimizer.state[training.parameters[1]]["step"]) == 3
     assert not differing(everything(optimizer), everything(expected))
 
 
 # -- whole blocks before and after
 
 
-def test_states_that_are_on_the_device(sliced_rig: SlicedRig) -> None:
+def test_states_that_are_on_the_device(started_tiered: StartTiered) -> None:
     """They leave first; and come back as what they are."""
-    rig = sliced_rig()
-    optimizer = adamw(rig.parameters)
+    training = started_tiered()
+    optimizer = adamw(training.parameters)
     train(optimizer, 2)
-    rig.pager.bring_back_all()
-    assert all(block.state is State.ON_DEVICE for block in rig.states().values())
+    training.pager.bring_back_all()
+    assert all(block.state is State.ON_DEVICE for block in training.states().values())
     train(optimizer, 2, first=2)
-    assert all(block.state is State.OFFLOADED for block in rig.states().values())
-    rig.pager.bring_back_all()
-    assert not differing(everything(optimizer), plain(adamw, 4))
+    assert all(block.state is State.OFFLOADED for block in training.states().values())
+    training.pager.bring_back_all()
+    assert not differing(everything(optimizer), plain(4, large_parameters(), adamw))
 
 
-def test_user_code_reads_and_writes_states(sliced_rig: SlicedRig) -> None:
+def test_user_code_reads_and_writes_states(started_tiered: StartTiered) -> None:
     def run(parameters: list[nn.Parameter]) -> Optimizer:
         optimizer = adamw(parameters)
         for step in range(4):
@@ -176,14 +177,14 @@ def test_user_code_reads_and_writes_states(sliced_rig: SlicedRig) -> None:
                 optimizer.state[parameter]["exp_avg"].mul_(0.5)
         return optimizer
 
-    rig = sliced_rig(checksums=True, debug=True)
-    optimizer = run(rig.parameters)
-    check_sliced(rig, 2)
-    assert not differing(everything(optimizer), everything(run(make_parameters())))
+    training = started_tiered(checksums=True, debug=True)
+    optimizer = run(training.parameters)
+    check_sliced(training, 2)
+    assert not differing(everything(optimizer), everything(run(large_parameters())))
 
 
 @pytest.mark.parametrize("saved_by", ["teraio", "plain PyTorch"])
-def test_saved_and_resumed(sliced_rig: SlicedRig, tmp_path: Path, saved_by: str) -> None:
+def test_saved_and_resumed(started_tiered: StartTiered, tmp_path: Path, saved_by: str) -> None:
     """By the one, and gone on with by the other; through a file, whose content comes back in memory that cannot leave."""
 
     def save(parameters: list[nn.Parameter]) -> Optimizer:
@@ -203,15 +204,15 @@ def test_saved_and_resumed(sliced_rig: SlicedRig, tmp_path: Path, saved_by: str)
         return optimizer
 
     if saved_by == "teraio":
-        rig = sliced_rig()
-        optimizer = save(rig.parameters)
-        check_sliced(rig, 2)
-        rig.steps.close()
+        training = started_tiered()
+        optimizer = save(training.parameters)
+        check_sliced(training, 2)
+        training.steps.close()
         del optimizer
-        optimizer = resume(make_parameters())
+        optimizer = resume(large_parameters())
     else:
-        save(make_parameters())
-        rig = sliced_rig()
-        optimizer = resume(rig.parameters)
-        check_sliced(rig, 2)
-    assert not differing(everything(optimizer), plain(adamw, 5))
+        save(large_parameters())
+        training = started_tiered()
+        optimizer = resume(training.parameters)
+        check_sliced(training, 2)
+    assert not differing(everything(optimizer), plain(5, large_parameters(), adamw))

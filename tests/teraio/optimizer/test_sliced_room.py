@@ -14,19 +14,17 @@ from runtime.paging.block import State
 from runtime.storage.host import HostStore
 from runtime.storage.store import align_up
 from teraio.optimizer.sliced import SlicedUpdate
-from teraio.profiling.profiler import build_profile, states_that_stay
+from teraio.profiling.profiler import states_that_stay
 
-from .sliced_steps import (
-    HARDWARE,
-    KINDS,
+from .managed_training import StartTiered, check_sliced
+from .plain_training import (
     LARGE,
     MIB,
-    SlicedRig,
+    STATE_OPTIMIZERS,
     adamw,
-    check_sliced,
     differing,
     everything,
-    make_parameters,
+    large_parameters,
     plain,
     set_gradients,
     train,
@@ -38,81 +36,85 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 # -- room
 
 
-def test_the_smallest_budget_is_parameter_gradient_and_some_slices(sliced_rig: SlicedRig) -> None:
+def test_the_smallest_budget_is_parameter_gradient_and_some_slices(started_tiered: StartTiered) -> None:
     """And works; without slices it would be six times the parameter, with the temporaries of its update."""
-    rig = sliced_rig(budget_bytes=MIB)
-    optimizer = adamw(rig.parameters)
-    set_gradients(rig.parameters, 0)
+    training = started_tiered(budget_bytes=MIB)
+    optimizer = adamw(training.parameters)
+    set_gradients(training.parameters, 0)
     with pytest.raises(BudgetError, match=r"stage 'optimizer/subgroup.1' needs") as raised:
         optimizer.step()
-    assert not optimizer.state and all(block.pins == 0 for block in rig.pager.blocks)
+    assert not optimizer.state and all(block.pins == 0 for block in training.pager.blocks)
     smallest = raised.value.smallest_bytes
     assert 2 * LARGE < smallest < 2.3 * LARGE
-    rig.pager.budget_bytes = smallest - 1
+    training.pager.budget_bytes = smallest - 1
     with pytest.raises(BudgetError):
         optimizer.step()
-    rig.pager.budget_bytes = smallest
+    training.pager.budget_bytes = smallest
     train(optimizer, 3)
-    check_sliced(rig, 2)
-    assert not differing(everything(optimizer), plain(adamw, 3))
+    check_sliced(training, 2)
+    assert not differing(everything(optimizer), plain(3, large_parameters(), adamw))
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_an_update_takes_no_more_than_its_workspace(sliced_rig: SlicedRig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", STATE_OPTIMIZERS)
+def test_an_update_takes_no_more_than_its_workspace(
+    started_tiered: StartTiered, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the first step, and later ones."""
-    rig = sliced_rig()
-    optimizer = KINDS[name](rig.parameters)
+    training = started_tiered()
+    optimizer = STATE_OPTIMIZERS[name](training.parameters)
     taken: list[int] = []
     run = SlicedUpdate.run
 
     def measured(update: SlicedUpdate) -> None:
-        rig.memory.reset_peak()
-        before = rig.memory.allocated_bytes
+        training.memory.reset_peak()
+        before = training.memory.allocated_bytes
         run(update)
-        taken.append(rig.memory.peak_bytes - before)
+        taken.append(training.memory.peak_bytes - before)
 
     monkeypatch.setattr(SlicedUpdate, "run", measured)
     train(optimizer, 2)
-    reserved = [stage.workspace_bytes for each in rig.iterations for stage in each.stages if stage.name == "optimizer/subgroup.1"]
+    reserved = [
+        stage.workspace_bytes for each in training.iterations for stage in each.stages if stage.name == "optimizer/subgroup.1"
+    ]
     assert len(taken) == len(reserved) == 2
     assert all(0 < size <= limit <= LARGE / 4 for size, limit in zip(taken, reserved, strict=True)), (taken, reserved)
 
 
-def test_where_all_fits_nothing_is_cut_inside(sliced_rig: SlicedRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_all_fits_nothing_is_cut_inside(started_tiered: StartTiered, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the update of one parameter takes nearly all of the room."""
     monkeypatch.setattr(SlicedUpdate, "run", None)
-    rig = sliced_rig(budget_bytes=LARGE * 31 // 5)
-    optimizer = adamw(rig.parameters)
+    training = started_tiered(budget_bytes=LARGE * 31 // 5)
+    optimizer = adamw(training.parameters)
     train(optimizer, 2)
-    assert rig.pager.evictions == 0 and all(block.state is State.ON_DEVICE for block in rig.states().values())
+    assert training.pager.evictions == 0 and all(block.state is State.ON_DEVICE for block in training.states().values())
 
 
 @pytest.mark.parametrize(("budget", "sliced"), [(LARGE * 23 // 2, 3), (LARGE * 25 // 2, 0)])
 def test_what_takes_more_than_half_of_the_room_is_cut_inside(
-    sliced_rig: SlicedRig, budget: int, sliced: int, monkeypatch: pytest.MonkeyPatch
+    started_tiered: StartTiered, budget: int, sliced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three large parameters, which do not fit together; each update takes six times as much as one of them."""
 
     def parameters() -> list[nn.Parameter]:
-        return [*make_parameters(), *make_parameters(), *make_parameters()]
+        return [*large_parameters(), *large_parameters(), *large_parameters()]
 
     updates: list[SlicedUpdate] = []
     run = SlicedUpdate.run
     monkeypatch.setattr(SlicedUpdate, "run", lambda update: (updates.append(update), run(update)))
-    rig = sliced_rig(budget_bytes=budget, parameters=parameters())
-    optimizer = adamw(rig.parameters)
+    training = started_tiered(budget_bytes=budget, parameters=parameters())
+    optimizer = adamw(training.parameters)
     train(optimizer, 3)
-    assert len(updates) == 3 * sliced and rig.pager.evictions > 0
-    assert not differing(everything(optimizer), plain(adamw, 3, parameters()))
+    assert len(updates) == 3 * sliced and training.pager.evictions > 0
+    assert not differing(everything(optimizer), plain(3, parameters(), adamw))
 
 
 @pytest.mark.parametrize("why", ["the gradient has other strides", "states share memory", "it is Adafactor"])
-def test_what_cannot_be_cut_is_refused_before_anything_changes(sliced_rig: SlicedRig, why: str) -> None:
-    rig = sliced_rig()
+def test_what_cannot_be_cut_is_refused_before_anything_changes(started_tiered: StartTiered, why: str) -> None:
+    training = started_tiered()
     kind = torch.optim.Adafactor if why == "it is Adafactor" else torch.optim.AdamW
-    optimizer = kind(rig.parameters)
-    large = rig.parameters[1]
-    set_gradients(rig.parameters, 0)
+    optimizer = kind(training.parameters)
+    large = training.parameters[1]
+    set_gradients(training.parameters, 0)
     if why == "the gradient has other strides":
         large.grad = torch.zeros_like(large.t().contiguous()).t()
     if why == "states share memory":
@@ -125,20 +127,18 @@ def test_what_cannot_be_cut_is_refused_before_anything_changes(sliced_rig: Slice
     assert not differing(everything(optimizer), before)
 
 
-def test_parts_stay_the_same_over_the_iterations(sliced_rig: SlicedRig) -> None:
-    rig = sliced_rig()
-    train(adamw(rig.parameters), 4)
-    assert len({iteration.signature for iteration in rig.iterations}) == 1
-    assert [s.name for s in rig.iterations[-1].stages if s.elements] == [f"optimizer/subgroup.{n}" for n in range(3)]
+def test_subgroups_stay_the_same_over_the_iterations(started_tiered: StartTiered) -> None:
+    training = started_tiered()
+    train(adamw(training.parameters), 4)
+    assert len({iteration.signature for iteration in training.iterations}) == 1
+    assert [s.name for s in training.iterations[-1].stages if s.elements] == [f"optimizer/subgroup.{n}" for n in range(3)]
 
 
-def test_the_trace_has_no_states_that_stay_away(sliced_rig: SlicedRig) -> None:
-    rig = sliced_rig()
-    optimizer = adamw(rig.parameters)
+def test_the_trace_has_no_states_that_stay_away(started_tiered: StartTiered) -> None:
+    training = started_tiered()
+    optimizer = adamw(training.parameters)
     train(optimizer, 3)
-    for iteration in rig.iterations:
-        iteration.read_times()
-    profile = build_profile(rig.iterations[-2:], name="x", created_by="tests", survivors=set(), fixed_bytes=0, hardware=HARDWARE)
+    profile = training.profile()
     trace = profile.trace
     assert {block.name for block in trace.blocks} >= {"p1", "optimizer/gradient.1"}
     assert not any(block.kind == "optimizer_state" and block.size_bytes == LARGE for block in trace.blocks)
@@ -146,7 +146,7 @@ def test_the_trace_has_no_states_that_stay_away(sliced_rig: SlicedRig) -> None:
     assert 0 < stage.workspace_bytes < LARGE / 4 and stage.duration_seconds > 0
     (subgroup,) = [each for each in trace.subgroups if each.stage == stage.id]
     assert subgroup.elements == LARGE // 4 and len(subgroup.blocks) == 2
-    assert states_that_stay(rig.pager.blocks, profile.ids) == {"storage": 2 * align_up(LARGE)}
+    assert states_that_stay(training.pager.blocks, profile.ids) == {"storage": 2 * align_up(LARGE)}
 
 
 # -- errors
@@ -167,36 +167,36 @@ class Failing:
 
 @pytest.mark.parametrize("good", [0, 9, 40])
 @pytest.mark.parametrize("link", ["read_link", "write_link"])
-def test_a_failed_copy_reaches_the_step(sliced_rig: SlicedRig, link: str, good: int) -> None:
+def test_a_failed_copy_reaches_the_step(started_tiered: StartTiered, link: str, good: int) -> None:
     """With a note if something was updated by then. Nothing stays lent, and all can still be brought back."""
-    rig = sliced_rig()
-    optimizer = adamw(rig.parameters)
+    training = started_tiered()
+    optimizer = adamw(training.parameters)
     train(optimizer, 2)
     before = everything(optimizer)
-    each = getattr(rig.tiers["storage"].threads(), link)
+    each = getattr(training.tiers["storage"].threads(), link)
     move, each._move = each._move, Failing(each._move, good)
-    set_gradients(rig.parameters, 2)
+    set_gradients(training.parameters, 2)
     with pytest.raises(StorageIOError, match="block 'optimizer/p1.exp_avg") as raised:
         optimizer.step()
     each._move = move
-    assert all(block.state is not State.UPDATING and block.pins == 0 for block in rig.pager.blocks)
+    assert all(block.state is not State.UPDATING and block.pins == 0 for block in training.pager.blocks)
     changed = differing(everything(optimizer), before)
     notes = getattr(raised.value, "__notes__", [])
     assert ("1" in changed) == bool(notes), "the large parameter has changed"
     assert not notes or "slices of the parameter whose update failed are done" in notes[0]
     assert notes or link == "read_link" and good == 0
-    rig.pager.bring_back_all()
+    training.pager.bring_back_all()
 
 
-def test_no_room_for_new_states(sliced_rig: SlicedRig) -> None:
+def test_no_room_for_new_states(started_tiered: StartTiered) -> None:
     """In the first step: nothing of the parameter has changed, and the step can be made once there is room."""
-    rig = sliced_rig(drives=0, host_bytes=LARGE + MIB // 2)
-    optimizer = adamw(rig.parameters)
-    set_gradients(rig.parameters, 0)
-    before = rig.parameters[1].detach().clone()
+    training = started_tiered(drives=0, host_bytes=LARGE + MIB // 2)
+    optimizer = adamw(training.parameters)
+    set_gradients(training.parameters, 0)
+    before = training.parameters[1].detach().clone()
     with pytest.raises(StorageFullError, match="raise host_budget"):
         optimizer.step()
-    assert torch.equal(rig.parameters[1], before) and not optimizer.state.get(rig.parameters[1])
-    assert all(block.state is not State.UPDATING for block in rig.pager.blocks)
-    store = rig.tiers["host"].store
+    assert torch.equal(training.parameters[1], before) and not optimizer.state.get(training.parameters[1])
+    assert all(block.state is not State.UPDATING for block in training.pager.blocks)
+    store = training.tiers["host"].store
     assert isinstance(store, HostStore) and store.used_bytes <= LARGE + MIB // 2

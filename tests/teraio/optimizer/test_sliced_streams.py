@@ -19,12 +19,11 @@ from runtime.paging.pager import Pager
 from runtime.paging.tiers import Tier, Tiers
 from runtime.storage.posix import PosixStore
 from runtime.transfer.engine import Engine
-from teraio.optimizer.steps import OptimizerSteps
-from teraio.profiling.recorder import Timeline
 
 from ...runtime.simulated_device import SimulatedDevice
 from ...runtime.slab import Slab
-from .sliced_steps import BUDGET, LARGE, MIB, adamw, differing, everything, make_parameters, plain, train
+from .managed_training import LARGE_BUDGET, ManagedTraining
+from .plain_training import LARGE, MIB, adamw, differing, everything, large_parameters, plain, train
 
 
 class EagerDevice(SimulatedDevice):
@@ -48,8 +47,8 @@ class EagerDevice(SimulatedDevice):
         return 0
 
 
-class Gpu:
-    """Steps of an optimizer on it. host: room for so many blocks of the large parameter's size."""
+class Gpu(ManagedTraining):
+    """Training on it. host: room for so many blocks of the large parameter's size."""
 
     def __init__(self, folder: Path | None, *, host: int, debug: bool, last: ExitStack) -> None:
         self.device = EagerDevice(0, pieces=12, unit=2 * MIB)
@@ -63,15 +62,8 @@ class Gpu:
             tiers.append(Tier(name="storage", store=store, engine=self.engine))
         self.mover = StreamMover(self.device, Tiers(tiers), slab.address_of, debug=Debug() if debug else None)
         last.callback(self.mover.close)
-        self.pager = Pager(mover=self.mover, budget_bytes=BUDGET, device=self.device)
-        timeline = Timeline(self.pager)
-        self.steps = OptimizerSteps(
-            self.pager, timeline, active=lambda: True, step_done=lambda _: timeline.iteration_ends() and None
-        )
+        super().__init__(Pager(mover=self.mover, budget_bytes=LARGE_BUDGET, device=self.device), large_parameters())
         last.callback(self.steps.close)
-        self.parameters = make_parameters()
-        for number, parameter in enumerate(self.parameters):
-            self.pager.block_of(parameter, name=f"p{number}", kind="parameter", user_visible=True)
 
 
 @pytest.fixture
@@ -93,7 +85,7 @@ def test_the_same_bits(last: ExitStack, tmp_path: Path, tiers: str, debug: bool)
     for step in range(6):
         train(optimizer, 1, first=step)
         gpu.device.synchronise()
-        states = [block for block in gpu.pager.blocks if block.kind == "optimizer_state"]
+        states = list(gpu.states().values())
         assert len(states) == 2 and all(block.state is State.OFFLOADED for block in states)
         if step == 3:
             with gpu.device.region():
@@ -107,4 +99,4 @@ def test_the_same_bits(last: ExitStack, tmp_path: Path, tiers: str, debug: bool)
     with gpu.device.region():
         gpu.pager.bring_back_all()
     gpu.device.synchronise()
-    assert not differing(everything(optimizer), plain(adamw, 6))
+    assert not differing(everything(optimizer), plain(6, large_parameters(), adamw))

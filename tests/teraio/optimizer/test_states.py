@@ -18,9 +18,8 @@ from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.profiling.recorder import Timeline
 from teraio.profiling.schedule_by_stage import lay_out_plan
 
-from .managed_steps import SIZE, Start, Training, everything, make_parameters, plain, same, set_gradients, state_bytes
-
-KIB = 1 << 10
+from .managed_training import Start, Training
+from .plain_training import KIB, SIZE, everything, plain, same, set_gradients, square_parameters, state_bytes
 
 
 def test_states_are_blocks_and_counters_are_not(started: Start) -> None:
@@ -122,7 +121,7 @@ def watched(training: Training, copies: int) -> Watch:
     watch = Watch(training, copies)
     training.train(optimizer, 1, first=4)
     assert len(watch.flying) == 8
-    assert same(everything(optimizer), plain(5, 8))
+    assert same(everything(optimizer), plain(5, square_parameters(8)))
     return watch
 
 
@@ -169,7 +168,7 @@ def test_a_plan_moves_states(started: Start) -> None:
     training.mover.log.clear()
     training.train(optimizer, 1, first=7)
     assert moved <= {entry.removeprefix("in ") for entry in training.mover.log if entry.startswith("in ")}
-    assert same(everything(optimizer), plain(8, 8))
+    assert same(everything(optimizer), plain(8, square_parameters(8)))
     assert training.timeline.deviations == 0
 
 
@@ -187,7 +186,7 @@ def test_user_code_reads_and_writes_states_that_are_away(started: Start) -> None
         optimizer.state[parameter]["exp_avg"].zero_()
     training.train(optimizer, 1, first=3)
 
-    parameters = make_parameters(6)
+    parameters = square_parameters(6)
     expected = torch.optim.AdamW(parameters)
     for step in range(4):
         set_gradients(parameters, step)
@@ -234,7 +233,7 @@ def test_an_optimizer_that_is_gone_counts_no_more(started: Start) -> None:
 
 
 def test_without_anywhere_to_go(started: Start) -> None:
-    parameters = make_parameters(3)
+    parameters = square_parameters(3)
     pager = Pager(mover=None, budget_bytes=None)
     for parameter in parameters:
         pager.block_of(parameter, name="p", kind="parameter", user_visible=True)
@@ -251,5 +250,5 @@ def test_without_anywhere_to_go(started: Start) -> None:
         set_gradients(parameters, step)
         optimizer.step()
     steps.close()
-    assert same(everything(optimizer), plain(3, 3))
+    assert same(everything(optimizer), plain(3, square_parameters(3)))
     assert sum(block.kind == "optimizer_state" for block in pager.blocks) == 6

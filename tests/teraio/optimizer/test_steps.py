@@ -14,76 +14,34 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planner.errors import BudgetError
 from runtime.paging.pager import Pager
-from teraio.optimizer.steps import OptimizerSteps
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
-from teraio.profiling.recorder import Timeline
 
-from .every_optimizer import OPTIMIZERS, two_groups
-from .managed_steps import state_bytes
+from .managed_training import ManagedTraining
+from .plain_training import KIB, OPTIMIZERS, everything, random_parameters, same, set_most_gradients, state_bytes, two_groups
 
-KIB = 1 << 10
 SUBGROUP_BYTES = 16 * KIB
 
 
-class Steps:
-    """Subgroup stepping over the parameters of a model, and what it did."""
-
-    def __init__(self, budget_bytes: int | None = None) -> None:
-        self.pager = Pager(mover=None, budget_bytes=budget_bytes)
-        self.timeline = Timeline(self.pager)
-        self.finished: list[Optimizer] = []
-        self.active = True
-        self.steps = OptimizerSteps(
-            self.pager,
-            self.timeline,
-            active=lambda: self.active,
-            step_done=self.finished.append,
-            sizes=SubgroupSizes(given_bytes=SUBGROUP_BYTES),
-        )
-
-    def manage(self, parameters: list[nn.Parameter]) -> None:
-        for number, parameter in enumerate(parameters):
-            self.pager.block_of(parameter, name=f"p{number}", kind="parameter", user_visible=True)
-
-    def stage_names(self) -> list[str]:
-        """Of the stages since the last call."""
-        return [s.name for s in self.timeline.iteration_ends().stages if s.phase == "optimizer"]
-
-
 @contextmanager
-def stepping(parameters: list[nn.Parameter], budget_bytes: int | None = None) -> Iterator[Steps]:
-    steps = Steps(budget_bytes)
-    steps.manage(parameters)
+def stepping(parameters: list[nn.Parameter], budget_bytes: int | None = None) -> Iterator[ManagedTraining]:
+    """Subgroup stepping over the parameters."""
+    sizes = SubgroupSizes(given_bytes=SUBGROUP_BYTES)
+    training = ManagedTraining(Pager(mover=None, budget_bytes=budget_bytes), parameters, sizes=sizes)
     try:
-        yield steps
+        yield training
     finally:
-        steps.steps.close()
+        training.steps.close()
 
 
 def parameters_for(seed: int = 0) -> list[nn.Parameter]:
     """Seven of 4 KiB and two small ones; the last gets no gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [(32, 32)] * 7 + [(5,), (16, 4)]
-    return [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+    return random_parameters(((shape, torch.float32) for shape in [(32, 32)] * 7 + [(5,), (16, 4)]), seed)
 
 
-def set_gradients(parameters: list[nn.Parameter], step: int) -> None:
-    generator = torch.Generator().manual_seed(100 + step)
-    for parameter in parameters[:-1]:
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
-
-
-def everything(optimizer: Optimizer) -> list[Tensor]:
-    """Parameters and all state, in order."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [value for p in parameters for value in optimizer.state.get(p, {}).values()]
-    return [value.detach().clone() for value in (*parameters, *states) if isinstance(value, Tensor)]
-
-
-def train(optimizer: Optimizer, parameters: list[nn.Parameter], scheduled: bool, steps: int = 4) -> list[Tensor]:
+def train(optimizer: Optimizer, parameters: list[nn.Parameter], scheduled: bool, steps: int = 4) -> dict[str, Tensor]:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if scheduled else None
     for step in range(steps):
-        set_gradients(parameters, step)
+        set_most_gradients(parameters, step)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
@@ -100,7 +58,7 @@ def test_the_same_bits_as_plain_pytorch(name: str, scheduled: bool) -> None:
     with stepping(ours) as steps:
         found = train(optimizer, ours, scheduled)
         names = steps.stage_names()
-    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert same(found, expected)
     count = len(names) // 4
     assert 4 <= count <= 9 and names == [f"optimizer/subgroup.{number}" for number in range(count)] * 4
     assert steps.finished == [optimizer] * 4
@@ -116,8 +74,8 @@ def needed(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
 
 OPTIMIZERS_WITH_MORE_STATE = {
     **OPTIMIZERS,
-    "AdamW amsgrad fused": two_groups(torch.optim.AdamW, lr=0.01, amsgrad=True, fused=True),
-    "RMSprop all": two_groups(torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True, foreach=True),
+    "AdamW amsgrad fused": two_groups(torch.optim.AdamW, amsgrad=True, fused=True),
+    "RMSprop all": two_groups(torch.optim.RMSprop, momentum=0.9, centered=True, foreach=True),
 }
 
 
@@ -125,7 +83,7 @@ OPTIMIZERS_WITH_MORE_STATE = {
 def test_new_state_was_reserved_before_it_was_made(name: str) -> None:
     """The count never jumps over what was reserved, else the first step could break the budget."""
     parameters = parameters_for()
-    set_gradients(parameters, 0)
+    set_most_gradients(parameters, 0)
     with stepping(parameters) as steps:
         optimizer = OPTIMIZERS_WITH_MORE_STATE[name](parameters)
         reserved: list[int] = []
@@ -147,7 +105,7 @@ def test_new_state_was_reserved_before_it_was_made(name: str) -> None:
 def test_a_budget_that_the_state_does_not_fit_in(name: str) -> None:
     """Refused before anything is changed; the smallest budget that the error names is not too small."""
     parameters = parameters_for()
-    set_gradients(parameters, 0)
+    set_most_gradients(parameters, 0)
     before = [p.detach().clone() for p in parameters]
     with stepping(parameters, budget_bytes=1 * KIB) as steps:
         optimizer = OPTIMIZERS[name](parameters)
@@ -171,42 +129,42 @@ def test_state_counts_as_resident() -> None:
 def test_several_optimizers() -> None:
     plain, ours = parameters_for(), parameters_for()
 
-    def run(parameters: list[nn.Parameter]) -> list[Tensor]:
+    def run(parameters: list[nn.Parameter]) -> dict[str, Tensor]:
         first, second = torch.optim.AdamW(parameters[:4]), torch.optim.SGD(parameters[4:], lr=0.1)
         for step in range(2):
-            set_gradients(parameters, step)
+            set_most_gradients(parameters, step)
             first.step()
             second.step()
-        return everything(first) + everything(second)
+        return everything(first, second)
 
     with stepping(ours) as steps:
         found = run(ours)
         assert len(steps.finished) == 4
-    assert all(map(torch.equal, found, run(plain)))
+    assert same(found, run(plain))
 
 
 def test_groups_that_are_added_later() -> None:
-    def run(parameters: list[nn.Parameter]) -> list[Tensor]:
+    def run(parameters: list[nn.Parameter]) -> dict[str, Tensor]:
         optimizer = torch.optim.SGD(parameters[:3], lr=0.1, momentum=0.9)
-        set_gradients(parameters, 0)
+        set_most_gradients(parameters, 0)
         optimizer.step()
         optimizer.add_param_group({"params": parameters[3:], "lr": 0.01})
-        set_gradients(parameters, 1)
+        set_most_gradients(parameters, 1)
         optimizer.step()
         return everything(optimizer)
 
     ours = parameters_for()
     with stepping(ours):
         found = run(ours)
-    assert all(map(torch.equal, found, run(parameters_for())))
+    assert same(found, run(parameters_for()))
 
 
 # -- what is not split
 
 
-def whole(steps: Steps, optimizer: Optimizer, step: Callable[[], Any], stages: list[str]) -> None:
+def whole(steps: ManagedTraining, optimizer: Optimizer, step: Callable[[], Any], stages: list[str]) -> None:
     """The step runs as it is, as `stages`, and ends the iteration."""
-    set_gradients([p for group in optimizer.param_groups for p in group["params"]], 0)
+    set_most_gradients([p for group in optimizer.param_groups for p in group["params"]], 0)
     step()
     assert steps.stage_names() == stages and steps.finished == [optimizer]
     assert all(block.pins == 0 for block in steps.pager.blocks)
@@ -262,7 +220,7 @@ def test_a_hook_sees_all_parameters_and_may_change_gradients(when: str) -> None:
             if when == "pre":
                 p.grad.mul_(0.5)
 
-    def run(parameters: list[nn.Parameter]) -> list[Tensor]:
+    def run(parameters: list[nn.Parameter]) -> dict[str, Tensor]:
         optimizer = torch.optim.AdamW(parameters)
         getattr(optimizer, f"register_step_{when}_hook")(hook)
         return train(optimizer, parameters, False, steps=2)
@@ -272,7 +230,7 @@ def test_a_hook_sees_all_parameters_and_may_change_gradients(when: str) -> None:
         found = run(ours)
         assert len(steps.finished) == 2
     assert seen == [9, 9]
-    assert all(map(torch.equal, found, run(parameters_for())))
+    assert same(found, run(parameters_for()))
 
 
 def test_a_global_pre_hook_of_the_user() -> None:
@@ -339,7 +297,7 @@ def test_an_error_in_the_middle_of_a_step() -> None:
     parameters = parameters_for()
     with stepping(parameters) as steps:
         optimizer = torch.optim.SGD(parameters, lr=0.1)
-        set_gradients(parameters, 0)
+        set_most_gradients(parameters, 0)
         optimizer.param_groups[0]["lr"] = "fast"
         with pytest.raises(TypeError):
             optimizer.step()
@@ -348,3 +306,23 @@ def test_an_error_in_the_middle_of_a_step() -> None:
         optimizer.param_groups[0]["lr"] = 0.1
         optimizer.step()
         assert steps.finished == [optimizer]
+
+
+def test_a_step_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its hooks: the next one finds the parameters again, and the step that was done stays done."""
+    parameters = parameters_for()
+    with stepping(parameters):
+        optimizer = torch.optim.AdamW(parameters)
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        set_most_gradients(parameters, 0)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(optimizer, "_optimizer_step_code", interrupt)
+            optimizer.step()
+        set_most_gradients(parameters, 1)
+        optimizer.step()
+        found = everything(optimizer)
+    others = parameters_for()
+    assert same(found, train(torch.optim.AdamW(others), others, False, steps=2))

@@ -16,7 +16,8 @@ from runtime.paging.tiers import Tier, Tiers
 
 from ...runtime.simulated_device import SimulatedDevice
 from ...runtime.slab import Slab
-from .managed_steps import SIZE, Start, everything, plain, same
+from .managed_training import Start
+from .plain_training import SIZE, everything, plain, same
 
 
 class Gpu:

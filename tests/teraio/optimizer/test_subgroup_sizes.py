@@ -24,10 +24,18 @@ from teraio.options import parse_options
 from teraio.training_run import TrainingRun
 
 from ..parity.optimizers import MIB, Case, budgeted, one, train, unmanaged
-from .every_optimizer import OPTIMIZERS
-from .managed_steps import SIZE, Start, everything, make_parameters, same, set_gradients
-from .master_runs import KINDS, half_parameters
-from .master_runs import set_gradients as set_half_gradients
+from .managed_training import Start
+from .plain_training import (
+    MASTER_OPTIMIZERS,
+    OPTIMIZERS,
+    SIZE,
+    everything,
+    half_parameters,
+    same,
+    set_gradients,
+    set_most_gradients,
+    square_parameters,
+)
 
 GIB = 1 << 30
 SIZES = [64 * MIB] * 64
@@ -62,7 +70,7 @@ def pager(device: Device | None = None) -> Pager:
 
 
 def adam() -> Optimizer:
-    return torch.optim.AdamW(make_parameters(2))
+    return torch.optim.AdamW(square_parameters(2))
 
 
 def best(machine: Hardware, tier: Any, seconds: float, room: int, total: int = sum(SIZES)) -> int:
@@ -153,7 +161,7 @@ def contents(optimizer: Optimizer) -> Any:
 @pytest.mark.parametrize("steps", [0, 2])
 def test_measuring_an_update_changes_nothing(name: str, steps: int) -> None:
     kinds = {**OPTIMIZERS, "Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon}
-    measured, untouched = (make_parameters(6) for _ in range(2))
+    measured, untouched = (square_parameters(6) for _ in range(2))
     optimizers = [kinds[name](parameters) for parameters in (measured, untouched)]
     for step in range(steps + 2):
         for optimizer, parameters in zip(optimizers, (measured, untouched), strict=True):
@@ -166,14 +174,14 @@ def test_measuring_an_update_changes_nothing(name: str, steps: int) -> None:
     assert same(everything(optimizers[0]), everything(optimizers[1]))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MASTER_OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_updates_over_masters_are_measured(name: str, steps: int) -> None:
     parameters = half_parameters(torch.bfloat16)
-    optimizer = KINDS[name](parameters)
+    optimizer = MASTER_OPTIMIZERS[name](parameters)
     teraio.manage_optimizer(optimizer, master_weights=True)
     for step in range(steps):
-        set_half_gradients(parameters, step)
+        set_most_gradients(parameters, step)
         optimizer.step()
     before = everything(optimizer)
     optimizer.found_inf, optimizer.grad_scale = torch.ones(1), torch.ones(1)  # as a GradScaler leaves them for a step

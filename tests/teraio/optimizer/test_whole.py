@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from planner.errors import BudgetError
 
-from .managed_steps import SIZE, Start, everything, make_parameters, plain, same, set_gradients, state_bytes
-
-KIB = 1 << 10
+from .managed_training import Start
+from .plain_training import SIZE, everything, plain, same, set_gradients, square_parameters, state_bytes
 
 
 def test_off_and_chosen(started: Start) -> None:
@@ -27,12 +26,12 @@ def test_off_and_chosen(started: Start) -> None:
     assert len(training.states()) == 4 and training.pager.fixed_bytes == 2 * 4, "at once"
     training.train(optimizer, 1, first=2)
     assert "optimizer" in [stage.phase for stage in training.iterations[-1].stages]
-    assert same(everything(optimizer), plain(3, 2))
+    assert same(everything(optimizer), plain(3, square_parameters(2)))
 
 
 def test_what_is_chosen_before_its_parameters_are_known(started: Start) -> None:
     training = started(2, budget_bytes=None)
-    later = make_parameters(2)
+    later = square_parameters(2)
     optimizer = torch.optim.Adagrad(later)
     training.steps.manage(optimizer)
     assert training.states() == {}

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 import teraio
 
+from ..plain_training import everything
+
 STEPS = 7
 
 
@@ -71,9 +73,7 @@ class Loop:
         self.optimizer.zero_grad()
 
     def everything(self) -> list[Tensor]:
-        parameters = list(self.module.parameters())
-        states = [value for p in parameters for value in self.optimizer.state.get(p, {}).values()]
-        return [value.detach().clone() for value in (*self.seen, *parameters, *states) if isinstance(value, Tensor)]
+        return [*self.seen, *(p.detach().clone() for p in self.module.parameters()), *everything(self.optimizer).values()]
 
 
 Step = Callable[[Loop, int], None]

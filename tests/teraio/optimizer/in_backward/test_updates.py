@@ -16,9 +16,8 @@ from teraio.optimizer.in_backward.records import FinalGradient, UpdateEligibilit
 from teraio.optimizer.in_backward.updates import Member, RegionUpdates, UpdateStage, cut_updates
 from teraio.optimizer.parameters import owned_parameters
 
-from ..managed_steps import SIZE, Start, Training, everything, plain, same, set_gradients
-
-KIB = 1 << 10
+from ..managed_training import Start, Training
+from ..plain_training import KIB, SIZE, everything, plain, same, set_gradients
 
 
 def members_of(training: Training, optimizer: Optimizer, afters: Sequence[int]) -> list[Member]:
@@ -89,7 +88,7 @@ def test_the_same_bits_as_a_step(make: Callable[[Any], Optimizer], budget: int |
     assert {(s.phase, s.elements) for s in recorded} == {("optimizer", 2 * 32 * 32)}
     assert all({b.kind for b in s.written} == {"parameter", "optimizer_state"} for s in recorded)
     assert not any(block.kind == "gradient" for block in training.pager.blocks)
-    assert same(everything(optimizer), plain(3, 6, make))
+    assert same(everything(optimizer), plain(3, make=make))
     assert budget is None or training.pager.peak_bytes <= budget
 
 

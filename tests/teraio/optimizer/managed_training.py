@@ -1,0 +1,204 @@
+"""Managed optimizer steps of parameters whose gradients come from the test, as from user code."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from planner import Hardware, Link
+from planner.errors import StorageError
+from runtime.cpu.memory import CpuMemory
+from runtime.cpu.mover import CpuMover
+from runtime.device.device import CpuDevice, Device
+from runtime.paging.block import Block, State
+from runtime.paging.debug import Debug
+from runtime.paging.mover import Mover
+from runtime.paging.pager import Pager
+from runtime.paging.tiers import Tier, Tiers
+from runtime.storage.host import HostStore
+from runtime.storage.posix import PosixStore
+from runtime.storage.store import Store
+from runtime.transfer.engine import Engine
+from teraio.optimizer.steps import OptimizerSteps
+from teraio.optimizer.subgroup_sizes import SubgroupSizes
+from teraio.profiling.iteration import Iteration
+from teraio.profiling.profiler import Profile, build_profile
+from teraio.profiling.recorder import Timeline
+
+from ...runtime.memory_mover import MemoryMover, Stepping
+from .plain_training import KIB, LARGE, SIZE, large_parameters, set_gradients, square_parameters
+
+LARGE_BUDGET = LARGE * 5 // 2
+"""For `large_parameters`: parameter, gradient, and half as much: far below parameter, gradient and two states."""
+HARDWARE = Hardware(
+    name="made up",
+    device_memory_bytes=1 << 30,
+    links=(
+        Link(from_tier="device", to_tier="storage", bytes_per_second=1e9),
+        Link(from_tier="storage", to_tier="device", bytes_per_second=1e9),
+    ),
+)
+
+
+class ManagedTraining:
+    """Parameters whose optimizer steps are managed by a pager. Each step of an optimizer is an iteration.
+
+    name: of a parameter's block, by its number.
+    """
+
+    def __init__(
+        self, pager: Pager, parameters: list[nn.Parameter], *, name: Callable[[int], str] = "p{}".format, **settings: Any
+    ) -> None:
+        self.pager = pager
+        self.parameters = parameters
+        self.timeline = Timeline(pager)
+        self.active = True
+        self.iterations: list[Iteration] = []
+        self._finished: list[weakref.ref[Optimizer]] = []
+        self.steps = OptimizerSteps(pager, self.timeline, active=lambda: self.active, step_done=self._step_done, **settings)
+        for number, parameter in enumerate(parameters):
+            pager.block_of(parameter, name=name(number), kind="parameter", user_visible=True)
+
+    def _step_done(self, optimizer: Optimizer) -> None:
+        self._finished.append(weakref.ref(optimizer))
+        self.iterations.append(self.timeline.iteration_ends())
+
+    @property
+    def finished(self) -> list[Optimizer | None]:
+        """The optimizer of each iteration; None if it is gone."""
+        return [each() for each in self._finished]
+
+    def train(self, optimizer: Optimizer, steps: int, first: int = 0) -> None:
+        for step in range(first, first + steps):
+            set_gradients(self.parameters, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            for iteration in self.iterations:
+                iteration.read_times()
+
+    def stage_names(self) -> list[str]:
+        """Of the optimizer stages so far."""
+        return [s.name for iteration in self.iterations for s in iteration.stages if s.phase == "optimizer"]
+
+    def states(self) -> dict[str, Block]:
+        return {block.name: block for block in self.pager.blocks if block.kind == "optimizer_state"}
+
+    def profile(self) -> Profile:
+        """Of the last two iterations."""
+        for iteration in self.iterations:
+            iteration.read_times()
+        return build_profile(
+            self.iterations[-2:],
+            name="x",
+            created_by="tests",
+            survivors=set(),
+            fixed_bytes=self.pager.unmoved_bytes,
+            hardware=HARDWARE,
+        )
+
+
+class AsynchronousDevice(CpuDevice):
+    """Says of itself that it works on its own, as a GPU does."""
+
+    asynchronous = True
+
+
+class Training(ManagedTraining):
+    """Over a mover whose copies end when a test says so. Parameters of 4 KiB move, and are subgroups by themselves."""
+
+    def __init__(
+        self,
+        count: int = 6,
+        *,
+        budget_bytes: int | None,
+        gpu: bool = False,
+        automatic: bool = True,
+        device: Device | None = None,
+        mover: Mover | None = None,
+        parameters: list[nn.Parameter] | None = None,
+        sizes: SubgroupSizes | None = None,
+    ) -> None:
+        self.mover = MemoryMover()
+        pager = Pager(
+            mover=mover or self.mover,
+            budget_bytes=budget_bytes,
+            device=device or (AsynchronousDevice() if gpu else CpuDevice()),
+        )
+        pager._changed = Stepping(self.finish_one)
+        super().__init__(
+            pager,
+            square_parameters(count) if parameters is None else parameters,
+            name="layer.{}".format,
+            automatic=automatic,
+            sizes=sizes or SubgroupSizes(min_bytes=SIZE),
+            min_moved_bytes=SIZE,
+        )
+
+    def finish_one(self) -> bool:
+        if self.mover.flying:
+            self.mover.finish()
+            return True
+        return False
+
+
+class TieredTraining(ManagedTraining):
+    """Over real memory and real tiers: "storage" of one directory or several, and a "host" tier of `host_bytes`."""
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        *,
+        budget_bytes: int | None = LARGE_BUDGET,
+        host_bytes: int = 0,
+        debug: bool = False,
+        checksums: bool = False,
+        parameters: list[nn.Parameter] | None = None,
+    ) -> None:
+        self._last = ExitStack()
+        self.memory = CpuMemory()
+        self._last.callback(self.memory.stand_back)
+        parameters = large_parameters() if parameters is None else parameters
+        for parameter in parameters:
+            self.memory.adopt(parameter.untyped_storage())
+        tiers = []
+        if host_bytes:
+            tiers.append(self._tier("host", HostStore(host_bytes), checksums))
+        if folders:
+            tiers.append(self._tier("storage", PosixStore(folders, budget_bytes=None), checksums))
+        self.tiers = {tier.name: tier for tier in tiers}
+        self.mover = CpuMover(self.memory, Tiers(tiers), debug=Debug() if debug else None)
+        self._last.callback(self.mover.close)
+        super().__init__(Pager(mover=self.mover, budget_bytes=budget_bytes, device=CpuDevice()), parameters)
+        self._last.callback(self.steps.close)
+
+    def _tier(self, name: str, store: Store, checksums: bool) -> Tier:
+        self._last.callback(store.close)
+        engine = Engine(store, tier=name, threads=2, chunk_bytes=64 * KIB, checksums=checksums)  # type: ignore[arg-type]
+        self._last.callback(engine.close)
+        return Tier(name=name, store=store, engine=engine)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Bring all back and close the tiers. Failures of copies that were told before do not count again."""
+        try:
+            self.pager.bring_back_all()
+        except StorageError as error:
+            raise AssertionError(f"blocks cannot come back: {error}") from error
+        finally:
+            self._last.close()
+
+
+Start = Callable[..., Training]
+StartTiered = Callable[..., TieredTraining]
+
+
+def check_sliced(training: TieredTraining, states: int) -> None:
+    """So many states have never been on the device with the others, and the budget was kept."""
+    found = training.states()
+    assert len(found) == states and all(block.state is State.OFFLOADED for block in found.values())
+    assert training.pager.peak_bytes <= (training.pager.budget_bytes or 0)
