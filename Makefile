@@ -26,7 +26,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long coverage check lint types imports wheel bench require-gpu test-gpu bench-gpu clean
+.PHONY: help setup demo test test-long coverage check lint types imports docs wheel bench require-gpu test-gpu bench-gpu clean
 
 help:  ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -58,7 +58,7 @@ test-long: $(READY)  ## run the tests with more examples and more steps: for nig
 coverage: $(READY)  ## run the tests and tell which lines and branches of the three packages they reach
 	$(MAKE) test ARGS="--cov=planner --cov=runtime --cov=teraio --cov-branch --cov-report=term --cov-report=html:build/coverage $(ARGS)"
 
-check: lint types imports test wheel  ## ruff, mypy, import-linter, the tests, and the built wheel in a clean environment
+check: lint types imports docs test wheel  ## ruff, mypy, import-linter, the docs, the tests, and the built wheel in a clean environment
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -69,6 +69,9 @@ types: $(READY)
 
 imports: $(READY)
 	$(VENV)/bin/lint-imports
+
+docs: $(READY)  ## build the documentation, in strict mode, into build/site-docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 wheel: $(READY)
 	rm -rf build/dist build/clean

@@ -1,7 +1,14 @@
-"""Plans without torch: `plan(trace, budgets)` decides, `simulate(trace, plan)` replays.
+"""The planner, which needs no torch: `plan(trace, budgets)` makes a plan, and `simulate(trace, plan)` replays it.
 
-The function `plan` and the module `planner.schema.plan` (the schema) share a name: `from planner import plan` is the
-function, `from planner.schema.plan import Plan` reaches the module.
+Rooms, each of which imports only those below it:
+
+* `policies`: the ways to make a plan, and `plan` itself
+* `schedule`: from decisions to exact moves
+* `bound`: a lower bound on the iteration time
+* `simulator`: the replay of a plan
+* `ilp`, `lp`: the integer program, and what it shares with the bound
+* `problem`: what follows from a trace and budgets
+* `schema`: the trace and plan files
 """
 
 from planner.errors import (

@@ -6,15 +6,15 @@
     ├── OptionsError             an option is unknown, ill-typed or contradicts another
     ├── BudgetError              the device budget is below what one stage needs
     ├── UnsupportedError         the program uses something that teraio cannot manage
-    ├── FileFormatError          a file that teraio wrote or reads is not what it should be
+    ├── FileFormatError          a trace or plan file is damaged, or of a wrong format or version
     │   ├── TraceError           ... a trace
     │   └── PlanError            ... a plan, or a plan that belongs to another trace
     ├── InfeasiblePlanError      a plan cannot be carried out (over a budget, deadlocked, inconsistent)
     ├── SolverError              no solver is installed, or it failed
-    └── StorageError             the storage tier
+    └── StorageError             the storage tier failed
         ├── StorageFullError     not enough free space, or the storage budget is used up
         ├── StorageIOError       a read or write of a spill file failed
-        └── ChecksumError        what was read is not what had been written
+        └── ChecksumError        the bytes that were read differ from those that were written
 
 A message says what was found, what was allowed and what to do.
 """
@@ -50,12 +50,12 @@ class OptionsError(TeraioError):
 
 
 class BudgetError(TeraioError):
-    """The device budget is below the smallest one that works.
+    """The device budget is too small.
 
     Attributes:
         smallest_bytes: the smallest device budget that works, in bytes.
         budget_bytes: the device budget that was given, in bytes.
-        stage: name of the stage that sets the smallest budget.
+        stage: name of the stage that needs the most.
     """
 
     def __init__(self, *, smallest_bytes: int, budget_bytes: int, stage: str) -> None:
@@ -76,7 +76,7 @@ def _rebuild_budget_error(smallest_bytes: int, budget_bytes: int, stage: str) ->
 
 
 class UnsupportedError(TeraioError):
-    """The program does something that teraio cannot manage; the message names the remedy."""
+    """The program does something that teraio cannot manage. The message says what to do instead."""
 
 
 class FileFormatError(TeraioError):
@@ -87,18 +87,18 @@ class FileFormatError(TeraioError):
 
 
 class TraceError(FileFormatError):
-    """A trace is malformed: bad file, unknown version, or contents that contradict each other."""
+    """A trace is malformed: a damaged file, an unknown version, or contents that contradict each other."""
 
 
 class PlanError(FileFormatError):
-    """A plan is malformed (bad file, unknown version), or it was made for another trace."""
+    """A plan is malformed (a damaged file, an unknown version), or it was made for another trace."""
 
 
 class InfeasiblePlanError(TeraioError):
     """A plan cannot be carried out within its budgets.
 
     Attributes:
-        stage: name of the stage that cannot run, or None where no one stage is to blame.
+        stage: name of the stage that cannot run, or None where no single stage is the cause.
         block: name of the block that is in the way, or None.
     """
 
@@ -109,11 +109,11 @@ class InfeasiblePlanError(TeraioError):
 
 
 class SolverError(TeraioError):
-    """No solver is available, or the solver failed to give any solution."""
+    """No solver is available, or the solver found no solution."""
 
 
 class StorageError(TeraioError):
-    """Something is wrong with the storage tier."""
+    """The storage tier failed."""
 
 
 class StorageFullError(StorageError):
@@ -121,10 +121,13 @@ class StorageFullError(StorageError):
 
 
 class StorageIOError(StorageError):
-    """A read or write of a spill file failed; nothing that was read is used.
+    """A read or write of a spill file failed. Nothing of a failed read is used.
 
     Attributes:
-        path: the file. block: name of the block. errno: the operating system's error number.
+        path: the file.
+        block: name of the block.
+        errno: the operating system's error number.
+        action: "read", "write" or "access".
     """
 
     def __init__(self, *, path: str, block: str, errno: int, action: str = "access") -> None:
@@ -146,12 +149,16 @@ def _rebuild_storage_io_error(path: str, block: str, errno: int, action: str) ->
 
 
 class ChecksumError(StorageError):
-    """A part of a block came back different from what was written; nothing that was read is used.
+    """A range of a block differs from what was written. Nothing of the read is used.
 
     Attributes:
-        path: the file. offset_bytes: where the part begins in it. block: name of the block.
-        expected, found: the part's checksums (XXH3, 64 bits) when it was written and when it was read.
-        tier: where the block was, None if only the file is known. remedy: what to do, by default against a bad drive.
+        path: the file.
+        offset_bytes: where the range begins in the file.
+        block: name of the block.
+        expected: the checksum (XXH3, 64 bits) of the range when it was written.
+        found: its checksum when it was read.
+        tier: where the block was; None if only the file is known.
+        remedy: what to do; by default, not to trust the drive.
     """
 
     def __init__(

@@ -1,8 +1,10 @@
-"""Makes one plan in a process of its own.
+"""Make one plan in a process of its own.
 
-`python -m planner.worker TRACE PLAN DEVICE_BYTES HOST_BYTES STORAGE_BYTES SECONDS`: the solver's memory and its time on
-the interpreter lock stay out of the training process. HOST_BYTES and STORAGE_BYTES are "-" for no limit. Exit status 0 if the
-plan was written; 3 with one line on standard error if no plan can be made.
+`python -m planner.worker TRACE PLAN DEVICE_BYTES HOST_BYTES STORAGE_BYTES SECONDS`. The training process then neither pays for
+the solver's memory nor shares the interpreter lock with it. HOST_BYTES and STORAGE_BYTES are "-" for no limit; SECONDS limits
+the solver.
+
+Exit status 0: the plan was written. 3: no plan can be made; one line on standard error says why.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import sys
 from planner import Budgets, TeraioError, Trace, plan
 
 NO_PLAN = 3
+"""The exit status when no plan can be made."""
 
 
 def main(arguments: list[str]) -> int:
+    """Make the plan and write it. Returns the exit status."""
     trace_path, plan_path, device_bytes, host_bytes, storage_bytes, seconds = arguments
     budgets = Budgets(
         device_bytes=int(device_bytes),

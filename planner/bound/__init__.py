@@ -1,4 +1,4 @@
-"""A lower bound on the iteration time of every plan."""
+"""A lower bound on the iteration time that holds for every plan."""
 
 from planner.bound.lower_bound import lower_bound_seconds
 

@@ -1,4 +1,4 @@
-"""What the lower bound looks at of updates on the host: when all that belongs to them may happen, rounded outward."""
+"""The updates on the host that the lower bound considers, with like ones put together."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.bound.windows import Instants
-from planner.lp import Chain, Flow, HostWindows, candidates, chains_of, grouped, last_before, next_after
-from planner.problem import Problem, gradients, host_start, movable_blocks, next_user_stage, parameters, states, total_bytes
-from planner.schema import Block, Link, Subgroup
+from planner.lp import HostUpdateWindows, UpdateChain, UpdateCopy, host_update_candidates, host_update_windows
+from planner.problem import Problem, movable_blocks, total_bytes
+from planner.schema import Subgroup
 
 __all__ = ["UpdateClass", "update_classes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateClass:
-    """Subgroups with equal windows and proportional sizes: h is their mean by size. `windows` has their sums."""
+    """Subgroups with equal windows and proportional sizes. Their h is the mean of the members' h by size; `windows` has their
+    sums.
+    """
 
     subgroups: tuple[int, ...]
-    windows: HostWindows
+    windows: HostUpdateWindows
 
 
 def update_classes(problem: Problem, instants: Instants, *, apart: bool, unit_seconds: float) -> tuple[UpdateClass, ...]:
-    """All subgroups that can update on the host; like ones are put together, unless all are to be kept `apart`.
+    """Return all subgroups that can update on the host. Like ones form one class, unless all are kept `apart`.
 
-    `unit_seconds`: what routes count time in.
+    `unit_seconds`: the unit in which the problem's routes count time.
     """
-    groups: dict[tuple[object, ...], list[tuple[Subgroup, HostWindows]]] = {}
-    for subgroup in candidates(problem):
-        windows = _windows(problem, instants, subgroup, unit_seconds)
+    groups: dict[tuple[object, ...], list[tuple[Subgroup, HostUpdateWindows]]] = {}
+    for subgroup in host_update_candidates(problem):
+        windows = host_update_windows(problem, instants, subgroup, unit_seconds=unit_seconds)
         key: tuple[object, ...] = (subgroup.id,)
         if not apart:
             key = (*_likeness(windows), _pattern(problem, instants, subgroup))
@@ -42,88 +44,23 @@ def update_classes(problem: Problem, instants: Instants, *, apart: bool, unit_se
     )
 
 
-def _windows(problem: Problem, instants: Instants, subgroup: Subgroup, unit_seconds: float) -> HostWindows:
-    trace, stages, route = problem.trace, problem.stage_count, problem.route("host")
-    first = instants.last_by(2 * host_start(trace, subgroup) - 1)
-    out = grouped(
-        gradients(trace, subgroup),
-        lambda block: (
-            instants.last_by(2 * last_before(block, subgroup, stages) + 1),
-            instants.last_by(2 * block.last_stage + 1),
-        ),
-    )
-    back = grouped(
-        parameters(trace, subgroup),
-        lambda block: (
-            instants.last_by(2 * last_before(block, subgroup, stages) + 1),
-            instants.first_from(2 * next_after(block, subgroup, stages)),
-        ),
-    )
-    user = next_user_stage(trace, host_start(trace, subgroup))
-    border = None if user is None else instants.first_from(2 * user)  # when user code starts, the update has ended
-    needed = max(end for _, end in back)
-    last = needed if border is None else min(needed, border)
-    start, gone = instants.first_from(2 * subgroup.stage), instants.last_by(2 * subgroup.stage + 1)
-    flows_out = tuple(
-        Flow(
-            first=begin,
-            last=max(last, begin + 1),
-            absent=range(begin + 1, dead + 1),
-            size_bytes=total_bytes(blocks),
-            seconds=_seconds(blocks, route.outward),
-        )
-        for (begin, dead), blocks in out.items()
-    )
-    flows_in = tuple(
-        Flow(
-            first=max(begin, first),
-            last=end,
-            absent=range(begin + 1, end),
-            size_bytes=total_bytes(blocks),
-            seconds=_seconds(blocks, route.inward),
-        )
-        for (begin, end), blocks in back.items()
-    )
-    host_seconds = (subgroup.host_seconds or 0.0) / unit_seconds
-    chains = chains_of(first, host_seconds, flows_out, flows_in, border)
-    return HostWindows(
-        name=str(subgroup.id),
-        span=instants.last_by(2 * subgroup.stage),
-        device_seconds=subgroup.device_seconds / unit_seconds,
-        host_seconds=host_seconds,
-        held_bytes=total_bytes(states(trace, subgroup)),
-        host_bytes=total_bytes(movable_blocks(trace, subgroup)),
-        first=first,
-        last=last,
-        gradients=flows_out,
-        parameters=flows_in,
-        chains=chains,
-        at_instants=True,
-        idle=range(start, gone + 1),
-        idle_bytes=trace.stages[subgroup.stage].workspace_bytes,
-    )
-
-
 def _pattern(problem: Problem, instants: Instants, subgroup: Subgroup) -> tuple[object, ...]:
-    """Between which instants each block is used, with its share of the bytes: copies are classed by these."""
+    """The instants between which each block is used, with its share of the bytes. Copies are put into classes by these."""
     blocks = movable_blocks(problem.trace, subgroup)
     total = total_bytes(blocks)
-    uses = (
-        (tuple((instants.last_by(2 * use + 1), instants.first_from(2 * use)) for use in block.uses), block.size_bytes)
-        for block in blocks
-    )
+    uses = ((tuple((instants.end_of(use), instants.start_of(use)) for use in block.uses), block.size_bytes) for block in blocks)
     return tuple(sorted((places, round(size / total, 9)) for places, size in uses))
 
 
-def _likeness(windows: HostWindows) -> tuple[object, ...]:
-    """Equal for subgroups of which one sum of variables stands for all.
+def _likeness(windows: HostUpdateWindows) -> tuple[object, ...]:
+    """A key that is equal for subgroups that one sum of variables can stand for.
 
-    Their sizes are proportional, and no workspace counts. Times need not be, only near: the class counts the least of
-    the host's and the most of the device's (`_together`).
+    Their sizes are proportional, and no workspace counts. Their times need only be close: the class counts the least of the
+    host's times and the most of the device's (`_together`).
     """
-    flows = (*windows.gradients, *windows.parameters)
-    places = (*(chain.spans for chain in windows.chains), *((flow.first, flow.last, flow.absent) for flow in flows))
-    shares = tuple(round(size / windows.host_bytes, 9) for size in (windows.held_bytes, *(f.size_bytes for f in flows)))
+    copies = (*windows.gradients, *windows.parameters)
+    places = (*(chain.spans for chain in windows.chains), *((copy.first, copy.last, copy.absent) for copy in copies))
+    shares = tuple(round(size / windows.host_bytes, 9) for size in (windows.held_bytes, *(f.size_bytes for f in copies)))
     times = tuple(f"{seconds / windows.host_bytes:.1e}" for seconds in (windows.device_seconds, windows.host_seconds))
     split = len(windows.gradients)
     if windows.idle and windows.idle_bytes:
@@ -131,26 +68,26 @@ def _likeness(windows: HostWindows) -> tuple[object, ...]:
     return windows.span, windows.first, windows.last, split, places, shares, times
 
 
-def _together(name: str, members: Sequence[HostWindows]) -> HostWindows:
+def _together(name: str, members: Sequence[HostUpdateWindows]) -> HostUpdateWindows:
     first = members[0]
     if len(members) == 1:
         return replace(first, name=name)
     total = sum(member.host_bytes for member in members)
 
-    def flows(kind: str) -> tuple[Flow, ...]:
-        parts = zip(*(getattr(member, kind) for member in members), strict=True)
+    def copies(kind: str) -> tuple[UpdateCopy, ...]:
+        alike = zip(*(getattr(member, kind) for member in members), strict=True)
         return tuple(
-            Flow(
+            UpdateCopy(
                 first=same[0].first,
                 last=same[0].last,
                 absent=same[0].absent,
-                size_bytes=sum(flow.size_bytes for flow in same),
-                seconds=min(flow.seconds / flow.size_bytes for flow in same) * sum(flow.size_bytes for flow in same),
+                size_bytes=sum(copy.size_bytes for copy in same),
+                seconds=min(copy.seconds / copy.size_bytes for copy in same) * sum(copy.size_bytes for copy in same),
             )
-            for same in parts
+            for same in alike
         )
 
-    return HostWindows(
+    return HostUpdateWindows(
         name=name,
         span=first.span,
         device_seconds=max(member.device_seconds / member.host_bytes for member in members) * total,
@@ -159,15 +96,11 @@ def _together(name: str, members: Sequence[HostWindows]) -> HostWindows:
         host_bytes=total,
         first=first.first,
         last=first.last,
-        gradients=flows("gradients"),
-        parameters=flows("parameters"),
+        gradients=copies("gradients"),
+        parameters=copies("parameters"),
         chains=tuple(
-            Chain(spans=same[0].spans, seconds=min(chain.seconds for chain in same))
+            UpdateChain(spans=same[0].spans, seconds=min(chain.seconds for chain in same))
             for same in zip(*(member.chains for member in members), strict=True)
         ),
         at_instants=True,
     )
-
-
-def _seconds(blocks: Sequence[Block], link: Link) -> float:
-    return sum(link.seconds(block.size_bytes) for block in blocks)

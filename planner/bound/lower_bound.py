@@ -1,109 +1,113 @@
 """A lower bound on the iteration time that holds for every plan.
 
-[Note: why it is a bound] Take any plan and its steady state, one iteration of it, and in it the instants at
-which stage s starts (S_s) and ends (E_s, before anything is freed). Let δ be the stalls. From the replay's
-rules ([Note: execution semantics] in `planner.simulator.simulate`), with p = (after, before) a time between two
-consecutive uses of a block and t a lower tier:
+[Note: why it is a bound] Take any plan, and one iteration of its steady state. Look at the instants at which stage s starts
+(S_s) and ends (E_s, before anything is freed). Let δ be the stalls. Let p = (after, before) be the time between two consecutive
+uses of a block, and t a lower tier. The replay's rules ([Note: execution semantics] in `planner.simulator.simulate`) say the
+following.
 
-1. *Memory.* At S_s and E_s alike, live_s less the blocks that are absent is within the budget. A block is
-   absent only strictly inside a p, so from S_(after+1) to E_(before−1); its copy out has then ended, or a copy
-   of an earlier p of the same epoch was still valid (read_only blocks: always); and its copy in has not begun.
-   (A block that outlives its last use has a p from there to its death, stage before − 1, in which nothing comes in.)
-   Let O be the share of the copy's time out that has passed, I that of its copy in, d whether the block was
-   dropped. Then absent ≤ d + O − I, for a whole block as for any share of one, and I ends at d + O.
-2. *Copies.* O begins at E_after at the earliest and I ends at S_before at the latest. d of one p is at most the
-   sum of the O of the earlier ones in its epoch: each of them has copied the block out and, since a use
-   follows, in again. Between uses in neighbouring stages there is a stall at most, which must hold both copies.
-   A block waits in one tier at a time. A copy has its place below from its begin until the block dies, so
-   d + O of all blocks with a place is within the lower tier's budget.
-3. *Links.* A link carries one block at a time, latency + size / rate each, so between two instants it is busy
-   for no longer than the stages' durations in between plus δ.
+1. *Memory.* At S_s and at E_s, live_s minus the absent blocks is within the budget. A block is absent only strictly inside a p,
+   so from S_(after+1) to E_(before−1). By then its copy out has ended, or a copy from an earlier p of the same epoch was still
+   valid (always so for read_only blocks). And its copy in has not begun. (A block that outlives its last use has a p from that
+   use to its death, stage before − 1. In that p nothing comes in.) Let O be the share of the copy out that is done, I that of
+   the copy in, and d whether the block was dropped. Then absent ≤ d + O − I. This holds for a whole block and for any share of
+   one. I ends at d + O.
+2. *Copies.* O begins at E_after or later; I ends at S_before or earlier. d of one p is at most the sum of the O of the earlier
+   ones in its epoch: in each of them the block was copied out and, since a use follows, in again. Between uses in neighbouring
+   stages there is at most a stall, which must hold both copies. A block waits in one tier at a time. A copy has its place in the
+   lower tier from its start until the block dies. So d + O of all blocks with a place is within that tier's budget.
+3. *Links.* A link carries one block at a time and takes latency + size / rate for each. So between two instants it is busy for
+   at most the durations of the stages in between, plus δ.
+4. *Updates on the host.* Let h be whether a subgroup updates there ([Note: updates on the host] in
+   `planner.problem.host_updates`), and U the share of the update that is done. If h, the states are absent at all instants. The
+   parameters are absent between the uses around the update's stage, except for I. The gradients are absent from their last use
+   before it on, by O. The stage's workspace is not needed. Copies out, update and copies in each begin when the one before has
+   ended, so I ≤ U ≤ O, all up to h. Three things follow one another and take at least the sum of their times: the gradients that
+   are there last, the update, and the parameters that are needed first. U begins when the update may begin; I ends before the
+   next use. Where user code follows, U has ended when it starts ([Note: user code] in `planner.problem.user_code`; the rest of
+   that note only makes plans slower). The host's processor behaves like a link. The stage, and so the iteration, is shorter by
+   the update's time on the device. Moves to or from that stage need 1 − h. If h, a valid copy of the parameters is in the host
+   tier, and all blocks have their place there.
+5. *Shared rates.* The bytes that links carry together between two instants are at most the shared rate · (durations + δ).
 
-4. *Updates on the host.* Let h be whether a subgroup updates there ([Note: updates on the host] in `planner.problem`),
-   U the share of the update's time that has passed. Then its states are absent at all instants; its parameters
-   between the uses around its stage but for I, its gradients from their last use before it on, by O, and its stage's
-   workspace. Each of copies out, update and copies in begins when the one before has ended, so I ≤ U ≤ O, all up to h,
-   and the gradients that are there last, the update and the parameters that are needed first take no less than the
-   sum of their times. U begins when the update may; I ends before the next use. Where user code follows, U has ended
-   when that starts ([Note: user code] in `planner.problem.user_code`; the rest of that note only makes plans slower). The host's
-   processor is a link like others. The stage, and so the iteration, is shorter by the update's time on the device.
-   Moves to or from the stage need 1 − h; where h, a valid copy of the parameters waits in the host tier. All blocks
-   have their place there.
-5. *Shared rates.* What links carry together between two instants is within the shared rate · (durations + δ).
+All of this is linear, and the iteration time is Σ durations + Σ δ. So the minimum is a bound. (A plan without a steady state is
+covered too: the rows are linear, so they hold for the mean over many iterations.) Some steps make the program smaller. Each of
+them only removes rows or adds rows up, so the bound can only fall:
 
-All of this is linear, and the iteration time is Σ durations + Σ δ: its minimum is a bound. (Where a plan has
-no steady state, the mean over many iterations fulfils the same: the rows are linear.) What makes it cheap only
-takes rows away or adds up rows, so that the bound can only fall:
+* Only some instants are considered. Memory rows of the other instants are left out, and link rows between them are summed. Every
+  p is rounded outward to instants: its copies may use all of the spans in which it begins and ends.
+* Blocks with equal windows form one class. Its variables are the members' sums by size, at the seconds per byte of the largest
+  member, for which latency counts least. Subgroups with proportional sizes form classes too. Such a class counts, by size, the
+  least time on the host and the most time on the device among its members.
+* d + O − I ≥ 0 is not required, and memory rows that hold without any move are left out. A window is left out if no instant in
+  it exceeds the budget and no later window profits from it: a move there only costs time.
 
-* Only some instants are looked at: memory rows of the others are left out, link rows between them summed, and
-  every p rounded outward to instants: its copies may use all of the spans in which it begins and ends.
-* Blocks with equal windows are one class: the sum of their variables by size, at the seconds per byte of the
-  largest member (latency weighs the least on it). Subgroups likewise, if their sizes are proportional, with the
-  least time on the host and the most on the device by size among them.
-* d + O − I ≥ 0 is not asked for, and memory rows that hold without any move are left out. Windows in which no
-  instant exceeds the budget, and that no later one profits from, are left out too: to move there only costs.
+The bound does not see that a copy in takes all of its room when it begins, and that a copy out gives its room back only when it
+ends. Where whole blocks are exchanged in one stall, plans take longer (trace `swap`: 14 s, bound 8 s).
 
-What it does not see: that a copy in takes all of its room when it begins, and a copy out gives it back when it
-ends. Where whole blocks change places in one stall, the plans take longer (trace `swap`: 14 s, bound 8 s).
+Where there are few blocks, a bound with shares of blocks is weak. Then absent is 0 or 1 for each block. The program is an
+integer program, and the solver's dual bound counts. Fewer instants never raise the bound, and neither does more budget: the rows
+only loosen, and neither of them decides whether blocks are whole.
 
-Where there are few blocks, shares of a block would make the bound weak. Then absent is 0 or 1, block by block:
-an integer program, of which the solver's dual bound counts. Fewer instants never raise the bound, nor does
-more budget: the rows only loosen, and neither decides whether blocks are whole.
-
-Floating point: of a linear program, what counts is what the solver's row prices prove by weak duality, however
-inexact they are (`planner.bound.model`); of an integer program, the dual bound of the solver, whose tolerances
-(1e-7 on numbers near one, since time is counted in hundredths of the ideal iteration and bytes in budgets) and
-all rounding are covered by taking off 1e-6 of the bound.
+Floating point: for a linear program, the bound is what the solver's row prices prove by weak duality, however inexact they are
+(`planner.bound.solve`). For an integer program it is the solver's dual bound. Its tolerances are 1e-7 on numbers near one, since
+time is counted in hundredths of the ideal iteration and bytes in budgets. Subtracting 1e-6 of the bound covers them and all
+rounding.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.bound.formulation import build_bound
 from planner.bound.host_updates import update_classes
-from planner.bound.model import build_bound
 from planner.bound.solve import least_stall
 from planner.bound.windows import Instants, copy_classes
 from planner.errors import SolverError
-from planner.lp import candidates
+from planner.lp import host_update_candidates
 from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units
 
 __all__ = ["lower_bound_seconds"]
 
 _INSTANTS = 16
-_INSTANTS_SHORT = 32  # in iterations of at most _SHORT stages: there they cost little, and 16 say too little
-_SHORT = 64
+_INSTANTS_SHORT = 32  # for iterations of at most _SHORT_STAGES stages: there they cost little time, and 16 give a weak bound
+_SHORT_STAGES = 64
 _UNITS_PER_ITERATION = 100.0
 _MARGIN = 1e-6
-_MAX_WHOLE = 32  # stages in which blocks are idle, by tier; beyond, whole blocks may take seconds to prove
+MAX_WHOLE = 32
+"""Stages in which blocks are idle, summed over blocks and tiers, up to which blocks count as whole. More may take seconds to
+solve.
+"""
 
 
 def lower_bound_seconds(
     problem: Problem,
     *,
-    most_instants: int | None = None,
+    max_instants: int | None = None,
+    max_whole: int = MAX_WHOLE,
     time_limit_seconds: float = 10.0,
     threads: int = DEFAULT_THREADS,
 ) -> float:
-    """Seconds that an iteration takes at the least, whatever the plan; see [Note: why it is a bound].
+    """Return the seconds that an iteration takes at least, under any plan; see [Note: why it is a bound].
 
-    `most_instants`: how many instants of the iteration to look at; more may raise the bound, and cost time (None: 32 for
-    short iterations, 16 for others).
-    Blocks for about `time_limit_seconds` at the most. At least the simple bound, also where the solver fails,
-    is missing or does not finish: the sum of the stage durations, and what must cross the links.
+    `max_instants`: number of instants of the iteration to consider. More instants may raise the bound and take longer. None: 32
+    for short iterations, 16 for others. `max_whole`: up to how many stages of idle blocks, summed over blocks and tiers, blocks
+    count as whole.
+
+    Waits for at most about `time_limit_seconds`. The simple bound holds where the solver fails, is missing or does not finish:
+    the sum of the stage durations, and the time to move over the links what must cross them.
     """
-    updatable = candidates(problem)
+    updatable = host_update_candidates(problem)
     saved = sum(subgroup.device_seconds for subgroup in updatable)
     simple = max(problem.trace.ideal_seconds - saved, 0.0) if updatable else _simple_seconds(problem)
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=0.0, threads=threads)
     if not updatable and (not problem.routes or problem.everything_fits):
         return simple
     unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
-    if most_instants is None:
-        most_instants = _INSTANTS_SHORT if problem.stage_count <= _SHORT else _INSTANTS
-    instants = Instants.of(problem, most_instants)
+    if max_instants is None:
+        max_instants = _INSTANTS_SHORT if problem.stage_count <= _SHORT_STAGES else _INSTANTS
+    instants = Instants.of(problem, max_instants)
     idle = sum(period.gap for period in problem.periods) * len(problem.routes)
-    whole = idle <= _MAX_WHOLE
+    whole = idle <= max_whole
     scaled = in_units(problem, unit)
     updates = update_classes(scaled, instants, apart=whole, unit_seconds=unit)
     program = build_bound(
@@ -121,12 +125,12 @@ def lower_bound_seconds(
 
 
 def _simple_seconds(problem: Problem) -> float:
-    """The largest of: the sum of the stage durations, and what must cross the links in one iteration.
+    """The larger of two times: the sum of the stage durations, and the time to move what must cross the links in one iteration.
 
-    At a stage whose live bytes exceed the budget by x, at least x bytes of idle blocks must be absent. Each
-    is copied in once before its next use, so x bytes less those of blocks that are not used again cross the inward links;
-    and those that some stage writes are also copied out at least once between two writes, so x less the bytes of
-    never-written blocks around the stage cross the outward links. Several tiers work side by side: their rates add up.
+    Where a stage's live bytes exceed the budget by x, at least x bytes of idle blocks must be absent. Each of these blocks is
+    copied in once before its next use. So x minus the bytes of blocks that are not used again cross the inward links. A block
+    that some stage writes is also copied out at least once between two writes. So x minus the bytes of never-written blocks
+    around the stage cross the outward links. Several tiers work at the same time: their rates add up.
     """
     compute = problem.trace.ideal_seconds
     if not problem.routes:

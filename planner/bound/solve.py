@@ -1,4 +1,4 @@
-"""Solve the program behind the lower bound, and take no more from the solver than it has proved."""
+"""Solve the program behind the lower bound. Only what the solver has proved counts."""
 
 from __future__ import annotations
 
@@ -8,43 +8,40 @@ from collections import defaultdict
 import pulp
 
 from planner.errors import SolverError
-from planner.ilp import has_run, pick_solver, run
+from planner.lp import pick_solver, proved_bound, run_solver
 from planner.problem import SolverSettings
 
 __all__ = ["least_stall"]
 
 
 def least_stall(program: pulp.LpProblem, *, whole: bool, settings: SolverSettings) -> float:
-    """What the solver proves that the objective is at the least.
+    """Return the proved lower bound on the program's objective.
 
-    `whole`: it is an integer program. Raises SolverError when no solver is installed or it fails, and where a linear
+    `whole`: it is an integer program. Raises SolverError when no solver is installed or the solver fails, and when a linear
     program is not solved in time.
     """
-    name, solver = pick_solver(settings, linear=not whole, vertex=False)
-    try:
-        run(program, solver)
-        if not whole and program.sol_status != pulp.LpSolutionOptimal:  # the interior point method got stuck
-            run(program, pick_solver(settings)[1])
-    except (pulp.PulpSolverError, IndexError) as failure:
-        raise SolverError(f"{name} failed on the lower bound: {failure}; the simple bound holds") from failure
-    # After a time limit the bound counts even where no solution was found, but not where nothing was run.
-    if whole and name == "HiGHS" and has_run(program):
-        proved = float(program.solverModel.getInfo().mip_dual_bound)
-        if math.isfinite(proved):
-            return proved
+    failing = {"task": "the lower bound", "remedy": "the simple bound holds"}
+    solver = pick_solver(settings, linear=not whole, vertex=False)
+    run_solver(program, solver, **failing)
+    if not whole and program.sol_status != pulp.LpSolutionOptimal:  # the interior point method got stuck
+        run_solver(program, pick_solver(settings), **failing)
+    # After a time limit the bound is valid even where no solution was found.
+    proved = proved_bound(program, solver) if whole else None
+    if proved is not None:
+        return proved
     if program.sol_status != pulp.LpSolutionOptimal:
         raise SolverError(
-            f"{name} proved no lower bound in {settings.time_limit_seconds} s "
+            f"{solver.name} proved no lower bound in {settings.time_limit_seconds} s "
             f"({pulp.LpSolution[program.sol_status]}); the simple bound holds"
         )
     return float(pulp.value(program.objective)) if whole else _weak_dual(program)
 
 
 def _weak_dual(program: pulp.LpProblem) -> float:
-    """The bound that the solver's row prices π prove, however inexact they are (weak duality).
+    """Return the bound that the solver's row prices π prove by weak duality, however inexact they are.
 
-    With rows a·x ≥ b, π ≥ 0 (≤ the other way), shares x ∈ [0, 1] at costs c and stalls ≥ 0 at cost 1, and prices scaled
-    so that no stall is worth more than 1 (π a ≤ 1): objective ≥ π b + Σ over shares of min(0, c − π a).
+    The rows are a·x ≥ b with π ≥ 0 (π ≤ 0 for a·x ≤ b). Shares x ∈ [0, 1] have costs c; stalls ≥ 0 have cost 1. The prices are
+    scaled so that no stall is worth more than 1 (π a ≤ 1). Then objective ≥ π b + Σ over the shares of min(0, c − π a).
     """
     load: dict[pulp.LpVariable, float] = defaultdict(float)
     right = 0.0

@@ -1,4 +1,4 @@
-"""What the lower bound looks at: chosen instants, and when each block's copies may run, rounded outward."""
+"""The times that the lower bound considers: chosen instants, and windows for the copies of each block, rounded outward."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from itertools import accumulate
 
 from planner.problem import InactivePeriod, Problem
 
-__all__ = ["CopyClass", "Instants", "Window", "copy_classes"]
+__all__ = ["CopyClass", "Instants", "CopyWindow", "copy_classes"]
 
 _TURN_WEIGHT = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instants:
-    """Chosen starts and ends of stages. Position 2 s is the start of stage s, 2 s + 1 its end.
+    """Chosen starts and ends of stages. Position 2 s is the start of stage s, position 2 s + 1 its end.
 
-    Instants are numbered on over the iteration's end. Span k lies between instants k and k + 1 (the last
-    one ends at the next iteration's first instant): `span_seconds[k]` of stages, and a stall unless the span
-    is one stage's run (`can_stall[k]`). `live_bytes[k]`: device bytes at instant k if nothing ever leaves.
+    Instants are numbered on over the iteration's end. Span k lies between instants k and k + 1; the last span ends at the next
+    iteration's first instant. `span_seconds[k]`: seconds of stages in span k. `can_stall[k]`: false where the span is the run of
+    one stage. `live_bytes[k]`: device bytes at instant k if nothing ever leaves the device.
     """
 
     positions: tuple[int, ...]
@@ -31,10 +31,9 @@ class Instants:
 
     @classmethod
     def of(cls, problem: Problem, most: int) -> Instants:
-        """At most `most` (at least one) of the iteration's instants.
+        """Choose at most `most` (at least one) of the iteration's instants.
 
-        Which ones does not depend on the budget, and those of a smaller `most` are a subset of those of a
-        larger one.
+        The choice does not depend on the budget. The choice for a smaller `most` is a subset of the choice for a larger one.
         """
         stages = problem.trace.stages
         ends = list(accumulate(stage.duration_seconds for stage in stages))
@@ -58,23 +57,44 @@ class Instants:
     def __len__(self) -> int:
         return len(self.positions)
 
+    @property
+    def at_instants(self) -> bool:
+        """Return True, for `SpanGrid`: spans lie between instants."""
+        return True
+
+    def span_of(self, stage: int) -> int:
+        """Return the span in which the stage starts."""
+        return self.last_by(2 * stage)
+
+    def start_of(self, stage: int) -> int:
+        """Return the first instant at or after the stage's start."""
+        return self.first_from(2 * stage)
+
+    def end_of(self, stage: int) -> int:
+        """Return the last instant at or before the stage's end: the span in which it ends."""
+        return self.last_by(2 * stage + 1)
+
+    def update_begin(self, stage: int) -> int:
+        """Return the span in which the stage is reached, when the one before ends."""
+        return self.end_of(stage - 1)
+
     def last_by(self, position: int) -> int:
-        """The last instant at or before a position (both numbered on, perhaps negative)."""
+        """Return the last instant at or before a position. Both are numbered on, and may be negative."""
         turns, rest = divmod(position, 2 * self.stage_count)
         return turns * len(self) + bisect_right(self.positions, rest) - 1
 
     def first_from(self, position: int) -> int:
-        """The first instant at or after a position (both numbered on)."""
+        """Return the first instant at or after a position. Both are numbered on."""
         turns, rest = divmod(position, 2 * self.stage_count)
         return turns * len(self) + bisect_left(self.positions, rest)
 
 
 def _keep(times: list[float], live: list[int], total: float, most: int) -> list[int]:
-    """Take away one position after the other, always the one that says least, until `most` are left.
+    """Remove one position after another, always the least useful one, until `most` are left.
 
-    A position says how the time around it is divided and, above all, how far the memory there rises over that
-    of its neighbours or falls below it: peaks bind, and between valleys most blocks come and go. One removal
-    after the other: fewer instants are always a subset of more.
+    A position is useful for how it divides the time around it. Above all, it is useful for how far the memory there rises above
+    or falls below that of its neighbours: the budget binds at peaks, and most blocks come and go between valleys. Since
+    positions are removed one at a time, fewer instants are always a subset of more.
     """
     kept = list(range(len(times)))
     most_live = max(*live, 1)
@@ -96,12 +116,11 @@ def _keep(times: list[float], live: list[int], total: float, most: int) -> list[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """One time between two consecutive uses, in instants: copies run in spans `begin` … `end` − 1.
+class CopyWindow:
+    """The time between two consecutive uses, in instants: copies run in spans `begin` … `end` − 1.
 
-    The block can be absent at instants `begin` + 1 … `end` − 1. `adjacent`: the uses are neighbouring
-    stages; then there is a stall at most between them, and one span. `final`: from the last use to the block's death;
-    nothing comes in.
+    The block can be absent at instants `begin` + 1 … `end` − 1. `adjacent`: the uses are in neighbouring stages, so the window
+    is one span with at most a stall. `final`: the time from the last use to the block's death; nothing comes in.
     """
 
     begin: int
@@ -117,14 +136,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyClass:
-    """Blocks of which one stretch between two writes has the same windows, in the order of rank.
+    """Blocks that have the same windows between two writes; the windows are in the order of rank.
 
-    `size_bytes`: of all members together. `read_only`: a valid copy always waits below. `update`: the class of updates
-    that may run on the host, by number, that the members belong to; `around_update`: windows with its stage at an end.
-    `persistent`: they are there for good.
+    `size_bytes`: of all members together. `read_only`: a valid copy is always in the lower tier. `update`: number of the class
+    of updates that may run on the host, if the members belong to one; `around_update`: the windows that begin or end with its
+    stage. `persistent`: the members exist all the time.
     """
 
-    windows: tuple[Window, ...]
+    windows: tuple[CopyWindow, ...]
     read_only: bool
     size_bytes: int
     smallest_bytes: int
@@ -137,12 +156,12 @@ class CopyClass:
 def copy_classes(
     problem: Problem, instants: Instants, updates: Sequence[Collection[int]] = (), *, apart: bool
 ) -> tuple[CopyClass, ...]:
-    """Every stretch between two writes of every block, without windows that cannot help.
+    """Return every stretch between two writes of every block, without windows that cannot help.
 
-    Like ones are put together, unless all are to be kept `apart`. updates: the subgroups of each class of them.
+    Equal ones form one class, unless all are kept `apart`. updates: the subgroups of each class of updates.
 
-    A window helps where the block can be absent at an instant that exceeds the budget, and where a copy made
-    in it still serves such a later window.
+    A window helps if the block can be absent at an instant that exceeds the budget, or if a copy made in it is still valid in a
+    later window that helps.
     """
     budget = problem.budgets.device_bytes
     tight = [live > budget for live in instants.live_bytes]
@@ -155,18 +174,18 @@ def copy_classes(
         for subgroup in subgroups
         for block in problem.trace.subgroups[subgroup].blocks
     }
-    groups: dict[tuple[tuple[Window, ...], bool, int, int | None, frozenset[int], bool], list[int]] = {}
+    groups: dict[tuple[tuple[CopyWindow, ...], bool, int, int | None, frozenset[int], bool], list[int]] = {}
     for periods in stretches.values():
         update, stage = owner.get(periods[0].block, (None, None))
         windows, around = _windows(problem, periods, instants, stage)
         helpful = [number for number, w in enumerate(windows) if any(tight[k % len(tight)] for k in w.inside)]
         read_only = periods[0].read_only
-        # A read_only block's windows have nothing to do with one another.
-        pieces = [windows[n : n + 1] for n in helpful] if read_only else [windows[: n + 1] for n in helpful[-1:]]
+        # The windows of a read_only block are independent of one another.
+        runs = [windows[n : n + 1] for n in helpful] if read_only else [windows[: n + 1] for n in helpful[-1:]]
         member = periods[0].block if apart else 0
-        for piece in pieces:
+        for run in runs:
             persistent = problem.trace.blocks[periods[0].block].persistent
-            key = (tuple(piece), read_only, member, update, around.intersection(range(len(piece))), persistent)
+            key = (tuple(run), read_only, member, update, around.intersection(range(len(run))), persistent)
             groups.setdefault(key, []).append(periods[0].size_bytes)
     return tuple(
         CopyClass(
@@ -185,14 +204,15 @@ def copy_classes(
 
 def _windows(
     problem: Problem, periods: list[InactivePeriod], instants: Instants, update_stage: int | None
-) -> tuple[list[Window], frozenset[int]]:
-    """All windows of a stretch from its first on to the last of `periods`, by rank, adjacent uses included; and the
-    ranks of those that begin or end with `update_stage`."""
+) -> tuple[list[CopyWindow], frozenset[int]]:
+    """All windows of a stretch, from its first to the last of `periods`, by rank, adjacent uses included. And the ranks of those
+    that begin or end with `update_stage`.
+    """
     last = max(periods, key=lambda period: period.rank)
     stages = problem.stage_count
     uses = problem.trace.blocks[last.block].uses
     position = uses.index(last.after)
-    windows: list[Window] = []
+    windows: list[CopyWindow] = []
     around: set[int] = set()
     for back in range(last.rank, -1, -1):
         turns, number = divmod(position - back, len(uses))
@@ -202,9 +222,11 @@ def _windows(
         final = last.final and back == 0
         if final:
             before = last.before
-        begin, end = instants.last_by(2 * after + 1), instants.first_from(2 * before)
+        begin, end = instants.end_of(after), instants.start_of(before)
         turns, begin_in_turn = divmod(begin, len(instants))
-        windows.append(Window(begin=begin_in_turn, end=end - turns * len(instants), adjacent=before == after + 1, final=final))
+        windows.append(
+            CopyWindow(begin=begin_in_turn, end=end - turns * len(instants), adjacent=before == after + 1, final=final)
+        )
         if update_stage in ((after,) if final else (after % stages, before % stages)):
             around.add(len(windows) - 1)
     return windows, frozenset(around)

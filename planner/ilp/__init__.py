@@ -1,14 +1,11 @@
-"""The integer program that decides what moves, where to, and when."""
+"""The integer program over coarse time. It decides which blocks move, to which tier, and which updates run on the host."""
 
 from planner.ilp.coarse import MAX_INTEGER_STAGES, coarse_solutions, in_order_of_need
-from planner.ilp.solve import Solution, has_run, pick_solver, run
+from planner.ilp.solve import CoarseSolution
 
 __all__ = [
     "MAX_INTEGER_STAGES",
-    "Solution",
+    "CoarseSolution",
     "coarse_solutions",
-    "has_run",
     "in_order_of_need",
-    "pick_solver",
-    "run",
 ]

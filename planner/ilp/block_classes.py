@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.lp import Segment
+from planner.lp import SegmentGrid
 from planner.problem import Problem
 from planner.schema import Link, Subgroup
 
@@ -14,9 +14,10 @@ __all__ = ["BlockClass", "ClassPeriod", "classes_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassPeriod:
-    """Idle in the whole of segments `begin` + 1 … `end` − 1 (`end` runs on over the iteration's end).
+    """A period in which the members are idle in all of the segments `begin` + 1 … `end` − 1.
 
-    `indices`: the period of each member, by position in `Problem.periods`. `final`: the members do not come back.
+    `end` is numbered on over the iteration's end. `indices`: the period of each member, by position in `Problem.periods`.
+    `final`: the members do not come back.
     """
 
     begin: int
@@ -29,9 +30,9 @@ class ClassPeriod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockClass:
-    """Members that are used in the same segments; decided together. `size_bytes` is their sum.
+    """Blocks that are used in the same segments; they are decided together. `size_bytes` is their sum.
 
-    `subgroup`: the one that all of them belong to, if it can update on the host. `user_visible`: user code can reach them.
+    `subgroup`: the subgroup that all of them belong to, if it can update on the host. `user_visible`: user code can reach them.
     """
 
     blocks: tuple[int, ...]
@@ -45,24 +46,21 @@ class BlockClass:
     user_visible: bool = False
 
     def seconds(self, link: Link) -> float:
-        """Time that all members together occupy a link."""
+        """Return the time that all members together occupy a link."""
         return len(self.blocks) * link.latency_seconds + self.size_bytes / link.bytes_per_second
 
 
 def classes_of(
-    problem: Problem, segments: tuple[Segment, ...], subgroups: Sequence[Subgroup] = (), *, largest_bytes: int
+    problem: Problem, grid: SegmentGrid, subgroups: Sequence[Subgroup] = (), *, largest_bytes: int
 ) -> tuple[BlockClass, ...]:
-    """Group blocks by the segments of their periods; a class holds at most `largest_bytes`, or one block.
+    """Group blocks by the segments of their periods. A class holds at most `largest_bytes`, or one block.
 
-    Blocks of different `subgroups` are kept apart.
+    Blocks of different `subgroups` are in different classes.
     """
     owner = {block: subgroup.id for subgroup in subgroups for block in subgroup.blocks}
-    segment_of = [number for number, s in enumerate(segments) for _ in range(s.first, s.last + 1)]
-    stages, count = len(segment_of), len(segments)
     by_block: dict[int, list[_Idle]] = {}
     for index, period in enumerate(problem.periods):
-        begin = segment_of[period.after]
-        end = segment_of[period.before % stages] + period.before // stages * count
+        begin, end = grid.span_of(period.after), grid.span_of(period.before)
         if end - begin >= 2:
             idle = (begin, end, period.epoch, period.rank, period.final)
             by_block.setdefault(period.block, []).append((idle, index))
@@ -75,7 +73,7 @@ def classes_of(
     classes = []
     for members in groups.values():
         for chunk in _chunks(problem, members, largest_bytes):
-            classes.append(replace(_class(problem, chunk, by_block, segment_of), subgroup=owner.get(chunk[0])))
+            classes.append(replace(_class(problem, chunk, by_block, grid), subgroup=owner.get(chunk[0])))
     return tuple(classes)
 
 
@@ -100,7 +98,7 @@ def _class(
     problem: Problem,
     members: list[int],
     by_block: dict[int, list[_Idle]],
-    segment_of: list[int],
+    grid: SegmentGrid,
 ) -> BlockClass:
     blocks = [problem.trace.blocks[member] for member in members]
     pattern = by_block[members[0]]
@@ -110,8 +108,8 @@ def _class(
         read_only=blocks[0].persistent and not blocks[0].writes,
         persistent=blocks[0].persistent,
         user_visible=blocks[0].user_visible,
-        first_segment=min(segment_of[block.uses[0]] for block in blocks),
-        last_segment=max(segment_of[block.last_stage] for block in blocks),
+        first_segment=min(grid.span_of(block.uses[0]) for block in blocks),
+        last_segment=max(grid.span_of(block.last_stage) for block in blocks),
         periods=tuple(
             ClassPeriod(
                 begin=begin,

@@ -1,4 +1,4 @@
-"""Solve the program over coarse time: as an integer program where it is small, else relaxed, in two steps."""
+"""Solve the program over coarse time: as an integer program where it is small, otherwise relaxed, in two steps."""
 
 from __future__ import annotations
 
@@ -10,42 +10,43 @@ from dataclasses import dataclass, replace
 from planner.errors import SolverError
 from planner.ilp.block_classes import classes_of
 from planner.ilp.formulation import build_model
-from planner.ilp.solve import Solution, solve
-from planner.lp import candidates, segment_windows, segments_of
+from planner.ilp.solve import CoarseSolution, solve
+from planner.lp import SegmentGrid, host_update_candidates, host_update_windows, segments_of
 from planner.problem import Problem, SolverSettings, in_units, movable_blocks, parameters, total_bytes
 from planner.schema import Subgroup
 
 __all__ = ["MAX_INTEGER_STAGES", "coarse_solutions", "in_order_of_need"]
 
-_CLASSES_AT_PEAK = 300  # more blocks than this at once are put together, so that large programs stay solvable
+_CLASSES_AT_PEAK = 300  # if more blocks than this exist at once, some are put together: large programs stay solvable
 _UNITS_PER_ITERATION = 100.0  # solvers have absolute tolerances: keep numbers near one
 MAX_INTEGER_STAGES = 64
-"""Longer iterations get the linear relaxation, rounded and made exact: it comes as close to the bound, in a fraction
-of the time, where the integer program often finds nothing within the limit."""
+"""Longer iterations get only the linear relaxation, rounded and made exact. It comes as close to the bound in a fraction of the
+time; the integer program often finds nothing within the limit.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Grid:
-    """How fine the program is: most segments, and how many of them a copy may choose from."""
+class _Resolution:
+    """How fine the program is: the most segments, and the number of them that a copy may choose from."""
 
-    segments: int
+    max_segments: int
     window: int
 
 
-_FINE = _Grid(segments=64, window=6)
-_ROUGH = _Grid(segments=24, window=3)
+_FINE = _Resolution(max_segments=64, window=6)
+_ROUGH = _Resolution(max_segments=24, window=3)
 
 
-def coarse_solutions(problem: Problem, settings: SolverSettings, on_host: Collection[int] | None = None) -> list[Solution]:
-    """Of the integer program, unless it is too large; and of the relaxed one, unless that has been solved to the end.
+def coarse_solutions(problem: Problem, settings: SolverSettings, on_host: Collection[int] | None = None) -> list[CoarseSolution]:
+    """Return the integer program's solution, unless it is too large; and the relaxed one's, unless the first is proved optimal.
 
-    on_host: the subgroups that update on the host, where that is decided already. If not, and relaxed, where updates run is
-    decided on a rough grid first, and fixed: rounded afterwards, the moves of a subgroup that is half here and half there
-    would fit neither. None where no solver is installed or all of them fail.
+    on_host: the subgroups that update on the host, if that is already decided. If not, the relaxed program decides it at a low
+    resolution first, and then it is fixed. If it were rounded at the end instead, the moves of a subgroup that is half here and
+    half there would fit neither. Returns an empty list where no solver is installed or all runs fail.
     """
     decided = on_host is not None
-    subgroups = [subgroup for subgroup in candidates(problem) if on_host is None or subgroup.id in on_host]
-    found: list[Solution] = []
+    subgroups = [subgroup for subgroup in host_update_candidates(problem) if on_host is None or subgroup.id in on_host]
+    found: list[CoarseSolution] = []
     if problem.stage_count <= MAX_INTEGER_STAGES:
         with contextlib.suppress(SolverError):
             found.append(_solve(problem, settings, subgroups, _FINE, relaxed=False, decided=decided))
@@ -60,7 +61,7 @@ def coarse_solutions(problem: Problem, settings: SolverSettings, on_host: Collec
 
 
 def in_order_of_need(problem: Problem, on_host: Collection[int]) -> list[int]:
-    """Subgroups by the stage that first needs their parameters again; as many as fit into the host tier."""
+    """Sort subgroups by the stage that first needs their parameters again; return as many as fit into the host tier."""
     limit = next((route.budget_bytes for route in problem.routes if route.tier == "host"), None)
     trace = problem.source
 
@@ -78,7 +79,7 @@ def in_order_of_need(problem: Problem, on_host: Collection[int]) -> list[int]:
     return fitting
 
 
-def _solve_relaxed(problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgroup]) -> Solution:
+def _solve_relaxed(problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgroup]) -> CoarseSolution:
     if not subgroups:
         return _solve(problem, settings, (), _FINE, relaxed=True)
     first = _solve(problem, settings, subgroups, _ROUGH, relaxed=True)
@@ -87,7 +88,7 @@ def _solve_relaxed(problem: Problem, settings: SolverSettings, subgroups: Sequen
     second = _solve(problem, settings, decided, _FINE, relaxed=True, decided=True)
     report = second.report.model_copy(
         update={
-            "bound_seconds": None,  # it holds for these updates only
+            "bound_seconds": None,  # the second bound holds for these updates only
             "build_seconds": first.report.build_seconds + second.report.build_seconds,
             "solve_seconds": first.report.solve_seconds + second.report.solve_seconds,
         }
@@ -99,16 +100,17 @@ def _solve(
     problem: Problem,
     settings: SolverSettings,
     subgroups: Sequence[Subgroup],
-    grid: _Grid,
+    resolution: _Resolution,
     *,
     relaxed: bool,
     decided: bool = False,
-) -> Solution:
-    """subgroups: those that may update on the host, or (decided) do so."""
+) -> CoarseSolution:
+    """Build and solve one program. subgroups: those that may update on the host, or (decided) that do."""
     began = time.perf_counter()
-    segments = segments_of(problem, grid.segments)
+    segments = segments_of(problem, resolution.max_segments)
+    grid = SegmentGrid(segments)
     largest = max(problem.budgets.device_bytes // 100, max(problem.live_bytes) // _CLASSES_AT_PEAK, 1)
-    classes = classes_of(problem, segments, subgroups, largest_bytes=largest)
+    classes = classes_of(problem, grid, subgroups, largest_bytes=largest)
     unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
     scaled = in_units(problem, unit)
     model = build_model(
@@ -116,14 +118,16 @@ def _solve(
         tuple(replace(segment, seconds=segment.seconds / unit) for segment in segments),
         classes,
         write_weight=settings.write_weight,
-        window=grid.window,
-        updates=[segment_windows(scaled, segments, subgroup, unit_seconds=unit, window=grid.window) for subgroup in subgroups],
+        window=resolution.window,
+        updates=[
+            host_update_windows(scaled, grid, subgroup, unit_seconds=unit, window=resolution.window) for subgroup in subgroups
+        ],
         updates_decided=decided,
     )
     return solve(
         model,
         relaxed=relaxed,
-        vertex=not relaxed or grid is _FINE,
+        vertex=not relaxed or resolution is _FINE,
         settings=settings,
         build_seconds=time.perf_counter() - began,
         unit_seconds=unit,

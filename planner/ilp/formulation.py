@@ -1,15 +1,15 @@
-"""The integer program over coarse time, one function per constraint family; limits of links and tiers: `formulation_limits`.
+"""Build the integer program over coarse time, one function for each constraint family. `planner.ilp.limits` adds the limits.
 
 Symbols: segments k with duration τ_k; classes c of blocks with periods p = (a, b) in segments; tiers t.
 
-* y_{p,t} ∈ {0, 1}: the class waits in t during p. d_{p,t} ∈ [0, y]: the part that finds a valid copy there.
-* O_{p,t,k}, I_{p,t,k} ∈ [0, 1]: fractions copied out and in by the end of segment k; both ascend.
-* δ_k ≥ 0: stall before segment k. e_k ≥ 0: bytes that leave during that stall. v_k ≥ 0: bytes that the coarse
-  model cannot place in segment k; they are paid like moves on demand, and the exact stage places them.
-* h_g ∈ {0, 1}: where an optimizer subgroup updates; see `planner.lp.host_update`.
+* y_{p,t} ∈ {0, 1}: the class waits in t during p. d_{p,t} ∈ [0, y]: the share that finds a valid copy there.
+* O_{p,t,k}, I_{p,t,k} ∈ [0, 1]: the shares copied out and in by the end of segment k; both ascend.
+* δ_k ≥ 0: the stall before segment k. e_k ≥ 0: bytes that leave during that stall. v_k ≥ 0: bytes that the coarse model cannot
+  place in segment k. They cost as much as moves on demand, and the exact stage places them.
+* h_g ∈ {0, 1}: whether an optimizer subgroup updates on the host; see `planner.lp.host_update`.
 
-A period frees nothing in the segments of its two uses, so the coarse objective is pessimistic: where segments
-hold several stages the exact plan is often faster. The solver's bound is one on this model only.
+A period frees nothing in the segments of its two uses, so the coarse objective is pessimistic: where segments hold several
+stages the exact plan is often faster. The solver's bound is a bound on this model only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pulp
 from planner.ilp.block_classes import BlockClass, ClassPeriod
 from planner.ilp.limits import add_capacity, add_link_time, add_shared_rate, add_updates, add_user_code
 from planner.ilp.model import CoarseModel, PeriodVariables
-from planner.lp import HostWindows, Segment, Terms, add_row, host_update, linear
+from planner.lp import HostUpdateWindows, Segment, Terms, add_host_update, add_row, byte_scale, linear
 from planner.problem import TIE_WEIGHT, Problem, Route, outward_weight
 
 __all__ = ["build_model"]
@@ -35,13 +35,13 @@ def build_model(
     *,
     write_weight: float,
     window: int,
-    updates: Sequence[HostWindows] = (),
+    updates: Sequence[HostUpdateWindows] = (),
     updates_decided: bool = False,
 ) -> CoarseModel:
-    """The whole program; changes nothing that it is given.
+    """Build the whole program. Changes none of its arguments.
 
-    Routes, segments and updates count time in the same unit; that of the trace does not matter. updates: those that
-    may run on the host, or (updates_decided) do so; their names are the subgroups' ids.
+    Routes, segments and updates count time in the same unit; the unit of the trace does not matter. updates: those that may run
+    on the host, or (updates_decided) that do run there. Their names are the ids of the subgroups.
     """
     program = pulp.LpProblem("teraio", pulp.LpMinimize)
     numbers = range(len(segments))
@@ -57,7 +57,9 @@ def build_model(
             for route in problem.routes:
                 name = f"{number}_{position}_{route.tier}"
                 model.periods.append(_variables(program, name, block_class, period, route, window))
-    model.updates = [host_update(program, windows, problem.route("host"), count=len(segments), whole=True) for windows in updates]
+    model.updates = [
+        add_host_update(program, windows, problem.route("host"), count=len(segments), whole=True) for windows in updates
+    ]
     for update in model.updates:
         update.chosen.lowBound = float(updates_decided)
     add_objective(problem, model, write_weight)
@@ -101,14 +103,14 @@ def _variables(
 def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> None:
     """min Σ τ_k − Σ h_g · device_seconds + Σ δ_k + λ_t · seconds out + ε/10 · seconds in + Σ v_k · (1/rate_out + 1/rate_in).
 
-    λ_t: the weight of writes for storage, ε for the host tier, which does not wear out: that only breaks ties.
+    λ_t is the weight of writes for storage. For the host tier, which does not wear out, it is ε, which only breaks ties.
     """
     ideal = model.program.add_variable("ideal", 1, 1)
     terms: Terms = [(ideal, sum(segment.seconds for segment in model.segments))]
     terms += [(stall, 1.0) for stall in model.stall]
     route = problem.routes[0]
     per_byte = 1 / route.outward.bytes_per_second + 1 / route.inward.bytes_per_second
-    scale = _scale(problem)
+    scale = byte_scale(problem)
     terms += [(variable, per_byte * scale) for variable in model.unplaced]
     for entry in model.periods:
         terms.append((entry.chosen, TIE_WEIGHT / 10 * entry.in_seconds))
@@ -163,7 +165,7 @@ def add_copy_order(model: CoarseModel) -> None:
 
 
 def add_valid_copies(model: CoarseModel) -> None:
-    """d_p ≤ Σ O_{p',end} over the earlier periods p' of the same class, epoch and tier; in the host tier plus h_g."""
+    """d_p ≤ Σ O_{p',end} over the earlier periods p' of the same class, epoch and tier; in the host tier, plus h_g."""
     chosen = {int(update.windows.name): update.chosen for update in model.updates}
     families: dict[tuple[object, ...], list[PeriodVariables]] = defaultdict(list)
     for entry in model.periods:
@@ -180,17 +182,12 @@ def add_valid_copies(model: CoarseModel) -> None:
                 add_row(model.program, terms, pulp.LpConstraintLE, 0)
 
 
-def _scale(problem: Problem) -> float:
-    """Bytes are counted in shares of the budget, so that the numbers stay near one."""
-    return float(max(problem.budgets.device_bytes, 1))
-
-
 def add_memory(problem: Problem, model: CoarseModel) -> None:
-    """base_k − Σ size · (O_{k−1} + d − I_k) ≤ budget + e_k + v_k; base_k: largest of the segment's stages.
+    """base_k − Σ size · (O_{k−1} + d − I_k) ≤ budget + e_k + v_k; base_k: the most live bytes among the segment's stages.
 
     And e_k ≤ rate · δ_k, e_k ≤ Σ size · ΔO_k.
     """
-    count, scale = len(model.segments), _scale(problem)
+    count, scale = len(model.segments), byte_scale(problem)
     rows: list[Terms] = [[(model.leaving[k], -1.0), (model.unplaced[k], -1.0)] for k in range(count)]
     for entry in model.periods:
         share = entry.block_class.size_bytes / scale
@@ -223,6 +220,6 @@ def add_memory(problem: Problem, model: CoarseModel) -> None:
             leaving[k] += [(variable, -size) for variable, size in terms]
     rate = sum(route.outward.bytes_per_second for route in problem.routes)
     for k in range(count):
-        # What leaves during a stall is part of what leaves in the segment, and the links limit it.
+        # The bytes that leave during a stall are among those that leave in the segment, and the links limit them.
         add_row(model.program, [(v, c / scale) for v, c in leaving[k]], pulp.LpConstraintLE, 0)
         add_row(model.program, [(model.leaving[k], 1.0), (model.stall[k], -rate / scale)], pulp.LpConstraintLE, 0)

@@ -17,7 +17,7 @@ __all__ = ["add_capacity", "add_link_time", "add_shared_rate", "add_updates", "a
 
 
 def add_link_time(model: CoarseModel, route: Route) -> None:
-    """Σ seconds · ΔO_k ≤ τ_k + δ_k and Σ seconds · ΔI_k ≤ τ_k + δ_k; what comes in at b itself: ≤ δ_b."""
+    """Σ seconds · ΔO_k ≤ τ_k + δ_k and Σ seconds · ΔI_k ≤ τ_k + δ_k. The share that comes in at b itself: ≤ δ_b."""
     count = len(model.segments)
     outward: list[Terms] = [[] for _ in range(count)]
     inward: list[Terms] = [[] for _ in range(count)]
@@ -44,9 +44,9 @@ def add_link_time(model: CoarseModel, route: Route) -> None:
 
 
 def add_user_code(model: CoarseModel, route: Route) -> None:
-    """In segments of user code, of what it can reach: Σ seconds · ΔO_k ≤ δ_k and Σ seconds · ΔI_k ≤ δ_k, before it starts.
+    """Σ seconds · ΔO_k ≤ δ_k and Σ seconds · ΔI_k ≤ δ_k in segments of user code, for blocks that user code can reach.
 
-    See [Note: user code] in `planner.problem.user_code`.
+    Such copies must end before user code starts, see [Note: user code] in `planner.problem.user_code`.
     """
     users = [k for k, segment in enumerate(model.segments) if segment.user]
     outward: list[Terms] = [[] for _ in model.segments]
@@ -63,7 +63,7 @@ def add_user_code(model: CoarseModel, route: Route) -> None:
 
 
 def add_shared_rate(model: CoarseModel, shared: SharedRate) -> None:
-    """Σ over the links that share it of bytes moved / rate ≤ τ_k + δ_k."""
+    """Σ of bytes moved / rate, over the links that share the rate, ≤ τ_k + δ_k."""
     count = len(model.segments)
     rows: list[Terms] = [[] for _ in range(count)]
     for entry in model.periods:
@@ -80,10 +80,10 @@ def add_shared_rate(model: CoarseModel, shared: SharedRate) -> None:
 
 
 def add_updates(problem: Problem, model: CoarseModel) -> None:
-    """y_{p,t} ≤ 1 − h_g for periods that end or begin with the update of g, and for all in another tier than host.
+    """y_{p,t} ≤ 1 − h_g for blocks of g, in periods that begin or end with its update and in all tiers other than host.
 
-    And the host's processor: Σ host_seconds · ΔU_k ≤ τ_k + δ_k. And what follows one another takes its time:
-    Σ τ_k + Σ δ_k ≥ h_g · seconds of each of its chains.
+    The host's processor: Σ host_seconds · ΔU_k ≤ τ_k + δ_k. The chains, whose members follow one another: Σ τ_k + Σ δ_k ≥ h_g ·
+    seconds of the chain.
     """
     chosen = {int(update.windows.name): update.chosen for update in model.updates}
     for entry in model.periods:
@@ -119,7 +119,7 @@ def _add_steps(rows: list[Terms], variables: Sequence[pulp.LpVariable | None], b
 def add_capacity(model: CoarseModel, route: Route) -> None:
     """Σ size · z_{c,t} ≤ budget_t at every segment in which the copy can exist, with z_{c,t} ≥ y_{p,t}.
 
-    And z_{c,host} ≥ h_g for what the update of g keeps there; the rest of its blocks count with h_g itself.
+    z_{c,host} ≥ h_g for the persistent blocks of g; the other blocks of g count with h_g itself.
     """
     if route.budget_bytes is None:
         return

@@ -1,4 +1,4 @@
-"""The integer program over coarse time, as far as it is built: the program, its variables, and whose they are."""
+"""The integer program over coarse time, as far as it is built: the program and its variables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pulp
 
 from planner.ilp.block_classes import BlockClass, ClassPeriod
-from planner.lp import HostUpdate, Segment, Terms, add_row
+from planner.lp import HostUpdateVariables, Segment, Terms, add_row
 from planner.problem import Route
 
 __all__ = ["CoarseModel", "PeriodVariables"]
@@ -16,10 +16,11 @@ __all__ = ["CoarseModel", "PeriodVariables"]
 
 @dataclass(slots=True, kw_only=True)
 class PeriodVariables:
-    """Variables of one class, period and tier. `out[i]` and `into[i]` are for segments `begin` + 1 + i.
+    """Variables of one class, period and tier. `out[i]` and `into[i]` are for segment `begin` + 1 + i.
 
-    Copies out happen in the first few segments of a period and copies in in the last few: beyond these
-    windows one variable stands for several segments (out), or None for zero (into). Of a final period nothing comes in.
+    Copies out happen in the first few segments of a period, and copies in in the last few. After its window, one variable of
+    `out` stands for all further segments; before its window, `into` has None, which stands for zero. Nothing comes in during a
+    final period. `chosen`: y; `found`: d, see `planner.ilp.formulation`.
     """
 
     block_class: BlockClass
@@ -32,12 +33,12 @@ class PeriodVariables:
 
     @property
     def out_seconds(self) -> float:
-        """Time that copying the class out takes on the link."""
+        """Time on the link to copy the class out."""
         return self.block_class.seconds(self.route.outward)
 
     @property
     def in_seconds(self) -> float:
-        """Time that copying the class in takes on the link."""
+        """Time on the link to copy the class in."""
         return 0.0 if self.period.final else self.block_class.seconds(self.route.inward)
 
     @property
@@ -48,7 +49,7 @@ class PeriodVariables:
 
 @dataclass(slots=True, kw_only=True)
 class CoarseModel:
-    """The program and the variables that a solution is read from."""
+    """The program, and the variables that a solution is read from. `stall`, `leaving` and `unplaced` are by segment."""
 
     program: pulp.LpProblem
     segments: tuple[Segment, ...]
@@ -56,10 +57,10 @@ class CoarseModel:
     leaving: list[pulp.LpVariable]
     unplaced: list[pulp.LpVariable]
     periods: list[PeriodVariables] = field(default_factory=list)
-    updates: list[HostUpdate] = field(default_factory=list)
+    updates: list[HostUpdateVariables] = field(default_factory=list)
 
     def add_time_limit(self, rows: Sequence[Terms], name: str = "") -> None:
-        """Σ row_k ≤ τ_k − Σ_g h_g · device_seconds of its stage, if in k, + δ_k; `name`: a link, or the processor."""
+        """Add Σ row_k ≤ τ_k − Σ_g h_g · device_seconds of its stage, if in k, + δ_k. `name`: a link, or the host's processor."""
         for k, segment in enumerate(self.segments):
             row = rows[k] + [term for update in self.updates for term in update.busy[name][k]]
             if row:

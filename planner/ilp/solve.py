@@ -1,10 +1,8 @@
-"""Run a solver on the coarse model and report truthfully what it proved."""
+"""Solve the coarse model, and report exactly what the solver proved."""
 
 from __future__ import annotations
 
-import math
 import time
-import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -12,16 +10,17 @@ import pulp
 
 from planner.errors import SolverError
 from planner.ilp.model import CoarseModel
+from planner.lp import pick_solver, proved_bound, run_solver
 from planner.problem import SolverSettings
 from planner.schema import SolverReport, WaitingTier
 
-__all__ = ["Solution", "has_run", "pick_solver", "run", "solve"]
+__all__ = ["CoarseSolution", "solve"]
 
-_NOTHING = 1e-3
+_ROUNDING = 1e-3  # solvers return shares with errors of about this size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class CoarseSolution:
     """Tiers by period index, subgroups that update on the host, and the solver's report."""
 
     tiers: dict[int, WaitingTier]
@@ -37,47 +36,45 @@ def solve(
     settings: SolverSettings,
     build_seconds: float,
     unit_seconds: float,
-) -> Solution:
+) -> CoarseSolution:
     """Solve with HiGHS, or with CBC where HiGHS is not installed.
 
-    relaxed: solve the linear relaxation and round it; then the report has a bound, the relaxation's objective, but no
-    objective of its own and no gap. vertex: with as few fractions as a vertex has, for some more time.
+    relaxed: solve the linear relaxation and round it. The report then has a bound, the relaxation's objective; it has no
+    objective of its own and no gap. vertex: end in a vertex, which has few fractions; takes more time.
 
-    Blocks for about the time limit at the most (CBC may overrun it). The objective counts the ideal iteration time too.
-    The model counts time in `unit_seconds`, the report in seconds. Raises SolverError when no solver is installed, or
-    the limit passes with no solution.
+    Waits for about the time limit at most (CBC may overrun it). The objective includes the ideal iteration time. The model
+    counts time in `unit_seconds`, the report in seconds. Raises SolverError when no solver is installed, or when the limit
+    passes with no solution.
     """
-    name, solver = pick_solver(settings, linear=relaxed, vertex=vertex)
+    solver = pick_solver(settings, linear=relaxed, vertex=vertex)
     began = time.perf_counter()
-    try:
-        run(model.program, solver)
-    except (pulp.PulpSolverError, IndexError) as problem:
-        raise SolverError(f"{name} failed: {problem}; give a longer solver_time_limit or another policy") from problem
+    run_solver(model.program, solver, task="the coarse program", remedy="give a longer solver_time_limit or another policy")
     seconds = time.perf_counter() - began
-    # `status` says Optimal even after a time limit; only `sol_status` tells a proof from a mere solution.
+    # `status` says Optimal even after a time limit; only `sol_status` tells a proved optimum from a solution.
     proved = model.program.sol_status == pulp.LpSolutionOptimal
     if not proved and (relaxed or model.program.sol_status != pulp.LpSolutionIntegerFeasible):
         raise SolverError(
-            f"{name} found no solution in {settings.time_limit_seconds} s "
+            f"{solver.name} found no solution in {settings.time_limit_seconds} s "
             f"({pulp.LpSolution[model.program.sol_status]}); "
             "give a longer solver_time_limit"
         )
     objective = float(pulp.value(model.program.objective)) * unit_seconds
     if relaxed:
         report = SolverReport(
-            name=name,
+            name=solver.name,
             status="feasible",
             bound_seconds=max(objective, 0.0),
             build_seconds=build_seconds,
             solve_seconds=seconds,
         )
-        return Solution(tiers=_chosen_tiers(model), on_host=_on_host(model), report=report)
-    bound = _dual_bound(name, model, unit_seconds)
-    return Solution(
+        return CoarseSolution(tiers=_chosen_tiers(model), on_host=_on_host(model), report=report)
+    proved_units = proved_bound(model.program, solver)
+    bound = None if proved_units is None else proved_units * unit_seconds
+    return CoarseSolution(
         tiers=_chosen_tiers(model),
         on_host=_on_host(model),
         report=SolverReport(
-            name=name,
+            name=solver.name,
             status="optimal" if proved else "feasible",
             objective_seconds=max(objective, 0.0),
             bound_seconds=bound,
@@ -88,58 +85,17 @@ def solve(
     )
 
 
-def pick_solver(settings: SolverSettings, *, linear: bool = False, vertex: bool = True) -> tuple[str, pulp.LpSolver]:
-    """HiGHS, else CBC, with its name. Raises SolverError where neither is installed.
-
-    linear: integer variables count as continuous; HiGHS then uses its interior point method, on large programs faster
-    than the simplex method. vertex: with crossover, so that it still ends in a vertex: few variables are fractional.
-    """
-    limits = {"timeLimit": settings.time_limit_seconds, "gapRel": settings.gap, "threads": settings.threads}
-    method = {"solver": "ipm", "run_crossover": "on" if vertex else "off"} if linear else {}
-    highs = pulp.HiGHS(mip=not linear, msg=False, **limits, **method)
-    if highs.available():
-        return "HiGHS", highs
-    # PuLP bundles CBC until its version 4; COIN_CMD is one on the path.
-    for cbc_class in (pulp.COIN_CMD, getattr(pulp, "PULP_CBC_CMD", None)):
-        if cbc_class is None:
-            continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            cbc = cbc_class(mip=not linear, msg=False, **limits)
-        if cbc.available():
-            return "CBC", cbc
-    raise SolverError("no solver is installed: install highspy (pip install highspy), or use policy='belady'")
-
-
-def run(program: pulp.LpProblem, solver: pulp.LpSolver) -> None:
-    """Solve. HiGHS keeps its first number of threads for the whole process and refuses any other: then it begins anew."""
-    program.solve(solver)
-    if isinstance(solver, pulp.HiGHS) and not has_run(program):
-        program.solverModel.resetGlobalScheduler(True)
-        program.solve(solver)
-
-
-def has_run(program: pulp.LpProblem) -> bool:
-    """Whether HiGHS has tried: False where it refused to."""
-    return bool(program.solverModel.getModelStatus().name != "kNotset")
-
-
-def _dual_bound(name: str, model: CoarseModel, unit_seconds: float) -> float | None:
-    """The bound that the solver proved on the objective, or None where it does not tell (CBC does not)."""
-    if name != "HiGHS":
-        return None
-    bound = float(model.program.solverModel.getInfo().mip_dual_bound)
-    return bound * unit_seconds if math.isfinite(bound) else None
-
-
 def _chosen_tiers(model: CoarseModel) -> dict[int, WaitingTier]:
-    """Period index → tier, read from a solution; where it is fractional, rounded so that each tier gets about as many
-    bytes as it should around any time: what is rounded off is carried on to the next period."""
+    """Read the tier of each period from a solution.
+
+    Fractions are rounded so that around any time each tier gets about as many bytes as in the solution: the rest that rounding
+    leaves is carried on to the next period.
+    """
     shares: dict[tuple[int, ...], dict[WaitingTier, float]] = {}
     spans: dict[tuple[int, ...], tuple[int, int, int]] = {}
     for entry in model.periods:
         value = entry.chosen.value() or 0.0
-        if value > _NOTHING:
+        if value > _ROUNDING:
             shares.setdefault(entry.period.indices, {})[entry.route.tier] = value
             spans[entry.period.indices] = (entry.period.begin, entry.period.end, entry.block_class.size_bytes)
     tiers: dict[int, WaitingTier] = {}
@@ -147,7 +103,7 @@ def _chosen_tiers(model: CoarseModel) -> dict[int, WaitingTier]:
     for indices in sorted(shares, key=lambda indices: (spans[indices], indices)):
         size = spans[indices][2]
         best = max(shares[indices], key=lambda tier: shares[indices][tier] * size + carried[tier])
-        whole = max(shares[indices].values()) > 1 - _NOTHING
+        whole = max(shares[indices].values()) > 1 - _ROUNDING
         if not whole:
             for tier, share in shares[indices].items():
                 carried[tier] += share * size
@@ -159,13 +115,13 @@ def _chosen_tiers(model: CoarseModel) -> dict[int, WaitingTier]:
 
 
 def _on_host(model: CoarseModel) -> frozenset[int]:
-    """Subgroups that update on the host, rounded likewise."""
+    """Read the subgroups that update on the host; fractions are rounded in the same way."""
     chosen: set[int] = set()
     carried = 0.0
     for update in model.updates:
         share, size = update.chosen.value() or 0.0, update.windows.host_bytes
         carried += share * size
-        if share > _NOTHING and carried >= size / 2:
+        if share > _ROUNDING and carried >= size / 2:
             chosen.add(int(update.windows.name))
             carried -= size
     return frozenset(chosen)

@@ -1,12 +1,14 @@
-"""Where optimizer subgroups update: their part of the linear programs, of the coarse one and of the lower bound.
+"""Variables and rows for optimizer subgroups that may update on the host. The coarse program and the lower bound share them.
 
-Symbols: g subgroups that can update on the host; k spans of time (segments, or what lies between instants).
+Symbols: g subgroups that can update on the host; k spans of time (segments, or the time between two instants).
 
-* h_g ∈ {0, 1}: g updates on the host. U_{g,k}: share of its update done by the end of span k, ascending to h_g.
-* O_{g,k}: share of its gradients copied out, I_{g,k} of its parameters copied in; both ascend to h_g.
+* h_g ∈ {0, 1}: g updates on the host. U_{g,k}: the share of its update that is done by the end of span k; ascends to h_g.
+* O_{g,k}: the share of its gradients that is copied out; I_{g,k}: the share of its parameters that is copied in. Both ascend to
+  h_g.
 
-With h_g its states are absent all the time, its parameters between the uses around its stage but for I, its gradients
-up to its stage by O; the stage gets shorter by its device_seconds. With 1 − h_g its blocks move like all others.
+If h_g, its states are absent all the time. Its parameters are absent between the uses around its stage, except for I; its
+gradients are absent up to its stage, by O. The stage is shorter by its device_seconds. If not h_g, its blocks move like all
+others.
 """
 
 from __future__ import annotations
@@ -21,16 +23,18 @@ import pulp
 from planner.lp.rows import Terms, add_row
 from planner.problem import Route
 
-__all__ = ["PROCESSOR", "Chain", "Flow", "HostUpdate", "HostWindows", "host_update"]
+__all__ = ["PROCESSOR", "UpdateChain", "UpdateCopy", "HostUpdateVariables", "HostUpdateWindows", "add_host_update"]
 
 PROCESSOR = "host processor"
+"""Key of the host processor's rows among those of the links."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
+class UpdateCopy:
     """Blocks that cross one link for an update on the host, in spans `first` to `last` − 1.
 
-    `absent`: where they count as absent, gradients by what has left before, parameters but for what is back.
+    `absent`: the spans or instants where they count as absent: gradients by the share that has left, parameters except for the
+    share that is back.
     """
 
     first: int
@@ -41,23 +45,23 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """Things that follow one another in these spans, and what they take in all."""
+class UpdateChain:
+    """Copies and an update that follow one another within `spans`, and the `seconds` that they take together."""
 
     spans: range
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostWindows:
-    """When all that belongs to an update on the host may happen, in spans numbered on over the iteration's end.
+class HostUpdateWindows:
+    """When one update on the host and its copies may happen, in spans numbered on over the iteration's end.
 
-    The update takes `host_seconds` in spans `first` to `last` − 1. `span`: that of the stage, which gets shorter by
-    `device_seconds`. `held_bytes`: states. `host_bytes`: all of its blocks. `idle`: where the stage's workspace of
-    `idle_bytes` is not needed. `chains`: of the last gradients out, the update and the first parameters in; and of the first
-    two up to the next user code. `at_instants`: `absent` means instants (k is
-    the beginning of span k), and parameters are back at the end of their last span; else it means whole spans, and a
-    parameter may come in during the stall at the beginning of span `last`.
+    The update takes `host_seconds` in spans `first` to `last` − 1. `span`: that of its stage, which is shorter by
+    `device_seconds`. `held_bytes`: size of the states. `host_bytes`: size of all its blocks. `idle`: where the stage's workspace
+    of `idle_bytes` is not needed. `chains`: what must follow one another, see `planner.lp.host_update_windows`.
+
+    `at_instants`: `absent` and `idle` count instants (k is the beginning of span k), and parameters are back at the end of their
+    last span. Otherwise they count whole spans, and a parameter may come in during the stall at the beginning of span `last`.
     """
 
     name: str
@@ -68,23 +72,23 @@ class HostWindows:
     host_bytes: int
     first: int
     last: int
-    gradients: tuple[Flow, ...]
-    parameters: tuple[Flow, ...]
-    chains: tuple[Chain, ...]
+    gradients: tuple[UpdateCopy, ...]
+    parameters: tuple[UpdateCopy, ...]
+    chains: tuple[UpdateChain, ...]
     at_instants: bool
     idle: range = range(0)
     idle_bytes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
-class HostUpdate:
-    """What the update of one subgroup (or of several alike) on the host adds to the rows, by span.
+class HostUpdateVariables:
+    """The terms that one update on the host (or several alike) adds to the rows, by span.
 
-    `absent`: bytes not on the device. `left`: of these, what has left in the span. `busy`: seconds on links, by name, and
+    `absent`: bytes not on the device. `left`: the bytes of these that leave in the span. `busy`: seconds on links, by name, and
     on the PROCESSOR. `moved`: bytes on links. `late`: seconds of copies in that a stall must hold.
     """
 
-    windows: HostWindows
+    windows: HostUpdateWindows
     chosen: pulp.LpVariable
     absent: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
     left: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
@@ -93,13 +97,15 @@ class HostUpdate:
     late: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
 
 
-def host_update(program: pulp.LpProblem, windows: HostWindows, route: Route, *, count: int, whole: bool) -> HostUpdate:
-    """The variables of one update and the rows that concern it alone; `count`: spans in an iteration.
+def add_host_update(
+    program: pulp.LpProblem, windows: HostUpdateWindows, route: Route, *, count: int, whole: bool
+) -> HostUpdateVariables:
+    """Add the variables of one update, and the rows that concern only it. `count`: spans in an iteration.
 
-    route: the host tier's. whole: h is 0 or 1, else any share.
+    route: that of the host tier. whole: h is 0 or 1; otherwise it is any share.
     """
     kind = pulp.LpBinary if whole else pulp.LpContinuous
-    update = HostUpdate(windows=windows, chosen=program.add_variable(f"h_{windows.name}", 0, 1, cat=kind))
+    update = HostUpdateVariables(windows=windows, chosen=program.add_variable(f"h_{windows.name}", 0, 1, cat=kind))
     for k in range(count):
         update.absent[k].append((update.chosen, float(windows.held_bytes)))
     for k in windows.idle:
@@ -129,7 +135,7 @@ def host_update(program: pulp.LpProblem, windows: HostWindows, route: Route, *, 
 
 @dataclass(slots=True, kw_only=True)
 class _Curve:
-    """A share of h by the end of each span from `first` on; h itself once the variables are used up."""
+    """A share of h that is done by the end of each span from `first` on. It is h itself after the last variable."""
 
     chosen: pulp.LpVariable
     first: int
@@ -144,13 +150,13 @@ class _Curve:
 
 
 class _Curves:
-    """Makes the curves of one update, and adds them to its rows."""
+    """Makes the curves of one update and adds their terms to its rows."""
 
-    def __init__(self, program: pulp.LpProblem, update: HostUpdate, count: int) -> None:
+    def __init__(self, program: pulp.LpProblem, update: HostUpdateVariables, count: int) -> None:
         self._program, self._update, self._count = program, update, count
 
     def make(self, name: str, first: int, last: int, *, late: bool = False) -> _Curve:
-        """Ascending in spans `first` to `last` − 1; late: the last step may follow in the stall after these."""
+        """Ascend in spans `first` to `last` − 1. late: the last step may also be in the stall after them."""
         ends = range(first, last if late else last - 1)
         names = [f"{name}_{self._update.windows.name}_{k}" for k in ends]
         variables = [self._program.add_variable(each, 0, 1) for each in names]
@@ -159,25 +165,25 @@ class _Curves:
         return _Curve(chosen=self._update.chosen, first=first, variables=variables)
 
     def precede(self, earlier: _Curve, later: _Curve) -> None:
-        """later_k ≤ earlier_k: what is done in the same span may still be in order."""
+        """later_k ≤ earlier_k. Both may be done in the same span: they can still be in order within it."""
         for position, variable in enumerate(later.variables):
             before = earlier.until(later.first + position, 1.0)
             if not before or before[0][0] is not self._update.chosen:  # later ≤ h holds already
                 self._at_least_zero([*before, (variable, -1.0)])
 
     def work(self, curve: _Curve, name: str, seconds: float) -> None:
-        """Seconds that the steps of the curve take on a link or the processor."""
+        """Add the seconds that the steps of the curve take on a link or the processor."""
         for k, terms in self.steps(curve, seconds):
             self._update.busy[name][k] += terms
 
-    def copy(self, curve: _Curve, link: str, flow: Flow) -> None:
-        """What crosses a link along the curve."""
+    def copy(self, curve: _Curve, link: str, flow: UpdateCopy) -> None:
+        """Add what crosses a link along the curve."""
         self.work(curve, link, flow.seconds)
         for k, terms in self.steps(curve, float(flow.size_bytes)):
             self._update.moved[link][k] += terms
 
     def steps(self, curve: _Curve, factor: float) -> list[tuple[int, Terms]]:
-        """factor · what the curve ascends by, with the span (within the iteration)."""
+        """factor · each step of the curve, with its span within the iteration."""
         found: list[tuple[int, Terms]] = []
         previous: pulp.LpVariable | None = None
         for position, variable in enumerate([*curve.variables, curve.chosen]):

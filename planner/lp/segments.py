@@ -1,17 +1,18 @@
-"""Coarse time: runs of neighbouring stages that the integer program treats as one segment."""
+"""Coarse time: neighbouring stages that the integer program treats as one segment."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.problem import Problem
 
-__all__ = ["Segment", "segments_of"]
+__all__ = ["Segment", "SegmentGrid", "segments_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Stages `first` to `last` (both within); `seconds`: the sum of their durations. `user`: all of them are user code."""
+    """Stages `first` to `last`, both included. `seconds`: the sum of their durations. `user`: all of them are user code."""
 
     first: int
     last: int
@@ -19,11 +20,28 @@ class Segment:
     user: bool = False
 
 
-def segments_of(problem: Problem, most: int) -> tuple[Segment, ...]:
-    """Merge neighbouring stages, cheapest pair first, until at most `most` segments are left.
+class SegmentGrid:
+    """Spans of time that are segments, see `SpanGrid`. Stages and segments are numbered on over the iteration's end."""
 
-    The cost of a merged segment is its share of the iteration's time plus its share of the budget in bytes
-    that come into being in it. Borders between phases stay where there are few of them.
+    at_instants = False
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segment_of = [number for number, s in enumerate(segments) for _ in range(s.first, s.last + 1)]
+        self._count = len(segments)
+
+    def span_of(self, stage: int) -> int:
+        """Return the segment of a stage."""
+        turns, rest = divmod(stage, len(self._segment_of))
+        return self._segment_of[rest] + turns * self._count
+
+    start_of = end_of = update_begin = span_of
+
+
+def segments_of(problem: Problem, max_segments: int) -> tuple[Segment, ...]:
+    """Merge neighbouring stages, cheapest pair first, until at most `max_segments` are left.
+
+    The cost of a merged segment is its share of the iteration's time, plus a quarter of the bytes first used in it as a share of
+    the budget. Borders between phases stay unless they would take half of the segments.
     """
     stages = problem.trace.stages
     total = max(problem.trace.ideal_seconds, 1e-12)
@@ -34,9 +52,9 @@ def segments_of(problem: Problem, most: int) -> tuple[Segment, ...]:
     firsts = list(range(len(stages)))
     weights = list(weight)
     fixed = {i for i in range(1, len(stages)) if stages[i].phase != stages[i - 1].phase}
-    if len(fixed) >= most // 2:
+    if len(fixed) >= max_segments // 2:
         fixed = set()
-    while len(firsts) > most:
+    while len(firsts) > max_segments:
         best = min(
             (i for i in range(1, len(firsts)) if firsts[i] not in fixed),
             key=lambda i: weights[i - 1] + weights[i],

@@ -1,4 +1,4 @@
-"""The ways of making a plan: the integer program and what it is compared with."""
+"""The ways to make a plan: the integer program, and the policies that it is compared with."""
 
 from planner.policies.registry import POLICIES, plan
 

@@ -1,4 +1,4 @@
-"""Where optimizer subgroups update, by fixed rules: to see what it is worth to decide that for each of them."""
+"""Fixed rules for where optimizer subgroups update. They show what it is worth to decide that for each subgroup."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["all_on_host", "every_nth_on_device"]
 
 
 def all_on_host(policy: str, problem: Problem) -> Sequence[int]:
-    """All subgroups that can update on the host, by id, as ZeRO-Offload updates everything there.
+    """Return the ids of all subgroups that can update on the host. ZeRO-Offload updates everything there.
 
-    Raises UnsupportedError where there are none, InfeasiblePlanError where the host tier has no room for them all;
-    `policy` is the name that the message begins with.
+    Raises UnsupportedError if there are none, and InfeasiblePlanError if the host tier has no room for them all. `policy` is the
+    name that the message begins with.
 
     Source: Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training (USENIX ATC 2021).
     """
@@ -28,17 +28,17 @@ def all_on_host(policy: str, problem: Problem) -> Sequence[int]:
 
 
 def every_nth_on_device(policy: str, problem: Problem, *, stride: int) -> Sequence[int]:
-    """Of the subgroups that can update on the host, in the order of their stages, all but every `stride`-th.
+    """Return all but every `stride`-th of the subgroups that can update on the host, in the order of their stages.
 
-    While the host updates `stride` − 1 of them, the device updates one whose states come in and go out meanwhile. Raises
-    like `all_on_host`.
+    While the host updates `stride` − 1 of them, the device updates one, whose states come in and go out meanwhile. Raises the
+    same errors as `all_on_host`.
 
     Source: Maurya et al., Deep Optimizer States: Towards Scalable Training of Transformer Models Using Interleaved Offloading
-    (Middleware 2024), the part on the scheduling of subgroups.
+    (Middleware 2024), on the scheduling of subgroups.
     """
     subgroups = sorted(host_updatable(problem.source), key=lambda subgroup: (subgroup.stage, subgroup.id))
     if not subgroups:
-        return all_on_host(policy, problem)  # says why not
+        return all_on_host(policy, problem)  # raises the error that says why
     kept = {subgroup.id for subgroup in subgroups[stride - 1 :: stride]}
     return _with_room(policy, problem, [subgroup.id for subgroup in subgroups if subgroup.id not in kept])
 

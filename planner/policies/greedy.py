@@ -1,8 +1,8 @@
-"""Greedy selection of idle periods by benefit and cost: the planners of TERAIO and of G10.
+"""Greedy choice of inactive periods by benefit and cost: the planners of TERAIO and of G10.
 
-Both place transfers on an ideal clock: a copy out takes the earliest time that its link has free, a copy in the latest.
-Written from the publications, not from their code. What neither covers -- memory that is still over the budget when no
-candidate is left -- is made room for on demand, furthest next use first, and stalls.
+Both place transfers on an ideal clock: a copy out takes the earliest free time of its link, a copy in the latest. Written from
+the publications, not from their code. Neither says what to do if memory is over the budget when no period is left to choose.
+Here blocks then leave on demand, furthest next use first, and stages wait for them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _EPSILON = 1e-12
 def teraio_decisions(problem: Problem) -> Decisions:
     """The published algorithm of TERAIO.
 
-    While some stage is over the budget, the period with the highest benefit / cost moves. Benefit: bytes x time within
-    the period, both copies apart, during which memory is over the budget. Cost: seconds of both copies. Storage comes
-    first; host memory only where storage has no bandwidth left in the period, or no room. Prefetches as late as is safe.
+    While some stage is over the budget, the period with the highest benefit / cost moves. Benefit: bytes × the time within the
+    period, without both copies, during which memory is over the budget. Cost: seconds of both copies. Storage is tried first;
+    host memory is used only where storage has no bandwidth left in the period, or no room. Prefetches start as late as is safe.
 
-    Source: Yuan et al., Cost-Efficient LLM Training with Lifetime-Aware Tensor Offloading via GPUDirect Storage
-    (NeurIPS 2025), the part on its migration planner.
+    Source: Yuan et al., Cost-Efficient LLM Training with Lifetime-Aware Tensor Offloading via GPUDirect Storage (NeurIPS 2025),
+    on its migration planner.
     """
     chosen = _Greedy(problem, _time_over_budget).choose()
     feasible = evict_furthest(problem, on_demand(problem, chosen), early=True)
@@ -37,13 +37,13 @@ def teraio_decisions(problem: Problem) -> Decisions:
 
 
 def g10_decisions(problem: Problem) -> Decisions:
-    """Pressure-ordered eviction with eager prefetching, after G10.
+    """Eviction in the order of memory pressure, with eager prefetching, after G10.
 
-    Like `teraio_decisions`, but the benefit is the pressure that the move takes away: per stage no more bytes than the
-    stage is over the budget. Afterwards every prefetch moves to as early a stage as there is memory for.
+    Like `teraio_decisions`, but the benefit is the pressure that the move removes: for each stage, no more bytes than the stage
+    is over the budget. At the end, every prefetch moves to the earliest stage that has memory for it.
 
-    Source: Zhang et al., G10: Enabling An Efficient Unified GPU Memory and Storage Architecture with Smart Tensor
-    Migrations (MICRO 2023), the parts on smart eviction and prefetching.
+    Source: Zhang et al., G10: Enabling An Efficient Unified GPU Memory and Storage Architecture with Smart Tensor Migrations
+    (MICRO 2023), on smart eviction and prefetching.
     """
     chosen = _Greedy(problem, _relieved).choose()
     feasible = evict_furthest(problem, on_demand(problem, chosen), early=True)
@@ -54,8 +54,8 @@ def g10_decisions(problem: Problem) -> Decisions:
 class _Pressure:
     """How far each stage is over the budget, over two iterations in a row so that a range may wrap.
 
-    `seconds_until[s]`: time over the budget before stage s. `thin`: stages that the largest block would bring below
-    the budget, with the bytes that they are over it.
+    `seconds_until[s]`: time over the budget before stage s. `thin`: stages that are over the budget by fewer bytes than the
+    largest block has, with those bytes.
     """
 
     seconds: list[float]
@@ -70,15 +70,16 @@ class _Pressure:
 
 
 Benefit = Callable[[int, int, int, _Pressure], float]
-"""(bytes that a move frees, first stage without them, stage where they are back, pressure) -> byte seconds."""
+"""(bytes that a move frees, first stage without them, stage where they are back, pressure) → byte seconds."""
 
 
 def _time_over_budget(size_bytes: int, first: int, end: int, pressure: _Pressure) -> float:
+    """Bytes × the time over the budget."""
     return size_bytes * (pressure.seconds_until[end] - pressure.seconds_until[first])
 
 
 def _relieved(size_bytes: int, first: int, end: int, pressure: _Pressure) -> float:
-    """As above, but per stage no more bytes than the stage is over the budget."""
+    """The same, but for each stage no more bytes than the stage is over the budget."""
     begin, stop = bisect_left(pressure.thin, (first, 0.0)), bisect_left(pressure.thin, (end, 0.0))
     unneeded = sum(
         (size_bytes - over) * pressure.seconds[stage] for stage, over in pressure.thin[begin:stop] if over < size_bytes
@@ -87,7 +88,7 @@ def _relieved(size_bytes: int, first: int, end: int, pressure: _Pressure) -> flo
 
 
 class _LinkTime:
-    """Time that a link has free within each stage; ranges of stages run on over the iteration's end."""
+    """The time that a link has free within each stage. Ranges of stages continue over the iteration's end."""
 
     def __init__(self, seconds: list[float]) -> None:
         self._free = list(seconds)
@@ -102,7 +103,7 @@ class _LinkTime:
         return stage if stage <= end else None
 
     def latest(self, first: int, end: int, seconds: float) -> int | None:
-        """The last stage from which on `seconds` are free until stage `end`; None if that is before `first`."""
+        """The last stage from which `seconds` are free until stage `end`; None if that is before `first`."""
         stage = bisect_right(self._until, self._until[end] - seconds + _EPSILON, 0, end + 1) - 1
         return stage if stage >= first else None
 
@@ -116,8 +117,11 @@ class _LinkTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    """A period's move to one tier: its memory is free from stage `free` to stage `start`, where it comes back."""
+class _ScoredMove:
+    """A period's move to one tier, and its benefit / cost.
+
+    Its memory is free from stage `free` to stage `start`, where it comes back.
+    """
 
     index: int
     route: Route
@@ -129,7 +133,7 @@ class _Candidate:
 
 
 class _Greedy:
-    """Takes the best move again and again, and keeps account of link time and memory."""
+    """Takes the best move again and again, and updates the free time of links and the memory."""
 
     def __init__(self, problem: Problem, benefit: Benefit) -> None:
         self._problem = problem
@@ -144,7 +148,11 @@ class _Greedy:
         self._routes = sorted(problem.routes, key=lambda route: route.tier != "storage")
 
     def choose(self) -> Decisions:
-        """A candidate that has become stale is valued anew when its turn comes: values only fall, to the same tier."""
+        """Choose moves until no stage is over the budget or no move helps.
+
+        The value of a move is computed again when its turn comes, since earlier moves may have lowered it. For one tier, values
+        never rise.
+        """
         chosen: Decisions = {}
         heap = [(-c.ratio, c.index) for i in range(len(self._problem.periods)) if (c := self._candidate(i))]
         heapq.heapify(heap)
@@ -165,8 +173,8 @@ class _Greedy:
         self._pressure = _Pressure.of(self._excess, self._seconds, self._largest)
         self._over_budget = max(self._excess) > 0
 
-    def _candidate(self, index: int) -> _Candidate | None:
-        """The move to the first tier with bandwidth and room for it that is of any use; None if there is none."""
+    def _candidate(self, index: int) -> _ScoredMove | None:
+        """The move to the first tier with bandwidth and room that has any benefit; None if there is none."""
         for route in self._routes:
             if self._room.fits(index, route.tier):
                 candidate = self._to(index, route)
@@ -174,7 +182,7 @@ class _Greedy:
                     return candidate
         return None
 
-    def _to(self, index: int, route: Route) -> _Candidate | None:
+    def _to(self, index: int, route: Route) -> _ScoredMove | None:
         period = self._problem.periods[index]
         copied = period.read_only or (period.block, period.epoch, route.tier) in self._written
         out_seconds = 0.0 if copied else route.outward.seconds(period.size_bytes)
@@ -186,7 +194,7 @@ class _Greedy:
         benefit = self._benefit(period.size_bytes, free, start, self._pressure)
         if benefit <= 0:
             return None
-        return _Candidate(
+        return _ScoredMove(
             index=index,
             route=route,
             out_seconds=out_seconds,
@@ -196,7 +204,7 @@ class _Greedy:
             ratio=benefit / max(out_seconds + in_seconds, _EPSILON),
         )
 
-    def _take(self, candidate: _Candidate) -> None:
+    def _take(self, candidate: _ScoredMove) -> None:
         period, route, stages = self._problem.periods[candidate.index], candidate.route, len(self._seconds)
         self._links[route.outward.name].take(range(period.after + 1, candidate.free), candidate.out_seconds)
         self._links[route.inward.name].take(range(period.before - 1, candidate.start - 1, -1), candidate.in_seconds)

@@ -1,16 +1,15 @@
-"""From the coarse solution to an exact plan: schedule, replay, improve, keep the best."""
+"""From the coarse solution to an exact plan: schedule it, replay it, improve it, and keep the best."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from planner.bound import lower_bound_seconds
 from planner.errors import InfeasiblePlanError
-from planner.ilp import MAX_INTEGER_STAGES, Solution, coarse_solutions, in_order_of_need
-from planner.lp import candidates
+from planner.ilp import MAX_INTEGER_STAGES, CoarseSolution, coarse_solutions, in_order_of_need
+from planner.lp import host_update_candidates
+from planner.policies.predictions import with_predictions
 from planner.problem import (
-    DEFAULT_THREADS,
     DEFAULT_WRITE_WEIGHT,
     Decision,
     Decisions,
@@ -22,22 +21,31 @@ from planner.problem import (
     outward_weight,
     user_stages,
 )
-from planner.schedule import StageClock, evict_furthest, proposals, prune, schedule
-from planner.schema import Plan, Predicted, SolverReport
+from planner.schedule import StageClock, evict_furthest, prune, schedule, user_code_proposals
+from planner.schema import Plan, SolverReport
 from planner.simulator import Timeline, simulate
 
-__all__ = ["finish", "optimise"]
+__all__ = ["optimise"]
 
 _CLEARLY_BETTER = 0.999
 _BETTER = 0.9999
-_ROUNDS = 3
-_SHIFTED = 3  # candidates of short iterations that are planned around user code; of others, the best one
-_SHIFTS = 6
+_MAX_ROUNDS = 3
+"""How often a schedule is made again by the clock of its replay."""
+_MAX_AROUND_USER_CODE = 3
+"""Candidates that are improved around user code, in short iterations; in long ones, only the best."""
+_MAX_IMPROVEMENTS = 6
+"""How often a plan is improved around user code."""
 _LEADS = (3.0, 1.0, 0.0)
+"""Reserves of prefetches, in units of their own transfer time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
+class _ReplayedPlan:
+    """A plan with its replay.
+
+    `cost`: iteration seconds, plus what its copies out are worth. `lead`: the reserve of its prefetches.
+    """
+
     problem: Problem
     decisions: Decisions
     plan: Plan
@@ -54,21 +62,21 @@ def optimise(
     settings: SolverSettings,
     on_host: Collection[int] | None = None,
 ) -> Plan:
-    """The plan of the integer program, made exact, or that of a rival policy where it is better.
+    """Return the plan of the integer program, made exact, or that of a rival policy where it is better.
 
-    on_host: the subgroups that update on the host, where that is not for the program to decide; there must be room for them.
-    So there always is a plan where one exists. Up to the default weight of writes no plan is chosen that is
-    slower than a rival's. Raises InfeasiblePlanError where the lower tiers are too small.
+    on_host: the subgroups that update on the host, if the program need not decide that. The host tier must have room for them.
+    Where any plan exists, one is found. Up to the default weight of writes, the plan is never slower than a rival's. Raises
+    InfeasiblePlanError where the lower tiers are too small.
     """
-    if problem.everything_fits and not (candidates(problem) if on_host is None else on_host):
-        return finish(problem, build_plan(problem, {}, policy=policy), threads=settings.threads)
+    if problem.everything_fits and not (host_update_candidates(problem) if on_host is None else on_host):
+        return with_predictions(problem, build_plan(problem, {}, policy=policy))
     solutions = coarse_solutions(problem, settings, on_host)
     report = solutions[0].report if solutions else SolverReport(name="none", status="failed")
-    # Without a solution the report says so, and a greedy plan stands in.
+    # Without a solution, the report says "failed" and a greedy plan takes its place.
     starts = [_decisions(problem, solution) for solution in solutions] or [_undecided(problem, on_host or ())]
     if on_host is None and problem.stage_count <= MAX_INTEGER_STAGES:
         starts += _extremes(problem)
-    own: list[_Candidate] = []
+    own: list[_ReplayedPlan] = []
     too_full: InfeasiblePlanError | None = None
     for start in starts:
         try:
@@ -77,31 +85,33 @@ def optimise(
             too_full = error
     others = _rival_candidates(problem, rivals, settings.write_weight)
     if not own and not others:
-        assert too_full is not None  # why there is no candidate
+        assert too_full is not None  # otherwise there would be a candidate
         raise too_full
     if user_stages(problem.trace):
-        most = _SHIFTED if problem.stage_count <= MAX_INTEGER_STAGES else 1
+        most = _MAX_AROUND_USER_CODE if problem.stage_count <= MAX_INTEGER_STAGES else 1
         cheapest = sorted(own + others, key=lambda candidate: candidate.cost)[:most]
         own += [_around_user_code(candidate, settings.write_weight) for candidate in cheapest]
     best = _choose(own, others, settings.write_weight)
     made = best.plan.model_copy(update={"solver": report, "policy": policy})
-    return finish(problem, made, best.timeline, threads=settings.threads)
+    return with_predictions(problem, made, best.timeline)
 
 
 def _extremes(problem: Problem) -> list[tuple[Problem, Decisions]]:
-    """All updates on the host, where any can be; and nothing decided. Cheap for small iterations, of which coarse time
-    tells too little."""
-    everything = [subgroup.id for subgroup in candidates(problem)]
+    """All updates on the host, if any can run there; and no decisions at all.
+
+    These starts are cheap for small iterations, where coarse time says too little.
+    """
+    everything = [subgroup.id for subgroup in host_update_candidates(problem)]
     return [_undecided(problem, everything), (problem, {})] if everything else [(problem, {})]
 
 
 def _undecided(problem: Problem, on_host: Collection[int]) -> tuple[Problem, Decisions]:
-    """Nothing decided but where updates run."""
-    return _decisions(problem, Solution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
+    """Only where updates run is decided."""
+    return _decisions(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
 
 
-def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -> list[_Candidate]:
-    """The decisions made feasible, with all the moves that they ask for and with those only that the budget needs.
+def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -> list[_ReplayedPlan]:
+    """The decisions made feasible: once with all the moves that they ask for, once with only the moves that the budget needs.
 
     Raises InfeasiblePlanError where the lower tiers are too small.
     """
@@ -113,12 +123,15 @@ def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -
     return [first, _best_schedule(problem, pruned, write_weight, leads=(first.lead,))]
 
 
-def _around_user_code(best: _Candidate, write_weight: float) -> _Candidate:
-    """Better starts for the copies that user code waits for, as long as some are found. Never slower: it is replayed."""
-    for _ in range(_SHIFTS):
+def _around_user_code(best: _ReplayedPlan, write_weight: float) -> _ReplayedPlan:
+    """Look for better starts of the copies that user code waits for, as long as some are found.
+
+    Each one is replayed, so the result is never slower.
+    """
+    for _ in range(_MAX_IMPROVEMENTS):
         clock = StageClock.replayed(best.problem, best.plan, best.timeline)
         tried = [(best.problem, schedule(best.problem, best.decisions, clock, lead=lead)) for lead in _LEADS]
-        tried += proposals(best.problem, best.decisions, best.plan, best.timeline)
+        tried += user_code_proposals(best.problem, best.decisions, best.plan, best.timeline)
         better = min((_replayed(*each, write_weight) for each in tried), key=lambda candidate: candidate.cost)
         if better.cost >= best.cost * _BETTER:
             break
@@ -128,19 +141,19 @@ def _around_user_code(best: _Candidate, write_weight: float) -> _Candidate:
 
 def _rival_candidates(
     problem: Problem, rivals: Sequence[Callable[[Problem], Decisions]], write_weight: float
-) -> list[_Candidate]:
-    """What the other policies plan, as they plan it."""
+) -> list[_ReplayedPlan]:
+    """The plans of the other policies, unchanged."""
     found = []
     for rival in rivals:
         try:
             found.append(_replayed(problem, rival(problem), write_weight))
         except InfeasiblePlanError:
-            continue  # this one finds no way; others may
+            continue  # this policy finds no plan; others may
     return found
 
 
-def _choose(candidates: list[_Candidate], others: list[_Candidate], write_weight: float) -> _Candidate:
-    """The cheapest; up to the default weight, of those that are no slower than any rival."""
+def _choose(candidates: list[_ReplayedPlan], others: list[_ReplayedPlan], write_weight: float) -> _ReplayedPlan:
+    """The cheapest plan. Up to the default weight of writes, the cheapest of those that are no slower than any rival."""
     pool = [*candidates, *others]
     if others and write_weight <= DEFAULT_WRITE_WEIGHT:
         limit = min(other.timeline.iteration_seconds for other in others)
@@ -148,10 +161,10 @@ def _choose(candidates: list[_Candidate], others: list[_Candidate], write_weight
     return min(pool, key=lambda candidate: candidate.cost)
 
 
-def _decisions(problem: Problem, solution: Solution) -> tuple[Problem, Decisions]:
-    """What the solution chooses, with the problem that is left when some subgroups update on the host.
+def _decisions(problem: Problem, solution: CoarseSolution) -> tuple[Problem, Decisions]:
+    """What the solution chooses, and the problem that is left when its subgroups update on the host.
 
-    Rounding may overfill a tier: then the fastest other one with room, or none; updates on the host come first.
+    Rounding may overfill a tier. A period then gets the fastest other tier with room, or stays; updates on the host come first.
     """
     chosen = {(problem.periods[i].block, problem.periods[i].after): tier for i, tier in solution.tiers.items()}
     left = Problem.of(problem.source, problem.budgets, in_order_of_need(problem, solution.on_host))
@@ -173,27 +186,27 @@ def _costs(problem: Problem, decisions: Decisions) -> dict[int, float]:
 
 
 def _cost(problem: Problem, index: int, decision: Decision, *, out: bool) -> float:
-    """Seconds of the copy in; of the copy out where there is no other."""
+    """Seconds of the copy in. For a final period, which has none, seconds of the copy out."""
     route, period = problem.route(decision.tier), problem.periods[index]
     if period.final:
         return route.outward.seconds(period.size_bytes) if out else 0.0
     return route.inward.seconds(period.size_bytes)
 
 
-def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float]) -> _Candidate:
-    """Schedule by the ideal clock, replay, schedule again by the replayed clock, and so on; keep the best.
+def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float]) -> _ReplayedPlan:
+    """Schedule by the ideal clock, replay, schedule again by the replayed clock, and so on. Keep the best.
 
-    Longer leads come first, and shorter ones must be clearly better: a lead absorbs what was not measured.
+    Longer leads are tried first, and shorter ones must be clearly better: a lead absorbs delays that were not measured.
     """
-    best: _Candidate | None = None
+    best: _ReplayedPlan | None = None
     known: set[tuple[tuple[int, int], ...]] = set()
     for lead in leads:
         clock = StageClock.ideal(problem)
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             scheduled = schedule(problem, decisions, clock, lead=lead)
             starts = tuple((index, decision.start) for index, decision in scheduled.items())
             if starts in known:
-                break  # the same clock would follow
+                break  # the replay would give the same clock again
             known.add(starts)
             candidate = _replayed(problem, scheduled, write_weight)
             if best is None or candidate.cost < best.cost * _CLEARLY_BETTER:
@@ -205,51 +218,11 @@ def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, 
     return best
 
 
-def _replayed(problem: Problem, decisions: Decisions, write_weight: float) -> _Candidate:
+def _replayed(problem: Problem, decisions: Decisions, write_weight: float) -> _ReplayedPlan:
     plan = build_plan(problem, decisions, policy="")
     timeline = simulate(problem.source, plan)
     cost = timeline.iteration_seconds
     for route in problem.routes:
         written_seconds = timeline.moved_bytes.get(route.outward.name, 0) / route.outward.bytes_per_second
         cost += outward_weight(route.tier, write_weight) * written_seconds
-    return _Candidate(problem=problem, decisions=decisions, plan=plan, timeline=timeline, cost=cost)
-
-
-def finish(problem: Problem, plan: Plan, timeline: Timeline | None = None, *, threads: int = DEFAULT_THREADS) -> Plan:
-    """Add the simulator's predictions, and per offload the stage by whose end the copy is out."""
-    if timeline is None:
-        timeline = simulate(problem.source, plan)
-    plan = plan.model_copy(update={"moves": _with_free_after(problem, plan, timeline)})
-    return plan.model_copy(
-        update={
-            "predicted": Predicted(
-                iteration_seconds=timeline.iteration_seconds,
-                ideal_seconds=problem.source.ideal_seconds,
-                lower_bound_seconds=lower_bound_seconds(problem, threads=threads),
-                stall_seconds=timeline.stall_seconds,
-                peak_bytes=timeline.peak_bytes,
-                moved_bytes=timeline.moved_bytes,
-                storage_written_bytes=timeline.storage_written_bytes,
-            )
-        }
-    )
-
-
-def _with_free_after(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[object, ...]:
-    clock = StageClock(
-        reached_seconds=tuple(stage.start_seconds for stage in timeline.stages),
-        iteration_seconds=timeline.iteration_seconds,
-    )
-    moves = list(plan.moves)
-    for transfer in timeline.transfers:
-        move = moves[transfer.move]
-        if move.offload is None or not transfer.link.startswith("device->"):
-            continue
-        # Counted on from the issue, since the transfer may have been issued in the iteration before.
-        issued = timeline.stages[move.offload.start % problem.stage_count].end_seconds
-        done = issued + transfer.end_seconds - transfer.queued_seconds
-        turns = move.offload.start // problem.stage_count
-        stage = clock.stage_at(done - 1e-12) + turns * problem.stage_count
-        free_after = min(max(stage, move.offload.start), move.before - 1)
-        moves[transfer.move] = move.model_copy(update={"offload": move.offload.model_copy(update={"free_after": free_after})})
-    return tuple(moves)
+    return _ReplayedPlan(problem=problem, decisions=decisions, plan=plan, timeline=timeline, cost=cost)

@@ -1,4 +1,4 @@
-"""`plan`: one signature for every policy, from the integer program down to keeping everything."""
+"""The policies by name, and `plan`, which has one signature for all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from functools import partial
 from planner.errors import BudgetError, OptionsError
 from planner.policies.fixed_updates import all_on_host, every_nth_on_device
 from planner.policies.greedy import g10_decisions, teraio_decisions
-from planner.policies.ilp import finish, optimise
+from planner.policies.ilp import optimise
+from planner.policies.predictions import with_lower_bound, with_predictions
 from planner.policies.zero_infinity import zero_infinity_decisions
 from planner.problem import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, Decisions, Problem, SolverSettings, build_plan
 from planner.schedule import evict_furthest
@@ -28,33 +29,41 @@ def plan(
     gap: float = DEFAULT_GAP,
     threads: int = DEFAULT_THREADS,
     write_weight: float = DEFAULT_WRITE_WEIGHT,
+    lower_bound: bool = True,
 ) -> Plan:
-    """Decide which blocks wait where and when they move; the result has been replayed in the simulator.
+    """Decide which blocks wait in which tier and when they move. The plan has been replayed in the simulator.
 
-    Policies: `"ilp"`: the integer program, made exact, and no slower than any of the heuristics that follow; `"teraio"`
-    and `"g10"`: greedy by benefit and cost, see `planner.policies.greedy`; `"zero-infinity"`: everything is offloaded and
-    comes back one layer ahead, see `planner.policies.zero_infinity`; `"belady"`: on demand, furthest next use first, as a
-    pager without a plan would do it; `"keep-all"`: no moves. And the integer program with where optimizer subgroups
-    update decided beforehand, to compare with: `"device-updates"`, all on the device; `"host-updates"`, all that can
-    on the host; `"stride-2"`, of these every second on the device, see `planner.policies.fixed_updates`.
+    Policies:
 
-    `write_weight`: seconds of iteration time that one second of writing to storage is worth (drives wear out); up to its
-    default it only decides between plans that are no slower than every heuristic's. `gap`: share of the objective by
-    which the solver's solution may miss its bound (the coarse model's; it says little below the model's own error).
-    `threads`: of the solver.
+    * `"ilp"`: the integer program, made exact. It is never slower than any of the heuristics, which are the next four.
+    * `"teraio"` and `"g10"`: greedy by benefit and cost, see `planner.policies.greedy`.
+    * `"zero-infinity"`: everything is offloaded and comes back one layer ahead, see `planner.policies.zero_infinity`.
+    * `"belady"`: on demand, furthest next use first, like a pager without a plan.
+    * `"keep-all"`: no moves.
+    * `"device-updates"`, `"host-updates"`, `"stride-2"`: the integer program, for comparison, with fixed rules for where
+      optimizer subgroups update: all on the device, all that can on the host, or every second of these on the device. See
+      `planner.policies.fixed_updates`.
 
-    Blocks: the solver gets `time_limit_seconds` for each of its programs (one, two where updates may run on the
-    host, three for short iterations); to place, replay and bound comes on top, half a minute for 1,000 stages.
+    `write_weight`: seconds of iteration time that one second of writing to storage is worth, since drives wear out. Up to its
+    default, it only decides between plans that are no slower than every heuristic's. `gap`: the share of the objective by which
+    the solver's solution may miss its bound. It concerns the coarse model only, and is of little use below that model's own
+    error. `threads`: of the solver. `lower_bound`: compute `predicted.lower_bound_seconds`; otherwise it is 0, which takes less
+    time.
 
-    Raises BudgetError (the budget is below what one stage needs, or below everything with keep-all),
-    InfeasiblePlanError (the lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can
-    update on the host), OptionsError (no such policy). Never SolverError:
-    where the solver fails, a greedy plan is returned and `plan.solver.status` says "failed".
+    Waits for the result. The solver gets `time_limit_seconds` for each of its programs: one, two where updates may run on the
+    host, three for short iterations. Placing, replaying and bounding take additional time, half a minute for 1,000 stages.
+
+    Raises BudgetError (the budget is below what one stage needs, or with keep-all below everything), InfeasiblePlanError (the
+    lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can update on the host) and
+    OptionsError (no such policy). Never raises SolverError: where the solver fails, the plan is a greedy one and
+    `plan.solver.status` says "failed".
     """
     if policy not in POLICIES:
         raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight)
     made = POLICIES[policy](trace, budgets, settings)
+    if lower_bound:
+        made = with_lower_bound(made, Problem.of(trace, budgets), threads=threads)
     return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
 
 
@@ -66,7 +75,7 @@ def _fixed_updates(name: str, decide: Callable[[str, Problem], Sequence[int]]) -
     def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         problem = Problem.of(trace, budgets)
         on_host = decide(name, problem)
-        rivals = () if on_host else tuple(HEURISTICS.values())  # these update on the device
+        rivals = () if on_host else tuple(HEURISTICS.values())  # rivals update on the device
         return optimise(problem, policy=name, rivals=rivals, settings=settings, on_host=on_host)
 
     return policy
@@ -75,7 +84,7 @@ def _fixed_updates(name: str, decide: Callable[[str, Problem], Sequence[int]]) -
 def _heuristic(name: str, decide: Callable[[Problem], Decisions]) -> Policy:
     def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         problem = Problem.of(trace, budgets)
-        return finish(problem, build_plan(problem, decide(problem), policy=name), threads=settings.threads)
+        return with_predictions(problem, build_plan(problem, decide(problem), policy=name))
 
     return policy
 
@@ -93,7 +102,7 @@ def _keep_all(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
             budget_bytes=budgets.device_bytes,
             stage=trace.stages[worst].name,
         )
-    return finish(problem, build_plan(problem, {}, policy="keep-all"), threads=settings.threads)
+    return with_predictions(problem, build_plan(problem, {}, policy="keep-all"))
 
 
 HEURISTICS: dict[str, Callable[[Problem], Decisions]] = {

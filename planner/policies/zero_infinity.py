@@ -1,4 +1,4 @@
-"""Everything is offloaded and comes back one layer ahead: ZeRO-Infinity's fixed schedule."""
+"""ZeRO-Infinity's fixed schedule: everything is offloaded and comes back one layer ahead."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _LAYER = re.compile(r"^(.*?[./]\d+)(?:[./:]|$)")
 
 
 def zero_infinity_decisions(problem: Problem) -> Decisions:
-    """Every block leaves after every use; what a layer needs is prefetched while the layer before it runs.
+    """Offload every block after every use, and prefetch the blocks of a layer while the layer before it runs.
 
-    A layer: neighbouring stages with the same name up to their first number (`forward/layers.3`); other stages are
-    layers of their own. Model and optimizer states go to storage, activations to host memory, each to the other tier
-    where its own is missing or full; blocks stay where neither has room. A block whose next use lies in the same layer
-    or the next one stays too. Prefetches that there is no memory for start later.
+    A layer is a run of stages with the same name up to their first number (`forward/layers.3`); other stages are layers of their
+    own. Model and optimizer states go to storage, activations to host memory. A block goes to the other tier where its own is
+    missing or full, and stays if neither has room. A block whose next use is in the same layer or the next one stays too. A
+    prefetch without room starts later.
 
-    Source: Rajbhandari et al., ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning (SC 2021):
-    all states on NVMe, activation checkpoints in CPU memory, overlap-centric prefetching along the traced order of layers.
+    Source: Rajbhandari et al., ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning (SC 2021): all states
+    on NVMe, activation checkpoints in CPU memory, overlap-centric prefetching along the traced order of layers.
     """
     layer_of, first_of = _layers(problem)
     room = TierCapacity(problem, {})
@@ -48,7 +48,7 @@ def zero_infinity_decisions(problem: Problem) -> Decisions:
 
 
 def _layers(problem: Problem) -> tuple[list[int], list[int]]:
-    """Layer of every stage, and first stage of every layer."""
+    """Return the layer of every stage, and the first stage of every layer."""
     layer_of: list[int] = []
     first_of: list[int] = []
     last = ""

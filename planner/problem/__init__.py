@@ -1,7 +1,7 @@
-"""What a trace and budgets ask of a planner: periods in which blocks are idle, routes, capacities, updates."""
+"""What follows from a trace and budgets, for every policy: inactive periods, routes, capacities and updates on the host."""
 
 from planner.problem.host_updates import (
-    device_part,
+    device_iteration,
     gradients,
     host_start,
     host_updatable,
@@ -48,7 +48,7 @@ __all__ = [
     "block_activities",
     "build_plan",
     "copies_out",
-    "device_part",
+    "device_iteration",
     "floor",
     "gradients",
     "host_start",

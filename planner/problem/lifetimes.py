@@ -1,4 +1,4 @@
-"""Trace → when every block exists, when it is idle, and what each stage needs at the least."""
+"""When every block of a trace exists, when it is idle, and how much memory each stage needs at least."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ __all__ = [
     "live_bytes",
     "live_bytes_by_kind",
     "mean_active_fraction",
-    "stage_need_bytes",
 ]
 
 
@@ -25,11 +24,11 @@ __all__ = [
 class InactivePeriod:
     """The time between two consecutive uses of a movable block, or (`final`) between its last use and its death.
 
-    `after` and `before` are the uses; `before` ≥ number of stages means the next iteration. If it is `final`, the block
-    dies when stage `before` − 1 has ended, wherever it is then: it need not come back. `epoch` numbers
-    the stretches of the block's life between two writes, and `rank` the periods within a stretch, from the
-    write on. A copy made in an earlier period of the same epoch is still valid in a later one.
-    `read_only`: no stage ever writes the block, so in the steady state a valid copy always exists.
+    `after` and `before` are the uses; `before` ≥ number of stages means the next iteration. If `final`, the block dies when
+    stage `before` − 1 has ended, in whatever tier it is then: it need not come back. `epoch` numbers the stretches of the
+    block's life between two writes. `rank` numbers the periods within an epoch, from the write on. A copy made in an earlier
+    period of the same epoch is still valid in a later one. `read_only`: no stage ever writes the block, so a valid copy always
+    exists in the steady state.
     """
 
     block: int
@@ -48,20 +47,20 @@ class InactivePeriod:
 
     @property
     def last_leave(self) -> int:
-        """The last stage after which the block may leave, to be away in one stage at least where it is `final`."""
+        """The last stage after which the block may leave. A `final` block must then be away for at least one stage."""
         return self.before - 1 - self.final
 
     @property
     def clean(self) -> bool:
-        """Whether the block can leave without a copy out: one made earlier in the same epoch may still be valid."""
+        """Whether the block can leave without a copy out, since a copy made earlier in the same epoch may still be valid."""
         return self.read_only or self.rank > 0
 
 
 def inactive_periods(trace: Trace) -> tuple[InactivePeriod, ...]:
-    """All periods of all movable blocks that have at least one stage in between, by block and then by time.
+    """Return the periods of all movable blocks that contain at least one stage, by block and then by time.
 
-    Within an epoch the order is that of `rank`; a persistent block's wrapping period may come before later
-    ones of the same iteration in rank.
+    Within an epoch they are ordered by `rank`. The period of a persistent block that wraps round the iteration's end may have a
+    lower rank than later periods of the same iteration.
     """
     periods: list[InactivePeriod] = []
     for block in trace.blocks:
@@ -77,7 +76,7 @@ def _periods_of(block: Block, stages: int) -> list[InactivePeriod]:
     read_only = block.persistent and not writes
     pairs = list(zip(uses, following, strict=True))
     if block.persistent and writes:
-        # Begin just after a write, so that ranks run on across the iteration's end.
+        # Begin just after a write, so that ranks continue over the iteration's end.
         first = next(index for index, use in enumerate(uses) if use in writes)
         pairs = pairs[first:] + pairs[:first]
     periods = []
@@ -103,12 +102,12 @@ def _periods_of(block: Block, stages: int) -> list[InactivePeriod]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockActivity:
-    """For how long one block is used and idle, in an iteration that never waits.
+    """How long one block is used and idle, in an iteration that never waits.
 
-    `active_seconds`: the stages that use it; `active_fraction`: their share of the iteration (0 if that takes no
-    time). `idle_seconds`: the rest of the time that the block exists, all its inactive periods together;
-    `longest_idle_seconds`: the longest of them; that of a persistent block may wrap round the iteration's end.
-    `clean`: persistent and never written, so in the steady state it needs no copy out; any other block is dirty.
+    `active_seconds`: duration of the stages that use it. `active_fraction`: their share of the iteration (0 if the iteration
+    takes no time). `idle_seconds`: the rest of the time that the block exists, in all its inactive periods.
+    `longest_idle_seconds`: the longest of these; for a persistent block it may wrap round the iteration's end. `clean`:
+    persistent and never written, so it needs no copy out in the steady state. All other blocks are dirty.
     """
 
     block: int
@@ -120,9 +119,9 @@ class BlockActivity:
 
 
 def block_activities(trace: Trace) -> tuple[BlockActivity, ...]:
-    """The activity of every block, movable or not, by block."""
+    """Return the activity of every block, movable or not, by block."""
     durations = [stage.duration_seconds for stage in trace.stages]
-    # Begin of each stage, over two iterations: a period that wraps ends in the second.
+    # Start of each stage over two iterations: a period that wraps ends in the second.
     begins = list(accumulate(durations * 2, initial=0.0))
     found = []
     for block in trace.blocks:
@@ -142,35 +141,26 @@ def block_activities(trace: Trace) -> tuple[BlockActivity, ...]:
 
 
 def mean_active_fraction(trace: Trace) -> float:
-    """The active fraction of the movable blocks, averaged over their bytes: Σ size · active / (Σ size · iteration).
+    """Return the active fraction of the movable blocks, averaged by bytes: Σ size · active / (Σ size · iteration).
 
-    0 where nothing is movable. How small it is tells how much of the memory could be elsewhere at any moment (TERAIO,
-    Yuan et al., 2025, finds 1.7 % of the memory active on average).
+    0 where nothing is movable. A small value means that most of the memory could be elsewhere at any moment (TERAIO, Yuan et
+    al., 2025, finds 1.7 % of the memory active on average).
     """
     movable = [(block, found) for block, found in zip(trace.blocks, block_activities(trace), strict=True) if block.movable]
     total = sum(block.size_bytes for block, _ in movable)
     return sum(block.size_bytes / total * found.active_fraction for block, found in movable) if total else 0.0
 
 
-def stage_need_bytes(trace: Trace) -> list[int]:
-    """Per stage: bytes that come into being when it starts (outputs born there, and workspace)."""
-    need = [stage.workspace_bytes for stage in trace.stages]
-    for block in trace.blocks:
-        if not block.persistent:
-            need[block.uses[0]] += block.size_bytes
-    return need
-
-
 def live_bytes(trace: Trace) -> list[int]:
-    """Per stage: device bytes while it runs if nothing ever leaves the device, workspace included."""
+    """Return, for each stage, the device bytes while it runs if nothing ever leaves the device; workspace is included."""
     live = _existing_bytes(trace.blocks, len(trace.stages))
     return [size + stage.workspace_bytes for size, stage in zip(live, trace.stages, strict=True)]
 
 
 def live_bytes_by_kind(trace: Trace) -> dict[BlockKind, list[int]]:
-    """Per kind of block that the trace has, per stage: bytes of the blocks that exist while it runs.
+    """Return, for each kind of block in the trace and each stage, the bytes of the blocks that exist while the stage runs.
 
-    Their sum and the stage's workspace are `live_bytes`.
+    Their sum plus the stage's workspace is `live_bytes`.
     """
     kinds: dict[BlockKind, list[Block]] = {}
     for block in trace.blocks:
@@ -188,7 +178,7 @@ def _existing_bytes(blocks: Iterable[Block], stages: int) -> list[int]:
 
 
 def stage_floors(trace: Trace) -> list[int]:
-    """Per stage: inputs + outputs + workspace + live bytes that cannot move."""
+    """Return, for each stage, its inputs + outputs + workspace + live bytes that cannot move."""
     floors = live_bytes(trace)
     stages = len(trace.stages)
     for period in inactive_periods(trace):
@@ -198,9 +188,9 @@ def stage_floors(trace: Trace) -> list[int]:
 
 
 def floor(trace: Trace) -> tuple[int, int]:
-    """The smallest device budget under which every stage can run, in bytes, and the stage that sets it.
+    """Return the smallest device budget under which every stage can run, in bytes, and the stage that sets it.
 
-    All updates run on the device. Where no lower tier has links both ways, nothing can leave.
+    All updates run on the device. If no lower tier has links in both directions, nothing can leave.
     """
     hardware = trace.hardware
     tiers: tuple[Tier, ...] = ("host", "storage")

@@ -1,4 +1,4 @@
-"""What every policy works on: trace and budgets with all that follows from them, and decisions per period."""
+"""What every policy works on: a trace and budgets with all that follows from them, and one decision for each period."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from planner.errors import BudgetError
-from planner.problem.host_updates import device_part, gradients, movable_blocks, parameters
+from planner.problem.host_updates import device_iteration, gradients, movable_blocks, parameters
 from planner.problem.lifetimes import InactivePeriod, inactive_periods, live_bytes, stage_floors
 from planner.schema import Block, Budgets, Link, Move, Offload, Placement, Plan, Prefetch, SharedRate, Trace, Update, WaitingTier
 
@@ -26,10 +26,10 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One period's move: leaves after stage `leave`, prefetch queued when stage `start` is reached.
+    """The move of one period: the block leaves after stage `leave`; its prefetch is queued when stage `start` is reached.
 
-    `leave` is in [after, last_leave], `start` in (leave, before]; both run on over the iteration's end. Of a final period,
-    `start` is `before`, and there is no prefetch.
+    `leave` is in [after, last_leave] and `start` in (leave, before]; both are numbered on over the iteration's end. In a final
+    period `start` is `before`, and there is no prefetch.
     """
 
     tier: WaitingTier
@@ -38,20 +38,20 @@ class Decision:
 
 
 Decisions = dict[int, Decision]
-"""Period index (in `Problem.periods`) → decision; a period without one stays on the device."""
+"""Period index (in `Problem.periods`) → decision. The block of a period without a decision stays on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """A trace and budgets under which every stage can run, and what follows from them.
 
-    `on_host`: subgroups that update on the host, in this order; `trace`: what is left for the device then.
-    `source`: the whole trace. `live_bytes[s]`: device bytes during stage s if nothing leaves. `covering[s]`: periods
-    that s lies in. `routes`: usable lower tiers, fastest (to copy in) first; `shared`: what their links share.
-    `updated`: by period around an update on the host of its block, that subgroup: such a period always has a decision,
-    to wait in the host tier. `host_blocks`: movable blocks of subgroups that update on the host, with their whole size;
-    they have their place in the host tier for good, and wait nowhere else. `gradient_leaves`: stages at whose end gradients
-    of such subgroups leave, by block, where that is later than right after their last use; `live_bytes` counts that.
+    `source`: the whole trace. `on_host`: subgroups that update on the host, in this order. `trace`: the iteration that is left
+    for the device then. `live_bytes[s]`: device bytes during stage s if nothing leaves. `covering[s]`: the periods that contain
+    stage s. `routes`: usable lower tiers, the fastest to copy in first. `shared`: the rates that their links share. `updated`:
+    subgroup by period, for periods around an update on the host of the period's block. Such a period always has a decision: the
+    block waits in the host tier. `host_blocks`: movable blocks of subgroups that update on the host, with their whole size. They
+    have their place in the host tier for good, and wait in no other tier. `gradient_leaves`: by block, the stage at whose end a
+    gradient of such a subgroup leaves, if that is later than right after its last use; `live_bytes` includes it until then.
     """
 
     source: Trace
@@ -69,11 +69,11 @@ class Problem:
 
     @classmethod
     def of(cls, source: Trace, budgets: Budgets, on_host: Sequence[int] = ()) -> Problem:
-        """Raises BudgetError when the device budget is below what one stage needs.
+        """Build the problem. Raises BudgetError when the device budget is below what one stage needs.
 
-        on_host: of `host_updatable` subgroups; that their blocks fit into the host tier is not checked here.
+        on_host: ids of `host_updatable` subgroups. Does not check that their blocks fit into the host tier.
         """
-        trace = device_part(source, on_host)
+        trace = device_iteration(source, on_host)
         routes = _routes(trace, budgets)
         live = live_bytes(trace)
         floors = stage_floors(trace) if routes else live
@@ -109,26 +109,31 @@ class Problem:
         return len(self.trace.stages)
 
     @cached_property
+    def period_after(self) -> dict[tuple[int, int], int]:
+        """Period index by block and the use that the period follows, as moves name it."""
+        return {(period.block, period.after): index for index, period in enumerate(self.periods)}
+
+    @cached_property
     def _host_only(self) -> frozenset[int]:
         return frozenset(block.id for block in self.host_blocks)
 
     @property
     def everything_fits(self) -> bool:
-        """Whether the device holds all blocks at all times, and all updates run there."""
+        """Whether the device holds all blocks at all times and runs all updates."""
         return not self.on_host and max(self.live_bytes) <= self.budgets.device_bytes
 
     def route(self, tier: WaitingTier) -> Route:
-        """The route of a usable tier."""
+        """Return the route of a usable tier."""
         return next(route for route in self.routes if route.tier == tier)
 
     def routes_of(self, index: int) -> tuple[Route, ...]:
-        """The routes that the block of a period may take."""
+        """Return the routes that the block of a period may take."""
         if self.on_host and self.periods[index].block in self._host_only:
             return tuple(route for route in self.routes if route.tier == "host")
         return self.routes
 
     def with_gradient_leaves(self, leaves: dict[int, int]) -> Problem:
-        """The same problem, in which just these gradients of updates on the host leave later."""
+        """Return the same problem, in which exactly these gradients of updates on the host leave later."""
         live = list(live_bytes(self.trace))
         for block, leave in leaves.items():
             for stage in range(self.trace.blocks[block].uses[-1] + 1, leave + 1):
@@ -136,10 +141,10 @@ class Problem:
         return replace(self, gradient_leaves=leaves, live_bytes=tuple(live))
 
     def occupancy(self, decisions: Decisions) -> list[int]:
-        """Device bytes per stage: a block counts until it leaves and again from its prefetch's start on.
+        """Return the device bytes of each stage: a block counts until it leaves, and again from the start of its prefetch.
 
-        When this is within the budget at every stage, the plan cannot deadlock: copies out always end, and
-        then everything that was queued fits.
+        A plan within the budget at every stage cannot deadlock: copies out always end, and then all blocks whose copies were
+        queued fit.
         """
         stages = self.stage_count
         change = [0] * (stages + 1)
@@ -191,7 +196,7 @@ def _routes(trace: Trace, budgets: Budgets) -> tuple[Route, ...]:
 
 
 def in_units(problem: Problem, unit_seconds: float) -> Problem:
-    """The same problem with all rates and latencies of links per `unit_seconds`; the trace is left as it is."""
+    """Return the same problem with the rates and latencies of its links per `unit_seconds`. The trace does not change."""
     routes = []
     for route in problem.routes:
         outward, inward = (
@@ -209,7 +214,7 @@ def in_units(problem: Problem, unit_seconds: float) -> Problem:
 
 
 def copies_out(problem: Problem, decisions: Decisions) -> set[int]:
-    """Periods whose move must copy out: the first of each block, epoch and tier. Others find a valid copy."""
+    """Return the periods whose move must copy out: the first of each block, epoch and tier. The others find a valid copy."""
     first: dict[tuple[int, int, str], int] = {}
     for index in decisions:
         period = problem.periods[index]
@@ -222,7 +227,7 @@ def copies_out(problem: Problem, decisions: Decisions) -> set[int]:
 
 
 def build_plan(problem: Problem, decisions: Decisions, *, policy: str) -> Plan:
-    """The plan that carries out `decisions`, not yet with predictions; earliest deadlines first."""
+    """Build the plan that carries out `decisions`, without predictions. Moves with earlier deadlines come first."""
     dirty = copies_out(problem, decisions)
     stages = problem.stage_count
     moves = [move for number in problem.on_host for move in _gradient_moves(problem, number)]
@@ -254,7 +259,7 @@ def build_plan(problem: Problem, decisions: Decisions, *, policy: str) -> Plan:
 
 
 def _gradient_moves(problem: Problem, number: int) -> Iterator[Move]:
-    """Out after the last use before the update, never back."""
+    """Out after the last use before the update, and never back."""
     subgroup = problem.source.subgroups[number]
     for block in gradients(problem.source, subgroup):
         after = problem.trace.blocks[block.id].uses[-1]
@@ -270,8 +275,10 @@ def _gradient_moves(problem: Problem, number: int) -> Iterator[Move]:
 
 
 def _queue_order(move: Move, stages: int, *, dies: bool) -> tuple[int, int, int]:
-    """By the stage at which the prefetch starts, then by the stage before which the block must be back, counted on
-    from there. What does not come back goes out first if an update waits for it, last if it only dies."""
+    """Order by the stage at which the prefetch starts, then by the stages from there until the block must be back.
+
+    A block that does not come back goes out first if an update waits for it, and last if it only dies.
+    """
     if move.prefetch is None:
         return stages if dies else -1, 0, move.block
     start = move.prefetch.start

@@ -1,4 +1,4 @@
-"""What the user may set of the planner, and what copies out cost in its objective."""
+"""The planner's settings, and the cost of copies out in its objective."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ DEFAULT_GAP = 0.005
 DEFAULT_THREADS = 2
 DEFAULT_WRITE_WEIGHT = 0.005
 TIE_WEIGHT = 0.005
-"""Seconds of iteration time that one second of copying is worth where nothing wears out: of equals, the one that moves less."""
+"""Seconds of iteration time that one second of copying is worth where nothing wears out: of equal plans, the one that moves less
+wins.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverSettings:
-    """See `planner.policies.registry.plan`."""
+    """Settings of one planning run, see `planner.plan`."""
 
     time_limit_seconds: float = 30.0
     gap: float = DEFAULT_GAP
@@ -26,5 +28,8 @@ class SolverSettings:
 
 
 def outward_weight(tier: WaitingTier, write_weight: float) -> float:
-    """Seconds of iteration time that one second of copying out to `tier` is worth: drives wear out, host memory does not."""
+    """Return the seconds of iteration time that one second of copying out to `tier` is worth.
+
+    Drives wear out, host memory does not.
+    """
     return write_weight if tier == "storage" else TIE_WEIGHT

@@ -1,6 +1,6 @@
-"""How full the lower tiers get: a copy keeps its place until the block dies; a persistent one, for ever.
+"""How full the lower tiers get. A copy keeps its place until the block dies; the copy of a persistent block keeps it for good.
 
-So do all blocks of subgroups that update on the host, in the host tier.
+All blocks of subgroups that update on the host keep their place in the host tier for good.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["TierCapacity"]
 
 
 class TierCapacity:
-    """Bytes per lower tier and stage, for tiers with a budget; tiers without one always have room."""
+    """Bytes used in each lower tier and stage, for tiers with a budget. Tiers without one always have room."""
 
     def __init__(self, problem: Problem, decisions: Decisions) -> None:
         self._problem = problem
@@ -28,7 +28,7 @@ class TierCapacity:
             self.take(index, decision.tier)
 
     def fits(self, index: int, tier: WaitingTier) -> bool:
-        """Whether the block of a period can wait in `tier` in addition to what is there."""
+        """Whether the block of a period can wait in `tier` in addition to the blocks that are there."""
         limit = self._limits[tier]
         if all(route.tier != tier for route in self._problem.routes_of(index)):
             return False
@@ -38,7 +38,7 @@ class TierCapacity:
         return all(self._used[tier][stage] + size <= limit for stage in self._new_stages(index, tier))
 
     def take(self, index: int, tier: WaitingTier) -> None:
-        """Note that the block of a period waits in `tier`."""
+        """Record that the block of a period waits in `tier`."""
         self._busy_seconds[tier] += self._inward_seconds(index, self._problem.route(tier))
         if self._limits[tier] is None:
             return
@@ -49,14 +49,14 @@ class TierCapacity:
         self._since[key] = min(period.after, self._since.get(key, period.after))
 
     def best(self, index: int) -> WaitingTier | None:
-        """The fastest tier with room for the block of a period, or None."""
+        """Return the fastest tier with room for the block of a period, or None."""
         for route in self._problem.routes_of(index):
             if self.fits(index, route.tier):
                 return route.tier
         return None
 
     def least_busy(self, index: int) -> WaitingTier | None:
-        """The tier with room whose link inward would be busy for the least time in all with this block, or None."""
+        """Return the tier with room whose link inward would be busy for the shortest total time with this block, or None."""
         fitting = [route for route in self._problem.routes_of(index) if self.fits(index, route.tier)]
         if not fitting:
             return None

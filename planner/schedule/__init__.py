@@ -1,15 +1,15 @@
-"""From decisions to exact moves: when each copy begins."""
+"""From decisions to exact moves: which blocks must leave in addition, and when each copy begins."""
 
 from planner.schedule.eviction import evict_furthest, prune
 from planner.schedule.prefetch import StageClock, on_demand, prefetch_from, schedule
-from planner.schedule.user_code import proposals
+from planner.schedule.user_code import user_code_proposals
 
 __all__ = [
     "StageClock",
     "evict_furthest",
     "on_demand",
     "prefetch_from",
-    "proposals",
+    "user_code_proposals",
     "prune",
     "schedule",
 ]

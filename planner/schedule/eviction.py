@@ -1,4 +1,4 @@
-"""Make room where a stage has none: evict what is needed furthest in the future (Belady's rule)."""
+"""Make room at stages that have none: evict the blocks whose next use is furthest in the future (Belady's rule)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["evict_furthest", "prune"]
 
 
 def evict_furthest(problem: Problem, decisions: Decisions, *, early: bool, spread: bool = False) -> Decisions:
-    """Add moves until every stage fits: at each stage that does not, furthest next use first.
+    """Add moves until every stage fits. At each stage that does not, blocks with the furthest next use leave first.
 
-    `early`: the block leaves right after its last use; else just before the stage that needs the room, as a
-    pager without a plan does it. `spread`: over the tiers by the load of their links; else each block takes the fastest
-    tier with room. Prefetches are on demand. Given a budget at or above the floor this always
-    succeeds, unless the lower tiers are full: then InfeasiblePlanError, naming the stage.
+    `early`: the block leaves right after its last use. Otherwise it leaves just before the stage that needs the room, as in a
+    pager without a plan. `spread`: choose the tier whose link has the least load. Otherwise each block takes the fastest tier
+    with room. Prefetches are on demand. Succeeds for every budget at or above the floor, unless the lower tiers are full: then
+    raises InfeasiblePlanError, which names the stage.
 
     Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer (1966).
     """
@@ -52,7 +52,7 @@ def evict_furthest(problem: Problem, decisions: Decisions, *, early: bool, sprea
 
 
 def _furthest_first(problem: Problem, decisions: Decisions, stage: int) -> list[tuple[int, int]]:
-    """Periods around `stage` whose block is on the device then, with the stage numbered as in the period."""
+    """Periods around `stage` whose block is on the device then, with the number of the stage as it is counted in the period."""
     found = []
     for index in problem.covering[stage]:
         period = problem.periods[index]
@@ -69,7 +69,7 @@ def _stages_until_use(period: InactivePeriod, position: int) -> float:
 
 
 def prune(problem: Problem, decisions: Decisions, cost: dict[int, float]) -> Decisions:
-    """Take back moves that neither the budget nor an update on the host needs, dearest first (`cost` by period)."""
+    """Take back moves that neither the budget nor an update on the host needs, the most expensive first (`cost` by period)."""
     result = dict(decisions)
     occupied = problem.occupancy(result)
     budget = problem.budgets.device_bytes

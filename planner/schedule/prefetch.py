@@ -1,4 +1,4 @@
-"""When each copy in starts: late enough that it fits, early enough that nothing waits for it."""
+"""When each copy in starts: late enough that it fits, and early enough that no stage waits for it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SAME = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageClock:
-    """When each stage is reached, in seconds from the iteration's begin, and how long the iteration takes.
+    """When each stage is reached, in seconds from the iteration's start, and how long the iteration takes.
 
-    `update_seconds`: when each subgroup's update on the host ends, counted on over the iteration's end.
-    `copy_seconds`: what the copies in took, by period, where that is known; else what their links need alone.
+    `update_seconds`: when each subgroup's update on the host ends, counted on over the iteration's end. `copy_seconds`: how long
+    the copy in of each period took, where that is known; other copies take what their link needs when it is otherwise idle.
     `user_stages`: stages of user code, ascending.
     """
 
@@ -32,7 +32,7 @@ class StageClock:
 
     @classmethod
     def ideal(cls, problem: Problem) -> StageClock:
-        """The clock of an iteration that never waits."""
+        """Return the clock of an iteration that never waits."""
         durations = [stage.duration_seconds for stage in problem.trace.stages]
         ends = [0.0, *accumulate(durations)]
         free = 0.0
@@ -50,10 +50,9 @@ class StageClock:
 
     @classmethod
     def replayed(cls, problem: Problem, plan: Plan, timeline: Timeline) -> StageClock:
-        """The clock of a replay of `plan`."""
-        period_of = {(period.block, period.after): index for index, period in enumerate(problem.periods)}
+        """Return the clock of a replay of `plan`."""
         reached = tuple(stage.reached_seconds for stage in timeline.stages)
-        updates = dict(cls.ideal(problem).update_seconds)  # one may be missing where the replay was not steady
+        updates = dict(cls.ideal(problem).update_seconds)  # an update may be missing where the replay was not steady
         for update in timeline.updates:
             start = host_start(problem.source, problem.source.subgroups[update.subgroup])
             updates[update.subgroup] = reached[start] + update.end_seconds - update.queued_seconds
@@ -61,7 +60,7 @@ class StageClock:
         for transfer in timeline.transfers:
             move = plan.moves[transfer.move]
             if transfer.link.endswith("->device"):
-                copies[period_of[move.block, move.after]] = transfer.end_seconds - transfer.start_seconds
+                copies[problem.period_after[move.block, move.after]] = transfer.end_seconds - transfer.start_seconds
         return cls(
             reached_seconds=reached,
             iteration_seconds=timeline.iteration_seconds,
@@ -71,19 +70,19 @@ class StageClock:
         )
 
     def time(self, stage: int) -> float:
-        """When a stage (numbered on over the iteration's end) is reached."""
+        """Return when a stage (numbered on over the iteration's end) is reached."""
         turns, stage = divmod(stage, len(self.reached_seconds))
         return turns * self.iteration_seconds + self.reached_seconds[stage]
 
     def stage_at(self, seconds: float) -> int:
-        """The last stage (numbered on, perhaps negative) that is reached by `seconds`."""
+        """Return the last stage (numbered on, perhaps negative) that is reached by `seconds`."""
         if self.iteration_seconds <= 0:
             return 0
         turns, rest = divmod(seconds, self.iteration_seconds)
         return int(turns) * len(self.reached_seconds) + bisect_right(self.reached_seconds, rest) - 1
 
     def last_user_stage(self, seconds: float) -> int | None:
-        """The last stage of user code (numbered on, perhaps negative) that is reached clearly before `seconds`."""
+        """Return the last stage of user code (numbered on, perhaps negative) that is reached clearly before `seconds`."""
         if not self.user_stages or self.iteration_seconds <= 0:
             return None
         turns, rest = divmod(seconds - _SAME * self.iteration_seconds, self.iteration_seconds)
@@ -94,29 +93,29 @@ class StageClock:
 def schedule(problem: Problem, decisions: Decisions, clock: StageClock, *, lead: float) -> Decisions:
     """Choose the stage at which each prefetch is queued.
 
-    Begins with every prefetch on demand (which always fits), then, earliest deadline first, moves each
-    forward in time to where it must begin if its link serves all in order of deadline and `lead` times its
-    own transfer time is kept as a reserve; as far as the budget holds at every stage that it would occupy.
+    Start with all prefetches on demand, which always fit. Then move each one to an earlier stage, earliest deadline first: to
+    where it must begin if its link serves all prefetches in order of deadline, with `lead` times its own transfer time as a
+    reserve. The budget must hold at every stage that the block then occupies.
     """
     targets: dict[int, int] = {}
     for route in problem.routes:
         targets.update(_latest_starts(problem, decisions, clock, route.tier, lead))
     for index, subgroup in problem.updated.items():
-        # The link would wait for the update, with all that is queued behind.
+        # Queued earlier, the copy would wait for the update at the head of its queue and hold up the copies behind it.
         updated = clock.stage_at(clock.update_seconds[subgroup])
         targets[index] = min(max(targets[index], updated), problem.periods[index].before)
     return prefetch_from(problem, decisions, targets)
 
 
 def on_demand(problem: Problem, decisions: Decisions) -> Decisions:
-    """The same moves, each prefetch queued by the stage that needs the block."""
+    """Return the same moves, with each prefetch queued at the stage that needs the block."""
     return {index: replace(decision, start=problem.periods[index].before) for index, decision in decisions.items()}
 
 
 def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int]) -> Decisions:
-    """Queue each prefetch at its target stage, or as early after it as the budget allows; others on demand.
+    """Queue each prefetch at its target stage, or as early after it as the budget allows. Without a target, it is on demand.
 
-    Earliest deadline first. A prefetch occupies its memory from the stage at which it is queued.
+    Earliest deadlines come first. The block of a prefetch occupies its memory from the stage at which the prefetch is queued.
     """
     result = on_demand(problem, decisions)
     occupied = problem.occupancy(result)
@@ -130,16 +129,16 @@ def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int
             occupied[start % stages] += size
         if start < problem.periods[index].before and problem.trace.blocks[problem.periods[index].block].user_visible:
             while start % stages in users and start < problem.periods[index].before:
-                occupied[start % stages] -= size  # it could not begin before, and would hold up what is queued behind it
+                occupied[start % stages] -= size  # user code holds it back, and it would hold up the copies behind it
                 start += 1
         result[index] = replace(result[index], start=start)
     return result
 
 
 def _latest_starts(problem: Problem, decisions: Decisions, clock: StageClock, tier: WaitingTier, lead: float) -> dict[int, int]:
-    """Per period of one tier: the latest stage at which its prefetch may be queued and still be in time.
+    """For each period of one tier: the latest stage at which its prefetch may be queued and still be in time.
 
-    Backwards over two iterations, so that those early in the iteration see the queue of the one before.
+    Goes backwards over two iterations, so that prefetches early in the iteration see the queue of the one before.
     """
     link, stages = problem.route(tier).inward, problem.stage_count
     mine = [index for index, decision in decisions.items() if decision.tier == tier and not problem.periods[index].final]
@@ -162,8 +161,11 @@ def _latest_starts(problem: Problem, decisions: Decisions, clock: StageClock, ti
 
 
 def _around_user_code(clock: StageClock, begin: float, seconds: float, earliest: float) -> tuple[float, int | None]:
-    """When a copy in must begin at the latest so that it is not under way in user code: before it where there is time for
-    it, else after it; and the stage after the last user code before that: queued earlier, it could be under way in that.
+    """Return when a copy in must begin at the latest so as not to run during user code, and the first stage to queue it at.
+
+    It begins early enough to end before user code if there is time for that, otherwise after it. The first stage follows the
+    last user code before the copy: queued earlier, the copy could be under way in that user code. None if there is no such user
+    code.
     """
     user = clock.last_user_stage(begin + seconds)
     while user is not None and clock.time(user + 1) > begin:

@@ -1,6 +1,6 @@
-"""Other starts for the copies that user code would wait for: when it has ended, they run beside the next region.
+"""Other starts for the copies that user code would wait for: after the user code, they run beside the next region.
 
-That takes room for longer and may move the wait elsewhere, so all of these are proposals: the replay decides.
+The blocks then take room for longer, and the wait may move elsewhere. So these are only variants to try: the replay decides.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from planner.problem import Decisions, Problem, next_user_stage, user_stages
 from planner.schema import Plan
 from planner.simulator import Timeline
 
-__all__ = ["proposals"]
+__all__ = ["user_code_proposals"]
 
-_MAX_APART = 3  # stages of user code for which the copies that they wait for are put off by themselves
+_MAX_APART = 3
+"""At most this many stages of user code get a variant of their own, in which only the copies that they wait for are put off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Late:
-    """A copy out for which user code waits: queued at the end of `leave`, it could go at the end of `user` as well.
+class _LateCopy:
+    """A copy out that user code waits for.
 
-    `index`: its period, None for a gradient of an update on the host, which has none. `wait_seconds`: for how long it is
-    under way after `user` was reached. Stages are numbered on over the iteration's end.
+    It is queued at the end of stage `leave` and could be queued at the end of `user` instead.
+
+    `index`: its period; None for a gradient of an update on the host, which has no period. `wait_seconds`: how long it is under
+    way after `user` was reached. Stages are numbered on over the iteration's end.
     """
 
     index: int | None
@@ -32,11 +35,13 @@ class _Late:
     wait_seconds: float
 
 
-def proposals(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Iterator[tuple[Problem, Decisions]]:
-    """Variants of `decisions`, of which `plan` is the plan and `timeline` the replay, in which user code may wait for less.
+def user_code_proposals(
+    problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline
+) -> Iterator[tuple[Problem, Decisions]]:
+    """Yield variants of `decisions` in which user code may wait for less time. `plan` is their plan, and `timeline` its replay.
 
-    All of them fit into the device budget at every stage, as the decisions given must. The problem differs only in when
-    gradients of updates on the host leave. None where no stage waits for user code's sake.
+    The given decisions must fit into the device budget at every stage, and all variants do. The problem of a variant differs
+    only in when gradients of updates on the host leave. Yields nothing where no stage waits because of user code.
     """
     late = sorted(_late_copies(problem, decisions, plan, timeline), key=lambda copy: -copy.wait_seconds)
     sooner = _without_copies_in_under_way(problem, decisions, plan, timeline)
@@ -54,9 +59,8 @@ def proposals(problem: Problem, decisions: Decisions, plan: Plan, timeline: Time
                     yield put_off[0], {i: replace(d, start=max(d.start, sooner[i].start)) for i, d in put_off[1].items()}
 
 
-def _late_copies(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Iterator[_Late]:
+def _late_copies(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Iterator[_LateCopy]:
     trace, stages = problem.trace, problem.stage_count
-    period_of = {(problem.periods[index].block, problem.periods[index].after): index for index in decisions}
     tolerance = 1e-9 * timeline.iteration_seconds
     for transfer in timeline.transfers:
         move = plan.moves[transfer.move]
@@ -64,7 +68,7 @@ def _late_copies(problem: Problem, decisions: Decisions, plan: Plan, timeline: T
             continue
         leave = move.offload.start
         user = next_user_stage(trace, leave + 1)
-        index = period_of.get((move.block, move.after))
+        index = problem.period_after.get((move.block, move.after))
         back = move.before if index is None else decisions[index].start
         if user is None or user >= back or (index is not None and user > problem.periods[index].last_leave):
             continue
@@ -72,11 +76,11 @@ def _late_copies(problem: Problem, decisions: Decisions, plan: Plan, timeline: T
         reached = timeline.stages[user % stages].reached_seconds + turns * timeline.iteration_seconds
         done = timeline.stages[leave % stages].end_seconds + transfer.end_seconds - transfer.queued_seconds
         if done > reached + tolerance:
-            yield _Late(index=index, block=move.block, leave=leave, user=user, wait_seconds=done - reached)
+            yield _LateCopy(index=index, block=move.block, leave=leave, user=user, wait_seconds=done - reached)
 
 
-def _put_off(problem: Problem, decisions: Decisions, late: list[_Late]) -> tuple[Problem, Decisions] | None:
-    """The copies of `late` leave after their user code, as far as there is room for that; None if there is for none."""
+def _put_off(problem: Problem, decisions: Decisions, late: list[_LateCopy]) -> tuple[Problem, Decisions] | None:
+    """Let the copies of `late` leave after their user code where there is room for that; None if there is room for none."""
     occupied, stages, budget = problem.occupancy(decisions), problem.stage_count, problem.budgets.device_bytes
     result, gradients = dict(decisions), dict(problem.gradient_leaves)
     for copy in late:
@@ -96,9 +100,8 @@ def _put_off(problem: Problem, decisions: Decisions, late: list[_Late]) -> tuple
 
 
 def _without_copies_in_under_way(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Decisions:
-    """The copies in that are under way when user code is reached begin after it."""
+    """Let the copies in that are under way when user code is reached begin after it."""
     trace, stages, length = problem.trace, problem.stage_count, timeline.iteration_seconds
-    period_of = {(problem.periods[index].block, problem.periods[index].after): index for index in decisions}
     reached = [(user, timeline.stages[user].reached_seconds) for user in user_stages(trace)]
     tolerance = 1e-9 * length
     result = dict(decisions)
@@ -106,7 +109,7 @@ def _without_copies_in_under_way(problem: Problem, decisions: Decisions, plan: P
         move = plan.moves[transfer.move]
         if not transfer.link.endswith("->device") or not trace.blocks[move.block].user_visible:
             continue
-        index = period_of[move.block, move.after]
+        index = problem.period_after[move.block, move.after]
         for user, time in reached:
             under_way = any(
                 transfer.start_seconds < time + turn * length < transfer.end_seconds - tolerance for turn in (-1, 0, 1)

@@ -1,6 +1,9 @@
-"""The two files, traces and plans: what is in them, and how they are read and written."""
+"""The two files, traces and plans: what they hold, and how they are read and written."""
 
-from planner.schema.json_file import LARGEST_NUMBER, FrozenModel, printable, read_format
+from planner.schema.json_file import read_format
+from planner.schema.limits import MAX_NUMBER
+from planner.schema.messages import printable
+from planner.schema.models import FrozenModel
 from planner.schema.plan import Budgets, Move, Offload, Placement, Plan, Predicted, Prefetch, SolverReport, Update, WaitingTier
 from planner.schema.trace import Block, BlockKind, Hardware, Link, Phase, SharedRate, Stage, Subgroup, Tier, Trace
 
@@ -10,8 +13,8 @@ __all__ = [
     "Budgets",
     "FrozenModel",
     "Hardware",
-    "LARGEST_NUMBER",
     "Link",
+    "MAX_NUMBER",
     "Move",
     "Offload",
     "Phase",

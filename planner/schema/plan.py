@@ -1,4 +1,4 @@
-"""The plan: what was decided for one trace and one set of budgets. Schema, validation, file."""
+"""The plan: what was decided for one trace and one set of budgets. Schema, validation and file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Annotated, Literal, Self
 from pydantic import FailFast, model_validator
 
 from planner.errors import PlanError
-from planner.schema.json_file import FrozenModel, GrownModel, read_model, write_atomic
-from planner.schema.trace import Bytes, Id, PartBytes, Seconds, Tier
+from planner.schema.json_file import read_model, write_atomic
+from planner.schema.models import FrozenModel, GrownModel
+from planner.schema.trace import Bytes, Id, Seconds, SubgroupBytes, Tier
 
 FORMAT = "teraio.plan"
 VERSION = 1
@@ -18,10 +19,10 @@ WaitingTier = Literal["host", "storage"]
 
 
 class Budgets(FrozenModel):
-    """Bytes of each tier that teraio may use; hard.
+    """Bytes of each tier that teraio may use. They are hard limits.
 
-    None means no limit of ours. A tier that the trace's hardware has no link to and from cannot be used,
-    whatever its budget.
+    None means that teraio sets no limit. A tier without a link to and from it in the trace's hardware cannot be used, whatever
+    its budget.
     """
 
     device_bytes: Bytes
@@ -30,26 +31,26 @@ class Budgets(FrozenModel):
 
 
 class Offload(FrozenModel):
-    """Copy out: queued when stage `start` has ended; predicted to be out before `free_after` + 1 starts."""
+    """Copy out: queued when stage `start` has ended; predicted to have ended before stage `free_after` + 1 starts."""
 
     start: Id
     free_after: Id
 
 
 class Prefetch(FrozenModel):
-    """Copy in: queued when stage `start` is reached (the one before has ended); needed by `ready_by`."""
+    """Copy in: queued when stage `start` is reached (the one before has ended); needed by stage `ready_by`."""
 
     start: Id
     ready_by: Id
 
 
 class Move(FrozenModel):
-    """One inactive period's decision: the block leaves the device after `after` and is back for `before`, or is dead then.
+    """The decision for one inactive period: the block leaves after stage `after`, and is back for `before` or dead by then.
 
-    Stage numbers run on over the iteration's end: a number ≥ the number of stages is in the next iteration.
-    `offload` is None where a valid copy waits in `tier`: the block is dropped when stage `after` has ended.
-    `prefetch` is None for a block that does not come back: an update on the host consumes it (`before` is that update's
-    stage), or it has been used for the last time (it dies when stage `before` - 1 has ended).
+    Stage numbers continue over the iteration's end: a number ≥ the number of stages is in the next iteration. `offload` is None
+    where a valid copy is already in `tier`: the block is dropped when stage `after` has ended. `prefetch` is None for a block
+    that does not come back. Either an update on the host consumes it, and `before` is that update's stage. Or it has been used
+    for the last time, and it dies when stage `before` - 1 has ended.
     """
 
     block: Id
@@ -80,10 +81,10 @@ class Move(FrozenModel):
 
 
 class Update(FrozenModel):
-    """Where one optimizer subgroup's update runs; without one, it runs on the device.
+    """Where the update of one optimizer subgroup runs. A subgroup without an entry updates on the device.
 
-    On the host the subgroup's movable blocks have their place in the host tier for good: states stay there, gradients
-    are copied out, and parameters come back. See [Note: updates on the host] in `planner.problem.host_updates`.
+    If it runs on the host, the subgroup's movable blocks have their place in the host tier for good: states stay there,
+    gradients are copied out, and parameters come back. See [Note: updates on the host] in `planner.problem.host_updates`.
     """
 
     subgroup: Id
@@ -91,21 +92,21 @@ class Update(FrozenModel):
 
 
 class Recompute(FrozenModel):
-    """Recompute group `group` of the trace is run again just before stage `at`."""
+    """Recompute group `group` of the trace runs again just before stage `at`."""
 
     group: Id
     at: Id
 
 
 class Placement(FrozenModel):
-    """Where a persistent block waits when the iteration begins."""
+    """The tier of a persistent block when the iteration begins."""
 
     block: Id
     tier: Tier
 
 
 class SolverReport(FrozenModel):
-    """What the solver said about the coarse model (not about the exact plan; see Predicted for that).
+    """What the solver said about the coarse model. For the exact plan, see Predicted.
 
     `bound_seconds` and `gap` = (objective − bound) / objective are None where the solver gave no bound.
     """
@@ -120,7 +121,7 @@ class SolverReport(FrozenModel):
 
 
 class Predicted(FrozenModel):
-    """What the simulator says the plan does in one iteration of the steady state."""
+    """What the plan does in one iteration of the steady state, according to the simulator."""
 
     iteration_seconds: Seconds
     ideal_seconds: Seconds
@@ -132,10 +133,11 @@ class Predicted(FrozenModel):
 
 
 class Plan(GrownModel):
-    """Decisions for one trace.
+    """The decisions for one trace.
 
-    `moves` are in queue order: of those that start at the same stage, a link serves the first one first; `updates`
-    likewise, of those on the host. subgroup_bytes: of the trace; who follows the plan has to cut optimizers by it.
+    `moves` are in queue order: of the moves that start at the same stage, a link serves the first one first. The `updates` on
+    the host are in queue order too. subgroup_bytes: from the trace; training with this plan must cut optimizers into subgroups
+    of that size.
     """
 
     added_later = ("subgroup_bytes",)
@@ -151,13 +153,13 @@ class Plan(GrownModel):
     updates: Annotated[tuple[Update, ...], FailFast()] = ()
     recompute: Annotated[tuple[Recompute, ...], FailFast()] = ()
     predicted: Predicted | None = None
-    subgroup_bytes: PartBytes | None = None
+    subgroup_bytes: SubgroupBytes | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan file. Raises PlanError (file, place in it, what is wrong)."""
+        """Read a plan file. Raises PlanError with the file, the place in it and what is wrong."""
         return read_model(path, cls, format_name=FORMAT, version=VERSION, error=PlanError)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan file, replacing an old one at once or not at all. Raises OSError."""
+        """Write the plan file. A reader sees the whole old file or the whole new one. Raises OSError."""
         write_atomic(path, json.dumps(self.model_dump(mode="json"), indent=1) + "\n")

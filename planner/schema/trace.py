@@ -1,4 +1,4 @@
-"""The trace: what was measured in one iteration. Schema, validation, file; prose: `traces/README.md`."""
+"""The trace: what was measured in one iteration. Schema, validation and file; explained in `traces/README.md`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Annotated, Literal, Self
 from pydantic import FailFast, Field, ValidationError, model_validator
 
 from planner.errors import TraceError
-from planner.schema.json_file import FrozenModel, GrownModel, describe, read_model, write_atomic
+from planner.schema.json_file import read_model, write_atomic
+from planner.schema.messages import describe
+from planner.schema.models import FrozenModel, GrownModel
 
 FORMAT = "teraio.trace"
 VERSION = 1
@@ -22,17 +24,17 @@ BlockKind = Literal["parameter", "gradient", "optimizer_state", "activation", "b
 Bytes = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=1e-60)]
-PartBytes = Annotated[int, Field(gt=0)]
+SubgroupBytes = Annotated[int, Field(gt=0)]
 Id = Annotated[int, Field(ge=0, lt=2**63)]
 Ids = Annotated[tuple[Id, ...], FailFast()]
-"""FailFast: the first fault of a list is told; to collect them all could take gigabytes."""
+"""FailFast: only the first fault of a list is reported. Collecting all of them could take gigabytes."""
 
 
 class Link(GrownModel):
-    """One direction between two tiers; serial and FIFO. Fields `from` and `to` in the file.
+    """One direction between two tiers; `from` and `to` in the file. It carries one block at a time, in queue order.
 
-    path: how bytes get from one to the other where there are several ways ("posix", "kvikio"); for people. Left out of the
-    file, and of the fingerprint, where it is empty.
+    path: how the bytes get there where there are several ways ("posix", "kvikio"); for people. Left out of the file and of the
+    fingerprint where it is empty.
     """
 
     added_later = ("path",)
@@ -45,11 +47,11 @@ class Link(GrownModel):
 
     @property
     def name(self) -> str:
-        """`"device->storage"` and the like; the key of `moved_bytes`."""
+        """`"device->storage"` and the like; a key of `moved_bytes`."""
         return f"{self.from_tier}->{self.to_tier}"
 
     def seconds(self, size_bytes: int) -> float:
-        """Time that a block of `size_bytes` occupies the link."""
+        """Return the time that a block of `size_bytes` occupies the link."""
         return self.latency_seconds + size_bytes / self.bytes_per_second
 
     @model_validator(mode="after")
@@ -60,7 +62,7 @@ class Link(GrownModel):
 
 
 class SharedRate(FrozenModel):
-    """What several links carry together at the most, where they share a bus or a drive.
+    """The rate that several links reach together, where they share a bus or a drive.
 
     While more than one of `links` (names such as "device->storage") is busy, the rate is divided max-min fairly.
     """
@@ -86,17 +88,19 @@ class Hardware(FrozenModel):
         names = [link.name for link in self.links]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"links must be given once each, found twice: {', '.join(twice)}")
+            raise ValueError(f"links must be given once each, found twice: {', '.join(twice)}; leave one of each")
         for shared in self.shared:
             unknown = sorted(set(shared.links) - set(names))
             if unknown:
-                raise ValueError(f"shared rate {shared.name!r} names links that there are not: {', '.join(unknown)}")
+                raise ValueError(
+                    f"shared rate {shared.name!r} names links that do not exist: {', '.join(unknown)}; give names of links"
+                )
             if len(set(shared.links)) != len(shared.links):
                 raise ValueError(f"shared rate {shared.name!r} names a link twice: {', '.join(shared.links)}")
         return self
 
     def link(self, from_tier: Tier, to_tier: Tier) -> Link | None:
-        """The link of that direction, or None where the machine has none."""
+        """Return the link of that direction; None where the machine has none."""
         for link in self.links:
             if link.from_tier == from_tier and link.to_tier == to_tier:
                 return link
@@ -104,7 +108,7 @@ class Hardware(FrozenModel):
 
 
 class Stage(FrozenModel):
-    """One planned unit of execution. `workspace_bytes`: peak beyond its inputs and outputs."""
+    """One planned unit of execution. `workspace_bytes`: peak memory inside the stage beyond its inputs and outputs."""
 
     id: Id
     name: str
@@ -116,9 +120,9 @@ class Stage(FrozenModel):
 class Block(GrownModel):
     """One managed storage. `reads` and `writes` are stage ids, ascending and without repetition.
 
-    A non-persistent block exists from its first use to its last, or to the end of stage `dies_after` where that comes
-    later (left out of the file, and of the fingerprint, if it does not). A block with `movable` false always counts as
-    resident (while it exists).
+    A non-persistent block exists from its first use to its last. If `dies_after` is given, it exists until the end of that later
+    stage; otherwise the field is left out of the file and of the fingerprint. A block with `movable` false counts as resident
+    while it exists.
     """
 
     added_later = ("dies_after",)
@@ -145,7 +149,7 @@ class Block(GrownModel):
 
     @property
     def last_stage(self) -> int:
-        """The last stage of the iteration in which the block exists, if it is not persistent."""
+        """The last stage of the iteration in which the block exists. Only for a block that is not persistent."""
         return self.uses[-1] if self.dies_after is None else self.dies_after
 
     @model_validator(mode="after")
@@ -164,10 +168,10 @@ class Block(GrownModel):
 
 
 class Subgroup(FrozenModel):
-    """One optimizer subgroup: its update runs in `stage` and touches `blocks`.
+    """One optimizer subgroup: its update runs in `stage` and uses `blocks`.
 
-    `device_seconds`: its share of the stage's duration. `host_seconds`: what the update takes on the host's
-    processor; None where it cannot run there.
+    `device_seconds`: its share of the stage's duration. `host_seconds`: duration of the update on the host's processor; None
+    where it cannot run there.
     """
 
     id: Id
@@ -190,9 +194,9 @@ class RecomputeGroup(FrozenModel):
 class Trace(GrownModel):
     """One iteration as measured: stages in order, blocks with their uses, links.
 
-    Construction checks that ids are consecutive from 0 and that every id that is referred to exists
-    (pydantic's ValidationError); `Trace.load` raises TraceError for the same and for all faults of the file.
-    subgroup_bytes: what the optimizer was cut by, see [Note: The size of subgroups]; left out of the file where it is not known.
+    The constructor checks that ids are consecutive from 0 and that every id that is referred to exists. It raises pydantic's
+    ValidationError; `Trace.load` raises TraceError for the same faults and for all faults of the file. subgroup_bytes: the size
+    by which the optimizer was cut into subgroups, see [Note: The size of subgroups]. Left out of the file where it is not known.
     """
 
     added_later = ("subgroup_bytes",)
@@ -206,17 +210,17 @@ class Trace(GrownModel):
     blocks: Annotated[tuple[Block, ...], FailFast()] = ()
     subgroups: Annotated[tuple[Subgroup, ...], FailFast()] = ()
     recompute: Annotated[tuple[RecomputeGroup, ...], FailFast()] = ()
-    subgroup_bytes: PartBytes | None = None
+    subgroup_bytes: SubgroupBytes | None = None
     stored_fingerprint: str | None = Field(
         default=None, validation_alias="fingerprint", serialization_alias="fingerprint", exclude=True
     )
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of what is planned with: traces that differ in name, creator and `subgroup_bytes` only have the same."""
+        """Hash of all that plans depend on. Traces that differ only in name, creator and `subgroup_bytes` have the same."""
         content = self.model_dump(mode="json", by_alias=True, exclude={"name", "created_by", "subgroup_bytes"})
         if not self.hardware.shared:
-            del content["hardware"]["shared"]  # added later: fingerprints of traces without it stay what they were
+            del content["hardware"]["shared"]  # added later: older traces keep their fingerprints
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -253,25 +257,25 @@ class Trace(GrownModel):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read a trace file. Raises TraceError (file, place in it, what is wrong)."""
+        """Read a trace file. Raises TraceError with the file, the place in it and what is wrong."""
         trace = read_model(path, cls, format_name=FORMAT, version=VERSION, error=TraceError)
         if trace.stored_fingerprint not in (None, "", trace.fingerprint):
             raise TraceError(
                 f"{path}: the content does not match its fingerprint {trace.stored_fingerprint}; it was "
-                "changed after it was written: remove the field 'fingerprint' if the change was meant"
+                "changed after it was written: if you meant the change, remove the field 'fingerprint'"
             )
         return trace.model_copy(update={"stored_fingerprint": None})
 
     @classmethod
     def build(cls, **fields: object) -> Trace:
-        """Like the constructor, but raises TraceError with every problem in one line."""
+        """Build a trace like the constructor. Raises TraceError with the first problems in one line."""
         try:
             return cls.model_validate(fields)
         except ValidationError as problem:
             raise TraceError(f"the trace contradicts itself: {describe(problem)}") from problem
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace file, replacing an old one at once or not at all. Raises OSError."""
+        """Write the trace file. A reader sees the whole old file or the whole new one. Raises OSError."""
         content = self.model_dump(mode="json", by_alias=True)
         content["fingerprint"] = self.fingerprint
         write_atomic(path, json.dumps(content, indent=1) + "\n")

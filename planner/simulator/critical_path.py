@@ -1,18 +1,18 @@
-"""Why an iteration takes as long as it does: the chain of stages and copies that fills it without a gap.
+"""Why an iteration takes as long as it does: a chain of stages, copies and updates that fills it without a gap.
 
-In a replay, whatever begins does so at the instant at which the last thing that it waited for ended. By the rules of
-[Note: execution semantics] in `planner.simulator.simulate` that is
+In a replay, everything begins at the instant at which the last thing that it waited for ended. By the rules of
+[Note: execution semantics] in `planner.simulator.simulate`, these things are:
 
-* for a stage: the stage before it, the copy in of a block that it uses, or a copy out that made room; for user code
-  also a copy either way of a block that it can reach, or an update on the host;
+* for a stage: the stage before it, the copy in of a block that it uses, or a copy out that made room. User code also waits for
+  copies in both directions of blocks that it can reach, and for updates on the host;
 * for a copy: the stage at whose end it was queued, or the copy before it on the link;
-* for a copy in also: a copy out or a stage whose end made room, user code that held it back, the block's own copy out,
-  or the update that wrote it;
+* for a copy in also: a copy out or a stage whose end made room, user code that held it back, the block's own copy out, or the
+  update that wrote the block;
 * for an update on the host: the stage at whose end it was queued, the update before it, or its gradients' copy out.
 
-So from the end of the last stage one can go back from each piece to one that ended when it began, down to the begin
-of the iteration: such a chain is a longest path in the graph of these waits, and its pieces together take as long as
-the iteration. To make the iteration shorter, some piece of every such chain must become shorter or go.
+So from the end of the last stage one can go back, from each segment to one that ended when it began, until the iteration's
+start. Such a chain is a longest path in the graph of these waits, and its segments together take as long as the iteration. To
+make the iteration shorter, every such chain needs a segment that becomes shorter or disappears.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ HOST_UPDATES = "host updates"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathSegment:
-    """One stage, copy or update of an iteration of the steady state, in seconds from the iteration's begin.
+    """One stage, copy or update in an iteration of the steady state, in seconds from the iteration's start.
 
-    `resource`: `"stages"`, `"host updates"` or the name of a link. `index`: of the stage or subgroup in the trace, or of
-    the move in the plan. `block`: what a copy copies, else None. What began in the iteration before starts at 0.
+    `resource`: `"stages"`, `"host updates"` or the name of a link. `index`: of the stage or subgroup in the trace, or of the
+    move in the plan. `block`: the block that a copy copies, otherwise None. A segment that began in the iteration before starts
+    at 0.
     """
 
     resource: str
@@ -47,50 +48,50 @@ class PathSegment:
 
     @property
     def seconds(self) -> float:
-        """How long it takes, within the iteration."""
+        """How long it takes within the iteration."""
         return self.end_seconds - self.start_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalPath:
-    """A chain of pieces, each beginning when the one before ended, from the iteration's begin to its end."""
+    """A chain of segments from the iteration's start to its end. Each begins when the one before ended."""
 
-    pieces: tuple[PathSegment, ...]
+    segments: tuple[PathSegment, ...]
 
     def seconds(self) -> dict[str, float]:
-        """How much of the chain each resource takes, largest first. The sum is the iteration's time."""
+        """Return how much of the chain each resource takes, largest first. The sum is the iteration's time."""
         total: dict[str, float] = {}
-        for piece in self.pieces:
-            total[piece.resource] = total.get(piece.resource, 0.0) + piece.seconds
+        for segment in self.segments:
+            total[segment.resource] = total.get(segment.resource, 0.0) + segment.seconds
         return dict(sorted(total.items(), key=lambda entry: -entry[1]))
 
 
 def critical_path(trace: Trace, plan: Plan, timeline: Timeline) -> CriticalPath:
-    """The critical path of `timeline`, the replay of `plan` on `trace`. There may be others that are as long.
+    """Return the critical path of `timeline`, the replay of `plan` on `trace`. Other paths may be equally long.
 
-    Time and memory in proportion to stages and transfers; where many end at the same instant, to their square.
+    Time and memory are proportional to the number of stages and transfers; where many end at the same instant, to their square.
     """
-    pieces = _pieces(timeline)
+    segments = _segments(timeline)
     waits = _Waits(trace, plan)
     ended: dict[float, list[int]] = {}
     graph = nx.DiGraph()
-    graph.add_nodes_from(range(len(pieces)))
-    for number, piece in enumerate(pieces):
-        for earlier in ended.get(piece.start_seconds, ()):
-            if waits.may_wait(piece, pieces[earlier]):
-                graph.add_edge(earlier, number, seconds=pieces[earlier].seconds)
-        ended.setdefault(piece.end_seconds, []).append(number)
-    last = max(number for number, piece in enumerate(pieces) if piece.resource == STAGES)
-    # The path must end in the last stage, also where that takes no time.
-    graph.add_edge(last, "end", seconds=pieces[last].seconds + timeline.iteration_seconds + 1.0)
+    graph.add_nodes_from(range(len(segments)))
+    for number, segment in enumerate(segments):
+        for earlier in ended.get(segment.start_seconds, ()):
+            if waits.may_wait(segment, segments[earlier]):
+                graph.add_edge(earlier, number, seconds=segments[earlier].seconds)
+        ended.setdefault(segment.end_seconds, []).append(number)
+    last = max(number for number, segment in enumerate(segments) if segment.resource == STAGES)
+    # The path must end in the last stage, even if that takes no time.
+    graph.add_edge(last, "end", seconds=segments[last].seconds + timeline.iteration_seconds + 1.0)
     chain = nx.dag_longest_path(graph, weight="seconds")
-    return CriticalPath(pieces=tuple(pieces[number] for number in chain[:-1]))
+    return CriticalPath(segments=tuple(segments[number] for number in chain[:-1]))
 
 
-def _pieces(timeline: Timeline) -> list[PathSegment]:
-    """All that the iteration did, in an order in which nothing comes before what it waited for.
+def _segments(timeline: Timeline) -> list[PathSegment]:
+    """All segments of the iteration, in an order in which nothing comes before what it waited for.
 
-    Only pieces that take no time can begin and end at the same instant; of those the stages come first.
+    Only segments that take no time can begin and end at the same instant; of these, stages come first.
     """
     found = [
         PathSegment(resource=STAGES, index=number, block=None, start_seconds=stage.start_seconds, end_seconds=stage.end_seconds)
@@ -116,11 +117,11 @@ def _pieces(timeline: Timeline) -> list[PathSegment]:
         )
         for transfer in timeline.transfers
     ]
-    return sorted(found, key=lambda piece: (piece.end_seconds, piece.start_seconds))
+    return sorted(found, key=lambda segment: (segment.end_seconds, segment.start_seconds))
 
 
 class _Waits:
-    """Which pieces can wait for which, by the rules above; that they touch in time is for the caller to see."""
+    """Which segments can wait for which, by the rules above. Does not compare their times."""
 
     def __init__(self, trace: Trace, plan: Plan) -> None:
         self.moves = plan.moves
@@ -130,32 +131,32 @@ class _Waits:
         self.visible = frozenset(block.id for block in trace.blocks if block.user_visible)
         self.begin = [host_start(trace, subgroup) for subgroup in trace.subgroups]
 
-    def may_wait(self, piece: PathSegment, earlier: PathSegment) -> bool:
-        """Whether `piece` may have waited for `earlier`."""
-        if piece.resource == STAGES:
-            return self._stage_waits(piece, earlier)
-        if earlier.resource == piece.resource:
+    def may_wait(self, segment: PathSegment, earlier: PathSegment) -> bool:
+        """Whether `segment` may have waited for `earlier`."""
+        if segment.resource == STAGES:
+            return self._stage_waits(segment, earlier)
+        if earlier.resource == segment.resource:
             return True
-        if piece.resource == HOST_UPDATES:
+        if segment.resource == HOST_UPDATES:
             if earlier.resource == STAGES:
-                return earlier.index == self.begin[piece.index] - 1
-            return _outward(earlier) and earlier.block in self.updated[piece.index]
-        if _outward(piece):
-            offload = self.moves[piece.index].offload
+                return earlier.index == self.begin[segment.index] - 1
+            return _outward(earlier) and earlier.block in self.updated[segment.index]
+        if _outward(segment):
+            offload = self.moves[segment.index].offload
             return earlier.resource == STAGES and offload is not None and earlier.index == offload.start % self.stages
         if earlier.resource == HOST_UPDATES:
-            return piece.block in self.updated[earlier.index]
+            return segment.block in self.updated[earlier.index]
         return earlier.resource == STAGES or _outward(earlier)
 
-    def _stage_waits(self, piece: PathSegment, earlier: PathSegment) -> bool:
+    def _stage_waits(self, segment: PathSegment, earlier: PathSegment) -> bool:
         if earlier.resource == STAGES:
-            return earlier.index == piece.index - 1
+            return earlier.index == segment.index - 1
         if earlier.resource == HOST_UPDATES:
-            return piece.index in self.user
-        if piece.index in self.user and earlier.block in self.visible:
+            return segment.index in self.user
+        if segment.index in self.user and earlier.block in self.visible:
             return True
-        return _outward(earlier) or self.moves[earlier.index].before % self.stages == piece.index
+        return _outward(earlier) or self.moves[earlier.index].before % self.stages == segment.index
 
 
-def _outward(piece: PathSegment) -> bool:
-    return piece.resource.startswith("device->")
+def _outward(segment: PathSegment) -> bool:
+    return segment.resource.startswith("device->")

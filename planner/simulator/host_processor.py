@@ -1,4 +1,4 @@
-"""The host's processor at work, for the simulator: one update at a time, see [Note: updates on the host] in `planner.problem`."""
+"""The host's processor in a replay: one update at a time, see [Note: updates on the host] in `planner.problem.host_updates`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections import deque
 from math import inf
 
 from planner.schema import Trace
-from planner.simulator.program import Program
+from planner.simulator.program import ReplayProgram
 from planner.simulator.timeline import HostUpdate
 
 __all__ = ["HostProcessor"]
 
 
 class HostProcessor:
-    """The queue of updates, and the one that runs.
+    """The queue of updates, and the update that runs.
 
-    `landed`: gradients that have been copied out and not been consumed. `stale`: parameters that wait for their update.
-    `event`: when the update under way ends, infinite if there is none.
+    `landed`: gradients that have been copied out and are not yet consumed. `stale`: parameters that wait for their update.
+    `event`: when the update under way ends; infinite if there is none.
     """
 
-    def __init__(self, source: Trace, program: Program) -> None:
+    def __init__(self, source: Trace, program: ReplayProgram) -> None:
         self._source, self._program = source, program
         self._queue: deque[tuple[int, float]] = deque()
         self._active: tuple[int, float, float] | None = None  # subgroup, when it was queued, when it began
@@ -37,14 +37,14 @@ class HostProcessor:
         self._queue.append((subgroup, now))
 
     def begin(self, now: float) -> None:
-        """Begin the head of the queue, if nothing runs and its gradients are there."""
+        """Begin the head of the queue, if no update runs and its gradients are there."""
         if self._active is None and self._queue and self._program.gradients[self._queue[0][0]] <= self.landed:
             subgroup, queued = self._queue.popleft()
             self._active = (subgroup, queued, now)
             self.event = now + (self._source.subgroups[subgroup].host_seconds or 0.0)
 
     def end(self, origin: float) -> HostUpdate:
-        """The update under way has ended; its times counted from `origin`."""
+        """End the update under way, and return it. Its times count from `origin`."""
         assert self._active is not None  # `event` was finite
         subgroup, queued, began = self._active
         done = HostUpdate(

@@ -1,4 +1,4 @@
-"""Links at work, for the simulator: each serves its queue in order; what several share is divided between them."""
+"""Links in a replay: each serves its queue in order, and links that share a rate divide it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from math import inf
 
 from planner.schema import Hardware, Link
 
-__all__ = ["Channel", "Job", "Links", "max_min_rates"]
+__all__ = ["Channel", "QueuedTransfer", "Links", "max_min_rates"]
 
 
 @dataclass(slots=True)
-class Job:
-    """One queued transfer."""
+class QueuedTransfer:
+    """One transfer that waits in a queue or is under way."""
 
     move: int
     block: int
@@ -26,15 +26,15 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """A link and its queue. `event`: when the transfer under way ends (or its latency does), infinite if there is none.
+    """A link and its queue. `event`: when the transfer under way, or its latency, ends; infinite if there is none.
 
-    A link that shares a rate with others moves `left` bytes at `rate`, from the time `since` on.
+    A link that shares a rate with others has `left` bytes to move at `rate`, from the time `since` on.
     """
 
     link: Link
     shares: bool
-    queue: deque[Job] = field(default_factory=deque)
-    active: Job | None = None
+    queue: deque[QueuedTransfer] = field(default_factory=deque)
+    active: QueuedTransfer | None = None
     began: float = 0.0
     event: float = inf
     order: int = 0
@@ -45,7 +45,7 @@ class Channel:
 
 
 class Links:
-    """All links of a machine. A transfer takes latency + size / rate, more where what is shared does not suffice."""
+    """All links of a machine. A transfer takes latency + size / rate; it takes longer where a shared rate is used up."""
 
     def __init__(self, hardware: Hardware) -> None:
         sharing = {name for shared in hardware.shared for name in shared.links}
@@ -54,7 +54,7 @@ class Links:
         self._begun = 0
 
     def next(self) -> Channel | None:
-        """The link on which something happens next, of those at the same time the one that began first."""
+        """Return the link with the next event; of several at the same time, the one that began first. None if all are idle."""
         first: Channel | None = None
         for channel in self.channels.values():
             if channel.active is not None and (first is None or (channel.event, channel.order) < (first.event, first.order)):
@@ -71,8 +71,8 @@ class Links:
         else:
             channel.moving, channel.event = True, now + channel.link.seconds(job.size)
 
-    def proceed(self, channel: Channel) -> Job | None:
-        """Go on to `channel.event`: the job that has ended, or None if it is only the latency that is over."""
+    def proceed(self, channel: Channel) -> QueuedTransfer | None:
+        """Go on to `channel.event`. Return the transfer that has ended, or None if only the latency is over."""
         now = channel.event
         ended = channel.active if channel.moving else None
         if ended is not None:
@@ -84,7 +84,7 @@ class Links:
         return ended
 
     def _divide(self, now: float) -> None:
-        """Divide anew what is shared, since a transfer has joined or left."""
+        """Divide the shared rates again, since a transfer has joined or left."""
         moving = [c for c in self.channels.values() if c.shares and c.active is not None and c.moving]
         groups = [
             (rate, [number for number, channel in enumerate(moving) if channel in members]) for rate, members in self._shared
@@ -97,7 +97,7 @@ class Links:
 
 
 def max_min_rates(limits: Sequence[float], groups: Sequence[tuple[float, Sequence[int]]]) -> list[float]:
-    """Max-min fair rates: all rise together; each stops at its own limit, or where a group of it is used up.
+    """Return max-min fair rates: all rise together, until each reaches its own limit or one of its groups reaches its limit.
 
     Source: D. Bertsekas, R. Gallager, Data Networks (1992), section 6.5.2.
     """

@@ -1,4 +1,4 @@
-"""What the simulator replays: a plan laid out by stage, checked against the trace."""
+"""What a replay carries out: a plan laid out by stage and checked against the trace."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planner.errors import InfeasiblePlanError, PlanError, UnsupportedError
-from planner.problem import device_part, gradients, host_start, host_updatable, parameters, user_stages
+from planner.problem import device_iteration, gradients, host_start, host_updatable, parameters, user_stages
 from planner.schema import Block, Move, Plan, Subgroup, Trace
 
-__all__ = ["Program", "compile_program"]
+__all__ = ["ReplayProgram", "compile_program"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """What happens at each stage of `trace`, the device's part of the iteration. All lists but `initial` and
-    `persistent_places` (by block) are by stage.
+class ReplayProgram:
+    """What happens at each stage of `trace`, the device's part of the iteration.
 
-    `updates`: subgroups whose update on the host may begin when the stage is reached. `gradients`, `parameters`: the
-    blocks that it waits for and that wait for it, by subgroup. `awaiting`: moves whose copy in waits for an update.
-    `user_stages`: stages of user code; `visible`: blocks that these can reach, none if there are no such stages.
+    All lists are by stage, except `initial` and `persistent_places`, which are by block. `updates`: subgroups whose update on
+    the host may begin when the stage is reached. `gradients`, `parameters`: by subgroup, the blocks that its update waits for
+    and the blocks that wait for it. `awaiting`: moves whose copy in waits for an update. `user_stages`: stages of user code.
+    `visible`: blocks that user code can reach; empty if there are no such stages.
     """
 
     trace: Trace
@@ -42,20 +42,20 @@ class Program:
     awaiting: set[int] = field(default_factory=set)
 
 
-def compile_program(trace: Trace, plan: Plan) -> Program:
+def compile_program(trace: Trace, plan: Plan) -> ReplayProgram:
     """Lay the plan out by stage.
 
     Raises PlanError (made for another trace), InfeasiblePlanError (a move or an update does not fit the trace) or
-    UnsupportedError (the plan recomputes).
+    UnsupportedError (the plan recomputes blocks).
     """
     if plan.trace_fingerprint != trace.fingerprint:
         raise PlanError(f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: plan again")
     if plan.recompute:
         raise UnsupportedError("the plan recomputes blocks, which this release cannot replay yet: plan again")
     on_host = _on_host(trace, plan)
-    source, trace = trace, device_part(trace, [subgroup.id for subgroup in on_host])
+    source, trace = trace, device_iteration(trace, [subgroup.id for subgroup in on_host])
     count, user = len(trace.stages), user_stages(trace)
-    program = Program(
+    program = ReplayProgram(
         trace=trace,
         inputs=[[] for _ in range(count)],
         born=[[] for _ in range(count)],
@@ -110,8 +110,10 @@ def _on_host(trace: Trace, plan: Plan) -> list[Subgroup]:
     return found
 
 
-def _lay_out_update(program: Program, source: Trace, subgroup: Subgroup, plan: Plan, moves_of: dict[int, list[int]]) -> None:
-    """moves_of: positions in the plan's moves, by block."""
+def _lay_out_update(
+    program: ReplayProgram, source: Trace, subgroup: Subgroup, plan: Plan, moves_of: dict[int, list[int]]
+) -> None:
+    """Add one update on the host. moves_of: positions in the plan's moves, by block."""
     program.updates[host_start(source, subgroup)].append(subgroup.id)
     program.gradients[subgroup.id] = frozenset(block.id for block in gradients(source, subgroup))
     program.parameters[subgroup.id] = frozenset(block.id for block in parameters(source, subgroup))
@@ -140,8 +142,8 @@ def _lay_out_update(program: Program, source: Trace, subgroup: Subgroup, plan: P
             program.awaiting.update(around)
 
 
-def _lay_out_block(program: Program, block: Block, *, dies: bool) -> None:
-    """dies: with its last use; else it is there for good, or an update on the host consumes it."""
+def _lay_out_block(program: ReplayProgram, block: Block, *, dies: bool) -> None:
+    """Add a block. dies: with its last use; otherwise it exists for good, or an update on the host consumes it."""
     for stage in block.uses:
         if not block.persistent and stage == block.uses[0]:
             program.born[stage].append(block.id)
@@ -154,7 +156,7 @@ def _lay_out_block(program: Program, block: Block, *, dies: bool) -> None:
         program.dying[block.last_stage].append(block.id)
 
 
-def _lay_out_move(program: Program, index: int, move: Move, count: int, persistent: bool) -> None:
+def _lay_out_move(program: ReplayProgram, index: int, move: Move, count: int, persistent: bool) -> None:
     leaves = move.after if move.offload is None else move.offload.start
     by_stage = program.drops if move.offload is None else program.offloads
     by_stage[leaves % count].append(index)
@@ -181,7 +183,10 @@ def _is_last(move: Move, block: Block) -> bool:
 
 
 def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]], consumed: dict[int, int]) -> None:
-    """consumed: by gradient of an update on the host, the stage in the trace that it belongs to."""
+    """Raise InfeasiblePlanError if the move does not fit the trace.
+
+    consumed: by gradient of an update on the host, the stage of that update in the trace.
+    """
     if move.block >= len(trace.blocks):
         raise InfeasiblePlanError(f"a move names block {move.block}; the trace has {len(trace.blocks)} blocks")
     block = trace.blocks[move.block]
@@ -214,8 +219,8 @@ def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]], consumed: 
             )
 
 
-def _check_initial(trace: Trace, plan: Plan, program: Program) -> None:
-    """The iteration is cyclic: what the moves leave behind must be what the plan begins with."""
+def _check_initial(trace: Trace, plan: Plan, program: ReplayProgram) -> None:
+    """Check that the iteration is cyclic: the plan must begin with what its moves leave behind."""
     given: dict[int, str] = {}
     for placement in plan.initial:
         if placement.block >= len(trace.blocks):

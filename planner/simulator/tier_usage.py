@@ -1,4 +1,4 @@
-"""How full the lower tiers are, for the simulator."""
+"""How full the lower tiers are in a replay."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ __all__ = ["TierUsage"]
 
 
 class TierUsage:
-    """A copy has its place in a tier from its begin until its block dies; in the tiers `lasting` (by block) for ever.
+    """Bytes used in each lower tier.
 
-    `peak_bytes`: by tier, the most that was taken.
+    A copy has its place from its start until its block dies; in the tiers `lasting` (by block) for good.
+
+    `peak_bytes`: the most bytes that were used, by tier.
     """
 
     def __init__(self, trace: Trace, budgets: Budgets, lasting: Sequence[set[str]]) -> None:
@@ -28,7 +30,10 @@ class TierUsage:
                 self.take(block, tier, stage=0)
 
     def take(self, block: int, tier: str, *, stage: int) -> None:
-        """A copy begins, in `stage`, or is there from the beginning. Raises InfeasiblePlanError where there is no room."""
+        """Record a copy that begins in `stage`, or that is there from the start.
+
+        Raises InfeasiblePlanError where there is no room.
+        """
         if tier in self._held[block]:
             return
         self._held[block].add(tier)
@@ -44,7 +49,7 @@ class TierUsage:
             )
 
     def give_back(self, block: int) -> None:
-        """The block has died."""
+        """Record that the block has died."""
         for tier in self._held[block] - self._lasting[block]:
             self._used[tier] -= self._trace.blocks[block].size_bytes
         self._held[block] &= self._lasting[block]

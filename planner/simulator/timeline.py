@@ -1,4 +1,4 @@
-"""What a replay of a plan yields."""
+"""The result of a replay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One block over one link in the steady state. `move` is the index in the plan's moves."""
+    """One transfer of a block over a link in the steady state. `move` is the index in the plan's moves."""
 
     move: int
     block: int
@@ -38,7 +38,10 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostUpdate:
-    """One subgroup's update on the host's processor in the steady state. Queued as soon as it may run but for its gradients."""
+    """The update of one subgroup on the host's processor in the steady state.
+
+    It is queued as soon as only its gradients may be missing.
+    """
 
     subgroup: int
     queued_seconds: float
@@ -50,7 +53,7 @@ class HostUpdate:
 class Timeline:
     """What a plan does in one iteration of the steady state.
 
-    Keys of `peak_bytes` are tiers, of `moved_bytes` links (`"device->storage"` and the like).
+    Keys of `peak_bytes` are tiers; keys of `moved_bytes` are links (`"device->storage"` and the like).
     """
 
     iteration_seconds: float
@@ -68,8 +71,10 @@ class Timeline:
 
 
 def agree(one: Timeline, other: Timeline) -> bool:
-    """Whether two iterations agree in the time of every stage, transfer and update: a link may lag behind more and
-    more before any stage has to wait for it."""
+    """Whether two iterations agree in the time of every stage, transfer and update.
+
+    The times of stages alone do not suffice: a link may lag behind more and more before any stage has to wait for it.
+    """
     if len(one.transfers) != len(other.transfers) or len(one.updates) != len(other.updates):
         return False
     tolerance = _SAME * max(other.iteration_seconds, 1e-12)

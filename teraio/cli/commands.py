@@ -20,7 +20,7 @@ import planner
 from planner.errors import FileFormatError
 from planner.policies import POLICIES
 from planner.problem import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, SolverSettings
-from planner.schema import LARGEST_NUMBER, FrozenModel, printable, read_format
+from planner.schema import MAX_NUMBER, FrozenModel, printable, read_format
 from teraio import __version__
 from teraio.cli.comparison import compare_policies, sweep_budgets
 from teraio.cli.comparison_tables import comparison_tables, sweep_tables
@@ -244,9 +244,7 @@ def schema(kind: Annotated[FileKind, typer.Argument(help="Which file's schema to
 def _bytes(name: str, text: str) -> int:
     """Bytes from a command line, no more than a file can say. Raises OptionsError, which does not quote pages."""
     if len(text) > 40:
-        raise planner.OptionsError(
-            f"option {name}: found {printable(text, most=40)!r}, wanted {LARGEST_NUMBER:,} bytes at the most"
-        )
+        raise planner.OptionsError(f"option {name}: found {printable(text, most=40)!r}, wanted {MAX_NUMBER:,} bytes at the most")
     return parse_bytes(name, text)
 
 

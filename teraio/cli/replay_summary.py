@@ -131,7 +131,7 @@ def _critical(trace: planner.Trace, path: CriticalPath) -> CriticalSummary:
                 start_seconds=piece.start_seconds,
                 end_seconds=piece.end_seconds,
             )
-            for piece in path.pieces
+            for piece in path.segments
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Small random problems, and the best plan of each by trying every combination of decisions. Loaded by path."""
+"""Small random problems, and the best plan of each, found by trying every combination of decisions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .strategies import with_user_code
 
 
 def small_problem(rng: random.Random, *, most_combinations: int) -> Problem:
-    """3 to 7 stages, 2 to 5 blocks, one or two lower tiers; something must move, in few enough ways to try all."""
+    """Return a problem with 3 to 7 stages, 2 to 5 blocks and one or two lower tiers.
+
+    Some block must move, and there are at most `most_combinations` of decisions.
+    """
     while True:
         trace = _small_trace(rng)
         smallest, most = floor(trace)[0], max(live_bytes(trace))
@@ -29,7 +32,7 @@ def small_problem(rng: random.Random, *, most_combinations: int) -> Problem:
 
 
 def small_training(rng: random.Random, *, most_combinations: int) -> Problem:
-    """One or two layers whose subgroups can update on the host; in few enough ways to try all."""
+    """Return a problem with one or two layers whose subgroups can update on the host, and few enough decisions to try all."""
     while True:
         trace = _training_trace(rng)
         smallest, most = floor(trace)[0], max(live_bytes(trace))
@@ -42,7 +45,7 @@ def small_training(rng: random.Random, *, most_combinations: int) -> Problem:
 
 
 def placements(problem: Problem) -> Iterator[Problem]:
-    """The problem with every choice and order of subgroups that update on the host."""
+    """Yield the problem with every choice and order of subgroups that update on the host."""
     updatable = [subgroup.id for subgroup in host_updatable(problem.source)]
     for count in range(len(updatable) + 1):
         for on_host in permutations(updatable, count):
@@ -155,7 +158,7 @@ def _options(problem: Problem) -> list[list[Decision | None]]:
 
 
 def all_decisions(problem: Problem) -> Iterator[Decisions]:
-    """Every combination of decisions that leaves enough periods to the lower tiers for each stage to fit."""
+    """Yield every combination of decisions in which enough blocks move for each stage to fit."""
     budget = problem.budgets.device_bytes
     options = _options(problem)
     for moved in product(*([False, True] if choices[0] is None else [True] for choices in options)):
@@ -169,7 +172,7 @@ def all_decisions(problem: Problem) -> Iterator[Decisions]:
 
 
 def best_seconds(problem: Problem) -> float:
-    """The shortest iteration over all combinations of decisions that the simulator can carry out."""
+    """Return the shortest iteration among all combinations of decisions that the simulator can carry out."""
     best = float("inf")
     seen = set()
     for decisions in all_decisions(problem):

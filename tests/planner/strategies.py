@@ -1,4 +1,4 @@
-"""Random traces, budgets and plans, and a trace in the shape of a transformer. Loaded by path."""
+"""Random traces, budgets and plans, and a trace in the shape of a transformer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hardware(
 
 
 def shared_rates(*, host: bool, drive: float, bus: float) -> list[dict[str, Any]]:
-    """The drive's and the bus's, in bytes per second; 0: not shared."""
+    """Shared rates of the drive and the bus, in bytes per second; 0: not shared."""
     shared = []
     if drive:
         shared.append({"name": "drive", "links": ["device->storage", "storage->device"], "bytes_per_second": drive})
@@ -105,7 +105,7 @@ def problems(draw: st.DrawFn, **sizes: int) -> tuple[Trace, Budgets]:
 
 @st.composite
 def trainings(draw: st.DrawFn, *, most_layers: int = 4) -> Trace:
-    """A training step with a host tier, whose optimizer subgroups can update on the host, but for some that cannot.
+    """A training step with a host tier. Most of its optimizer subgroups can update on the host.
 
     Per layer a forward and a backward stage; a parameter, a gradient, states and an activation.
     """
@@ -170,7 +170,7 @@ def trainings(draw: st.DrawFn, *, most_layers: int = 4) -> Trace:
 
 
 def with_user_code(trace: Trace, seconds: float, phases: Sequence[str] = ("forward", "backward", "optimizer")) -> Trace:
-    """The same trace with a stage of user code before each run of stages of one of these phases, as recorded ones have."""
+    """Return the trace with a stage of user code before each run of stages of one phase, as recorded traces have."""
     stages: list[dict[str, Any]] = []
     place: list[int] = []
     phase = ""
@@ -196,7 +196,7 @@ def with_user_code(trace: Trace, seconds: float, phases: Sequence[str] = ("forwa
 
 @st.composite
 def training_problems(draw: st.DrawFn, **sizes: int) -> tuple[Trace, Budgets]:
-    """Such a trace, a device budget between its floor and what it needs to move nothing, and perhaps little host memory."""
+    """A training step, a device budget between its floor and what it needs to move nothing, and sometimes a host budget."""
     trace = draw(trainings(**sizes))
     smallest, _ = floor(trace)
     host = draw(st.sampled_from([None, None, 50, 150]))
@@ -204,7 +204,7 @@ def training_problems(draw: st.DrawFn, **sizes: int) -> tuple[Trace, Budgets]:
 
 
 def random_plan(trace: Trace, budgets: Budgets, rng: random.Random) -> Plan:
-    """A plan that nobody would choose but that can be carried out: random moves, starts and tiers.
+    """Return a plan with random moves, starts and tiers that can be carried out.
 
     Replayed in the simulator before it is returned. Raises BudgetError below the floor.
     """
@@ -242,7 +242,7 @@ def random_plan(trace: Trace, budgets: Budgets, rng: random.Random) -> Plan:
 
 
 def replay_of_random_plan(trace: Trace, budgets: Budgets, seed: int) -> Timeline | None:
-    """None where the host tier is too small for what such a plan puts there."""
+    """Replay a random plan; None where the host tier is too small for it."""
     try:
         return simulate(trace, random_plan(trace, budgets, random.Random(seed)))
     except InfeasiblePlanError:

@@ -1,4 +1,4 @@
-"""The size of subgroups: against brute force, against the simulator, and where figures are missing or wrong."""
+"""The size of subgroups, compared with brute force and with the simulator, and without measured figures."""
 
 import math
 from itertools import product
@@ -27,7 +27,7 @@ KB, MB, GB = 10**3, 10**6, 10**9
 
 
 def sizes_between(smallest: int, largest: int, count: int = 400) -> list[float]:
-    """Evenly in the logarithm, both included."""
+    """Sizes from smallest to largest, both included, evenly spaced in the logarithm."""
     return [smallest * (largest / smallest) ** (number / count) for number in range(count + 1)]
 
 
@@ -48,13 +48,13 @@ def test_no_size_is_better_than_the_one_that_is_chosen(stations: list[Station], 
     found = subgroup_bytes(stations, total_bytes=total, smallest_bytes=smallest, largest_bytes=largest)
     assert smallest <= found <= max(largest, smallest)
     limit = max(min(largest, total), smallest)
-    best = min(step_seconds(stations, total_bytes=total, part_bytes=size) for size in sizes_between(smallest, limit))
+    best = min(step_seconds(stations, total_bytes=total, size_bytes=size) for size in sizes_between(smallest, limit))
     rounding = 1 + 2 / smallest
-    assert step_seconds(stations, total_bytes=total, part_bytes=found) <= best * rounding * (1 + 1e-9)
+    assert step_seconds(stations, total_bytes=total, size_bytes=found) <= best * rounding * (1 + 1e-9)
 
 
 def by_hand(parts: int, *times: float) -> float:
-    """When the last of `parts` equal jobs leaves the last of several machines, each of which has one at a time."""
+    """The time at which the last of `parts` equal jobs leaves the last machine; each machine has one job at a time."""
     free = [0.0] * len(times)
     for _ in range(parts):
         ready = 0.0
@@ -67,18 +67,18 @@ def by_hand(parts: int, *times: float) -> float:
 @pytest.mark.parametrize("parts", [1, 2, 7])
 def test_the_time_of_a_step_is_that_of_a_flow_shop(parts: int, times: tuple[float, ...]) -> None:
     line = [Station(fixed_seconds=seconds / 2, bytes_per_second=200 / seconds) for seconds in times]
-    assert step_seconds(line, total_bytes=100 * parts, part_bytes=100) == pytest.approx(by_hand(parts, *times))
+    assert step_seconds(line, total_bytes=100 * parts, size_bytes=100) == pytest.approx(by_hand(parts, *times))
 
 
 def test_a_known_optimum() -> None:
-    """All stations take 1 s for 100 bytes, and the update 1 s more for each part."""
+    """All stations take 1 s for 100 bytes, and the update 1 s more for each subgroup."""
     line = [
         Station(fixed_seconds=0.0, bytes_per_second=100.0),
         Station(fixed_seconds=1.0, bytes_per_second=100.0),
         Station(fixed_seconds=0.0, bytes_per_second=100.0),
     ]
     assert subgroup_bytes(line, total_bytes=5000, smallest_bytes=1, largest_bytes=10**6) == 500, "√(5000 · 1 / (2 / 100))"
-    assert step_seconds(line, total_bytes=5000, part_bytes=500) == 10 * 6 + 2 * 5
+    assert step_seconds(line, total_bytes=5000, size_bytes=500) == 10 * 6 + 2 * 5
     assert subgroup_bytes(line, total_bytes=5000, smallest_bytes=1, largest_bytes=300) == 300
     assert subgroup_bytes(line, total_bytes=5000, smallest_bytes=700, largest_bytes=10**6) == 700
 
@@ -95,7 +95,7 @@ def test_where_nothing_costs_or_nothing_is_known() -> None:
 
 
 def hardware(*rates: float, latency: float = 0.0, shared: float | None = None) -> Hardware:
-    """Of the links into and out of main memory."""
+    """A machine with these rates of its links from and to host memory."""
     ways = [("host", "device"), ("device", "host")]
     links = tuple(
         Link(from_tier=a, to_tier=b, bytes_per_second=rate, latency_seconds=latency)  # type: ignore[arg-type]
@@ -116,14 +116,14 @@ def test_figures_of_the_hardware() -> None:
 
 
 def test_the_rate_of_updates_matters_little() -> None:
-    """Taken for that of the links, it costs a tenth at most, whatever it really is."""
+    """If it is taken to be that of the links, the step takes at most a tenth longer, whatever it really is."""
     steps = product((3e8, 3e9, 3e10, 3e11), (3e8, 3e9, 5e10), (1e-5, 1e-4, 3e-4), (1e-4, 1e-3, 3e-3), (0.1, 0.3, 1, 3, 10, 1000))
     for total, rate, latency, update, faster in steps:
         known = stations_of_step(hardware(rate, rate, latency=latency), "host", update_seconds=update)
         true = (known[0], Station(fixed_seconds=update, bytes_per_second=rate * faster), known[2])
         limits = {"total_bytes": int(total), "smallest_bytes": 4 * MB, "largest_bytes": GB}
-        best = step_seconds(true, total_bytes=total, part_bytes=subgroup_bytes(true, **limits))
-        found = step_seconds(true, total_bytes=total, part_bytes=subgroup_bytes(known, **limits))
+        best = step_seconds(true, total_bytes=total, size_bytes=subgroup_bytes(true, **limits))
+        found = step_seconds(true, total_bytes=total, size_bytes=subgroup_bytes(known, **limits))
         assert found <= 1.11 * best, (total, rate, latency, update, faster)
 
 
@@ -131,7 +131,7 @@ def test_the_rate_of_updates_matters_little() -> None:
 
 
 def step_trace(machine: Hardware, *, total: int, part: float, update: Station, activations: int) -> Trace:
-    """States of `total` bytes in equal parts; the activations of the passes before fill the room. User code before the step."""
+    """States of `total` bytes in equal subgroups; activations fill the device before the step. User code precedes the step."""
     count = max(round(total / part), 1)
     seconds = update.seconds(total / count)
     stages: list[dict[str, Any]] = [
@@ -162,7 +162,7 @@ def step_trace(machine: Hardware, *, total: int, part: float, update: Station, a
     ids=["the links are slow", "latencies are long", "links share a rate", "updates are slow"],
 )
 def test_no_other_size_is_much_better_in_the_simulator(machine: Hardware, update: Station) -> None:
-    """A plan is made for each size, in the same room."""
+    """A plan is made for each size under the same budget."""
     total, room = 2 * GB, 800 * MB
     largest = largest_subgroup_bytes(room)
     chosen = subgroup_bytes(
@@ -174,7 +174,7 @@ def test_no_other_size_is_much_better_in_the_simulator(machine: Hardware, update
 
     def simulated(part: float) -> float:
         trace = step_trace(machine, total=total, part=part, update=update, activations=room)
-        made = plan(trace, Budgets(device_bytes=room), policy="g10")
+        made = plan(trace, Budgets(device_bytes=room), policy="g10", lower_bound=False)
         return simulate(trace, made).iteration_seconds - 2.0
 
     found = simulated(chosen)
@@ -182,5 +182,5 @@ def test_no_other_size_is_much_better_in_the_simulator(machine: Hardware, update
     assert found <= 1.05 * min(others)
     assert max(others) > 1.1 * found, "the size matters here"
     way_in, _, way_out = stations_of_step(machine, "host", update_seconds=0.0)
-    predicted = step_seconds([way_in, update, way_out], total_bytes=total, part_bytes=total / round(total / chosen))
+    predicted = step_seconds([way_in, update, way_out], total_bytes=total, size_bytes=total / round(total / chosen))
     assert found == pytest.approx(predicted, rel=0.05)

@@ -2,7 +2,6 @@
 
 import ast
 import os
-import re
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from teraio import options
 from teraio.options import Options, parse_bytes, parse_options
 
 NAMES = [field.name for field in fields(Options)]
-README = Path(__file__).parents[2] / "README.md"
 
 GOOD: list[tuple[str, Any, Any]] = [
     ("memory_budget", 1, 1),
@@ -196,9 +194,3 @@ def test_every_option_is_explained() -> None:
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
     }
     assert explained == set(NAMES)
-
-
-def test_the_readme_lists_every_option() -> None:
-    section = README.read_text().split("## Options")[1].split("\n## ")[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(NAMES)

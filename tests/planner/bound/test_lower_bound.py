@@ -1,14 +1,14 @@
-"""The lower bound: below every plan that trying all of them finds, and mostly close to the best."""
+"""The lower bound is below the best of all plans, which is found by trying all, and mostly close to it."""
 
 import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from planner import Budgets, InfeasiblePlanError, Plan, Trace, floor, plan, simulate
 from planner.bound import lower_bound as bound_module
-from planner.bound.lower_bound import lower_bound_seconds
+from planner.bound.lower_bound import MAX_WHOLE, lower_bound_seconds
 from planner.bound.windows import Instants
 from planner.errors import BudgetError, SolverError, UnsupportedError
 from planner.policies.registry import POLICIES
@@ -16,25 +16,26 @@ from planner.problem.lifetimes import live_bytes
 from planner.problem.problem import Problem
 from planner.problem.user_code import user_stages
 
+from ...thoroughness import by_profile
 from .. import exhaustive
 from ..strategies import hardware, problems, transformer_trace
 
 HAND = Path(__file__).parents[3] / "traces" / "hand"
 SAME = 1 + 1e-9
-TRACES = 200
-TRAININGS = 80
+TRACES = by_profile(ci=50, long=400)
+TRAININGS = by_profile(ci=25, long=160)
+BUDGETS = by_profile(ci=5, long=1000)
+NOTHING_WHOLE = -1
 
 
-def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close() -> None:
     rng = random.Random(20)
     stalling = close = wrapping = two_tiers = user_code = 0
     for number in range(TRACES):
         problem = exhaustive.small_problem(rng, most_combinations=500)
         bound, best = lower_bound_seconds(problem), exhaustive.best_seconds(problem)
-        with monkeypatch.context() as patched:
-            patched.setattr(bound_module, "_MAX_WHOLE", -1)
-            shares = [lower_bound_seconds(problem, most_instants=most) for most in (5, 24)]
-        coarse = lower_bound_seconds(problem, most_instants=5)
+        shares = [lower_bound_seconds(problem, max_instants=most, max_whole=NOTHING_WHOLE) for most in (5, 24)]
+        coarse = lower_bound_seconds(problem, max_instants=5)
         which = f"trace {number}: {problem.trace.model_dump_json()} {problem.budgets}"
         assert max(bound, coarse, *shares) <= best * SAME, which
         wrapping += any(period.before >= problem.stage_count for period in problem.periods)
@@ -47,16 +48,14 @@ def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close(monkeypatch
     assert close >= 0.65 * stalling
 
 
-def test_no_plan_with_updates_on_the_host_beats_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_plan_with_updates_on_the_host_beats_the_bound() -> None:
     rng = random.Random(21)
     close = on_host = user_code = 0
     for number in range(TRAININGS):
         problem = exhaustive.small_training(rng, most_combinations=600)
         bests = [exhaustive.best_seconds(each) for each in exhaustive.placements(problem)]
-        bounds = [lower_bound_seconds(problem), lower_bound_seconds(problem, most_instants=5)]
-        with monkeypatch.context() as patched:
-            patched.setattr(bound_module, "_MAX_WHOLE", -1)
-            bounds += [lower_bound_seconds(problem, most_instants=most) for most in (5, 24)]
+        bounds = [lower_bound_seconds(problem), lower_bound_seconds(problem, max_instants=5)]
+        bounds += [lower_bound_seconds(problem, max_instants=most, max_whole=NOTHING_WHOLE) for most in (5, 24)]
         which = f"training {number}: {problem.source.model_dump_json()} {problem.budgets}"
         assert max(bounds) <= min(bests) * SAME, which
         on_host += bests[0] > min(bests) * SAME
@@ -67,18 +66,18 @@ def test_no_plan_with_updates_on_the_host_beats_the_bound(monkeypatch: pytest.Mo
     assert close >= TRAININGS // 2
 
 
-@pytest.mark.parametrize("most_whole", [-1, 32])
 @pytest.mark.parametrize("path", sorted(HAND.glob("*.json")), ids=lambda path: path.stem)
-def test_no_policy_beats_the_bound(path: Path, most_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound_module, "_MAX_WHOLE", most_whole)
+def test_no_policy_beats_the_bound(path: Path) -> None:
     trace = Trace.load(path)
+    smallest, most = floor(trace)[0], max(live_bytes(trace))
     made = 0
-    for budget in range(floor(trace)[0], max(live_bytes(trace)) + 1):
+    for budget in sorted({most, *range(smallest, most, max((most - smallest) // BUDGETS, 1))}):
         budgets = Budgets(device_bytes=budget)
-        bound = lower_bound_seconds(Problem.of(trace, budgets))
+        problem = Problem.of(trace, budgets)
+        bound = max(lower_bound_seconds(problem, max_whole=whole) for whole in (NOTHING_WHOLE, MAX_WHOLE))
         for policy in POLICIES:
             try:
-                predicted = plan(trace, budgets, policy=policy).predicted
+                predicted = plan(trace, budgets, policy=policy, lower_bound=False).predicted
             except (BudgetError, InfeasiblePlanError, UnsupportedError):
                 continue  # not every policy can plan under every budget
             assert predicted is not None
@@ -104,7 +103,6 @@ def test_the_bound_meets_the_optimum_of_hand_made_traces(name: str, budget: int,
 
 
 @given(problems())
-@settings(max_examples=40, deadline=None)
 def test_more_budget_never_raises_the_bound(case: tuple[Trace, Budgets]) -> None:
     trace, budgets = case
     most = max(live_bytes(trace))
@@ -116,16 +114,14 @@ def test_more_budget_never_raises_the_bound(case: tuple[Trace, Budgets]) -> None
 
 
 @given(problems())
-@settings(max_examples=40, deadline=None)
 def test_fewer_instants_never_raise_the_bound(case: tuple[Trace, Budgets]) -> None:
     problem = Problem.of(*case)
-    bounds = [lower_bound_seconds(problem, most_instants=most) for most in (1, 3, 8, 1000)]
+    bounds = [lower_bound_seconds(problem, max_instants=most) for most in (1, 3, 8, 1000)]
     for fewer, more in zip(bounds, bounds[1:], strict=False):
         assert fewer <= more * (1 + 1e-6)
 
 
 @given(problems())
-@settings(max_examples=40, deadline=None)
 def test_instants_are_nested_and_divide_the_iteration(case: tuple[Trace, Budgets]) -> None:
     problem = Problem.of(*case)
     chosen = [Instants.of(problem, most) for most in (1, 2, 5, 9, 1000)]
@@ -141,9 +137,9 @@ def test_on_a_large_trace_the_bound_tells_a_stall_and_grows_with_the_instants() 
     smallest, most = floor(trace)[0], max(live_bytes(trace))
     budgets = Budgets(device_bytes=smallest + (most - smallest) // 10)
     problem = Problem.of(trace, budgets)
-    bounds = [lower_bound_seconds(problem, most_instants=most) for most in (4, 16, 32)]
+    bounds = [lower_bound_seconds(problem, max_instants=most) for most in (4, 16, 32)]
     assert bounds == sorted(bounds)
-    predicted = plan(trace, budgets, policy="belady").predicted
+    predicted = plan(trace, budgets, policy="belady", lower_bound=False).predicted
     assert predicted is not None
     assert trace.ideal_seconds * 1.2 < bounds[-1] <= predicted.iteration_seconds
 

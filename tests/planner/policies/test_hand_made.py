@@ -123,12 +123,21 @@ def test_the_update_runs_on_the_host_where_that_is_faster() -> None:
     assert (update.start_seconds, update.end_seconds) == pytest.approx((1.0, 2.0))
     assert timeline.peak_bytes == {"device": 40, "host": 40, "storage": 0}
     assert timeline.iteration_seconds < min(
-        simulate(trace, plan(trace, Budgets(device_bytes=40), policy=policy)).iteration_seconds
+        simulate(trace, plan(trace, Budgets(device_bytes=40), policy=policy, lower_bound=False)).iteration_seconds
         for policy in ("teraio", "g10", "zero-infinity", "belady")
     )
     with_little = plan(trace, Budgets(device_bytes=40, host_bytes=39))
     assert with_little.updates == ()
     assert simulate(trace, with_little).iteration_seconds == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("policy", ["ilp", "belady"])
+def test_a_plan_without_its_lower_bound_is_the_same_plan(policy: str) -> None:
+    trace = Trace.load(HAND / "chain.json")
+    bounded, plain = (plan(trace, Budgets(device_bytes=10), policy=policy, lower_bound=wanted) for wanted in (True, False))
+    assert bounded.predicted is not None and bounded.predicted.lower_bound_seconds == pytest.approx(10.0, rel=2e-6)
+    without = bounded.predicted.model_copy(update={"lower_bound_seconds": 0.0})
+    assert plain.moves == bounded.moves and plain.predicted == without
 
 
 def test_every_hand_made_trace_is_used_here() -> None:

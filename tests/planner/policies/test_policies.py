@@ -1,4 +1,4 @@
-"""Every policy keeps its word, and the integer program is worth its time."""
+"""Every policy keeps the budgets and raises the right errors; the integer program is clearly better than paging."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pulp
 import pytest
 
 from planner import BudgetError, Budgets, InfeasiblePlanError, OptionsError, Plan, Trace, plan, simulate
-from planner.ilp.solve import Solution
+from planner.ilp.solve import CoarseSolution
 from planner.policies.ilp import _decisions
 from planner.problem.lifetimes import live_bytes
 from planner.problem.problem import Problem, build_plan
@@ -23,7 +23,7 @@ def transformer() -> Trace:
 
 @pytest.fixture(scope="module")
 def made(transformer: Trace) -> Plan:
-    return plan(transformer, half(transformer))
+    return plan(transformer, half(transformer), lower_bound=False)
 
 
 def half(trace: Trace) -> Budgets:
@@ -31,7 +31,7 @@ def half(trace: Trace) -> Budgets:
 
 
 def test_the_integer_program_beats_on_demand_and_comes_near_its_own_objective(transformer: Trace, made: Plan) -> None:
-    on_demand = plan(transformer, half(transformer), policy="belady")
+    on_demand = plan(transformer, half(transformer), policy="belady", lower_bound=False)
     assert made.predicted is not None and on_demand.predicted is not None
     assert made.solver.status == "optimal"
     assert made.solver.bound_seconds is not None and made.solver.objective_seconds is not None
@@ -41,7 +41,7 @@ def test_the_integer_program_beats_on_demand_and_comes_near_its_own_objective(tr
 
 
 def test_plans_are_the_same_every_time(transformer: Trace, made: Plan) -> None:
-    assert plan(transformer, half(transformer)).moves == made.moves
+    assert plan(transformer, half(transformer), lower_bound=False).moves == made.moves
 
 
 def test_copies_out_are_predicted_between_issue_and_return(made: Plan) -> None:
@@ -83,19 +83,19 @@ def test_the_host_tier_is_used_up_to_its_budget(transformer: Trace) -> None:
     machine: Any = hardware(host=True, rate=4e9, latency=1e-4)
     trace = Trace.model_validate({**transformer.model_dump(by_alias=True), "hardware": machine})
     budgets = half(trace).model_copy(update={"host_bytes": 2**27})
-    made = plan(trace, budgets)
+    made = plan(trace, budgets, lower_bound=False)
     timeline = simulate(trace, made)
     assert {move.tier for move in made.moves} == {"host", "storage"}
     assert 2**26 < timeline.peak_bytes["host"] <= 2**27
 
 
 def test_rounding_never_overfills_a_tier(transformer: Trace) -> None:
-    """A solution that sends everything to the host tier, which has room for a part of it."""
+    """The solution sends everything to the host tier, which has room for some of it."""
     machine: Any = hardware(host=True, rate=4e9, latency=1e-4)
     trace = Trace.model_validate({**transformer.model_dump(by_alias=True), "hardware": machine})
     problem = Problem.of(trace, half(trace).model_copy(update={"host_bytes": 2**26}))
     tiers: dict[int, WaitingTier] = dict.fromkeys(range(len(problem.periods)), "host")
-    everything = Solution(tiers=tiers, on_host=frozenset(), report=SolverReport())
+    everything = CoarseSolution(tiers=tiers, on_host=frozenset(), report=SolverReport())
     left, decisions = _decisions(problem, everything)
     assert left.on_host == ()
     assert {decision.tier for decision in decisions.values()} == {"host", "storage"}
@@ -122,7 +122,7 @@ def test_cbc_stands_in_for_highs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_as_many_updates_on_the_host_as_have_room_there(transformer: Trace) -> None:
-    """A solution that updates everything on the host, which holds the blocks of one subgroup."""
+    """The solution updates everything on the host, whose tier holds the blocks of one subgroup."""
     stages = [stage for stage in transformer.stages if stage.phase == "optimizer"]
     subgroups = [
         {
@@ -140,7 +140,7 @@ def test_only_as_many_updates_on_the_host_as_have_room_there(transformer: Trace)
     trace = Trace.model_validate(fields)
     size = sum(trace.blocks[block].size_bytes for block in trace.subgroups[0].blocks)
     problem = Problem.of(trace, half(trace).model_copy(update={"host_bytes": size * 3 // 2}))
-    everything = Solution(tiers={}, on_host=frozenset(range(len(subgroups))), report=SolverReport())
+    everything = CoarseSolution(tiers={}, on_host=frozenset(range(len(subgroups))), report=SolverReport())
     left, decisions = _decisions(problem, everything)
     assert len(subgroups) > 1 and left.on_host == (0,), "the first whose parameters are needed again"
     filled = evict_furthest(left, decisions, early=True)

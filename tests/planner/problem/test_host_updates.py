@@ -1,4 +1,4 @@
-"""Updates on the host: which subgroups can, what plans may do, and the bound where memory or threads are few."""
+"""Updates on the host: which subgroups can update there, what plans may do, and the bound with little memory or few threads."""
 
 from typing import Any
 
@@ -166,7 +166,7 @@ def test_subgroups_cannot_take_longer_than_their_stage() -> None:
 
 
 def test_links_share_their_rate_fairly() -> None:
-    """Three links, worked out by hand: 10 bytes per second in all, of which one link can take 2 only."""
+    """Three links share 10 bytes per second; one of them can take only 2. Worked out by hand."""
     from planner.simulator.links import max_min_rates
 
     assert max_min_rates([2.0, 20.0, 20.0], [(10.0, [0, 1, 2])]) == [2.0, 4.0, 4.0]
@@ -196,7 +196,7 @@ def test_no_prefetch_takes_the_room_that_the_next_stage_needs() -> None:
 
 
 def test_a_trace_error_names_the_place() -> None:
-    with pytest.raises(TraceError, match="shared rate 'x' names links that there are not: host->device"):
+    with pytest.raises(TraceError, match="shared rate 'x' names links that do not exist: host->device"):
         Trace.build(
             name="x",
             hardware={

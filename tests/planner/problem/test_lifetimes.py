@@ -1,4 +1,4 @@
-"""How long blocks are used and idle, worked out by hand and by counting stage by stage."""
+"""How long blocks are used and idle, compared with numbers worked out by hand and by counting stages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_used_and_idle_seconds() -> None:
 
 
 def test_a_block_that_lives_for_an_iteration_is_never_clean() -> None:
-    """It has no copy when it comes into being, also where nothing is known to write it."""
+    """A new block has no copy, even if no stage is known to write it."""
     trace = trace_of([1.0, 1.0, 1.0], {"persistent": False, "reads": [0, 2]})
     assert not block_activities(trace)[0].clean
     assert [period.clean for period in inactive_periods(trace)] == [False]
@@ -94,7 +94,7 @@ def test_used_and_idle_make_up_the_life(trace: Trace) -> None:
 
 @given(traces())
 def test_a_clean_period_follows_a_write_or_an_earlier_period(trace: Trace) -> None:
-    """Between a dirty period's begin and the use before it, the block was written, or it came into being."""
+    """The use before a dirty period wrote the block or created it."""
     for period in inactive_periods(trace):
         block = trace.blocks[period.block]
         if period.clean:

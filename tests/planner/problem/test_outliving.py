@@ -1,4 +1,4 @@
-"""Blocks that outlive their last use, as gradients do that user code frees after the optimizer's step."""
+"""Blocks that outlive their last use, such as gradients that user code frees after the optimizer's step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trace_of(*blocks: dict[str, Any], workspaces: tuple[int, ...] = (0, 0, 0, 0,
 
 
 def leaves(block: int, after: int, before: int, start: int | None) -> dict[str, Any]:
-    """For good; start: the stage at whose end it is copied out, None if it is dropped."""
+    """A move without a prefetch. start: the stage at whose end the block is copied out; None if it is dropped."""
     offload = None if start is None else {"start": start, "free_after": start}
     return {"block": block, "after": after, "before": before, "tier": "storage", "offload": offload, "prefetch": None}
 
@@ -50,7 +50,7 @@ def test_it_lives_until_then_and_may_leave_for_good() -> None:
 
 @pytest.mark.parametrize("policy", ["ilp", "device-updates", "teraio", "g10", "belady", "zero-infinity"])
 def test_every_policy_makes_room_and_brings_nothing_back(policy: str) -> None:
-    """Written in its last use, so that it has to be copied out; 1 s of which nothing hides."""
+    """The last use writes the block, so it must be copied out. That takes 1 s, and nothing hides it."""
     trace = trace_of({"reads": [], "writes": [0, 1], "dies_after": 4}, workspaces=(0, 0, 10, 0, 0))
     found = plan(trace, Budgets(device_bytes=15), policy=policy)
     timeline = simulate(trace, found)
@@ -71,7 +71,7 @@ def test_one_that_is_not_used_again_goes_before_one_that_is() -> None:
 
 
 def test_one_that_dies_on_its_way_out_takes_its_room_until_it_is_out() -> None:
-    """Queued when stage 3 has ended, under way for 6 s; stage 0, which makes it anew, waits for that."""
+    """The copy is queued when stage 3 has ended and takes 6 s. Stage 0 makes the block anew and waits for it."""
     trace = trace_of({"reads": [1], "writes": [0], "size_bytes": 60, "dies_after": 4}, workspaces=(0, 0, 0, 0, 5))
     timeline = simulate(trace, made(trace, 65, leaves(0, 1, 5, 3)))
     assert timeline.iteration_seconds == pytest.approx(5.0 + 5.0)
@@ -90,7 +90,7 @@ def test_a_copy_that_another_stage_has_made_serves() -> None:
 
 @pytest.mark.parametrize("move", [leaves(0, 1, 5, 4), leaves(0, 1, 4, 1), leaves(0, 0, 5, 1), leaves(1, 1, 5, 1)])
 def test_moves_for_good_that_the_trace_does_not_allow(move: dict[str, Any]) -> None:
-    """When it dies anyway; before another stage; not after its last use; of a block that has none such."""
+    """The block dies then anyway; `before` is not its death; `after` is not its last use; the block dies with its last use."""
     trace = trace_of({"reads": [1], "writes": [0], "dies_after": 4}, {"reads": [1], "writes": [0]})
     with pytest.raises(InfeasiblePlanError, match="blocks may leave for good between their last use and their death"):
         simulate(trace, made(trace, 100, move))
@@ -117,7 +117,7 @@ def test_only_a_death_that_is_given_is_part_of_the_content(tmp_path: Path) -> No
 
 
 def test_an_update_on_the_host_takes_it_for_good() -> None:
-    """Its gradient waits there, whatever dies when."""
+    """The gradient stays on the host until the update, whenever it would die."""
     trace = trace_of(
         {"kind": "parameter", "persistent": True, "reads": [0, 2], "writes": [2]},
         {"reads": [2], "writes": [0], "dies_after": 4},

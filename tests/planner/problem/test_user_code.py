@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Plan, Timeline, Trace, plan, simulate
@@ -71,7 +71,7 @@ def times(timeline: Timeline, link: str) -> list[tuple[int, float, float]]:
 
 @pytest.mark.parametrize("kind", ["parameter", "gradient", "optimizer_state"])
 def test_user_code_waits_for_copies_out_that_are_queued(kind: str) -> None:
-    """Two of 1 s each leave after stage 0; one is still queued, one under way when user code is reached."""
+    """Two copies of 1 s each are queued after stage 0. When user code is reached, one is under way and one is queued."""
     blocks = [block(0, kind, 10, 0, 4), block(1, kind, 10, 0, 4)]
     timeline = simulate(*made("fuffo", blocks, [(0, 0, 0, 3, 4), (1, 0, 0, 3, 4)]))
     assert times(timeline, OUT) == [(0, 1, 2), (1, 2, 3)]
@@ -96,7 +96,7 @@ def test_without_user_code_nothing_waits() -> None:
 
 
 def test_a_copy_in_that_has_begun_ends_before_user_code_and_the_next_is_held_back() -> None:
-    """Asked for when stage 3 is reached: the first comes in during stages 3 and, as user code waits, 4; the second after it."""
+    """Both are queued when stage 3 is reached. The first comes in while stage 3 runs and user code waits, the second after it."""
     blocks = [block(0, "parameter", 20, 0, 6), block(1, "parameter", 10, 0, 6)]
     timeline = simulate(*made("ffffufo", blocks, [(0, 0, 0, 3, 6), (1, 0, 0, 3, 6)]))
     assert times(timeline, IN) == [(0, 3, 5), (1, 6, 7)]
@@ -196,7 +196,7 @@ def test_user_code_waits_for_updates_on_the_host() -> None:
     (update,) = waiting.updates
     assert waiting.stages[3].start_seconds == pytest.approx(update.end_seconds)
     assert waiting.iteration_seconds == pytest.approx(beside.iteration_seconds + 2.0)
-    path = [(piece.resource, piece.index) for piece in critical_path(trace, by_hand, waiting).pieces]
+    path = [(segment.resource, segment.index) for segment in critical_path(trace, by_hand, waiting).segments]
     assert (HOST_UPDATES, 0) in path and path[path.index((HOST_UPDATES, 0)) + 1] == (STAGES, 3)
 
 
@@ -206,7 +206,7 @@ def test_no_plan_counts_on_an_update_that_goes_on_in_user_code() -> None:
     for phases, seconds in (("fboff", 7.0), ("fbouf", 8.0)):
         trace, _ = updating(phases, device_seconds=9.0)
         budgets = Budgets(device_bytes=1000)
-        made = plan(trace, budgets)
+        made = plan(trace, budgets, lower_bound=False)
         assert len(made.updates) == 1
         assert simulate(trace, made).iteration_seconds == pytest.approx(seconds)
         assert lower_bound_seconds(Problem.of(trace, budgets)) == pytest.approx(seconds, rel=2e-6)
@@ -229,7 +229,7 @@ def test_the_next_user_code_is_numbered_on() -> None:
 
 
 def check(trace: Trace, timeline: Timeline) -> int:
-    """No copy or update is under way while user code runs; gives how many stages of user code waited."""
+    """Check that no copy or update is under way while user code runs. Return how many stages of user code waited."""
     length, waited = timeline.iteration_seconds, 0
     intervals = [
         (transfer.start_seconds, transfer.end_seconds)
@@ -249,14 +249,12 @@ def check(trace: Trace, timeline: Timeline) -> int:
 
 
 @given(problems(most_stages=20, most_blocks=20), st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
 def test_nothing_that_user_code_can_reach_is_under_way_in_it(case: tuple[Trace, Budgets], seed: int) -> None:
     trace, budgets = case
     check(trace, simulate(trace, random_plan(trace, budgets, random.Random(seed))))
 
 
 @given(training_problems(most_layers=6), st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
 def test_nor_are_updates(case: tuple[Trace, Budgets], seed: int) -> None:
     trace, budgets = case
     timeline = replay_of_random_plan(trace, budgets, seed)
@@ -266,9 +264,9 @@ def test_nor_are_updates(case: tuple[Trace, Budgets], seed: int) -> None:
 
 
 def test_plans_leave_user_code_little_to_wait_for() -> None:
-    """Half of the peak: by any other policy, states are still on their way out when user code is reached."""
+    """The budget is half of the peak. Under all other policies, states are still on their way out when user code is reached."""
     trace = with_user_code(transformer_trace(layers=2, stages_per_layer=4, rate=4e9, states=True), 1e-3)
     budgets = Budgets(device_bytes=max(live_bytes(trace)) // 2)
-    assert check(trace, simulate(trace, plan(trace, budgets))) == 0
+    assert check(trace, simulate(trace, plan(trace, budgets, lower_bound=False))) == 0
     for policy in ("belady", "teraio", "g10", "zero-infinity"):
-        assert check(trace, simulate(trace, plan(trace, budgets, policy=policy))) > 0
+        assert check(trace, simulate(trace, plan(trace, budgets, policy=policy, lower_bound=False))) > 0

@@ -1,4 +1,4 @@
-"""Copies that user code would wait for are put off where there is room for that, and only what the replay finds better stays."""
+"""Copies that user code would wait for are put off where there is room, and only if the replay finds that better."""
 
 import random
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Trace, simulate
@@ -16,7 +16,7 @@ from planner.problem.host_updates import host_updatable
 from planner.problem.problem import Decision, Decisions, Problem, build_plan
 from planner.problem.user_code import user_stages
 from planner.schedule.prefetch import StageClock, prefetch_from, schedule
-from planner.schedule.user_code import proposals
+from planner.schedule.user_code import user_code_proposals
 
 from ..strategies import hardware, training_problems
 
@@ -25,7 +25,7 @@ HAND = Path(__file__).parents[3] / "traces" / "hand"
 
 def proposed(problem: Problem, decisions: Decisions) -> list[tuple[Problem, Decisions]]:
     made = build_plan(problem, decisions, policy="by hand")
-    return list(proposals(problem, decisions, made, simulate(problem.source, made)))
+    return list(user_code_proposals(problem, decisions, made, simulate(problem.source, made)))
 
 
 def seconds(problem: Problem, decisions: Decisions) -> float:
@@ -110,7 +110,7 @@ def test_gradients_of_updates_on_the_host_are_put_off_too() -> None:
 
 
 def test_a_copy_in_under_way_begins_after_user_code() -> None:
-    """A parameter of 25 bytes, asked for in stage 1, would keep stage 2, user code, waiting for 1.5 s."""
+    """User code in stage 2 would wait 1.5 s for the copy in of a parameter of 25 bytes that is queued in stage 1."""
     phases = ["optimizer", "forward", "user", "forward", "forward", "forward", "forward"]
     stages = [{"id": n, "name": f"s{n}", "phase": phase, "duration_seconds": 1.0} for n, phase in enumerate(phases)]
     parameter = {
@@ -131,7 +131,7 @@ def test_a_copy_in_under_way_begins_after_user_code() -> None:
 
 
 def test_copies_in_are_scheduled_around_user_code() -> None:
-    """Where the clock says that a copy would be under way in user code, it begins early enough to end before."""
+    """A copy that would be under way in user code, by the clock, begins early enough to end before it."""
     trace = Trace.load(HAND / "user_code.json")
     problem = Problem.of(trace, Budgets(device_bytes=25))
     clock = StageClock.ideal(problem)
@@ -158,7 +158,6 @@ def test_what_would_be_held_back_is_queued_after_user_code() -> None:
 
 
 @given(training_problems(most_layers=4), st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
 def test_every_proposal_can_be_carried_out(case: tuple[Trace, Budgets], seed: int) -> None:
     trace, budgets = case
     if not user_stages(trace):
@@ -172,7 +171,7 @@ def test_every_proposal_can_be_carried_out(case: tuple[Trace, Budgets], seed: in
         assert budgets.host_bytes is not None  # too small for what has to move
         return
     for candidate in candidates:
-        for problem, decisions in proposals(candidate.problem, candidate.decisions, candidate.plan, candidate.timeline):
+        for problem, decisions in user_code_proposals(candidate.problem, candidate.decisions, candidate.plan, candidate.timeline):
             assert max(problem.occupancy(decisions)) <= budgets.device_bytes
             timeline = simulate(trace, build_plan(problem, decisions, policy="proposed"))
             assert timeline.peak_bytes["device"] <= budgets.device_bytes

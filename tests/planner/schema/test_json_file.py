@@ -1,4 +1,4 @@
-"""Bad files are refused with their name, the place in them and what to do."""
+"""Bad files are refused with a message that names the file, the place in it and what to do."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The simulator against numbers worked out by hand, and its refusals."""
+"""The simulator gives the numbers that are worked out by hand, and refuses wrong plans."""
 
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def test_over_budget_without_moves(chain: Trace) -> None:
 
 
 def test_over_budget_at_the_border(wrap: Trace) -> None:
-    with pytest.raises(InfeasiblePlanError, match="10 bytes wait on the device when the iteration begins"):
+    with pytest.raises(InfeasiblePlanError, match="10 bytes are on the device when the iteration begins"):
         simulate(wrap, made(wrap, 9, []))
 
 
@@ -155,7 +155,7 @@ def test_a_plan_for_another_trace(chain: Trace, wrap: Trace) -> None:
 
 
 def test_a_link_that_lags_behind_more_and_more_is_followed_to_the_end() -> None:
-    """Each second brings 105 bytes to copy out over a link of 100 bytes a second: no stage waits at first, all do later."""
+    """105 bytes a second must leave over a link of 100 bytes a second: at first no stage waits, later all do."""
     blocks = [
         {
             "id": i,

@@ -1,0 +1,180 @@
+"""Build the linear program behind the lower bound. For why it is a bound, see `planner.bound.lower_bound`.
+
+One function for each constraint family; symbols as in `planner.bound.model`.
+"""
+
+from __future__ import annotations
+
+import pulp
+
+from planner.bound.host_updates import UpdateClass
+from planner.bound.limits import add_link_time, add_memory, add_places, add_updates
+from planner.bound.model import BoundModel, CopyVariables, add_use
+from planner.bound.windows import CopyClass, CopyWindow, Instants
+from planner.lp import Terms, add_host_update, byte_scale, linear
+from planner.problem import Problem, Route
+from planner.schema import Link
+
+__all__ = ["build_bound"]
+
+
+def build_bound(
+    problem: Problem,
+    instants: Instants,
+    classes: tuple[CopyClass, ...],
+    updates: tuple[UpdateClass, ...],
+    *,
+    whole: bool,
+) -> pulp.LpProblem:
+    """Build min Σ δ_k − Σ h_g · device_seconds of g, under constraints that every plan meets.
+
+    `whole`: every class is one block, which is absent as a whole or not at all. The program is then an integer program.
+    """
+    program = pulp.LpProblem("bound", pulp.LpMinimize)
+    model = BoundModel(
+        program=program,
+        instants=instants,
+        whole=whole,
+        stall=[program.add_variable(f"stall_{k}", lowBound=0) if can else None for k, can in enumerate(instants.can_stall)],
+        memory=[[] for _ in instants.positions],
+    )
+    for route in problem.routes:
+        model.places[route.tier] = [[] for _ in instants.positions]
+        for link in (route.outward, route.inward):
+            model.links[link.name] = [[] for _ in instants.positions]
+    for number in range(len(problem.shared)):
+        model.links[f"shared {number}"] = [[] for _ in instants.positions]
+    model.updates = [
+        add_host_update(program, each.windows, problem.route("host"), count=len(instants), whole=whole) for each in updates
+    ]
+    cost: Terms = [(stall, 1.0) for stall in model.stall if stall is not None]
+    cost += [(update.chosen, -update.windows.device_seconds) for update in model.updates]
+    program.setObjective(linear(cost))
+    for number, block_class in enumerate(classes):
+        _add_class(problem, model, str(number), block_class)
+    add_updates(problem, model)
+    add_memory(problem, model)
+    add_places(problem, model)
+    add_link_time(model)
+    return program
+
+
+def _add_class(problem: Problem, model: BoundModel, name: str, block_class: CopyClass) -> None:
+    """Σ_t d_{p,t} + O_{p,t,end} ≤ 1 (− h_g at the update's own stage), and the other rows of the class."""
+    made: dict[str, Terms] = {route.tier: [] for route in problem.routes}
+    chosen: Terms = []
+    kept: pulp.LpVariable | None = None
+    if block_class.update is not None:
+        chosen = [(model.updates[block_class.update].chosen, 1.0)]
+        made["host"] += chosen  # the update writes a valid copy of a parameter there
+        if block_class.persistent:
+            kept = _add_kept(problem, model, name, block_class, chosen[0][0])
+    final = len(block_class.windows) - 1
+    for rank, window in enumerate(block_class.windows):
+        waiting: Terms = []
+        for route in problem.routes:
+            label = f"{name}_{rank}_{route.tier}"
+            if window.adjacent:
+                made[route.tier].append((_add_adjacent(problem, model, label, block_class, window, route), 1.0))
+                continue
+            copies = _copies(model, label, block_class, window, route, kept=kept, first=rank == 0, last=rank == final)
+            _add_order(model, copies, made[route.tier])
+            _add_shares(problem, model, copies)
+            waiting += copies.waiting
+            made[route.tier] += [(variable, 1.0) for variable in copies.out[-1:]]
+        own = chosen if rank in block_class.around_update else []
+        if waiting and (len(waiting) > 1 or own):
+            model.add([*waiting, *own], pulp.LpConstraintLE, 1)
+
+
+def _add_kept(problem: Problem, model: BoundModel, name: str, block_class: CopyClass, chosen: pulp.LpVariable) -> pulp.LpVariable:
+    """z ≥ h, and z ≥ d + O for every window in the host tier: a persistent block of an update has one place there for good."""
+    kept = model.variable(f"z_{name}")
+    model.add([(kept, 1.0), (chosen, -1.0)], pulp.LpConstraintGE, 0)
+    for row in model.places["host"]:
+        row.append((kept, block_class.size_bytes / byte_scale(problem)))
+    return kept
+
+
+def _copies(
+    model: BoundModel,
+    label: str,
+    block_class: CopyClass,
+    window: CopyWindow,
+    route: Route,
+    *,
+    kept: pulp.LpVariable | None,
+    first: bool,
+    last: bool,
+) -> CopyVariables:
+    # A copy out that ends after the last instant inside the window helps later windows only.
+    ends = [] if block_class.read_only else [*window.inside] + ([] if last else [window.end])
+    return CopyVariables(
+        block_class=block_class,
+        window=window,
+        route=route,
+        name=label,
+        found=model.variable(f"d_{label}", whole=True) if block_class.read_only or not first else None,
+        out=[model.variable(f"o_{label}_{k}", whole=k == window.end) for k in ends],
+        into=[] if window.final else [model.variable(f"i_{label}_{k}") for k in window.inside],
+        kept=kept,
+    )
+
+
+def _add_adjacent(
+    problem: Problem, model: BoundModel, label: str, block_class: CopyClass, window: CopyWindow, route: Route
+) -> pulp.LpVariable:
+    """(seconds out + seconds in) · g ≤ δ: the copies follow one another, and the next stage waits for both."""
+    made = model.variable(f"g_{label}", whole=True)
+    span = window.begin % len(model.instants)
+    stall = model.stall[span]
+    assert stall is not None  # a span between two stages can stall
+    smallest = block_class.smallest_bytes
+    both = route.outward.seconds(smallest) + route.inward.seconds(smallest)
+    model.add([(made, both), (stall, -1.0)], pulp.LpConstraintLE, 0)
+    for link in (route.outward, route.inward):
+        add_use(problem, model, block_class, link, span, [(made, 1.0)])
+    return made
+
+
+def _add_order(model: BoundModel, copies: CopyVariables, made: Terms) -> None:
+    """O and I ascend; I ≤ d + O_end; d ≤ Σ O_end + g over the earlier windows (`made`), except for read_only blocks."""
+    for variables in (copies.out, copies.into):
+        for before, after in zip(variables, variables[1:], strict=False):
+            model.add([(after, 1.0), (before, -1.0)], pulp.LpConstraintGE, 0)
+    if copies.into:
+        model.add([*copies.waiting, (copies.into[-1], -1.0)], pulp.LpConstraintGE, 0)
+    if copies.found is not None and not copies.block_class.read_only:
+        minus = [(variable, -factor) for variable, factor in made]
+        model.add([(copies.found, 1.0), *minus], pulp.LpConstraintLE, 0)
+
+
+def _add_shares(problem: Problem, model: BoundModel, copies: CopyVariables) -> None:
+    """Add the class to the rows: absent d + O_k − I_k (with whole blocks: a_k, at most that), and the steps of O and I."""
+    count, window = len(model.instants), copies.window
+    share = copies.block_class.size_bytes / byte_scale(problem)
+    for position, k in enumerate(window.inside):
+        left = copies.left(position)
+        absent = [*left, *((variable, -1.0) for variable in copies.into[position:][:1])]
+        if model.whole:
+            away = model.variable(f"a_{copies.name}_{k}", whole=True)
+            model.add([*absent, (away, -1.0)], pulp.LpConstraintGE, 0)
+            absent = [(away, 1.0)]
+        model.memory[k % count] += [(variable, factor * share) for variable, factor in absent]
+        if copies.block_class.update is None or copies.route.tier != "host":
+            model.places[copies.route.tier][k % count] += [(variable, share) for variable, _ in left]
+        elif copies.kept is not None:
+            model.add([(copies.kept, 1.0), *((variable, -1.0) for variable, _ in left)], pulp.LpConstraintGE, 0)
+    out: list[Terms] = [[(variable, 1.0)] for variable in copies.out]
+    into: list[Terms] = [[(variable, 1.0)] for variable in copies.into]
+    _add_steps(problem, model, copies, copies.route.outward, out)
+    if not window.final:
+        _add_steps(problem, model, copies, copies.route.inward, [*into, copies.waiting])
+
+
+def _add_steps(problem: Problem, model: BoundModel, copies: CopyVariables, link: Link, cumulative: list[Terms]) -> None:
+    before: Terms = []
+    for span, terms in enumerate(cumulative, start=copies.window.begin):
+        step = terms + [(variable, -factor) for variable, factor in before]
+        add_use(problem, model, copies.block_class, link, span % len(model.instants), step)
+        before = terms

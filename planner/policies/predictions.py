@@ -1,0 +1,61 @@
+"""What the simulator predicts for a plan, written into the plan."""
+
+from __future__ import annotations
+
+from planner.bound import lower_bound_seconds
+from planner.problem import Problem
+from planner.schedule import StageClock
+from planner.schema import Plan, Predicted
+from planner.simulator import Timeline, simulate
+
+__all__ = ["with_lower_bound", "with_predictions"]
+
+
+def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = None) -> Plan:
+    """Add the simulator's predictions and, for each offload, the stage by whose end the copy is out.
+
+    The lower bound is 0, see `with_lower_bound`. timeline: the replay of `plan`, if there is one already.
+    """
+    if timeline is None:
+        timeline = simulate(problem.source, plan)
+    plan = plan.model_copy(update={"moves": _with_free_after(problem, plan, timeline)})
+    return plan.model_copy(
+        update={
+            "predicted": Predicted(
+                iteration_seconds=timeline.iteration_seconds,
+                ideal_seconds=problem.source.ideal_seconds,
+                lower_bound_seconds=0.0,
+                stall_seconds=timeline.stall_seconds,
+                peak_bytes=timeline.peak_bytes,
+                moved_bytes=timeline.moved_bytes,
+                storage_written_bytes=timeline.storage_written_bytes,
+            )
+        }
+    )
+
+
+def with_lower_bound(plan: Plan, problem: Problem, *, threads: int) -> Plan:
+    """Add the lower bound on the iteration time of every plan for `problem` to the predictions. `threads`: of the solver."""
+    assert plan.predicted is not None  # `with_predictions` comes first
+    bound = lower_bound_seconds(problem, threads=threads)
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"lower_bound_seconds": bound})})
+
+
+def _with_free_after(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[object, ...]:
+    clock = StageClock(
+        reached_seconds=tuple(stage.start_seconds for stage in timeline.stages),
+        iteration_seconds=timeline.iteration_seconds,
+    )
+    moves = list(plan.moves)
+    for transfer in timeline.transfers:
+        move = moves[transfer.move]
+        if move.offload is None or not transfer.link.startswith("device->"):
+            continue
+        # Count from when the transfer was queued, since that may have been in the iteration before.
+        queued = timeline.stages[move.offload.start % problem.stage_count].end_seconds
+        done = queued + transfer.end_seconds - transfer.queued_seconds
+        turns = move.offload.start // problem.stage_count
+        stage = clock.stage_at(done - 1e-12) + turns * problem.stage_count
+        free_after = min(max(stage, move.offload.start), move.before - 1)
+        moves[transfer.move] = move.model_copy(update={"offload": move.offload.model_copy(update={"free_after": free_after})})
+    return tuple(moves)

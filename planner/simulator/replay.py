@@ -1,0 +1,270 @@
+"""One replay of a plan: the state of the device, the tiers, the links and the host's processor, moved on event by event."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Literal
+
+from planner.errors import InfeasiblePlanError
+from planner.schema import Plan, Trace
+from planner.simulator.host_processor import HostProcessor
+from planner.simulator.links import Channel, Links, QueuedTransfer
+from planner.simulator.program import ReplayProgram
+from planner.simulator.tier_usage import TierUsage
+from planner.simulator.timeline import HostUpdate, StageTimes, Timeline, Transfer
+
+__all__ = ["Replay"]
+
+
+class Replay:
+    """State of one replay, by the rules of [Note: execution semantics] in `planner.simulator.simulate`.
+
+    A block is on the device, leaving, coming or away.
+    """
+
+    def __init__(self, trace: Trace, plan: Plan, program: ReplayProgram) -> None:
+        self.source = trace
+        self.trace = program.trace
+        self.plan = plan
+        self.program = program
+        self.device_budget = plan.budgets.device_bytes
+        self.links = Links(trace.hardware)
+        self.state: list[Literal["device", "leaving", "coming", "away"]] = ["away"] * len(trace.blocks)
+        self.copies: list[set[str]] = [set() for _ in trace.blocks]
+        self.dead: set[int] = set()  # blocks that died while they were leaving
+        self.used = self.peak = 0  # bytes on the device
+        self.now = 0.0
+        self.iteration_began = 0.0
+        self.stage = 0  # the stage that is reached or runs
+        self.reached_at = 0.0
+        self.waiting_bytes = 0  # outputs and workspace of a stage that is reached and has not started
+        self.processor = HostProcessor(trace, program)
+        self.tier_usage = TierUsage(trace, plan.budgets, program.persistent_places)
+        self.visible_copies = 0  # copies that user code waits for: queued outwards, under way inwards
+        self.times: list[StageTimes] = []
+        self.transfers: list[Transfer] = []
+        self.updated: list[HostUpdate] = []
+        self.moved: dict[str, int] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Put every persistent block into the tier where the plan says that it waits."""
+        for block in self.trace.blocks:
+            if not block.persistent:
+                continue
+            where = self.program.initial[block.id]
+            if where == "device":
+                self.state[block.id] = "device"
+                self.used += block.size_bytes
+            # Assume that copies made in the iteration before are valid; later iterations check it.
+            self.copies[block.id] = set(self.program.persistent_places[block.id])
+        if self.used > self.device_budget:
+            raise InfeasiblePlanError(
+                f"{self.used:,} bytes are on the device when the iteration begins; the budget is "
+                f"{self.device_budget:,} bytes: move more blocks over the iteration's end",
+                stage=self.trace.stages[0].name,
+            )
+        self.peak = self.used
+
+    def one_iteration(self) -> Timeline:
+        """Replay one iteration. Its times count from the end of the iteration before."""
+        self.times, self.transfers, self.updated, self.moved = [], [], [], {}
+        began = self.now
+        self.iteration_began = began
+        for stage in range(len(self.trace.stages)):
+            self._reach(stage)
+            while not self._can_start(stage):
+                self._next_event(stage)
+            self._run_stage(stage)
+        return Timeline(
+            iteration_seconds=self.now - began,
+            stages=tuple(self.times),
+            transfers=tuple(self.transfers),
+            updates=tuple(self.updated),
+            peak_bytes={"device": self.peak, **self.tier_usage.peak_bytes},
+            moved_bytes=dict(self.moved),
+            storage_written_bytes=sum(size for name, size in self.moved.items() if name.endswith("->storage")),
+        )
+
+    def _reach(self, stage: int) -> None:
+        self.stage, self.reached_at = stage, self.now
+        self.waiting_bytes = self.program.need_bytes[stage]
+        for subgroup in self.program.updates[stage]:
+            self.processor.add(subgroup, self.now)
+        for index in self.program.prefetches[stage]:
+            self._queue(index, inward=True)
+        self._dispatch()
+
+    def _can_start(self, stage: int) -> bool:
+        if self.used + self.waiting_bytes > self.device_budget:
+            return False
+        if stage in self.program.user_stages and (self.visible_copies or not self.processor.idle):
+            return False
+        if self.dead and not self.dead.isdisjoint(self.program.born[stage]):
+            return False
+        return all(self.state[block] == "device" for block in self.program.inputs[stage])
+
+    def _held_back(self, block: int) -> bool:
+        """Whether user code keeps a copy in of the block from beginning, see [Note: user code] in `planner.problem.user_code`."""
+        if block not in self.program.visible or self.stage not in self.program.user_stages:
+            return False
+        return all(self.state[other] in ("device", "coming") for other in self.program.inputs[self.stage])
+
+    def _run_stage(self, stage: int) -> None:
+        """Run the stage and, meanwhile, the links; then do everything that happens at its end.
+
+        The copies that are queued here begin when the next stage has been reached, since only then its need for room is known.
+        """
+        start = self.now
+        self._take_device(self.waiting_bytes)
+        self.waiting_bytes = 0
+        end = start + self.trace.stages[stage].duration_seconds
+        while self._proceed(end):
+            pass
+        self.now = end
+        self.times.append(
+            StageTimes(
+                reached_seconds=self.reached_at - self.iteration_began,
+                start_seconds=start - self.iteration_began,
+                end_seconds=end - self.iteration_began,
+            )
+        )
+        for block in self.program.born[stage]:
+            self.state[block] = "device"
+        for block in self.program.written[stage]:
+            self.copies[block].clear()
+        self.used -= self.trace.stages[stage].workspace_bytes
+        for block in self.program.dying[stage]:
+            self._die(block)
+        for index in self.program.drops[stage]:
+            self._drop(index)
+        for index in self.program.offloads[stage]:
+            self._queue(index, inward=False)
+
+    def _die(self, block: int) -> None:
+        if self.state[block] == "leaving":
+            self.dead.add(block)
+            return
+        if self.state[block] == "device":
+            self.used -= self.trace.blocks[block].size_bytes
+        self.state[block] = "away"
+        self.tier_usage.give_back(block)
+        self.copies[block].clear()
+
+    def _drop(self, index: int) -> None:
+        move = self.plan.moves[index]
+        block = self.trace.blocks[move.block]
+        if move.tier not in self.copies[block.id] and block.id not in self.program.read_only:
+            raise InfeasiblePlanError(
+                f"block {block.name!r} is dropped after stage {self.trace.stages[move.after].name!r} "
+                f"although no valid copy waits in the {move.tier} tier: give the move an offload",
+                stage=self.trace.stages[move.after].name,
+                block=block.name,
+            )
+        self.state[block.id] = "away"
+        self.used -= block.size_bytes
+        if index in self.program.awaiting:  # it cannot come back before the update has written it
+            self.processor.stale.add(block.id)
+
+    def _queue(self, index: int, *, inward: bool) -> None:
+        move = self.plan.moves[index]
+        job = QueuedTransfer(
+            move=index,
+            block=move.block,
+            size=self.trace.blocks[move.block].size_bytes,
+            inward=inward,
+            tier=move.tier,
+            queued=self.now,
+        )
+        name = f"{move.tier}->device" if inward else f"device->{move.tier}"
+        self.links.channels[name].queue.append(job)
+        if not inward:
+            self.state[move.block] = "leaving"
+            self.visible_copies += move.block in self.program.visible
+
+    def _dispatch(self) -> None:
+        """Let the host's processor, and every idle link, begin the head of its queue if it can."""
+        self.processor.begin(self.now)
+        for channel in self.links.channels.values():
+            if channel.active is not None or not channel.queue:
+                continue
+            job = channel.queue[0]
+            if job.inward:
+                if self.state[job.block] != "away" or job.block in self.processor.stale or self._held_back(job.block):
+                    continue
+                if self.used + self.waiting_bytes + job.size > self.device_budget:
+                    continue
+                self._take_device(job.size)
+                self.state[job.block] = "coming"
+                self.visible_copies += job.block in self.program.visible
+            else:
+                self.tier_usage.take(job.block, job.tier, stage=self.stage)
+            self.links.begin(channel, self.now)
+
+    def _proceed(self, limit: float) -> bool:
+        """Go on to the next event of a link or of the host's processor. Return False if there is none up to `limit`."""
+        channel = self.links.next()
+        if channel is not None and channel.event <= self.processor.event:
+            if channel.event > limit:
+                return False
+            self.now = channel.event
+            job = self.links.proceed(channel)
+            if job is not None:
+                self._complete_transfer(channel, job)
+            return True
+        if self.processor.event > limit or self.processor.event == inf:
+            return False
+        self.now = self.processor.event
+        self._complete_update(self.processor.end(self.iteration_began))
+        return True
+
+    def _complete_update(self, update: HostUpdate) -> None:
+        for block in self.program.parameters[update.subgroup]:
+            self.copies[block] = {"host"}
+        self.updated.append(update)
+        self._dispatch()
+
+    def _complete_transfer(self, channel: Channel, job: QueuedTransfer) -> None:
+        name = channel.link.name
+        self.moved[name] = self.moved.get(name, 0) + job.size
+        self.visible_copies -= job.block in self.program.visible
+        if job.inward:
+            self.state[job.block] = "device"
+        else:
+            self.state[job.block] = "away"
+            self.used -= job.size
+            self.copies[job.block].add(job.tier)
+            if self.plan.moves[job.move].prefetch is None:
+                self.processor.landed.add(job.block)
+            if job.block in self.dead:
+                self.dead.discard(job.block)
+                self._die(job.block)
+        began = self.iteration_began
+        self.transfers.append(
+            Transfer(
+                move=job.move,
+                block=job.block,
+                link=name,
+                queued_seconds=job.queued - began,
+                start_seconds=channel.began - began,
+                end_seconds=self.now - began,
+            )
+        )
+        self._dispatch()
+
+    def _next_event(self, stage: int) -> None:
+        if self._proceed(inf):
+            return
+        missing = [block for block in self.program.inputs[stage] if self.state[block] != "device"]
+        name = self.trace.stages[stage].name
+        waits = f"for block {self.trace.blocks[missing[0]].name!r}" if missing else f"for {self.waiting_bytes:,} bytes"
+        raise InfeasiblePlanError(
+            f"stage {name!r} waits for ever {waits}: {self.used:,} of {self.device_budget:,} "
+            "device bytes are taken and no transfer is under way: move more blocks, or prefetch later",
+            stage=name,
+            block=self.trace.blocks[missing[0]].name if missing else None,
+        )
+
+    def _take_device(self, size: int) -> None:
+        self.used += size
+        self.peak = max(self.peak, self.used)

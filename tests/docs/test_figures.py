@@ -1,0 +1,58 @@
+"""Figures in the documentation are those of the files that it names."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from .pages import DOCS, README, ROOT, Page
+
+RESULTS = ROOT / "benchmarks" / "results"
+POLICIES = RESULTS / "2026-11-21T175034-amd_epycx2-planner_policies.json"
+OPTIMIZER = RESULTS / "2026-11-22T030900-intel_r__xeon_r__processorx2-optimizer.json"
+SWEEP = RESULTS / "2026-11-21T135641-amd_epycx2-stage_overhead-budget_sweep-rss-prediction-compile_time-engine.json"
+
+
+def figures(path: Any) -> dict[str, dict[str, Any]]:
+    """The figures of all parts by name."""
+    return {figure["name"]: figure for part in json.loads(path.read_text())["results"] for figure in part["figures"]}
+
+
+@pytest.mark.parametrize(("page", "heading"), [(README, "generated trace"), (DOCS["policies"], "trace")])
+def test_what_the_planner_is_worth(page: Page, heading: str) -> None:
+    assert POLICIES.name in page.text
+    found = figures(POLICIES)
+    samples = json.loads(POLICIES.read_text())["results"][0]["samples"]
+    rows = page.table(heading)
+    assert len(rows) >= 4
+    for trace, *cells in rows:
+        for policy, cell in zip(("ilp", "teraio", "g10", "zero-infinity", "belady"), cells, strict=True):
+            mean = found[f"{trace}: {policy}, time / bound"]["value"]
+            worst = max(s[1] for name, s in samples.items() if name.startswith(f"{trace} | ") and name.endswith(f"| {policy}"))
+            assert cell == f"{mean:.2f} ({worst:.2f})", f"{trace}, {policy}"
+
+
+def test_the_optimizer_s_step() -> None:
+    page = DOCS["benchmarks"]
+    assert OPTIMIZER.name in page.text
+    found = figures(OPTIMIZER)
+    for row in [line for line in page.text.splitlines() if line.startswith("| ") and re.search(r"\| \**\d\.\d\d s", line)]:
+        name, iteration, step, *_ = [cell.strip(" *") for cell in row.strip("|").split("|")]
+        name = name.replace("`", "").replace("Inductor, no budget", "Inductor")
+        assert iteration == f"{found[f'{name}: iteration']['value']:.2f} s"
+        assert step == f"{found[f'{name}: optimizer step']['value']:.2f} s"
+
+
+def test_training_under_a_budget() -> None:
+    page = DOCS["benchmarks"]
+    assert SWEEP.name in page.text
+    found = figures(SWEEP)
+    rows = page.table("budget, of the peak")
+    assert len(rows) == 3
+    for budget, teraio, spread, checkpointing in rows:
+        assert teraio == f"{found[f'teraio {budget}']['value']:.2f}"
+        assert found[f"teraio {budget}"]["note"].endswith(f"rounds from {spread}")
+        assert checkpointing.startswith(f"{found[f'checkpoint {budget}']['value']:.2f} ")

@@ -1,0 +1,40 @@
+"""What the documentation says about options is what `Options` says."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from teraio.options import Options
+from tools import options_page
+
+from .pages import DOCS, README
+
+NAMES = [field.name for field in fields(Options)]
+REMEDY = "run: python -m tools.options_page"
+
+
+def test_the_page_is_what_the_options_say() -> None:
+    assert DOCS["options"].text == options_page.page(), REMEDY
+
+
+def test_the_readme_s_table_is_what_the_options_say() -> None:
+    assert README.text == options_page.with_table(README.text), REMEDY
+
+
+def test_the_page_lists_every_option() -> None:
+    assert [option.name for option in options_page.options()] == NAMES
+    assert set(NAMES) <= DOCS["options"].anchors
+
+
+def test_the_readme_shows_the_six_that_matter() -> None:
+    assert len(README.table("option")) == len(options_page.IMPORTANT) == 6
+
+
+def test_values_and_defaults_are_shown_for_people() -> None:
+    known = {option.name: option for option in options_page.options()}
+    assert known["memory_budget"].values == 'bytes, or text such as `"24GiB"`'
+    assert known["codegen"].values == '`"inductor"`, `"eager"`'
+    assert known["codegen"].default == '`"inductor"`'
+    assert known["solver_time_limit"].default == "`30`"
+    assert known["trace_out"].default == "not written"
+    assert all("Default:" not in option.description for option in known.values())

@@ -1,0 +1,145 @@
+"""Writes what the docs say about options: `docs/options.md`, and the short table in `README.md`.
+
+python -m tools.options_page
+
+All names, values, defaults and descriptions come from `teraio.options.Options`. Run this after a change of the options; a test
+compares both files with what this program would write.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+
+from teraio.options import Options
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "options.md"
+README = ROOT / "README.md"
+IMPORTANT = ("memory_budget", "host_budget", "storage", "host_updates", "overlap_step", "plan")
+WRITTEN = "<!-- written by python -m tools.options_page -->"
+BEGIN, END = "<!-- begin: written by python -m tools.options_page -->", "<!-- end -->"
+
+INTRODUCTION = f"""\
+# Options
+
+{WRITTEN}
+
+Options are given to `torch.compile`:
+
+```python
+# not run by the tests: model stands for yours
+compiled = torch.compile(model, backend="teraio", options={{"memory_budget": "24GiB", "storage": "/mnt/nvme"}})
+```
+
+* A size is a number of bytes, or text such as `"24GiB"`, `"500MB"` or `"1.5 TB"`.
+* `None` has the same meaning as leaving the option out.
+* Models that are compiled with equal options share one budget.
+* An unknown option or a wrong value raises `OptionsError`, which says what was found and what is allowed.
+"""
+
+VALUES = {
+    "int | None": 'bytes, or text such as `"24GiB"`',
+    "int": "a whole number",
+    "float": "seconds",
+    "bool": "`True` or `False`",
+    "Path | None": "a path",
+    "tuple[Path, ...]": "a path, or a list of paths",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option as the docs show it. `summary` is one sentence; `details` may be empty."""
+
+    name: str
+    values: str
+    default: str
+    summary: str
+    description: str
+    details: str
+
+
+def options() -> tuple[Option, ...]:
+    """Return all options in the order of their fields. Raises ValueError if a field has no description."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(Options))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    defaults = {field.name: field.default for field in fields(Options)}
+    found = []
+    for node, after in zip(body.body, [*body.body[1:], None], strict=True):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        if not isinstance(after, ast.Expr) or not isinstance(after.value, ast.Constant):
+            raise ValueError(f"option {node.target.id} has no description; write one below its field")
+        name = node.target.id
+        found.append(_option(name, ast.unparse(node.annotation), defaults[name], inspect.cleandoc(str(after.value.value))))
+    return tuple(found)
+
+
+def _option(name: str, annotation: str, default: object, text: str) -> Option:
+    first, *rest = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    description, _, said = first.partition(" Default: ")
+    if default in (None, (), MISSING):
+        shown = said.rstrip(".") or "none"
+    else:
+        shown = f"`{_quoted(default)}`"
+    return Option(
+        name=name,
+        values=_values(annotation),
+        default=shown,
+        summary=re.split(r"(?<=\.)\s", description)[0],
+        description=description,
+        details="\n\n".join(rest),
+    )
+
+
+def _values(annotation: str) -> str:
+    if annotation.startswith("Literal["):
+        choices = ast.literal_eval(f"({annotation.removeprefix('Literal[').removesuffix(']')},)")
+        return ", ".join(f"`{_quoted(choice)}`" for choice in choices)
+    return VALUES.get(annotation, f"`{annotation}`")
+
+
+def _quoted(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else repr(value)
+
+
+def page() -> str:
+    """Return the content of `docs/options.md`."""
+    parts = [INTRODUCTION]
+    for option in options():
+        parts.append(f"## `{option.name}`\n\n*Values:* {option.values}. *Default:* {option.default}.\n")
+        parts += [
+            f"{textwrap.fill(text, 120, break_on_hyphens=False)}\n"
+            for text in (option.description, *option.details.split("\n\n"))
+            if text
+        ]
+    return "\n".join(parts)
+
+
+def table() -> str:
+    """Return the table of the options that matter most, for `README.md`."""
+    known = {option.name: option for option in options()}
+    rows = ["| option | meaning | default |", "|---|---|---|"]
+    for option in (known[name] for name in IMPORTANT):
+        rows.append(f"| [`{option.name}`](docs/options.md#{option.name}) | {option.summary.rstrip('.')} | {option.default} |")
+    return "\n".join(rows)
+
+
+def with_table(readme: str) -> str:
+    """Return the README with the present table between its two marks."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def main() -> None:
+    """Rewrite both files."""
+    PAGE.write_text(page())
+    README.write_text(with_table(README.read_text()))
+
+
+if __name__ == "__main__":
+    main()
