@@ -1,12 +1,14 @@
-"""Prefetches that landed late start earlier the next time. Pure: knows a plan's moves and measured times, no clock.
+"""Computes earlier starts for prefetches that were late. Pure: uses a plan's moves and measured times, reads no clock.
+
+Decides nothing: `follower` applies the starts.
 
 [Note: What is corrected]
 A prefetch is late by the time that a stage waited for it beyond the wait that the plan predicts. Its start moves back by
-as many stages as cover half of that, again and again until it is in time. Not corrected: what was late once only (the
-smaller of two successive iterations counts), and what waited for room, its own copy out or user code rather than for
-its link, which an earlier start would not help (the runtime does not report those).
-The order in which each link serves blocks stays that of the plan: what is ahead in the queue moves along.
-If waiting has not become less after some iterations, the plan's own starts are used again.
+the number of stages that cover half of that time. This repeats until the prefetch is in time. A prefetch that was late only
+once is not corrected: the smaller lateness of two successive iterations counts. Nor is one that waited for room, for its own
+copy out or for user code: an earlier start would not help, so the runtime does not report those.
+The order in which each link serves blocks stays that of the plan: prefetches ahead in the queue move along.
+If there is no less waiting after some iterations, the plan's own starts are used again.
 Source: the feedback of X. Peng et al., Capuchin: Tensor-based GPU Memory Management for Deep Learning (2020).
 """
 
@@ -21,20 +23,21 @@ from planner.schema import Move
 from teraio.planning.drift import Expectation
 
 _DAMPING = 0.5
-_LARGEST_SHIFT = 0.25
-"""A start moves by this share of the iteration at most."""
+"""Share of the lateness that one correction makes up for."""
+_MAX_SHIFT = 0.25
+"""Share of the iteration by which a start moves at most."""
 _NEGLIGIBLE = 0.001
-"""Lateness below this share of the iteration is as good as none."""
+"""Share of the iteration below which lateness is ignored."""
 _TRIAL_ITERATIONS = 8
-"""After so many iterations with corrections it is seen whether they have helped."""
+"""Iterations with corrections after which their effect is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Starts:
-    """When prefetches are asked for. Block ids.
+    """When prefetches start, as block ids.
 
-    fetch_at: by position in the iteration, in order. due: those of the next iteration that are to be asked for by the
-    time it begins, in order of need.
+    fetch_at: by position in the iteration, in order. due: the prefetches of the next iteration that must have started when it
+    begins, in order of need.
     """
 
     fetch_at: tuple[tuple[int, ...], ...]
@@ -42,9 +45,9 @@ class Starts:
 
 
 class Corrections:
-    """Corrected starts of one plan's prefetches, see [Note: What is corrected].
+    """Corrected starts of the prefetches of one plan, see [Note: What is corrected].
 
-    shifts: how many seconds earlier each one has to start, by its index in `moves`.
+    shifts: seconds by which a prefetch starts earlier than planned, by its index in `moves`.
     """
 
     def __init__(self, moves: Sequence[Move], stage_count: int) -> None:
@@ -58,7 +61,10 @@ class Corrections:
         self.shifts: dict[int, float] = {}
 
     def note(self, late: Mapping[tuple[int, int], float], waited_seconds: float, expected: Expectation) -> bool:
-        """Take in one iteration: how late blocks were, by block and stage, and all waiting. True if starts have to change."""
+        """Take in one iteration. Return whether starts have changed.
+
+        late: seconds by block and stage. waited_seconds: all waiting of the iteration.
+        """
         self._waited.append(waited_seconds)
         before, self._late = self._late, self._excess(late, expected)
         if self._given_up:
@@ -68,7 +74,7 @@ class Corrections:
                 self.shifts, self._given_up = {}, True
                 return True
             self._waited.clear()
-        changed, most = False, _LARGEST_SHIFT * expected.iteration_seconds
+        changed, most = False, _MAX_SHIFT * expected.iteration_seconds
         for index in before.keys() & self._late.keys():
             shift = self.shifts.get(index, 0.0)
             longer = min(shift + _DAMPING * min(before[index], self._late[index]), most)
@@ -80,27 +86,28 @@ class Corrections:
         return changed
 
     def _excess(self, late: Mapping[tuple[int, int], float], expected: Expectation) -> dict[int, float]:
-        """How much later than predicted, by index of the move."""
+        """Return the seconds of lateness beyond the predicted ones, by index of the move."""
         excess = {
             self._by_use[use]: seconds - expected.stall_seconds[use[1]] for use, seconds in late.items() if use in self._by_use
         }
         return {index: seconds for index, seconds in excess.items() if seconds > _NEGLIGIBLE * expected.iteration_seconds}
 
     def starts(self, stage_seconds: Sequence[float]) -> Starts:
-        """All prefetches with the corrections so far; `stage_seconds`: measured, by position."""
+        """Return the starts of all prefetches, corrected. stage_seconds: measured, by position."""
         return lay_out_starts(self._moves, corrected_starts(self._moves, self.shifts, stage_seconds), self._count)
 
 
 def corrected_starts(moves: Sequence[Move], shifts: Mapping[int, float], stage_seconds: Sequence[float]) -> dict[int, int]:
-    """The stage at which each prefetch is to start, by index in `moves` and numbered as in its move.
+    """Return the stage at which each prefetch starts, by index in `moves` and numbered as in its move.
 
-    shifts: by index, seconds by which a prefetch has to start earlier than planned. It starts as many stages earlier as
-    take that long, but not before its copy out is predicted to have ended, or its use before if it was only dropped.
+    shifts: seconds by which a prefetch has to start earlier than planned, by index. It starts as many stages earlier as
+    take that long, but not before its copy out is predicted to end. A block that is only dropped has no copy out: its
+    prefetch starts after the use before.
     """
     count = len(stage_seconds)
     result: dict[int, int] = {}
     for tier in {move.tier for move in moves}:
-        # The links' queues are endless; what lies before and behind one iteration is taken from its neighbours.
+        # A link's queue has no end: what lies before and after one iteration is taken from its neighbours.
         queue = sorted(
             (move.prefetch.start % count + turn * count, index)
             for index, move in enumerate(moves)
@@ -120,7 +127,7 @@ def corrected_starts(moves: Sequence[Move], shifts: Mapping[int, float], stage_s
 
 
 def lay_out_starts(moves: Sequence[Move], starts: Mapping[int, int], count: int) -> Starts:
-    """Prefetches by position; at one position those come first that were planned there, or nearest behind it."""
+    """Return prefetches by position. At one position, those planned there or nearest after it come first."""
     order = sorted((_planned_start(moves[index]) - start, index) for index, start in starts.items())
     fetch: list[list[int]] = [[] for _ in range(count)]
     for _, index in order:
@@ -134,7 +141,7 @@ def lay_out_starts(moves: Sequence[Move], starts: Mapping[int, int], count: int)
 
 
 def planned_starts(moves: Sequence[Move], count: int) -> Starts:
-    """All prefetches as the plan has them; `count`: of stages."""
+    """Return all prefetches as the plan has them. count: number of stages."""
     starts = {index: move.prefetch.start for index, move in enumerate(moves) if move.prefetch is not None}
     return lay_out_starts(moves, starts, count)
 
@@ -149,7 +156,7 @@ def _lowest_start(move: Move) -> int:
 
 
 def _earlier(start: int, seconds: float, stage_seconds: Sequence[float]) -> int:
-    """The last stage that is reached `seconds` or more before `start`, not more than an iteration earlier."""
+    """Return the last stage that begins `seconds` or more before `start`, at most an iteration earlier."""
     count = len(stage_seconds)
     for stage in range(start, start - count, -1):
         if seconds <= 0.0:

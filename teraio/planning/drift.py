@@ -1,15 +1,17 @@
-"""Planned iterations, measured against what the plan predicts; a trace that says what was measured. No clock of its own.
+"""Compares measured iterations with a plan's predictions, and makes a trace of what was measured. Pure: reads no clock.
+
+Decides nothing: `follower` asks for the drift and for the trace.
 
 [Note: What is compared]
-iteration: seconds of an iteration against those of the replayed plan.
-stages: seconds of an iteration without waiting for copies against the sum of the trace's stages. That includes what
-    no stage accounts for (between stages; on an asynchronous device that counts as waiting); a trace made from
-    measurements spreads it over its stages.
-links: seconds a link is busy for a byte, against those in the replay, where links that share a rate slow each other
-    down as well. One number cannot tell latency from rate, so a link that is slower has both scaled. A shared rate is
-    scaled by what its links lose on average; if they slow each other down in the replay and carried more than that
-    together, it is what they carried.
-All are medians over the latest iterations, so that a minority of outliers changes nothing.
+iteration: seconds of an iteration, with those of the replayed plan.
+stages: seconds of an iteration without waiting for copies, with the sum of the trace's stages. The measured time includes
+    the time between stages (on an asynchronous device, that time counts as waiting). A trace made from measurements
+    spreads it over its stages.
+links: seconds per byte for which a link is busy, with those in the replay, where links that share a rate slow each other
+    down, too. One number cannot tell latency from rate, so both are scaled for a slower link. A shared rate is scaled by the
+    average slowdown of its links. If they slow each other down in the replay and carried more together than the scaled
+    rate, the new shared rate is what they carried.
+All are medians over the latest iterations, so a few outliers change nothing.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from dataclasses import dataclass, field
 import planner
 
 DRIFT_LIMIT = 0.1
-"""Relative drift from which on a plan is made again."""
+"""Planning starts again if the relative drift is larger."""
 _CONTENDED = 1.05
-"""A link that takes so much longer than alone is slowed down by others."""
+"""A link counts as slowed down by others if it takes longer than alone by this factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One planned iteration as it was measured. Stages by position; bytes and seconds by link, of this iteration alone.
+    """One planned iteration as it was measured. Stages by position; bytes and seconds by link, in this iteration only.
 
-    waited_seconds: in which nothing ran, since blocks or room were not there yet; not part of `stage_seconds`.
+    waited_seconds: time in which nothing ran because blocks or room were missing; not part of `stage_seconds`.
     host_seconds: by stage, of the updates that ran on the host's processor.
     """
 
@@ -43,7 +45,7 @@ class Observation:
 
     @property
     def working_seconds(self) -> float:
-        """Seconds of the iteration in which nothing was waited for."""
+        """Seconds of the iteration without waiting."""
         return self.iteration_seconds - self.waited_seconds
 
 
@@ -51,8 +53,8 @@ class Observation:
 class Expectation:
     """What a plan promises for one iteration of the steady state.
 
-    ideal_seconds: of the stages on the device. stall_seconds: by stage. contended: links that are slowed down by what they
-    share with others.
+    ideal_seconds: sum of the stages on the device. stall_seconds: waiting, by stage. contended: links that other links slow down,
+    because they share a rate.
     """
 
     iteration_seconds: float
@@ -63,7 +65,7 @@ class Expectation:
 
     @classmethod
     def of(cls, trace: planner.Trace, timeline: planner.Timeline) -> Expectation:
-        """From the replay of a plan on `trace`."""
+        """Return what the replay of a plan on `trace` promises."""
         moved_bytes: dict[str, int] = {}
         busy_seconds: dict[str, float] = {}
         alone_seconds: dict[str, float] = {}
@@ -85,7 +87,7 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """Measured over predicted, less 1; see [Note: What is compared]. `links`: of those that moved something."""
+    """Measured value over predicted value, less 1; see [Note: What is compared]. links: those that moved something."""
 
     iteration: float
     stages: float
@@ -93,7 +95,7 @@ class Drift:
 
     @property
     def found(self) -> bool:
-        """Whether any of them is beyond DRIFT_LIMIT, up or down."""
+        """Whether one of the values is beyond DRIFT_LIMIT, up or down."""
         return any(abs(value) > DRIFT_LIMIT for value in (self.iteration, self.stages, *self.links.values()))
 
     def __str__(self) -> str:
@@ -102,7 +104,7 @@ class Drift:
 
 
 def drift_of(expected: Expectation, observations: Sequence[Observation]) -> Drift:
-    """The drift of the median of `observations`, of which there must be one at least."""
+    """Return the drift of the medians of `observations`, which must not be empty."""
     slowdowns = _link_slowdowns(expected, observations)
     return Drift(
         iteration=_relative(statistics.median(o.iteration_seconds for o in observations), expected.iteration_seconds),
@@ -112,15 +114,15 @@ def drift_of(expected: Expectation, observations: Sequence[Observation]) -> Drif
 
 
 def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequence[Observation]) -> planner.Trace:
-    """The trace with measured stage times and link rates; same stages, blocks and uses.
+    """Return the trace with measured stage times and link rates. Stages, blocks and uses stay the same.
 
-    expected: of the plan that was followed on `trace`. A link that moved nothing keeps its rate.
+    expected: what the plan that was followed on `trace` promised. A link that moved nothing keeps its rate.
     """
     measured = [statistics.median(times) for times in zip(*(o.stage_seconds for o in observations), strict=True)]
     between = max(statistics.median(o.working_seconds for o in observations) - sum(measured), 0.0) / len(measured)
     on_host = _host_seconds(observations)
     seconds = [_on_device(stage, observations, median) + between for stage, median in enumerate(measured)]
-    for stage in on_host:  # what the device would take nobody has measured
+    for stage in on_host:  # the time that the device would take was not measured
         seconds[stage] = trace.stages[stage].duration_seconds
     scale = [_ratio(now, stage.duration_seconds) for now, stage in zip(seconds, trace.stages, strict=True)]
     # Not model_copy: it would keep the fingerprint of the trace that is copied.
@@ -147,12 +149,12 @@ def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequen
 
 
 def _on_device(stage: int, observations: Sequence[Observation], otherwise: float) -> float:
-    """The stage's seconds where its update was not on the host; `otherwise` if it always was."""
+    """Return the stage's median seconds in iterations without an update on the host; `otherwise` if there are none."""
     return statistics.median([o.stage_seconds[stage] for o in observations if stage not in o.host_seconds] or [otherwise])
 
 
 def _host_seconds(observations: Sequence[Observation]) -> dict[int, float]:
-    """By stage, of the updates that ran on the host in most iterations."""
+    """Return the median seconds of updates that ran on the host in most iterations, by stage."""
     times: dict[int, list[float]] = {}
     for observation in observations:
         for stage, seconds in observation.host_seconds.items():
@@ -195,7 +197,7 @@ def _shared_rate(
 
 
 def _link_slowdowns(expected: Expectation, observations: Sequence[Observation]) -> dict[str, float]:
-    """Measured seconds a byte over predicted ones, by link; links that move in the plan and have moved in most iterations."""
+    """Return measured seconds per byte over predicted ones, by link. Only for links that moved something in most iterations."""
     found: dict[str, float] = {}
     for link, predicted in expected.link_seconds_per_byte.items():
         ratios = [

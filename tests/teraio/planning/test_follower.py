@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import planner
 from planner import Plan, SolverError, Trace
 from teraio.options import Options, parse_options
 from teraio.planning.background import BackgroundPlanner
@@ -16,44 +15,7 @@ from teraio.planning.follower import PlanFollower
 from teraio.profiling.profiler import Profile
 
 from ..virtual import IN, STAGES, VirtualTraining, plan_for
-
-
-class InstantJob:
-    """Stands for the planning process: a job that has ended as soon as it is started."""
-
-    def __init__(self, trace: Trace, answer: Plan | SolverError) -> None:
-        self.done = True
-        self.cancelled = False
-        self._trace = trace
-        self._answer = answer
-
-    def result(self) -> Plan:
-        if isinstance(self._answer, Plan):
-            return self._answer.model_copy(update={"trace_fingerprint": self._trace.fingerprint})
-        raise self._answer
-
-    def wait(self, timeout_seconds: float | None) -> bool:
-        return self.done
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class InstantJobs:
-    """Starts jobs: the next of `answers` is what one ends with, None for a real plan; `asked`: what they were asked for."""
-
-    def __init__(self) -> None:
-        self.answers: list[Plan | SolverError | None] = []
-        self.asked: list[Trace] = []
-        self.started: list[InstantJob] = []
-
-    def __call__(self, trace: Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> InstantJob:
-        self.asked.append(trace)
-        answer = self.answers.pop(0)
-        if answer is None:
-            answer = planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
-        self.started.append(InstantJob(trace, answer))
-        return self.started[-1]
+from .instant_jobs import InstantJobs
 
 
 class Following:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -92,7 +93,12 @@ def test_another_plan_takes_over(
     steps = 18
     reference, free = train({}, steps)
     budget = int(0.75 * free[-1].device_peak_bytes)
-    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=ZeroInfinityJob))
+    kinds = itertools.chain([ZeroInfinityJob], itertools.repeat(PlanningJob))  # the first plan, and those after it
+
+    def start_job(trace: planner.Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> PlanningJob:
+        return next(kinds)(trace, budgets, time_limit_seconds=time_limit_seconds)
+
+    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=start_job))
     out = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
     with caplog.at_level(logging.INFO, logger="teraio"):
         values, progress = train({"memory_budget": budget, "storage": tmp_path, "profile_iterations": 1, **out}, steps)

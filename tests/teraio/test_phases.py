@@ -1,0 +1,246 @@
+"""The phases of a run in virtual time: what ends each of them, and which one comes next."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from planner import Hardware, Link, Plan, PlanError, SolverError
+from teraio.options import parse_options
+from teraio.phases import (
+    ClosedPhase,
+    DemandPhase,
+    Findings,
+    FitsPhase,
+    Phase,
+    PlannedPhase,
+    PlanningPhase,
+    ProfilePhase,
+    RunContext,
+)
+from teraio.planning.background import BackgroundPlanner
+from teraio.profiling.peaks import PeakWatch
+
+from .planning.instant_jobs import InstantJobs
+from .virtual import BLOCK_BYTES, STAGES, VirtualTraining, plan_for
+
+
+class Memory:
+    """What the device has allocated, and the most of it."""
+
+    allocated_bytes = STAGES * BLOCK_BYTES
+    peak_bytes = 0
+
+    def reset_peak(self) -> None:
+        pass
+
+
+class Rig:
+    """A run without a compiler: its context, its phase, and iterations one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, given: Plan | None = None, moved: bool = True, **options: Any) -> None:
+        self.training = VirtualTraining(monkeypatch)
+        self.jobs = InstantJobs()
+        self.memory = Memory()
+        self.trims = 0
+        mover = self.training.mover
+        machine: Any = SimpleNamespace(
+            host_bytes=None,
+            hardware=hardware,
+            moved_bytes=mover.moved_bytes,
+            busy_seconds=mover.busy_seconds,
+            trim=self._trim,
+        )
+        checked, subgroups = parse_options({"profile_iterations": 2, **options}), SimpleNamespace(used_bytes=5)
+        self.context = RunContext(
+            options=checked,
+            machine=machine,
+            pager=self.training.pager,
+            timeline=self.training.timeline,
+            background=BackgroundPlanner(checked, machine, self.training.pager, start_job=self.jobs),
+            subgroups=subgroups,  # type: ignore[arg-type]
+            given=given,
+            peaks=PeakWatch(self.memory, STAGES * BLOCK_BYTES),
+            findings=Findings(),
+        )
+        self.training.pager.evictions = int(moved)
+        self.phase: Phase = ProfilePhase(self.context)
+
+    def _trim(self) -> None:
+        self.trims += 1
+
+    def run(self, count: int = 1, *, compiled: bool = False, evaluated: bool = False) -> Phase:
+        """Iterations; `evaluated`: with a region that the plan has not got."""
+        for _ in range(count):
+            if evaluated:
+                self.training.timeline.region_begins("evaluation", 0)
+                self.training.timeline.region_ended()
+            self.phase = self.phase.iteration_ended(self.training.iteration(), compiled=compiled)
+        return self.phase
+
+    def a_plan(self) -> Plan:
+        return plan_for(self.training.profile().trace, (6, 6))
+
+
+def hardware() -> Hardware:
+    links = tuple(
+        Link(from_tier=a, to_tier=b, bytes_per_second=float(BLOCK_BYTES))  # type: ignore[arg-type]
+        for a, b in (("device", "storage"), ("storage", "device"))
+    )
+    return Hardware(name="made up", device_memory_bytes=1 << 20, links=links)
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.INFO]
+
+
+# -- profile
+
+
+def test_equal_iterations_in_a_row_make_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One more than asked for; those in which something was compiled, or that ran other graphs, do not count."""
+    rig = Rig(monkeypatch, moved=False, trace_out=tmp_path / "trace.json")
+    assert isinstance(rig.run(2), ProfilePhase) and rig.phase.name == "profile" and rig.phase.managed
+    assert isinstance(rig.run(compiled=True), ProfilePhase)
+    assert isinstance(rig.run(2), ProfilePhase)
+    assert isinstance(rig.run(evaluated=True), ProfilePhase)
+    assert isinstance(rig.run(2), ProfilePhase) and rig.context.findings.profile is None
+    assert isinstance(rig.run(), FitsPhase)
+    found = rig.context.findings
+    assert found.profile is not None and found.profile.trace.subgroup_bytes == 5
+    assert found.trace_path == tmp_path / "trace.json" and found.trace_path.exists()
+
+
+def test_an_iteration_without_regions_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch)
+    for _ in range(5):
+        rig.phase = rig.phase.iteration_ended(rig.training.timeline.iteration_ends(), compiled=False)
+    assert isinstance(rig.phase, ProfilePhase)
+
+
+# -- fits
+
+
+def test_when_everything_fits_stages_run_unmanaged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(monkeypatch, moved=False)
+    with caplog.at_level(logging.DEBUG, logger="teraio"):
+        fits = rig.run(3)
+        assert fits.name == "fits" and not fits.managed and fits.measured_seconds is None
+        assert rig.run(2) is fits and rig.trims == 2 and fits.measured_seconds == pytest.approx(8.0)
+        rig.phase = fits.graphs_changed()
+        assert isinstance(rig.phase, ProfilePhase) and isinstance(rig.run(3), FitsPhase)
+    (told,) = messages(caplog)
+    assert told.startswith("everything fits (peak ") and told.endswith(
+        f", budget {STAGES * BLOCK_BYTES} bytes): nothing has to move"
+    )
+    assert len(caplog.records) == 2, "not again at level info"
+
+
+def test_what_outgrows_the_budget_is_profiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, moved=False)
+    fits = rig.run(3)
+    rig.memory.peak_bytes = STAGES * BLOCK_BYTES
+    assert rig.run() is fits
+    rig.memory.peak_bytes = 2 * STAGES * BLOCK_BYTES
+    assert isinstance(rig.run(), ProfilePhase)
+
+
+# -- planning
+
+
+def test_a_plan_is_followed_from_the_end_of_the_iteration_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    rig = Rig(monkeypatch, plan_out=tmp_path / "plan.json")
+    rig.jobs.answers = [rig.a_plan()]
+    planning = rig.run(3)
+    assert planning.name == "planning" and planning.managed and planning.follower is None
+    assert rig.context.findings.floor == (BLOCK_BYTES, "forward/0")
+    rig.jobs.started[0].done = False
+    assert rig.run(2) is planning and planning.graphs_changed() is planning
+    rig.jobs.started[0].done = True
+    with caplog.at_level(logging.INFO, logger="teraio"):
+        planned = rig.run()
+    assert isinstance(planned, PlannedPhase) and planned.name == "planned" and planned.managed
+    assert planned.follower.predicted_seconds == pytest.approx(8.0) and planned.measured_seconds is None
+    assert rig.training.timeline._hints is not None
+    assert rig.context.findings.plan_path == tmp_path / "plan.json" and rig.context.findings.plan_path.exists()
+    assert messages(caplog) == [
+        f"following a plan with 1 moves an iteration (storage: {BLOCK_BYTES} bytes): predicted 8.000 s an iteration, "
+        "8.000 s with unlimited memory"
+    ]
+
+
+def test_without_a_plan_blocks_go_on_moving_on_demand(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(monkeypatch)
+    rig.jobs.answers = [SolverError("out of luck")]
+    assert isinstance(rig.run(3), PlanningPhase)
+    demand = rig.run()
+    assert isinstance(demand, DemandPhase) and demand.name == "demand" and demand.managed
+    assert rig.run(5, compiled=True) is demand and demand.graphs_changed() is demand and len(rig.jobs.asked) == 1
+    assert messages(caplog) == ["no plan could be made, blocks go on moving on demand: out of luck"]
+
+
+def test_the_end_of_the_run_ends_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch)
+    rig.jobs.answers = [rig.a_plan()]
+    rig.run(3).end()
+    assert rig.jobs.started[0].cancelled and not rig.context.background.busy
+
+
+# -- a plan that the user gave
+
+
+def test_a_given_plan_needs_no_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Rig(monkeypatch).a_plan().model_copy(update={"trace_fingerprint": "of another run"})
+    rig = Rig(monkeypatch, given=given, plan=__file__)
+    planned = rig.run(3)
+    assert isinstance(planned, PlannedPhase) and rig.jobs.asked == []
+    assert planned.follower.trace is rig.context.findings.profile.trace  # type: ignore[union-attr]
+
+
+def test_a_given_plan_for_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Rig(monkeypatch).a_plan()
+    rig = Rig(monkeypatch, given=given.model_copy(update={"moves": (given.moves[0], given.moves[0])}), plan=__file__)
+    with pytest.raises(PlanError, match=f"{__file__}: this plan was made for another program, shape or budget: "):
+        rig.run(3)
+
+
+# -- planned
+
+
+def test_iterations_that_run_other_graphs_end_the_plan(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(monkeypatch)
+    rig.jobs.answers = [rig.a_plan()]
+    planned = rig.run(4)
+    assert rig.run(2, evaluated=True) is planned and rig.run() is planned and rig.run(2, evaluated=True) is planned
+    assert planned.graphs_changed() is planned
+    with caplog.at_level(logging.INFO, logger="teraio"):
+        assert isinstance(rig.run(evaluated=True), ProfilePhase)
+    assert rig.training.timeline._hints is None and rig.phase.follower is None
+    assert messages(caplog) == ["the last 3 iterations were not those that were planned: profiling again"]
+
+
+def test_another_plan_is_counted_and_its_times_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch)
+    rig.jobs.answers = [rig.a_plan(), None]
+    planned = rig.run(4)
+    rig.training.mover.seconds["storage->device"] = 9.0
+    while rig.context.findings.replans == 0:
+        assert rig.run() is planned
+    assert planned.measured_seconds is None and len(rig.jobs.asked) == 2
+    assert rig.run() is planned and planned.measured_seconds is not None
+
+
+# -- closed
+
+
+def test_a_closed_run_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch)
+    rig.phase = closed = ClosedPhase(rig.context)
+    assert closed.name == "fits" and not closed.managed
+    assert rig.run(5, compiled=True) is closed and closed.graphs_changed() is closed

@@ -1,0 +1,100 @@
+"""The registry: which models share a run, what runs share, and when runs end. No machine is opened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from planner import UnsupportedError
+from runtime.paging import StorageOwnership
+from teraio.machine import MeasuredPaths
+from teraio.options import Options
+from teraio.registry import Registry
+
+CPU = torch.device("cpu")
+
+
+class Machine:
+    def __init__(self, *, measured: MeasuredPaths, ownership: StorageOwnership) -> None:
+        self.measured, self.ownership = measured, ownership
+
+
+class Run:
+    """Stands for a training run."""
+
+    def __init__(self, options: Options, device: torch.device, *, open_machine: Any) -> None:
+        self.options = options
+        self.machine: Machine = open_machine()
+        self.unused = True
+        self.plans = True
+        self.managed: list[torch.optim.Optimizer] = []
+        self.closed = 0
+
+    def manage_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.managed.append(optimizer)
+
+    def wait_for_plan(self, timeout_seconds: float | None) -> bool:
+        return self.plans
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def registry() -> Registry:
+    made: Any = Registry()
+    made.open_machine, made.new_run = Machine, Run
+    return made
+
+
+def test_equal_options_share_a_run_and_all_runs_share_what_was_measured(registry: Registry) -> None:
+    first, second = registry.run_for(Options(), CPU), registry.run_for(Options(checksums=True), CPU)
+    assert registry.run_for(Options(), CPU) is first is not second and registry.runs() == (first, second)
+    machines: list[Any] = [run.machine for run in registry.runs()]
+    assert machines[0].measured is machines[1].measured is registry.measured
+    assert machines[0].ownership is machines[1].ownership
+
+
+def test_two_registries_share_nothing(registry: Registry) -> None:
+    other: Any = Registry()
+    other.open_machine, other.new_run = Machine, Run
+    assert registry.run_for(Options(), CPU) is not other.run_for(Options(), CPU)
+    machines: list[Any] = [each.runs()[0].machine for each in (registry, other)]
+    assert machines[0].measured is not machines[1].measured and machines[0].ownership is not machines[1].ownership
+
+
+def test_optimizers_are_managed_by_later_runs_too(registry: Registry) -> None:
+    early: Any = registry.run_for(Options(), CPU)
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+    registry.manage_optimizer(sgd)
+    later: Any = registry.run_for(Options(checksums=True), CPU)
+    assert early.managed == later.managed == [sgd]
+    with pytest.raises(UnsupportedError, match="found list, wanted a torch.optim.Optimizer; give the optimizer inside"):
+        registry.manage_optimizer([sgd])  # type: ignore[arg-type]
+
+
+def test_runs_that_were_not_used_are_closed(registry: Registry) -> None:
+    used: Any = registry.run_for(Options(), CPU)
+    unused: Any = registry.run_for(Options(checksums=True), CPU)
+    used.unused = False
+    registry.forget_unused()
+    assert registry.runs() == (used,) and (used.closed, unused.closed) == (0, 1)
+
+
+def test_waiting_is_over_when_no_run_is_planning(registry: Registry) -> None:
+    assert registry.wait_for_plan(0.0)
+    run: Any = registry.run_for(Options(), CPU)
+    assert registry.wait_for_plan(0.0)
+    run.plans = False
+    assert not registry.wait_for_plan(0.0)
+
+
+def test_after_a_reset_runs_are_made_again_from_what_is_measured_already(registry: Registry) -> None:
+    before: Any = registry.run_for(Options(), CPU)
+    registry.reset()
+    registry.reset()
+    assert before.closed == 1 and registry.runs() == ()
+    after: Any = registry.run_for(Options(), CPU)
+    assert after is not before and after.machine.measured is before.machine.measured
