@@ -18,6 +18,7 @@ import teraio
 from runtime.execution import StageRun
 from teraio.profiling.recorder import Timeline
 
+from ...training import blocks
 from .harness import compiled_input_needs_grad
 from .optimizers import HIDDEN, KINDS, MIB, WIDTH, Case, Result, Run, budgeted, check, one, plain, train, unmanaged
 
@@ -195,7 +196,7 @@ def gradient_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def noting(self: Timeline, run: StageRun) -> None:
         stage_ended(self, run)
-        found.append(sum(block.size_bytes for block in self._pager.blocks if block.kind == "gradient"))
+        found.append(sum(block.size_bytes for block in blocks() if block.kind == "gradient"))
 
     monkeypatch.setattr(Timeline, "stage_ended", noting)
     return found
