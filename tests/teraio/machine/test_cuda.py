@@ -46,7 +46,7 @@ def one_thread() -> Iterator[None]:
 
 
 SCALE = Scale(rows=512, width=256, layers=3, heads=4, sequence=64)
-FEW_ROWS = replace(SCALE, rows=128)
+FEW_ROWS = replace(SCALE, rows=64)
 """For products in bfloat16, which many processors do by the slow way."""
 
 
