@@ -26,7 +26,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types imports docs wheel bench require-gpu test-gpu bench-gpu clean
+.PHONY: help setup demo test test-long coverage check lint types imports docs wheel bench require-gpu test-gpu bench-gpu clean
 
 help:  ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -50,7 +50,13 @@ demo: $(READY)  ## train a 38M-parameter GPT on real text, with all the memory a
 	$(RUN) -m examples.train_text $(ARGS)
 
 test: $(READY)  ## run the tests (those for a GPU: make test-gpu)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest --ignore=tests/gpu -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest --ignore=tests/gpu -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-long: $(READY)  ## run the tests with more examples and more steps: for nights, not for every change
+	TERAIO_TESTS=long $(MAKE) test ARGS="--timeout=1200 $(ARGS)"
+
+coverage: $(READY)  ## run the tests and tell which lines and branches of the three packages they reach
+	$(MAKE) test ARGS="--cov=planner --cov=runtime --cov=teraio --cov-branch --cov-report=term --cov-report=html:build/coverage $(ARGS)"
 
 check: lint types imports docs test wheel  ## ruff, mypy, import-linter, the docs, the tests, and the built wheel in a clean environment
 
@@ -88,5 +94,5 @@ bench-gpu: require-gpu  ## train Llamas on the GPU and measure, for about 8 minu
 	$(RUN) -m benchmarks --device cuda $(ARGS)
 
 clean:  ## remove what make built, the environment too
-	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
 	rm -rf benchmarks/out $(if $(NO_VENV),,$(VENV))

@@ -5,16 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import alone, gpu_optimizer
+from benchmarks import gpu_optimizer
 from benchmarks.__main__ import llama_parts
-from benchmarks.alone import Missing, Run, Runner
-from benchmarks.gpu_budgets import options_for
-from benchmarks.gpu_optimizer import followed, policy_figures
+from benchmarks.alone import Missing
+from benchmarks.gpu_optimizer import policy_figures
 from planner import Budgets, Plan, plan
 from planner.schema.plan import Update
 from planner.schema.trace import Subgroup
 
-from .test_gpu_parts import GIB, MadeUp, a_trace, by_name, run, tiny_scale
+from .test_gpu_parts import GIB, MadeUp, a_trace, by_name, run
 
 
 def test_every_policy_plans_for_the_first_trainings_trace_and_is_followed(
@@ -56,16 +55,3 @@ def test_figures_of_a_policy() -> None:
     assert figures["x: use of device->storage"].value == pytest.approx(0.5)
     (only,) = policy_figures("x", Missing(reason="no room"), run(1.0), GIB)
     assert only.note == "no room"
-
-
-def test_a_plan_made_offline_is_followed_by_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alone, "COUNTED_SECONDS", 0.0)
-    runner = Runner(tiny_scale(tmp_path))
-    options = options_for(80 << 20, 240 << 20, "host", tmp_path) | {"codegen": "eager", "profile_iterations": 1}
-    first = runner.run("first", runner.scale.setting("tiny", options=options))
-    assert isinstance(first, Run), first.reason
-    assert first.trace is not None
-    outcome = followed(runner, "tiny", "zero-infinity", first.trace, options)
-    assert isinstance(outcome, Run), outcome.reason
-    assert outcome.phase == "planned" and outcome.plan is not None and outcome.plan.policy == "zero-infinity"
-    assert [step.loss for step in outcome.steps] == pytest.approx([step.loss for step in first.steps], rel=1e-4)

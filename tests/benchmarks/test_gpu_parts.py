@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import alone, gpu_links
+from benchmarks import gpu_links
 from benchmarks.__main__ import llama_parts, llama_scale_for
 from benchmarks.alone import LlamaScale, Missing, Outcome, Run, Runner, speed
 from benchmarks.gpu_bubble import idle
@@ -108,22 +108,6 @@ def test_equal_settings_run_once_and_none_starts_after_the_limit(tmp_path: Path)
     now[0] += 1
     assert runner.plain("tiny", "inductor") is first
     assert runner.plain("tiny", "teraio") == Missing(reason="not run: the 100 s are over")
-
-
-def test_a_training_under_a_budget_gives_its_trace_and_what_it_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alone, "COUNTED_SECONDS", 0.0)
-    monkeypatch.setattr(alone, "SIZES", {"tiny": replace(SIZES["tiny"], layers=1)})
-    scale = tiny_scale(tmp_path)
-    options = {"memory_budget": "42MiB", "storage": str(tmp_path), "codegen": "eager", "profile_iterations": 1}
-    outcome = Runner(scale).run("a budget", scale.setting("tiny", options=options))
-    assert isinstance(outcome, Run), outcome.reason
-    assert len(outcome.steps) == 2 and outcome.steps[0].tokens == 16
-    assert outcome.trace is not None and len(outcome.trace.hardware.links) == 2
-    assert outcome.peak_bytes > 20 << 20 and outcome.busy_seconds is not None
-    assert outcome.moved_bytes["storage->device"] > 1 << 20
-    assert outcome.phase in ("planning", "planned")
-    figures = by_name(budget_figures("x", outcome, 42 << 20, outcome))
-    assert figures["x: use of storage->device"].value is not None
 
 
 def test_a_training_that_is_refused_is_missing_with_its_reason(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 import teraio
 from teraio.registry import REGISTRY
 
+from .in_process import InProcessJob
 from .optimizer.managed_training import TieredTraining, Training
 
 
@@ -29,6 +30,13 @@ def _forget() -> None:
     teraio.reset()
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def planning_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make plans in this process, except in tests with the mark `planning_process`: each process imports for seconds."""
+    if request.node.get_closest_marker("planning_process") is None:
+        monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=InProcessJob))
 
 
 @pytest.fixture

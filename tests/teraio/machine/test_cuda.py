@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ def one_thread() -> Iterator[None]:
 
 
 SCALE = Scale(rows=512, width=256, layers=3, heads=4, sequence=64)
+FEW_ROWS = replace(SCALE, rows=64)
+"""For products in bfloat16, which many processors do by the slow way."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,14 +84,15 @@ ODD = Case(name="odd weights, evaluated", model=Odd, evaluate=True)
     ],
 )
 def test_the_same_bits_within_the_budget(tmp_path: Path, cuda: FakeCuda, case: Case, tiers: str, share: float) -> None:
-    wanted, peak = reference(case)
+    scale = FEW_ROWS if case is MASTERS else SCALE
+    wanted, peak = reference(case, scale)
     budget = int(share * peak)
     options: dict[str, Any] = {"memory_budget": budget, "solver_time_limit": 5}
     if "host" in tiers:
         options["host_budget"] = 4 * peak
     if "storage" in tiers:
         options["storage"] = tmp_path
-    found = train(case, options, device=CPU, scale=SCALE)
+    found = train(case, options, device=CPU, scale=scale)
     check_equal(found, wanted)
     check_within(found, budget)
     if "host" in tiers:

@@ -277,7 +277,7 @@ def memory() -> Iterator[CpuMemory]:
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused amsgrad", "AdamW foreach", "SGD momentum", "Adafactor", "Muon"])
 def test_an_update_allocates_no_more_than_was_reserved(memory: CpuMemory, name: str, count: int, stale: bool) -> None:
     """In its first step, and when user code has written to all parameters."""
-    shapes = [(512, 1024), (1024, 1024), (1024, 1024), (1024, 2048)]
+    shapes = [(32, 16384), (64, 16384), (64, 16384), (64, 32768)]  # 1 MiB and more; narrow, as Muon multiplies by the transpose
     parameters = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes[:count]]
     optimizer = keeping(MASTER_OPTIMIZERS[name](parameters))
     managed = unmoved(optimizer)

@@ -7,7 +7,8 @@ import functools
 import pytest
 
 from runtime.transfer.engine import Engine
-from teraio.stages import compile as compile_module
+from teraio.registry import REGISTRY
+from teraio.stages import CutPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -18,5 +19,6 @@ def on_one_thread(one_compute_thread: None) -> None:
 @pytest.fixture
 def fine_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are cut wherever they can be, so that small budgets do; the links are measured in a hurry."""
-    monkeypatch.setattr(compile_module, "CutPolicy", functools.partial(compile_module.CutPolicy, shortest_seconds=1e-9))
+    policy = CutPolicy(shortest_seconds=1e-9)
+    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, cut_policy=policy))
     monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, 1 << 20))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import teraio
+from ...training import begin, require
 
 EAGER_TOLERANCE = 1e-4
 """Largest allowed |a - b| against eager, as a fraction of the tensor's largest |b| (plus `EAGER_FLOOR`)."""
@@ -133,50 +133,29 @@ def train(case: Case, *, backend: str | None, options: Mapping[str, Any] | None 
 
     Leaves no runtime behind. Raises what the case's step raises.
     """
-    teraio.reset()
-    torch._dynamo.reset()
-    torch.manual_seed(1)
-    module = case.make_model()
-    model = module
-    if backend is not None:
-        model = _compiled(case, module, {"backend": backend, "options": dict(options or {})})
-    run = Run(case=case, module=module, model=model, optimizer=case.make_optimizer(module))
+    given = None if backend is None else dict(options or {})
+    training = begin(
+        case.make_model,
+        lambda module: [case.make_optimizer(module)],
+        given,
+        backend=backend or "",
+        seed=1,
+        parts=case.compile_parts,
+        **case.compile_options,
+    )
+    run = Run(case=case, module=training.module, model=training.model, optimizer=training.optimizers[0])
     scheduler = case.make_scheduler(run.optimizer) if case.make_scheduler else None
-    batches = case.make_batches(case.steps or (PLANNED_STEPS if case.planned else 3))
-    torch.manual_seed(2)
-    progress = []
-    for index, batch in enumerate(batches):
+
+    def step(batch: Batch, index: int) -> None:
         case.step(run, batch, index)
         if scheduler is not None:
             scheduler.step()
-        if case.planned:
-            teraio.wait_for_plan(timeout_seconds=60)
-        progress.append(tuple(teraio.status()))
-    return _finish(run, progress)
 
-
-def _compiled(case: Case, module: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
-    arguments = {**arguments, **case.compile_options}
-    for name in case.compile_parts:
-        module.get_submodule(name).compile(**arguments)
-    return module if case.compile_parts else torch.compile(module, **arguments)
-
-
-def _finish(run: Run, progress: list[tuple[Any, ...]]) -> Result:
-    """Copy the parameters and drop the runtimes, which must change no parameter and leave no spill files."""
-    parameters = {name: value.detach().clone() for name, value in _state(run.module)}
-    teraio.reset()
-    after = dict(_state(run.module))
-    changed = [name for name, value in parameters.items() if not torch.equal(value, after[name])]
-    _require(not changed, f"teraio.reset() changed {changed}")
-    left = [d for statuses in progress for s in statuses for d in s.spill_directories if Path(d).exists()]
-    _require(not left, f"teraio.reset() left the spill directories {left}")
+    batches = case.make_batches(case.steps or (PLANNED_STEPS if case.planned else 3))
+    torch.manual_seed(2)
+    training.run(batches, step, planned=case.planned)
     recorded = (tuple(run.losses), tuple(run.gradients), tuple(run.observed))
-    return Result(*recorded, parameters, tuple(progress))
-
-
-def _state(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    return chain(module.named_parameters(), module.named_buffers())
+    return Result(*recorded, training.finish(), tuple(training.progress))
 
 
 def budget_between(unbudgeted: Result, fraction: float) -> int:
@@ -189,7 +168,7 @@ def budget_between(unbudgeted: Result, fraction: float) -> int:
     peak = max(s.device_peak_bytes for s in statuses)
     update = 4 * sum(value.nbytes for value in unbudgeted.parameters.values()) + 4 * MIB
     least = max(update, *(s.floor_bytes or 0 for s in statuses))
-    _require(least < peak, f"no room between the least {least} and the peak {peak} bytes: change the model")
+    require(least < peak, f"no room between the least {least} and the peak {peak} bytes: change the model")
     return int(least + fraction * (peak - least))
 
 
@@ -206,7 +185,7 @@ def check_parity(case: Case, tmp_path: Path, *, codegen: str = "eager", fraction
     budget = budget_between(unbudgeted, fraction)
     options = budgeted_options(case, tmp_path, budget=budget, codegen=codegen) | {"debug": debug}
     budgeted = train(case, backend="teraio", options=options)
-    _require(not any(moved_bytes(unbudgeted.progress[-1]).values()), "the run without a budget moved blocks")
+    require(not any(moved_bytes(unbudgeted.progress[-1]).values()), "the run without a budget moved blocks")
     check_exact(budgeted, unbudgeted)
     check_close(budgeted, eager)
     check_budget(budgeted, budget)
@@ -245,11 +224,11 @@ def check_close(result: Result, reference: Result, tolerance: float = EAGER_TOLE
 
 def _compare(result: Result, reference: Result, same: Callable[[Tensor, Tensor], bool], how: str) -> None:
     ours, theirs = result.named(), reference.named()
-    _require(bool(reference.losses), "the reference recorded nothing to compare")
-    _require(ours.keys() == theirs.keys(), f"recorded by one run only: {sorted(ours.keys() ^ theirs.keys())}")
+    require(bool(reference.losses), "the reference recorded nothing to compare")
+    require(ours.keys() == theirs.keys(), f"recorded by one run only: {sorted(ours.keys() ^ theirs.keys())}")
     wrong = [f"{n}: {_difference(v, theirs[n])}" for n, v in ours.items() if not same(v, theirs[n])]
     listed = "\n  ".join(wrong[:12])
-    _require(not wrong, f"{len(wrong)} of {len(ours)} tensors are not equal {how}:\n  {listed}")
+    require(not wrong, f"{len(wrong)} of {len(ours)} tensors are not equal {how}:\n  {listed}")
 
 
 def _difference(value: Tensor, other: Tensor) -> str:
@@ -269,14 +248,14 @@ def moved_bytes(statuses: Iterable[Any]) -> dict[str, int]:
 def check_budget(result: Result, budget: int) -> None:
     """Raises AssertionError unless all runtimes stayed under `budget` bytes and blocks moved out and back."""
     statuses = result.progress[-1]
-    _require(bool(statuses), "there is no runtime: the model was not compiled by teraio")
+    require(bool(statuses), "there is no runtime: the model was not compiled by teraio")
     for status in statuses:
-        _require(status.device_budget_bytes == budget, f"budget {status.device_budget_bytes}, not {budget}")
+        require(status.device_budget_bytes == budget, f"budget {status.device_budget_bytes}, not {budget}")
         peak = status.device_peak_bytes
-        _require(0 < peak <= budget, f"device peak {peak} against a budget of {budget} bytes")
+        require(0 < peak <= budget, f"device peak {peak} against a budget of {budget} bytes")
     for link in ("device->storage", "storage->device"):
         moved = moved_bytes(statuses)
-        _require(moved[link] > 0, f"nothing moved {link} under {budget} bytes: {moved}")
+        require(moved[link] > 0, f"nothing moved {link} under {budget} bytes: {moved}")
 
 
 def check_planned(result: Result) -> None:
@@ -287,13 +266,8 @@ def check_planned(result: Result) -> None:
         for before, after in pairwise(result.progress)
         if all(status.phase == "planned" for status in before + after)
     ]
-    _require(bool(pairs), f"no plan took over; phases after each step: {phases}")
+    require(bool(pairs), f"no plan took over; phases after each step: {phases}")
     last = pairs[-1][1]
-    _require(all(s.predicted_iteration_seconds for s in last), "the plan in force predicts no duration")
+    require(all(s.predicted_iteration_seconds for s in last), "the plan in force predicts no duration")
     moved = [(moved_bytes(p[0])["device->storage"], moved_bytes(p[1])["device->storage"]) for p in pairs]
-    _require(all(then < now for then, now in moved), f"nothing left the device by the plan: {moved}")
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise AssertionError(message)
+    require(all(then < now for then, now in moved), f"nothing left the device by the plan: {moved}")

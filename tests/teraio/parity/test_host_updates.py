@@ -13,15 +13,16 @@ from torch.utils._pytree import tree_leaves
 
 import planner
 from runtime.paging.block import State
-from teraio import registry
 from teraio.optimizer.host import HostUpdate
 
-from .optimizers import KINDS, MIB, Case, Result, Run, budgeted, one, plain, train, unmanaged
+from ...thoroughness import by_profile
+from ...training import known_blocks
+from .optimizers import KINDS, MIB, Case, Result, Run, budgeted, one, plain, reference, train, unmanaged
 
-STEPS = 50
+STEPS = by_profile(ci=16, long=50)
 HOST_BYTES = 96 * MIB
 TOLERANCE = 1e-3
-"""Relative, in the norm of a tensor: what 50 steps make of the different rounding of fused and unfused updates, in float32.
+"""Relative, in the norm of a tensor: what up to 50 steps make of the different rounding of fused and unfused updates, in float32.
 
 Far below one update that is lost or done twice. No bound for single elements: where a gradient is about zero, optimizers
 such as Adagrad take whole steps in the direction of its rounding.
@@ -44,7 +45,7 @@ def on_host(
     case: Case, folder: Path, *, policy: str = "host-updates", fraction: float = 0.6, **options: Any
 ) -> tuple[Result, Result]:
     """The unmanaged run, and one within a fraction of its peak whose plan updates on the host."""
-    expected = unmanaged(case, folder)
+    expected = reference(case, folder)
     budget = int(fraction * expected.status.device_peak_bytes)
     plan = plan_for(case, folder, budget, policy=policy)
     given = {"memory_budget": budget, "host_budget": HOST_BYTES, "profile_iterations": 1, "plan": plan, **options}
@@ -84,7 +85,6 @@ def far(one_: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", ELEMENTWISE)
 def test_all_optimizers(kind: str, tmp_path: Path) -> None:
-    """Over 50 steps."""
     few = kind in FEW_STATES
     expected, found = on_host(
         Case(make=one(KINDS[kind]), steps=STEPS, layers=4 if few else 2), tmp_path, fraction=0.8 if few else 0.6
@@ -151,9 +151,8 @@ def test_accumulated_gradients_stay_where_they_are(tmp_path: Path) -> None:
 
 
 def gradients_away(run: Run) -> int:
-    (runtime,) = registry.REGISTRY.runs()
-    blocks = [runtime._pager.known_block(p.grad) for p in run.module.parameters() if p.grad is not None]
-    return sum(block is not None and block.state is State.OFFLOADED for block in blocks)
+    blocks = known_blocks(p.grad for p in run.module.parameters() if p.grad is not None)
+    return sum(block.state is State.OFFLOADED for block in blocks)
 
 
 @pytest.mark.parametrize("direction", ["managed to plain", "plain to managed"])

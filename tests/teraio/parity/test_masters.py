@@ -17,6 +17,7 @@ import teraio
 from teraio.optimizer.host import HostUpdate
 from teraio.optimizer.host_rates import HostRates
 
+from ...thoroughness import by_profile
 from . import optimizers
 from .optimizers import KINDS, MIB, Case, Make, Result, Run, budgeted, train
 
@@ -92,7 +93,12 @@ def check(found: Result, expected: Result) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "steps", "fraction"),
-    [("AdamW", BF16, 50, 0.5), ("AdamW", FP16, 14, 0.5), ("SGD momentum", FP16, 14, 0.6), ("Adafactor", BF16, 14, 0.7)],
+    [
+        ("AdamW", BF16, by_profile(ci=14, long=50), 0.5),
+        ("AdamW", FP16, 14, 0.5),
+        ("SGD momentum", FP16, 14, 0.6),
+        ("Adafactor", BF16, 14, 0.7),
+    ],
 )
 def test_with_and_without_a_budget(kind: str, dtype: torch.dtype, steps: int, fraction: float, tmp_path: Path) -> None:
     """Without one everything fits after a few steps, and teraio manages nothing any more."""
@@ -150,7 +156,7 @@ def resetting(run: Run, x: Tensor, index: int, *, dtype: torch.dtype, steps: int
     if index == 4:
         teraio.reset()
         torch._dynamo.reset()
-        run.model = torch.compile(run.module, backend="teraio", options={"codegen": "eager"})
+        run.training.model = torch.compile(run.module, backend="teraio", options={"codegen": "eager"})
 
 
 def test_a_reset_in_the_middle(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ def eager_dropout() -> Iterator[None]:
         yield
 
 
+@pytest.mark.planning_process
 def test_transformer_with_parameter_groups_and_schedule(tmp_path: Path) -> None:
+    """The plan is made as it is for users: by a process of its own."""
     case = Case(
         make_model=Transformer,
         make_batches=tokens,
@@ -54,10 +56,6 @@ def test_transformer_compiled_by_inductor(tmp_path: Path) -> None:
     )
 
 
-def test_chain_compiled_by_inductor(tmp_path: Path) -> None:
-    check_parity(Case(make_model=Chain, make_batches=features), tmp_path, codegen="inductor")
-
-
 def test_tied_weights(tmp_path: Path) -> None:
     case = Case(make_model=lambda: Transformer(tied=True, vocabulary=1024), make_batches=tokens, planned=True)
     result = check_parity(case, tmp_path)
@@ -70,6 +68,11 @@ def test_dropout_draws_the_same_masks(tmp_path: Path) -> None:
         Case(make_model=lambda: Chain(dropout=0.2), make_batches=features, planned=True),
         tmp_path,
     )
+
+
+@pytest.mark.long  # beside the next test, which has dropout in addition
+def test_chain_compiled_by_inductor(tmp_path: Path) -> None:
+    check_parity(Case(make_model=Chain, make_batches=features), tmp_path, codegen="inductor")
 
 
 @pytest.mark.usefixtures("eager_dropout")

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 import teraio
 
-from .optimizers import KINDS, MIB, STEPS, Case, Make, Run, budgeted, check, one, plain, states_away, train, unmanaged
+from ...training import states_away
+from .optimizers import KINDS, MIB, STEPS, Case, Make, Run, budgeted, check, one, plain, train, unmanaged
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
 
@@ -178,14 +179,14 @@ def resetting(run: Run, x: Tensor, index: int) -> None:
     """`teraio.reset` brings all states back; the same objects train on, compiled anew."""
     plain(run, x, index)
     if index == 4:
-        options = {"codegen": "eager", **run.kept["options"]}
+        options = {"codegen": "eager", **run.options}
         before = [value.clone() for value in run.optimizers[0].state[run.module.up[0].weight].values()]  # type: ignore[index, union-attr]
-        run.moved_states |= states_away()
+        run.training.states_moved |= states_away()
         teraio.reset()
         torch._dynamo.reset()
         after = run.optimizers[0].state[run.module.up[0].weight].values()  # type: ignore[index, union-attr]
         assert all(map(torch.equal, before, after))
-        run.model = torch.compile(run.module, backend="teraio", options=options)
+        run.training.model = torch.compile(run.module, backend="teraio", options=options)
 
 
 def test_resetting_in_the_middle(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import teraio
 
-from .optimizers import states_away
+from ...training import states_away
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 import teraio
 
+from ...thoroughness import by_profile
 from .optimizers import KEEPS_NONE, KINDS, MIB, Case, budgeted, check, one, train, unmanaged
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
@@ -28,7 +29,9 @@ def test_every_optimizer(first: str, tmp_path: Path) -> None:
         ]
         return [KINDS[first]([*layers[0], module.unused]), KINDS[second](layers[1])]  # type: ignore[list-item]
 
-    result = check(Case(make=make, steps=50), tmp_path, states=1, fraction=0.75 if first in KEEPS_NONE else 0.45)
+    result = check(
+        Case(make=make, steps=by_profile(ci=16, long=50)), tmp_path, states=1, fraction=0.75 if first in KEEPS_NONE else 0.45
+    )
     for layer, kind in enumerate((first, second)):
         assert kind in KEEPS_NONE or any(f".{layer}." in name for name in result.moved_states), result.moved_states
 

@@ -1,0 +1,129 @@
+"""One training under teraio's backend, from a fresh process state: what all tests that train a model share.
+
+`begin` makes and compiles a model, `Training.run` takes the steps and notes teraio's status after each, `Training.finish` ends
+teraio's part and checks that it leaves nothing behind. What is trained, recorded and compared is up to the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import teraio
+from runtime.paging import Block
+from runtime.paging.block import State
+from teraio.registry import REGISTRY
+
+PLAN_SECONDS = 60.0
+"""A plan that takes longer is a failure."""
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """A model and its optimizers. model: what is called, compiled or not. progress: teraio's status after each step.
+
+    states_moved: names of the optimizer states that were in a lower tier after some step.
+    """
+
+    module: nn.Module
+    model: nn.Module
+    optimizers: list[Optimizer]
+    progress: list[tuple[teraio.Status, ...]] = field(default_factory=list)
+    states_moved: set[str] = field(default_factory=set)
+
+    def run(self, batches: Iterable[Batch], step: Callable[[Batch, int], None], *, planned: bool = False) -> None:
+        """Call `step(batch, index)` for each batch. planned: wait after each step for the plan that is being made, if any."""
+        for index, batch in enumerate(batches):
+            step(batch, index)
+            if planned:
+                require(teraio.wait_for_plan(PLAN_SECONDS), f"no plan within {PLAN_SECONDS} s")
+            self.progress.append(teraio.status())
+            self.states_moved |= states_away()
+
+    def finish(self) -> dict[str, Tensor]:
+        """End all training runs of teraio. Return copies of the parameters and buffers, by name.
+
+        Raises AssertionError if ending the runs changed a value or left spill files.
+        """
+        values = {name: value.detach().clone() for name, value in named_values(self.module)}
+        teraio.reset()
+        changed = [name for name, value in named_values(self.module) if not torch.equal(value, values[name])]
+        require(not changed, f"teraio.reset() changed {changed}")
+        left = [d for statuses in self.progress for s in statuses for d in s.spill_directories if Path(d).exists()]
+        require(not left, f"teraio.reset() left the spill directories {left}")
+        return values
+
+
+def begin(
+    make_model: Callable[[], nn.Module],
+    make_optimizers: Callable[[nn.Module], list[Optimizer]],
+    options: Mapping[str, Any] | None,
+    *,
+    backend: str = "teraio",
+    seed: int = 0,
+    parts: Sequence[str] = (),
+    **compile_options: Any,
+) -> Training:
+    """Forget all that ran before in this process, then make the model, compile it and make its optimizers.
+
+    options: of the backend; None leaves the model as it is. codegen is "eager" unless they say otherwise. seed: of the model.
+    parts: names of children to compile one by one instead of the whole. compile_options: further ones of `torch.compile`.
+    """
+    forget()
+    torch.manual_seed(seed)
+    module = make_model()
+    model = module
+    if options is not None:
+        arguments: dict[str, Any] = {"backend": backend, "options": {"codegen": "eager", **options}, **compile_options}
+        for name in parts:
+            module.get_submodule(name).compile(**arguments)
+        model = module if parts else torch.compile(module, **arguments)
+    return Training(module=module, model=model, optimizers=make_optimizers(module))
+
+
+def forget() -> None:
+    """End all training runs of teraio and drop all compiled code."""
+    teraio.reset()
+    torch._dynamo.reset()
+
+
+def named_values(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """All parameters and buffers."""
+    return chain(module.named_parameters(), module.named_buffers())
+
+
+def blocks() -> list[Block]:
+    """All blocks of all training runs."""
+    return [block for run in REGISTRY.runs() for block in run._pager.blocks]
+
+
+def known_blocks(tensors: Iterable[Tensor]) -> list[Block]:
+    """The blocks of those tensors that are blocks of some training run."""
+    found = [run._pager.known_block(tensor) for tensor in tensors for run in REGISTRY.runs()]
+    return [block for block in found if block is not None]
+
+
+def states_away() -> set[str]:
+    """Names of the optimizer states that are in a lower tier now."""
+    return {b.name for b in blocks() if b.kind == "optimizer_state" and b.state is State.OFFLOADED}
+
+
+def unequal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[int]:
+    """Positions at which the tensors differ in a bit. Raises AssertionError if one sequence is longer."""
+    require(len(found) == len(expected), f"{len(found)} tensors, {len(expected)} expected")
+    return [i for i, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)]
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise AssertionError unless `holds`: for helpers, whose `assert` pytest does not explain."""
+    if not holds:
+        raise AssertionError(message)
