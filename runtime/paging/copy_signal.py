@@ -45,10 +45,11 @@ class CopySignal:
         self._busy_seconds = busy_seconds
         self._failure: StorageError | None = None
 
-    def wait(self, what: Name) -> None:
+    def wait(self, what: Name = "for a copy") -> None:
         """Wait until a copy has ended. For the training thread: the time counts.
 
-        what: names the wait for profilers, see [Note: Annotations]. Raises StorageIOError where a copy has made no progress for too long.
+        what: names the wait for profilers, see [Note: Annotations].
+        Raises StorageIOError if a copy has made no progress for too long.
         """
         began, before = self.now_seconds(), self._busy_seconds()
         try:
