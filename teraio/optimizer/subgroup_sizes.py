@@ -88,7 +88,9 @@ class SubgroupSizes:
             smallest_bytes=self._min_bytes,
             largest_bytes=self._max_bytes(room_bytes),
         )
-        logger.info("optimizers are cut into subgroups of about %s bytes, from %s", f"{best:,}", stations or "no measured rates")
+        basis = "chosen from measured rates" if stations else "a default, as no rate was measured"
+        logger.info("optimizers are updated in subgroups of about %s bytes (%s)", f"{best:,}", basis)
+        logger.debug("stations of the optimizer step: %s", stations)
         return best
 
 

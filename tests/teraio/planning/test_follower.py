@@ -297,5 +297,5 @@ def test_stopping_ends_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not running.background.wait(0.0) and running.replans == 0
     running.follower.stop()
     assert job.cancelled and running.background.wait(0.0) and not running.background.busy
-    assert training.recorder._hints is None
+    assert training.recorder._schedule is None
     training.iteration()
