@@ -57,9 +57,12 @@ def test_the_share_on_the_host_is_that_of_the_closed_form(host_rate: float, link
     # Room for all parameters and gradients, and for the states of six subgroups, of which two or so are on their way.
     trace = step_trace(host_rate, link_rate)
     budgets = Budgets(device_bytes=ELEMENTS * (4 * SUBGROUPS + 6 * 12))
-    made = plan(trace, budgets, time_limit_seconds=10, lower_bound=False)
+    made = plan(trace, budgets, time_limit_seconds=10)
     host, link, stay = 1 / host_rate, 1 / link_rate, 4 / SUBGROUPS
     on_host = 1 - (host - 2 * link + 12 * stay * link) / (host + 10 * link)
     assert len(made.updates) / SUBGROUPS == pytest.approx(on_host, abs=1.5 / SUBGROUPS)
     seconds = SUBGROUPS * ELEMENTS * on_host * host
     assert simulate(trace, made).iteration_seconds == pytest.approx(seconds, rel=0.05)
+    # The bound takes subgroups that are alike together.
+    assert made.predicted is not None
+    assert 0.5 * seconds < made.predicted.lower_bound_seconds <= made.predicted.iteration_seconds * (1 + 1e-9)
