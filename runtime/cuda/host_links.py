@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 from planner.errors import StorageError
-from runtime.cuda import storage_swap as storage_memory
+from runtime.cuda import storage_swap
 from runtime.cuda.streams import CudaStreams
 from runtime.device import Lane
 from runtime.storage import HostStore, Slot
@@ -28,7 +28,7 @@ def measure_host_links(streams: CudaStreams, store: HostStore, size_bytes: int =
     """
     slot, area = _largest_areas(streams, store, size_bytes)
     try:
-        device = storage_memory.address(area)
+        device = storage_swap.address(area)
         _seconds(streams, store, slot, device, _LANES)  # the first copies of a process are slower
         alone = [median(_seconds(streams, store, slot, device, (lane,))[0] for _ in range(_TRIALS)) for lane in _LANES]
         both = [_seconds(streams, store, slot, device, _LANES) for _ in range(_TRIALS)]

@@ -13,7 +13,7 @@ import torch
 
 from planner.errors import StorageError
 from planner.schema import WaitingTier
-from runtime.cuda import storage_swap as storage_memory
+from runtime.cuda import storage_swap
 from runtime.cuda.host_copies import HostCopies, QueuedRange
 from runtime.device import Event, Lane, Span, Streams
 from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tier, Tiers
@@ -75,7 +75,7 @@ class StreamMover:
         return Span(0, storage.nbytes()) if mine else None
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
-        return storage_memory.address(storage) == block.address
+        return storage_swap.address(storage) == block.address
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: all of the device's own memory can be given back."""
@@ -118,11 +118,11 @@ class StreamMover:
             self._poison_left(block)
         holder = torch.empty(0, dtype=torch.uint8, device=self._streams.device).untyped_storage()
         stand_in = self._stand_in(block)
-        storage_memory.lend(holder, stand_in or 0)
-        storage_memory.exchange(storage, holder)  # the holder frees what the storage had
+        storage_swap.lend(holder, stand_in or 0)
+        storage_swap.exchange(storage, holder)  # the holder frees what the storage had
         block.address = stand_in or 0
         if stand_in is None:
-            storage_memory.close(storage, _not_here(block))
+            storage_swap.close(storage, _not_here(block))
 
     def drop_copy(self, block: Block) -> None:
         """Free the slot at once. Computation waits for reads of it, and later copies out wait for computation: rules 1 and 3."""
@@ -147,7 +147,7 @@ class StreamMover:
     def copy_in(self, block: Block, done: Done) -> None:
         place = self._tiers.of(block)
         area = self._streams.allocate(block.size_bytes)
-        address = storage_memory.address(area)
+        address = storage_swap.address(area)
         self._fresh[block] = area
         lanes = (Lane.COMPUTE,) if self._streams.in_region else (Lane.COMPUTE, Lane.USER)
         before = [self._streams.record(lane) for lane in lanes]
@@ -194,9 +194,9 @@ class StreamMover:
 
     def install(self, block: Block) -> None:
         storage = _storage(block)
-        storage_memory.open_again(storage)
-        storage_memory.exchange(storage, self._fresh.pop(block))
-        block.address = storage_memory.address(storage)
+        storage_swap.open_again(storage)
+        storage_swap.exchange(storage, self._fresh.pop(block))
+        block.address = storage_swap.address(storage)
         if self._debug is not None:
             self._debug.arrives(block)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import planner
-from teraio.optimizer import host_rates as optimizer_rates
+from teraio.optimizer import host_rates
 from teraio.optimizer.host_rates import HostRates
 
 from ..parity.optimizers import MIB, Case, one, train, unmanaged
@@ -84,7 +84,7 @@ def test_an_update_that_fails_while_it_is_measured_says_so(which: int, monkeypat
         time.sleep(0.05)
         still_there.append(room.held)
 
-    monkeypatch.setattr(optimizer_rates, "update_replicas", update)
+    monkeypatch.setattr(host_rates, "update_replicas", update)
     with pytest.raises(ValueError, match="no such luck"):
         HostRates(room, shared=True, max_elements=FEW).seconds(adam(), torch.float32, 1000)
     assert still_there and set(still_there) == {2} and room.held == 0

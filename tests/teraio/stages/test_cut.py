@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from teraio.stages import cost as work
+from teraio.stages import cost
 from teraio.stages.cut import CutPolicy, assign, can_cut, layer_of, module_path
 
 from .graphs import MODELS, Captured, Transformer, capture, constants, features, tokens, transformer
@@ -62,18 +62,18 @@ def test_cuts_are_made_right_before_heavy_operators(graphs: list[Captured]) -> N
         stage_of = stages(graph)
         first: dict[int, Node] = {}
         for node in graph.graph.nodes:
-            free = node in stage_of and (work.is_view(node) or work.is_getitem(node) or work.is_creation(node))
+            free = node in stage_of and (cost.is_view(node) or cost.is_getitem(node) or cost.is_creation(node))
             if node in stage_of and not free:
                 first.setdefault(stage_of[node], node)
         later = [node for stage, node in first.items() if stage > min(first)]
-        assert later and all(work.flops(node) > 0 for node in later)
+        assert later and all(cost.flops(node) > 0 for node in later)
 
 
 def test_constants_do_not_cross_cuts() -> None:
     for captured in constants():
         graph = captured.fresh()
         stage_of = stages(graph)
-        made = [node for node in stage_of if work.is_creation(node)]
+        made = [node for node in stage_of if cost.is_creation(node)]
         for node in made:
             assert {stage_of[user] for user in node.users if user in stage_of} <= {stage_of[node]}
         if captured.phase == "forward":
@@ -107,7 +107,7 @@ def test_layers_are_cut_alike() -> None:
         per_layer: dict[str, set[int]] = {}
         for node, stage in stage_of.items():
             layer = layer_of(module_path(node))
-            if work.flops(node) > 0 and layer.startswith("layers."):
+            if cost.flops(node) > 0 and layer.startswith("layers."):
                 per_layer.setdefault(layer, set()).add(stage)
         counts = [len(found) for found in per_layer.values()]
         assert len(counts) == 5 and len(set(counts[1:-1])) == 1 and 2 <= counts[2] <= 6
@@ -118,7 +118,7 @@ def test_small_results_are_computed_where_their_input_is() -> None:
     _, backward = transformer(3)
     graph = backward.fresh()
     stage_of = stages(graph)
-    sums = [n for n in stage_of if work.packet_name(n) == "sum"]
+    sums = [n for n in stage_of if cost.packet_name(n) == "sum"]
     assert sums
     for node in sums:
         sources = [stage_of[s] for s in node.all_input_nodes if s in stage_of]
@@ -149,7 +149,7 @@ def test_random_numbers_stay_in_order() -> None:
 
 def test_modules_are_found_for_forward_and_backward() -> None:
     for captured in transformer(2):
-        heavy = {module_path(n) for n in captured.nodes() if work.flops(n) > 0}
+        heavy = {module_path(n) for n in captured.nodes() if cost.flops(n) > 0}
         assert {"layers.0.qkv", "layers.1.up", "layers.1.down", "head"} <= heavy
 
 

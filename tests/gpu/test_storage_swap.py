@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from runtime.cuda import storage_swap as storage_memory
+from runtime.cuda import storage_swap
 from runtime.storage.host import HostStore
 from runtime.system.pinning import CudaPinner
 
@@ -46,8 +46,8 @@ def test_two_storages_exchange_their_memory() -> None:
     one, other = torch.full((COUNT,), 1.0, device=DEVICE), torch.full((COUNT,), 2.0, device=DEVICE)
     view = one[10:20]
     address = one.data_ptr()
-    storage_memory.exchange(one.untyped_storage(), other.untyped_storage())
-    assert other.data_ptr() == address and storage_memory.address(other.untyped_storage()) == address
+    storage_swap.exchange(one.untyped_storage(), other.untyped_storage())
+    assert other.data_ptr() == address and storage_swap.address(other.untyped_storage()) == address
     assert bool((view == 2).all()) and bool((other == 1).all())
 
 
@@ -56,7 +56,7 @@ def test_a_kernel_reads_and_writes_pinned_memory_through_its_stand_in(host: Host
     slab.fill_(3.0)
     block = torch.zeros(COUNT, device=DEVICE)
     taken = torch.cuda.memory_allocated(DEVICE)
-    storage_memory.lend(block.untyped_storage(), host.address)
+    storage_swap.lend(block.untyped_storage(), host.address)
     assert torch.cuda.memory_allocated(DEVICE) <= taken - 4 * COUNT, "the memory that it had is freed"
     assert block.device == DEVICE and block.untyped_storage().nbytes() == 4 * COUNT
     assert block.sum().item() == 3.0 * COUNT
@@ -74,17 +74,17 @@ def test_a_closed_storage_says_why_and_is_opened_again() -> None:
     storage = block.untyped_storage()
     address = block.data_ptr()
     for _ in range(2):
-        storage_memory.close(storage, "it is on a drive")
+        storage_swap.close(storage, "it is on a drive")
         for use in (lambda: block + 1, lambda: block.sum(), lambda: block.fill_(0), lambda: block.cpu(), block.data_ptr):
             with pytest.raises(RuntimeError, match="it is on a drive"):
                 use()
-        assert storage_memory.address(storage) == address and storage.nbytes() == 4 * COUNT
-        storage_memory.open_again(storage)
+        assert storage_swap.address(storage) == address and storage.nbytes() == 4 * COUNT
+        storage_swap.open_again(storage)
         assert bool((block == 5).all())
 
 
 def test_a_storage_that_is_let_go_while_it_is_closed_or_lent_is_freed(host: HostStore) -> None:
     closed, lent = torch.ones(COUNT, device=DEVICE), torch.ones(COUNT, device=DEVICE)
-    storage_memory.close(closed.untyped_storage(), "gone")
-    storage_memory.lend(lent.untyped_storage(), host.address)
+    storage_swap.close(closed.untyped_storage(), "gone")
+    storage_swap.lend(lent.untyped_storage(), host.address)
     del closed, lent
