@@ -54,7 +54,8 @@ def main() -> int:
     for package in PACKAGES:
         between = imports_between_rooms(graph, package)
         rooms = sorted({room_of(module) for module in graph.modules if module.startswith(f"{package}.")})
-        table = Table(title=f"{package}: {len(rooms)} rooms, {sum(between.values())} imports between them")
+        title = f"{package}: {len(rooms)} rooms, {len(between)} pairs of them with imports, {sum(between.values())} imports"
+        table = Table(title=title)
         for column in ("room", "files", "lines", "imports from"):
             table.add_column(column, justify="right" if column in ("files", "lines") else "left")
         for room in rooms:
