@@ -151,7 +151,7 @@ class CudaStreams:
     def mark(self) -> CudaMark:
         return CudaMark(torch.cuda.current_stream(self.device))
 
-    def bytes_beside(self, known_bytes: int) -> int:
+    def external_bytes(self, known_bytes: int) -> int:
         """Return the bytes that PyTorch has allocated beyond `known_bytes`, plus `spare_bytes`."""
         return max(self.allocated_bytes - known_bytes, 0) + self.spare_bytes
 

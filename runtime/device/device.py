@@ -31,7 +31,7 @@ class Device(Protocol):
     def mark(self) -> Mark:
         """Return the point after all that was asked for so far. Never waits."""
 
-    def bytes_beside(self, known_bytes: int) -> int:
+    def external_bytes(self, known_bytes: int) -> int:
         """Return the bytes in use on the device that are not among `known_bytes`, those of the pager; 0 if unknown."""
 
 
@@ -59,6 +59,6 @@ class CpuDevice:
     def mark(self) -> WallMark:
         return WallMark(time.perf_counter())
 
-    def bytes_beside(self, known_bytes: int) -> int:
+    def external_bytes(self, known_bytes: int) -> int:
         """Return 0: main memory has other users, and the budget is for what the pager knows of."""
         return 0

@@ -47,8 +47,8 @@ class Lending:
         away = all(block.state in (State.OFFLOADED, State.OFFLOADING, State.UPDATING) for block in blocks)
         return away and all(self._host_address(block) is not None for block in blocks)
 
-    def set_aside(self, blocks: Sequence[Block]) -> bool:
-        """See `Pager.set_aside`."""
+    def reserve_for_host(self, blocks: Sequence[Block]) -> bool:
+        """See `Pager.reserve_for_host`."""
         if any(b.state not in (State.OFFLOADED, State.OFFLOADING) or self._host_address(b) is None for b in blocks):
             return False
         self._transitions.reserved_for_host.update(blocks)

@@ -116,7 +116,7 @@ class Pager:
 
     @property
     def reserved_for_host(self) -> frozenset[Block]:
-        """The blocks that were set aside, see `set_aside`."""
+        """The blocks that are reserved for the host's processor, see `reserve_for_host`."""
         return frozenset(self._transitions.reserved_for_host)
 
     @property
@@ -307,14 +307,14 @@ class Pager:
         with self.condition:
             return self._lending.waits_in_host_tier(blocks)
 
-    def set_aside(self, blocks: Sequence[Block]) -> bool:
+    def reserve_for_host(self, blocks: Sequence[Block]) -> bool:
         """Reserve blocks for the host's processor, if all are in the host tier or on their way there. Never waits.
 
         Returns whether they are reserved. No prefetch takes them until `lend_memory` or `give_back` is called for them; a
         stage that needs one does.
         """
         with self.condition:
-            return self._lending.set_aside(blocks)
+            return self._lending.reserve_for_host(blocks)
 
     def lend_memory(self, blocks: Sequence[Block]) -> list[int] | None:
         """Lend slots in the host tier until `give_back`. Returns their addresses, for the processor to read and write there.
@@ -326,7 +326,7 @@ class Pager:
             return self._lending.lend_memory(blocks)
 
     def give_back(self, blocks: Sequence[Block]) -> None:
-        """End `lend`, `lend_memory` or `set_aside`: the blocks hold what is in their slots now. Never waits. For any thread."""
+        """End `lend`, `lend_memory` or `reserve_for_host`: the blocks hold what is in their slots now. Never waits. For any thread."""
         with self.condition:
             self._lending.give_back(blocks)
 

@@ -46,7 +46,7 @@ class Regions:
         self._signal.raise_failure()
         self._transitions.sweep()
         self._transitions.forget_replaced()
-        self._account.external_bytes = self._device.bytes_beside(self._account.used_bytes + self._account.fixed_bytes)
+        self._account.external_bytes = self._device.external_bytes(self._account.used_bytes + self._account.fixed_bytes)
         self._prefetches.in_user_code = False
         self._invalidate_mappings()
 

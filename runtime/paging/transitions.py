@@ -39,7 +39,7 @@ pressure     a stage that is short      Pager.acquire, make_room    those with t
 room ahead   an optimizer step, for     Pager.evict_until_free      as under pressure, but nobody waits
              its next subgroup
 lending      an update by slices        Pager.lend                  copied; then read and written in the slot, slice by slice
-host update  HostUpdates, for blocks    Pager.set_aside, and then   nothing is copied for it: a block in, or on its way to, the
+host update  HostUpdates, for blocks    Pager.reserve_for_host, and then   nothing is copied for it: a block in, or on its way to, the
              that wait on the host      Pager.lend_memory           host tier is updated there by the processor
 
 In each case the bytes go the same way. `BlockTransitions.begin_offload` calls `Mover.copy_out`, which gets a slot from

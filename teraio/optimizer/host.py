@@ -71,7 +71,7 @@ class HostUpdate:
         Returns False, and begins nothing, unless all its blocks are in the host tier or on their way there. From then on no
         prefetch takes the blocks away before the update has run, or `give_up` is called.
         """
-        if not self._blocks or not self._pager.set_aside(self._blocks):
+        if not self._blocks or not self._pager.reserve_for_host(self._blocks):
             return False
         self._result = thread.submit(self.run, self._pager.device.mark())
         return True

@@ -148,7 +148,7 @@ def test_a_copy_out_that_is_under_way_lands_before_its_block_is_lent() -> None:
     bench = Bench(8 * UNIT)
     block = bench.make("w", 2)
     bench.pager.offload(block)
-    assert block.state is State.OFFLOADING and bench.pager.set_aside([block])
+    assert block.state is State.OFFLOADING and bench.pager.reserve_for_host([block])
     assert bench.pager.lend_memory([block]) is not None
     bench.pager.give_back([block])
 
@@ -156,11 +156,11 @@ def test_a_copy_out_that_is_under_way_lands_before_its_block_is_lent() -> None:
 def test_what_is_not_in_the_host_tier_is_not_lent() -> None:
     bench = Bench(8 * UNIT)
     away, here = evicted(bench, bench.make("away", 2)), bench.make("here", 2)
-    assert not bench.pager.set_aside([away, here])
+    assert not bench.pager.reserve_for_host([away, here])
     assert bench.pager.lend_memory([away, here]) is None
     assert away.state is State.OFFLOADED and here.state is State.ON_DEVICE
     away.tier = "storage"
-    assert not bench.pager.set_aside([away]) and bench.pager.lend_memory([away]) is None
+    assert not bench.pager.reserve_for_host([away]) and bench.pager.lend_memory([away]) is None
     bench.run(away, here)
 
 
@@ -172,7 +172,7 @@ def test_what_is_set_aside_is_not_fetched_before_it_is_lent(state: State, then: 
     bench.pager.offload(block)
     if state is State.OFFLOADED:
         bench.mover.finish_all()
-    assert block.state is state and bench.pager.set_aside([block])
+    assert block.state is state and bench.pager.reserve_for_host([block])
     bench.pager.prefetch(block)
     bench.pager.prefetch(after)
     bench.mover.finish_all()
@@ -205,7 +205,7 @@ def test_void_copies_go_where_room_is_wanted() -> None:
 def test_a_stage_takes_what_is_set_aside() -> None:
     bench = Bench(8 * UNIT)
     block = evicted(bench, bench.make("w", 2))
-    assert bench.pager.set_aside([block])
+    assert bench.pager.reserve_for_host([block])
     bench.run(block)
     assert bench.pager.lend_memory([block]) is None
 

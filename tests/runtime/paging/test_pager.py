@@ -21,7 +21,7 @@ class Counting(CpuDevice):
 
     allocated_bytes = 0
 
-    def bytes_beside(self, known_bytes: int) -> int:
+    def external_bytes(self, known_bytes: int) -> int:
         return self.allocated_bytes - known_bytes
 
 

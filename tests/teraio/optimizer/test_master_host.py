@@ -36,7 +36,7 @@ class Lending:
         self.known_block = training.pager.known_block
         self.lent: set[str] = set()
 
-    def set_aside(self, blocks: Sequence[Block]) -> bool:
+    def reserve_for_host(self, blocks: Sequence[Block]) -> bool:
         return True
 
     def lend_memory(self, blocks: Sequence[Block]) -> list[int]:

@@ -43,7 +43,7 @@ class EagerDevice(SimulatedDevice):
     def mark(self) -> WallMark:
         return WallMark(float(self.steps))
 
-    def bytes_beside(self, known_bytes: int) -> int:
+    def external_bytes(self, known_bytes: int) -> int:
         return 0
 
 

@@ -46,7 +46,7 @@ class Gpu:
     def mark(self) -> WallMark:
         return WallMark(float(self.device.steps))
 
-    def bytes_beside(self, known_bytes: int) -> int:
+    def external_bytes(self, known_bytes: int) -> int:
         return 0
 
 
