@@ -326,7 +326,10 @@ class Pager:
             return self._lending.lend_memory(blocks)
 
     def give_back(self, blocks: Sequence[Block]) -> None:
-        """End `lend`, `lend_memory` or `reserve_for_host`: the blocks hold what is in their slots now. Never waits. For any thread."""
+        """End `lend`, `lend_memory` or `reserve_for_host`: the blocks hold what is in their slots now.
+
+        Never waits. For any thread.
+        """
         with self.condition:
             self._lending.give_back(blocks)
 

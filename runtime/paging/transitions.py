@@ -34,13 +34,13 @@ once, and for a prefetch that nothing else can make room for; otherwise it waits
 
 [Note: Why a block leaves]
 reason       who asks                   method                      what happens to the bytes
-a plan       the recorder, at its stage  Pager.offload               copied to the plan's tier; the block stays if all are full
+a plan       the recorder, at a stage   Pager.offload               copied to the plan's tier; the block stays if all are full
 pressure     a stage that is short      Pager.acquire, make_room    those with the furthest next use are copied (EvictionPolicy)
 room ahead   an optimizer step, for     Pager.evict_until_free      as under pressure, but nobody waits
              its next subgroup
 lending      an update by slices        Pager.lend                  copied; then read and written in the slot, slice by slice
-host update  HostUpdates, for blocks    Pager.reserve_for_host, and then   nothing is copied for it: a block in, or on its way to, the
-             that wait on the host      Pager.lend_memory           host tier is updated there by the processor
+host update  HostUpdates, for blocks    Pager.reserve_for_host,     nothing is copied for it: a block in, or on its way to, the
+             that wait on the host      then Pager.lend_memory      host tier is updated there by the processor
 
 In each case the bytes go the same way. `BlockTransitions.begin_offload` calls `Mover.copy_out`, which gets a slot from
 `Tiers.place`. Then a block goes to a file, or to the host tier of the CPU, in threads: `BlockTransfers.write`, `Engine.write`,
