@@ -18,6 +18,7 @@ from teraio.optimizer.host import HostUpdate
 from teraio.optimizer.host_rates import HostRates
 
 from ...thoroughness import by_profile
+from ...training import compiled, forget
 from . import optimizers
 from .optimizers import KINDS, MIB, Case, Make, Result, Run, budgeted, train
 
@@ -154,9 +155,8 @@ def resetting(run: Run, x: Tensor, index: int, *, dtype: torch.dtype, steps: int
     """`teraio.reset` after some steps; masters go on without teraio's backend."""
     ours(run, x, index, dtype=dtype, steps=steps)
     if index == 4:
-        teraio.reset()
-        torch._dynamo.reset()
-        run.training.model = torch.compile(run.module, backend="teraio", options={"codegen": "eager"})
+        forget()
+        run.training.model = compiled(run.module, {})
 
 
 def test_a_reset_in_the_middle(tmp_path: Path) -> None:

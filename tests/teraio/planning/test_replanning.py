@@ -22,6 +22,8 @@ from teraio.machine import MeasuredPaths
 from teraio.planning.job import PlanningJob
 from teraio.registry import REGISTRY
 
+from ...training import begin, unequal
+
 MIB = 1 << 20
 ROWS, WIDTH, HIDDEN = 128, 64, 4096
 RATES = LinkRates(
@@ -50,26 +52,30 @@ class Layer(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
+def layers() -> nn.Module:
+    return nn.Sequential(Layer(), Layer(), Layer(), nn.Linear(WIDTH, HIDDEN))
+
+
+def momentum(module: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)]
+
+
 def train(options: dict[str, Any], steps: int) -> tuple[list[torch.Tensor], list[teraio.Status]]:
     """Losses, then parameters; and the state after each step."""
-    teraio.reset()
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = nn.Sequential(Layer(), Layer(), Layer(), nn.Linear(WIDTH, HIDDEN))
-    model = torch.compile(module, backend="teraio", options={"codegen": "eager", **options})
-    sgd = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    training = begin(layers, momentum, options)
     inputs, targets = torch.randn(ROWS, WIDTH), torch.randint(0, HIDDEN, (ROWS,))
-    values: list[torch.Tensor] = []
-    progress: list[teraio.Status] = []
-    for _ in range(steps):
+    losses: list[torch.Tensor] = []
+
+    def step(batch: torch.Tensor, index: int) -> None:
+        (sgd,) = training.optimizers
         sgd.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss = nn.functional.cross_entropy(training.model(batch), targets)
         loss.backward()
         sgd.step()
-        values.append(loss.detach().clone())
-        assert teraio.wait_for_plan(timeout_seconds=60)
-        progress.append(teraio.status()[0])
-    return [*values, *(p.detach().clone() for p in module.parameters())], progress
+        losses.append(loss.detach().clone())
+
+    training.run(itertools.repeat(inputs, steps), step, planned=True)
+    return [*losses, *training.finish().values()], [status for (status,) in training.progress]
 
 
 @pytest.fixture
@@ -102,7 +108,7 @@ def test_another_plan_takes_over(
     out = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
     with caplog.at_level(logging.INFO, logger="teraio"):
         values, progress = train({"memory_budget": budget, "storage": tmp_path, "profile_iterations": 1, **out}, steps)
-    assert [i for i, pair in enumerate(zip(values, reference, strict=True)) if not torch.equal(*pair)] == []
+    assert not unequal(values, reference)
     phases = [status.phase for status in progress]
     first = phases.index("planned")
     assert set(phases[first:]) == {"planned"} and progress[first].replans == 0
