@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,9 +45,12 @@ class Loop:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        training = begin(functools.partial(Net, self.broken), lambda module: [self.make(module)], self.options)
+        training = begin(self.make_module, lambda module: [self.make(module)], self.options)
         self.module, self.model, (self.optimizer,) = training.module, training.model, training.optimizers
         self.generator = torch.Generator().manual_seed(1)
+
+    def make_module(self) -> Any:
+        return Net(self.broken)
 
     @property
     def options(self) -> dict[str, Any]:
