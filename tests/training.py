@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import teraio
-from runtime.paging import Block
+from runtime.paging import Block, Pager
 from runtime.paging.block import State
 from teraio.registry import REGISTRY
 
+MIB = 1 << 20
 PLAN_SECONDS = 60.0
 """A plan that takes longer is a failure."""
 
@@ -81,13 +82,38 @@ def begin(
     forget()
     torch.manual_seed(seed)
     module = make_model()
-    model = module
-    if options is not None:
-        arguments: dict[str, Any] = {"backend": backend, "options": {"codegen": "eager", **options}, **compile_options}
-        for name in parts:
-            module.get_submodule(name).compile(**arguments)
-        model = module if parts else torch.compile(module, **arguments)
+    model = module if options is None else compiled(module, options, backend=backend, parts=parts, **compile_options)
     return Training(module=module, model=model, optimizers=make_optimizers(module))
+
+
+def compiled(what: Any, options: Mapping[str, Any], *, backend: str = "teraio", parts: Sequence[str] = (), **further: Any) -> Any:
+    """Compile a module or function, or those children of a module, which is returned then. See `begin`."""
+    arguments: dict[str, Any] = {"backend": backend, "options": {"codegen": "eager", **options}, **further}
+    for name in parts:
+        what.get_submodule(name).compile(**arguments)
+    return what if parts else torch.compile(what, **arguments)
+
+
+def weights_of_1_mib(options: Mapping[str, Any], *, count: int = 24, **sgd: Any) -> Training:
+    """Begin to train so many weights of 1 MiB by SGD with those settings, on `random_rows`, by `mean_square_step`."""
+    return begin(
+        lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(count)]),
+        lambda module: [torch.optim.SGD(module.parameters(), lr=0.1, **sgd)],
+        options,
+    )
+
+
+def random_rows(steps: int) -> Iterable[Tensor]:
+    """For each step a batch [16, 512]."""
+    return (torch.randn(16, 512) for _ in range(steps))
+
+
+def mean_square_step(training: Training, batch: Tensor, index: int = 0) -> None:
+    """Bring the output towards zero."""
+    training.model(batch).square().mean().backward()
+    for optimizer in training.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def forget() -> None:
@@ -101,14 +127,19 @@ def named_values(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return chain(module.named_parameters(), module.named_buffers())
 
 
+def pagers() -> list[Pager]:
+    """The pagers of all training runs."""
+    return [run._pager for run in REGISTRY.runs()]
+
+
 def blocks() -> list[Block]:
     """All blocks of all training runs."""
-    return [block for run in REGISTRY.runs() for block in run._pager.blocks]
+    return [block for pager in pagers() for block in pager.blocks]
 
 
 def known_blocks(tensors: Iterable[Tensor]) -> list[Block]:
     """The blocks of those tensors that are blocks of some training run."""
-    found = [run._pager.known_block(tensor) for tensor in tensors for run in REGISTRY.runs()]
+    found = [pager.known_block(tensor) for tensor in tensors for pager in pagers()]
     return [block for block in found if block is not None]
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import teraio
 from teraio.registry import REGISTRY
 from teraio.stages.cut import CutPolicy
+
+from ..training import forget
 
 # cuBLAS reads this at its first use. It makes cuBLAS deterministic and its workspaces small (the default is 32 MiB per thread).
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
@@ -58,8 +59,7 @@ def fresh_process_state() -> Iterator[None]:
 
 
 def _forget() -> None:
-    teraio.reset()
-    torch._dynamo.reset()
+    forget()
     torch.manual_seed(0)
     gc.collect()
     if torch.cuda.is_available():

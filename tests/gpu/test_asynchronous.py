@@ -62,12 +62,12 @@ def sync_debug_mode() -> Iterator[None]:
 
 @pytest.mark.usefixtures("sync_debug_mode")
 def test_the_host_waits_for_nothing_when_a_plan_moves_blocks_to_the_host_tier(
-    budgets: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    budgets: dict[str, int],
 ) -> None:
     checked = SyncChecked(STEPS - 3)
     batches = [torch.randint(0, GPU_SCALE.width, (GPU_SCALE.rows,), device=DEVICE) for _ in range(STEPS)]
-    monkeypatch.setitem(train.__globals__, "_batch", lambda *_: batches.pop())  # the original waits for the copy of a batch
-    run = train(CASE, {**budgets, "replan": False}, device=DEVICE, between=checked)
+    there = [[batch] for batch in batches]  # others are copied to the device, which waits
+    run = train(CASE, {**budgets, "replan": False}, device=DEVICE, make_batches=lambda *_: there, between=checked)
     assert run.progress[checked.first].phase == run.progress[-1].phase == "planned"
     assert run.progress[-1].moved_bytes["host->device"] > run.progress[checked.first].moved_bytes["host->device"]
     assert run.progress[-1].late_seconds == 0, "the pager must not have waited for copies or memory either"

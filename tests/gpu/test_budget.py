@@ -12,9 +12,8 @@ from torch import nn
 
 import teraio
 from runtime.paging.block import Block, State
-from runtime.paging.pager import Pager
-from teraio import registry
 
+from ..training import compiled, pagers
 from .training import STEPS, Case, Perceptron, Run, Scale, Transformer, check_equal, train
 
 DEVICE = torch.device("cuda")
@@ -25,11 +24,6 @@ def peak_of(case: Case) -> tuple[int, Run]:
     run = train(case, {}, device=DEVICE)
     assert run.allocated_bytes is not None
     return run.allocated_bytes, run
-
-
-def the_pager() -> Pager:
-    (runtime,) = registry.REGISTRY.runs()
-    return runtime._pager
 
 
 def test_a_budget_that_no_schedule_can_satisfy_is_refused() -> None:
@@ -57,7 +51,7 @@ def test_the_users_own_memory_counts() -> None:
 @contextmanager
 def away(tensor: torch.Tensor, tier: str) -> Iterator[Block]:
     """Offload a tensor's block to a tier, as a plan does at the end of a region."""
-    pager = the_pager()
+    (pager,) = pagers()
     block = pager.known_block(tensor)
     assert block is not None and block.span is not None
     with pager.device.region():
@@ -121,8 +115,7 @@ def test_reset_brings_back_more_than_the_budget() -> None:
     wanted = [p.detach().cpu() for p in module.parameters()]
     size = sum(p.untyped_storage().nbytes() for p in module.parameters())
     budget = int(1.4 * size)
-    options = {"codegen": "eager", "memory_budget": budget, "host_budget": 4 * size}
-    model = torch.compile(module, backend="teraio", options=options)
+    model = compiled(module, {"memory_budget": budget, "host_budget": 4 * size})
     indices = torch.arange(scale.rows, device=DEVICE)
     for _ in range(2):  # the second time, new gradients are added to those in host memory
         model(indices).square().mean().backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import teraio
 from runtime.paging.block import State
-from teraio import registry
+
+from ..training import begin, blocks, forget
 
 MIB = 1 << 20
 STEPS = 10
@@ -128,8 +129,7 @@ def table_bytes(scale: Scale) -> int:
 
 def table_states_stay_away(step: int, module: nn.Module) -> None:
     """Check between steps that the optimizer states of the embedding are in the lower tiers, where its slices were updated."""
-    blocks = [block for runtime in registry.REGISTRY.runs() for block in runtime._pager.blocks]
-    found = [block for block in blocks if block.name.startswith("optimizer/embed.weight.")]
+    found = [block for block in blocks() if block.name.startswith("optimizer/embed.weight.")]
     assert len(found) == 2 and all(block.state is State.OFFLOADED for block in found), found
 
 
@@ -190,6 +190,13 @@ class Run:
     retries: int | None = None
 
 
+def random_batches(case: Case, scale: Scale, steps: int) -> Iterator[list[Tensor]]:
+    """For each step the batches to train with, and then one to evaluate, all in main memory."""
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        yield [torch.randint(0, scale.width, (scale.rows,), generator=draw) for _ in range(case.accumulate + case.evaluate)]
+
+
 def train(
     case: Case,
     options: dict[str, Any],
@@ -197,55 +204,77 @@ def train(
     device: torch.device,
     scale: Scale = GPU_SCALE,
     steps: int = STEPS,
+    make_batches: Callable[[Case, Scale, int], Iterable[list[Tensor]]] = random_batches,
     between: Callable[[int, nn.Module], None] = lambda step, module: None,
     backward_done: Callable[[nn.Module], None] = lambda module: None,
 ) -> Run:
-    """Train from a fresh state. between: called after each step. backward_done: called after each backward pass."""
-    teraio.reset()
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    counts = device.type == "cuda"
-    before = (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)) if counts else (0, 0)
-    module = case.model(scale).to(device)
-    _convert(module, case.dtype)
-    run = Run()
-    model = torch.compile(module, backend="teraio", options={"codegen": case.codegen, **_OPTIONS, **options})
-    optimizers = case.optimizers(module)
-    batches = torch.Generator().manual_seed(1)
-    losses = []
-    for step in range(steps):
-        if counts and step == steps - _PLANNED_STEPS:
-            torch.cuda.reset_peak_memory_stats(device)
-            run.retries = -torch.cuda.memory_stats(device)["num_alloc_retries"]
-        for optimizer in optimizers:
+    """Train from a fresh state. make_batches: as `random_batches`. between: called after each step.
+
+    backward_done: called after each backward pass.
+    """
+    forget()
+    counter = _DeviceMemory(device) if device.type == "cuda" else None
+
+    def make_model() -> nn.Module:
+        module = case.model(scale).to(device)
+        _convert(module, case.dtype)
+        return module
+
+    training = begin(make_model, case.optimizers, {"codegen": case.codegen, **_OPTIONS, **options})
+    module, losses = training.module, []
+
+    def take(batches: list[Tensor], step: int) -> None:
+        if counter is not None and step == steps - _PLANNED_STEPS:
+            counter.begin()
+        for optimizer in training.optimizers:
             optimizer.zero_grad()
-        for _ in range(case.accumulate):
-            loss = _loss(model, _batch(batches, scale, device))
+        for indices in batches[: case.accumulate]:
+            loss = _loss(training.model, indices.to(device))
             loss.backward()
             backward_done(module)
             losses.append(loss.detach().clone())
         if case.clip:
             torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-        for optimizer in optimizers:
+        for optimizer in training.optimizers:
             optimizer.step()
         if case.evaluate:
             with torch.no_grad():
-                losses.append(_loss(model, _batch(batches, scale, device)).clone())
-        run.progress += teraio.status()
-        if run.progress[-1].phase == "planning":
-            assert teraio.wait_for_plan(60)
+                losses.append(_loss(training.model, batches[-1].to(device)).clone())
         between(step, module)
-    del loss
-    if counts:
-        torch.cuda.synchronize(device)
-        run.allocated_bytes = torch.cuda.max_memory_allocated(device) - before[0]
-        run.reserved_bytes = torch.cuda.max_memory_reserved(device) - before[1]
-        run.retries = (run.retries or 0) + torch.cuda.memory_stats(device)["num_alloc_retries"]
-    teraio.reset()  # all blocks come back
-    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+
+    training.run(make_batches(case, scale, steps), take, planned=True)
+    run = Run(progress=[status for statuses in training.progress for status in statuses])
+    if counter is not None:
+        counter.end(run)
+    teraio.reset()  # all blocks come back; `Training.finish` would read them before, where kernels may not reach them
+    states = [value for optimizer in training.optimizers for state in optimizer.state.values() for value in state.values()]
     kept = (*losses, *module.state_dict().values(), *(value for value in states if isinstance(value, Tensor)))
     run.values = [value.cpu() for value in kept]
     return run
+
+
+class _DeviceMemory:
+    """What PyTorch's allocator counts on a GPU, without the bytes from before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
+        self._retries = 0
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._retries = self._count_retries()
+
+    def end(self, run: Run) -> None:
+        """Note in `run` the peaks and the retries since `begin`."""
+        torch.cuda.synchronize(self._device)
+        run.allocated_bytes = torch.cuda.max_memory_allocated(self._device) - self._before[0]
+        run.reserved_bytes = torch.cuda.max_memory_reserved(self._device) - self._before[1]
+        run.retries = self._count_retries() - self._retries
+
+    def _count_retries(self) -> int:
+        retries: int = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
+        return retries
 
 
 def check_equal(found: Run, wanted: Run) -> None:
@@ -272,10 +301,6 @@ def _convert(module: nn.Module, dtype: torch.dtype) -> None:
     """Convert parameters only: `Module.to` would convert buffers of fp8 too."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
-
-
-def _batch(draw: torch.Generator, scale: Scale, device: torch.device) -> Tensor:
-    return torch.randint(0, scale.width, (scale.rows,), generator=draw).to(device)
 
 
 def _loss(model: Callable[[Tensor], Tensor], indices: Tensor) -> Tensor:

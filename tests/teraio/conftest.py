@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-import teraio
 from teraio.registry import REGISTRY
 
+from ..training import forget
 from .in_process import InProcessJob
 from .optimizer.managed_training import TieredTraining, Training
 
@@ -27,8 +27,7 @@ def fresh_process_state() -> Iterator[None]:
 
 
 def _forget() -> None:
-    teraio.reset()
-    torch._dynamo.reset()
+    forget()
     torch.manual_seed(0)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from torch import nn
 
 import teraio
 from planner import ChecksumError
+
+from ..training import begin
 
 STEPS = 2
 
@@ -27,27 +32,25 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-def train(damage: bool, options: dict[str, object]) -> list[float]:
-    """Losses; where `damage`, all spill files change between forward and backward."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    model = Chain()
-    compiled = torch.compile(model, backend="teraio", options={"codegen": "eager", **options})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = torch.randn(16384, 64)
-    losses = []
-    for _ in range(STEPS):
-        loss = compiled(batch)
-        if damage:
-            flip_a_bit_of_every_page()
+def train(options: Mapping[str, Any], *, tier: str | None = None, meanwhile: Callable[[], None] = lambda: None) -> list[float]:
+    """Return the losses. tier: where blocks must come from. meanwhile: called between forward and backward."""
+    training = begin(Chain, lambda module: [torch.optim.SGD(module.parameters(), lr=0.1)], options)
+    losses: list[float] = []
+
+    def step(batch: torch.Tensor, index: int) -> None:
+        loss = training.model(batch)
+        meanwhile()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in training.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
-    if options:
-        (status,) = teraio.status()
-        assert status.moved_bytes["storage->device"] > 8 << 20
-    teraio.reset()
+
+    training.run(itertools.repeat(torch.randn(16384, 64), STEPS), step)
+    training.finish()
+    if tier is not None:
+        (status,) = training.progress[-1]
+        assert status.moved_bytes[f"{tier}->device"] > 8 << 20
     return losses
 
 
@@ -70,13 +73,13 @@ def options(tmp_path: Path) -> dict[str, object]:
 
 def test_a_damaged_spill_file_stops_training(options: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(ChecksumError, match="came back different") as raised:
-        train(True, {**options, "checksums": True})
+        train({**options, "checksums": True}, meanwhile=flip_a_bit_of_every_page)
     assert raised.value.path.startswith(str(tmp_path))
 
 
 def test_without_damage_checksums_change_nothing_and_without_checksums_nobody_hears_of_damage(
     options: dict[str, object],
 ) -> None:
-    expected = train(False, {})
-    assert train(False, {**options, "checksums": True}) == expected
-    assert train(True, options) != expected
+    expected = train({})
+    assert train({**options, "checksums": True}, tier="storage") == expected
+    assert train(options, tier="storage", meanwhile=flip_a_bit_of_every_page) != expected

@@ -7,39 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import teraio
 from planner import ChecksumError
 from runtime.storage.host import HostStore
 from runtime.storage.posix import PosixStore
 from runtime.storage.store import Chunk, Slot
 
-from .test_checksums import STEPS, Chain
+from .test_checksums import train
 
 STORES: dict[str, Any] = {"host": HostStore, "storage": PosixStore}
 
 
-def train(tier: str, folder: Path, *, debug: bool) -> list[float]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+def losses(tier: str, folder: Path, *, debug: bool) -> list[float]:
     where = {"host_budget": "64MiB"} if tier == "host" else {"storage": folder}
-    options = {"memory_budget": "36MiB", "codegen": "eager", "debug": debug, **where}
-    model = Chain()
-    compiled = torch.compile(model, backend="teraio", options=options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = torch.randn(16384, 64)
-    losses = []
-    for _ in range(STEPS):
-        loss = compiled(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    (status,) = teraio.status()
-    assert status.moved_bytes[f"{tier}->device"] > 8 << 20
-    teraio.reset()
-    return losses
+    return train({"memory_budget": "36MiB", "debug": debug, **where}, tier=tier)
 
 
 def damage_what_is_read(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
@@ -59,9 +40,9 @@ def damage_what_is_read(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
 def test_a_damaged_byte_stops_training(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damage_what_is_read(monkeypatch, tier)
     with pytest.raises(ChecksumError, match=rf"block '.+' in .+ \({tier} tier\) from offset \d+ on came back different"):
-        train(tier, tmp_path, debug=True)
+        losses(tier, tmp_path, debug=True)
 
 
 @pytest.mark.parametrize("tier", STORES)
 def test_without_damage_the_debug_mode_changes_nothing(tier: str, tmp_path: Path) -> None:
-    assert train(tier, tmp_path, debug=True) == train(tier, tmp_path, debug=False)
+    assert losses(tier, tmp_path, debug=True) == losses(tier, tmp_path, debug=False)

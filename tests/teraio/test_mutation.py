@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-import teraio
+from ..training import begin
 
 
 class Cache(torch.nn.Module):
@@ -26,26 +27,29 @@ class Cache(torch.nn.Module):
 
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_a_slice_of_a_buffer_is_written(codegen: str, tmp_path: Path) -> None:
-    results = []
-    for options in ({"codegen": codegen}, {"codegen": codegen, "memory_budget": "64MiB", "storage": str(tmp_path)}):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        module = Cache()
-        compiled = torch.compile(module, backend="teraio", options=options)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1e-6)
-        losses = []
-        for step in range(3):
-            loss = compiled(torch.full((1024, 256), float(step)))
-            loss.backward()
+    plain, budgeted = (
+        train({"codegen": codegen, **further}) for further in ({}, {"memory_budget": "64MiB", "storage": str(tmp_path)})
+    )
+    assert plain[0] == budgeted[0]
+    assert torch.equal(plain[1], budgeted[1])
+
+
+def train(options: dict[str, Any]) -> tuple[list[float], torch.Tensor]:
+    """Losses, and the buffer in the end."""
+    training = begin(Cache, lambda module: [torch.optim.SGD(module.parameters(), lr=1e-6)], options)
+    losses = []
+
+    def step(index: int, _: int) -> None:
+        loss = training.model(torch.full((1024, 256), float(index)))
+        loss.backward()
+        for optimizer in training.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
-        results.append((losses, module.cache.clone()))
-        programs = teraio.status()[0].stages
-        assert programs > 0
-        teraio.reset()
-    assert results[0][0] == results[1][0]
-    assert torch.equal(results[0][1], results[1][1])
+        losses.append(loss.item())
+
+    training.run(range(3), step)
+    assert training.progress[-1][0].stages > 0
+    return losses, training.finish()["cache"]
 
 
 def test_writes_through_views_are_seen_before_compilation() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,27 +14,17 @@ import teraio
 from planner.errors import StorageIOError
 from runtime.paging.block import State
 from runtime.paging.pager import Pager
-from teraio import registry
 
-MIB = 1 << 20
+from ..training import MIB, mean_square_step, pagers, random_rows, weights_of_1_mib
 
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Iterator[tuple[nn.Module, Pager]]:
     """24 weights of 1 MiB after two steps under a budget that holds about half of them."""
-    teraio.reset()
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(24)])
-    options = {"codegen": "eager", "memory_budget": 16 * MIB, "storage": tmp_path}
-    model = torch.compile(module, backend="teraio", options=options)
-    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.randn(16, 512)).square().mean().backward()
-        sgd.step()
-        sgd.zero_grad()
-    (run,) = registry.REGISTRY.runs()
-    yield module, run._pager
+    training = weights_of_1_mib({"memory_budget": 16 * MIB, "storage": tmp_path})
+    training.run(random_rows(2), functools.partial(mean_square_step, training))
+    (pager,) = pagers()
+    yield training.module, pager
     teraio.reset()
 
 

@@ -8,28 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import teraio
 
-MIB = 1 << 20
+from ..training import MIB, Training, mean_square_step, weights_of_1_mib
 
 
 def training(folder: Path, **options: object) -> Callable[[], None]:
     """One step of a training whose 24 weights of 1 MiB, and as many momenta, do not fit 16 MiB."""
-    module = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(24)])
-    given = {"codegen": "eager", "memory_budget": 16 * MIB, "storage": folder, **options}
-    model = torch.compile(module, backend="teraio", options=given)
-    sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    return stepping(weights_of_1_mib({"memory_budget": 16 * MIB, "storage": folder, **options}, momentum=0.9))
 
-    def step() -> None:
-        model(torch.randn(16, 512)).square().mean().backward()
-        sgd.step()
-        sgd.zero_grad()
 
-    return step
+def stepping(training: Training) -> Callable[[], None]:
+    return lambda: mean_square_step(training, torch.randn(16, 512))
 
 
 def profiled(step: Callable[[], None]) -> list[str]:
@@ -65,16 +58,9 @@ def test_updates_inside_the_backward_pass_have_names(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_not_cut_has_a_name(tmp_path: Path) -> None:
-    module = nn.Linear(512, 512)
-    model = torch.compile(module, backend="teraio", options={"codegen": "eager", "memory_budget": 64 * MIB, "storage": tmp_path})
-    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    sgd.register_step_post_hook(lambda *_: None)  # it has to see all parameters
-
-    def step() -> None:
-        model(torch.randn(16, 512)).square().mean().backward()
-        sgd.step()
-        sgd.zero_grad()
-
+    training = weights_of_1_mib({"memory_budget": 64 * MIB, "storage": tmp_path}, count=1)
+    training.optimizers[0].register_step_post_hook(lambda *_: None)  # it has to see all parameters
+    step = stepping(training)
     step()
     assert "teraio::update optimizer/whole" in profiled(step)
 

@@ -23,6 +23,7 @@ from planner.problem.lifetimes import live_bytes
 from runtime.transfer.engine import Engine
 
 from ..planner.strategies import random_plan
+from ..training import begin, unequal
 
 MIB = 1 << 20
 ROWS, WIDTH, HIDDEN = 128, 64, 4096
@@ -64,27 +65,28 @@ class Result:
 
 def train(options: dict[str, Any], *, accumulate: int, seed: int = 0) -> Result:
     """Train from a fresh state; `accumulate` batches to an iteration."""
-    teraio.reset()
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = Model()
-    model = torch.compile(module, backend="teraio", options={"codegen": "eager", **options})
-    sgd = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    batches = torch.Generator().manual_seed(seed)
+    training = begin(Model, momentum, options)
+    drawn = torch.Generator().manual_seed(seed)
     values: list[Tensor] = []
-    progress: list[teraio.Status] = []
-    for _ in range(STEPS):
+
+    def step(batches: list[Tensor], index: int) -> None:
+        (sgd,) = training.optimizers
         sgd.zero_grad()
-        for _ in range(accumulate):
-            indices = torch.randint(0, HIDDEN, (ROWS,), generator=batches)
-            loss = nn.functional.cross_entropy(model(indices), indices.flip(0))
+        for indices in batches:
+            loss = nn.functional.cross_entropy(training.model(indices), indices.flip(0))
             loss.backward()
             values.append(loss.detach().clone())
-        values += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        values.extend(p.grad.clone() for p in training.module.parameters() if p.grad is not None)
         sgd.step()
-        progress.append(teraio.status()[0])
-    values += [value.detach().clone() for value in module.state_dict().values()]
-    return Result(values=values, progress=progress)
+
+    steps = ([torch.randint(0, HIDDEN, (ROWS,), generator=drawn) for _ in range(accumulate)] for _ in range(STEPS))
+    training.run(steps, step)
+    values += training.finish().values()
+    return Result(values=values, progress=[status for (status,) in training.progress])
+
+
+def momentum(module: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)]
 
 
 @pytest.fixture(autouse=True)
@@ -138,9 +140,7 @@ def profiled(accumulate: int, tiers: str, folder: Path) -> Profiled:
 
 
 def check(result: Result, reference: Result, budget: int) -> None:
-    assert len(result.values) == len(reference.values)
-    unequal = [i for i, pair in enumerate(zip(result.values, reference.values, strict=True)) if not torch.equal(*pair)]
-    assert not unequal
+    assert not unequal(result.values, reference.values)
     assert 0 < result.progress[-1].device_peak_bytes <= budget
 
 

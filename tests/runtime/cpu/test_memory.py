@@ -388,7 +388,7 @@ def release(pages):
         protect(protected, 0)
 
 def make_room():
-    release(1000)
+    release(200)
 
 file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 os.ftruncate(file, 8 * MIB)

@@ -33,6 +33,7 @@ from ...gpu.training import (
     table_states_stay_away,
     train,
 )
+from ...training import pagers
 from ..fake_cuda import CPU, MIB, TOTAL_BYTES, FakeCuda
 
 
@@ -59,7 +60,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return FakeCuda(monkeypatch)
 
 
+@functools.cache  # ignores that every test has a new double of the driver: without a budget nothing moves
 def reference(case: Case, scale: Scale = SCALE) -> tuple[Run, int]:
+    """A run without a budget, and its peak in bytes. It is trained once in this process, and nobody may change it."""
     run = train(case, {}, device=CPU, scale=scale)
     assert run.progress[-1].phase == "fits"
     return run, run.progress[-1].device_peak_bytes
@@ -150,7 +153,7 @@ def test_what_cannot_be_pinned_is_out_of_reach_of_kernels(cuda: FakeCuda) -> Non
     seen = []
 
     def between(step: int, module: torch.nn.Module) -> None:
-        pager = registry.REGISTRY.runs()[0]._pager
+        (pager,) = pagers()
         for parameter in module.parameters():
             block = pager.known_block(parameter)
             if block is not None and block.tier == "host" and block.state.name == "OFFLOADED":

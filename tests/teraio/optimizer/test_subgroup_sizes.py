@@ -232,10 +232,10 @@ def larger_subgroups(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], Non
 
 def test_a_plan_brings_the_size_that_it_was_made_for(tmp_path: Path, larger_subgroups: Callable[[Measure], None]) -> None:
     """What is measured the next time does not matter then."""
-    case = Case(make=one(torch.optim.AdamW), layers=6, planned=True)
+    case = Case(make=one(torch.optim.AdamW), layers=6, planned=True, steps=8)
     expected = unmanaged(case, tmp_path)
     paths = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
-    options = budgeted(case, tmp_path, int(0.5 * expected.status.device_peak_bytes))
+    options = budgeted(case, tmp_path, int(0.5 * expected.status.device_peak_bytes)) | {"solver_time_limit": 2}
     larger_subgroups(Measured(10.0))
     found = train(case, tmp_path, {**options, **paths})
     trace, plan = planner.Trace.load(paths["trace_out"]), planner.Plan.load(paths["plan_out"])

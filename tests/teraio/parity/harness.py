@@ -27,6 +27,8 @@ EAGER_FLOOR = 1e-8
 
 PLANNED_STEPS = 7
 """Enough to compile (1), profile (3), plan while training goes on (1) and train by the plan (2)."""
+SOLVER_SECONDS = 3
+"""Enough for a good plan. That a plan is the best one is nothing that parity needs."""
 MIB = 1 << 20
 
 Batch = tuple[Tensor, Tensor]
@@ -201,7 +203,7 @@ def budgeted_options(case: Case, tmp_path: Path, *, budget: int, codegen: str) -
         "storage": str(tmp_path),
         "storage_budget": 1024 * MIB,
         "profile_iterations": 2 if case.planned else 1000,
-        "solver_time_limit": 10,
+        "solver_time_limit": SOLVER_SECONDS,
     }
 
 

@@ -27,13 +27,16 @@ Step = Callable[["Run", Tensor, int], None]
 
 
 class Model(nn.Module):
-    """Residual layers with two weights of 1 MiB each: features [rows, 64] to [rows, 64]. `unused` gets no gradient."""
+    """Residual layers with two weights, by default of 1 MiB each: features [rows, 64] to [rows, 64].
 
-    def __init__(self, layers: int) -> None:
+    `unused` gets no gradient.
+    """
+
+    def __init__(self, layers: int, hidden: int = HIDDEN) -> None:
         super().__init__()
-        self.up = nn.ModuleList(nn.Linear(WIDTH, HIDDEN) for _ in range(layers))
-        self.down = nn.ModuleList(nn.Linear(HIDDEN, WIDTH) for _ in range(layers))
-        self.unused = nn.Parameter(torch.ones(WIDTH, HIDDEN))
+        self.up = nn.ModuleList(nn.Linear(WIDTH, hidden) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(hidden, WIDTH) for _ in range(layers))
+        self.unused = nn.Parameter(torch.ones(WIDTH, hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         for up, down in zip(self.up, self.down, strict=True):

@@ -18,8 +18,8 @@ from teraio.optimizer.host import HostUpdate
 from teraio.optimizer.host_rates import HostRates
 
 from ...thoroughness import by_profile
-from . import optimizers
-from .optimizers import KINDS, MIB, Case, Make, Result, Run, budgeted, train
+from ...training import compiled, forget
+from .optimizers import KINDS, MIB, Case, Make, Model, Result, Run, budgeted, train
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
 
@@ -73,12 +73,14 @@ def result(
     dtype: torch.dtype = BF16,
     steps: int,
     planned: bool = False,
+    make_model: Callable[[int], nn.Module] = Model,
 ) -> Result:
     case = Case(
         make=functools.partial(make, KINDS[kind], dtype),
         step=functools.partial(step, dtype=dtype, steps=steps),
         steps=steps,
         planned=planned,
+        make_model=make_model,
     )
     return train(case, folder, options)
 
@@ -154,9 +156,8 @@ def resetting(run: Run, x: Tensor, index: int, *, dtype: torch.dtype, steps: int
     """`teraio.reset` after some steps; masters go on without teraio's backend."""
     ours(run, x, index, dtype=dtype, steps=steps)
     if index == 4:
-        teraio.reset()
-        torch._dynamo.reset()
-        run.training.model = torch.compile(run.module, backend="teraio", options={"codegen": "eager"})
+        forget()
+        run.training.model = compiled(run.module, {})
 
 
 def test_a_reset_in_the_middle(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_a_reset_in_the_middle(tmp_path: Path) -> None:
 
 def test_subgroups_that_update_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that has it for free there; on the CPU fused AdamW is the same code on both sides."""
-    monkeypatch.setattr(optimizers, "HIDDEN", 8192)  # so that parameters in half precision are blocks
+    wide = functools.partial(Model, hidden=8192)  # so that parameters in half precision are blocks
     monkeypatch.setattr(HostRates, "seconds", lambda self, optimizer, dtype, elements: 1e-9)
     begun: list[int] = []
     seconds = HostUpdate.seconds
@@ -178,9 +179,9 @@ def test_subgroups_that_update_on_the_host(tmp_path: Path, monkeypatch: pytest.M
         return found
 
     monkeypatch.setattr(HostUpdate, "seconds", noting)
-    expected = result(clones, textbook, tmp_path, {"optimizer": "off"}, kind="AdamW fused", steps=16)
+    expected = result(clones, textbook, tmp_path, {"optimizer": "off"}, kind="AdamW fused", steps=16, make_model=wide)
     options = {"memory_budget": 16 * MIB, "host_budget": 64 * MIB, "profile_iterations": 2, "solver_time_limit": 2}
-    found = result(managed, ours, tmp_path, options, kind="AdamW fused", steps=16, planned=True)
+    found = result(managed, ours, tmp_path, options, kind="AdamW fused", steps=16, planned=True, make_model=wide)
     check(found, expected)
     assert found.status.phase == "planned" and found.status.device_peak_bytes <= 16 * MIB
     assert begun, "nothing has been updated there"

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import teraio
 
-from ...training import states_away
+from ...training import compiled, forget, states_away
 from .optimizers import KINDS, MIB, STEPS, Case, Make, Run, budgeted, check, one, plain, train, unmanaged
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
@@ -179,14 +179,12 @@ def resetting(run: Run, x: Tensor, index: int) -> None:
     """`teraio.reset` brings all states back; the same objects train on, compiled anew."""
     plain(run, x, index)
     if index == 4:
-        options = {"codegen": "eager", **run.options}
         before = [value.clone() for value in run.optimizers[0].state[run.module.up[0].weight].values()]  # type: ignore[index, union-attr]
         run.training.states_moved |= states_away()
-        teraio.reset()
-        torch._dynamo.reset()
+        forget()
         after = run.optimizers[0].state[run.module.up[0].weight].values()  # type: ignore[index, union-attr]
         assert all(map(torch.equal, before, after))
-        run.training.model = torch.compile(run.module, backend="teraio", options=options)
+        run.training.model = compiled(run.module, run.options)
 
 
 def test_resetting_in_the_middle(tmp_path: Path) -> None:

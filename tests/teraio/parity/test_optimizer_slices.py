@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import teraio
 
-from ...training import states_away
+from ...training import begin, states_away, unequal
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
 
@@ -50,36 +50,35 @@ class Result:
 def train(options: dict[str, Any], *, checkpoint: Path | None = None) -> Result:
     """checkpoint: save there after half of the steps, and go on with another model that has loaded it."""
     losses: list[Tensor] = []
-    model, optimizer = begin(options)
-    for step in range(STEPS):
-        if step == HALF and checkpoint is not None:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
-            model, optimizer = begin(options)
-            content = torch.load(checkpoint, weights_only=True)
-            model.load_state_dict(content["model"])
-            optimizer.load_state_dict(content["optimizer"])
-            del content
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, ROWS, (64,), generator=generator)
-        loss = model(tokens).square().mean()
+    training = begin(Embedded, adamw, options)
+
+    def step(number: int, index: int) -> None:
+        tokens = torch.randint(0, ROWS, (64,), generator=torch.Generator().manual_seed(number))
+        loss = training.model(tokens).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in training.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.detach().clone())
-        teraio.wait_for_plan(60)
-    status, away = teraio.status()[0], states_away()
-    values = [p.detach().clone() for p in model.parameters()]
-    for parameter in model.parameters():
-        values += [value.clone() for value in optimizer.state[parameter].values()]
-    return Result([*losses, *values], away, status)
+
+    training.run(range(HALF), step, planned=True)
+    if checkpoint is not None:
+        torch.save({"model": training.model.state_dict(), "optimizer": training.optimizers[0].state_dict()}, checkpoint)
+        training = begin(Embedded, adamw, options)
+        content = torch.load(checkpoint, weights_only=True)
+        training.model.load_state_dict(content["model"])
+        training.optimizers[0].load_state_dict(content["optimizer"])
+        del content
+    training.run(range(HALF, STEPS), step, planned=True)
+    away = states_away()
+    values = [p.detach().clone() for p in training.module.parameters()]
+    for state in training.optimizers[0].state.values():
+        values += [value.clone() for value in state.values()]
+    return Result([*losses, *values], away, training.progress[-1][0])
 
 
-def begin(options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    teraio.reset()
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = torch.compile(Embedded(), backend="teraio", options={"codegen": "eager", **options})
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+def adamw(module: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(module.parameters(), lr=0.01)]
 
 
 def tiers(name: str, folder: Path) -> dict[str, Any]:
@@ -112,7 +111,7 @@ def test_an_embedding_by_a_plan(below: str, expected: list[Tensor], tmp_path: Pa
     assert {name for name in found.away if "embed" in name} == STATES
     moved = sum(size for link, size in found.status.moved_bytes.items() if link.startswith("device->"))
     assert moved > 2 * EMBEDDING * (STEPS - HALF)
-    assert len(found.values) == len(expected) and all(map(torch.equal, found.values, expected))
+    assert not unequal(found.values, expected)
 
 
 def test_an_embedding_whose_update_does_not_fit_into_the_backward_pass(
@@ -124,6 +123,6 @@ def test_an_embedding_whose_update_does_not_fit_into_the_backward_pass(
         found = train(options)
     assert found.status.phase == "planned" and found.status.device_peak_bytes <= BUDGET
     assert {name for name in found.away if "embed" in name} == STATES
-    assert len(found.values) == len(expected) and all(map(torch.equal, found.values, expected))
+    assert not unequal(found.values, expected)
     (said,) = [record.getMessage() for record in caplog.records if record.name == "teraio"]
     assert "updates 'embed.weight', not the backward pass: activations leave too little room" in said

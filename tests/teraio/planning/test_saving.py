@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import planner
-import teraio
 from teraio.planning.saving import save
+
+from ...training import mean_square_step, random_rows, weights_of_1_mib
 
 
 def trace() -> planner.Trace:
@@ -30,22 +30,18 @@ def test_the_path_is_given_only_if_the_file_is_there(tmp_path: Path, caplog: pyt
 
 
 def test_training_goes_on_where_the_trace_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    teraio.reset()
-    torch._dynamo.reset()
     folder = tmp_path / "traces"
     folder.mkdir()
-    module = nn.Linear(64, 64)
-    options = {"codegen": "eager", "trace_out": folder / "trace.json", "profile_iterations": 1}
-    model = torch.compile(module, backend="teraio", options=options)
-    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    training = weights_of_1_mib({"trace_out": folder / "trace.json", "profile_iterations": 1}, count=1)
+
+    def step(batch: torch.Tensor, index: int) -> None:
+        mean_square_step(training, batch)
+        if index == 0:
+            shutil.rmtree(folder)
+
     with caplog.at_level(logging.WARNING, logger="teraio"):
-        for step in range(5):
-            model(torch.randn(4, 64)).square().mean().backward()
-            sgd.step()
-            sgd.zero_grad()
-            if step == 0:
-                shutil.rmtree(folder)
+        training.run(random_rows(5), step)
     assert [record.message for record in caplog.records if "could not be written" in record.message]
-    status = teraio.status()[0]
-    teraio.reset()
+    training.finish()
+    (status,) = training.progress[-1]
     assert status.phase == "fits" and status.iterations == 5 and status.trace_path is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Iterator
@@ -9,15 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter, trace_log
 
 import planner
-import teraio
 from teraio.planning.structured_trace import record_plan, summary
 
-MIB = 1 << 20
+from ...training import MIB, mean_square_step, random_rows, weights_of_1_mib
 
 
 @dataclass(frozen=True)
@@ -100,23 +98,16 @@ def test_without_a_structured_trace_nothing_is_formatted(monkeypatch: pytest.Mon
 
 def test_a_run_records_the_plan_that_it_follows(written: Written, tmp_path: Path) -> None:
     plan_path = tmp_path / "plan.json"
-    module = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(24)])
     options = {
-        "codegen": "eager",
         "memory_budget": 16 * MIB,
         "storage": tmp_path,
         "profile_iterations": 1,
         "plan_out": plan_path,
         "solver_time_limit": 5,
     }
-    model = torch.compile(module, backend="teraio", options=options)
-    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
-    for _ in range(6):
-        model(torch.randn(16, 512)).square().mean().backward()
-        sgd.step()
-        sgd.zero_grad()
-        assert teraio.wait_for_plan(timeout_seconds=60)
-    assert teraio.status()[0].phase == "planned"
+    training = weights_of_1_mib(options)
+    training.run(random_rows(6), functools.partial(mean_square_step, training), planned=True)
+    assert training.progress[-1][0].phase == "planned"
     plans = written.artifacts("teraio_plan")
     assert planner.Plan.model_validate_json(plans[-1][1]) == planner.Plan.load(plan_path)
     assert len(written.artifacts("teraio_plan_summary")) == len(plans)

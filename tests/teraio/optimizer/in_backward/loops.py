@@ -11,8 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import teraio
-
+from ....training import begin, compiled, unequal
 from ..plain_training import everything
 
 STEPS = 7
@@ -46,14 +45,17 @@ class Loop:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        teraio.reset()
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        self.module = Net(self.broken)
-        options = {"codegen": "eager", "profile_iterations": 1000, "overlap_step": self.overlap}
-        self.model = torch.compile(self.module, backend="teraio", options=options)
-        self.optimizer = self.make(self.module)
+        training = begin(self.make_module, lambda module: [self.make(module)], self.options)
+        self.module, self.model, (self.optimizer,) = training.module, training.model, training.optimizers
         self.generator = torch.Generator().manual_seed(1)
+
+    def make_module(self) -> Any:
+        return Net(self.broken)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the backend: training stays on demand."""
+        return {"profile_iterations": 1000, "overlap_step": self.overlap}
 
     def loss(self) -> Tensor:
         x = torch.randn(4, 16, generator=self.generator)
@@ -97,8 +99,7 @@ def same(step: Step, **settings: Any) -> Loop:
     """The loop with the option, after a comparison with the loop without it, bit for bit."""
     expected = run(step, False, **settings).everything()
     loop = run(step, True, **settings)
-    found = loop.everything()
-    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    assert not unequal(loop.everything(), expected)
     return loop
 
 
@@ -210,12 +211,7 @@ def looked_at_before_each_step(loop: Loop, index: int) -> None:
 def from_elsewhere(loop: Loop, index: int) -> None:
     """The graph's inputs are computed from the parameters: what it returns are no gradients of leaves."""
     computed = {name: 2 * p for name, p in loop.module.named_parameters()}
-    model = loop.kept.setdefault(
-        "model",
-        torch.compile(
-            functional, backend="teraio", options={"codegen": "eager", "profile_iterations": 1000, "overlap_step": loop.overlap}
-        ),
-    )
+    model = loop.kept.setdefault("model", compiled(functional, loop.options))
     loss = model(loop.module, computed, torch.randn(4, 16, generator=loop.generator)).square().mean()
     loss.backward()
     loop.note()

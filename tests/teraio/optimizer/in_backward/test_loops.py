@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import teraio
 
+from ....training import compiled, unequal
 from ...parity.optimizers import KINDS
 from .loops import ALL, STEPS, Loop, Net, plain, same
 
@@ -71,16 +72,12 @@ def test_a_checkpoint_is_loaded_on_the_way() -> None:
     assert same(loading, steps=9).left[3:] == [set()] * 6
 
 
-def compiled(loop: Loop, module: nn.Module) -> Any:
-    return torch.compile(module, backend="teraio", options={**OPTIONS, "overlap_step": loop.overlap})
-
-
 def test_one_graph_for_several_layers() -> None:
     """The same code runs for each layer, with parameters of its own."""
 
     def by_layers(loop: Loop, index: int) -> None:
         layers = (loop.module.first, loop.module.second, loop.module.last)
-        parts = loop.kept.setdefault("parts", [compiled(loop, layer) for layer in layers])
+        parts = loop.kept.setdefault("parts", [compiled(layer, loop.options) for layer in layers])
         x = torch.randn(4, 16, generator=loop.generator).requires_grad_()
         for part in parts:
             x = torch.tanh(part(x))
@@ -98,7 +95,7 @@ def test_a_generator_and_a_discriminator() -> None:
     def adversarial(loop: Loop, index: int) -> None:
         if "other" not in loop.kept:
             other = loop.kept["module"] = Net()
-            loop.kept["judge"] = compiled(loop, other)
+            loop.kept["judge"] = compiled(other, loop.options)
             loop.kept["other"] = torch.optim.AdamW(other.parameters(), lr=0.01)
         judge, noise = loop.kept["judge"], torch.randn(4, 16, generator=loop.generator)
         loop.kept["other"].zero_grad()
@@ -119,7 +116,7 @@ def test_a_generator_and_a_discriminator() -> None:
 def test_the_option_and_a_step_in_the_phase_fits() -> None:
     """Where all fits, iterations run unmanaged, and the step updates."""
     loop = Loop(overlap=True)
-    loop.model = torch.compile(loop.module, backend="teraio", options={"codegen": "eager", "overlap_step": True})
+    loop.model = compiled(loop.module, {"overlap_step": True})
     phases = []
     for index in range(10):
         plain(loop, index)
@@ -170,12 +167,8 @@ class Other(Loop):
 
     kind: type[nn.Module]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        torch.manual_seed(0)
-        self.module = self.kind()  # type: ignore[assignment]
-        self.model = compiled(self, self.module)
-        self.optimizer = self.make(self.module)
+    def make_module(self) -> nn.Module:
+        return self.kind()
 
     def run(self) -> list[Tensor]:
         for _ in range(STEPS):
@@ -208,6 +201,6 @@ def test_what_is_shared(loop: type[Other], refused: set[str], reason: str, caplo
     expected = loop(overlap=False).run()
     ours = loop(overlap=True)
     with caplog.at_level(logging.WARNING, logger="teraio"):
-        assert all(map(torch.equal, ours.run(), expected))
+        assert not unequal(ours.run(), expected)
     assert ours.left[3:] == [refused] * (STEPS - 3)
     assert reason in caplog.text

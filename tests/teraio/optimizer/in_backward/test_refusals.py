@@ -13,6 +13,7 @@ from torch import nn
 
 import teraio
 
+from ....training import compiled
 from .loops import (
     ALL,
     STEPS,
@@ -166,8 +167,7 @@ def test_sparse_gradients(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("chosen", [False, True])
 def test_with_the_option_optimizer_off(chosen: bool, caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(overlap=True)
-    options = {"codegen": "eager", "profile_iterations": 1000, "overlap_step": True, "optimizer": "off"}
-    loop.model = torch.compile(loop.module, backend="teraio", options=options)
+    loop.model = compiled(loop.module, {**loop.options, "optimizer": "off"})
     if chosen:
         teraio.manage_optimizer(loop.optimizer)
     with caplog.at_level(logging.WARNING, logger="teraio"):
