@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import timeit
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -103,11 +102,6 @@ def test_emit_nvtx_turns_it_on_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     with emit_nvtx():
         assert annotate("stage", "one") is not before
     assert annotate("stage", "one") is before
-
-
-def test_it_costs_next_to_nothing_without_a_profiler() -> None:
-    seconds = min(timeit.repeat(lambda: annotate("stage", "one"), number=10_000, repeat=5)) / 10_000
-    assert seconds < 2e-6  # 0.1 µs on an idle machine
 
 
 def test_several_names_are_the_first_and_how_many_more() -> None:
