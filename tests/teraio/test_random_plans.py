@@ -23,10 +23,12 @@ from planner.problem.lifetimes import live_bytes
 from runtime.transfer.engine import Engine
 
 from ..planner.strategies import random_plan
+from ..thoroughness import by_profile
 from ..training import begin, unequal
 
 MIB = 1 << 20
 ROWS, WIDTH, HIDDEN = 128, 64, 4096
+SEEDS = by_profile(ci=2, long=4)
 STEPS = 7
 """One compiles, two are profiled, the others run by the plan."""
 
@@ -146,7 +148,7 @@ def check(result: Result, reference: Result, budget: int) -> None:
 
 @pytest.mark.parametrize(
     ("accumulate", "tiers", "seed"),
-    [*itertools.product((1, 2), ("storage",), range(4)), *itertools.product((1,), ("host", "both"), range(2))],
+    [*itertools.product((1, 2), ("storage",), range(SEEDS)), *itertools.product((1,), ("host", "both"), range(SEEDS // 2))],
 )
 def test_random_plans_give_the_same_bits(tmp_path: Path, seed: int, tiers: str, accumulate: int) -> None:
     known = profiled(accumulate, tiers, tmp_path)
