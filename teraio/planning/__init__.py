@@ -1,7 +1,6 @@
 """Plans in a training run: made in the background, followed, corrected."""
 
-from teraio.planning.background import BackgroundPlanner, PlanMade
-from teraio.planning.drift import Drift
+from teraio.planning.background import BackgroundPlanner
 from teraio.planning.follower import PlanFollower
 from teraio.planning.given import fit_given_plan
 from teraio.planning.job import PlanningJob, StartJob
@@ -9,9 +8,7 @@ from teraio.planning.saving import save
 
 __all__ = [
     "BackgroundPlanner",
-    "Drift",
     "PlanFollower",
-    "PlanMade",
     "PlanningJob",
     "StartJob",
     "fit_given_plan",
