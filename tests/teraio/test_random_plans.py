@@ -28,7 +28,6 @@ from ..training import begin, unequal
 
 MIB = 1 << 20
 ROWS, WIDTH, HIDDEN = 128, 64, 4096
-SEEDS = by_profile(ci=2, long=4)
 STEPS = 7
 """One compiles, two are profiled, the others run by the plan."""
 
@@ -148,7 +147,10 @@ def check(result: Result, reference: Result, budget: int) -> None:
 
 @pytest.mark.parametrize(
     ("accumulate", "tiers", "seed"),
-    [*itertools.product((1, 2), ("storage",), range(SEEDS)), *itertools.product((1,), ("host", "both"), range(SEEDS // 2))],
+    by_profile(
+        ci=[(1, "storage", 0), (2, "storage", 1), (1, "host", 0), (1, "both", 1)],
+        long=list(itertools.product((1, 2), ("storage", "host", "both"), range(4))),
+    ),
 )
 def test_random_plans_give_the_same_bits(tmp_path: Path, seed: int, tiers: str, accumulate: int) -> None:
     known = profiled(accumulate, tiers, tmp_path)

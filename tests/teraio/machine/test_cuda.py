@@ -33,6 +33,7 @@ from ...gpu.training import (
     table_states_stay_away,
     train,
 )
+from ...thoroughness import every_other
 from ...training import pagers
 from ..fake_cuda import CPU, MIB, TOTAL_BYTES, FakeCuda
 
@@ -77,14 +78,13 @@ ODD = Case(name="odd weights, evaluated", model=Odd, evaluate=True)
 
 @pytest.mark.parametrize(
     ("case", "tiers", "share"),
-    [
-        (ACCUMULATED, "host", 0.85),
+    every_other(
         (ACCUMULATED, "host+storage", 0.85),
+        (ACCUMULATED, "host", 0.85),
         (ODD, "storage", 0.85),
-        (ADAM, "host", 0.65),
         (ADAM, "storage", 0.65),
         (MASTERS, "host", 0.8),
-    ],
+    ),
 )
 def test_the_same_bits_within_the_budget(tmp_path: Path, cuda: FakeCuda, case: Case, tiers: str, share: float) -> None:
     scale = FEW_ROWS if case is MASTERS else SCALE

@@ -81,7 +81,7 @@ class Chain(nn.Module):
     break_at: number of layers in front of a graph break; 0 for none.
     """
 
-    def __init__(self, *, outputs: int = VOCABULARY, depth: int = 3, dropout: float = 0.0, break_at: int = 0) -> None:
+    def __init__(self, *, outputs: int = VOCABULARY, depth: int = 2, dropout: float = 0.0, break_at: int = 0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Wide(dropout) for _ in range(depth))
         self.last = nn.Linear(WIDTH, outputs)
@@ -165,8 +165,8 @@ def features(steps: int, *, batch: int = 320, classes: int = VOCABULARY) -> list
 
 
 def features_of_changing_size(steps: int) -> list[Batch]:
-    """Batches of 320, 288 and 256 rows in turn."""
-    return [features(step + 1, batch=(320, 288, 256)[step % 3])[-1] for step in range(steps)]
+    """Batches of 320 and 256 rows in turn."""
+    return [features(step + 1, batch=(320, 256)[step % 2])[-1] for step in range(steps)]
 
 
 def images(steps: int) -> list[Batch]:

@@ -29,6 +29,8 @@ such as Adagrad take whole steps in the direction of its rounding.
 """
 FEW_STATES = {"ASGD", "Adagrad", "SGD", "SGD momentum", "SGD nesterov"}
 ELEMENTWISE = sorted(KINDS.keys() - {"Adafactor", "Muon"})
+TRIED = by_profile(ci=["Adagrad", "AdamW", "NAdam", "Rprop", "SGD momentum"], long=ELEMENTWISE)
+"""All go through the same code, with their own function of PyTorch and their own kinds of states."""
 
 
 def plan_for(case: Case, folder: Path, budget: int, *, policy: str = "host-updates", host: int = HOST_BYTES) -> Path:
@@ -83,7 +85,7 @@ def far(one_: Tensor, other: Tensor) -> float:
     return difference / size if size > 1e-6 else difference
 
 
-@pytest.mark.parametrize("kind", ELEMENTWISE)
+@pytest.mark.parametrize("kind", TRIED)
 def test_all_optimizers(kind: str, tmp_path: Path) -> None:
     few = kind in FEW_STATES
     expected, found = on_host(

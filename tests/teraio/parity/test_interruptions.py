@@ -48,9 +48,9 @@ class FusedChain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lower = Chain(outputs=64, depth=2)
+        self.lower = Chain(outputs=64)
         self.fuse = Fuse()
-        self.upper = Chain(depth=2)
+        self.upper = Chain()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.upper(self.fuse(self.lower(x)))
@@ -125,7 +125,7 @@ def break_after_forward(run: Run, batch: Batch, index: int) -> None:
 
 def test_an_exception_between_forward_and_backward(tmp_path: Path) -> None:
     case = Case(
-        make_model=Chain,
+        make_model=lambda: Chain(depth=3),
         make_batches=features,
         step=break_after_forward,
         planned=True,
@@ -139,9 +139,9 @@ class Lookup(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lower = Chain(outputs=64, depth=2)
+        self.lower = Chain(outputs=64)
         self.table = nn.Embedding(64, 64)
-        self.upper = Chain(depth=2)
+        self.upper = Chain()
         self.row = torch.zeros(320, dtype=torch.int64)
 
     def forward(self, x: Tensor) -> Tensor:

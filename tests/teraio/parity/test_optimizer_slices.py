@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import teraio
 
+from ...thoroughness import every_other
 from ...training import begin, states_away, unequal
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
@@ -101,7 +102,7 @@ def expected() -> list[Tensor]:
     return result.values
 
 
-@pytest.mark.parametrize("below", ["storage", "host", "both"])
+@pytest.mark.parametrize("below", every_other("both", "storage", "host"))
 def test_an_embedding_by_a_plan(below: str, expected: list[Tensor], tmp_path: Path) -> None:
     """Half of the steps before a checkpoint, half after it."""
     options = {"memory_budget": BUDGET, "profile_iterations": 2, **tiers(below, tmp_path)}

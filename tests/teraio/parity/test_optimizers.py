@@ -6,37 +6,46 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import teraio
 
-from ...thoroughness import by_profile
-from .optimizers import KEEPS_NONE, KINDS, MIB, Case, budgeted, check, one, train, unmanaged
+from ...thoroughness import by_profile, every_other
+from .optimizers import KEEPS_NONE, KINDS, MIB, Case, Run, budgeted, check, one, train, unmanaged
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
 
 
-@pytest.mark.parametrize("first", list(KINDS)[::2])
-def test_every_optimizer(first: str, tmp_path: Path) -> None:
-    """Two at once, one for each layer."""
-    second = list(KINDS)[list(KINDS).index(first) + 1]
+TOGETHER = 6
+"""Optimizers in one training, one for each layer: compiling takes longer than training."""
+
+
+def in_turns(run: Run, x: Tensor, index: int) -> None:
+    """Another optimizer steps last each time: what was used last stays on the device."""
+    run.backward(x)
+    first = index % len(run.optimizers)
+    for optimizer in run.optimizers[first:] + run.optimizers[:first]:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("first", range(0, len(KINDS), TOGETHER))
+def test_every_optimizer(first: int, tmp_path: Path) -> None:
+    kinds = list(KINDS)[first : first + TOGETHER]
 
     def make(module: nn.Module) -> list[Optimizer]:
-        layers = [
-            [p for parts in (module.up, module.down) for p in parts[layer].parameters()]  # type: ignore[union-attr, index]
-            for layer in range(2)
-        ]
-        return [KINDS[first]([*layers[0], module.unused]), KINDS[second](layers[1])]  # type: ignore[list-item]
+        layers = [[*up.parameters(), *down.parameters()] for up, down in zip(module.up, module.down, strict=True)]  # type: ignore[arg-type, union-attr]
+        layers[0].append(module.unused)  # type: ignore[arg-type]
+        return [KINDS[kind](layer) for kind, layer in zip(kinds, layers, strict=True)]
 
-    result = check(
-        Case(make=make, steps=by_profile(ci=16, long=50)), tmp_path, states=1, fraction=0.75 if first in KEEPS_NONE else 0.45
-    )
-    for layer, kind in enumerate((first, second)):
+    case = Case(make=make, step=in_turns, steps=by_profile(ci=16, long=50), layers=len(kinds))
+    result = check(case, tmp_path, states=len(kinds), fraction=0.33)
+    for layer, kind in enumerate(kinds):
         assert kind in KEEPS_NONE or any(f".{layer}." in name for name in result.moved_states), result.moved_states
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD momentum"])
+@pytest.mark.parametrize("kind", every_other("AdamW", "SGD momentum"))
 def test_by_a_plan(kind: str, tmp_path: Path) -> None:
     check(Case(make=one(KINDS[kind]), planned=True, steps=8), tmp_path, states=3, debug=True)
 

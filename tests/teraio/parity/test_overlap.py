@@ -18,6 +18,7 @@ import teraio
 from runtime.execution import StageRun
 from teraio.profiling.recorder import IterationRecorder
 
+from ...thoroughness import every_other
 from ...training import blocks
 from .harness import compiled_input_needs_grad
 from .optimizers import HIDDEN, KINDS, MIB, WIDTH, Case, Result, Run, budgeted, check, one, plain, train, unmanaged
@@ -65,8 +66,9 @@ def overlapped(result: Result, *, left: int = 0) -> bool:
     return min(result.gradients[:WATCHED]) > left and set(result.gradients[WATCHED:]) == {left}
 
 
-@pytest.mark.parametrize("planned", [False, True], ids=["on demand", "planned"])
-@pytest.mark.parametrize("kind", ["AdamW", "SGD momentum"])
+@pytest.mark.parametrize(
+    ("kind", "planned"), every_other(("AdamW", True), ("SGD momentum", True), ("SGD momentum", False), ("AdamW", False))
+)
 def test_thirty_percent_of_the_peak(kind: str, planned: bool, tmp_path: Path) -> None:
     case = Case(make=one(KINDS[kind]), layers=4, planned=planned, steps=STEPS)
     result = check(case, tmp_path, states=1, fraction=0.3, overlap_step=True)
@@ -90,8 +92,10 @@ def scheduled(run: Run, x: Tensor, index: int) -> None:
         scheduler.step()
 
 
-@pytest.mark.parametrize("planned", [False, True], ids=["on demand", "planned"])
-@pytest.mark.parametrize("variant", ["tied", "frozen", "broken"])
+@pytest.mark.parametrize(
+    ("variant", "planned"),
+    every_other(("tied", True), ("tied", False), ("frozen", False), ("frozen", True), ("broken", True), ("broken", False)),
+)
 @compiled_input_needs_grad
 def test_groups_and_schedulers(variant: str, planned: bool, tmp_path: Path) -> None:
     """With tied weights, frozen ones, and two graphs."""

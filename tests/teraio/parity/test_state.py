@@ -20,7 +20,7 @@ Step = Callable[[Run, Batch, int], None]
 
 
 def chain_case(step: Step, *, planned: bool = False, steps: int | None = None) -> Case:
-    return Case(make_model=Chain, make_batches=features, step=step, planned=planned, steps=steps)
+    return Case(make_model=lambda: Chain(depth=3), make_batches=features, step=step, planned=planned, steps=steps)
 
 
 def test_references_held_over_steps_are_never_stale(tmp_path: Path) -> None:
