@@ -110,7 +110,7 @@ def manage_optimizer(optimizer: torch.optim.Optimizer, *, master_weights: bool =
     other weights were loaded, the master takes the parameter's value.
 
     Raises UnsupportedError if it is no `torch.optim.Optimizer`. With `master_weights`, also if the optimizer cannot be updated
-    subgroup by subgroup; a later step raises it if it has a closure, or if the optimizer has other hooks than teraio's.
+    subgroup by subgroup; a later step raises it if the optimizer has other step hooks than teraio's.
     """
     from teraio import registry
 

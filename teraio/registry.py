@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from planner.errors import UnsupportedError
 from runtime.paging import StorageOwnership
 from teraio.machine import Machine, MeasuredPaths
-from teraio.optimizer import keep_masters
+from teraio.optimizer import ProcessSteps, keep_masters
 from teraio.options import Options
 from teraio.status import Status
 from teraio.training_run import TrainingRun
@@ -118,3 +118,5 @@ def _show_messages() -> None:
 
 
 REGISTRY = Registry()
+STEPS = ProcessSteps(REGISTRY.runs)
+"""Its hooks are there before the first step: this module is imported when `torch.compile` is called with the backend's name."""

@@ -188,6 +188,10 @@ class TrainingRun:
 
     # -- iterations
 
+    def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A step begins that began before this run was made: the run was made in its closure, which has ended."""
+        self._steps.begin(optimizer, args, kwargs)
+
     def _step_done(self, optimizer: Optimizer) -> None:
         """Take in a step of an optimizer, which may end an iteration."""
         if not self._border.ends_with(optimizer):

@@ -136,11 +136,12 @@ class ManagedOptimizer:
         groups.empty()
         self._emptied = groups
 
-    def step_ended(self) -> None:
-        """Give the optimizer back the parameters that `leave_nothing` took."""
+    def step_ended(self) -> bool:
+        """Give the optimizer back the parameters that `leave_nothing` took. Return whether it had taken them."""
         emptied, self._emptied = self._emptied, None
         if emptied is not None:
             emptied.restore()
+        return emptied is not None
 
 
 class ManagedOptimizers:
