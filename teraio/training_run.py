@@ -22,7 +22,7 @@ from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
-from teraio.profiling import Iteration, IterationRecorder, LargestSizes, PeakWatch
+from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch
 from teraio.stages import CutPolicy, StageCompiler
 from teraio.status import Status
 
@@ -34,24 +34,6 @@ class _Ended(NamedTuple):
 
     iteration: Iteration
     compiled: bool
-
-
-class _IterationBorder:
-    """Finds where iterations end: with the step of the first optimizer seen. Steps of others are part of the iteration."""
-
-    _PATIENCE = 4
-    """Steps of other optimizers in a row after which the first optimizer counts as no longer used."""
-
-    def __init__(self) -> None:
-        self._first: int | None = None
-        self._others = 0
-
-    def ends_with(self, optimizer: Optimizer) -> bool:
-        """Return whether the step that `optimizer` has just done ends an iteration."""
-        if self._first is None or (id(optimizer) != self._first and self._others > self._PATIENCE):
-            self._first = id(optimizer)
-        self._others = 0 if id(optimizer) == self._first else self._others + 1
-        return id(optimizer) == self._first
 
 
 class TrainingRun:
@@ -102,7 +84,7 @@ class TrainingRun:
             findings=self._findings,
         )
         self._phase: Phase = ProfilePhase(self._context)
-        self._border = _IterationBorder()
+        self._border = IterationBorder()
         self._sizes = LargestSizes()
         self._stages = 0
         self._finished = 0
