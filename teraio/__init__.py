@@ -57,6 +57,7 @@ __all__ = [
     "on_device",
     "reset",
     "status",
+    "step_done",
     "wait_for_plan",
 ]
 
@@ -69,6 +70,17 @@ def status() -> tuple[Status, ...]:
     from teraio import registry
 
     return registry.REGISTRY.status()
+
+
+def step_done() -> None:
+    """Say that an iteration has ended: for loops whose updates are not steps of a `torch.optim` optimizer.
+
+    Call it after each update, from the first one on. From the first call on, nothing else ends iterations. On a GPU it may wait
+    until the device has finished the iteration before.
+    """
+    from teraio import registry
+
+    registry.REGISTRY.step_done()
 
 
 def wait_for_plan(timeout_seconds: float | None = None) -> bool:

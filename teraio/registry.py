@@ -76,6 +76,11 @@ class Registry:
         """Wait until no plan is being made, or until the time is over. See `teraio.wait_for_plan`."""
         return all(run.wait_for_plan(timeout_seconds) for run in self.runs())
 
+    def step_done(self) -> None:
+        """An iteration of all runs has ended. See `teraio.step_done`."""
+        for run in self.runs():
+            run.step_done()
+
     @contextlib.contextmanager
     def on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         """Keep those of `tensors` that are blocks of some run on their device within the `with` block. See `teraio.on_device`."""

@@ -123,6 +123,7 @@ class TrainingRun:
         """Return the function that AOTAutograd calls for `program` (boxed)."""
 
         def call(arguments: list[Any]) -> list[Any]:
+            self._note_pass(program)
             sized = program
             if program.resize is not None:
                 sized = program.resize(program, arguments)
@@ -174,12 +175,27 @@ class TrainingRun:
         """A step begins that began before this run was made: the run was made in its closure, which has ended."""
         self._steps.begin(optimizer, args, kwargs)
 
+    def step_done(self) -> None:
+        """An iteration has ended, says the user. From now on no other one does."""
+        self._border.tell()
+        self._iteration_ended(self._recorder.iteration_ends())
+
     def _step_done(self, optimizer: Optimizer) -> None:
         """Take in a step of an optimizer, which may end an iteration."""
-        if not self._border.ends_with(optimizer):
-            return
+        if self._border.ends_with(optimizer):
+            self._iteration_ended(self._recorder.iteration_ends())
+
+    def _note_pass(self, program: Program) -> None:
+        """A graph is about to run. Where no optimizer steps, that may end an iteration."""
+        if program.phase == "backward":
+            self._border.backward_begins()
+        elif not program.is_inference and torch._C._current_graph_task_id() < 0:  # else: computed again inside backward
+            if self._border.ends_before(program.identity, gradients_left=lambda: self._recorder.gradients_left):
+                self._iteration_ended(self._recorder.iteration_ends(with_last_region=True))
+
+    def _iteration_ended(self, iteration: Iteration) -> None:
         watching = self._steps.overlap is not None and not self._steps.overlap.settled
-        ended: _Ended | None = _Ended(self._recorder.iteration_ends(), self._compiled_now or watching)
+        ended: _Ended | None = _Ended(iteration, self._compiled_now or watching)
         self._compiled_now = False
         if self._machine.device.asynchronous:  # its times are not known yet; those of the iteration before are, mostly
             ended, self._ended = self._ended, ended
@@ -214,9 +230,12 @@ class TrainingRun:
             trace = follower.trace
         return Status(
             phase=phase.name,
+            waiting_for=(None if self._finished else self._border.waiting_for) or phase.waiting_for,
             iterations=self._finished,
             device_budget_bytes=self._pager.budget_bytes,
             device_peak_bytes=self._pager.peak_bytes,
+            movable_bytes=self._pager.movable_bytes,
+            immovable_bytes=self._pager.immovable_bytes,
             moved_bytes=self._machine.moved_bytes(),
             busy_seconds=self._machine.busy_seconds(),
             exposed_seconds={} if self._machine.device.asynchronous else dict(self._pager.exposed_seconds),

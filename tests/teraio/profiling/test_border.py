@@ -45,3 +45,49 @@ def test_two_that_alternate_over_the_same_parameters() -> None:
     border, parameter = IterationBorder(), weight()
     first, second = SGD([parameter]), SGD([parameter])
     assert ends(border, *[first, second] * 4) == [True, False] * 4
+
+
+# -- without steps
+
+
+def passes(border: IterationBorder, count: int, *, left: bool = False, graphs: tuple[str, ...] = ("model",)) -> list[bool]:
+    """For each pass of forward graphs, and backward graphs after them, whether an iteration ended before its first graph."""
+    found = []
+    for _ in range(count):
+        ended = [border.ends_before(graph, gradients_left=lambda: left) for graph in graphs]
+        assert not any(ended[1:])
+        found.append(ended[0])
+        border.backward_begins()
+    return found
+
+
+def test_passes_end_iterations_where_nothing_steps() -> None:
+    border = IterationBorder()
+    assert border.waiting_for is not None and border.waiting_for.endswith("(0 passes so far)")
+    assert passes(border, 7, graphs=("first", "second")) == [False] * 4 + [True] * 3
+    assert border.waiting_for is None
+
+
+def test_passes_that_leave_gradients_may_have_one_update() -> None:
+    border = IterationBorder()
+    assert passes(border, 40, left=True) == [False] * 32 + [True] * 8
+
+
+def test_evaluation_ends_nothing() -> None:
+    border = IterationBorder()
+    assert not any(border.ends_before("model", gradients_left=lambda: False) for _ in range(9))
+
+
+def test_a_first_graph_that_never_runs_again() -> None:
+    """It was compiled for one batch size, say."""
+    border = IterationBorder()
+    assert passes(border, 1, graphs=("first shape",)) == [False]
+    assert passes(border, 12) == [False] * 8 + [True] * 4, "five others, and four to be sure"
+
+
+def test_steps_take_over_from_passes_and_the_user_from_both() -> None:
+    border, optimizer = IterationBorder(), SGD([weight()])
+    assert passes(border, 5)[-1]
+    assert ends(border, optimizer) == [True] and not any(passes(border, 9))
+    border.tell()
+    assert ends(border, optimizer) == [False] and not any(passes(border, 9)) and border.waiting_for is None
