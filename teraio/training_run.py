@@ -23,9 +23,10 @@ from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
 from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch
-from teraio.stages import CutPolicy, StageCompiler
+from teraio.stages import CutPolicy, Need, StageCompiler, need_of
 from teraio.status import Status
 
+_NOT_COMPILED = "graphs that are compiled later, the optimizer's update, and what your code keeps"
 OpenMachine = Callable[[Options, torch.device], Machine]
 
 
@@ -92,6 +93,7 @@ class TrainingRun:
         self._ended: _Ended | None = None
         self._late_seconds = 0.0
         self._kept_bytes = 0
+        self._needs: list[Need] = []
 
     def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes) -> OptimizerSteps:
         return OptimizerSteps(
@@ -134,7 +136,10 @@ class TrainingRun:
             self._steps.between_regions()
             overlap = self._steps.overlap
             interleaved = overlap.interleaved(program, arguments) if overlap is not None else None
-            return run_managed(sized, arguments, self._pager, self._recorder, self._meter, interleaved)
+            try:
+                return run_managed(sized, arguments, self._pager, self._recorder, self._meter, interleaved)
+            except BudgetError as error:
+                raise self._with_all_that_is_known(error, sized) from None
 
         call._boxed_call = True  # type: ignore[attr-defined]
         self._stages += len(program.stages)
@@ -147,22 +152,34 @@ class TrainingRun:
 
         Raises BudgetError with the smallest budget and the stage that needs it, StorageFullError.
         """
-        small_bytes = sum(program.small_bytes for program in programs) + self._pager.unmoved_bytes
-        floor = self._findings.floor
-        for program in programs:
-            for stage in program.stages:
-                needed = stage.input_bytes + stage.output_bytes + stage.workspace_bytes + small_bytes
-                if floor is None or needed > floor[0]:
-                    floor = (needed, stage.name)
-        self._findings.floor = floor
-        budget = self._machine.budget_bytes
-        if budget is None or floor is None:
+        need = need_of(programs)
+        if need is None:
             return
-        smallest, name = floor
+        floor = need.size_bytes + self._pager.unmoved_bytes, need.stage
+        self._findings.floor = max(floor, self._findings.floor or floor)
+        self._needs.append(need)
+        budget = self._machine.budget_bytes
+        if budget is None:
+            return
+        smallest, name = self._findings.floor
         if smallest > budget:
-            raise BudgetError(smallest_bytes=smallest, budget_bytes=budget, stage=name)
+            others_bytes = self._pager.immovable_bytes - self._pager.unmoved_bytes
+            named = smallest + others_bytes + max(each.state_bytes for each in self._needs)
+            raise BudgetError(smallest_bytes=named, budget_bytes=budget, stage=name, not_counted=_NOT_COMPILED)
         self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
         self._ensure_room(0)
+
+    def _with_all_that_is_known(self, error: BudgetError, program: Program) -> BudgetError:
+        """Return the error of a stage with a budget that does for all graphs, next to what cannot leave the device by now."""
+        own = need_of([program])
+        needs = [*self._needs, own] if own is not None else self._needs
+        needed = max((need.size_bytes + need.state_bytes for need in needs), default=0) + self._pager.immovable_bytes
+        return BudgetError(
+            smallest_bytes=max(error.smallest_bytes, needed),
+            budget_bytes=error.budget_bytes,
+            stage=error.stage,
+            not_counted=_NOT_COMPILED,
+        )
 
     def _ensure_room(self, state_bytes: int) -> None:
         """Reserve room in the spill files for what programs keep and for `state_bytes` of states. Raises StorageFullError."""

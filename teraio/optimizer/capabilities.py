@@ -137,6 +137,16 @@ def states_per_parameter(optimizer: Optimizer) -> int:
             return 2 + int(any(group.get("amsgrad") for group in groups))
 
 
+def state_sizes(optimizer: Optimizer, parameter: torch.Tensor, size_bytes: int) -> list[int]:
+    """Return the bytes of each tensor that the optimizer keeps for the parameter. size_bytes: of what it updates.
+
+    Adafactor keeps a row and a column of a matrix.
+    """
+    if type(optimizer) is torch.optim.Adafactor and parameter.dim() > 1:
+        return [size_bytes // parameter.shape[dim] for dim in (-1, -2)] if parameter.numel() else []
+    return [size_bytes] * states_per_parameter(optimizer)
+
+
 def temporary_bytes(optimizer: Optimizer, parameters: Sequence[tuple[str, int]]) -> int:
     """Return what the update of these parameters (device type, bytes) allocates while it runs.
 
