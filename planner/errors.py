@@ -53,26 +53,29 @@ class BudgetError(TeraioError):
     """The device budget is too small.
 
     Attributes:
-        smallest_bytes: the smallest device budget that works, in bytes.
+        smallest_bytes: the smallest device budget that works, in bytes, but for `not_counted`.
         budget_bytes: the device budget that was given, in bytes.
         stage: name of the stage that needs the most.
+        not_counted: what may need more and is not known yet, in words; "" if all is known.
     """
 
-    def __init__(self, *, smallest_bytes: int, budget_bytes: int, stage: str) -> None:
+    def __init__(self, *, smallest_bytes: int, budget_bytes: int, stage: str, not_counted: str = "") -> None:
         self.smallest_bytes = smallest_bytes
         self.budget_bytes = budget_bytes
         self.stage = stage
+        self.not_counted = not_counted
         super().__init__(
             f"the device budget of {budget_bytes:,} bytes is too small: stage {stage!r} needs "
             f"{smallest_bytes:,} bytes at once; give a memory_budget of at least {smallest_bytes} bytes"
+            + (f" (not counted, since not known yet: {not_counted})" if not_counted else "")
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_budget_error, (self.smallest_bytes, self.budget_bytes, self.stage))
+        return (_rebuild_budget_error, (self.smallest_bytes, self.budget_bytes, self.stage, self.not_counted))
 
 
-def _rebuild_budget_error(smallest_bytes: int, budget_bytes: int, stage: str) -> BudgetError:
-    return BudgetError(smallest_bytes=smallest_bytes, budget_bytes=budget_bytes, stage=stage)
+def _rebuild_budget_error(smallest_bytes: int, budget_bytes: int, stage: str, not_counted: str) -> BudgetError:
+    return BudgetError(smallest_bytes=smallest_bytes, budget_bytes=budget_bytes, stage=stage, not_counted=not_counted)
 
 
 class UnsupportedError(TeraioError):

@@ -57,6 +57,7 @@ __all__ = [
     "on_device",
     "reset",
     "status",
+    "step_done",
     "wait_for_plan",
 ]
 
@@ -69,6 +70,17 @@ def status() -> tuple[Status, ...]:
     from teraio import registry
 
     return registry.REGISTRY.status()
+
+
+def step_done() -> None:
+    """Say that an iteration has ended: for loops whose updates are not steps of a `torch.optim` optimizer.
+
+    Call it after each update, from the first one on. From the first call on, nothing else ends iterations. On a GPU it may wait
+    until the device has finished the iteration before.
+    """
+    from teraio import registry
+
+    registry.REGISTRY.step_done()
 
 
 def wait_for_plan(timeout_seconds: float | None = None) -> bool:
@@ -110,7 +122,7 @@ def manage_optimizer(optimizer: torch.optim.Optimizer, *, master_weights: bool =
     other weights were loaded, the master takes the parameter's value.
 
     Raises UnsupportedError if it is no `torch.optim.Optimizer`. With `master_weights`, also if the optimizer cannot be updated
-    subgroup by subgroup; a later step raises it if it has a closure, or if the optimizer has other hooks than teraio's.
+    subgroup by subgroup; a later step raises it if the optimizer has other step hooks than teraio's.
     """
     from teraio import registry
 

@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule
 
-from planner.errors import TeraioError
+from planner.errors import BudgetError, TeraioError
+from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Kind, Phase, Program
 from teraio import registry
 from teraio.options import parse_options
@@ -41,9 +42,27 @@ def teraio(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[s
 
 def _raiser(error: TeraioError) -> Callable[..., Any]:
     def refuse(*arguments: Any) -> Any:
-        raise error
+        raise _with_immovable(error, arguments) if isinstance(error, BudgetError) else error
 
     return refuse
+
+
+def _with_immovable(error: BudgetError, arguments: Sequence[Any]) -> BudgetError:
+    """Return the error with a budget that also holds those large inputs of the graph that cannot leave memory."""
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor) and value.layout is torch.strided]
+    storages = {
+        storage._cdata: storage.nbytes()
+        for value in tensors
+        if value.device.type == "cpu" and (storage := value.untyped_storage()).nbytes() >= MIN_MOVED_BYTES
+        # Other tensors were made before teraio's allocator; parameters and buffers get memory of it.
+        if storage.is_shared() or not storage.resizable() or not isinstance(value, torch.nn.Parameter)
+    }
+    return BudgetError(
+        smallest_bytes=error.smallest_bytes + sum(storages.values()),
+        budget_bytes=error.budget_bytes,
+        stage=error.stage,
+        not_counted=error.not_counted,
+    )
 
 
 def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:

@@ -101,6 +101,11 @@ class Phase:
         """Median time of the latest iterations of this phase; None before the first."""
         return statistics.median(self._recent_seconds) if self._recent_seconds else None
 
+    @property
+    def waiting_for(self) -> str | None:
+        """Why there is no plan yet, in plain text; None if there is one, or if none is needed."""
+        return None
+
     def iteration_ended(self, iteration: Iteration, *, compiled: bool) -> Phase:
         """Take in an iteration and return the phase from now on.
 
@@ -128,20 +133,36 @@ class ProfilePhase(Phase):
     def __init__(self, run: RunContext) -> None:
         super().__init__(run)
         self._recorded: list[Iteration] = []
+        self._problem: str | None = None
+
+    @property
+    def waiting_for(self) -> str:
+        wanted = self._run.options.profile_iterations + 1
+        so_far = f"{wanted} iterations in a row that run the same graphs ({len(self._recorded)} so far)"
+        return so_far if self._problem is None else f"{so_far}; the last ones did not count, since {self._problem}"
 
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
-        complete = all(region.complete for region in iteration.regions)
-        if compiled or not complete or not iteration.regions:
+        self._problem = self._problem_of(iteration, compiled)
+        if self._problem is not None:
             self._recorded.clear()
             return self
         if self._recorded and self._recorded[-1].signature != iteration.signature:
             self._recorded.clear()
+            self._problem = "other graphs ran in them"
         self._recorded.append(iteration)
         # The iteration before the last tells which blocks outlive it, so one more is recorded than the options ask for.
         if len(self._recorded) <= self._run.options.profile_iterations:
             return self
         recorded, self._recorded = self._recorded, []
         return self._decide(self._profile_of(recorded))
+
+    def _problem_of(self, iteration: Iteration, compiled: bool) -> str | None:
+        """Return why an iteration cannot be used; None if it can."""
+        if not iteration.regions:
+            return "no compiled graph ran in the last one"
+        if not all(region.complete for region in iteration.regions):
+            return "a stage of the last one failed"
+        return "graphs are still being compiled, or updates are about to move into the backward pass" if compiled else None
 
     def _profile_of(self, recorded: list[Iteration]) -> Profile:
         run = self._run
@@ -174,6 +195,7 @@ class PlanningPhase(Phase):
     """Waits for the first plan while blocks move on demand."""
 
     name = "planning"
+    waiting_for = "the plan, which is being made in the background"
 
     def __init__(self, run: RunContext, profile: Profile) -> None:
         super().__init__(run)
@@ -185,7 +207,7 @@ class PlanningPhase(Phase):
             made = self._run.background.take()
         except TeraioError as error:
             logger.warning("no plan could be made, blocks go on moving on demand: %s", error)
-            return DemandPhase(self._run)
+            return DemandPhase(self._run, str(error))
         return self if made is None else PlannedPhase(self._run, self._profile, made.plan)
 
     def end(self) -> None:
@@ -196,6 +218,14 @@ class DemandPhase(Phase):
     """Moves blocks on demand, as no plan can be made."""
 
     name = "demand"
+
+    def __init__(self, run: RunContext, problem: str) -> None:
+        super().__init__(run)
+        self._problem = problem
+
+    @property
+    def waiting_for(self) -> str:
+        return f"nothing: no plan could be made ({self._problem})"
 
 
 class PlannedPhase(Phase):

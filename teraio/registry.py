@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from planner.errors import UnsupportedError
 from runtime.paging import StorageOwnership
 from teraio.machine import Machine, MeasuredPaths
-from teraio.optimizer import keep_masters
+from teraio.optimizer import ProcessSteps, keep_masters
 from teraio.options import Options
 from teraio.status import Status
 from teraio.training_run import TrainingRun
@@ -76,6 +76,11 @@ class Registry:
         """Wait until no plan is being made, or until the time is over. See `teraio.wait_for_plan`."""
         return all(run.wait_for_plan(timeout_seconds) for run in self.runs())
 
+    def step_done(self) -> None:
+        """An iteration of all runs has ended. See `teraio.step_done`."""
+        for run in self.runs():
+            run.step_done()
+
     @contextlib.contextmanager
     def on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         """Keep those of `tensors` that are blocks of some run on their device within the `with` block. See `teraio.on_device`."""
@@ -118,3 +123,5 @@ def _show_messages() -> None:
 
 
 REGISTRY = Registry()
+STEPS = ProcessSteps(REGISTRY.runs)
+"""Its hooks are there before the first step: this module is imported when `torch.compile` is called with the backend's name."""

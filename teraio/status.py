@@ -14,7 +14,9 @@ class Status:
 
     phase: "profile" (blocks move on demand, stages are measured), "planning" (on demand while the solver runs), "planned",
     "fits" (nothing has to move, stages run unmanaged) or "demand" (no plan could be made; the log says why).
+    waiting_for: why there is no plan yet, in plain text; None if there is one, or if none is needed.
     iterations: number of finished iterations. device_peak_bytes: as teraio counts them, workspaces included.
+    movable_bytes: of all blocks that can leave the device, wherever they are now. immovable_bytes: what stays on the device.
     moved_bytes: since the start, by link ("device->storage", "storage->device").
     busy_seconds: time since the start in which each link was copying. exposed_seconds: the part of it in which the training
     thread waited for copies or room; the rest was hidden. Empty on a GPU, where the host does not wait.
@@ -28,9 +30,12 @@ class Status:
     """
 
     phase: RunPhase
+    waiting_for: str | None
     iterations: int
     device_budget_bytes: int | None
     device_peak_bytes: int
+    movable_bytes: int
+    immovable_bytes: int
     moved_bytes: dict[str, int]
     busy_seconds: dict[str, float]
     exposed_seconds: dict[str, float]

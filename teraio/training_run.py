@@ -22,10 +22,11 @@ from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
-from teraio.profiling import Iteration, IterationRecorder, LargestSizes, PeakWatch
-from teraio.stages import CutPolicy, StageCompiler
+from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch
+from teraio.stages import CutPolicy, Need, StageCompiler, need_of
 from teraio.status import Status
 
+_NOT_COMPILED = "graphs that are compiled later, the optimizer's update, and what your code keeps"
 OpenMachine = Callable[[Options, torch.device], Machine]
 
 
@@ -34,24 +35,6 @@ class _Ended(NamedTuple):
 
     iteration: Iteration
     compiled: bool
-
-
-class _IterationBorder:
-    """Finds where iterations end: with the step of the first optimizer seen. Steps of others are part of the iteration."""
-
-    _PATIENCE = 4
-    """Steps of other optimizers in a row after which the first optimizer counts as no longer used."""
-
-    def __init__(self) -> None:
-        self._first: int | None = None
-        self._others = 0
-
-    def ends_with(self, optimizer: Optimizer) -> bool:
-        """Return whether the step that `optimizer` has just done ends an iteration."""
-        if self._first is None or (id(optimizer) != self._first and self._others > self._PATIENCE):
-            self._first = id(optimizer)
-        self._others = 0 if id(optimizer) == self._first else self._others + 1
-        return id(optimizer) == self._first
 
 
 class TrainingRun:
@@ -102,7 +85,7 @@ class TrainingRun:
             findings=self._findings,
         )
         self._phase: Phase = ProfilePhase(self._context)
-        self._border = _IterationBorder()
+        self._border = IterationBorder()
         self._sizes = LargestSizes()
         self._stages = 0
         self._finished = 0
@@ -110,6 +93,7 @@ class TrainingRun:
         self._ended: _Ended | None = None
         self._late_seconds = 0.0
         self._kept_bytes = 0
+        self._needs: list[Need] = []
 
     def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes) -> OptimizerSteps:
         return OptimizerSteps(
@@ -141,6 +125,7 @@ class TrainingRun:
         """Return the function that AOTAutograd calls for `program` (boxed)."""
 
         def call(arguments: list[Any]) -> list[Any]:
+            self._note_pass(program)
             sized = program
             if program.resize is not None:
                 sized = program.resize(program, arguments)
@@ -151,7 +136,10 @@ class TrainingRun:
             self._steps.between_regions()
             overlap = self._steps.overlap
             interleaved = overlap.interleaved(program, arguments) if overlap is not None else None
-            return run_managed(sized, arguments, self._pager, self._recorder, self._meter, interleaved)
+            try:
+                return run_managed(sized, arguments, self._pager, self._recorder, self._meter, interleaved)
+            except BudgetError as error:
+                raise self._with_all_that_is_known(error, sized) from None
 
         call._boxed_call = True  # type: ignore[attr-defined]
         self._stages += len(program.stages)
@@ -164,22 +152,34 @@ class TrainingRun:
 
         Raises BudgetError with the smallest budget and the stage that needs it, StorageFullError.
         """
-        small_bytes = sum(program.small_bytes for program in programs) + self._pager.unmoved_bytes
-        floor = self._findings.floor
-        for program in programs:
-            for stage in program.stages:
-                needed = stage.input_bytes + stage.output_bytes + stage.workspace_bytes + small_bytes
-                if floor is None or needed > floor[0]:
-                    floor = (needed, stage.name)
-        self._findings.floor = floor
-        budget = self._machine.budget_bytes
-        if budget is None or floor is None:
+        need = need_of(programs)
+        if need is None:
             return
-        smallest, name = floor
+        floor = need.size_bytes + self._pager.unmoved_bytes, need.stage
+        self._findings.floor = max(floor, self._findings.floor or floor)
+        self._needs.append(need)
+        budget = self._machine.budget_bytes
+        if budget is None:
+            return
+        smallest, name = self._findings.floor
         if smallest > budget:
-            raise BudgetError(smallest_bytes=smallest, budget_bytes=budget, stage=name)
+            others_bytes = self._pager.immovable_bytes - self._pager.unmoved_bytes
+            named = smallest + others_bytes + max(each.state_bytes for each in self._needs)
+            raise BudgetError(smallest_bytes=named, budget_bytes=budget, stage=name, not_counted=_NOT_COMPILED)
         self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
         self._ensure_room(0)
+
+    def _with_all_that_is_known(self, error: BudgetError, program: Program) -> BudgetError:
+        """Return the error of a stage with a budget that does for all graphs, next to what cannot leave the device by now."""
+        own = need_of([program])
+        needs = [*self._needs, own] if own is not None else self._needs
+        needed = max((need.size_bytes + need.state_bytes for need in needs), default=0) + self._pager.immovable_bytes
+        return BudgetError(
+            smallest_bytes=max(error.smallest_bytes, needed),
+            budget_bytes=error.budget_bytes,
+            stage=error.stage,
+            not_counted=_NOT_COMPILED,
+        )
 
     def _ensure_room(self, state_bytes: int) -> None:
         """Reserve room in the spill files for what programs keep and for `state_bytes` of states. Raises StorageFullError."""
@@ -188,12 +188,31 @@ class TrainingRun:
 
     # -- iterations
 
+    def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A step begins that began before this run was made: the run was made in its closure, which has ended."""
+        self._steps.begin(optimizer, args, kwargs)
+
+    def step_done(self) -> None:
+        """An iteration has ended, says the user. From now on no other one does."""
+        self._border.tell()
+        self._iteration_ended(self._recorder.iteration_ends())
+
     def _step_done(self, optimizer: Optimizer) -> None:
         """Take in a step of an optimizer, which may end an iteration."""
-        if not self._border.ends_with(optimizer):
-            return
+        if self._border.ends_with(optimizer):
+            self._iteration_ended(self._recorder.iteration_ends())
+
+    def _note_pass(self, program: Program) -> None:
+        """A graph is about to run. Where no optimizer steps, that may end an iteration."""
+        if program.phase == "backward":
+            self._border.backward_begins()
+        elif not program.is_inference and torch._C._current_graph_task_id() < 0:  # else: computed again inside backward
+            if self._border.ends_before(program.identity, gradients_left=lambda: self._recorder.gradients_left):
+                self._iteration_ended(self._recorder.iteration_ends(with_last_region=True))
+
+    def _iteration_ended(self, iteration: Iteration) -> None:
         watching = self._steps.overlap is not None and not self._steps.overlap.settled
-        ended: _Ended | None = _Ended(self._recorder.iteration_ends(), self._compiled_now or watching)
+        ended: _Ended | None = _Ended(iteration, self._compiled_now or watching)
         self._compiled_now = False
         if self._machine.device.asynchronous:  # its times are not known yet; those of the iteration before are, mostly
             ended, self._ended = self._ended, ended
@@ -228,9 +247,12 @@ class TrainingRun:
             trace = follower.trace
         return Status(
             phase=phase.name,
+            waiting_for=(None if self._finished else self._border.waiting_for) or phase.waiting_for,
             iterations=self._finished,
             device_budget_bytes=self._pager.budget_bytes,
             device_peak_bytes=self._pager.peak_bytes,
+            movable_bytes=self._pager.movable_bytes,
+            immovable_bytes=self._pager.immovable_bytes,
             moved_bytes=self._machine.moved_bytes(),
             busy_seconds=self._machine.busy_seconds(),
             exposed_seconds={} if self._machine.device.asynchronous else dict(self._pager.exposed_seconds),

@@ -55,6 +55,7 @@ class Program:
     user_results: positions in `results` that user code can reach at once (model outputs, gradients).
     kept_bytes: memory of all results, which outlives the run, estimated.
     small_bytes: memory of inputs and results that are too small to move.
+    small_parameter_bytes: the part of them that are the parameters of a forward graph.
     is_inference: whether it is a forward graph without a backward graph.
     resize: for graphs with symbolic sizes: returns the same program with the byte counts of a call's arguments.
     """
@@ -70,6 +71,7 @@ class Program:
     user_results: tuple[int, ...]
     kept_bytes: int
     small_bytes: int
+    small_parameter_bytes: int = 0
     is_inference: bool = False
     resize: Callable[[Program, Sequence[Any]], Program] | None = None
 

@@ -105,6 +105,19 @@ class Pager:
         return self.account.unmoved_bytes
 
     @property
+    def movable_bytes(self) -> int:
+        """Bytes of all blocks that can leave the device, wherever they are. For any thread."""
+        with self.condition:
+            return sum(block.size_bytes for block in self.table if block.span is not None and not block.dead)
+
+    @property
+    def immovable_bytes(self) -> int:
+        """Bytes that cannot leave the device: of other blocks, and those in no block. For any thread."""
+        with self.condition:
+            kept = sum(block.size_bytes for block in self.table if block.span is None and not block.dead)
+            return kept + self.unmoved_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """The most bytes that have counted against the budget at once."""
         return self.account.peak_bytes

@@ -2,12 +2,14 @@
 
 from teraio.optimizer.host_rates import HostRates
 from teraio.optimizer.master_hooks import keep_masters
+from teraio.optimizer.process import ProcessSteps
 from teraio.optimizer.steps import OptimizerSteps
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 
 __all__ = [
     "HostRates",
     "OptimizerSteps",
+    "ProcessSteps",
     "SubgroupSizes",
     "keep_masters",
 ]

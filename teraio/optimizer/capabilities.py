@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ _COPIES = 2
 _MORE_COPIES = 4
 """Temporaries of an update, in copies of a parameter."""
 _TAKE_MORE_COPIES = _BY_PARAMETER | {"Rprop"}
+
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a step; the optimizer itself is the first of them."""
 
 
 class OwnHooks:
@@ -42,10 +45,9 @@ def reason_to_stay_whole(optimizer: Optimizer, args: Sequence[Any], kwargs: dict
     args, kwargs: of the step; the optimizer itself is the first of them.
     """
     kind = type(optimizer)
-    if has_closure(args, kwargs):
+    if closure_of(args, kwargs) is not None and not calls_closure_first(optimizer):
         return "it is called with a closure"
-    named = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE | _BY_PARAMETER
-    if not named or not hasattr(kind.step, "__wrapped__"):
+    if not _updates_by_parameter(optimizer) or not hasattr(kind.step, "__wrapped__"):
         return "its update is not known to treat each parameter by itself"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "it is differentiable"
@@ -82,9 +84,34 @@ def fused_on_host(optimizer: Optimizer, dtypes: Iterable[torch.dtype]) -> bool:
     return type(optimizer).__name__ in _FUSED_ON_CPU and all(dtype.is_floating_point for dtype in dtypes)
 
 
-def has_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a step with these arguments calls a function of the user."""
-    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return the function of the user that a step with these arguments calls; None if there is none."""
+    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure
+
+
+def calls_closure_first(optimizer: Optimizer) -> bool:
+    """Return whether a step calls its closure once, before all else, as those of `torch.optim` do, apart from LBFGS."""
+    return _updates_by_parameter(optimizer) or type(optimizer) is torch.optim.SparseAdam
+
+
+def after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]) -> StepArguments:
+    """Return the arguments of a step with another closure: it calls that of the user, then `then`, and returns the loss."""
+    closure = closure_of(args, kwargs)
+
+    def closure_and_then() -> Any:
+        loss = closure() if closure is not None else None
+        then()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], closure_and_then, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure_and_then}
+
+
+def _updates_by_parameter(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE | _BY_PARAMETER
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -108,6 +135,16 @@ def states_per_parameter(optimizer: Optimizer) -> int:
             return 1
         case _:
             return 2 + int(any(group.get("amsgrad") for group in groups))
+
+
+def state_sizes(optimizer: Optimizer, parameter: torch.Tensor, size_bytes: int) -> list[int]:
+    """Return the bytes of each tensor that the optimizer keeps for the parameter. size_bytes: of what it updates.
+
+    Adafactor keeps a row and a column of a matrix.
+    """
+    if type(optimizer) is torch.optim.Adafactor and parameter.dim() > 1:
+        return [size_bytes // parameter.shape[dim] for dim in (-1, -2)] if parameter.numel() else []
+    return [size_bytes] * states_per_parameter(optimizer)
 
 
 def temporary_bytes(optimizer: Optimizer, parameters: Sequence[tuple[str, int]]) -> int:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Block, Pager
-from teraio.optimizer.capabilities import bytes_of, keeps_masters, reason_to_stay_whole, states_per_parameter
+from teraio.optimizer.capabilities import bytes_of, keeps_masters, reason_to_stay_whole, state_sizes, states_per_parameter
 from teraio.optimizer.masters import lacks_master, master_bytes
 from teraio.optimizer.parameters import OwnedParameter, ParameterGroups, ParameterUpdate, PendingStep, owned_parameters
 from teraio.optimizer.states import OptimizerStates
@@ -114,6 +114,7 @@ class ManagedOptimizer:
         if gradient is None:
             return ParameterUpdate(total_bytes=total_bytes)
         dense = gradient.layout is torch.strided
+        state_bytes = state_sizes(optimizer, parameter, updated)
         fresh_master = master if lacks_master(optimizer, parameter) else 0
         return ParameterUpdate(
             total_bytes=total_bytes,
@@ -122,7 +123,8 @@ class ManagedOptimizer:
             device=parameter.device.type,
             dtype=parameter.dtype,
             elements=parameter.numel(),
-            fresh_bytes=fresh_master + (0 if self.states.exist(parameter) else states * updated),
+            fresh_bytes=fresh_master + (0 if self.states.exist(parameter) else sum(state_bytes)),
+            state_bytes=max((*state_bytes, fresh_master), default=0),
             parameter=self._block(parameter, f"optimizer/parameter.{number}", "parameter"),
             gradient=self._block(gradient, f"optimizer/gradient.{number}", "gradient") if dense else None,
             states=tuple(self.states.blocks(owned)),
@@ -136,11 +138,12 @@ class ManagedOptimizer:
         groups.empty()
         self._emptied = groups
 
-    def step_ended(self) -> None:
-        """Give the optimizer back the parameters that `leave_nothing` took."""
+    def step_ended(self) -> bool:
+        """Give the optimizer back the parameters that `leave_nothing` took. Return whether it had taken them."""
         emptied, self._emptied = self._emptied, None
         if emptied is not None:
             emptied.restore()
+        return emptied is not None
 
 
 class ManagedOptimizers:

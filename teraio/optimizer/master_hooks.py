@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from planner.errors import UnsupportedError
-from teraio.optimizer.capabilities import OwnHooks, keeps_masters, reason_to_stay_whole
+from teraio.optimizer.capabilities import OwnHooks, StepArguments, after_closure, closure_of, keeps_masters, reason_to_stay_whole
 from teraio.optimizer.masters import HALF, MASTER, master_bytes, run_step, scaling_put_aside
 from teraio.optimizer.parameters import ParameterGroups
 from teraio.optimizer.subgroups import cut
@@ -68,7 +68,7 @@ def refuse_with_masters(optimizer: Optimizer, reason: str | None) -> None:
     if reason is not None:
         raise UnsupportedError(
             f"master_weights: {type(optimizer).__name__} cannot be updated over fp32 copies: {reason}; use an optimizer of "
-            "torch.optim that updates each parameter by itself, without closure and step hooks"
+            "torch.optim that updates each parameter by itself, without step hooks"
         )
 
 
@@ -84,10 +84,16 @@ class MasterHooks(OwnHooks):
         self._subgroup_bytes = subgroup_bytes
         self._after = ExitStack()
 
-    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Update all parameters that the optimizer shows now, and leave none for the step itself."""
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+        """Update all parameters that the optimizer shows now, and leave none for the step itself; after its closure, if any."""
         self._after.close()  # if the step before failed
         refuse_with_masters(optimizer, reason_to_stay_whole(optimizer, args, kwargs))
+        if closure_of(args, kwargs) is not None:
+            return after_closure(args, kwargs, lambda: self._update_all(optimizer))
+        self._update_all(optimizer)
+        return None
+
+    def _update_all(self, optimizer: Optimizer) -> None:
         groups = ParameterGroups(optimizer)
         sizes = [[master_bytes(p) or p.nbytes for p in group["params"]] for group in optimizer.param_groups]
         with ExitStack() as restoring:

@@ -34,7 +34,7 @@ class ParameterUpdate:
     total_bytes: of parameter, gradient and states, also without a gradient.
     size_bytes: of the tensor that the optimizer updates: the parameter or its master.
     master_bytes: of the master, 0 if there is none.
-    fresh_bytes: of the states that this update makes first.
+    fresh_bytes: of the states that this update makes first. state_bytes: of the largest tensor of the state.
     """
 
     total_bytes: int
@@ -44,6 +44,7 @@ class ParameterUpdate:
     dtype: torch.dtype | None = None
     elements: int = 0
     fresh_bytes: int = 0
+    state_bytes: int = 0
     parameter: Block | None = None
     gradient: Block | None = None
     states: tuple[Block, ...] = ()

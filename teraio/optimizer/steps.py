@@ -4,6 +4,7 @@ Optimizers stay as they are: PyTorch's global step hooks are enough. The pre-hoo
 the undecorated `step` with `param_groups` narrowed to the subgroup (`teraio.optimizer.subgroup_steps`). It leaves the groups
 empty for the original call, so that schedulers, states and hooks see one ordinary step. The post-hook gives the groups back.
 An optimizer that cannot be cut runs as a whole, see `teraio.optimizer.whole`.
+If the step has a closure, all of this waits until the optimizer has called it: the pre-hook puts another closure in its place.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Pager
-from teraio.optimizer.capabilities import OwnHooks, has_closure
+from teraio.optimizer.capabilities import OwnHooks, StepArguments, after_closure, calls_closure_first, closure_of
 from teraio.optimizer.host_rates import HostRates
 from teraio.optimizer.in_backward import OverlappedSteps
 from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
@@ -62,6 +63,7 @@ class OptimizerSteps(OwnHooks):
         self._subgroups = SubgroupSteps(pager, recorder, rates=rates, ensure_room=ensure_room, min_moved_bytes=min_moved_bytes)
         self._whole = WholeSteps(pager, recorder)
         self.overlap = OverlappedSteps(pager, recorder, self._optimizers) if overlap else None
+        self._reads_where_it_waits = not pager.device.asynchronous  # so a step can do without having its states brought in
         self._said: set[str] = set()
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
@@ -101,9 +103,16 @@ class OptimizerSteps(OwnHooks):
 
     # -- around a step
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+        self._optimizers.of(optimizer).step_ended()  # if the step before was interrupted
+        if closure_of(args, kwargs) is not None and calls_closure_first(optimizer):
+            return after_closure(args, kwargs, lambda: self.begin(optimizer, args, kwargs))
+        self.begin(optimizer, args, kwargs)
+        return None
+
+    def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a step by subgroups, or bring in what it touches. Its gradients are there: a closure has been called."""
         managed = self._optimizers.of(optimizer)
-        managed.step_ended()  # if the step before was interrupted
         self.between_regions()
         included = self._automatic or managed.chosen
         if self.overlap is not None:
@@ -115,7 +124,7 @@ class OptimizerSteps(OwnHooks):
             if managed.keeps_masters:
                 refuse_with_masters(optimizer, reason)
             self._say(f"{type(optimizer).__name__} is updated as a whole: {reason}")
-            if has_closure(args, kwargs):  # its own passes need the memory
+            if closure_of(args, kwargs) is not None and not calls_closure_first(optimizer):  # its passes need the memory
                 return
         if not managed.adopted:
             managed.adopt(self._loaded)
@@ -131,8 +140,10 @@ class OptimizerSteps(OwnHooks):
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         managed = self._optimizers.of(optimizer)
-        managed.step_ended()
-        self._whole.end(managed)
+        cut = managed.step_ended()
+        whole = self._whole.end(managed)
         if managed.has_blocks:
+            if not (cut or whole) and (self._automatic or managed.chosen) and self._active() and self._reads_where_it_waits:
+                managed.adopt(self._loaded)  # the states that the step may have made
             managed.states.count()
             self._step_done(optimizer)

@@ -90,7 +90,13 @@ class SubgroupSizes:
         )
         basis = "chosen from measured rates" if stations else "a default, as no rate was measured"
         logger.info("optimizers are updated in subgroups of about %s bytes (%s)", f"{best:,}", basis)
-        logger.debug("stations of the optimizer step: %s", stations)
+        for name, station in zip(("the way in", "the update", "the way out"), stations, strict=False):
+            logger.debug(
+                "a subgroup takes for %s %.0f microseconds, and 1 second for every %s bytes",
+                name,
+                1e6 * station.fixed_seconds,
+                f"{station.bytes_per_second:,.0f}",
+            )
         return best
 
 

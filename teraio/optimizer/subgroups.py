@@ -19,6 +19,8 @@ from teraio.optimizer.subgroup_sizes import SubgroupSizes
 
 _COUNTERS_BYTES = 16
 """Bytes reserved for a parameter's step counter and similar scalars."""
+_STATES = 2
+"""Tensors of a parameter's size that most optimizers keep."""
 
 Ranges = tuple[tuple[int, int], ...]
 """The parameters of a subgroup: for each group, the first position and the one after the last. Keeps no parameter alive."""
@@ -97,6 +99,7 @@ class Subgroups:
             subgroups = self._subgroups(step, known)
             needed, number = self.smallest_budget(subgroups)
             if needed > budget:
+                needed += self._other_states_bytes(step)
                 raise BudgetError(smallest_bytes=needed, budget_bytes=budget, stage=f"optimizer/subgroup.{number}")
         self._cut = known
         return subgroups
@@ -143,7 +146,7 @@ class Subgroups:
             temporary_bytes=temporary_bytes(step.optimizer, [(update.device, update.size_bytes) for update in active])
             + casting_bytes([update.master_bytes for update in active]),
             fresh_bytes=sum(update.fresh_bytes + _COUNTERS_BYTES for update in active if update.fresh_bytes),
-            movable_fresh_bytes=sum(update.fresh_bytes for update in active if self._can_leave(update.size_bytes)),
+            movable_fresh_bytes=sum(update.fresh_bytes for update in active if self._can_leave(update.state_bytes)),
         )
 
     def smallest_budget(self, subgroups: Sequence[ParameterSubgroup]) -> tuple[int, int]:
@@ -208,6 +211,12 @@ class Subgroups:
             return 0
         others = sum(block.size_bytes for block in self._pager.blocks if block.kind == "gradient") - gradients
         return max(others, 0) * sum(update.total_bytes for update in own if update.elements) // gradients
+
+    def _other_states_bytes(self, step: PendingStep) -> int:
+        """Estimate the bytes of states that other optimizers will make and that stay on the device: of small parameters."""
+        own = {update.gradient for update in step.in_order}
+        others = (block for block in self._pager.blocks if block.kind == "gradient" and block not in own)
+        return sum(_STATES * block.size_bytes + _COUNTERS_BYTES for block in others if not self._can_leave(block.size_bytes))
 
     def _room_bytes(self) -> int | None:
         """Return what the budget leaves for blocks that can leave; None without a budget."""

@@ -70,11 +70,14 @@ class WholeSteps:
             raise BudgetError(smallest_bytes=needed, budget_bytes=budget, stage=what)
         return False
 
-    def end(self, managed: ManagedOptimizer) -> None:
-        """Record the step that is done, and let go of its blocks. Waits until no state of it is being copied."""
+    def end(self, managed: ManagedOptimizer) -> bool:
+        """Record the step that is done, and let go of its blocks. Return whether it was that of `managed`.
+
+        Waits until no state of it is being copied.
+        """
         running = self._running
         if running is None or running.managed is not managed:
-            return
+            return False
         self._running = None
         subgroup, end = running.subgroup, self._pager.device.mark()
         running.annotation.__exit__(None, None, None)
@@ -99,6 +102,7 @@ class WholeSteps:
             )
             self._recorder.region_ended()
             self._pager.leave_region()
+        return True
 
     def give_up(self) -> None:
         """Let go of the blocks: the step has failed, or runs compiled regions of its own. Never waits."""

@@ -1,5 +1,6 @@
 """Record what an iteration does and when, and build a trace from it."""
 
+from teraio.profiling.border import IterationBorder
 from teraio.profiling.iteration import Iteration
 from teraio.profiling.peaks import LargestSizes, PeakWatch
 from teraio.profiling.profiler import Profile, build_profile, states_that_stay
@@ -12,6 +13,7 @@ __all__ = [
     "PeakWatch",
     "Profile",
     "StageSchedule",
+    "IterationBorder",
     "IterationRecorder",
     "build_profile",
     "lay_out_plan",

@@ -230,18 +230,25 @@ class IterationRecorder:
 
     # -- iterations
 
-    def iteration_ends(self) -> Iteration:
+    @property
+    def gradients_left(self) -> bool:
+        """Whether a gradient that a region of the current iteration has made is still there."""
+        made = (block for region in self._iteration.regions for block in region.made)
+        return any(block.kind == "gradient" and not block.dead for block in made)
+
+    def iteration_ends(self, *, with_last_region: bool = False) -> Iteration:
         """End the iteration, begin the next one, and return what was recorded.
 
+        with_last_region: it has ended with the last region already, and the user code since then belongs to the next one.
         On an asynchronous device the times are not known yet, see `Iteration.read_times`.
         """
         done = self._iteration
-        now = self._device.mark()
+        now = self._user_code_began if with_last_region else self._device.mark()
         done.untimed.append((done, self._began, now))
         self._began = self._user_code_began = now
         if not self._device.asynchronous:
             done.read_times()
-        waited = self._host_waited()
+        waited = self._waited_at_user_code if with_last_region else self._host_waited()
         done.waited_seconds, self._waited_at_begin, self._waited_at_user_code = waited - self._waited_at_begin, waited, waited
         uses: dict[Block, list[int]] = {}
         for position, stage in enumerate(done.stages):

@@ -172,6 +172,9 @@ def _lay_out(
         user_results=_user_results(output, phase),
         kept_bytes=distinct_bytes(returned, {}),
         small_bytes=distinct_bytes(small([*placeholders, *returned]), {}),
+        small_parameter_bytes=distinct_bytes(
+            small([node for node, (_, kind) in zip(placeholders, inputs, strict=False) if kind == "parameter"]), {}
+        ),
         resize=Resizer(placeholders, subgraphs) if is_symbolic(placeholders) else None,
     )
 

@@ -57,6 +57,7 @@ def test_exported_names() -> None:
         "on_device",
         "reset",
         "status",
+        "step_done",
         "wait_for_plan",
     ]
     assert all(hasattr(teraio, name) for name in teraio.__all__)

@@ -172,7 +172,7 @@ def test_optimizers_that_cannot_be_updated_by_parts(make: Callable[..., Optimize
 
 
 @pytest.mark.parametrize("managed", [True, False])
-@pytest.mark.parametrize("how", ["closure", "post hook", "global hook"])
+@pytest.mark.parametrize("how", ["post hook", "global hook"])
 def test_steps_that_cannot_be_run_by_parts(started: Start, managed: bool, how: str) -> None:
     """When they are called; they change nothing, and the next step works."""
     training = started(budget_bytes=None, parameters=half_parameters(torch.bfloat16))
@@ -186,13 +186,28 @@ def test_steps_that_cannot_be_run_by_parts(started: Start, managed: bool, how: s
     with contextlib.ExitStack() as hooks:
         if how == "post hook":
             hooks.callback(optimizer.register_step_post_hook(lambda *_: None).remove)
-        elif how == "global hook":
+        else:
             hooks.callback(register_optimizer_step_post_hook(lambda *_: None).remove)
-        with pytest.raises(UnsupportedError, match="called with a closure" if how == "closure" else "there are step hooks"):
-            optimizer.step(*[lambda: torch.zeros(())] * (how == "closure"))
+        with pytest.raises(UnsupportedError, match="there are step hooks"):
+            optimizer.step()
     assert all(map(torch.equal, before, training.parameters))
     assert all(block.pins == 0 for block in training.pager.blocks)
     optimizer.step()
+    assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW).train(3)) == []
+
+
+@pytest.mark.parametrize("managed", [True, False])
+def test_a_closure(started: Start, managed: bool) -> None:
+    training = started(budget_bytes=BUDGET, parameters=half_parameters(torch.bfloat16))
+    training.active = managed
+    optimizer = keeping(torch.optim.AdamW(training.parameters))
+    for step in range(3):
+
+        def closure(step: int = step) -> float:
+            set_most_gradients(training.parameters, step)
+            return 0.5
+
+        assert optimizer.step(closure) == 0.5
     assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW).train(3)) == []
 
 

@@ -170,18 +170,29 @@ def whole(steps: ManagedTraining, optimizer: Optimizer, step: Callable[[], Any],
     assert all(block.pins == 0 for block in steps.pager.blocks)
 
 
-def test_a_closure() -> None:
-    parameters = parameters_for()
-    with stepping(parameters) as steps:
-        optimizer = torch.optim.AdamW(parameters)
-        calls: list[int] = []
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_closure(name: str) -> None:
+    """It runs once, before the subgroups do, and the step returns what it does."""
 
-        def closure() -> float:
-            calls.append(1)
-            return 0.5
+    def run(parameters: list[nn.Parameter]) -> dict[str, Tensor]:
+        optimizer = OPTIMIZERS[name](parameters)
+        for step in range(3):
+            calls: list[int] = []
 
-        whole(steps, optimizer, lambda: optimizer.step(closure), [])
-        assert calls == [1]
+            def closure(step: int = step, calls: list[int] = calls) -> float:
+                assert torch.is_grad_enabled() and all(group["params"] for group in optimizer.param_groups)
+                calls.append(step)
+                set_most_gradients(parameters, step)
+                return step + 0.5
+
+            assert (optimizer.step(closure) if step else optimizer.step(closure=closure)) == step + 0.5 and calls == [step]
+        return everything(optimizer)
+
+    ours = parameters_for()
+    with stepping(ours) as steps:
+        found = run(ours)
+        assert len(steps.finished) == 3 and set(steps.stage_names()) >= {"optimizer/subgroup.0", "optimizer/subgroup.1"}
+    assert same(found, run(parameters_for()))
 
 
 def test_an_optimizer_that_looks_at_all_parameters_at_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,14 @@ def test_the_size_is_chosen_once_from_what_is_measured() -> None:
     for room in (GIB // 16, None):
         assert sizes.choose(adam(), SIZES[:3], room, pager()) == found
     assert measure.count == 1
+
+
+def test_the_log_says_what_was_measured_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="teraio"):
+        SubgroupSizes(lambda: hardware({"host": 1e10}), measure=Measured(1e-3)).choose(adam(), SIZES, 4 * GIB, pager())
+    _, way_in, update, _ = [record.getMessage() for record in caplog.records]
+    assert way_in == "a subgroup takes for the way in 100 microseconds, and 1 second for every 10,000,000,000 bytes"
+    assert update == "a subgroup takes for the update 1000 microseconds, and 1 second for every 10,000,000,000 bytes"
 
 
 def test_what_other_optimizers_update_counts_whichever_steps_first(started: Start) -> None:

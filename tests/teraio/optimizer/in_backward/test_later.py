@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import teraio
 
-from .loops import ALL, Loop, Step, closure, fused, graph_kept, plain, retained, run, same, scaler_of
+from .loops import ALL, Loop, Step, fused, graph_kept, plain, retained, run, same, scaler_of
 
 # Dynamo looks at it where what eager code or another graph has made enters a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
@@ -59,10 +59,6 @@ def gradients_by_hand(loop: Loop, index: int) -> None:
     loop.step()
 
 
-def late_closure(loop: Loop, index: int) -> None:
-    closure(loop, index)
-
-
 def late_step_hook(loop: Loop, index: int) -> None:
     if index == 5:
         loop.optimizer.register_step_post_hook(lambda *_: None)
@@ -72,7 +68,6 @@ def late_step_hook(loop: Loop, index: int) -> None:
 LATER: dict[str, tuple[Step, str]] = {
     "a hook": (after(5, late_hook), "it has gradient hooks"),
     "a step hook": (after(5, late_step_hook), "there are step hooks besides teraio's"),
-    "closures": (after(5, late_closure), "it is called with a closure"),
     "a gradient that is there": (once(5, gradient_there), "`.grad` is not None when backward begins"),
     "a graph that is kept": (once(5, graph_kept), "backward keeps its graph"),
     "two forward passes": (once(5, two_forwards), "several forward passes used it before a step"),
@@ -90,7 +85,7 @@ def test_in_the_way_later_on(name: str, caplog: pytest.LogCaptureFixture) -> Non
     assert loop.left[4] == set() and loop.left[5] != set()
     (record,) = caplog.records
     assert re.search(reason, record.getMessage())
-    assert loop.left[-1] == (ALL if name in ("a hook", "a step hook", "closures") else set())
+    assert loop.left[-1] == (ALL if name in ("a hook", "a step hook") else set())
 
 
 def test_settings_that_change_before_one_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,17 +47,17 @@ from .loops import (
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
 
 
-def test_nothing_in_the_way(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("step", [plain, closure])
+def test_nothing_in_the_way(step: Step, caplog: pytest.LogCaptureFixture) -> None:
     """After the optimizer's first step and two more, no gradient outlives the backward pass."""
     with caplog.at_level(logging.WARNING, logger="teraio"):
-        loop = same(plain)
+        loop = same(step)
     assert loop.left == [ALL] * 3 + [set()] * (STEPS - 3)
     assert not caplog.records
 
 
 REFUSED: dict[str, tuple[Step, str, dict[str, Any]]] = {
     "step hooks": (hooked_step, "AdamW is updated as a whole: there are step hooks besides teraio's", {}),
-    "closure": (closure, "it is called with a closure", {}),
     "own optimizer": (plain, "Own is updated as a whole", {"make": lambda module: Own(module.parameters())}),
     "clip_grad_norm_": (clipped_norm, r"gradients are changed between backward and step \(clipping", {}),
     "clip_grad_norm_ in vain": (clipped_in_vain, "gradients are changed between backward and step", {}),

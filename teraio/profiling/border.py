@@ -1,0 +1,100 @@
+"""Finds where iterations end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+
+from torch.optim import Optimizer
+
+
+class IterationBorder:
+    """Knows what ends iterations. Keeps no optimizer alive.
+
+    [Note: Where iterations end]
+    * With `teraio.step_done()`, once the user has called it.
+    * Else with the step of the first optimizer seen. Steps of others are part of the iteration. Another optimizer takes over if
+      the first one is gone, or no longer used.
+    * Where no optimizer steps: where the forward graph begins again that came first, after a backward graph has run. That may as
+      well be the next pass before one update, so some passes have to go by first: few if no gradient of a pass is left when
+      the next one begins, many if gradients are.
+    """
+
+    _PATIENCE = 4
+    """Steps of other optimizers in a row after which the first one counts as no longer used; other graphs, likewise."""
+    _PASSES = 4
+    _PASSES_THAT_LEAVE_GRADIENTS = 32
+
+    def __init__(self) -> None:
+        self._first: weakref.ref[Optimizer] | None = None
+        self._others = 0
+        self._told = False
+        self._graph: Hashable | None = None
+        self._other_graphs = 0
+        self._went_back = False
+        self._passes = 0
+        self._passes_without_gradients = 0
+
+    @property
+    def waiting_for(self) -> str | None:
+        """What has to happen before it is known where iterations end; None if it is known."""
+        if self._told or self._first is not None or self._knows_passes:
+            return None
+        return (
+            f"the end of an iteration: the step of a torch.optim optimizer over parameters of the compiled model, or "
+            f"teraio.step_done() after your own update ({self._passes} passes so far)"
+        )
+
+    def tell(self) -> None:
+        """The user says where iterations end, from now on."""
+        self._told = True
+
+    # -- steps of optimizers
+
+    def ends_with(self, optimizer: Optimizer) -> bool:
+        """Return whether the step that `optimizer` has just done ends an iteration."""
+        if self._told:
+            return False
+        first = self._first() if self._first is not None else None
+        if first is None or (first is not optimizer and self._no_longer_used(first, optimizer)):
+            first = optimizer
+            self._first = weakref.ref(optimizer)
+        self._others = 0 if first is optimizer else self._others + 1
+        return first is optimizer
+
+    def _no_longer_used(self, first: Optimizer, other: Optimizer) -> bool:
+        """Two that alternate over the same parameters are both in use. One that steps twice in a row has replaced the other."""
+        return self._others >= (1 if _share_parameters(first, other) else self._PATIENCE + 1)
+
+    # -- passes
+
+    @property
+    def _knows_passes(self) -> bool:
+        return self._passes_without_gradients >= self._PASSES or self._passes >= self._PASSES_THAT_LEAVE_GRADIENTS
+
+    def backward_begins(self) -> None:
+        """A backward graph is about to run."""
+        self._went_back = True
+
+    def ends_before(self, graph: Hashable, *, gradients_left: Callable[[], bool]) -> bool:
+        """Return whether an iteration ends before the run of a forward graph that is about to begin. Not for one inside backward.
+
+        gradients_left: returns whether a gradient of the iteration is still there.
+        """
+        if self._told or self._first is not None or not (self._went_back or self._graph is None):
+            return False
+        self._went_back = False
+        if graph != self._graph:
+            self._other_graphs += 1
+            if self._graph is None or self._other_graphs > self._PATIENCE:
+                self._graph, self._other_graphs = graph, 0
+            return False
+        self._other_graphs = 0
+        self._passes += 1
+        self._passes_without_gradients += not gradients_left()
+        return self._knows_passes
+
+
+def _share_parameters(one: Optimizer, other: Optimizer) -> bool:
+    own = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+    return any(id(parameter) in own for group in other.param_groups for parameter in group["params"])

@@ -1,0 +1,141 @@
+"""Steps that are given a closure, as Lightning's loop does: managed like all others, with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import teraio
+
+from .optimizers import MIB, Case, Result, Run, check, one, train, unmanaged
+
+pytestmark = pytest.mark.usefixtures("fine_and_quick")
+
+
+def closure_of(run: Run, x: Tensor) -> Any:
+    def closure() -> Tensor:
+        assert torch.is_grad_enabled()
+        run.optimizers[0].zero_grad()
+        run.backward(x)
+        return run.values[-1]
+
+    return closure
+
+
+def with_closure(run: Run, x: Tensor, index: int) -> None:
+    """Forward and backward run inside the step, which returns the loss."""
+    count = len(run.values)
+    loss = run.optimizers[0].step(closure_of(run, x)) if index % 2 else run.optimizers[0].step(closure=closure_of(run, x))
+    assert len(run.values) == count + 1, "the closure has run once"
+    assert loss is run.values[-1]
+
+
+def clipping(run: Run, x: Tensor, index: int) -> None:
+    """The closure clips, as Lightning's does; every third step gets none."""
+    closure = closure_of(run, x)
+
+    def clipped() -> Tensor:
+        loss: Tensor = closure()
+        nn.utils.clip_grad_norm_(run.module.parameters(), 0.05)
+        return loss
+
+    if index % 3:
+        run.optimizers[0].step(clipped)
+    else:
+        clipped()
+        run.optimizers[0].step()
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["on demand", "planned"])
+def test_states_move(planned: bool, tmp_path: Path) -> None:
+    check(Case(make=one(torch.optim.AdamW), step=with_closure, planned=planned, steps=10), tmp_path, states=6)
+
+
+def test_a_closure_that_clips(tmp_path: Path) -> None:
+    check(Case(make=one(torch.optim.AdamW), step=clipping, steps=6), tmp_path, states=6)
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["on demand", "planned"])
+def test_updates_inside_the_backward_pass(planned: bool, tmp_path: Path) -> None:
+    case = Case(make=one(torch.optim.AdamW), step=with_closure, planned=planned, steps=16)
+    result = check(case, tmp_path, states=1, overlap_step=True)
+    assert min(result.gradients[:3]) > 0 and set(result.gradients[3:]) == {0}
+
+
+def test_with_a_host_tier(tmp_path: Path) -> None:
+    """Updates on the host agree to rounding."""
+    case = Case(make=one(torch.optim.AdamW), step=with_closure, planned=True)
+    expected = unmanaged(case, tmp_path)
+    budget = int(0.45 * expected.status.device_peak_bytes)
+    options = {"memory_budget": budget, "host_budget": 64 * MIB, "profile_iterations": 2}
+    found = train(case, tmp_path, options)
+    assert found.status.phase == "planned" and 0 < found.status.device_peak_bytes <= budget
+    for ours, theirs in zip(found.values, expected.values, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def hooked(module: nn.Module) -> list[Optimizer]:
+    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.zero_grad())
+    return [optimizer]
+
+
+def test_an_optimizer_that_runs_whole(tmp_path: Path) -> None:
+    """Its hook runs before the closure, and its states move, too."""
+    check(Case(make=hooked, step=with_closure, steps=5), tmp_path, states=6)
+
+
+def masters(module: nn.Module) -> list[Optimizer]:
+    optimizer = torch.optim.AdamW(module.parameters())
+    teraio.manage_optimizer(optimizer, master_weights=True)
+    return [optimizer]
+
+
+class Half(nn.Sequential):
+    """Residual-free layers in bf16."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(*[nn.Linear(64, 64, bias=False) for _ in range(layers)], nn.Linear(64, 16384), nn.Linear(16384, 64))
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16()).float()
+
+
+def test_master_weights(tmp_path: Path) -> None:
+    case = Case(make=masters, step=with_closure, make_model=Half, steps=5)
+    result: Result = check(case, tmp_path, states=3, fraction=0.7)
+    assert any(name.endswith("master_param") for name in result.moved_states)
+
+
+def lbfgs(module: nn.Module) -> list[Optimizer]:
+    return [torch.optim.LBFGS(module.parameters(), max_iter=2, history_size=2)]
+
+
+def several_evaluations(run: Run, x: Tensor, index: int) -> None:
+    run.optimizers[0].step(closure_of(run, x))
+
+
+def test_an_optimizer_that_calls_it_several_times(tmp_path: Path) -> None:
+    """It gets the closure itself, and runs as without teraio."""
+    case = Case(make=lbfgs, step=several_evaluations, steps=3)
+    expected = unmanaged(case, tmp_path)
+    found = train(case, tmp_path, {"memory_budget": expected.status.device_peak_bytes * 4, "storage": str(tmp_path)})
+    assert len(found.gradients) > 3 and all(map(torch.equal, found.values, expected.values))
+
+
+def test_a_closure_that_fails(tmp_path: Path) -> None:
+    """Nothing is updated, and the next step works."""
+
+    def failing(run: Run, x: Tensor, index: int) -> None:
+        if index == 4:
+            with pytest.raises(ZeroDivisionError):
+                run.optimizers[0].step(lambda: 1 / 0)
+        with_closure(run, x, index)
+
+    check(Case(make=one(torch.optim.AdamW), step=failing, steps=6), tmp_path, states=6)
