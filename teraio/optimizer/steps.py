@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Pager
+from runtime.system import forget_undo, undo_if_interrupted, uninterrupted
 from teraio.optimizer.capabilities import OwnHooks, has_closure
 from teraio.optimizer.host_rates import HostRates
 from teraio.optimizer.in_backward import OverlappedSteps
@@ -96,14 +97,19 @@ class OptimizerSteps(OwnHooks):
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """Make blocks of loaded states at once, not when the next step finds them."""
-        self._optimizers.of(optimizer).adoption_due = True
-        self.between_regions()
+        with uninterrupted():
+            self._optimizers.of(optimizer).adoption_due = True
+            self.between_regions()
 
     # -- around a step
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with uninterrupted():
+            self._begin(optimizer, args, kwargs)
+
+    def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         managed = self._optimizers.of(optimizer)
-        managed.step_ended()  # if the step before was interrupted
+        managed.step_ended()  # if the step before failed
         self.between_regions()
         included = self._automatic or managed.chosen
         if self.overlap is not None:
@@ -120,6 +126,7 @@ class OptimizerSteps(OwnHooks):
         if not managed.adopted:
             managed.adopt(self._loaded)
         if reason is None:
+            undo_if_interrupted(managed.step_ended)  # also if PyTorch's own call, or the way to it, is interrupted
             self._subgroups.run(managed, done=self.overlap.done(optimizer) if self.overlap is not None else frozenset())
         else:
             self._whole.begin(managed, reason)
@@ -130,9 +137,11 @@ class OptimizerSteps(OwnHooks):
             logger.info("%s", message)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        managed = self._optimizers.of(optimizer)
-        managed.step_ended()
-        self._whole.end(managed)
-        if managed.has_blocks:
-            managed.states.count()
-            self._step_done(optimizer)
+        with uninterrupted():
+            managed = self._optimizers.of(optimizer)
+            managed.step_ended()
+            forget_undo(managed.step_ended)
+            self._whole.end(managed)
+            if managed.has_blocks:
+                managed.states.count()
+                self._step_done(optimizer)
