@@ -1,4 +1,4 @@
-"""What the machine and its operating system give: NUMA nodes, memory limits, pinning, native code, signals; names for profilers."""
+"""What the machine and its operating system give: NUMA nodes, memory limits, pinning, native code, signals; profilers."""
 
 from runtime.system.annotation import Name, annotate, first_of
 from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
