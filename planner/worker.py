@@ -2,14 +2,16 @@
 
 `python -m planner.worker TRACE PLAN DEVICE_BYTES HOST_BYTES STORAGE_BYTES SECONDS`. The training process then neither pays for
 the solver's memory nor shares the interpreter lock with it. HOST_BYTES and STORAGE_BYTES are "-" for no limit; SECONDS limits
-the solver.
+the solver. Standard input is a pipe: the process ends when nobody holds its other end any more.
 
 Exit status 0: the plan was written. 3: no plan can be made; one line on standard error says why.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 
 from planner import Budgets, TeraioError, Trace, plan
 
@@ -33,5 +35,17 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def end_with_starter() -> None:
+    """End this process as soon as the one that started it has ended, however that ended."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 if __name__ == "__main__":
+    end_with_starter()
     sys.exit(main(sys.argv[1:]))

@@ -57,6 +57,13 @@ class Options:
     The page cache is host memory that no budget counts, so "auto" takes "buffered" only if the file system has no direct I/O.
     A path that cannot work on this machine is refused."""
 
+    unlink_spill_files: bool = False
+    """Remove the names of spill files as soon as they are open, so that nothing is left on the drives even if the process is
+    killed. Without it, the next run in the same directory removes what a killed run has left.
+
+    `spill_directories` in `teraio.status()` is empty then, and tools like `du` do not see the files. On network file systems a
+    hidden file may stay until the process ends."""
+
     checksums: bool = False
     """Check that every block that comes back from a drive is what was written; if not, training stops with ChecksumError.
     This costs processor time for each byte that moves. On CPU, parameters and gradients are not checked.
@@ -230,6 +237,7 @@ _CHECKS: dict[str, Any] = {
     "storage_budget": parse_bytes,
     "storage_timeout": _seconds,
     "storage_path": _storage_path,
+    "unlink_spill_files": _switch,
     "checksums": _switch,
     "debug": _switch,
     "profile_iterations": _count,

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from planner.errors import UnsupportedError
 from runtime.paging import StorageOwnership
+from runtime.system import uninterrupted
 from teraio.machine import Machine, MeasuredPaths
 from teraio.optimizer import ProcessSteps, keep_masters
 from teraio.options import Options
@@ -44,7 +45,7 @@ class Registry:
 
         Makes it the first time, which waits for measurements. Raises what `TrainingRun` raises.
         """
-        with self._lock:
+        with uninterrupted(), self._lock:
             key = (options, device)
             if key not in self._runs:
                 _show_messages()
@@ -61,12 +62,12 @@ class Registry:
 
     def forget_unused(self) -> None:
         """Close runs under which nothing has run, such as one whose budget was refused."""
-        with self._lock:
-            unused = {key: run for key, run in self._runs.items() if run.unused}
-            for key in unused:
-                del self._runs[key]
-        for run in unused.values():
-            run.close()
+        with uninterrupted():
+            with self._lock:
+                unused = {key: run for key, run in self._runs.items() if run.unused}
+                for key in unused:
+                    del self._runs[key]
+            _close_all(unused.values())
 
     def status(self) -> tuple[Status, ...]:
         """Return what every run is doing, in order of creation. See `teraio.status`."""
@@ -105,11 +106,18 @@ class Registry:
 
     def reset(self) -> None:
         """End all runs: bring every block back to the device, remove spill files. See `teraio.reset`."""
-        with self._lock:
-            runs = list(self._runs.values())
-            self._runs.clear()
+        with uninterrupted():
+            with self._lock:
+                runs = list(self._runs.values())
+                self._runs.clear()
+            _close_all(runs)
+
+
+def _close_all(runs: Iterable[TrainingRun]) -> None:
+    """Close the runs, all of them even if one fails."""
+    with contextlib.ExitStack() as closing:
         for run in runs:
-            run.close()
+            closing.callback(run.close)
 
 
 def _show_messages() -> None:

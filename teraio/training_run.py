@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 import planner
 from planner.errors import BudgetError
 from runtime.execution import Program, WorkspaceMeter, run_managed, run_plain
-from runtime.paging import Pager
+from runtime.paging import Block, Pager
+from runtime.system import uninterrupted
 from teraio.machine import Machine
 from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes
 from teraio.options import Options
@@ -125,27 +126,31 @@ class TrainingRun:
         """Return the function that AOTAutograd calls for `program` (boxed)."""
 
         def call(arguments: list[Any]) -> list[Any]:
-            self._note_pass(program)
-            sized = program
-            if program.resize is not None:
-                sized = program.resize(program, arguments)
-                if self._sizes.grow(program.identity, sized):
-                    self._phase = self._phase.graphs_changed()
-            if not self._phase.managed:
-                return run_plain(program, arguments)
-            self._steps.between_regions()
-            overlap = self._steps.overlap
-            interleaved = overlap.interleaved(program, arguments) if overlap is not None else None
-            try:
-                return run_managed(sized, arguments, self._pager, self._recorder, self._meter, interleaved)
-            except BudgetError as error:
-                raise self._with_all_that_is_known(error, sized) from None
+            with uninterrupted():
+                self._note_pass(program)
+                sized = program
+                if program.resize is not None:
+                    sized = program.resize(program, arguments)
+                    if self._sizes.grow(program.identity, sized):
+                        self._phase = self._phase.graphs_changed()
+                if self._phase.managed:
+                    return self._run_managed(sized, arguments)
+            return run_plain(program, arguments)
 
         call._boxed_call = True  # type: ignore[attr-defined]
         self._stages += len(program.stages)
         self._compiled_now = True
         self._phase = self._phase.graphs_changed()
         return call
+
+    def _run_managed(self, program: Program, arguments: list[Any]) -> list[Any]:
+        self._steps.between_regions()
+        overlap = self._steps.overlap
+        interleaved = overlap.interleaved(program, arguments) if overlap is not None else None
+        try:
+            return run_managed(program, arguments, self._pager, self._recorder, self._meter, interleaved)
+        except BudgetError as error:
+            raise self._with_all_that_is_known(error, program) from None
 
     def check(self, programs: Sequence[Program]) -> None:
         """Check that the budget suffices for each stage, and reserve room in the spill files for what the programs keep.
@@ -194,8 +199,9 @@ class TrainingRun:
 
     def step_done(self) -> None:
         """An iteration has ended, says the user. From now on no other one does."""
-        self._border.tell()
-        self._iteration_ended(self._recorder.iteration_ends())
+        with uninterrupted():
+            self._border.tell()
+            self._iteration_ended(self._recorder.iteration_ends())
 
     def _step_done(self, optimizer: Optimizer) -> None:
         """Take in a step of an optimizer, which may end an iteration."""
@@ -231,7 +237,8 @@ class TrainingRun:
 
     def manage_optimizer(self, optimizer: Optimizer) -> None:
         """Manage its steps and states, whatever the option optimizer says. Waits while states are copied."""
-        self._steps.manage(optimizer)
+        with uninterrupted():
+            self._steps.manage(optimizer)
 
     def wait_for_plan(self, timeout_seconds: float | None) -> bool:
         """Wait until no plan is being made, or until the time is over. Return whether none is. For any thread."""
@@ -275,18 +282,26 @@ class TrainingRun:
     def on_device(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Keep those of `tensors` that are blocks on the device within the `with` block. Raises BudgetError."""
         with contextlib.ExitStack() as held:
-            with self._machine.device.region():
+            with uninterrupted(), self._machine.device.region():
                 self._pager.enter_region()  # forgets blocks whose storage got other memory meanwhile
                 blocks = list(dict.fromkeys(b for t in tensors if (b := self._pager.known_block(t)) is not None))
                 try:
                     self._pager.acquire(blocks, 0, "tensors that user code asked for")
-                    held.callback(self._pager.retire, blocks, blocks)
+                    held.callback(self._let_go, blocks)
                 finally:
                     self._pager.leave_region()
             yield
 
+    def _let_go(self, blocks: Sequence[Block]) -> None:
+        with uninterrupted():
+            self._pager.retire(blocks, blocks)
+
     def close(self) -> None:
-        """Bring every block back to the device, remove hooks and files. Waits until that is done."""
+        """Bring every block back to the device, remove hooks and files. Waits until that is done; a signal waits as well."""
+        with uninterrupted():
+            self._close()
+
+    def _close(self) -> None:
         self._steps.close()
         ending, self._phase = self._phase, ClosedPhase(self._context)
         ending.end()

@@ -16,7 +16,7 @@ from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
 from runtime.paging.prefetch_queue import PrefetchQueue
 from runtime.paging.transitions import BlockTransitions
-from runtime.system import first_of
+from runtime.system import checkpoint, first_of
 
 POLL_SECONDS = 0.001
 """Seconds between two looks at a copy that the device makes by itself: nothing notifies of its end."""
@@ -35,6 +35,7 @@ class Lending:
         """See `Pager.lend`."""
         while True:
             self._signal.raise_failure()
+            checkpoint()
             for block in blocks:
                 self._send_away(block)
             if all(block.state is State.OFFLOADED for block in blocks):

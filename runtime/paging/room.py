@@ -12,6 +12,7 @@ from runtime.paging.copy_signal import CopySignal
 from runtime.paging.eviction import EvictionPolicy
 from runtime.paging.mover import Mover
 from runtime.paging.transitions import BlockTransitions
+from runtime.system import checkpoint
 
 
 class RoomMaker:
@@ -43,6 +44,7 @@ class RoomMaker:
             return
         while True:
             self._signal.raise_failure()
+            checkpoint()
             account.reserved_bytes = wanted = _away_bytes(blocks) + new_bytes  # no prefetch may take it meanwhile
             if account.short_bytes(wanted) <= 0:
                 break

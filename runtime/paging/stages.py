@@ -11,6 +11,7 @@ from runtime.paging.mover import Mover
 from runtime.paging.prefetch_queue import PrefetchQueue
 from runtime.paging.room import RoomMaker
 from runtime.paging.transitions import BlockTransitions
+from runtime.system import checkpoint
 
 
 class Stages:
@@ -36,6 +37,7 @@ class Stages:
         """See `Pager.acquire`."""
         self._transitions.pin(blocks)
         try:
+            checkpoint()
             while any(block.state is State.UPDATING for block in blocks):
                 self._signal.wait(lambda: awaited([block for block in blocks if block.state is State.UPDATING]))
             self._room.make_room(blocks, new_bytes, what)
@@ -45,6 +47,7 @@ class Stages:
             began = self._signal.now_seconds()
             while any(block.state in (State.PREFETCHING, State.OFFLOADED) for block in blocks):
                 self._signal.raise_failure()
+                checkpoint()
                 self._signal.wait(lambda: awaited(blocks))
                 self._prefetches.note_late(coming, self._signal.now_seconds() - began)
             if self._mover is not None:

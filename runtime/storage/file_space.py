@@ -49,6 +49,7 @@ class FileSpace(SlotStore):
             self._drives = tuple(dict.fromkeys(file.drive for file in self._files))
             self._by_path = {file.path: file for file in self._files}
             self._open = undo.pop_all()
+        self._named = True
 
     @staticmethod
     def _open_run(parent: Path, undo: ExitStack) -> RunDirectory:
@@ -67,7 +68,7 @@ class FileSpace(SlotStore):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        return tuple(run.path for run in self._runs)
+        return tuple(run.path for run in self._runs) if self._named else ()
 
     @property
     def drives(self) -> tuple[int, ...]:
@@ -101,6 +102,11 @@ class FileSpace(SlotStore):
                 more[index] -= less
                 excess -= less
             self._grow(more, "all blocks")
+
+    def unlink(self) -> None:
+        self._named = False
+        for run in self._runs:
+            run.close()
 
     # -- for SlotStore, which holds the lock
 

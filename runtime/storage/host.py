@@ -111,6 +111,9 @@ class HostStore(SlotStore):
                 "host_budget, or give storage"
             )
 
+    def unlink(self) -> None:
+        """Do nothing: the slab has no name."""
+
     def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         self._check_owned(slot, chunk.extent)
         ctypes.memmove(self._slab.address + chunk.file_offset_bytes, address + chunk.slot_offset_bytes, chunk.length_bytes)

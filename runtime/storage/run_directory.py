@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from planner.errors import StorageError
+from runtime.system import current_handler
 
 SPILL_SUFFIX = ".spill"
 _LOCK_NAME = "lock"
@@ -195,7 +196,7 @@ def _guard_signals(directory: RunDirectory) -> None:
     """Handle the signals whose default action would end the process and leave the directory behind."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     for number in _SIGNALS:
-        handler = signal.getsignal(number)
+        handler = current_handler(number)
         if handler is signal.SIG_DFL and in_main_thread:
             handler = _SignalGuard()
             signal.signal(number, handler)
@@ -206,7 +207,7 @@ def _guard_signals(directory: RunDirectory) -> None:
 def _unguard_signals(directory: RunDirectory) -> None:
     in_main_thread = threading.current_thread() is threading.main_thread()
     for number in _SIGNALS:
-        guard = signal.getsignal(number)
+        guard = current_handler(number)
         if isinstance(guard, _SignalGuard) and directory in guard.directories:
             guard.directories.remove(directory)
             if not guard.directories and in_main_thread:

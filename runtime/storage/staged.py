@@ -130,6 +130,9 @@ class StagedStore:
                 copies.callback(copy.wait)
                 begun.append(copy)
 
+    def unlink(self) -> None:
+        self._inner.unlink()
+
     def close(self) -> None:
         with self._lock:
             self._idle.clear()

@@ -139,7 +139,7 @@ class Store(ChunkIO, Protocol):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """The directories of this run's files, which hold nothing else. `close` removes them."""
+        """The directories of this run's files, which hold nothing else. `close` removes them. None after `unlink`."""
 
     @property
     def drives(self) -> tuple[int, ...]:
@@ -173,6 +173,9 @@ class Store(ChunkIO, Protocol):
 
     def release(self, slot: Slot) -> None:
         """Take a slot back. Nothing may read, write or map it any more. Raises StorageError if it is not in use."""
+
+    def unlink(self) -> None:
+        """Remove the files' names and directories now. The bytes stay usable, and are free as soon as the process ends."""
 
     def close(self) -> None:
         """Remove the files. Nothing may be reading or writing. Mappings stay readable. May be called again."""

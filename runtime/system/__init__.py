@@ -1,7 +1,8 @@
-"""What the machine and its operating system give: NUMA nodes, memory limits, pinning, native code; names for profilers."""
+"""What the machine and its operating system give: NUMA nodes, memory limits, pinning, native code, signals; profilers."""
 
 from runtime.system.annotation import Name, annotate, first_of
 from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
+from runtime.system.interrupts import checkpoint, current_handler, forget_undo, undo_if_interrupted, uninterrupted
 from runtime.system.numa import on_processors, pci_address, processors_near
 from runtime.system.pinning import PIN_CHUNK_BYTES, CudaPinner, Pinner
 
@@ -13,9 +14,14 @@ __all__ = [
     "Pinner",
     "annotate",
     "check_host_memory",
+    "checkpoint",
+    "current_handler",
     "first_of",
+    "forget_undo",
     "host_limits",
     "on_processors",
     "pci_address",
     "processors_near",
+    "undo_if_interrupted",
+    "uninterrupted",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import planner
 from planner.schema import WaitingTier
@@ -113,6 +114,8 @@ def open_storage(
     forced = None if options.storage_path == "auto" else options.storage_path
     drives = tuple(path.stat().st_dev for path in options.storage if path.is_dir())  # a missing one is reported when it is opened
     key = device, drives, forced, options.checksums
+    if options.unlink_spill_files:
+        candidates = [replace(each, open=partial(_open_unlinked, each)) for each in candidates]
     path: StoragePath
     if key in measured.storage:
         path = open_path(candidates, *measured.storage[key], open_engine=open_engine)
@@ -122,3 +125,9 @@ def open_storage(
     undo.callback(path.store.close)
     undo.callback(path.engine.close)
     return OpenTier.with_threads("storage", path.store, path.engine, path.rates, path.name)
+
+
+def _open_unlinked(candidate: PathCandidate) -> Store:
+    store = candidate.open()
+    store.unlink()
+    return store

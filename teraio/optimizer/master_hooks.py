@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from planner.errors import UnsupportedError
+from runtime.system import forget_undo, undo_if_interrupted, uninterrupted
 from teraio.optimizer.capabilities import OwnHooks, StepArguments, after_closure, closure_of, keeps_masters, reason_to_stay_whole
 from teraio.optimizer.masters import HALF, MASTER, master_bytes, run_step, scaling_put_aside
 from teraio.optimizer.parameters import ParameterGroups
@@ -86,7 +87,7 @@ class MasterHooks(OwnHooks):
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
         """Update all parameters that the optimizer shows now, and leave none for the step itself; after its closure, if any."""
-        self._after.close()  # if the step before failed
+        self._restore()  # if the step before failed
         refuse_with_masters(optimizer, reason_to_stay_whole(optimizer, args, kwargs))
         if closure_of(args, kwargs) is not None:
             return after_closure(args, kwargs, lambda: self._update_all(optimizer))
@@ -94,6 +95,11 @@ class MasterHooks(OwnHooks):
         return None
 
     def _update_all(self, optimizer: Optimizer) -> None:
+        with uninterrupted():
+            undo_if_interrupted(self._restore)
+            self._update(optimizer)
+
+    def _update(self, optimizer: Optimizer) -> None:
         groups = ParameterGroups(optimizer)
         sizes = [[master_bytes(p) or p.nbytes for p in group["params"]] for group in optimizer.param_groups]
         with ExitStack() as restoring:
@@ -107,6 +113,11 @@ class MasterHooks(OwnHooks):
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give the optimizer its parameters back."""
+        with uninterrupted():
+            self._restore()
+            forget_undo(self._restore)
+
+    def _restore(self) -> None:
         self._after.close()
 
     def loading(self, optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Pager
+from runtime.system import forget_undo, undo_if_interrupted, uninterrupted
 from teraio.optimizer.capabilities import OwnHooks, StepArguments, after_closure, calls_closure_first, closure_of
 from teraio.optimizer.host_rates import HostRates
 from teraio.optimizer.in_backward import OverlappedSteps
@@ -98,13 +99,15 @@ class OptimizerSteps(OwnHooks):
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """Make blocks of loaded states at once, not when the next step finds them."""
-        self._optimizers.of(optimizer).adoption_due = True
-        self.between_regions()
+        with uninterrupted():
+            self._optimizers.of(optimizer).adoption_due = True
+            self.between_regions()
 
     # -- around a step
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
-        self._optimizers.of(optimizer).step_ended()  # if the step before was interrupted
+        with uninterrupted():
+            self._optimizers.of(optimizer).step_ended()  # if the step before failed
         if closure_of(args, kwargs) is not None and calls_closure_first(optimizer):
             return after_closure(args, kwargs, lambda: self.begin(optimizer, args, kwargs))
         self.begin(optimizer, args, kwargs)
@@ -112,6 +115,10 @@ class OptimizerSteps(OwnHooks):
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a step by subgroups, or bring in what it touches. Its gradients are there: a closure has been called."""
+        with uninterrupted():
+            self._begin(optimizer, args, kwargs)
+
+    def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         managed = self._optimizers.of(optimizer)
         self.between_regions()
         included = self._automatic or managed.chosen
@@ -129,6 +136,7 @@ class OptimizerSteps(OwnHooks):
         if not managed.adopted:
             managed.adopt(self._loaded)
         if reason is None:
+            undo_if_interrupted(managed.step_ended)  # also if PyTorch's own call, or the way to it, is interrupted
             self._subgroups.run(managed, done=self.overlap.done(optimizer) if self.overlap is not None else frozenset())
         else:
             self._whole.begin(managed, reason)
@@ -139,11 +147,15 @@ class OptimizerSteps(OwnHooks):
             logger.info("%s", message)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        managed = self._optimizers.of(optimizer)
+        with uninterrupted():
+            self._end(self._optimizers.of(optimizer))
+
+    def _end(self, managed: ManagedOptimizer) -> None:
         cut = managed.step_ended()
+        forget_undo(managed.step_ended)
         whole = self._whole.end(managed)
         if managed.has_blocks:
             if not (cut or whole) and (self._automatic or managed.chosen) and self._active() and self._reads_where_it_waits:
                 managed.adopt(self._loaded)  # the states that the step may have made
             managed.states.count()
-            self._step_done(optimizer)
+            self._step_done(managed.optimizer)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -81,8 +83,8 @@ class PlanningJob:
 
     def _work(self, trace: planner.Trace, budgets: planner.Budgets, seconds: float) -> None:
         try:
-            with tempfile.TemporaryDirectory(prefix="teraio-plan-") as folder:
-                self._result = self._solve(Path(folder), trace, budgets, seconds)
+            with tempfile.TemporaryDirectory(prefix="teraio-plan-") as folder, _lifeline() as stdin:
+                self._result = self._solve(Path(folder), stdin, trace, budgets, seconds)
         except planner.TeraioError as error:
             self._result = error
         except OSError as error:
@@ -90,7 +92,7 @@ class PlanningJob:
         finally:
             self._done.set()
 
-    def _solve(self, folder: Path, trace: planner.Trace, budgets: planner.Budgets, seconds: float) -> planner.Plan:
+    def _solve(self, folder: Path, stdin: int, trace: planner.Trace, budgets: planner.Budgets, seconds: float) -> planner.Plan:
         trace_path, plan_path = folder / "trace.json", folder / "plan.json"
         trace.save(trace_path)
         lower = ["-" if size is None else str(size) for size in (budgets.host_bytes, budgets.storage_bytes)]
@@ -102,7 +104,7 @@ class PlanningJob:
             command,
             cwd=folder,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -123,3 +125,14 @@ class PlanningJob:
             status, message = self._process.returncode, errors[-400:].strip()
             raise planner.SolverError(f"the planning process ended with status {status}: {message}")
         return planner.Plan.load(plan_path)
+
+
+@contextlib.contextmanager
+def _lifeline() -> Iterator[int]:
+    """Give the end of a pipe that is closed at its other end when this block or this process ends, also if it is killed."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(reading)
+        os.close(writing)

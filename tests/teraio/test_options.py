@@ -41,7 +41,9 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("storage_timeout", 600, 600.0),
     *(("storage_path", name, name) for name in ("auto", "posix", "buffered", "kvikio", "staged")),
     ("checksums", True, True),
+    ("unlink_spill_files", True, True),
     ("checksums", False, False),
+    ("unlink_spill_files", False, False),
     ("debug", True, True),
 ]
 
@@ -67,7 +69,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("storage_path", "direct", "found 'direct', wanted 'auto', 'posix', 'buffered', 'kvikio' or 'staged'"),
     ("storage_path", ["posix"], "found ['posix'], wanted 'auto', 'posix', 'buffered', 'kvikio' or 'staged'"),
     ("checksums", 1, "found 1, wanted True or False"),
+    ("unlink_spill_files", 1, "found 1, wanted True or False"),
     ("checksums", "yes", "found 'yes', wanted True or False"),
+    ("unlink_spill_files", "yes", "found 'yes', wanted True or False"),
     ("debug", 1, "found 1, wanted True or False"),
     ("replan", 1, "found 1, wanted True or False"),
     ("replan", "no", "found 'no', wanted True or False"),

@@ -1,0 +1,132 @@
+"""Lets signals wait while teraio changes its state.
+
+[Note: Interrupts]
+Python runs the handler of a signal in the main thread, between any two instructions, and the handler may raise: Ctrl-C raises
+KeyboardInterrupt at a random line. At most lines of teraio something is half done: a slot is taken that no block has yet, a block
+is held for a stage that does not know it. So whatever teraio does in the main thread between two pieces of user code runs within
+`uninterrupted()`. There a signal that has a handler in Python waits for the next `checkpoint()`, or for the end. Checkpoints are
+where whoever holds something is prepared for an error: before a stage, and while a stage waits for copies or for room.
+
+What ends the process without a handler in Python does so at once, as ever. Python runs no handler in other threads. The handlers
+are those of the program again as soon as teraio returns to it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGALRM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGVTALRM,
+    signal.SIGPROF,
+)
+"""What people raise exceptions from: Ctrl-C, the end of a job, timeouts."""
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class _Interrupts:
+    """A context in which signals wait, see [Note: Interrupts]. It may be entered again inside. In other threads it does nothing.
+
+    The handler stands in for those of the program. Outside of the context, where an interrupt may have left it behind or
+    `undo_if_interrupted` needs it, it calls them at once.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._waiting: dict[int, None] = {}
+        self._handlers: dict[int, Handler] = {}
+        self._undos: dict[Callable[[], None], None] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if not self._depth:
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler) and handler != self._handle:
+                    self._handlers[number] = handler
+                    signal.signal(number, self._handle)
+        self._depth += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._depth > 1:
+            self._depth -= 1
+            return
+        if kind is not None:
+            self._undos.clear()
+        try:
+            self.checkpoint()
+        finally:
+            self._depth = 0
+            if not self._undos:
+                self._hand_back()
+
+    def checkpoint(self) -> None:
+        """Call the handlers of the signals that wait."""
+        if not self._waiting or threading.current_thread() is not threading.main_thread():
+            return
+        while self._waiting:
+            self._call(self._waiting.popitem()[0], sys._getframe())
+
+    def undo_if_interrupted(self, undo: Callable[[], None]) -> None:
+        """Call `undo` if a handler raises before `forget_undo` is called, also outside of the context.
+
+        For what a hook leaves to be undone by a later hook, which never comes if user code is interrupted in between.
+        """
+        self._undos[undo] = None
+
+    def forget_undo(self, undo: Callable[[], None]) -> None:
+        """Do not call `undo` any more."""
+        self._undos.pop(undo, None)
+
+    def handler(self, number: int) -> Any:
+        """Return the program's handler of a signal, as `signal.getsignal` does outside of the context."""
+        found = signal.getsignal(number)
+        return self._handlers.get(number) if found == self._handle else found
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._depth:
+            self._waiting[number] = None
+        else:
+            self._call(number, frame)
+
+    def _call(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._handlers[number](number, frame)
+        except BaseException:
+            while self._undos:
+                self._undos.popitem()[0]()
+            raise
+
+    def _hand_back(self) -> None:
+        for number in list(self._handlers):
+            if signal.getsignal(number) == self._handle:  # unless the program has set another one meanwhile
+                signal.signal(number, self._handlers[number])
+            del self._handlers[number]
+
+
+_INTERRUPTS = _Interrupts()
+"""One for the process, as its handlers are."""
+
+checkpoint = _INTERRUPTS.checkpoint
+undo_if_interrupted = _INTERRUPTS.undo_if_interrupted
+forget_undo = _INTERRUPTS.forget_undo
+current_handler = _INTERRUPTS.handler
+
+
+def uninterrupted() -> _Interrupts:
+    """Return a context in which signals wait, see [Note: Interrupts]."""
+    return _INTERRUPTS

@@ -1,0 +1,128 @@
+"""Signals wait while teraio changes its state, and the program's handlers come back."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from runtime.system import checkpoint, current_handler, forget_undo, undo_if_interrupted, uninterrupted
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_raises() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_waits_for_the_end() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted():
+            with uninterrupted():
+                press_ctrl_c()
+                press_ctrl_c()
+                done.append("inner")
+            done.append("outer")
+    assert done == ["inner", "outer"]
+
+
+def test_a_signal_waits_for_a_checkpoint() -> None:
+    with uninterrupted():
+        checkpoint()
+        press_ctrl_c()
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint()
+        checkpoint()  # it came once
+
+
+def test_an_error_inside_does_not_lose_the_signal() -> None:
+    with pytest.raises(KeyboardInterrupt) as raised:
+        with uninterrupted():
+            press_ctrl_c()
+            raise ValueError
+    assert isinstance(raised.value.__context__, ValueError)
+
+
+def test_a_handler_that_does_not_raise_is_called_and_what_runs_goes_on() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGUSR1)
+            assert not heard
+            checkpoint()
+            assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_signals_without_a_handler_in_python_are_left_alone() -> None:
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    with uninterrupted():
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_who_asks_inside_is_told_the_programs_handler() -> None:
+    with uninterrupted():
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert current_handler(signal.SIGINT) is signal.default_int_handler
+    assert current_handler(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_that_the_program_sets_inside_stays() -> None:
+    with uninterrupted():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_other_threads_change_nothing() -> None:
+    seen = []
+
+    def work() -> None:
+        with uninterrupted():
+            checkpoint()
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
+
+
+def test_what_a_hook_leaves_is_undone_if_the_program_is_interrupted_after_it() -> None:
+    undone: list[str] = []
+
+    def undo() -> None:
+        undone.append("it")
+
+    with uninterrupted():
+        undo_if_interrupted(undo)
+    assert not undone
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
+    assert undone == ["it"]
+    with uninterrupted():
+        undo_if_interrupted(undo)
+    with uninterrupted():
+        forget_undo(undo)
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
+    assert undone == ["it"]
+
+
+def test_what_has_failed_is_not_undone_later() -> None:
+    with pytest.raises(ValueError, match="failed"):
+        with uninterrupted():
+            undo_if_interrupted(lambda: pytest.fail("undone"))
+            raise ValueError("failed")
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()

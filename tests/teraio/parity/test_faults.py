@@ -1,0 +1,348 @@
+"""Faults in the middle of a training: it goes on with the right numbers, or ends with one error that says what happened.
+
+`docs/faults.md` lists all faults and where each is tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import planner
+import teraio
+from runtime.storage import spill_file
+from teraio.registry import REGISTRY
+
+from ...training import MIB, Training, begin, compiled, forget, mean_square_step, unequal
+from ..in_process import InProcessJob
+
+pytestmark = pytest.mark.usefixtures("fine_and_quick")
+
+LAYERS = 12
+BUDGET = 10 * MIB
+
+
+def make_model(layers: int = LAYERS) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(layers)])
+
+
+def make_optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)]
+
+
+def start(options: Mapping[str, Any]) -> Training:
+    return begin(make_model, make_optimizers, options)
+
+
+def start_plain() -> Training:
+    """The same without teraio; what runs under teraio goes on."""
+    torch.manual_seed(0)
+    model = make_model()
+    return Training(module=model, model=model, optimizers=make_optimizers(model))
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(16, 512, generator=torch.Generator().manual_seed(number))
+
+
+def train(training: Training, first: int, last: int) -> None:
+    for number in range(first, last):
+        mean_square_step(training, batch(number))
+
+
+def values(training: Training) -> list[Tensor]:
+    """Copies of parameters and momentum, as a checkpoint has them."""
+    states = training.optimizers[0].state_dict()["state"]
+    momentum = [states[number]["momentum_buffer"].clone() for number in states]
+    return [*(value.clone() for value in training.module.state_dict().values()), *momentum]
+
+
+def plain(steps: int) -> list[Tensor]:
+    """What `steps` steps without teraio come to."""
+    training = start_plain()
+    train(training, 0, steps)
+    return values(training)
+
+
+def goes_on(training: Training, steps: int) -> None:
+    """Check that `steps` steps have the right result, before and after the end of teraio's part, and that nothing is left."""
+    found = values(training)
+    threads = threading.active_count()
+    training.progress.append(teraio.status())
+    training.finish()
+    assert threading.active_count() <= threads
+    expected = plain(steps)
+    assert not unequal(found, expected) and not unequal(values(training), expected)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    return {"memory_budget": BUDGET, "storage": tmp_path}
+
+
+# -- drives
+
+
+def fail_on(monkeypatch: pytest.MonkeyPatch, call: str, folder: Path) -> Callable[[], None]:
+    """Make a system call fail for the files below a folder from now on. Returns what ends that."""
+    real = getattr(os, call)
+
+    def failing(descriptor: int, *arguments: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(folder)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return int(real(descriptor, *arguments))
+
+    monkeypatch.setattr(os, call, failing)
+    return lambda: monkeypatch.setattr(os, call, real)
+
+
+def test_a_drive_that_is_full_before_training(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill_file.SpillFile, "available_bytes", property(lambda file: 2 * MIB))
+    training = start(options)
+    with pytest.raises(teraio.StorageFullError, match="has 2,097,152 bytes free; free some"):
+        train(training, 0, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_drive_that_fills_up_while_training(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = start(options)
+    train(training, 0, 1)
+    reserved = sum(file.stat().st_size for file in tmp_path.glob("*/*.spill"))
+    monkeypatch.setattr(os, "posix_fallocate", _no_space)
+    train(training, 1, 4)
+    assert sum(file.stat().st_size for file in tmp_path.glob("*/*.spill")) == reserved
+    goes_on(training, 4)
+
+
+def _no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_one_of_two_drives_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Nothing is lost: what could not be read is still in its file."""
+    folders = [tmp_path / "good", tmp_path / "bad"]
+    for folder in folders:
+        folder.mkdir()
+    training = start({"memory_budget": BUDGET, "storage": folders})
+    train(training, 0, 2)
+    works_again = fail_on(monkeypatch, call, folders[1])
+    with pytest.raises(teraio.StorageIOError, match="Input/output error") as raised:
+        train(training, 2, 3)
+    assert str(folders[1]) in str(raised.value)
+    works_again()
+    checkpoint = values(training)
+    training.optimizers[0].zero_grad()
+    train(training, 3, 5)
+    last = values(training)
+    training.progress.append(teraio.status())
+    training.finish()
+    assert not any(list(folder.iterdir()) for folder in folders)
+    assert not unequal(last, from_checkpoint(checkpoint, 3, 5))
+
+
+def from_checkpoint(checkpoint: list[Tensor], first: int, last: int) -> list[Tensor]:
+    """Train on without teraio."""
+    training = start_plain()
+    with torch.no_grad():
+        for parameter, value, momentum in zip(training.module.parameters(), checkpoint, checkpoint[LAYERS:], strict=False):
+            parameter.copy_(value)
+            training.optimizers[0].state[parameter]["momentum_buffer"] = momentum.clone()
+    train(training, first, last)
+    return values(training)
+
+
+def test_a_drive_that_stays_broken_loses_no_checkpoint(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = start(options)
+    train(training, 0, 2)
+    before = values(training)
+    fail_on(monkeypatch, "preadv", tmp_path)
+    with pytest.raises(teraio.StorageIOError):
+        training.model(batch(2))
+    assert not unequal(values(training), before)
+    with pytest.raises(teraio.StorageIOError):
+        teraio.reset()
+    assert not unequal(values(training), before)
+    assert not list(tmp_path.iterdir())
+    teraio.reset()
+
+
+def test_a_directory_that_vanishes(options: dict[str, Any], tmp_path: Path) -> None:
+    training = start(options)
+    train(training, 0, 2)
+    shutil.rmtree(tmp_path)
+    train(training, 2, 4)
+    goes_on(training, 4)
+
+
+def test_a_directory_that_is_a_link(options: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "drive")
+    training = start({**options, "storage": tmp_path / "link"})
+    train(training, 0, 3)
+    assert list((tmp_path / "drive").iterdir())
+    goes_on(training, 3)
+    assert not list((tmp_path / "drive").iterdir()) and (tmp_path / "link").is_symlink()
+
+
+def test_a_file_that_is_cut_short(options: dict[str, Any], tmp_path: Path) -> None:
+    """Later writes make the file longer again, with zeros for what is gone: checksums tell."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(10))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x.square().mean()
+
+    training = begin(
+        Chain,
+        lambda module: [torch.optim.SGD(module.parameters(), lr=0.1)],
+        {**options, "memory_budget": 36 * MIB, "checksums": True},
+    )
+    loss = training.model(torch.randn(16384, 64))
+    (file,) = tmp_path.glob("*/*.spill")
+    os.truncate(file, 0)
+    with pytest.raises(teraio.StorageError, match="read beyond the end of the file|came back different") as raised:
+        loss.backward()
+    assert str(file) in str(raised.value)
+
+
+# -- the user's code; see also test_interruptions.py
+
+
+class Fault(Exception):
+    """Raised by the tests; nothing else raises it."""
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_a_step_hook_that_raises(options: dict[str, Any], when: str) -> None:
+    """In a loop that catches it, and goes on."""
+
+    def run(training: Training) -> None:
+        def hook(*_: object) -> None:
+            raise Fault
+
+        for number in range(4):
+            optimizer = training.optimizers[0]
+            handle = getattr(optimizer, f"register_step_{when}_hook")(hook) if number == 2 else None
+            with pytest.raises(Fault) if handle is not None else contextlib.nullcontext():
+                mean_square_step(training, batch(number))
+            if handle is not None:
+                handle.remove()
+                optimizer.zero_grad()
+
+    run(training := start(options))
+    run(expected := start_plain())
+    found = values(training)
+    training.finish()
+    assert not unequal(found, values(expected)) and not unequal(values(training), values(expected))
+
+
+# -- plans
+
+
+class NoPlan(InProcessJob):
+    """A solver that crashes, is killed or missing."""
+
+    def result(self) -> planner.Plan:
+        raise planner.SolverError("the process that makes the plan ended with status -9")
+
+
+def test_a_solver_that_fails(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(REGISTRY.new_run.keywords, "start_job", NoPlan)  # type: ignore[attr-defined]
+    training = start(options)
+    train(training, 0, 8)
+    assert teraio.status()[0].phase == "demand"
+    assert "no plan could be made, blocks go on moving on demand: the process that makes the plan ended" in caplog.text
+    goes_on(training, 8)
+
+
+def test_a_plan_for_another_training(options: dict[str, Any], tmp_path: Path) -> None:
+    forget()
+    path = tmp_path / "other.plan.json"
+    other = start({**options, "memory_budget": BUDGET + MIB, "plan_out": path})
+    train(other, 0, 8)
+    other.finish()
+    training = begin(lambda: make_model(LAYERS + 2), make_optimizers, {**options, "plan": path})
+    with pytest.raises(teraio.PlanError) as raised:
+        train(training, 0, 8)
+    assert str(path) in str(raised.value)
+    train(training, 8, 10)
+
+
+# -- processes, threads and runs
+
+
+def test_training_in_a_thread(options: dict[str, Any]) -> None:
+    training = start(options)
+    thread = threading.Thread(target=train, args=[training, 0, 8])
+    thread.start()
+    thread.join()
+    assert teraio.status()[0].phase == "planned"
+    goes_on(training, 8)
+
+
+def test_workers_of_a_data_loader(options: dict[str, Any], tmp_path: Path) -> None:
+    """They are forked while blocks are away."""
+    training = start(options)
+    train(training, 0, 2)
+    data = TensorDataset(torch.stack([batch(number) for number in range(2, 6)]))
+    for (rows,) in DataLoader(data, batch_size=None, num_workers=2):
+        assert list(tmp_path.iterdir())
+        mean_square_step(training, rows)
+    goes_on(training, 6)
+
+
+def test_a_forked_child_that_trains_is_told(options: dict[str, Any]) -> None:
+    training = start(options)
+    train(training, 0, 2)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            train(training, 2, 3)
+        except BaseException as error:
+            os.write(write, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as told:
+        assert "cannot move in a forked child" in told.read()
+    os.waitpid(child, 0)
+    train(training, 2, 4)
+    goes_on(training, 4)
+
+
+def test_two_budgets_at_once_and_one_after_the_other(tmp_path: Path) -> None:
+    expected = plain(4)
+    for budgets in ((BUDGET, 8 * MIB), (9 * MIB, BUDGET)):
+        options: list[dict[str, Any]] = [{"memory_budget": budget, "storage": tmp_path} for budget in budgets]
+        both = [start(options[0]), start_plain()]
+        both[1].model = compiled(both[1].module, options[1])
+        for number in range(4):
+            for training in both:
+                train(training, number, number + 1)
+        assert len(teraio.status()) == 2
+        for training in both:
+            assert not unequal(values(training), expected)
+        teraio.reset()
+        assert not list(tmp_path.iterdir())
+        for training in both:
+            assert not unequal(values(training), expected)

@@ -1,0 +1,135 @@
+"""Training in a process that ends in some way, or has few resources: nothing is left behind, and the next one starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import teraio
+
+from ..thoroughness import by_profile
+
+ROOT = Path(teraio.__file__).parents[1]
+TRAIN = """
+import sys, torch, teraio
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(24)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+options = dict(memory_budget="16MiB", storage=sys.argv[1], codegen="eager", unlink_spill_files="unlink" in sys.argv)
+compiled = torch.compile(model, backend="teraio", options=options)
+
+def step():
+    compiled(torch.randn(16, 512)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+step()
+print("trains", flush=True)
+"""
+FOR_EVER = (
+    TRAIN
+    + """
+while True:
+    step()
+"""
+)
+UNTIL_PLANNING = (
+    TRAIN
+    + """
+while teraio.status()[0].phase != "planning":
+    step()
+assert teraio.status()[0].moved_bytes["storage->device"] > 0
+import psutil
+while not (planners := psutil.Process().children()):
+    pass
+print(planners[0].pid, flush=True)
+"""
+)
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a process that runs `code`, below limits of the shell if there are any."""
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(code: str, *arguments: str, limits: str = ":") -> subprocess.Popen[str]:
+        command = ["sh", "-c", f'{limits}; exec "$@"', "sh", sys.executable, "-c", code, str(tmp_path), *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        running.append(process)
+        return process
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def wait_until_it_trains(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None and process.stderr is not None
+    line = process.stdout.readline()
+    assert line == "trains\n", process.stderr.read()
+
+
+def test_what_a_killed_training_leaves_is_gone_when_the_next_one_trains(start: Start, tmp_path: Path) -> None:
+    chance = random.Random(0)
+    for _ in range(by_profile(ci=1, long=10)):
+        process = start(FOR_EVER)
+        wait_until_it_trains(process)
+        time.sleep(chance.uniform(0, 0.3))
+        process.kill()
+        process.wait()
+        (left,) = tmp_path.iterdir()
+        process = start(FOR_EVER)
+        wait_until_it_trains(process)
+        (own,) = tmp_path.iterdir()
+        assert own != left
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == -signal.SIGTERM
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_training_leaves_nothing_if_its_files_have_no_name(start: Start, tmp_path: Path) -> None:
+    process = start(FOR_EVER, "unlink")
+    wait_until_it_trains(process)
+    assert not list(tmp_path.iterdir())
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_ends_a_training_that_does_not_catch_it(start: Start, tmp_path: Path) -> None:
+    process = start(FOR_EVER)
+    wait_until_it_trains(process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert process.returncode in (1, -signal.SIGINT)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_interpreter_ends_while_a_plan_is_made(start: Start, tmp_path: Path) -> None:
+    """And it has few descriptors, and may lock no memory."""
+    process = start(UNTIL_PLANNING, limits="ulimit -n 64; ulimit -l 0")
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    planner = int(output.splitlines()[-1])
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(planner).wait(timeout=300)
+    assert not list(tmp_path.iterdir())
