@@ -130,8 +130,7 @@ class ProfilePhase(Phase):
         self._recorded: list[Iteration] = []
 
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
-        complete = all(region.complete for region in iteration.regions)
-        if compiled or not complete or not iteration.regions:
+        if compiled or not iteration.complete or not iteration.regions:
             self._recorded.clear()
             return self
         if self._recorded and self._recorded[-1].signature != iteration.signature:
@@ -218,7 +217,7 @@ class PlannedPhase(Phase):
         )
 
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
-        as_planned = iteration.signature == self._planned
+        as_planned = iteration.signature == self._planned and not iteration.truncated
         if self.follower.iteration_ended(iteration, as_planned=as_planned and not compiled):
             self._run.findings.replans += 1
             self._recent_seconds.clear()
