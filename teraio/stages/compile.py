@@ -14,6 +14,7 @@ from runtime.execution import Constant, Kind, Phase, Program, Stage, StageFuncti
 from teraio.stages import cost
 from teraio.stages.cut import CutPolicy, assign, can_cut
 from teraio.stages.memory import Resizer, distinct_bytes, is_symbolic, small, stage_bytes
+from teraio.stages.random_state import describe
 from teraio.stages.split import Subgraph, split
 
 Codegen = Callable[[GraphModule, Sequence[Any], dict[str, Any]], StageFunction]
@@ -76,6 +77,7 @@ class StageCompiler:
         identity = self._graphs
         self._graphs += 1
         prefix = phase if identity < 2 else f"{phase}#{identity}"
+        describe(gm.graph)
         subgraphs = self._subgraphs(gm)
         functions = [self._function(subgraph, options) for subgraph in subgraphs]
         _report_strides(gm)
