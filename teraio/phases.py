@@ -160,7 +160,9 @@ class ProfilePhase(Phase):
         """Return why an iteration cannot be used; None if it can."""
         if not iteration.regions:
             return "no compiled graph ran in the last one"
-        if not all(region.complete for region in iteration.regions):
+        if iteration.truncated:
+            return "the last one was too long to be recorded"
+        if not iteration.complete:
             return "a stage of the last one failed"
         return "graphs are still being compiled, or updates are about to move into the backward pass" if compiled else None
 
@@ -248,7 +250,7 @@ class PlannedPhase(Phase):
         )
 
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
-        as_planned = iteration.signature == self._planned
+        as_planned = iteration.signature == self._planned and not iteration.truncated
         if self.follower.iteration_ended(iteration, as_planned=as_planned and not compiled):
             self._run.findings.replans += 1
             self._recent_seconds.clear()

@@ -58,7 +58,7 @@ class _ManagedRun:
             for index in range(program.input_count):
                 self._blocks[index] = self._input_block(index)
             more = interleaved.stage_count if interleaved is not None else 0
-            self._observer.region_begins(program.identity, len(stages) + more)
+            self._observer.region_begins(program.identity, len(stages) + more, is_inference=program.is_inference)
             for number, stage in enumerate(stages):
                 read = self._run_stage(number, stage)
                 if interleaved is not None:

@@ -37,8 +37,11 @@ class StageRun:
 class Observer(Protocol):
     """Records the timeline of an iteration. Only the training thread calls it, between stages."""
 
-    def region_begins(self, identity: Hashable, stage_count: int) -> None:
-        """A program or an optimizer step begins, with `stage_count` stages. identity: of the program or the optimizer."""
+    def region_begins(self, identity: Hashable, stage_count: int, *, is_inference: bool = False) -> None:
+        """A program or an optimizer step begins, with `stage_count` stages. identity: of the program or the optimizer.
+
+        is_inference: no backward pass will follow.
+        """
 
     def stage_reached(self) -> Sequence[Block]:
         """The next stage is about to get its memory. Returns what to prefetch from now on, in order."""

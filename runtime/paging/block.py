@@ -29,6 +29,7 @@ class Block:
 
     Only the pager changes a block, under its lock, and the mover that the pager calls (`address`, `slot`, `tier`).
 
+    key: identifies the storage. No other storage gets this key until `let_go`.
     address: of its memory, as the mover left it; user code may give the storage other memory.
     span: the pages that can leave the device; None if the block cannot leave (too small, or not teraio's memory).
     slot, tier: where its copy is, or will be.
@@ -48,6 +49,7 @@ class Block:
         "born",
         "copy_is_valid",
         "held_back",
+        "key",
         "kind",
         "name",
         "next_use",
@@ -61,11 +63,12 @@ class Block:
         "user_visible",
         "uses",
         "version",
-        "weak",
+        "_weak",
     )
 
     def __init__(self, *, storage: torch.UntypedStorage, name: str, kind: str, user_visible: bool, span: Span | None) -> None:
-        self.weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._weak: StorageWeakRef | None = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.key = int(self._weak.cdata)
         self.name = name
         self.kind = kind
         self.size_bytes = storage.nbytes()
@@ -88,15 +91,20 @@ class Block:
         return f"<Block {self.name} {self.kind} {self.size_bytes} bytes {self.state.name}>"
 
     @property
-    def key(self) -> int:
-        """Identify the storage. No other storage gets this key as long as the block exists."""
-        return int(self.weak.cdata)
-
-    @property
     def dead(self) -> bool:
-        """Whether nobody holds the storage any more."""
-        return bool(self.weak.expired())  # type: ignore[no-untyped-call]
+        """Whether nobody holds the storage any more, or the block was forgotten."""
+        weak = self._weak
+        return weak is None or bool(weak.expired())  # type: ignore[no-untyped-call]
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Return a reference that keeps the storage alive, or None if the storage is gone."""
-        return torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        """Return a reference that keeps the storage alive, or None if the storage is gone or the block was forgotten."""
+        weak = self._weak
+        return None if weak is None else torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+
+    def let_go(self) -> None:
+        """The block was forgotten: stop watching its storage.
+
+        A weak reference keeps a small piece of a dead storage on the heap. Records of iterations hold blocks for long. So many
+        such pieces would keep the heap from using the memory between them again.
+        """
+        self._weak = None

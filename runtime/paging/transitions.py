@@ -285,6 +285,7 @@ class BlockTransitions:
             self._account.remove(block.size_bytes)
         if self._mover is not None:
             self._mover.forget(block)
+        block.let_go()
 
     def sweep(self) -> None:
         """Take the memory of queued offloads whose copy has ended, and forget dead blocks."""

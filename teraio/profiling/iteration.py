@@ -62,6 +62,7 @@ class Iteration:
     held: the blocks that were used in this iteration and still alive at its end, such as gradients that are set to None after the
     step.
     untimed, gaps: begin and end of what is not measured yet.
+    truncated: some of its regions are not in this record, because it has too many.
     """
 
     number: int
@@ -72,6 +73,7 @@ class Iteration:
     held: frozenset[Block] = frozenset()
     untimed: list[tuple[StageRecord | Iteration, Mark, Mark]] = field(default_factory=list)
     gaps: list[tuple[Mark, Mark]] = field(default_factory=list)
+    truncated: bool = False
 
     def read_times(self) -> None:
         """Fill in the seconds of all stages and of the iteration. Waits until the device has finished the iteration."""
@@ -85,6 +87,16 @@ class Iteration:
     def signature(self) -> tuple[tuple[Hashable, int], ...]:
         """A value that is equal for iterations that ran the same regions in the same order."""
         return tuple((r.identity, len(r.stages)) for r in self.regions)
+
+    @property
+    def complete(self) -> bool:
+        """Whether this record has all regions of the iteration, and each of them ran to its end."""
+        return not self.truncated and all(region.complete for region in self.regions)
+
+    @property
+    def stage_count(self) -> int:
+        """Number of recorded stages: the position of the next one."""
+        return self.regions[-1].first + len(self.regions[-1].stages) if self.regions else 0
 
     @property
     def stages(self) -> list[StageRecord]:

@@ -5,6 +5,11 @@ An iteration is a sequence of regions (compiled graphs and optimizer steps) with
 of a stage, counted from the start of the iteration. The user code before a region counts as one stage of phase "user".
 A region that the plan does not expect (an evaluation pass, a recompiled graph) runs without the plan. At the next region that
 the plan expects, the plan applies again: the run is in step with the plan.
+
+[Note: Truncated records]
+User code may run any number of regions before an optimizer steps: an evaluation over a whole data set, or a loop without such a
+step. What is recorded of one iteration has a limit, so that memory does not grow with their number. A region beyond the limit
+runs as any other, but leaves no record, and no plan is made for the iteration.
 """
 
 from __future__ import annotations
@@ -17,6 +22,11 @@ from runtime.execution import StageRun
 from runtime.paging import Block, Pager
 from teraio.profiling.iteration import Iteration, Region, StageRecord
 from teraio.profiling.schedule_by_stage import StageSchedule
+
+_MOST_STAGES = 10_000
+"""Stages that are recorded of one iteration."""
+_MOST_INFERENCE_REGIONS = 64
+"""Inference regions in a row that are recorded. Those of a training step, such as a teacher's, are fewer."""
 
 
 class IterationRecorder:
@@ -33,6 +43,10 @@ class IterationRecorder:
         self._in_step = False
         self._previous: Iteration | None = None
         self._iteration = Iteration(number=0)
+        self._region = Region(identity=None, first=0)
+        self._stage_count = 0
+        self._recording = False
+        self._inference_regions = 0
         self._position = 0
         self._device = pager.device
         self._user_code_began = self._began = self._last_end = self._device.mark()
@@ -71,16 +85,18 @@ class IterationRecorder:
 
     def updated_on_host(self, number: int, seconds: float) -> None:
         """Record that stage `number` of the current optimizer step was an update on the host that took `seconds`."""
-        record = self._iteration.regions[-1].stages[number + 1]
+        record = self._region.stages[number + 1]
         record.host_seconds, record.on_host = seconds, True
 
     def updated_later(self, number: int, begin: Mark, end: Mark) -> None:
         """Record that the update of stage `number`, which was planned for the host, ran on the device after the other stages."""
-        self._iteration.untimed.append((self._iteration.regions[-1].stages[number + 1], begin, end))
-        self._device_worked(begin, end)
+        self._measure(self._region.stages[number + 1], begin, end)
 
-    def _device_worked(self, begin: Mark, end: Mark) -> None:
-        """On an asynchronous device, the gaps between stages are what the iteration has waited for."""
+    def _measure(self, record: StageRecord, begin: Mark, end: Mark) -> None:
+        """Note when a stage ran. On an asynchronous device, the gaps between stages are what the iteration has waited for."""
+        if not self._recording:
+            return
+        self._iteration.untimed.append((record, begin, end))
         if self._device.asynchronous:
             self._iteration.gaps.append((self._last_end, begin))
             self._last_end = end
@@ -108,25 +124,29 @@ class IterationRecorder:
 
     # -- calls of the executor and of optimizer steps, see `Observer`
 
-    def region_begins(self, identity: Hashable, stage_count: int) -> None:
-        region = Region(identity=identity, first=len(self._iteration.stages))
+    def region_begins(self, identity: Hashable, stage_count: int, *, is_inference: bool = False) -> None:
+        region = Region(identity=identity, first=self._iteration.stage_count)
         waited = self._host_waited() - self._waited_at_user_code  # while the previous region ended
         user = StageRecord(name="user", phase="user", seconds=-waited)
         self._last_end = self._device.mark()
-        self._iteration.untimed.append((user, self._user_code_began, self._last_end))
         region.stages.append(user)
         self._pager.take_late()  # forget what a failed stage waited for
         self._stage_count = stage_count
-        self._iteration.regions.append(region)
-        if len(self._iteration.regions) == 1 and self._previous is not None:
-            self._previous.survivors = {
-                (index, ordinal)
-                for index, before in enumerate(self._previous.regions)
-                for ordinal, block in enumerate(before.made)
-                if not block.dead
-            }
+        self._region, self._recording = region, self._has_room(region, is_inference)
+        if self._recording:
+            self._iteration.untimed.append((user, self._user_code_began, self._last_end))
+            self._iteration.regions.append(region)
+            if len(self._iteration.regions) == 1 and self._previous is not None:
+                self._previous.survivors = _survivors(self._previous)
         self._pager.advance_clock()
         self._find_step(identity)
+
+    def _has_room(self, region: Region, is_inference: bool) -> bool:
+        """Return whether the region that begins is recorded, see [Note: Truncated records]."""
+        self._inference_regions = self._inference_regions + 1 if is_inference else 0
+        fits = region.first + self._stage_count < _MOST_STAGES and self._inference_regions <= _MOST_INFERENCE_REGIONS
+        self._iteration.truncated |= not fits
+        return fits
 
     def _find_step(self, identity: Hashable) -> None:
         """Find the region in the plan, first from the cursor on, then from the beginning, and set whether it is in step."""
@@ -165,7 +185,7 @@ class IterationRecorder:
                 self._pager.offload(leaving, tier)
 
     def stage_ended(self, run: StageRun) -> None:
-        region = self._iteration.regions[-1]
+        region = self._region
         position = region.first + len(region.stages)
         record = StageRecord(
             name=run.name,
@@ -178,8 +198,7 @@ class IterationRecorder:
             written=tuple(run.written),
             late=tuple((b.trace_id, t) for b, t in self._pager.take_late() if self._by_id.get(b.trace_id) is b),
         )
-        self._iteration.untimed.append((record, run.begin, run.end))
-        self._device_worked(run.begin, run.end)
+        self._measure(record, run.begin, run.end)
         region.stages.append(record)
         self._recognise(run.made, region)
         region.made.extend(run.made)
@@ -195,7 +214,8 @@ class IterationRecorder:
         if not made:
             return
         index = len(self._iteration.regions) - 1
-        before = self._previous.regions[index] if self._previous and index < len(self._previous.regions) else None
+        previous = self._previous.regions if self._recording and self._previous is not None else []
+        before = previous[index] if index < len(previous) else None
         if before is not None and before.identity == region.identity:
             self._pager.record_uses(dict(zip(made, (each.uses for each in before.made[len(region.made) :]), strict=False)))
         if self._in_step and self._schedule is not None:
@@ -214,16 +234,14 @@ class IterationRecorder:
             return next_uses[block]
         if block.uses and self._previous is not None:
             index = bisect_right(block.uses, position)
-            count = len(self._previous.stages)
+            count = self._previous.stage_count
             return block.uses[index] - position if index < len(block.uses) else block.uses[0] + count - position
         return mirrored
 
     def region_ended(self) -> None:
         self._user_code_began = self._device.mark()
         self._waited_at_user_code = self._host_waited()
-        region = self._iteration.regions[-1] if self._iteration.regions else None
-        if region is not None:
-            region.complete = len(region.stages) == self._stage_count + 1
+        self._region.complete = len(self._region.stages) == self._stage_count + 1
         if self._in_step and self._schedule is not None and self._cursor < len(self._schedule.regions):
             self._prefetch(self._schedule.regions[self._cursor][1])
         self._in_step = False
@@ -263,3 +281,9 @@ class IterationRecorder:
         if self._schedule is not None:
             self._prefetch(self._schedule.regions[0][1])
         return done
+
+
+def _survivors(iteration: Iteration) -> set[tuple[int, int]]:
+    """Return (number of the region, ordinal in it) of the blocks that were made in the iteration and are still alive."""
+    made = ((index, number, block) for index, region in enumerate(iteration.regions) for number, block in enumerate(region.made))
+    return {(index, number) for index, number, block in made if not block.dead}

@@ -14,6 +14,7 @@ from runtime.execution import Constant, Kind, Phase, Program, Stage, StageFuncti
 from teraio.stages import cost
 from teraio.stages.cut import CutPolicy, assign, can_cut
 from teraio.stages.memory import Resizer, distinct_bytes, is_symbolic, small, stage_bytes
+from teraio.stages.random_state import describe
 from teraio.stages.split import Subgraph, split
 
 Codegen = Callable[[GraphModule, Sequence[Any], dict[str, Any]], StageFunction]
@@ -76,6 +77,7 @@ class StageCompiler:
         identity = self._graphs
         self._graphs += 1
         prefix = phase if identity < 2 else f"{phase}#{identity}"
+        describe(gm.graph)
         subgraphs = self._subgraphs(gm)
         functions = [self._function(subgraph, options) for subgraph in subgraphs]
         _report_strides(gm)
@@ -118,8 +120,19 @@ def _report_strides(gm: GraphModule) -> None:
     (output,) = (n for n in gm.graph.nodes if n.op == "output")
     for result in output.args[0]:
         value = result.meta.get("val") if isinstance(result, Node) else None
-        strides = tuple(str(s) for s in value.stride()) if isinstance(value, torch.Tensor) else None
+        strides = value.stride() if isinstance(value, torch.Tensor) else None
+        if strides is not None and not context.fakify_first_call:
+            strides = _hints(strides)
         context.output_strides.append(cast(Any, strides))
+
+
+def _hints(strides: Sequence[int | torch.SymInt]) -> tuple[int, ...] | None:
+    """Return the strides with the sizes that the graph was captured with; None if one of them depends on data.
+
+    PyTorch takes symbolic strides only where it splits a graph itself, as for DDP: then it calls the parts with fake tensors.
+    """
+    known = [stride if isinstance(stride, int) else stride.node.hint for stride in strides]
+    return None if None in known else tuple(map(int, known))
 
 
 def _lay_out(

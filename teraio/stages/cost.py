@@ -16,6 +16,8 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
+from teraio.stages.random_state import unwrapped
+
 _SECONDS_PER_FLOP = {"cpu": 1e-11, "cuda": 4e-15}
 _SECONDS_PER_BYTE = {"cpu": 1e-10, "cuda": 5e-13}
 _VIEW_NAMES = frozenset(
@@ -106,19 +108,19 @@ def is_creation(node: Node) -> bool:
 
 def flops(node: Node) -> float:
     """Return the floating-point operations of a matmul, a convolution or attention; 0 for every other node."""
-    target = node.target
+    target, arguments, named = unwrapped(node)
     if not isinstance(target, torch._ops.OpOverload):
         return 0.0
-    name = packet_name(node)
+    name = target._schema.name.split("::")[1]
     if "scaled_dot_product" in name and "for_cpu" in name:
         first = 1 if "backward" in name else 0
-        query, key = _value(node.args[first]), _value(node.args[first + 1])
+        query, key = _value(arguments[first]), _value(arguments[first + 1])
         forward = 4.0 * math.prod(_number(s) for s in query.shape) * _number(key.shape[-2])
         return 2.5 * forward if "backward" in name else forward
     formula = flop_registry.get(target._overloadpacket)
     if formula is None:
         return 0.0
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value)
+    args, kwargs = torch.fx.node.map_arg((tuple(arguments), dict(named)), _value)
     return float(_number(cast(Any, formula)(*args, **kwargs, out_val=node.meta.get("val"))))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from teraio.stages import cost
+from teraio.stages.random_state import carries_random_state
 
 _STAGES_PER_LAYER = 6
 _SMALL_BYTES = 1 << 20
@@ -53,7 +54,7 @@ def layer_of(path: str) -> str:
 def can_cut(graph: Graph) -> str | None:
     """Return None if `graph` can be cut, otherwise the reason why it stays one stage."""
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and not carries_random_state(node):
             return f"it contains the higher-order operator {node.target}"
         if cost.is_size(node) and any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes):
             return f"it computes the size {node.name} from a tensor"

@@ -71,27 +71,35 @@ def small(nodes: Sequence[Node]) -> list[Node]:
     return [n for n in nodes if cost.output_bytes(n) < MIN_MOVED_BYTES]
 
 
-_StorageKey = tuple[Node, int | None]
-"""The node that owns a storage, and which of its results, if it has several."""
+_StorageKey = tuple[Node, tuple[Any, ...]]
+"""The node that owns a storage, and which of its results: the indices that lead to it, as results may be nested."""
 
 
 def _storages(module: GraphModule) -> dict[Node, _StorageKey]:
     """Return, for every node of a subgraph, the storage that its result lies in."""
     keys: dict[Node, _StorageKey] = {}
     for node in module.graph.nodes:
-        keys[node] = (node, None)
-        if node.all_input_nodes and cost.is_getitem(node) and not cost.is_view(node.all_input_nodes[0]):
-            keys[node] = (node.all_input_nodes[0], node.args[1])
-        elif node.all_input_nodes and (cost.is_view(node) or cost.is_getitem(node)):
-            keys[node] = keys[node.all_input_nodes[0]]
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        if source is None or not (cost.is_view(node) or cost.is_getitem(node)) or source.meta.get("val") is None:
+            keys[node] = (node, ())
+        elif cost.is_view(node) or not isinstance(_at(keys[source]), (tuple, list)):
+            keys[node] = keys[source]
+        else:
+            keys[node] = (keys[source][0], (*keys[source][1], node.args[1]))
     return keys
 
 
-def _storage_bytes(key: _StorageKey, symbols: cost.Symbols) -> int:
-    owner, index = key
+def _at(key: _StorageKey) -> Any:
+    """Return the fake value that lies there: a tensor, or several."""
+    owner, path = key
     value: Any = owner.meta.get("val")
-    tensors = cost.fake_tensors(value if index is None else value[index])
-    return sum((cost.storage_bytes(t, symbols) for t in tensors), 0)
+    for index in path:
+        value = value[index]
+    return value
+
+
+def _storage_bytes(key: _StorageKey, symbols: cost.Symbols) -> int:
+    return sum((cost.storage_bytes(t, symbols) for t in cost.fake_tensors(_at(key))), 0)
 
 
 def _new_bytes(subgraph: Subgraph, symbols: cost.Symbols) -> int:
@@ -117,9 +125,9 @@ def _workspace_bytes(subgraph: Subgraph, symbols: cost.Symbols) -> int:
     for key in first:
         if key[0].op == "call_function" and key not in outputs:
             size = _storage_bytes(key, symbols)
-            if key[1] is None and isinstance(key[0].meta.get("val"), (tuple, list)):
+            if isinstance(_at(key), (tuple, list)):
                 # Of several results, those that no node takes live until the others have been taken.
-                size -= sum(_storage_bytes(k, symbols) for k in first if k[0] is key[0] and k[1] is not None)
-            change[first[key[0], None]] += size
+                size -= sum(_storage_bytes(k, symbols) for k in first if k[0] is key[0] and k[1] and k[1][:-1] == key[1])
+            change[first[key[0], ()]] += size
             change[last[key] + 1] -= size
     return max(itertools.accumulate(change))

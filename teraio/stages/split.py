@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from teraio.stages import cost
 from teraio.stages.cut import layer_of, module_path
+from teraio.stages.random_state import unwrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +79,12 @@ def _is_written(value: Node) -> bool:
     An operator without a schema is taken to write. To be called before the subgraph is compiled, because that rewrites it.
     """
     for user in value.users:
-        target = user.target
+        target, arguments, named_arguments = unwrapped(user)
         if not isinstance(target, torch._ops.OpOverload):
             if user.op != "output" and not cost.is_size(user) and not cost.is_getitem(user):
                 return True
         elif target._schema.is_mutable:
-            named = dict(zip((a.name for a in target._schema.arguments), user.args, strict=False)) | dict(user.kwargs)
+            named = dict(zip((a.name for a in target._schema.arguments), arguments, strict=False)) | dict(named_arguments)
             writes = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
             if any(value in _nodes(named.get(name)) for name in writes):
                 return True

@@ -31,7 +31,7 @@ class Recorder:
     reached: int = 0
     ended: int = 0
 
-    def region_begins(self, identity: Hashable, stage_count: int) -> None:
+    def region_begins(self, identity: Hashable, stage_count: int, *, is_inference: bool = False) -> None:
         self.regions.append((identity, stage_count))
 
     def stage_reached(self) -> Sequence[Block]:

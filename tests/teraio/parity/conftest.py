@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 from runtime.transfer.engine import Engine
 from teraio.registry import REGISTRY
@@ -22,3 +24,10 @@ def fine_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = CutPolicy(shortest_seconds=1e-9)
     monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, cut_policy=policy))
     monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, 1 << 20))
+
+
+@pytest.fixture
+def eager_dropout() -> Iterator[None]:
+    """Draw dropout masks as eager does, so that compiled and eager runs see the same ones."""
+    with torch._inductor.config.patch(fallback_random=True):
+        yield

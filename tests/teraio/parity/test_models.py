@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,6 @@ def adamw_in_two_groups(module: nn.Module) -> Optimizer:
 
 def warm_up(optimizer: Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: min(1.0, (epoch + 1) / 4))
-
-
-@pytest.fixture
-def eager_dropout() -> Iterator[None]:
-    """Draw dropout masks as eager does, so that compiled and eager runs see the same ones."""
-    with torch._inductor.config.patch(fallback_random=True):
-        yield
 
 
 @pytest.mark.planning_process

@@ -13,6 +13,7 @@ from runtime.device.device import CpuDevice, WallMark
 from runtime.execution import StageRun
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
+from teraio.profiling import recorder
 from teraio.profiling.iteration import Iteration
 from teraio.profiling.recorder import IterationRecorder
 from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
@@ -55,7 +56,7 @@ class Training:
 
     def region(self, identity: Hashable, *, stages: int | None = None, fails_at: int | None = None) -> None:
         count = COUNTS[str(identity)] if stages is None else stages
-        self.recorder.region_begins(identity, count)
+        self.recorder.region_begins(identity, count, is_inference=identity == EVALUATION)
         for number in range(count):
             wanted = [block.name for block in self.recorder.stage_reached()]
             self.fetched.append((f"{identity} {number}", wanted))
@@ -221,6 +222,53 @@ def test_a_region_that_failed_is_not_complete() -> None:
     training.region(BACKWARD, fails_at=1)
     training.region(STEP)
     assert [r.complete for r in training.recorder.iteration_ends().regions] == [True, False, True]
+
+
+def test_a_long_evaluation_leaves_no_record_of_most_regions() -> None:
+    training = Training()
+    training.iteration()
+    for _ in range(3):
+        training.region(FORWARD)
+        training.region(BACKWARD)
+        for _ in range(500):
+            training.region(EVALUATION)
+    training.region(STEP)
+    recorded = training.recorder.iteration_ends()
+    assert recorded.truncated and not recorded.complete
+    names = [region.identity for region in recorded.regions]
+    assert names.count(EVALUATION) == 3 * 64 and names.count(FORWARD) == names.count(BACKWARD) == 3
+    assert [r.first for r in recorded.regions[1:]] == [r.first + len(r.stages) for r in recorded.regions[:-1]]
+    assert not recorded.untimed
+    assert not training.iteration().truncated
+
+
+def test_a_short_inference_pass_is_part_of_the_iteration() -> None:
+    training = Training()
+    recorded = [training.iteration((EVALUATION, FORWARD, BACKWARD, STEP)) for _ in range(2)]
+    assert all(each.complete for each in recorded)
+    assert recorded[0].signature == recorded[1].signature and recorded[0].signature[0] == (EVALUATION, 4)
+
+
+def test_iterations_that_never_end_are_recorded_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_MOST_STAGES", 100)
+    training = Training()
+    for _ in range(200):
+        training.region(FORWARD)
+        training.region(BACKWARD)
+    recorded = training.recorder.iteration_ends()
+    assert recorded.truncated and len(recorded.stages) == recorded.stage_count == 99
+    following = training.iteration()
+    assert following.complete and following.stage_count == 8
+
+
+def test_a_plan_applies_again_after_regions_without_a_record() -> None:
+    training = planned()
+    for _ in range(100):
+        training.region(EVALUATION)
+    training.asked()
+    training.iteration()
+    fetched, asked = training.asked()
+    assert fetched == AS_PLANNED[0] and asked[-5:] == AS_PLANNED[1]
 
 
 def test_survivors_are_what_lives_when_the_next_iteration_begins() -> None:

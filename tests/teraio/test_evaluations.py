@@ -1,0 +1,122 @@
+"""Passes without an optimizer step between them: what is kept of them does not grow with their number."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from runtime.paging import Block
+from teraio.profiling import recorder
+from teraio.profiling.iteration import StageRecord
+from teraio.registry import REGISTRY
+from teraio.stages import CutPolicy
+
+from ..training import MIB, Training, begin, mean_square_step, random_rows, unequal
+
+WATCHED = (StorageWeakRef, Block, StageRecord)
+
+
+@pytest.fixture(autouse=True)
+def many_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stage for each layer, however small."""
+    policy = CutPolicy(shortest_seconds=1e-9)
+    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, cut_policy=policy))
+
+
+def six_layers(tmp_path: Path, *, budget: int | None = 4 * MIB) -> Training:
+    """Begin to train six weights of 1 MiB. Outputs of stages are under 1 MiB for up to 511 rows."""
+    options = {"memory_budget": budget, "storage": str(tmp_path)}
+    return begin(
+        lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(6)]),
+        lambda module: [torch.optim.SGD(module.parameters(), lr=0.1)],
+        options,
+    )
+
+
+def evaluate(training: Training, *, passes: int, rows: int = 16) -> None:
+    with torch.no_grad():
+        for _ in range(passes):
+            training.model(torch.ones(rows, 512))
+
+
+def update_by_hand(training: Training) -> None:
+    """A step that is none of torch.optim."""
+    training.model(torch.ones(16, 512)).square().mean().backward()
+    with torch.no_grad():
+        for weight in training.module.parameters():
+            weight.sub_(weight.grad, alpha=0.1)
+            weight.grad = None
+
+
+def kept() -> Counter[type]:
+    """How many objects of each watched type are alive."""
+    gc.collect()
+    return Counter(type(thing) for thing in gc.get_objects() if type(thing) in WATCHED)
+
+
+def test_evaluations_between_two_steps_keep_nothing(tmp_path: Path) -> None:
+    training = six_layers(tmp_path)
+    training.run(random_rows(1), functools.partial(mean_square_step, training))
+    evaluate(training, passes=70)
+    before = kept()
+    evaluate(training, passes=40)
+    assert kept() == before
+    assert training.progress[-1][0].moved_bytes["storage->device"] > 0
+
+
+def test_evaluations_without_any_step_keep_nothing(tmp_path: Path) -> None:
+    training = six_layers(tmp_path)
+    evaluate(training, passes=70)
+    before = kept()
+    evaluate(training, passes=40)
+    assert kept() == before
+
+
+def test_no_reference_to_a_dead_storage_is_kept(tmp_path: Path) -> None:
+    training = six_layers(tmp_path)
+    evaluate(training, passes=10)
+    before = kept()
+    evaluate(training, passes=50)
+    assert kept()[StorageWeakRef] == before[StorageWeakRef]
+    assert kept()[StageRecord] > before[StageRecord], "these passes were recorded"
+
+
+def test_own_updates_keep_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_MOST_STAGES", 100)
+    training = six_layers(tmp_path, budget=8 * MIB)
+    for _ in range(10):
+        update_by_hand(training)
+    before = kept()
+    for _ in range(20):
+        update_by_hand(training)
+    assert kept() == before
+
+
+def test_training_after_a_long_evaluation_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    found = []
+    for budget in (None, 20 * MIB):
+        training = six_layers(tmp_path, budget=budget)
+        torch.manual_seed(1)
+        training.run(random_rows(2), functools.partial(mean_square_step, training))
+        evaluate(training, passes=70)
+        training.run(random_rows(2), functools.partial(mean_square_step, training))
+        found.append(list(training.finish().values()))
+    assert not unequal(found[1], found[0])
+
+
+@pytest.mark.long
+def test_the_resident_set_does_not_grow_with_evaluations(tmp_path: Path) -> None:
+    training = six_layers(tmp_path, budget=64 * MIB)
+    training.run(random_rows(2), functools.partial(mean_square_step, training))
+    evaluate(training, passes=200, rows=128)
+    before = psutil.Process().memory_info().rss
+    evaluate(training, passes=5000, rows=128)
+    assert psutil.Process().memory_info().rss < before + 8 * MIB
