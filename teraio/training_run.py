@@ -83,7 +83,7 @@ class TrainingRun:
         )
         self._recorder = IterationRecorder(self._pager)
         self._meter = WorkspaceMeter(machine.memory, runs=machine.measured_runs, first_is_special=machine.device.asynchronous)
-        self.stage_compiler = StageCompiler(codegen=options.codegen, policy=cut_policy)
+        self.stage_compiler = StageCompiler(codegen=options.codegen, mode=options.mode, policy=cut_policy)
         if subgroup_bytes is None and given is not None:
             subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
