@@ -53,7 +53,11 @@ def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Opt
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    run = registry.REGISTRY.run_for(options, _device(example_inputs))
+    run = registry.REGISTRY.run_for(
+        options,
+        _device(example_inputs),
+        [value for value in example_inputs if isinstance(value, torch.nn.Parameter) and value.layout is torch.strided],
+    )
     inputs = _describe_inputs(gm, example_inputs)
     programs: list[Program] = []
 

@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -22,6 +22,8 @@ from teraio.optimizer import keep_masters
 from teraio.options import Options
 from teraio.status import Status
 from teraio.training_run import TrainingRun
+
+logger = logging.getLogger("teraio")
 
 
 class Registry:
@@ -39,20 +41,46 @@ class Registry:
         self._runs: dict[tuple[Options, torch.device], TrainingRun] = {}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # given to manage_optimizer; for later runs too
 
-    def run_for(self, options: Options, device: torch.device) -> TrainingRun:
+    def run_for(self, options: Options, device: torch.device, parameters: Sequence[torch.Tensor] = ()) -> TrainingRun:
         """Return the run for these options. Models compiled with equal options share one run: one budget and one timeline.
 
         Makes it the first time, which waits for measurements. Raises what `TrainingRun` raises.
+        parameters: of the graph that is compiled. If another run manages all of them, the model is compiled again: that run ends,
+        and this one takes over, which waits until all blocks of the other run are on the device.
         """
+        key = (options, device)
+        optimizers = self._end_others(key, parameters)
         with self._lock:
-            key = (options, device)
             if key not in self._runs:
                 _show_messages()
                 open_machine = functools.partial(self.open_machine, measured=self.measured, ownership=self._ownership)
                 self._runs[key] = self.new_run(options, device, open_machine=open_machine)
                 for optimizer in self._optimizers:
                     self._runs[key].manage_optimizer(optimizer)
+            self._runs[key].expect(optimizers)
             return self._runs[key]
+
+    def _end_others(self, key: tuple[Options, torch.device], parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
+        """End the runs under other options that manage all of `parameters`. Return the optimizers that they managed."""
+        with self._lock:
+            counts = {other: run.count_managed(parameters) for other, run in self._runs.items() if other != key}
+            ending = [self._runs.pop(other) for other, count in counts.items() if parameters and count == len(parameters)]
+            sharing = [(self._runs[other], count) for other, count in counts.items() if count and other in self._runs]
+        for run, count in sharing:
+            budget = run.status().device_budget_bytes
+            logger.warning(
+                "%d of %d parameters of this graph are managed under %s, and do not move under these options; if the model was "
+                "compiled again, call teraio.reset() first",
+                count,
+                len(parameters),
+                "other options" if budget is None else f"the budget of {budget:,} bytes",
+            )
+        optimizers = []
+        for run in ending:
+            logger.info("the model is compiled again: its run with other options ends, and all blocks come back to the device")
+            optimizers += run.optimizers()
+            run.close(replaced=True)
+        return optimizers
 
     def runs(self) -> tuple[TrainingRun, ...]:
         """Return all runs, in order of creation."""

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 import planner
-from planner.errors import BudgetError
+from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import Program, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Pager
 from teraio.machine import Machine
@@ -110,6 +110,7 @@ class TrainingRun:
         self._ended: _Ended | None = None
         self._late_seconds = 0.0
         self._kept_bytes = 0
+        self._replaced = False
 
     def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes) -> OptimizerSteps:
         return OptimizerSteps(
@@ -147,6 +148,11 @@ class TrainingRun:
                 if self._sizes.grow(program.identity, sized):
                     self._phase = self._phase.graphs_changed()
             if not self._phase.managed:
+                if self._replaced and program.phase == "forward":
+                    raise UnsupportedError(
+                        "this model was compiled again with other options, which ended the run that this call belongs to; call "
+                        "what was compiled last, or call torch._dynamo.reset() and compile the model again"
+                    )
                 return run_plain(program, arguments)
             self._steps.between_regions()
             overlap = self._steps.overlap
@@ -214,6 +220,18 @@ class TrainingRun:
         """Manage its steps and states, whatever the option optimizer says. Waits while states are copied."""
         self._steps.manage(optimizer)
 
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers whose steps and states it manages."""
+        return self._steps.optimizers()
+
+    def expect(self, optimizers: Sequence[Optimizer]) -> None:
+        """Manage the states of these optimizers as soon as their parameters are blocks, if it manages optimizers at all."""
+        self._steps.expect(optimizers)
+
+    def count_managed(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return how many of these tensors it manages."""
+        return sum(self._pager.known_block(tensor) is not None for tensor in tensors)
+
     def wait_for_plan(self, timeout_seconds: float | None) -> bool:
         """Wait until no plan is being made, or until the time is over. Return whether none is. For any thread."""
         return self._background.wait(timeout_seconds)
@@ -263,8 +281,12 @@ class TrainingRun:
                     self._pager.leave_region()
             yield
 
-    def close(self) -> None:
-        """Bring every block back to the device, remove hooks and files. Waits until that is done."""
+    def close(self, *, replaced: bool = False) -> None:
+        """Bring every block back to the device, remove hooks and files. Waits until that is done.
+
+        replaced: another run takes over; this one refuses forward passes from now on.
+        """
+        self._replaced = replaced
         self._steps.close()
         ending, self._phase = self._phase, ClosedPhase(self._context)
         ending.end()
