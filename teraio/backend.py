@@ -53,12 +53,10 @@ def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Opt
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    run = registry.REGISTRY.run_for(
-        options,
-        _device(example_inputs),
-        [value for value in example_inputs if isinstance(value, torch.nn.Parameter) and value.layout is torch.strided],
-    )
     inputs = _describe_inputs(gm, example_inputs)
+    parameters = _parameters(inputs, example_inputs)
+    run = registry.REGISTRY.run_for(options, _device(example_inputs), tuple(parameters.values()))
+    registry.REGISTRY.leave_given_away(parameters)
     programs: list[Program] = []
 
     def compile_graph(graph: GraphModule, fake_inputs: Sequence[Any], **settings: Any) -> Callable[[list[Any]], Any]:
@@ -92,6 +90,11 @@ def _compile(run: TrainingRun, graph: GraphModule, inputs: list[tuple[str, Kind]
         graph, phase=phase, options={k: settings[k] for k in kept if k in settings}, inputs=known
     )
     return replace(program, is_inference=bool(settings.get("is_inference")))
+
+
+def _parameters(inputs: Sequence[tuple[str, Kind]], example_inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+    named = ((name, value) for (name, _), value in zip(inputs, example_inputs, strict=False))
+    return {name: value for name, value in named if type(value) is torch.nn.Parameter and value.layout is torch.strided}
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

@@ -10,13 +10,14 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
 
 from planner.errors import UnsupportedError
-from runtime.paging import StorageOwnership
+from runtime.device import MIN_MOVED_BYTES
+from runtime.paging import StorageOwnership, given_away
 from teraio.machine import Machine, MeasuredPaths
 from teraio.optimizer import keep_masters
 from teraio.options import Options
@@ -82,6 +83,24 @@ class Registry:
             run.close(replaced=True)
         return optimizers
 
+    def leave_given_away(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Let those of the named parameters that no run manages yet stay where they are, if their memory was given away."""
+        runs = self.runs()
+        new = {
+            name: tensor
+            for name, tensor in parameters.items()
+            if tensor.untyped_storage().nbytes() >= MIN_MOVED_BYTES and not any(run.count_managed([tensor]) for run in runs)
+        }
+        given = {id(tensor) for tensor in given_away(list(new.values()))}
+        for name, tensor in new.items():
+            if id(tensor) in given and not self._ownership.stays(tensor.untyped_storage()):
+                self._ownership.leave(tensor.untyped_storage())
+                logger.warning(
+                    "the memory of %s was given away before the first compiled call (DLPack), so it stays where it is and never "
+                    "moves; let go of what holds it before that call",
+                    name,
+                )
+
     def runs(self) -> tuple[TrainingRun, ...]:
         """Return all runs, in order of creation."""
         with self._lock:
@@ -133,6 +152,7 @@ class Registry:
             self._runs.clear()
         for run in runs:
             run.close()
+        self._ownership = StorageOwnership()  # what was given away may have come back
 
 
 def _show_messages() -> None:
