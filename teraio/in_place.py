@@ -25,11 +25,17 @@ def compile_in_place(model: Compiled, options: Mapping[str, Any], *, dynamic: bo
     if not isinstance(model, torch.nn.Module):
         return cast(Compiled, torch.compile(model, **given))
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    model._compiled_call_impl = torch.compile(_with_code_of_its_own(call), **given)
+    model._compiled_call_impl = torch.compile(_with_code_of_its_own(_caller(model)), **given)
     return model
+
+
+def _caller(self: torch.nn.Module) -> Callable[..., Any]:
+    """Return a function that runs the module. The name `self` is left out of the names of stages and blocks."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return call
 
 
 def _with_code_of_its_own(function: Callable[..., Any]) -> FunctionType:

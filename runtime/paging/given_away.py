@@ -28,7 +28,8 @@ def given_away(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _use_count(tensor: torch.Tensor) -> int:

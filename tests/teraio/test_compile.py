@@ -66,6 +66,12 @@ def test_a_model_whose_forward_is_pytorch_s_own(tmp_path: Path) -> None:
     assert status.moved_bytes["device->storage"] > 0
 
 
+def test_stages_are_named_after_paths_in_the_model(tmp_path: Path) -> None:
+    with pytest.raises(teraio.BudgetError) as caught:
+        teraio.compile(Stack(), memory_budget=2 * MIB, storage=tmp_path, codegen="eager")(torch.randn(2, 512))
+    assert caught.value.stage.startswith("forward/layers.0")
+
+
 def test_a_copy_of_a_compiled_model_is_not_compiled(tmp_path: Path) -> None:
     model = teraio.compile(Stack(), memory_budget=BUDGET, storage=tmp_path, codegen="eager")
     for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
