@@ -50,10 +50,10 @@ demo: $(READY)  ## train a 38M-parameter GPT on real text, with all the memory a
 	$(RUN) -m examples.train_text $(ARGS)
 
 test: $(READY)  ## run the tests (those for a GPU: make test-gpu)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest --ignore=tests/gpu -n $(WORKERS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest --ignore=tests/gpu --ignore=tests/models -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-long: $(READY)  ## run the tests with more examples and more steps: for nights, not for every change
-	TERAIO_TESTS=long $(MAKE) test ARGS="--timeout=1200 $(ARGS)"
+	TEST_PROFILE=long $(MAKE) test ARGS="--timeout=1200 $(ARGS)"
 
 coverage: $(READY)  ## run the tests and tell which lines and branches of the three packages they reach
 	$(MAKE) test ARGS="--cov=planner --cov=runtime --cov=teraio --cov-branch --cov-report=term --cov-report=html:build/coverage $(ARGS)"

@@ -1,15 +1,15 @@
-"""teraio: train models that do not fit into memory, with `torch.compile(model, backend="teraio")` and an unchanged loop.
+"""teraio: train models that do not fit into memory, with `teraio.compile(model, memory_budget=...)` and an unchanged loop.
 
 Only the names that this module exports are public. `planner` and `runtime` are parts of teraio.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +36,12 @@ from planner.errors import (  # noqa: E402
     TraceError,
     UnsupportedError,
 )
+from teraio.given_options import GivenOptions  # noqa: E402
 from teraio.status import Status  # noqa: E402
 
 __version__ = "0.1.0"
+
+_Compiled = TypeVar("_Compiled", bound=Callable[..., Any])
 
 __all__ = [
     "BudgetError",
@@ -53,6 +56,7 @@ __all__ = [
     "TraceError",
     "UnsupportedError",
     "__version__",
+    "compile",
     "manage_optimizer",
     "on_device",
     "reset",
@@ -63,6 +67,23 @@ __all__ = [
 
 
 # The functions import the registry when they are called: the command line must start without torch.
+
+
+def compile(
+    model: _Compiled, *, dynamic: bool | None = None, fullgraph: bool = False, **options: Unpack[GivenOptions]
+) -> _Compiled:
+    """Compile a model in place, so that it trains within a memory budget, and return it.
+
+    The model keeps its class, its attributes and the names of its parameters, which trainers and checkpoints rely on. For a
+    function that is no `torch.nn.Module`, returns the compiled function; the given one stays as it is.
+
+    dynamic, fullgraph: as for `torch.compile`. options: see `docs/options.md`; those that are not given here come from
+    environment variables and the file that TERAIO_CONFIG names. Compiles nothing yet: the first call does, which may raise
+    BudgetError and StorageFullError. Raises OptionsError.
+    """
+    from teraio.in_place import compile_in_place
+
+    return compile_in_place(model, options, dynamic=dynamic, fullgraph=fullgraph)
 
 
 def status() -> tuple[Status, ...]:

@@ -14,7 +14,7 @@ from planner.errors import BudgetError, TeraioError
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Kind, Phase, Program
 from teraio import registry
-from teraio.options import parse_options
+from teraio.options import Options, parse_options
 from teraio.training_run import TrainingRun
 
 _CONFIG: dict[str, Any] = {
@@ -25,16 +25,19 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-def teraio(gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def teraio(
+    gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
     """Compile a captured graph so that it trains within a memory budget. Called by torch.compile.
 
-    gm, example_inputs: from Dynamo. options: see `teraio.options.Options`.
+    gm, example_inputs: from Dynamo. mode: the option of that name; PyTorch takes either this or `options`.
+    options: see `teraio.options.Options`.
     Waits until the forward and the backward graph are compiled. The first call of the result raises OptionsError, BudgetError (no
     schedule can satisfy the budget) or StorageFullError (the spill files would not fit). An error that the backend itself raised
     would reach the user inside an error of Dynamo, or not at all.
     """
     try:
-        return _compile_graphs(gm, example_inputs, options)
+        return _compile_graphs(gm, example_inputs, parse_options({"mode": mode} if options is None else options))
     except TeraioError as error:
         registry.REGISTRY.forget_unused()
         return _raiser(error)
@@ -65,12 +68,14 @@ def _with_immovable(error: BudgetError, arguments: Sequence[Any]) -> BudgetError
     )
 
 
-def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
+def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    run = registry.REGISTRY.run_for(parse_options(options), _device(example_inputs))
     inputs = _describe_inputs(gm, example_inputs)
+    parameters = _parameters(inputs, example_inputs)
+    run = registry.REGISTRY.run_for(options, _device(example_inputs), tuple(parameters.values()))
+    registry.REGISTRY.leave_given_away(parameters)
     programs: list[Program] = []
 
     def compile_graph(graph: GraphModule, fake_inputs: Sequence[Any], **settings: Any) -> Callable[[list[Any]], Any]:
@@ -104,6 +109,11 @@ def _compile(run: TrainingRun, graph: GraphModule, inputs: list[tuple[str, Kind]
         graph, phase=phase, options={k: settings[k] for k in kept if k in settings}, inputs=known
     )
     return replace(program, is_inference=bool(settings.get("is_inference")))
+
+
+def _parameters(inputs: Sequence[tuple[str, Kind]], example_inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+    named = ((name, value) for (name, _), value in zip(inputs, example_inputs, strict=False))
+    return {name: value for name, value in named if type(value) is torch.nn.Parameter and value.layout is torch.strided}
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:

@@ -1,18 +1,26 @@
-"""The options of the backend: `torch.compile(model, backend="teraio", options={...})`."""
+"""The options of the backend, checked: from `torch.compile(..., options={...})`, environment variables and a file."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from planner.errors import OptionsError
+from teraio.settings import settings
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of the memory that the device has, more than 0 and at most 1."""
+
+    fraction: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +31,13 @@ class Options:
     sentences what the option does and what holds without it; the pages of `docs/` show it. A second paragraph gives details.
     """
 
-    memory_budget: int | None = None
+    memory_budget: int | Share | None = None
     """Device memory in bytes that training may use: parameters, gradients, activations, optimizer states and workspaces together.
     Default: the memory that is available, less one tenth, if `storage` or `host_budget` is given; else there is no limit.
 
-    On CPU the device is main memory. On a GPU the budget limits everything that PyTorch keeps on the device while compiled
-    regions and optimizer steps run, including PyTorch's cache."""
+    Text such as "50%" means that share of the device's memory. On CPU the device is main memory: what this process has of it and
+    may still take, by the limits of its control groups too. There, a budget needs `storage` or `host_budget`. On a GPU the budget
+    limits everything that PyTorch keeps on the device while compiled regions and optimizer steps run, including its cache."""
 
     host_budget: int | None = None
     """Main memory in bytes in which blocks may wait: pinned memory for a GPU, on CPU a pool of its own beside `memory_budget`.
@@ -104,6 +113,11 @@ class Options:
     codegen: Literal["inductor", "eager"] = "inductor"
     """How stages are compiled. `"eager"` runs them operator by operator, which is slow, for debugging."""
 
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """How thoroughly Inductor compiles stages, as `torch.compile` takes it: tuning takes long and gives faster stages.
+
+    For codegen="inductor" only. Other modes use CUDA graphs, which need tensors that stay at their addresses."""
+
     optimizer: Literal["auto", "off"] = "auto"
     """`"auto"`: steps of `torch.optim` optimizers run subgroup by subgroup where that gives the same bits, and optimizer states
     can move. `"off"`: steps run unchanged and states stay on the device.
@@ -129,16 +143,28 @@ class Options:
 
 
 def parse_options(given: Mapping[str, Any] | None) -> Options:
-    """Return the options that the user gave, checked. Options that are None keep their default.
+    """Return the options, checked. Those given in code win over environment variables, and those over the file.
 
-    Raises OptionsError, which names the option, what was found and what is valid.
+    An option that is None was not given. Raises OptionsError, which names the option, what was found and what is valid; also the
+    variable or the file, if it was found there.
     """
-    given = dict(given or {})
-    known = {f.name: f for f in fields(Options)}
-    unknown = [name for name in given if name not in known]
+    options: dict[str, Any] = {}
+    for source, values in settings():
+        try:
+            options |= _checked(values)
+        except OptionsError as error:
+            raise OptionsError(f"{source}: {error}") from None
+    parsed = Options(**options | _checked(given or {}))
+    if parsed.codegen == "eager" and parsed.mode != "default":
+        raise OptionsError(f"option mode: {parsed.mode!r} is for codegen='inductor'; leave out one of them")
+    return parsed
+
+
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = [name for name in given if name not in _CHECKS]
     if unknown:
-        raise OptionsError(f"unknown option {unknown[0]!r}; valid options are {', '.join(sorted(known))}")
-    return Options(**{name: _CHECKS[name](name, value) for name, value in given.items() if value is not None})
+        raise OptionsError(f"unknown option {unknown[0]!r}; valid options are {', '.join(sorted(_CHECKS))}")
+    return {name: _CHECKS[name](name, value) for name, value in given.items() if value is not None}
 
 
 def parse_bytes(name: str, value: Any) -> int:
@@ -157,6 +183,15 @@ def parse_bytes(name: str, value: Any) -> int:
     raise OptionsError(
         f"option {name}: found {value!r}, wanted a number of bytes from 1 to 2^63 - 1, or text such as '24GiB' or '500MB'"
     )
+
+
+def _budget(name: str, value: Any) -> int | Share:
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value)):
+        percent = float(match[1])
+        if 0 < percent <= 100:
+            return Share(percent / 100)
+        raise OptionsError(f"option {name}: found {value!r}, wanted more than 0 % and at most 100 %")
+    return parse_bytes(name, value)
 
 
 def _directories(name: str, value: Any) -> tuple[Path, ...]:
@@ -224,6 +259,15 @@ def _codegen(name: str, value: Any) -> str:
     raise OptionsError(f"option {name}: found {value!r}, wanted 'inductor' or 'eager'")
 
 
+def _mode(name: str, value: Any) -> str:
+    if value in ("default", "max-autotune-no-cudagraphs"):
+        return str(value)
+    if value in ("max-autotune", "reduce-overhead"):
+        remedy = "leave it out" if value == "reduce-overhead" else "give 'max-autotune-no-cudagraphs'"
+        raise OptionsError(f"option {name}: {value!r} uses CUDA graphs, which need tensors that never move; {remedy}")
+    raise OptionsError(f"option {name}: found {value!r}, wanted 'default' or 'max-autotune-no-cudagraphs'")
+
+
 def _optimizer(name: str, value: Any) -> str:
     if value in ("auto", "off"):
         return str(value)
@@ -231,7 +275,7 @@ def _optimizer(name: str, value: Any) -> str:
 
 
 _CHECKS: dict[str, Any] = {
-    "memory_budget": parse_bytes,
+    "memory_budget": _budget,
     "host_budget": parse_bytes,
     "storage": _directories,
     "storage_budget": parse_bytes,
@@ -246,6 +290,7 @@ _CHECKS: dict[str, Any] = {
     "trace_out": _file_to_write,
     "plan_out": _file_to_write,
     "codegen": _codegen,
+    "mode": _mode,
     "optimizer": _optimizer,
     "overlap_step": _switch,
     "host_updates": _switch,

@@ -10,19 +10,22 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
 
 from planner.errors import UnsupportedError
-from runtime.paging import StorageOwnership
+from runtime.device import MIN_MOVED_BYTES
+from runtime.paging import StorageOwnership, given_away
 from runtime.system import uninterrupted
 from teraio.machine import Machine, MeasuredPaths
 from teraio.optimizer import ProcessSteps, keep_masters
 from teraio.options import Options
 from teraio.status import Status
 from teraio.training_run import TrainingRun
+
+logger = logging.getLogger("teraio")
 
 
 class Registry:
@@ -40,12 +43,21 @@ class Registry:
         self._runs: dict[tuple[Options, torch.device], TrainingRun] = {}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # given to manage_optimizer; for later runs too
 
-    def run_for(self, options: Options, device: torch.device) -> TrainingRun:
+    def run_for(self, options: Options, device: torch.device, parameters: Sequence[torch.Tensor] = ()) -> TrainingRun:
         """Return the run for these options. Models compiled with equal options share one run: one budget and one timeline.
 
         Makes it the first time, which waits for measurements. Raises what `TrainingRun` raises.
+        parameters: of the graph that is compiled. If another run manages all of them, the model is compiled again: that run ends,
+        and this one takes over, which waits until all blocks of the other run are on the device.
         """
-        with uninterrupted(), self._lock:
+        with uninterrupted():
+            optimizers = self._end_others((options, device), parameters)
+            run = self._run_of(options, device)
+            run.expect(optimizers)
+            return run
+
+    def _run_of(self, options: Options, device: torch.device) -> TrainingRun:
+        with self._lock:
             key = (options, device)
             if key not in self._runs:
                 _show_messages()
@@ -54,6 +66,46 @@ class Registry:
                 for optimizer in self._optimizers:
                     self._runs[key].manage_optimizer(optimizer)
             return self._runs[key]
+
+    def _end_others(self, key: tuple[Options, torch.device], parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
+        """End the runs under other options that manage all of `parameters`. Return the optimizers that they managed."""
+        with self._lock:
+            counts = {other: run.count_managed(parameters) for other, run in self._runs.items() if other != key}
+            ending = [self._runs.pop(other) for other, count in counts.items() if parameters and count == len(parameters)]
+            sharing = [(self._runs[other], count) for other, count in counts.items() if count and other in self._runs]
+        for run, count in sharing:
+            budget = run.status().device_budget_bytes
+            logger.warning(
+                "%d of %d parameters of this graph are managed under %s, and do not move under these options; if the model was "
+                "compiled again, call teraio.reset() first",
+                count,
+                len(parameters),
+                "other options" if budget is None else f"the budget of {budget:,} bytes",
+            )
+        optimizers = []
+        for run in ending:
+            logger.info("the model is compiled again: its run with other options ends, and all blocks come back to the device")
+            optimizers += run.optimizers()
+            run.close(replaced=True)
+        return optimizers
+
+    def leave_given_away(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Let those of the named parameters that no run manages yet stay where they are, if their memory was given away."""
+        runs = self.runs()
+        new = {
+            name: tensor
+            for name, tensor in parameters.items()
+            if tensor.untyped_storage().nbytes() >= MIN_MOVED_BYTES and not any(run.count_managed([tensor]) for run in runs)
+        }
+        given = {id(tensor) for tensor in given_away(list(new.values()))}
+        for name, tensor in new.items():
+            if id(tensor) in given and not self._ownership.stays(tensor.untyped_storage()):
+                self._ownership.leave(tensor.untyped_storage())
+                logger.warning(
+                    "the memory of %s was given away before the first compiled call (DLPack), so it stays where it is and never "
+                    "moves; let go of what holds it before that call",
+                    name,
+                )
 
     def runs(self) -> tuple[TrainingRun, ...]:
         """Return all runs, in order of creation."""
@@ -111,6 +163,7 @@ class Registry:
                 runs = list(self._runs.values())
                 self._runs.clear()
             _close_all(runs)
+            self._ownership = StorageOwnership()  # what was given away may have come back
 
 
 def _close_all(runs: Iterable[TrainingRun]) -> None:

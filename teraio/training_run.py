@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 import planner
-from planner.errors import BudgetError
+from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import Program, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Block, Pager
 from runtime.system import uninterrupted
@@ -67,7 +67,7 @@ class TrainingRun:
         )
         self._recorder = IterationRecorder(self._pager)
         self._meter = WorkspaceMeter(machine.memory, runs=machine.measured_runs, first_is_special=machine.device.asynchronous)
-        self.stage_compiler = StageCompiler(codegen=options.codegen, policy=cut_policy)
+        self.stage_compiler = StageCompiler(codegen=options.codegen, mode=options.mode, policy=cut_policy)
         if subgroup_bytes is None and given is not None:
             subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
@@ -95,6 +95,7 @@ class TrainingRun:
         self._late_seconds = 0.0
         self._kept_bytes = 0
         self._needs: list[Need] = []
+        self._replaced = False
 
     def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes) -> OptimizerSteps:
         return OptimizerSteps(
@@ -135,6 +136,11 @@ class TrainingRun:
                         self._phase = self._phase.graphs_changed()
                 if self._phase.managed:
                     return self._run_managed(sized, arguments)
+            if self._replaced and program.phase == "forward":
+                raise UnsupportedError(
+                    "this model was compiled again with other options, which ended the run that this call belongs to; call "
+                    "what was compiled last, or call torch._dynamo.reset() and compile the model again"
+                )
             return run_plain(program, arguments)
 
         call._boxed_call = True  # type: ignore[attr-defined]
@@ -240,6 +246,18 @@ class TrainingRun:
         with uninterrupted():
             self._steps.manage(optimizer)
 
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers whose steps and states it manages."""
+        return self._steps.optimizers()
+
+    def expect(self, optimizers: Sequence[Optimizer]) -> None:
+        """Manage the states of these optimizers as soon as their parameters are blocks, if it manages optimizers at all."""
+        self._steps.expect(optimizers)
+
+    def count_managed(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return how many of these tensors it manages."""
+        return sum(self._pager.known_block(tensor) is not None for tensor in tensors)
+
     def wait_for_plan(self, timeout_seconds: float | None) -> bool:
         """Wait until no plan is being made, or until the time is over. Return whether none is. For any thread."""
         return self._background.wait(timeout_seconds)
@@ -296,9 +314,13 @@ class TrainingRun:
         with uninterrupted():
             self._pager.retire(blocks, blocks)
 
-    def close(self) -> None:
-        """Bring every block back to the device, remove hooks and files. Waits until that is done; a signal waits as well."""
+    def close(self, *, replaced: bool = False) -> None:
+        """Bring every block back to the device, remove hooks and files. Waits until that is done; a signal waits as well.
+
+        replaced: another run takes over; this one refuses forward passes from now on.
+        """
         with uninterrupted():
+            self._replaced = replaced
             self._close()
 
     def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""How thorough the tests are: `TERAIO_TESTS=ci`, the default, or `long`. Nothing else in the tests reads that variable.
+"""How thorough the tests are: `TEST_PROFILE=ci`, the default, or `long`. Nothing else in the tests reads that variable.
 
 ci: what `make test` runs. long: more examples, more steps and the tests with the mark `long`, as `make test-long` does.
 """
@@ -12,7 +12,7 @@ from hypothesis import settings
 
 settings.register_profile("ci", max_examples=25, deadline=None)
 settings.register_profile("long", max_examples=300, deadline=None)
-settings.load_profile(os.environ.get("TERAIO_TESTS", "ci"))
+settings.load_profile(os.environ.get("TEST_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,9 +1,9 @@
-"""Writes what the docs say about options: `docs/options.md`, and the short table in `README.md`.
+"""Writes what follows from the options: `docs/options.md`, the short table in `README.md`, and `teraio/given_options.py`.
 
 python -m tools.options_page
 
 All names, values, defaults and descriptions come from `teraio.options.Options`. Run this after a change of the options; a test
-compares both files with what this program would write.
+compares the files with what this program would write.
 """
 
 import ast
@@ -14,10 +14,12 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from teraio.options import Options
+from teraio.settings import CONFIG_VARIABLE, variable_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "options.md"
 README = ROOT / "README.md"
+GIVEN = ROOT / "teraio" / "given_options.py"
 IMPORTANT = ("memory_budget", "host_budget", "storage", "host_updates", "overlap_step", "plan")
 WRITTEN = "<!-- written by python -m tools.options_page -->"
 BEGIN, END = "<!-- begin: written by python -m tools.options_page -->", "<!-- end -->"
@@ -27,20 +29,48 @@ INTRODUCTION = f"""\
 
 {WRITTEN}
 
-Options are given to `torch.compile`:
+Options are given to `teraio.compile`, or to `torch.compile`:
 
 ```python
 # not run by the tests: model stands for yours
+model = teraio.compile(model, memory_budget="24GiB", storage="/mnt/nvme")  # in place: it keeps its class
 compiled = torch.compile(model, backend="teraio", options={{"memory_budget": "24GiB", "storage": "/mnt/nvme"}})
 ```
 
 * A size is a number of bytes, or text such as `"24GiB"`, `"500MB"` or `"1.5 TB"`.
 * `None` has the same meaning as leaving the option out.
+* An option that is not given in code is taken from its environment variable, such as `TERAIO_MEMORY_BUDGET`. If that is
+  not set either, it is taken from the TOML file that `{CONFIG_VARIABLE}` names, where each option is a key:
+
+```toml
+memory_budget = "50%"
+storage = ["/mnt/nvme0", "/mnt/nvme1"]
+replan = false
+```
+
+* The value of a variable is written as in that file; text needs no quotes: `TERAIO_STORAGE=/mnt/nvme`,
+  `TERAIO_REPLAN=false`. An empty variable counts as not set.
 * Models that are compiled with equal options share one budget.
 * An unknown option or a wrong value raises `OptionsError`, which says what was found and what is allowed.
 """
 
+GIVEN_HEAD = '''\
+"""The keywords of `teraio.compile`, for editors and type checkers. Written by python -m tools.options_page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Literal, TypedDict
+
+
+class GivenOptions(TypedDict, total=False):
+    """What users give. `teraio.options.Options` explains each."""
+
+'''
+
 VALUES = {
+    "int | Share | None": 'bytes, or text such as `"24GiB"` or `"50%"`',
     "int | None": 'bytes, or text such as `"24GiB"`',
     "int": "a whole number",
     "float": "seconds",
@@ -49,12 +79,22 @@ VALUES = {
     "tuple[Path, ...]": "a path, or a list of paths",
 }
 
+_PATH = "str | PathLike[str]"
+GIVEN_TYPES = {
+    "int | Share | None": "int | str",
+    "int | None": "int | str",
+    "Path | None": _PATH,
+    "tuple[Path, ...]": f"{_PATH} | Sequence[{_PATH}]",
+}
+"""What users give for a field that holds another type."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One option as the docs show it. `summary` is one sentence; `details` may be empty."""
+    """One option as the docs show it. annotation: of its field. summary: one sentence. details: may be empty."""
 
     name: str
+    annotation: str
     values: str
     default: str
     summary: str
@@ -87,6 +127,7 @@ def _option(name: str, annotation: str, default: object, text: str) -> Option:
         shown = f"`{_quoted(default)}`"
     return Option(
         name=name,
+        annotation=annotation,
         values=_values(annotation),
         default=shown,
         summary=re.split(r"(?<=\.)\s", description)[0],
@@ -110,7 +151,8 @@ def page() -> str:
     """Return the content of `docs/options.md`."""
     parts = [INTRODUCTION]
     for option in options():
-        parts.append(f"## `{option.name}`\n\n*Values:* {option.values}. *Default:* {option.default}.\n")
+        parts.append(f"## `{option.name}`\n\n*Values:* {option.values}. *Default:* {option.default}.")
+        parts.append(f"*Variable:* `{variable_of(option.name)}`.\n")
         parts += [
             f"{textwrap.fill(text, 120, break_on_hyphens=False)}\n"
             for text in (option.description, *option.details.split("\n\n"))
@@ -135,8 +177,16 @@ def with_table(readme: str) -> str:
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
+def given() -> str:
+    """Return the content of `teraio/given_options.py`."""
+    types = {option.name: GIVEN_TYPES.get(option.annotation, option.annotation) for option in options()}
+    lines = (f"    {name}: {type_} | None\n" for name, type_ in types.items())
+    return GIVEN_HEAD + "".join(lines).replace("'", '"')
+
+
 def main() -> None:
-    """Rewrite both files."""
+    """Rewrite all three files."""
+    GIVEN.write_text(given())
     PAGE.write_text(page())
     README.write_text(with_table(README.read_text()))
 

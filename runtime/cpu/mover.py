@@ -42,7 +42,8 @@ class CpuMover:
         return storage.data_ptr() == block.address and (block.span is None or self.span(storage) == block.span)
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
-        self._memory.adopt(storage)
+        if not self._ownership.stays(storage):
+            self._memory.adopt(storage)
 
     def trim(self, spare_bytes: int) -> None:
         self._memory.trim(spare_bytes)

@@ -3,6 +3,7 @@
 from runtime.paging.block import Block, State
 from runtime.paging.block_transfers import BlockTransfers
 from runtime.paging.debug import POISON, Debug
+from runtime.paging.given_away import given_away
 from runtime.paging.mover import Done, Mover
 from runtime.paging.ownership import StorageOwnership
 from runtime.paging.pager import Pager
@@ -20,4 +21,5 @@ __all__ = [
     "StorageOwnership",
     "Tier",
     "Tiers",
+    "given_away",
 ]

@@ -38,6 +38,17 @@ class StorageOwnership:
                 self._claims[storage._cdata] = known
             return known.owner() is owner
 
+    def leave(self, storage: torch.UntypedStorage) -> None:
+        """Let no mover own the storage, as long as this object lives: others hold its memory."""
+        with self._lock:
+            self._claims[storage._cdata] = _Claim(StorageWeakRef(storage), weakref.ref(self))  # type: ignore[no-untyped-call]
+
+    def stays(self, storage: torch.UntypedStorage) -> bool:
+        """Whether no mover may own the storage."""
+        with self._lock:
+            known = self._claims.get(storage._cdata)
+            return known is not None and known.owner() is self
+
     def give_up(self, key: int, owner: object) -> None:
         """End the ownership of `owner` over the storage with this key, if there is one."""
         with self._lock:

@@ -7,14 +7,15 @@ from contextlib import ExitStack
 
 import psutil
 
-from planner.errors import UnsupportedError
+from planner.errors import OptionsError, UnsupportedError
 from runtime.cpu import CpuMemory, CpuMover
 from runtime.device import CpuDevice
 from runtime.paging import Debug, StorageOwnership, Tiers
 from runtime.storage import HostStore, Store
+from runtime.system import host_limits
 from runtime.transfer import Engine, cpu_candidates
 from teraio.machine.tiers import MachineTiers, MeasuredPaths, OpenTier, open_storage
-from teraio.options import Options
+from teraio.options import Options, Share
 
 _RESERVE = 0.1
 """Share of the available memory that is left free if the options give no budget."""
@@ -23,21 +24,19 @@ _HOST_THREADS = 2
 
 
 def open_cpu(options: Options, measured: MeasuredPaths, ownership: StorageOwnership) -> MachineTiers:
-    """Open the tiers that the options ask for. Raises UnsupportedError, StorageError, StorageFullError.
+    """Open the tiers that the options ask for. Raises OptionsError, UnsupportedError, StorageError, StorageFullError.
 
     measured: is filled with what is measured here. ownership: shared by all movers of the process.
     """
+    if options.memory_budget is not None and options.host_budget is None and not options.storage:
+        raise OptionsError(
+            "option memory_budget: there is no lower tier, so nothing can move to keep this budget; give storage (directories on "
+            "drives), host_budget (a pool of main memory) or both"
+        )
     with ExitStack() as undo:
         tiers = list(_open_tiers(options, measured, undo))
         memory = CpuMemory()  # after the tiers, so that measuring them leaves no free pages in its pool
-        budget = options.memory_budget
-        if budget is None and tiers:
-            budget = int(psutil.virtual_memory().available * (1 - _RESERVE)) - (options.host_budget or 0)
-            if budget <= 0:
-                raise UnsupportedError(
-                    f"host_budget of {options.host_budget:,} bytes leaves nothing of the memory that is available; lower it, "
-                    "or give a memory_budget"
-                )
+        budget = _budget(options) if tiers else None
         debug = Debug() if options.debug else None
         mover: CpuMover | None = None
         if tiers:
@@ -56,6 +55,25 @@ def open_cpu(options: Options, measured: MeasuredPaths, ownership: StorageOwners
             undo=undo.pop_all(),
         )
     return opened
+
+
+def _budget(options: Options) -> int:
+    """Return the bytes that the options give training. Raises UnsupportedError.
+
+    Of the machine's memory, only what the control groups of this process allow is available.
+    """
+    if isinstance(options.memory_budget, int):
+        return options.memory_budget
+    available = min(limit.available_bytes for limit in host_limits())
+    if isinstance(options.memory_budget, Share):
+        return int((available + psutil.Process().memory_info().rss) * options.memory_budget.fraction)
+    budget = int(available * (1 - _RESERVE)) - (options.host_budget or 0)
+    if budget <= 0:
+        raise UnsupportedError(
+            f"host_budget of {options.host_budget:,} bytes leaves nothing of the memory that is available; lower it, "
+            "or give a memory_budget"
+        )
+    return budget
 
 
 def _open_tiers(options: Options, measured: MeasuredPaths, undo: ExitStack) -> list[OpenTier]:

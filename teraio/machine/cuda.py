@@ -16,7 +16,7 @@ from runtime.storage import Extent, HostStore, Store
 from runtime.system import CudaPinner, pci_address, processors_near
 from runtime.transfer import Engine, LinkRates, TorchMemory
 from teraio.machine.tiers import MachineTiers, MeasuredPaths, OpenTier, open_storage
-from teraio.options import Options
+from teraio.options import Options, Share
 
 _RESERVE = 0.1
 """Share of the available device memory that is left free if the options give no budget."""
@@ -53,6 +53,9 @@ def open_cuda(
         streams = CudaStreams(device)
         device = streams.device
         budget = options.memory_budget
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        if isinstance(budget, Share):
+            budget = int(memory_bytes * budget.fraction)
         if budget is None and (host_bytes is not None or options.storage):
             free, _ = torch.cuda.mem_get_info(device)
             budget = int((free + torch.cuda.memory_reserved(device)) * (1 - _RESERVE))
@@ -69,7 +72,7 @@ def open_cuda(
         opened = MachineTiers(
             name=torch.cuda.get_device_name(device),
             device=streams,
-            device_memory_bytes=torch.cuda.get_device_properties(device).total_memory,
+            device_memory_bytes=memory_bytes,
             memory=streams,
             measured_runs=_MEASURED_RUNS,
             budget_bytes=budget,

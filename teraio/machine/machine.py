@@ -24,7 +24,10 @@ OpenTiers = Callable[[Options, torch.device, MeasuredPaths, StorageOwnership], M
 
 
 def open_tiers(options: Options, device: torch.device, measured: MeasuredPaths, ownership: StorageOwnership) -> MachineTiers:
-    """Open the tiers of a CPU or GPU. Raises UnsupportedError for other devices, StorageError, StorageFullError."""
+    """Open the tiers of a CPU or GPU.
+
+    Raises UnsupportedError for other devices, OptionsError, StorageError, StorageFullError.
+    """
     if device.type == "cpu":
         return open_cpu(options, measured, ownership)
     if device.type == "cuda":
@@ -39,7 +42,7 @@ class Machine:
     memory: the memory that stages allocate from; None if it cannot be measured. measured_runs: in how many of its runs a stage is
     measured there; None for all.
     The arguments `measured` and `ownership` are shared by all machines of a process; default: new ones. `open_tiers`: for tests.
-    Raises UnsupportedError, StorageError, StorageFullError.
+    Raises OptionsError, UnsupportedError, StorageError, StorageFullError.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ If the step has a closure, all of this waits until the optimizer has called it: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -85,6 +85,15 @@ class OptimizerSteps(OwnHooks):
         managed = self._optimizers.of(optimizer)
         managed.chosen = managed.adoption_due = True
         self.between_regions()
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers of which a parameter is a block."""
+        return [managed.optimizer for managed in self._optimizers if managed.has_blocks]
+
+    def expect(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make blocks of their states as soon as a parameter of theirs is one, if every optimizer is managed."""
+        for optimizer in optimizers if self._automatic else ():
+            self._optimizers.of(optimizer).adoption_due = True
 
     def managed(self, optimizer: Optimizer) -> ManagedOptimizer:
         """Return what is known of the optimizer."""

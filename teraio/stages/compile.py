@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,11 +22,17 @@ Codegen = Callable[[GraphModule, Sequence[Any], dict[str, Any]], StageFunction]
 """Compiles one subgraph: takes its module, fake inputs and compile options, returns a boxed function."""
 
 
-def inductor_codegen(module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> StageFunction:
-    """Compile a subgraph with Inductor, by `torch._inductor.compile_fx.compile_fx_inner`. Takes seconds."""
+def inductor_codegen(
+    module: GraphModule, inputs: Sequence[Any], options: dict[str, Any], *, mode: str = "default"
+) -> StageFunction:
+    """Compile a subgraph with Inductor, by `torch._inductor.compile_fx.compile_fx_inner`. Takes seconds.
+
+    mode: the mode of `torch.compile` whose settings of Inductor hold.
+    """
+    from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx_inner
 
-    with _fresh_tracing_context():
+    with _fresh_tracing_context(), config.patch(list_mode_options(mode)):
         return cast(StageFunction, compile_fx_inner(module, inputs, **options))
 
 
@@ -54,10 +61,13 @@ def _fresh_tracing_context() -> Iterator[None]:
 
 
 class StageCompiler:
-    """Compiles graphs to programs and remembers compiled stages by structure, for as long as it lives."""
+    """Compiles graphs to programs and remembers compiled stages by structure, for as long as it lives.
 
-    def __init__(self, *, codegen: str, policy: CutPolicy | None = None) -> None:
-        self._codegen: Codegen = inductor_codegen if codegen == "inductor" else eager_codegen
+    codegen, mode: the options of that name.
+    """
+
+    def __init__(self, *, codegen: str, mode: str = "default", policy: CutPolicy | None = None) -> None:
+        self._codegen: Codegen = partial(inductor_codegen, mode=mode) if codegen == "inductor" else eager_codegen
         self._policy = policy or CutPolicy()
         self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0

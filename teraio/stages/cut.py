@@ -38,7 +38,7 @@ def module_path(node: Node) -> str:
         return ""
     raw = next(reversed(stack.values()))[0]
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", str(raw))
-    parts = [p for p in path.split(".") if p not in ("L", "self", "s", "_modules", "_orig_mod")]
+    parts = [p for p in path.split(".") if p not in ("L", "self", "s", "_modules", "__dict__", "_orig_mod")]
     return ".".join(parts)
 
 

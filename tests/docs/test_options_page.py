@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from teraio.options import Options
+from teraio.settings import variable_of
 from tools import options_page
 
 from .pages import DOCS, README
@@ -21,9 +22,14 @@ def test_the_readme_s_table_is_what_the_options_say() -> None:
     assert README.text == options_page.with_table(README.text), REMEDY
 
 
+def test_the_types_of_keywords_are_what_the_options_say() -> None:
+    assert options_page.GIVEN.read_text() == options_page.given(), REMEDY
+
+
 def test_the_page_lists_every_option() -> None:
     assert [option.name for option in options_page.options()] == NAMES
     assert set(NAMES) <= DOCS["options"].anchors
+    assert {variable_of(name) for name in NAMES} <= set(DOCS["options"].words)
 
 
 def test_the_readme_shows_the_six_that_matter() -> None:
@@ -32,7 +38,8 @@ def test_the_readme_shows_the_six_that_matter() -> None:
 
 def test_values_and_defaults_are_shown_for_people() -> None:
     known = {option.name: option for option in options_page.options()}
-    assert known["memory_budget"].values == 'bytes, or text such as `"24GiB"`'
+    assert known["memory_budget"].values == 'bytes, or text such as `"24GiB"` or `"50%"`'
+    assert known["host_budget"].values == 'bytes, or text such as `"24GiB"`'
     assert known["codegen"].values == '`"inductor"`, `"eager"`'
     assert known["codegen"].default == '`"inductor"`'
     assert known["solver_time_limit"].default == "`30`"

@@ -10,13 +10,16 @@ import pytest
 
 from planner import OptionsError
 from teraio import options
-from teraio.options import Options, parse_bytes, parse_options
+from teraio.options import Options, Share, parse_bytes, parse_options
 
 NAMES = [field.name for field in fields(Options)]
 
 GOOD: list[tuple[str, Any, Any]] = [
     ("memory_budget", 1, 1),
     ("memory_budget", "24GiB", 24 << 30),
+    ("memory_budget", "50%", Share(0.5)),
+    ("memory_budget", " 12.5 % ", Share(0.125)),
+    ("memory_budget", "100%", Share(1.0)),
     ("host_budget", "500MB", 500_000_000),
     ("storage", "/tmp", (Path("/tmp"),)),
     ("storage", Path("/tmp/../tmp"), (Path("/tmp"),)),
@@ -31,6 +34,8 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("plan_out", Path("plan.json"), Path("plan.json")),
     ("codegen", "inductor", "inductor"),
     ("codegen", "eager", "eager"),
+    ("mode", "default", "default"),
+    ("mode", "max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
     ("optimizer", "auto", "auto"),
     ("host_updates", False, False),
     ("optimizer", "off", "off"),
@@ -54,7 +59,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("memory_budget", 2.5e9, f"found 2500000000.0, {BYTES}"),
     ("memory_budget", True, f"found True, {BYTES}"),
     ("memory_budget", "lots", f"found 'lots', {BYTES}"),
+    ("memory_budget", "0%", "found '0%', wanted more than 0 % and at most 100 %"),
+    ("memory_budget", "101%", "found '101%', wanted more than 0 % and at most 100 %"),
+    ("memory_budget", "%", f"found '%', {BYTES}"),
     ("host_budget", "", f"found '', {BYTES}"),
+    ("host_budget", "50%", f"found '50%', {BYTES}"),
     ("storage", [], "found an empty list, wanted one or several directories"),
     ("storage", "", "found '', wanted a path"),
     ("storage", 7, "found 7, wanted a path"),
@@ -91,6 +100,14 @@ BAD: list[tuple[str, Any, str]] = [
     ("codegen", "triton", "found 'triton', wanted 'inductor' or 'eager'"),
     ("codegen", 1, "found 1, wanted 'inductor' or 'eager'"),
     ("codegen", ["eager"], "found ['eager'], wanted 'inductor' or 'eager'"),
+    ("mode", "fast", "found 'fast', wanted 'default' or 'max-autotune-no-cudagraphs'"),
+    ("mode", ["default"], "found ['default'], wanted 'default' or 'max-autotune-no-cudagraphs'"),
+    (
+        "mode",
+        "max-autotune",
+        "'max-autotune' uses CUDA graphs, which need tensors that never move; give 'max-autotune-no-cudagraphs'",
+    ),
+    ("mode", "reduce-overhead", "'reduce-overhead' uses CUDA graphs, which need tensors that never move; leave it out"),
     ("overlap_step", 1, "found 1, wanted True or False"),
     ("overlap_step", "auto", "found 'auto', wanted True or False"),
     ("solver_time_limit", 0, "found 0, wanted a positive number of seconds"),
@@ -148,6 +165,12 @@ def test_unknown_names_list_the_valid_ones(name: Any) -> None:
     with pytest.raises(OptionsError) as caught:
         parse_options({"memory_budget": 1, name: 1})
     assert str(caught.value) == f"unknown option {name!r}; valid options are {', '.join(sorted(NAMES))}"
+
+
+def test_a_mode_of_inductor_needs_inductor() -> None:
+    with pytest.raises(OptionsError) as caught:
+        parse_options({"mode": "max-autotune-no-cudagraphs", "codegen": "eager"})
+    assert str(caught.value) == ("option mode: 'max-autotune-no-cudagraphs' is for codegen='inductor'; leave out one of them")
 
 
 def test_none_means_the_default() -> None:

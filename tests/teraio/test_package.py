@@ -53,6 +53,7 @@ def test_exported_names() -> None:
         "TraceError",
         "UnsupportedError",
         "__version__",
+        "compile",
         "manage_optimizer",
         "on_device",
         "reset",

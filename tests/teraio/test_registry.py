@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +32,21 @@ class Run:
         self.unused = True
         self.plans = True
         self.managed: list[torch.optim.Optimizer] = []
-        self.closed = 0
+        self.closed: list[bool] = []
+        self.known: list[torch.Tensor] = []
+        self.expected: list[torch.optim.Optimizer] = []
+
+    def count_managed(self, tensors: Sequence[torch.Tensor]) -> int:
+        return sum(any(tensor is known for known in self.known) for tensor in tensors)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return self.managed
+
+    def expect(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.expected += optimizers
+
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(device_budget_bytes=1234)
 
     def manage_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.managed.append(optimizer)
@@ -38,8 +54,8 @@ class Run:
     def wait_for_plan(self, timeout_seconds: float | None) -> bool:
         return self.plans
 
-    def close(self) -> None:
-        self.closed += 1
+    def close(self, *, replaced: bool = False) -> None:
+        self.closed.append(replaced)
 
 
 @pytest.fixture
@@ -80,7 +96,30 @@ def test_runs_that_were_not_used_are_closed(registry: Registry) -> None:
     unused: Any = registry.run_for(Options(checksums=True), CPU)
     used.unused = False
     registry.forget_unused()
-    assert registry.runs() == (used,) and (used.closed, unused.closed) == (0, 1)
+    assert registry.runs() == (used,) and (used.closed, unused.closed) == ([], [False])
+
+
+def test_a_run_takes_over_from_the_one_that_manages_all_parameters(registry: Registry) -> None:
+    first, second, third = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    sgd = torch.optim.SGD([first, second])
+    before: Any = registry.run_for(Options(), CPU, [first, second])
+    other: Any = registry.run_for(Options(checksums=True), CPU, [third])
+    before.known, before.managed, other.known = [first, second], [sgd], [third]
+    assert registry.run_for(Options(), CPU, [first]) is before
+    after: Any = registry.run_for(Options(debug=True), CPU, [first, second])
+    assert registry.runs() == (other, after) and before.closed == [True]
+    assert after.expected == [sgd] and not other.closed and not other.expected
+
+
+def test_a_run_that_manages_some_of_the_parameters_goes_on(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    before: Any = registry.run_for(Options(), CPU, [first])
+    before.known = [first]
+    after: Any = registry.run_for(Options(debug=True), CPU, [first, second])
+    assert registry.runs() == (before, after) and not before.closed
+    assert "1 of 2 parameters of this graph are managed under the budget of 1,234 bytes" in caplog.text
+    registry.run_for(Options(checksums=True), CPU, [])
+    assert len(registry.runs()) == 3
 
 
 def test_waiting_is_over_when_no_run_is_planning(registry: Registry) -> None:
@@ -95,6 +134,6 @@ def test_after_a_reset_runs_are_made_again_from_what_is_measured_already(registr
     before: Any = registry.run_for(Options(), CPU)
     registry.reset()
     registry.reset()
-    assert before.closed == 1 and registry.runs() == ()
+    assert before.closed == [False] and registry.runs() == ()
     after: Any = registry.run_for(Options(), CPU)
     assert after is not before and after.machine.measured is before.machine.measured

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from planner import StorageError, StorageFullError, UnsupportedError
+from planner import OptionsError, StorageError, StorageFullError, UnsupportedError
+from runtime.system import HostLimit
 from runtime.transfer.engine import Engine, LinkRates
 from teraio.machine.machine import Machine
 from teraio.machine.tiers import MeasuredPaths
@@ -155,3 +157,21 @@ def test_a_directory_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
     tmp_path.rmdir()
     with pytest.raises(StorageError, match="does not exist; create it"):
         Machine(options, CPU)
+
+
+def test_a_share_is_of_what_the_process_has_and_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = psutil.Process().memory_info().rss
+    limits = [HostLimit(what="", available_bytes=available, remedy="") for available in (1 << 40, 2 << 30)]
+    monkeypatch.setattr("teraio.machine.cpu.host_limits", lambda: limits)
+    shares = [machine(tmp_path, memory_budget=text) for text in ("100%", "50%")]
+    whole, half = (each.budget_bytes or 0 for each in shares)
+    assert (2 << 30) + held / 2 < whole and 0.4 < half / whole < 0.6
+    rest = machine(tmp_path, memory_budget=None)
+    assert rest.budget_bytes == int((2 << 30) * 0.9)
+    for each in (*shares, rest):
+        each.close()
+
+
+def test_a_budget_without_a_lower_tier_is_refused() -> None:
+    with pytest.raises(OptionsError, match="there is no lower tier, .* give storage .*, host_budget"):
+        Machine(parse_options({"memory_budget": "1GiB"}), CPU)

@@ -1,0 +1,49 @@
+"""Compiling a model in place: it stays the object that it is, and its calls run compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, TypeVar, cast
+
+import torch
+
+from teraio.backend import teraio as backend
+from teraio.options import parse_options
+
+Compiled = TypeVar("Compiled", bound=Callable[..., Any])
+
+
+def compile_in_place(model: Compiled, options: Mapping[str, Any], *, dynamic: bool | None, fullgraph: bool) -> Compiled:
+    """Compile a module in place and return it; return the compiled function if it is no module. Raises OptionsError.
+
+    `torch.nn.Module.compile` would compile nothing of a module whose `forward` is PyTorch's own, such as `torch.nn.Sequential`:
+    Dynamo skips such a frame, unless a frame of another file calls it.
+    """
+    parse_options(options)  # here an error shows the line of the mistake
+    given: dict[str, Any] = {"backend": backend, "options": dict(options), "dynamic": dynamic, "fullgraph": fullgraph}
+    if not isinstance(model, torch.nn.Module):
+        return cast(Compiled, torch.compile(model, **given))
+
+    model._compiled_call_impl = torch.compile(_with_code_of_its_own(_caller(model)), **given)
+    return model
+
+
+def _caller(self: torch.nn.Module) -> Callable[..., Any]:
+    """Return a function that runs the module. The name `self` is left out of the names of stages and blocks."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return call
+
+
+def _with_code_of_its_own(function: Callable[..., Any]) -> FunctionType:
+    """Return an equal function that Dynamo knows nothing of: it keeps what it compiled, and counts it, by code object.
+
+    So a model that is compiled again really is, and models do not use up each other's limit of recompilations.
+    """
+    known = cast(FunctionType, function)
+    fresh = FunctionType(known.__code__.replace(), known.__globals__, known.__name__, known.__defaults__, known.__closure__)
+    fresh.__kwdefaults__ = known.__kwdefaults__
+    return fresh

@@ -1,0 +1,52 @@
+"""Options that are not given in code: from environment variables and a TOML file. Nothing else in teraio reads such variables."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from planner.errors import OptionsError
+
+_PREFIX = "TERAIO_"
+CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
+"""The environment variable that names the file."""
+
+
+def variable_of(option: str) -> str:
+    """Return the name of the environment variable of an option."""
+    return f"{_PREFIX}{option.upper()}"
+
+
+def settings() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what the file and then each environment variable gives: where that was found, and values by option, not checked.
+
+    An empty variable gives nothing. Raises OptionsError if the file cannot be read or is no TOML.
+    """
+    file = os.environ.get(CONFIG_VARIABLE)
+    if file:
+        yield file, _read(Path(file).expanduser())
+    for variable, text in sorted(os.environ.items()):
+        if variable.startswith(_PREFIX) and variable != CONFIG_VARIABLE and text:
+            yield f"environment variable {variable}", {variable.removeprefix(_PREFIX).lower(): _value(text)}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionsError(f"environment variable {CONFIG_VARIABLE}: cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # also for bytes that are no UTF-8
+        raise OptionsError(f"{path} is no TOML: {error}") from error
+
+
+def _value(text: str) -> Any:
+    """Return the value that TOML writes as `text`; the text itself if that is no value: text needs no quotes."""
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
