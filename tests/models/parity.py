@@ -1,0 +1,83 @@
+"""Train a real model with and without a budget of about half of its peak, and compare bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from ..teraio.parity.harness import (
+    Case,
+    Result,
+    budgeted_options,
+    check_budget,
+    check_exact,
+    check_planned,
+    compiled_input_needs_grad,
+    moved_bytes,
+    train,
+)
+from .catalogue import RealModel
+
+of_libraries = (
+    compiled_input_needs_grad,
+    pytest.mark.filterwarnings("ignore:.*Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+)
+"""Marks for tests of models whose code makes these warnings, which no user can avoid."""
+
+
+def adamw(module: nn.Module) -> Optimizer:
+    """Over the parameters that train."""
+    return AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
+
+
+def case_of(model: RealModel, **settings: Any) -> Case:
+    """The case that trains `model` by AdamW. settings: fields of the case that are others."""
+    usual = {
+        "make_model": model.make,
+        "make_batches": model.make_batches,
+        "compute_loss": model.compute_loss,
+        "make_optimizer": adamw,
+    }
+    return Case(**usual | settings)
+
+
+def half_of_peak(unbudgeted: Result) -> int:
+    """Half of the bytes that the run took at its peak; a little more than its floor where that is more."""
+    statuses = unbudgeted.progress[-1]
+    floor = max(s.floor_bytes or 0 for s in statuses)
+    return max(max(s.device_peak_bytes for s in statuses) // 2, floor + floor // 16)
+
+
+def check_half(case: Case, tmp_path: Path) -> dict[str, Any]:
+    """Train `case` without a budget and under half of its peak. Returns the facts for the table of models.
+
+    Raises AssertionError unless all losses, gradients, parameters and buffers are equal bit for bit, the budget was kept, blocks
+    moved both ways, and for a planned case a plan took over.
+    """
+    unbudgeted = train(case, backend="teraio", options={"codegen": "eager", "storage": str(tmp_path)})
+    budget = half_of_peak(unbudgeted)
+    options = budgeted_options(case, tmp_path, budget=budget, codegen="eager")
+    budgeted = train(case, backend="teraio", options=options)
+    check_exact(budgeted, unbudgeted)
+    check_budget(budgeted, budget)
+    if case.planned:
+        check_planned(budgeted)
+    return facts(budgeted, unbudgeted)
+
+
+def facts(budgeted: Result, unbudgeted: Result) -> dict[str, Any]:
+    """What the table of models shows. Bytes; moved: out of the device in the last iteration."""
+    before, last = (moved_bytes(statuses)["device->storage"] for statuses in budgeted.progress[-2:])
+    return {
+        "parameter_bytes": sum(value.nbytes for value in unbudgeted.parameters.values()),
+        "peak_bytes": max(s.device_peak_bytes for s in unbudgeted.progress[-1]),
+        "budget_bytes": budgeted.progress[-1][0].device_budget_bytes,
+        "moved_bytes": last - before,
+        "stages": sum(s.stages for s in budgeted.progress[-1]),
+        "tensors": len(budgeted.named()),
+        "phase": "/".join(sorted({s.phase for s in budgeted.progress[-1]})),
+    }

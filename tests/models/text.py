@@ -1,0 +1,149 @@
+"""Text models of transformers, tiny, from configurations: nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+WORDS = 1024
+WIDTH, INNER, HEADS, LAYERS = 256, 1024, 4, 2
+"""A projection of a feed-forward layer and an embedding have 1 MiB each in fp32: the smallest blocks that move."""
+
+Batch = dict[str, Tensor]
+_ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+_DECODER: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": WIDTH // HEADS,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    **_ENDS,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True}
+
+
+def causal(name: str, **settings: Any) -> nn.Module:
+    """`<name>ForCausalLM` with those settings in place of the usual ones."""
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**_DECODER | settings))
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=WORDS,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        n_positions=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(**settings: Any) -> nn.Module:
+    return causal("Llama", **settings)
+
+
+def gemma2() -> nn.Module:
+    return causal("Gemma2", sliding_window=32, layer_types=["sliding_attention", "full_attention"])
+
+
+def gemma3() -> nn.Module:
+    config = transformers.Gemma3TextConfig(
+        **_DECODER, sliding_window=32, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=WIDTH // HEADS
+    )
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def qwen3() -> nn.Module:
+    return causal("Qwen3")
+
+
+def mixtral() -> nn.Module:
+    return causal("Mixtral", num_local_experts=4, **_EXPERTS)
+
+
+def qwen3_moe() -> nn.Module:
+    return causal("Qwen3Moe", num_experts=4, moe_intermediate_size=512, decoder_sparse_step=1, **_EXPERTS)
+
+
+def mamba() -> nn.Module:
+    config = transformers.MambaConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        state_size=8,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+    )
+    return transformers.MambaForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        max_position_embeddings=256,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=WORDS,
+        d_model=WIDTH,
+        d_ff=INNER,
+        d_kv=WIDTH // HEADS,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def sentences(steps: int, *, rows: int = 16, length: int = 64) -> list[Batch]:
+    """Random words [rows, length], and the same as labels."""
+    draw = torch.Generator().manual_seed(21)
+    words = [torch.randint(3, WORDS, (rows, length), generator=draw) for _ in range(steps)]
+    return [{"input_ids": each, "labels": each.clone()} for each in words]
+
+
+def padded(make: Callable[..., list[Batch]] = sentences) -> Callable[[int], list[Batch]]:
+    """Those batches with a mask: the last words of half of the rows are padding (word 0, which is not learned)."""
+
+    def batches(steps: int) -> list[Batch]:
+        made = make(steps)
+        for batch in made:
+            mask = torch.ones_like(batch["input_ids"])
+            mask[::2, mask.shape[1] * 3 // 4 :] = 0
+            batch["input_ids"] = batch["input_ids"] * mask
+            batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
+            batch["attention_mask"] = mask
+        return made
+
+    return batches
+
+
+def masked_words(steps: int) -> list[Batch]:
+    """Sentences in which every seventh word is to be filled in."""
+    made = sentences(steps)
+    for batch in made:
+        hidden = torch.arange(batch["input_ids"].shape[1]) % 7 == 3
+        batch["labels"] = batch["labels"].masked_fill(~hidden, -100)
+        batch["input_ids"] = batch["input_ids"].masked_fill(hidden, 1)
+    return made
