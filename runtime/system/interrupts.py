@@ -46,7 +46,7 @@ class _Interrupts:
         self._depth = 0
         self._waiting: dict[int, None] = {}
         self._handlers: dict[int, Handler] = {}
-        self._undos: dict[Callable[[], None], None] = {}
+        self._undos: dict[Callable[[], object], None] = {}
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -81,14 +81,14 @@ class _Interrupts:
         while self._waiting:
             self._call(self._waiting.popitem()[0], sys._getframe())
 
-    def undo_if_interrupted(self, undo: Callable[[], None]) -> None:
+    def undo_if_interrupted(self, undo: Callable[[], object]) -> None:
         """Call `undo` if a handler raises before `forget_undo` is called, also outside of the context.
 
         For what a hook leaves to be undone by a later hook, which never comes if user code is interrupted in between.
         """
         self._undos[undo] = None
 
-    def forget_undo(self, undo: Callable[[], None]) -> None:
+    def forget_undo(self, undo: Callable[[], object]) -> None:
         """Do not call `undo` any more."""
         self._undos.pop(undo, None)
 
