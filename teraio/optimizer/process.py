@@ -95,7 +95,7 @@ class ProcessSteps(OwnHooks):
                 "TORCH_LOGS=graph_breaks to see what was not compiled. Compile a module of a class of your own; the "
                 "compile() method of a module of torch.nn compiles nothing",
                 name,
-                _reasons(),
+                graph_break_reasons(),
             )
         outside = [parameter for parameter in trained if not any(run.has_in_graph(parameter) for run in runs)]
         outside_bytes = sum(parameter.nbytes for parameter in outside)
@@ -106,12 +106,12 @@ class ProcessSteps(OwnHooks):
                 name,
                 f"{total:,}",
                 f"{outside_bytes:,}",
-                _reasons(),
+                graph_break_reasons(),
             )
 
 
-def _reasons() -> str:
-    """Return why Dynamo did not compile code, if it has said so."""
+def graph_break_reasons() -> str:
+    """Return why Dynamo did not compile code, in brackets; "" if it has not said so."""
     counted = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     texts = [*counted.get("graph_break", ()), *counted.get("unimplemented", ())]
     reasons = list(dict.fromkeys(text.splitlines()[0] for text in texts if text))[:_REASONS]
