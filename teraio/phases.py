@@ -35,7 +35,7 @@ import planner
 from planner.errors import TeraioError
 from runtime.paging import Pager
 from teraio.machine import Machine
-from teraio.optimizer import SubgroupSizes
+from teraio.optimizer import SubgroupSizes, graph_break_reasons
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner, PlanFollower, fit_given_plan, save
 from teraio.profiling import Iteration, IterationRecorder, PeakWatch, Profile, build_profile
@@ -45,6 +45,8 @@ logger = logging.getLogger("teraio")
 
 _RECENT = 8
 """Iterations whose median time is reported."""
+_OUTSIDE_SECONDS = 0.1
+"""Seconds of an iteration outside of compiled graphs that are worth a warning."""
 
 
 @dataclass(slots=True)
@@ -185,12 +187,27 @@ class ProfilePhase(Phase):
         run = self._run
         if run.pager.evictions == 0:
             return FitsPhase(run)
+        _tell_of_time_outside(profile.trace)
         smallest, stage = planner.floor(profile.trace)
         run.findings.floor = (smallest, profile.trace.stages[stage].name)
         if run.given is None:
             return PlanningPhase(run, profile)
         plan = fit_given_plan(run.given, profile.trace, run.background.budgets(profile), run.options.plan)
         return PlannedPhase(run, profile, plan)
+
+
+def _tell_of_time_outside(trace: planner.Trace) -> None:
+    """Warn if most of the time goes to code that was not compiled because of graph breaks."""
+    outside = sum(stage.duration_seconds for stage in trace.stages if stage.phase == "user")
+    reasons = graph_break_reasons()
+    if reasons and outside > max(_OUTSIDE_SECONDS, trace.ideal_seconds / 2):
+        share = outside / trace.ideal_seconds
+        logger.warning(
+            "%.0f %% of an iteration's time is outside of compiled graphs, where nothing moves%s. Set TORCH_LOGS=graph_breaks "
+            "to see what was not compiled",
+            100 * share,
+            reasons,
+        )
 
 
 class PlanningPhase(Phase):

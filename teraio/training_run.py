@@ -197,11 +197,23 @@ class TrainingRun:
         if self._pager.budget_bytes is not None:
             self._machine.ensure_room(self._kept_bytes + state_bytes - self._pager.budget_bytes)
 
-    # -- iterations
+    # -- steps of optimizers
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it has a budget."""
+        return self._machine.budget_bytes is not None
+
+    def has_in_graph(self, parameter: torch.Tensor) -> bool:
+        """Whether a graph that has run has this parameter."""
+        block = self._pager.known_block(parameter)
+        return block is not None and not block.name.startswith("optimizer/")
 
     def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step begins that began before this run was made: the run was made in its closure, which has ended."""
         self._steps.begin(optimizer, args, kwargs)
+
+    # -- iterations
 
     def step_done(self) -> None:
         """An iteration has ended, says the user. From now on no other one does."""

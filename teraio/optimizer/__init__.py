@@ -2,7 +2,7 @@
 
 from teraio.optimizer.host_rates import HostRates
 from teraio.optimizer.master_hooks import keep_masters
-from teraio.optimizer.process import ProcessSteps
+from teraio.optimizer.process import ProcessSteps, graph_break_reasons
 from teraio.optimizer.steps import OptimizerSteps
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 
@@ -11,5 +11,6 @@ __all__ = [
     "OptimizerSteps",
     "ProcessSteps",
     "SubgroupSizes",
+    "graph_break_reasons",
     "keep_masters",
 ]

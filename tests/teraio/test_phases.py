@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from planner import Hardware, Link, Plan, PlanError, SolverError
 from teraio.options import parse_options
@@ -121,6 +123,23 @@ def test_an_iteration_without_regions_is_none(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(5):
         rig.phase = rig.phase.iteration_ended(rig.training.recorder.iteration_ends(), compiled=False)
     assert isinstance(rig.phase, ProfilePhase)
+
+
+def test_time_outside_of_compiled_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Told if graph breaks may be the cause."""
+    for reason in ("", "Failed to trace builtin operator\n  Explanation: ..."):
+        monkeypatch.setitem(torch._dynamo.utils.counters, "graph_break", Counter([reason] if reason else []))
+        monkeypatch.setitem(torch._dynamo.utils.counters, "unimplemented", Counter())
+        rig = Rig(monkeypatch)
+        rig.jobs.answers.append(SolverError("no solver"))
+        for _ in range(3):
+            rig.training.mover.pass_seconds(24.0)
+            rig.run()
+        assert rig.phase.name == "planning"
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert said.startswith(
+        "75 % of an iteration's time is outside of compiled graphs, where nothing moves (graph breaks: Failed to"
+    )
 
 
 # -- fits

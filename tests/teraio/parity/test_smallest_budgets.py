@@ -1,4 +1,4 @@
-"""The budget that a BudgetError names trains: each retry with exactly that number gets to the end, or to another part of a step."""
+"""The budget that a BudgetError names trains: a retry with exactly that number gets to the end, or to another part of a step."""
 
 from __future__ import annotations
 
