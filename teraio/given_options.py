@@ -16,6 +16,7 @@ class GivenOptions(TypedDict, total=False):
     storage_budget: int | str | None
     storage_timeout: float | None
     storage_path: Literal["auto", "posix", "buffered", "kvikio", "staged"] | None
+    unlink_spill_files: bool | None
     checksums: bool | None
     debug: bool | None
     profile_iterations: int | None
