@@ -17,8 +17,10 @@ def given_away(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return those of the strided `tensors` whose memory was given away by DLPack and is still held.
 
     Whoever has the memory by DLPack holds a tensor that needs no gradient, by a reference that no object of Python accounts for.
-    Autograd holds frozen tensors in this way, too, while a backward pass of eager code is due. Addresses (`data_ptr`) leave no
-    trace. Never waits; looks at all objects of Python if a tensor has aliases.
+    Frozen tensors are held in this way too by autograd while a backward pass of eager code is due, and by TorchScript; they
+    then stay without need. Addresses (`data_ptr`) leave no trace.
+
+    Never waits. Looks at all objects of Python if a tensor has aliases.
     """
     aliased = {key for tensor in tensors if torch._C._storage_Use_Count(key := _key(tensor)) > _OWN_REFERENCES}
     aliases = [each for each in _all_tensors() if _key(each) in aliased] if aliased else []

@@ -140,3 +140,12 @@ def test_models_that_share_a_parameter_go_on_with_two_budgets(tmp_path: Path, ca
     assert [status.device_budget_bytes for status in teraio.status()] == [12 * MIB, 16 * MIB]
     assert "1 of 16 parameters of this graph are managed under the budget of 12,582,912 bytes" in caplog.text
     assert "teraio.reset()" in caplog.text
+
+
+def test_dynamo_s_limit_of_recompilations_is_not_used_up(tmp_path: Path) -> None:
+    model, rows = stack(), torch.randn(16, 512)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for mib in (20, 12, 20):
+            in_place(model, options(tmp_path, mib))(rows)
+            (status,) = teraio.status()
+            assert status.device_budget_bytes == mib * MIB
