@@ -22,6 +22,7 @@ A message says what was found, what was allowed and what to do.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
@@ -56,23 +57,30 @@ class BudgetError(TeraioError):
         smallest_bytes: the smallest device budget that works, in bytes.
         budget_bytes: the device budget that was given, in bytes.
         stage: name of the stage that needs the most.
+        largest: the stages of the graphs that need the most, with the bytes that each needs, in descending order; up to three.
+            Empty if the graphs are not what is too large.
     """
 
-    def __init__(self, *, smallest_bytes: int, budget_bytes: int, stage: str) -> None:
+    def __init__(self, *, smallest_bytes: int, budget_bytes: int, stage: str, largest: Sequence[tuple[str, int]] = ()) -> None:
         self.smallest_bytes = smallest_bytes
         self.budget_bytes = budget_bytes
         self.stage = stage
-        super().__init__(
+        self.largest = tuple(largest)
+        message = (
             f"the device budget of {budget_bytes:,} bytes is too small: stage {stage!r} needs "
             f"{smallest_bytes:,} bytes at once; give a memory_budget of at least {smallest_bytes} bytes"
         )
+        if largest:
+            needs = ", ".join(f"{name!r} {size:,}" for name, size in largest)
+            message += f". The stages that need the most bytes: {needs}. Smaller batches or shorter sequences lower their needs"
+        super().__init__(message)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_budget_error, (self.smallest_bytes, self.budget_bytes, self.stage))
+        return (_rebuild_budget_error, (self.smallest_bytes, self.budget_bytes, self.stage, self.largest))
 
 
-def _rebuild_budget_error(smallest_bytes: int, budget_bytes: int, stage: str) -> BudgetError:
-    return BudgetError(smallest_bytes=smallest_bytes, budget_bytes=budget_bytes, stage=stage)
+def _rebuild_budget_error(smallest_bytes: int, budget_bytes: int, stage: str, largest: Sequence[tuple[str, int]]) -> BudgetError:
+    return BudgetError(smallest_bytes=smallest_bytes, budget_bytes=budget_bytes, stage=stage, largest=largest)
 
 
 class UnsupportedError(TeraioError):

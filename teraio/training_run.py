@@ -104,6 +104,7 @@ class TrainingRun:
         self._phase: Phase = ProfilePhase(self._context)
         self._border = _IterationBorder()
         self._sizes = LargestSizes()
+        self._largest: list[tuple[str, int]] = []
         self._stages = 0
         self._finished = 0
         self._compiled_now = True
@@ -165,19 +166,19 @@ class TrainingRun:
         Raises BudgetError with the smallest budget and the stage that needs it, StorageFullError.
         """
         small_bytes = sum(program.small_bytes for program in programs) + self._pager.unmoved_bytes
+        stages = [stage for program in programs for stage in program.stages]
+        needs = [(s.name, s.input_bytes + s.output_bytes + s.workspace_bytes + small_bytes) for s in stages]
+        self._largest = sorted([*self._largest, *needs], key=lambda need: -need[1])[:3]
         floor = self._findings.floor
-        for program in programs:
-            for stage in program.stages:
-                needed = stage.input_bytes + stage.output_bytes + stage.workspace_bytes + small_bytes
-                if floor is None or needed > floor[0]:
-                    floor = (needed, stage.name)
-        self._findings.floor = floor
+        if self._largest and (floor is None or self._largest[0][1] > floor[0]):
+            name, needed = self._largest[0]
+            floor = self._findings.floor = (needed, name)
         budget = self._machine.budget_bytes
         if budget is None or floor is None:
             return
         smallest, name = floor
         if smallest > budget:
-            raise BudgetError(smallest_bytes=smallest, budget_bytes=budget, stage=name)
+            raise BudgetError(smallest_bytes=smallest, budget_bytes=budget, stage=name, largest=self._largest)
         self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
         self._ensure_room(0)
 
