@@ -22,6 +22,7 @@ A message says what was found, what was allowed and what to do.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
@@ -56,26 +57,51 @@ class BudgetError(TeraioError):
         smallest_bytes: the smallest device budget that works, in bytes, but for `not_counted`.
         budget_bytes: the device budget that was given, in bytes.
         stage: name of the stage that needs the most.
+        largest: the stages of the graphs that need the most, with the bytes that each needs, in descending order; up to three.
+            Empty if the graphs are not what is too large.
         not_counted: what may need more and is not known yet, in words; "" if all is known.
     """
 
-    def __init__(self, *, smallest_bytes: int, budget_bytes: int, stage: str, not_counted: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        smallest_bytes: int,
+        budget_bytes: int,
+        stage: str,
+        largest: Sequence[tuple[str, int]] = (),
+        not_counted: str = "",
+    ) -> None:
         self.smallest_bytes = smallest_bytes
         self.budget_bytes = budget_bytes
         self.stage = stage
+        self.largest = tuple(largest)
         self.not_counted = not_counted
-        super().__init__(
+        message = (
             f"the device budget of {budget_bytes:,} bytes is too small: stage {stage!r} needs "
             f"{smallest_bytes:,} bytes at once; give a memory_budget of at least {smallest_bytes} bytes"
-            + (f" (not counted, since not known yet: {not_counted})" if not_counted else "")
         )
+        if not_counted:
+            message += f" (not counted, since not known yet: {not_counted})"
+        if largest:
+            needs = ", ".join(f"{name!r} {size:,}" for name, size in largest)
+            message += f". The stages that need the most bytes: {needs}. Smaller batches or shorter sequences lower their needs"
+        super().__init__(message)
+
+    def asking_for(self, smallest_bytes: int, *, not_counted: str) -> BudgetError:
+        """Return this error with another smallest budget."""
+        return _rebuild_budget_error(smallest_bytes, self.budget_bytes, self.stage, self.largest, not_counted)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_budget_error, (self.smallest_bytes, self.budget_bytes, self.stage, self.not_counted))
+        fields = (self.smallest_bytes, self.budget_bytes, self.stage, self.largest, self.not_counted)
+        return (_rebuild_budget_error, fields)
 
 
-def _rebuild_budget_error(smallest_bytes: int, budget_bytes: int, stage: str, not_counted: str) -> BudgetError:
-    return BudgetError(smallest_bytes=smallest_bytes, budget_bytes=budget_bytes, stage=stage, not_counted=not_counted)
+def _rebuild_budget_error(
+    smallest_bytes: int, budget_bytes: int, stage: str, largest: Sequence[tuple[str, int]], not_counted: str
+) -> BudgetError:
+    return BudgetError(
+        smallest_bytes=smallest_bytes, budget_bytes=budget_bytes, stage=stage, largest=largest, not_counted=not_counted
+    )
 
 
 class UnsupportedError(TeraioError):

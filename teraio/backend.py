@@ -60,12 +60,7 @@ def _with_immovable(error: BudgetError, arguments: Sequence[Any]) -> BudgetError
         # Other tensors were made before teraio's allocator; parameters and buffers get memory of it.
         if storage.is_shared() or not storage.resizable() or not isinstance(value, torch.nn.Parameter)
     }
-    return BudgetError(
-        smallest_bytes=error.smallest_bytes + sum(storages.values()),
-        budget_bytes=error.budget_bytes,
-        stage=error.stage,
-        not_counted=error.not_counted,
-    )
+    return error.asking_for(error.smallest_bytes + sum(storages.values()), not_counted=error.not_counted)
 
 
 def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
 from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch
-from teraio.stages import CutPolicy, Need, StageCompiler, need_of
+from teraio.stages import CutPolicy, Need, StageCompiler, largest_of, need_of
 from teraio.status import Status
 
 _NOT_COMPILED = "graphs that are compiled later, the optimizer's update, and what your code keeps"
@@ -166,17 +166,21 @@ class TrainingRun:
         need = need_of(programs)
         if need is None:
             return
-        floor = need.size_bytes + self._pager.unmoved_bytes, need.stage
-        self._findings.floor = max(floor, self._findings.floor or floor)
         self._needs.append(need)
+        unmoved_bytes = self._pager.unmoved_bytes
+        largest = largest_of((name, size + unmoved_bytes) for each in self._needs for name, size in each.largest)
+        floor = (largest[0][1], largest[0][0])
+        smallest, stage = self._findings.floor = max(floor, self._findings.floor or floor)
         budget = self._machine.budget_bytes
-        if budget is None:
-            return
-        smallest, name = self._findings.floor
-        if smallest > budget:
-            others_bytes = self._pager.immovable_bytes - self._pager.unmoved_bytes
-            named = smallest + others_bytes + max(each.state_bytes for each in self._needs)
-            raise BudgetError(smallest_bytes=named, budget_bytes=budget, stage=name, not_counted=_NOT_COMPILED)
+        if budget is not None and smallest > budget:
+            others_bytes = self._pager.immovable_bytes - unmoved_bytes + max(each.state_bytes for each in self._needs)
+            raise BudgetError(
+                smallest_bytes=smallest + others_bytes,
+                budget_bytes=budget,
+                stage=stage,
+                largest=largest,
+                not_counted=_NOT_COMPILED,
+            )
         self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
         self._ensure_room(0)
 
@@ -185,12 +189,7 @@ class TrainingRun:
         own = need_of([program])
         needs = [*self._needs, own] if own is not None else self._needs
         needed = max((need.size_bytes + need.state_bytes for need in needs), default=0) + self._pager.immovable_bytes
-        return BudgetError(
-            smallest_bytes=max(error.smallest_bytes, needed),
-            budget_bytes=error.budget_bytes,
-            stage=error.stage,
-            not_counted=_NOT_COMPILED,
-        )
+        return error.asking_for(max(error.smallest_bytes, needed), not_counted=_NOT_COMPILED)
 
     def _ensure_room(self, state_bytes: int) -> None:
         """Reserve room in the spill files for what programs keep and for `state_bytes` of states. Raises StorageFullError."""

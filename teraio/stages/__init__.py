@@ -2,11 +2,12 @@
 
 from teraio.stages.compile import StageCompiler
 from teraio.stages.cut import CutPolicy
-from teraio.stages.floor import Need, need_of
+from teraio.stages.floor import Need, largest_of, need_of
 
 __all__ = [
     "CutPolicy",
     "Need",
     "StageCompiler",
+    "largest_of",
     "need_of",
 ]

@@ -130,7 +130,7 @@ def _report_strides(gm: GraphModule) -> None:
     (output,) = (n for n in gm.graph.nodes if n.op == "output")
     for result in output.args[0]:
         value = result.meta.get("val") if isinstance(result, Node) else None
-        strides = value.stride() if isinstance(value, torch.Tensor) else None
+        strides = value.stride() if cost.has_storage(value) else None
         if strides is not None and not context.fakify_first_call:
             strides = _hints(strides)
         context.output_strides.append(cast(Any, strides))

@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import sympy
 import torch
@@ -27,9 +27,14 @@ _VIEW_NAMES = frozenset(
 _CREATION_NAMES = frozenset("full scalar_tensor iota arange zeros ones empty".split())
 
 
+def has_storage(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether `value` is a tensor in a storage of its own; a sparse tensor is not."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
 def fake_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the (fake) tensors in a node's `meta["val"]`, which may be a tensor, a number or nested lists of these."""
-    if isinstance(value, torch.Tensor):
+    """Yield the (fake) tensors with a storage in a node's `meta["val"]`: a tensor, a number or nested lists of these."""
+    if has_storage(value):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
@@ -70,7 +75,7 @@ def symbol_values(placeholders: Sequence[Node], arguments: Sequence[Any]) -> dic
     for node, argument in zip(placeholders, arguments, strict=True):
         fake = node.meta.get("val")
         pairs: list[tuple[Any, Any]] = [(fake, argument)]
-        if isinstance(fake, torch.Tensor) and isinstance(argument, torch.Tensor):
+        if has_storage(fake) and has_storage(argument):
             pairs = list(zip((*fake.shape, *fake.stride()), (*argument.shape, *argument.stride()), strict=True))
         for symbolic, actual in pairs:
             if isinstance(symbolic, torch.SymInt) and symbolic.node.expr.is_Symbol:

@@ -86,7 +86,8 @@ def _walk(nodes: list[Node], device_type: str, policy: CutPolicy) -> dict[Node, 
     for index, node in enumerate(nodes):
         if node in heavy:
             here = layer_of(module_path(node)) or layer
-            new_layer = here != layer
+            # Where no module is known, one layer cannot be told from the next: such a graph may hold many.
+            new_layer = here != layer or not here
             wanted = shortest if new_layer else max(shortest, layer_seconds.get(here, 0.0) / _STAGES_PER_LAYER)
             if since_cut >= wanted:
                 current += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from runtime.execution import Program
@@ -15,13 +15,17 @@ STATES = 2
 class Need:
     """What graphs need on the device at once.
 
-    size_bytes: for their largest stage and all that is too small to move. stage: the name of that stage.
+    largest: up to three stages, by name, with the bytes that each needs next to all that is too small to move; in descending order.
     state_bytes: of the states of small parameters, which an optimizer has not made yet.
     """
 
-    size_bytes: int
-    stage: str
+    largest: tuple[tuple[str, int], ...]
     state_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the largest stage needs."""
+        return self.largest[0][1]
 
 
 def need_of(programs: Sequence[Program]) -> Need | None:
@@ -29,8 +33,12 @@ def need_of(programs: Sequence[Program]) -> Need | None:
     stages = [stage for program in programs for stage in program.stages]
     if not stages:
         return None
-    needed = [stage.input_bytes + stage.output_bytes + stage.workspace_bytes for stage in stages]
-    largest = max(range(len(stages)), key=needed.__getitem__)
     small_bytes = sum(program.small_bytes for program in programs)
+    needs = [(stage.name, stage.input_bytes + stage.output_bytes + stage.workspace_bytes + small_bytes) for stage in stages]
     states = STATES * sum(program.small_parameter_bytes for program in programs)
-    return Need(size_bytes=needed[largest] + small_bytes, stage=stages[largest].name, state_bytes=states)
+    return Need(largest=largest_of(needs), state_bytes=states)
+
+
+def largest_of(needs: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Return the three that need the most, in descending order."""
+    return tuple(sorted(needs, key=lambda need: -need[1])[:3])

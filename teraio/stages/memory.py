@@ -60,7 +60,7 @@ def distinct_bytes(nodes: Sequence[Node], symbols: cost.Symbols) -> int:
     storages: dict[int, int] = {}
     for node in nodes:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
+        if cost.has_storage(value):
             key = value.untyped_storage()._cdata
             storages[key] = max(storages.get(key, 0), cost.storage_bytes(value, symbols))
     return sum(storages.values())

@@ -166,8 +166,10 @@ def _attribute(module: GraphModule, target: str) -> Any:
 
 
 def _layout(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
+    if cost.has_storage(value):
         return f"{value.dtype}{list(value.shape)}{list(value.stride())}+{value.storage_offset()}@{value.device}"
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}{value.layout}@{value.device}"
     if isinstance(value, (tuple, list)):
         return f"({', '.join(_layout(v) for v in value)})"
     return str(value) if isinstance(value, (int, float, torch.SymInt)) else type(value).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,6 +163,11 @@ def test_the_smallest_budget_works_and_less_is_refused(tmp_path: Path) -> None:
     assert error.smallest_bytes > MIB
     assert str(error.smallest_bytes) in str(error)
     assert "forward/" in str(error) or "backward/" in str(error), "names no stage"
+    assert len(error.largest) == 3 and error.largest[0] == (error.stage, error.smallest_bytes)
+    assert [size for _, size in error.largest] == sorted((size for _, size in error.largest), reverse=True)
+    assert all(repr(name) in str(error) for name, _ in error.largest)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.largest) == (str(error), error.largest)
     options = budgeted_options(case, tmp_path, budget=error.smallest_bytes, codegen="eager")
     budgeted = train(case, backend="teraio", options=options)
     check_budget(budgeted, error.smallest_bytes)

@@ -100,6 +100,15 @@ def test_a_longer_least_duration_gives_fewer_stages() -> None:
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] > 1 == counts[-1]
 
 
+def test_a_graph_without_known_modules_is_cut_as_finely_as_its_layers_would_be() -> None:
+    """As parts of a script after a graph break: all operators could be in one layer, or in many."""
+    for captured in transformer(3):
+        named, nameless = captured.fresh(), captured.fresh()
+        for node in nameless.graph.nodes:
+            node.meta = {k: v for k, v in node.meta.items() if k not in ("nn_module_stack", "fwd_nn_module_stack")}
+        assert len(set(stages(nameless).values())) >= len(set(stages(named).values()))
+
+
 def test_layers_are_cut_alike() -> None:
     for captured in transformer(5):
         graph = captured.fresh()
