@@ -142,6 +142,8 @@ class TrainingRun:
         """Return the function that AOTAutograd calls for `program` (boxed)."""
 
         def call(arguments: list[Any]) -> list[Any]:
+            if not self._phase.managed and program.resize is None:
+                return run_plain(program, arguments)
             with uninterrupted():
                 sized = program
                 if program.resize is not None:
