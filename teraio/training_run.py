@@ -127,6 +127,8 @@ class TrainingRun:
         """Return the function that AOTAutograd calls for `program` (boxed)."""
 
         def call(arguments: list[Any]) -> list[Any]:
+            if not self._phase.managed and program.resize is None:
+                return run_plain(program, arguments)
             with uninterrupted():
                 self._note_pass(program)
                 sized = program

@@ -85,7 +85,7 @@ class CpuMover:
 
         try:
             self._transfers.read(self._tiers.of(block), block, area.address, landed)
-        except StorageError:
+        except BaseException:
             self._memory.drop_pages(self._arrived.pop(block))
             raise
 

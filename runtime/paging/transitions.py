@@ -134,7 +134,7 @@ class BlockTransitions:
         self._enter_offloading(block)
         try:
             self._copy_out(block, tier, partial(self._copied_out, block, block.version))
-        except StorageError:
+        except BaseException:
             self._leave_offloading(block)
             raise
 
@@ -242,6 +242,10 @@ class BlockTransitions:
             self.need_mover().copy_in(block, done)
         except StorageError as failure:
             done(failure)  # not raised: this may be an I/O thread that has ended another copy
+        except BaseException:
+            self._account.end_prefetch()
+            self._stay_away(block)
+            raise
 
     def _copied_in(self, block: Block, error: StorageError | None) -> None:
         with self._signal.condition:
@@ -253,10 +257,13 @@ class BlockTransitions:
                 block.state = State.ON_DEVICE
             except StorageError as failure:
                 self._signal.fail(failure)
-                block.state = State.OFFLOADED
-                self._account.remove(block.size_bytes)
+                self._stay_away(block)
             self._copy_ended()
             self._signal.notify()
+
+    def _stay_away(self, block: Block) -> None:
+        block.state = State.OFFLOADED
+        self._account.remove(block.size_bytes)
 
     # -- changes in the slot
 

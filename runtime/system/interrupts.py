@@ -20,17 +20,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGALRM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGVTALRM,
-    signal.SIGPROF,
-)
-"""What people raise exceptions from: Ctrl-C, the end of a job, timeouts."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+"""What people raise exceptions from: Ctrl-C, the end of a job, timeouts. Not the signals of sampling profilers."""
 
 Handler = Callable[[int, FrameType | None], Any]
 

@@ -56,7 +56,7 @@ class MemoryMover:
         self.arrived: dict[Block, bytes] = {}
         self.log: list[str] = []
         self.spare_bytes: int | None = None
-        self.refuse: StorageError | None = None
+        self.refuse: Exception | None = None
         self.fail_copies: list[StorageError | None] = []
         self.stuck: StorageError | None = None
 

@@ -95,6 +95,22 @@ def test_a_copy_in_that_can_not_begin() -> None:
     assert bench.value("w") == 5
 
 
+def test_no_memory_to_begin_a_copy_with() -> None:
+    """An error that is no StorageError leaves everything as it was, too."""
+    bench = Bench(4 * UNIT)
+    block = bench.make("w", 4, fill=5)
+    for state, used_bytes, acquired in ((State.ON_DEVICE, 4 * UNIT, []), (State.OFFLOADED, 0, [block])):
+        bench.mover.refuse = MemoryError()
+        with pytest.raises(MemoryError):
+            bench.pager.acquire(acquired, 0 if acquired else UNIT, "next")
+        account = bench.pager.account
+        assert block.state is state and not block.pins
+        assert (account.used_bytes, account.offloading_bytes, account.prefetching_blocks) == (used_bytes, 0, 0)
+        evicted(bench, block)
+    bench.run(block)
+    assert bench.value("w") == 5
+
+
 def test_a_prefetch_that_can_not_begin_when_its_turn_comes() -> None:
     bench = Bench(4 * UNIT)
     block = evicted(bench, bench.make("w", 2, fill=5))
