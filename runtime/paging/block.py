@@ -95,7 +95,8 @@ class Block:
     @property
     def dead(self) -> bool:
         """Whether nobody holds the storage any more."""
-        return bool(self.weak.expired())  # type: ignore[no-untyped-call]
+        # What `StorageWeakRef.expired` does after two more calls. Whoever makes room asks this of every block.
+        return bool(torch.UntypedStorage._expired(self.weak.cdata))
 
     def storage(self) -> torch.UntypedStorage | None:
         """Return a reference that keeps the storage alive, or None if the storage is gone."""
