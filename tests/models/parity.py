@@ -27,7 +27,7 @@ from .catalogue import RealModel
 of_libraries = (
     compiled_input_needs_grad,
     pytest.mark.filterwarnings("ignore:.*Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning"),
 )
 """Marks for tests of models whose code makes these warnings, which no user can avoid."""
 
