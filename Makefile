@@ -26,10 +26,10 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long coverage check lint types imports docs wheel bench require-gpu test-gpu bench-gpu clean
+.PHONY: help setup demo test test-long test-models coverage check lint types imports docs wheel bench require-gpu test-gpu bench-gpu clean
 
 help:  ## say what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 	@sed -n 's/^# \([A-Z_]*=\)/    \1/p' Makefile
 
 setup: $(READY)  ## build the environment (every other target does this by itself)
@@ -54,6 +54,13 @@ test: $(READY)  ## run the tests (those for a GPU: make test-gpu)
 
 test-long: $(READY)  ## run the tests with more examples and more steps: for nights, not for every change
 	TEST_PROFILE=long $(MAKE) test ARGS="--timeout=1200 $(ARGS)"
+
+test-models: $(READY)  ## train real models (transformers, diffusers, peft, timm) with and without a budget, and write docs/models.md
+	$(RUN) -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev,models]'
+	$(RUN) -m pip install -q $(PIP_ARGS) -c constraints.txt --no-deps --upgrade --target build/timm timm torchvision
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONPATH=build/timm $(RUN) -m pytest tests/models --timeout=1200 \
+	  -n $(WORKERS) --dist worksteal --models-out docs/models.json $(ARGS)
+	$(RUN) -m tools.models_page
 
 coverage: $(READY)  ## run the tests and tell which lines and branches of the three packages they reach
 	$(MAKE) test ARGS="--cov=planner --cov=runtime --cov=teraio --cov-branch --cov-report=term --cov-report=html:build/coverage $(ARGS)"

@@ -94,7 +94,8 @@ class Block:
     def dead(self) -> bool:
         """Whether nobody holds the storage any more, or the block was forgotten."""
         weak = self._weak
-        return weak is None or bool(weak.expired())  # type: ignore[no-untyped-call]
+        # What `StorageWeakRef.expired` does after two more calls. Whoever makes room asks this of every block.
+        return weak is None or bool(torch.UntypedStorage._expired(weak.cdata))
 
     def storage(self) -> torch.UntypedStorage | None:
         """Return a reference that keeps the storage alive, or None if the storage is gone or the block was forgotten."""

@@ -18,8 +18,8 @@ make_importable()  # before anything imports transformers
 __all__ = ["fine_and_quick", "fresh_process_state", "on_one_thread", "one_compute_thread", "planning_in_process"]
 PACKAGES = ("torch", "transformers", "timm", "diffusers", "peft", "safetensors")
 
-_found: list[dict[str, Any]] = []
-"""What the tests recorded as the property "facts"; in the process that reports."""
+_found: dict[tuple[str, str], dict[str, Any] | None] = {}
+"""By kind and model what the tests found, as they recorded it ("row" and "facts"); None where they failed."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,19 +27,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call":
-        _found.extend(value for name, value in report.user_properties if name == "facts")
+    recorded: dict[str, Any] = dict(report.user_properties)
+    if report.when == "call" and "row" in recorded:
+        kind, model = recorded["row"]
+        _found[kind, model] = recorded.get("facts")
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Update the file, if all tests passed; not in a worker of pytest-xdist, which reports to another process."""
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Replace the rows of the tests that ran, or remove them; a worker of pytest-xdist reports to another process."""
     path: Path | None = session.config.getoption("--models-out", default=None)
-    if path is None or exitstatus or hasattr(session.config, "workerinput"):
+    if path is None or hasattr(session.config, "workerinput"):
         return
     before = json.loads(path.read_text())["results"] if path.exists() else []
-    results = {(row["kind"], row["model"]): row for row in (*before, *_found)}
+    rows = {(row["kind"], row["model"]): row for row in before} | _found
     versions = {name: version for name in PACKAGES if (version := _version(name)) is not None}
-    path.write_text(json.dumps({"versions": versions, "results": list(results.values())}, indent=1) + "\n")
+    found = {"versions": versions, "results": [row for row in rows.values() if row is not None]}
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _version(package: str) -> str | None:

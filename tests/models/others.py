@@ -136,10 +136,10 @@ def spectrograms(steps: int) -> list[Batch]:
 
 
 def waves(steps: int) -> list[Batch]:
-    """Random sound [4, 8000] and classes [4]."""
+    """Random sound [12, 8000] and classes [12]."""
     draw = torch.Generator().manual_seed(24)
     return [
-        {"input_values": torch.randn(4, 8000, generator=draw), "labels": torch.randint(0, 2, (4,), generator=draw)}
+        {"input_values": torch.randn(12, 8000, generator=draw), "labels": torch.randint(0, 2, (12,), generator=draw)}
         for _ in range(steps)
     ]
 

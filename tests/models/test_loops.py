@@ -17,5 +17,6 @@ pytestmark = [pytest.mark.usefixtures("fine_and_quick"), *of_libraries]
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_half_of_the_memory(name: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    record_property("row", ("loop", name))
     found = check_half(LOOPS[name], tmp_path)
-    record_property("facts", {"model": name, "package": "transformers", "kind": "loop", **found})
+    record_property("facts", {"kind": "loop", "model": name, "package": "transformers", **found})

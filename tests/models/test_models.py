@@ -19,5 +19,6 @@ pytestmark = [pytest.mark.usefixtures("fine_and_quick"), *of_libraries]
 def test_half_of_the_memory(name: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     model = MODELS[name]
     pytest.importorskip(model.package, reason=f"needs {model.package}", exc_type=ImportError)
-    found = check_half(case_of(model, planned=True), tmp_path)
-    record_property("facts", {"model": name, "package": model.package, "kind": "model", **found})
+    record_property("row", ("model", name))
+    found = check_half(case_of(model, planned=model.planned), tmp_path)
+    record_property("facts", {"kind": "model", "model": name, "package": model.package, **found})

@@ -1,0 +1,110 @@
+"""Writes the page of real models, `docs/models.md`, from what `make test-models` found: `docs/models.json`.
+
+python -m tools.models_page
+
+A test compares the page with what this program would write.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "models.md"
+RESULTS = ROOT / "docs" / "models.json"
+MIB = 1 << 20
+
+INTRODUCTION = """\
+# Real models
+
+<!-- written by python -m tools.models_page -->
+
+`make test-models` trains these models twice: without a budget, and with about half of the memory that tensors took then.
+Nothing is downloaded: each model is made from a small configuration, with random weights and random data. Graphs are cut
+as finely as they can be, and stages run operator by operator (`codegen="eager"`), on one thread of a CPU, with AdamW.
+
+* **equal bits**: all losses, gradients, parameters and buffers of all steps are the same with and without the budget. The
+  number is that of the tensors compared.
+* **budget**: half of the peak, or the smallest budget that works and up to a sixteenth on top where that is more. In models as
+  small as these many tensors have less than 1 MiB. Those never move, so budgets below the half are rarer than for models
+  of real size.
+* **moved**: bytes that left the device in the last iteration. Nearly as many came back.
+* **planned**: a plan was in force at the end; *on demand*: too few steps for a plan, or one stage needs nearly all.
+"""
+
+CHECKPOINTS = """\
+## Checkpoints
+
+Training stops after three steps and goes on in another run: under the budget first and without it then, and the other way
+round. Parameters and states travel by `save_pretrained` (safetensors), `from_pretrained` and `torch.save`, or by
+`torch.distributed.checkpoint`. After three more steps the parameters have the bits of a training that never stopped. Going
+back to a checkpoint while blocks are away is tested too (`tests/models/test_checkpoints.py`).
+"""
+
+PACKAGES = """\
+## Packages
+
+The extra `models` holds the packages but timm: `pip install -c constraints.txt -e '.[dev,models]'`. timm needs torchvision,
+which has to be of the same build as torch. The wheels on PyPI are built for CUDA. Beside a CPU build of torch the import of
+such a torchvision fails, and that of transformers and timm with it. So `make test-models` installs timm and torchvision
+into a folder of their own, `build/timm`, and the tests declare the two operators of torchvision that the import asks for.
+No model here uses them. In your own environment, install the torchvision that was built for your torch.
+"""
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """Return the content of `docs/models.md`."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    results = found["results"]
+    parts = [
+        INTRODUCTION,
+        f"Versions: {versions}.\n",
+        "## Models\n",
+        _table("model", results, "model"),
+        "\n## Loops and settings\n\nOver the Llama of the first table.\n",
+        _table("what the script does", results, "loop"),
+        "",
+        CHECKPOINTS,
+        PACKAGES,
+    ]
+    return "\n".join(parts)
+
+
+def _table(heading: str, results: list[Mapping[str, Any]], kind: str) -> str:
+    rows = [
+        f"| {heading} | package | parameters | peak | budget | moved | stages | moves | equal bits |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    found = [result for result in results if result["kind"] == kind]
+    rows += [_row(result) for result in sorted(found, key=lambda result: (result["package"], result["model"].lower()))]
+    return "\n".join(rows)
+
+
+def _row(result: Mapping[str, Any]) -> str:
+    peak, budget = result["peak_bytes"], result["budget_bytes"]
+    cells = [
+        result["model"],
+        result["package"],
+        _mib(result["parameter_bytes"]),
+        _mib(peak),
+        f"{_mib(budget)} ({budget / peak:.0%})",
+        _mib(result["moved_bytes"]),
+        str(result["stages"]),
+        "planned" if result["phase"] == "planned" else "on demand",
+        f"yes, {result['tensors']}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / MIB:.0f} MiB"
+
+
+def main() -> None:
+    """Rewrite the page."""
+    PAGE.write_text(page(json.loads(RESULTS.read_text())))
+
+
+if __name__ == "__main__":
+    main()
