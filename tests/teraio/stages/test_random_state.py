@@ -55,7 +55,7 @@ def test_graphs_are_cut_around_them_with_the_same_bits() -> None:
 
 def test_equal_layers_share_their_stages() -> None:
     counts = []
-    for layers in (2, 3):
+    for layers in (3, 4):
         compiler = StageCompiler(codegen="eager", policy=CutPolicy(shortest_seconds=1e-9))
         for captured in graphs(layers):
             compiler.compile(captured.fresh(), phase=captured.phase, options={})
