@@ -15,7 +15,8 @@ STATES = 2
 class Need:
     """What graphs need on the device at once.
 
-    largest: up to three stages, by name, with the bytes that each needs next to all that is too small to move; in descending order.
+    largest: up to three stages, by name, with the bytes that each needs next to all that is too small to move, in descending
+        order.
     state_bytes: of the states of small parameters, which an optimizer has not made yet.
     """
 
