@@ -18,16 +18,16 @@ from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import Program, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Block, Pager
 from runtime.system import uninterrupted
+from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine
 from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
 from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch
-from teraio.stages import CutPolicy, Need, StageCompiler, largest_of, need_of
+from teraio.stages import CutPolicy, StageCompiler
 from teraio.status import Status
 
-_NOT_COMPILED = "graphs that are compiled later, the optimizer's update, and what your code keeps"
 OpenMachine = Callable[[Options, torch.device], Machine]
 
 
@@ -71,9 +71,10 @@ class TrainingRun:
         if subgroup_bytes is None and given is not None:
             subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
+        self._findings = Findings()
+        self._needs = GraphNeeds(self._pager, machine, self._findings)
         self._steps = self._optimizer_steps(options, subgroups)
         self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job)
-        self._findings = Findings()
         self._context = RunContext(
             options=options,
             machine=machine,
@@ -93,8 +94,6 @@ class TrainingRun:
         self._compiled_now = True
         self._ended: _Ended | None = None
         self._late_seconds = 0.0
-        self._kept_bytes = 0
-        self._needs: list[Need] = []
         self._replaced = False
 
     def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes) -> OptimizerSteps:
@@ -104,7 +103,7 @@ class TrainingRun:
             active=lambda: self._phase.managed,
             step_done=self._step_done,
             automatic=options.optimizer == "auto",
-            ensure_room=self._ensure_room,
+            ensure_room=self._needs.ensure_room,
             overlap=options.overlap_step,
             rates=self._host_rates(options),
             sizes=subgroups,
@@ -127,22 +126,18 @@ class TrainingRun:
         """Return the function that AOTAutograd calls for `program` (boxed)."""
 
         def call(arguments: list[Any]) -> list[Any]:
-            if not self._phase.managed and program.resize is None:
-                return run_plain(program, arguments)
-            with uninterrupted():
-                self._note_pass(program)
-                sized = program
-                if program.resize is not None:
-                    sized = program.resize(program, arguments)
-                    if self._sizes.grow(program.identity, sized):
-                        self._phase = self._phase.graphs_changed()
-                if self._phase.managed:
-                    return self._run_managed(sized, arguments)
             if self._replaced and program.phase == "forward":
                 raise UnsupportedError(
                     "this model was compiled again with other options, which ended the run that this call belongs to; call "
                     "what was compiled last, or call torch._dynamo.reset() and compile the model again"
                 )
+            if self._phase.managed or program.resize is not None:
+                with uninterrupted():
+                    sized = self._note_call(program, arguments)
+                    if self._phase.managed:
+                        return self._run_managed(sized, arguments)
+            else:
+                self._note_pass(program)
             return run_plain(program, arguments)
 
         call._boxed_call = True  # type: ignore[attr-defined]
@@ -151,6 +146,16 @@ class TrainingRun:
         self._phase = self._phase.graphs_changed()
         return call
 
+    def _note_call(self, program: Program, arguments: list[Any]) -> Program:
+        """A graph is about to run. Returns its program for the sizes of these arguments."""
+        self._note_pass(program)
+        if program.resize is None:
+            return program
+        sized = program.resize(program, arguments)
+        if self._sizes.grow(program.identity, sized):
+            self._phase = self._phase.graphs_changed()
+        return sized
+
     def _run_managed(self, program: Program, arguments: list[Any]) -> list[Any]:
         self._steps.between_regions()
         overlap = self._steps.overlap
@@ -158,45 +163,11 @@ class TrainingRun:
         try:
             return run_managed(program, arguments, self._pager, self._recorder, self._meter, interleaved)
         except BudgetError as error:
-            raise self._with_all_that_is_known(error, program) from None
+            raise self._needs.with_all_that_is_known(error, program) from None
 
     def check(self, programs: Sequence[Program]) -> None:
-        """Check that the budget suffices for each stage, and reserve room in the spill files for what the programs keep.
-
-        Raises BudgetError with the smallest budget and the stage that needs it, StorageFullError.
-        """
-        need = need_of(programs)
-        if need is None:
-            return
-        self._needs.append(need)
-        unmoved_bytes = self._pager.unmoved_bytes
-        largest = largest_of((name, size + unmoved_bytes) for each in self._needs for name, size in each.largest)
-        floor = (largest[0][1], largest[0][0])
-        smallest, stage = self._findings.floor = max(floor, self._findings.floor or floor)
-        budget = self._machine.budget_bytes
-        if budget is not None and smallest > budget:
-            others_bytes = self._pager.immovable_bytes - unmoved_bytes + max(each.state_bytes for each in self._needs)
-            raise BudgetError(
-                smallest_bytes=smallest + others_bytes,
-                budget_bytes=budget,
-                stage=stage,
-                largest=largest,
-                not_counted=_NOT_COMPILED,
-            )
-        self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
-        self._ensure_room(0)
-
-    def _with_all_that_is_known(self, error: BudgetError, program: Program) -> BudgetError:
-        """Return the error of a stage with a budget that does for all graphs, next to what cannot leave the device by now."""
-        own = need_of([program])
-        needs = [*self._needs, own] if own is not None else self._needs
-        needed = max((need.size_bytes + need.state_bytes for need in needs), default=0) + self._pager.immovable_bytes
-        return error.asking_for(max(error.smallest_bytes, needed), not_counted=_NOT_COMPILED)
-
-    def _ensure_room(self, state_bytes: int) -> None:
-        """Reserve room in the spill files for what programs keep and for `state_bytes` of states. Raises StorageFullError."""
-        if self._pager.budget_bytes is not None:
-            self._machine.ensure_room(self._kept_bytes + state_bytes - self._pager.budget_bytes)
+        """See `GraphNeeds.check`."""
+        self._needs.check(programs)
 
     # -- steps of optimizers
 
