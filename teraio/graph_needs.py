@@ -1,0 +1,63 @@
+"""What the compiled graphs need at least: of the budget, and of the spill files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.errors import BudgetError
+from runtime.execution import Program
+from runtime.paging import Pager
+from teraio.machine import Machine
+from teraio.phases import Findings
+from teraio.stages import Need, largest_of, need_of
+
+_NOT_COUNTED = "graphs that are compiled later, the optimizer's update, and what your code keeps"
+
+
+class GraphNeeds:
+    """What all graphs compiled so far need. Keeps `findings.floor`: the smallest budget, and the stage that sets it."""
+
+    def __init__(self, pager: Pager, machine: Machine, findings: Findings) -> None:
+        self._pager = pager
+        self._machine = machine
+        self._findings = findings
+        self._needs: list[Need] = []
+        self._kept_bytes = 0
+
+    def check(self, programs: Sequence[Program]) -> None:
+        """Check that the budget suffices for each stage, and reserve room in the spill files for what the programs keep.
+
+        Raises BudgetError with the smallest budget and the stage that needs it, StorageFullError.
+        """
+        need = need_of(programs)
+        if need is None:
+            return
+        self._needs.append(need)
+        unmoved_bytes = self._pager.unmoved_bytes
+        largest = largest_of((name, size + unmoved_bytes) for each in self._needs for name, size in each.largest)
+        floor = (largest[0][1], largest[0][0])
+        smallest, stage = self._findings.floor = max(floor, self._findings.floor or floor)
+        budget = self._machine.budget_bytes
+        if budget is not None and smallest > budget:
+            others_bytes = self._pager.immovable_bytes - unmoved_bytes + max(each.state_bytes for each in self._needs)
+            raise BudgetError(
+                smallest_bytes=smallest + others_bytes,
+                budget_bytes=budget,
+                stage=stage,
+                largest=largest,
+                not_counted=_NOT_COUNTED,
+            )
+        self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
+        self.ensure_room(0)
+
+    def with_all_that_is_known(self, error: BudgetError, program: Program) -> BudgetError:
+        """Return the error of a stage with a budget that does for all graphs, next to what cannot leave the device by now."""
+        own = need_of([program])
+        needs = [*self._needs, own] if own is not None else self._needs
+        needed = max((need.size_bytes + need.state_bytes for need in needs), default=0) + self._pager.immovable_bytes
+        return error.asking_for(max(error.smallest_bytes, needed), not_counted=_NOT_COUNTED)
+
+    def ensure_room(self, state_bytes: int) -> None:
+        """Reserve room in the spill files for what programs keep and for `state_bytes` of states. Raises StorageFullError."""
+        if self._pager.budget_bytes is not None:
+            self._machine.ensure_room(self._kept_bytes + state_bytes - self._pager.budget_bytes)
