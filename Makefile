@@ -56,7 +56,7 @@ test-long: $(READY)  ## run the tests with more examples and more steps: for nig
 	TEST_PROFILE=long $(MAKE) test ARGS="--timeout=1200 $(ARGS)"
 
 test-models: $(READY)  ## train real models (transformers, diffusers, peft, timm) with and without a budget, and write docs/models.md
-	$(RUN) -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev,models]'
+	$(RUN) -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev,models,frameworks]'
 	$(RUN) -m pip install -q $(PIP_ARGS) -c constraints.txt --no-deps --upgrade --target build/timm timm torchvision
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONPATH=build/timm $(RUN) -m pytest tests/models --timeout=1200 \
 	  -n $(WORKERS) --dist worksteal --models-out docs/models.json $(ARGS)

@@ -27,6 +27,17 @@ def in_bf16() -> nn.Module:
     return text.llama().to(torch.bfloat16)
 
 
+def checkpointed(*, reentrant: bool) -> Callable[[], nn.Module]:
+    """A Llama that computes its layers again in the backward pass."""
+
+    def make() -> nn.Module:
+        model = text.llama()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    return make
+
+
 def record(run: Run, loss: Tensor) -> None:
     run.record_loss(loss)
     run.record_gradients()
@@ -90,6 +101,39 @@ def freeze_and_unfreeze(run: Run, batch: Batch, index: int) -> None:
     plain_step(run, batch, index)
 
 
+def step_by_closure(run: Run, batch: Batch, index: int) -> None:
+    """The optimizer computes the loss, as in Lightning's automatic loop."""
+
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        loss = run.loss(batch)
+        loss.backward()
+        record(run, loss)
+        return loss
+
+    run.optimizer.step(closure)
+
+
+def of_changing_length(steps: int) -> list[Batch]:
+    return [text.sentences(1, length=(64, 48, 96)[step % 3])[0] for step in range(steps)]
+
+
+class Recommender(nn.Module):
+    """A table of which each batch touches a few rows, and a small model over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4096, text.WIDTH, sparse=True)
+        self.up, self.down = nn.Linear(text.WIDTH, 4 * text.INNER), nn.Linear(4 * text.INNER, 10)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.table(words).mean(1))))
+
+
+def recommender_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["input_ids"]), batch["labels"][:, 0] % 10)
+
+
 def llama_case(
     step: Callable[[Run, Batch, int], None] = plain_step, make: Callable[[], nn.Module] = text.llama, **settings: object
 ) -> Case:
@@ -108,4 +152,16 @@ LOOPS = {
     "clipping, with a scheduler": llama_case(clip, make_scheduler=warm_up),
     "moving average of the parameters": llama_case(average),
     "freezing and unfreezing": llama_case(freeze_and_unfreeze, steps=6),
+    "gradient checkpointing": llama_case(make=checkpointed(reentrant=False)),
+    "gradient checkpointing, reentrant": llama_case(make=checkpointed(reentrant=True)),
+    "a step with a closure": llama_case(step_by_closure),
+    "sentences of changing length": llama_case(make_batches=of_changing_length, steps=6),
+    "sparse embedding": Case(
+        make_model=Recommender,
+        make_batches=lambda n: text.sentences(n, rows=128),
+        make_optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+        compute_loss=recommender_loss,
+        step=plain_step,
+        steps=4,
+    ),
 }

@@ -125,7 +125,7 @@ def break_after_forward(run: Run, batch: Batch, index: int) -> None:
 
 def test_an_exception_between_forward_and_backward(tmp_path: Path) -> None:
     case = Case(
-        make_model=lambda: Chain(depth=3),
+        make_model=Chain,
         make_batches=features,
         step=break_after_forward,
         planned=True,

@@ -12,6 +12,11 @@ from .harness import PLANNED_STEPS, Batch, Case, Run, check_parity, plain_step
 from .models import Chain, features, features_of_changing_size
 
 
+def two_layers() -> Chain:
+    """Enough where no plan is wanted."""
+    return Chain(depth=2)
+
+
 def accumulate(run: Run, batch: Batch, index: int) -> None:
     """Two forward and backward passes per update."""
     inputs, targets = batch
@@ -63,7 +68,7 @@ def evaluate_then_train(run: Run, batch: Batch, index: int) -> None:
 def test_evaluation_between_steps(tmp_path: Path) -> None:
     with torch._inductor.config.patch(fallback_random=True):
         case = Case(
-            make_model=lambda: Chain(dropout=0.1),
+            make_model=lambda: Chain(depth=2, dropout=0.1),
             make_batches=features,
             step=evaluate_then_train,
         )
@@ -97,7 +102,7 @@ def test_evaluation_between_forward_and_backward(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dynamic", [None, False], ids=["automatic-dynamic", "static"])
 def test_changing_batch_size(tmp_path: Path, dynamic: bool | None) -> None:
     case = Case(
-        make_model=Chain,
+        make_model=two_layers,
         make_batches=features_of_changing_size,
         compile_options={"dynamic": dynamic},
         steps=6,
@@ -119,7 +124,7 @@ def backward_twice(run: Run, batch: Batch, index: int) -> None:
 
 
 def test_retain_graph(tmp_path: Path) -> None:
-    check_parity(Case(make_model=Chain, make_batches=features, step=backward_twice), tmp_path, debug=True)
+    check_parity(Case(make_model=two_layers, make_batches=features, step=backward_twice), tmp_path, debug=True)
 
 
 def two_losses_at_once(run: Run, batch: Batch, index: int) -> None:
@@ -135,7 +140,7 @@ def two_losses_at_once(run: Run, batch: Batch, index: int) -> None:
 
 
 def test_interleaved_forward_and_backward_passes(tmp_path: Path) -> None:
-    case = Case(make_model=Chain, make_batches=features, step=two_losses_at_once)
+    case = Case(make_model=two_layers, make_batches=features, step=two_losses_at_once)
     check_parity(case, tmp_path, debug=True)
 
 
@@ -189,7 +194,7 @@ def test_outputs_kept_over_steps(tmp_path: Path) -> None:
             assert torch.equal(logits, copy)
             run.record("held logits", logits)
 
-    check_parity(Case(make_model=Chain, make_batches=features, step=step), tmp_path, debug=True)
+    check_parity(Case(make_model=two_layers, make_batches=features, step=step), tmp_path, debug=True)
 
 
 def gradients_by_function(run: Run, batch: Batch, index: int) -> None:
@@ -206,4 +211,4 @@ def gradients_by_function(run: Run, batch: Batch, index: int) -> None:
 
 
 def test_autograd_grad(tmp_path: Path) -> None:
-    check_parity(Case(make_model=Chain, make_batches=features, step=gradients_by_function), tmp_path)
+    check_parity(Case(make_model=two_layers, make_batches=features, step=gradients_by_function), tmp_path)

@@ -70,7 +70,7 @@ def test_chain_compiled_by_inductor(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("eager_dropout")
 def test_dropout_compiled_by_inductor(tmp_path: Path) -> None:
-    check_parity(Case(make_model=lambda: Chain(dropout=0.3), make_batches=features), tmp_path, codegen="inductor")
+    check_parity(Case(make_model=lambda: Chain(depth=2, dropout=0.3), make_batches=features), tmp_path, codegen="inductor")
 
 
 def loss_over_views(model: nn.Module, batch: Batch) -> Tensor:

@@ -123,7 +123,7 @@ CASES = {
 def test_each_part_of_a_step_asks_once(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     found, errors = first_that_trains(case, tmp_path)
-    assert errors[0].not_counted == NOT_COUNTED and str(errors[0]).endswith(f"(not counted, since not known yet: {NOT_COUNTED})")
+    assert errors[0].not_counted == NOT_COUNTED and f"(not counted, since not known yet: {NOT_COUNTED})" in str(errors[0])
     parts = ["optimizer" if error.stage.startswith("optimizer/") else "graphs" for error in errors]
     assert parts in (["graphs"], ["graphs", "optimizer"]), errors
     expected = unmanaged(case, tmp_path)
