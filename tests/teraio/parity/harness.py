@@ -83,8 +83,9 @@ class Run:
         self.losses.append(loss.detach().clone())
 
     def record_gradients(self) -> None:
-        """Copy the gradient of every parameter that has one."""
-        found = {n: p.grad.detach().clone() for n, p in self.module.named_parameters() if p.grad is not None}
+        """Copy the gradient of every parameter that has one; a sparse one as a dense tensor."""
+        gradients = {name: p.grad.detach() for name, p in self.module.named_parameters() if p.grad is not None}
+        found = {name: g.to_dense() if g.is_sparse else g.clone() for name, g in gradients.items()}
         self.gradients.append(found)
 
     def record(self, name: str, value: Tensor) -> None:
