@@ -32,6 +32,8 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("replan", False, False),
     ("trace_out", "/tmp/trace.json", Path("/tmp/trace.json")),
     ("plan_out", Path("plan.json"), Path("plan.json")),
+    ("user_writes", "detect", "detect"),
+    ("user_writes", "assume", "assume"),
     ("codegen", "inductor", "inductor"),
     ("codegen", "eager", "eager"),
     ("mode", "default", "default"),
