@@ -97,6 +97,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("trace_out", False, "found False, wanted a path"),
     ("plan_out", "/no/such/plan.json", "there is no directory /no/such; create it first"),
     ("host_updates", "no", "found 'no', wanted True or False"),
+    ("user_writes", "never", "found 'never', wanted 'detect' or 'assume'"),
     ("optimizer", "on", "found 'on', wanted 'auto' or 'off'"),
     ("optimizer", False, "found False, wanted 'auto' or 'off'"),
     ("codegen", "triton", "found 'triton', wanted 'inductor' or 'eager'"),
