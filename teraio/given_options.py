@@ -17,6 +17,7 @@ class GivenOptions(TypedDict, total=False):
     storage_timeout: float | None
     storage_path: Literal["auto", "posix", "buffered", "kvikio", "staged"] | None
     unlink_spill_files: bool | None
+    user_writes: Literal["detect", "assume"] | None
     checksums: bool | None
     debug: bool | None
     profile_iterations: int | None

@@ -73,6 +73,13 @@ class Options:
     `spill_directories` in `teraio.status()` is empty then, and tools like `du` do not see the files. On network file systems a
     hidden file may stay until the process ends."""
 
+    user_writes: Literal["detect", "assume"] = "detect"
+    """What to do with parameters and other tensors that your code can reach, when they leave for a drive again. `"detect"`: write
+    only what has changed. `"assume"`: write all that your code may have changed. On a GPU it is always "assume".
+
+    With "detect", tensors that were written for nothing once are hashed when they come back and when they leave, in the threads
+    that copy. Every kind of write is noticed, through NumPy or a pointer as well."""
+
     checksums: bool = False
     """Check that every block that comes back from a drive is what was written; if not, training stops with ChecksumError.
     This costs processor time for each byte that moves. On CPU, parameters and gradients are not checked.
@@ -268,6 +275,12 @@ def _mode(name: str, value: Any) -> str:
     raise OptionsError(f"option {name}: found {value!r}, wanted 'default' or 'max-autotune-no-cudagraphs'")
 
 
+def _user_writes(name: str, value: Any) -> str:
+    if value in ("detect", "assume"):
+        return str(value)
+    raise OptionsError(f"option {name}: found {value!r}, wanted 'detect' or 'assume'")
+
+
 def _optimizer(name: str, value: Any) -> str:
     if value in ("auto", "off"):
         return str(value)
@@ -282,6 +295,7 @@ _CHECKS: dict[str, Any] = {
     "storage_timeout": _seconds,
     "storage_path": _storage_path,
     "unlink_spill_files": _switch,
+    "user_writes": _user_writes,
     "checksums": _switch,
     "debug": _switch,
     "profile_iterations": _count,

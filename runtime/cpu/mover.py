@@ -56,6 +56,8 @@ class CpuMover:
         place = self._tiers.place(block, span.length_bytes, tier)
         if self._debug is not None:
             self._debug.leaves(block, _content(block))
+        if block.slot is not None:
+            place.threads().watch(block.slot, unchanged=block.assumed_written)
         self._transfers.write(place, block, span.address, done)
 
     def finished(self, block: Block) -> bool:

@@ -34,6 +34,7 @@ class Block:
     span: the pages that can leave the device; None if the block cannot leave (too small, or not teraio's memory).
     slot, tier: where its copy is, or will be.
     copy_is_valid: the slot holds the block's present content. Always true while OFFLOADED or UPDATING.
+    assumed_written: the copy was valid when user code began to run, and nothing but user code can have written the block since.
     pins: number of stages that hold the block on the device.
     version: counts writes. A copy out during which it has changed is not valid.
     user_visible: user code may read or write the block between compiled regions.
@@ -46,6 +47,7 @@ class Block:
 
     __slots__ = (
         "address",
+        "assumed_written",
         "born",
         "copy_is_valid",
         "held_back",
@@ -79,6 +81,7 @@ class Block:
         self.slot: Slot | None = None
         self.tier: WaitingTier | None = None
         self.copy_is_valid = False
+        self.assumed_written = False
         self.pins = 0
         self.next_use = 0
         self.uses: tuple[int, ...] = ()

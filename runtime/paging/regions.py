@@ -2,7 +2,8 @@
 
 [Note: User code]
 Between compiled regions user code may write any block that it can reach. `Pager.leave_region` waits until none of those is
-being copied, and assumes that user code changes all of them. Until `Pager.enter_region` no copy of them begins.
+being copied, and assumes that user code changes all of them. Until `Pager.enter_region` no copy of them begins. If one leaves
+later whose copy was valid before, the mover may find that it was not changed, see [Note: Writes that change nothing].
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Regions:
             self._signal.wait("for blocks that user code can reach")
         resident = [block for block in visible if block.state is State.ON_DEVICE]
         for block in resident:
-            self._transitions.write(block)
+            self._transitions.assume_written(block)
         if self._mover is not None:
             self._mover.wait_resident(resident)
         self._room.trim()

@@ -114,7 +114,13 @@ class BlockTransitions:
     def write(self, block: Block) -> None:
         """The block on the device was written, or may have been: its slot is not valid any more."""
         block.version += 1
-        block.copy_is_valid = False
+        block.copy_is_valid = block.assumed_written = False
+
+    def assume_written(self, block: Block) -> None:
+        """User code may write the block on the device from now on: its slot may not be valid any more."""
+        assumed = block.copy_is_valid or block.assumed_written
+        self.write(block)
+        block.assumed_written = assumed
 
     # -- out
 
@@ -224,7 +230,7 @@ class BlockTransitions:
         mover = self.need_mover()
         mover.wait_resident(spare)  # then nothing on the device reads from their slots any more
         for block in spare:
-            block.copy_is_valid = False
+            block.copy_is_valid = block.assumed_written = False
             mover.drop_copy(block)
 
     # -- in

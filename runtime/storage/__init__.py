@@ -7,6 +7,7 @@ from runtime.storage.posix import PosixStore
 from runtime.storage.slot_range import RangeCopy, in_turns, slot_range
 from runtime.storage.staged import StagedStore
 from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot, Store, align_up, contiguous_address, cut_slot
+from runtime.storage.unchanged import UnchangedChunks
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -20,6 +21,7 @@ __all__ = [
     "Slot",
     "StagedStore",
     "Store",
+    "UnchangedChunks",
     "align_up",
     "contiguous_address",
     "cut_slot",

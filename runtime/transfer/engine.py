@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from planner.errors import StorageFullError, UnsupportedError
-from runtime.storage import ALIGNMENT_BYTES, Checksums, Slot, Store, align_up
+from runtime.storage import ALIGNMENT_BYTES, Checksums, Slot, Store, UnchangedChunks, align_up
 from runtime.transfer import measurement
 from runtime.transfer.link import Link, OnDone, Ready, Transfer
 from runtime.transfer.measurement import LinkRates
@@ -32,12 +32,13 @@ class Engine:
     tier: the tier of the store. The links are called "device->storage" and "storage->device", or likewise with "host".
     memory: the memory that the addresses point to, by default main memory.
     checksums: check that every block is read as it was written, see [Note: What a checksum covers].
+    unchanged: do not write what a slot holds already, see [Note: Writes that change nothing]; "verify" compares all bytes, too.
     threads: I/O threads per direction and drive.
     chunk_bytes: the smallest number of bytes that a thread copies at a time.
     stuck_after_seconds: if a drive needs longer for one chunk, it no longer answers, see `check`.
 
     Only the process that made the engine can use it, not a forked child. The caller owns the store: close it after the engine.
-    Raises UnsupportedError for checksums of memory that the processor cannot read.
+    Raises UnsupportedError for checksums of memory that the processor cannot read; `unchanged` does nothing there.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Engine:
         tier: Literal["storage", "host"] = "storage",
         memory: TorchMemory | None = None,
         checksums: bool = False,
+        unchanged: bool | Literal["verify"] = False,
         threads: int = 4,
         chunk_bytes: int = 8 << 20,
         stuck_after_seconds: float = 120.0,
@@ -59,6 +61,9 @@ class Engine:
                 "leave the option checksums out"
             )
         self._checksums = Checksums(store) if checksums else None
+        chunk_io = self._checksums or store
+        can_compare = bool(unchanged) and self._memory.on_host
+        self._unchanged = UnchangedChunks(chunk_io, verify=unchanged == "verify") if can_compare else None
         self._names = f"device->{tier}", f"{tier}->device"
         self._threads = threads
         self._chunk_bytes = align_up(chunk_bytes)
@@ -79,6 +84,15 @@ class Engine:
         """Drop the checksums of a slot that something else may have written to. It has none until it is written again."""
         if self._checksums is not None:
             self._checksums.forget(slot)
+
+    def watch(self, slot: Slot, *, unchanged: bool) -> None:
+        """Call before a write of the slot. unchanged: the memory probably holds what the slot holds; if False, it does not."""
+        if self._unchanged is None:
+            return
+        if unchanged:
+            self._unchanged.watch(slot)
+        else:
+            self._unchanged.forget(slot)
 
     def measure(self, size_bytes: int = 64 << 20) -> LinkRates:
         """Measure both links by real transfers of up to `size_bytes` each way, which no counter counts.
@@ -126,16 +140,19 @@ class Engine:
 
     def _open_links(self) -> tuple[Link, Link]:
         chunk_io = self._checksums or self._store
+        read_chunk = chunk_io.read_chunk if self._unchanged is None else self._unchanged.read_chunk
+        is_there = None if self._unchanged is None else self._unchanged.holds
         write, read = (
             Link(
                 name,
                 move,
+                is_there=check,
                 drives=self._store.drives,
                 threads=self._threads,
                 chunk_bytes=self._chunk_bytes,
                 stuck_after_seconds=self._stuck_after_seconds,
             )
-            for name, move in zip(self._names, (chunk_io.write_chunk, chunk_io.read_chunk), strict=True)
+            for name, move, check in zip(self._names, (chunk_io.write_chunk, read_chunk), (is_there, None), strict=True)
         )
         return write, read
 

@@ -38,6 +38,7 @@ from runtime.transfer.transfer import OnDone, Ready, Transfer
 __all__ = ["MAX_THREADS", "Link", "OnDone", "Ready", "Transfer"]
 
 MoveChunk = Callable[[Slot, Chunk, int], None]
+IsThere = Callable[[Slot, Chunk, int], bool]
 
 MAX_THREADS = 16
 """Highest number of I/O threads of a link over all drives. A link with more drives than this has one thread per drive."""
@@ -47,6 +48,7 @@ class Link:
     """One direction between two tiers, see [Note: Order on a link].
 
     move: copies one chunk and waits until it is copied. Raises StorageError.
+    is_there: returns whether a chunk need not be copied, because its bytes are there already. Such chunks do not count as moved.
     drives: all drives that slots may lie on.
     threads: I/O threads per drive, but at most MAX_THREADS in all.
     chunk_bytes: the smallest size of a chunk, except for the end of an extent.
@@ -64,11 +66,13 @@ class Link:
         chunk_bytes: int,
         stuck_after_seconds: float,
         health_check_seconds: float = 1.0,
+        is_there: IsThere | None = None,
     ) -> None:
         self.name = name
         self.health_check_seconds = health_check_seconds
         self._process = os.getpid()
         self._move = move
+        self._is_there = is_there
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
         self._queues = DriveQueues(drives, self._lock)
@@ -212,8 +216,8 @@ class Link:
     def _serve(self, drive: DriveQueue) -> None:
         while (taken := self._take(drive)) is not None:
             transfer, chunk = taken
-            error = self._move_when_ready(transfer, chunk)
-            if self._finish(transfer, chunk, error):
+            moved, error = self._move_when_ready(transfer, chunk)
+            if self._finish(transfer, chunk, moved, error):
                 self._deliver(transfer)
             del taken, transfer, chunk, error  # an idle thread must not keep a block alive
 
@@ -229,8 +233,8 @@ class Link:
                 self._meter.start(transfer, chunk)
             return taken
 
-    def _move_when_ready(self, transfer: Transfer, chunk: Chunk) -> StorageError | None:
-        """Wait until the memory is ready, then copy a chunk. Return what went wrong."""
+    def _move_when_ready(self, transfer: Transfer, chunk: Chunk) -> tuple[bool, StorageError | None]:
+        """Wait until the memory is ready, then copy a chunk if needed. Return whether bytes moved, and what went wrong."""
         waits_for_memory = transfer.ready is not None
         try:
             if transfer.ready is not None:
@@ -239,22 +243,24 @@ class Link:
                 with self._lock:
                     self._meter.start(transfer, chunk)
             with annotate("copy", lambda: f"{transfer.slot.name} {self.name}"):
+                if self._is_there is not None and self._is_there(transfer.slot, chunk, transfer.address):
+                    return False, None
                 self._move(transfer.slot, chunk, transfer.address)
         except StorageError as failure:
-            return failure
+            return False, failure
         except Exception as failure:  # any error must reach the thread that waits for the transfer
             why = "this is a bug in teraio, please report it"
             if waits_for_memory:
                 why = "its memory did not become ready: look for the first error of the device, which this one follows"
             error = StorageError(f"{transfer} failed: {failure!r}; {why}")
             error.__cause__ = failure
-            return error
-        return None
+            return False, error
+        return True, None
 
-    def _finish(self, transfer: Transfer, chunk: Chunk, error: StorageError | None) -> bool:
-        """Note that a chunk has moved or failed. Return whether it was the last one of the transfer."""
+    def _finish(self, transfer: Transfer, chunk: Chunk, moved: bool, error: StorageError | None) -> bool:
+        """Note that a chunk has moved, was there already, or failed. Return whether it was the last one of the transfer."""
         with self._lock:
-            self._meter.stop(transfer, chunk, moved=error is None)
+            self._meter.stop(transfer, chunk, moved=moved)
             transfer.unfinished -= 1
             if error is not None and transfer.error is None:
                 transfer.error = error

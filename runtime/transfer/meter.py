@@ -39,7 +39,7 @@ class LinkMeter:
             transfer.begun_at = now
 
     def stop(self, transfer: Transfer, chunk: Chunk, *, moved: bool) -> None:
-        """Note that a chunk has moved, or that it failed. It may have failed before it began to move."""
+        """Note that a chunk has moved; if not `moved`, it was there already, or it failed, perhaps before it began to move."""
         begun = self.moving.pop((transfer, chunk), None)
         if begun is None:
             return

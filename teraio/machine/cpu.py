@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from contextlib import ExitStack
+from typing import Literal
 
 import psutil
 
@@ -81,9 +82,10 @@ def _open_tiers(options: Options, measured: MeasuredPaths, undo: ExitStack) -> l
     if options.host_budget is not None:
         tiers.append(_open_host(options.host_budget, options, measured, undo))
     if options.storage:
+        unchanged: bool | Literal["verify"] = options.user_writes == "detect" and (not options.debug or "verify")
 
         def open_engine(store: Store) -> Engine:
-            return Engine(store, checksums=options.checksums, stuck_after_seconds=options.storage_timeout)
+            return Engine(store, checksums=options.checksums, unchanged=unchanged, stuck_after_seconds=options.storage_timeout)
 
         candidates = cpu_candidates(options.storage, budget_bytes=options.storage_budget)
         tiers.append(open_storage(options, candidates, open_engine, "cpu", measured, undo))
