@@ -127,6 +127,11 @@ class TrainingRun:
         """Return the function that AOTAutograd calls for `program` (boxed)."""
 
         def call(arguments: list[Any]) -> list[Any]:
+            if self._replaced and program.phase == "forward":
+                raise UnsupportedError(
+                    "this model was compiled again with other options, which ended the run that this call belongs to; call "
+                    "what was compiled last, or call torch._dynamo.reset() and compile the model again"
+                )
             if not self._phase.managed and program.resize is None:
                 return run_plain(program, arguments)
             with uninterrupted():
@@ -138,11 +143,6 @@ class TrainingRun:
                         self._phase = self._phase.graphs_changed()
                 if self._phase.managed:
                     return self._run_managed(sized, arguments)
-            if self._replaced and program.phase == "forward":
-                raise UnsupportedError(
-                    "this model was compiled again with other options, which ended the run that this call belongs to; call "
-                    "what was compiled last, or call torch._dynamo.reset() and compile the model again"
-                )
             return run_plain(program, arguments)
 
         call._boxed_call = True  # type: ignore[attr-defined]
