@@ -6,7 +6,7 @@
 # WHEELS=...      with NO_VENV=1: a folder of wheels for what PYTHON lacks besides torch
 # PIP_ARGS=...    handed to pip install
 # WORKERS=...     processes that make test runs the tests in, 0 for none beside itself  (default: 2)
-# ARGS=...        handed to the demo, to pytest (make test, make test-gpu) or to the benchmark
+# ARGS=...        handed to the demo, to pytest (make test, make soak, make test-gpu) or to the benchmark
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,7 +26,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-models coverage check lint types imports docs wheel bench require-gpu test-gpu bench-gpu clean
+.PHONY: help setup demo test test-long test-models soak coverage check lint types imports docs wheel bench require-gpu test-gpu bench-gpu clean
 
 help:  ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -50,7 +50,7 @@ demo: $(READY)  ## train a 38M-parameter GPT on real text, with all the memory a
 	$(RUN) -m examples.train_text $(ARGS)
 
 test: $(READY)  ## run the tests (those for a GPU: make test-gpu)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest --ignore=tests/gpu --ignore=tests/models -n $(WORKERS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest --ignore=tests/gpu --ignore=tests/models --ignore=tests/soak -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-long: $(READY)  ## run the tests with more examples and more steps: for nights, not for every change
 	TEST_PROFILE=long $(MAKE) test ARGS="--timeout=1200 $(ARGS)"
@@ -61,6 +61,9 @@ test-models: $(READY)  ## train real models (transformers, diffusers, peft, timm
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONPATH=build/timm $(RUN) -m pytest tests/models --timeout=1200 \
 	  -n $(WORKERS) --dist worksteal --models-out docs/models.json $(ARGS)
 	$(RUN) -m tools.models_page
+
+soak: $(READY)  ## train for thousands of iterations, train 50 times, read 10,000 damaged files, and print what the process holds
+	TEST_PROFILE=$${TEST_PROFILE:-long} OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest tests/soak -p no:logging --timeout=7200 $(ARGS)
 
 coverage: $(READY)  ## run the tests and tell which lines and branches of the three packages they reach
 	$(MAKE) test ARGS="--cov=planner --cov=runtime --cov=teraio --cov-branch --cov-report=term --cov-report=html:build/coverage $(ARGS)"

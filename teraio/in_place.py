@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._C._dynamo.eval_frame import reset_code
 
 from teraio.backend import teraio as backend
 from teraio.options import parse_options
@@ -41,9 +43,11 @@ def _caller(self: torch.nn.Module) -> Callable[..., Any]:
 def _with_code_of_its_own(function: Callable[..., Any]) -> FunctionType:
     """Return an equal function that Dynamo knows nothing of: it keeps what it compiled, and counts it, by code object.
 
-    So a model that is compiled again really is, and models do not use up each other's limit of recompilations.
+    So a model that is compiled again really is, and models do not use up each other's limit of recompilations. What Dynamo has
+    compiled goes with the function: the code object and it hold each other, which Python's garbage collector does not see.
     """
     known = cast(FunctionType, function)
     fresh = FunctionType(known.__code__.replace(), known.__globals__, known.__name__, known.__defaults__, known.__closure__)
     fresh.__kwdefaults__ = known.__kwdefaults__
+    weakref.finalize(fresh, reset_code, fresh.__code__).atexit = False
     return fresh

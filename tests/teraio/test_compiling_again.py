@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import teraio
+from teraio.registry import REGISTRY
 
 from ..training import MIB
 
@@ -140,6 +143,16 @@ def test_models_that_share_a_parameter_go_on_with_two_budgets(tmp_path: Path, ca
     assert [status.device_budget_bytes for status in teraio.status()] == [12 * MIB, 16 * MIB]
     assert "1 of 16 parameters of this graph are managed under the budget of 12,582,912 bytes" in caplog.text
     assert "teraio.reset()" in caplog.text
+
+
+def test_nothing_is_kept_of_the_run_before(tmp_path: Path) -> None:
+    model, rows = stack(), torch.randn(16, 512)
+    runs = []
+    for mib in (20, 12, 16):
+        in_place(model, options(tmp_path, mib))(rows).sum().backward()
+        runs += [weakref.ref(run) for run in REGISTRY.runs()]
+    gc.collect()
+    assert [run() is not None for run in runs] == [False, False, True]
 
 
 def test_dynamo_s_limit_of_recompilations_is_not_used_up(tmp_path: Path) -> None:
