@@ -30,7 +30,7 @@ TRAININGS = by_profile(ci=10, long=50)
 WARM_UP = by_profile(ci=1, long=2) * len(KINDS)
 ITERATIONS = 8
 GROWTH_BYTES = 24 * MIB
-"""The resident set may grow by so much after the warm-up. PyTorch keeps some 0.3 MiB of each compilation, with any backend."""
+"""The resident set may grow by so much after the warm-up. PyTorch itself keeps some 0.3 MiB of each compilation."""
 
 pytestmark = [
     pytest.mark.usefixtures("fine_and_quick"),
