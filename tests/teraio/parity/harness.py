@@ -262,7 +262,10 @@ def check_budget(result: Result, budget: int) -> None:
 
 
 def check_planned(result: Result) -> None:
-    """Raises AssertionError unless a plan ran two iterations in a row, and blocks left the device by it."""
+    """Raises AssertionError unless a plan ran two iterations in a row, and blocks came back by it.
+
+    What has not changed since it came is not written when it leaves again.
+    """
     phases = [[status.phase for status in statuses] for statuses in result.progress]
     pairs = [
         (before, after)
@@ -272,5 +275,5 @@ def check_planned(result: Result) -> None:
     require(bool(pairs), f"no plan took over; phases after each step: {phases}")
     last = pairs[-1][1]
     require(all(s.predicted_iteration_seconds for s in last), "the plan in force predicts no duration")
-    moved = [(moved_bytes(p[0])["device->storage"], moved_bytes(p[1])["device->storage"]) for p in pairs]
-    require(all(then < now for then, now in moved), f"nothing left the device by the plan: {moved}")
+    moved = [(moved_bytes(p[0])["storage->device"], moved_bytes(p[1])["storage->device"]) for p in pairs]
+    require(all(then < now for then, now in moved), f"nothing came back by the plan: {moved}")

@@ -93,7 +93,7 @@ def test_a_run_without_runtimes_is_seen(result: Result) -> None:
     [
         (Reported(phase="demand"), "no plan took over; phases after each step: .*demand"),
         (Reported(predicted_iteration_seconds=None), "predicts no duration"),
-        (Reported(), "nothing left the device by the plan"),
+        (Reported(), "nothing came back by the plan"),
     ],
 )
 def test_a_run_without_a_plan_is_seen(result: Result, status: Reported, message: str) -> None:

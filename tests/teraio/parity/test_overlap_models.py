@@ -41,7 +41,7 @@ CASES = {
     "two parameters in one storage": Case(make_model=Aliases, make_batches=features, compute_loss=loss_over_views, planned=True),
     "changing sizes": Case(make_model=Chain, make_batches=features_of_changing_size),
     "layers compiled one by one": Case(
-        make_model=Chain, make_batches=features, compile_parts=("layers.0", "layers.1"), planned=True
+        make_model=lambda: Chain(depth=2), make_batches=features, compile_parts=("layers.0", "layers.1"), planned=True
     ),
 }
 
