@@ -13,17 +13,13 @@ Some chunks are not checked when they are read:
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from weakref import WeakKeyDictionary
 
 from xxhash import xxh3_64_intdigest
 
 from planner.errors import ChecksumError
-from runtime.storage.store import Chunk, ChunkIO, Slot
-
-_FilePlace = tuple[int, int, int]
-"""Where a chunk lies: file descriptor, offset in bytes, length in bytes."""
+from runtime.storage.store import Chunk, ChunkIO, FilePlace, Slot
 
 
 class Checksums:
@@ -35,7 +31,7 @@ class Checksums:
     def __init__(self, store: ChunkIO) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._sums: WeakKeyDictionary[Slot, dict[_FilePlace, int]] = WeakKeyDictionary()
+        self._sums: WeakKeyDictionary[Slot, dict[FilePlace, int]] = WeakKeyDictionary()
 
     def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         """Hash a chunk, then write it. Waits until it is written. Hashing releases the interpreter's lock.
@@ -44,14 +40,14 @@ class Checksums:
         """
         found = _hash(chunk, address)
         with self._lock:
-            _put(self._sums.setdefault(slot.of or slot, {}), _place(chunk), found)
+            _put(self._sums.setdefault(slot.of or slot, {}), chunk.file_place, found)
         self._store.write_chunk(slot, chunk, address)
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         """Read a chunk, then compare its hash. Waits until both are done. Raises ChecksumError, StorageIOError."""
         self._store.read_chunk(slot, chunk, address)
         with self._lock:
-            expected = self._sums.get(slot.of or slot, {}).get(_place(chunk))
+            expected = self._sums.get(slot.of or slot, {}).get(chunk.file_place)
         if expected is None:
             return
         found = _hash(chunk, address)
@@ -70,11 +66,7 @@ class Checksums:
             self._sums.pop(slot, None)
 
 
-def _place(chunk: Chunk) -> _FilePlace:
-    return chunk.extent.file_descriptor, chunk.file_offset_bytes, chunk.length_bytes
-
-
-def _put(sums: dict[_FilePlace, int], place: _FilePlace, found: int) -> None:
+def _put(sums: dict[FilePlace, int], place: FilePlace, found: int) -> None:
     """Add a checksum, and drop those of other places that overlap with it. So no two places in `sums` ever overlap."""
     if place not in sums:
         file, begin, size = place
@@ -84,5 +76,4 @@ def _put(sums: dict[_FilePlace, int], place: _FilePlace, found: int) -> None:
 
 
 def _hash(chunk: Chunk, address: int) -> int:
-    memory = (ctypes.c_char * chunk.length_bytes).from_address(address + chunk.slot_offset_bytes)
-    return xxh3_64_intdigest(memory)
+    return xxh3_64_intdigest(chunk.memory(address))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,6 +56,10 @@ class Slot:
     of: Slot | None = None
 
 
+FilePlace = tuple[int, int, int]
+"""Where a chunk lies: file descriptor, offset in bytes, length in bytes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """The bytes of a slot that one call reads or writes. It gives their place in the file and in the slot."""
@@ -63,6 +68,15 @@ class Chunk:
     file_offset_bytes: int
     slot_offset_bytes: int
     length_bytes: int
+
+    @property
+    def file_place(self) -> FilePlace:
+        """Where it lies in files."""
+        return self.extent.file_descriptor, self.file_offset_bytes, self.length_bytes
+
+    def memory(self, address: int) -> ctypes.Array[ctypes.c_char]:
+        """Its bytes in memory that the processor can read. address: of the slot's first byte. Copies nothing."""
+        return (ctypes.c_char * self.length_bytes).from_address(address + self.slot_offset_bytes)
 
 
 def content_bytes_of(slot: Slot, chunk: Chunk) -> int:

@@ -23,10 +23,7 @@ from weakref import WeakKeyDictionary
 from xxhash import xxh3_128_intdigest
 
 from planner.errors import ChecksumError
-from runtime.storage.store import Chunk, ChunkIO, Slot
-
-_FilePlace = tuple[int, int, int]
-"""Where a chunk lies: file descriptor, offset in bytes, length in bytes."""
+from runtime.storage.store import Chunk, ChunkIO, FilePlace, Slot
 
 
 class UnchangedChunks:
@@ -40,7 +37,7 @@ class UnchangedChunks:
         self._store = store
         self._verify = verify
         self._lock = threading.Lock()
-        self._known: WeakKeyDictionary[Slot, dict[_FilePlace, int]] = WeakKeyDictionary()  # of watched slots
+        self._known: WeakKeyDictionary[Slot, dict[FilePlace, int]] = WeakKeyDictionary()  # of watched slots
 
     def watch(self, slot: Slot) -> None:
         """Hash what is read from this slot from now on."""
@@ -80,19 +77,19 @@ class UnchangedChunks:
                 self._known.pop(slot.of, None)
                 return False, None
             chunks = self._known.get(slot)
-            return chunks is not None, chunks.pop(_place(chunk), None) if chunks else None
+            return chunks is not None, chunks.pop(chunk.file_place, None) if chunks else None
 
     def _put(self, slot: Slot, chunk: Chunk, found: int) -> None:
         with self._lock:
             if slot in self._known:
-                self._known[slot][_place(chunk)] = found
+                self._known[slot][chunk.file_place] = found
 
     def _compare(self, slot: Slot, chunk: Chunk, address: int) -> None:
         """Read a chunk again and compare it with the memory."""
         with mmap.mmap(-1, chunk.length_bytes) as pages:
             copy = (ctypes.c_char * chunk.length_bytes).from_buffer(pages)
             self._store.read_chunk(slot, chunk, ctypes.addressof(copy) - chunk.slot_offset_bytes)
-            equal = copy.raw == _memory(chunk, address).raw
+            equal = copy.raw == chunk.memory(address).raw
             expected = xxh3_128_intdigest(copy)
             del copy  # the pages can only be closed after it
         if not equal:
@@ -106,13 +103,5 @@ class UnchangedChunks:
             )
 
 
-def _place(chunk: Chunk) -> _FilePlace:
-    return chunk.extent.file_descriptor, chunk.file_offset_bytes, chunk.length_bytes
-
-
-def _memory(chunk: Chunk, address: int) -> ctypes.Array[ctypes.c_char]:
-    return (ctypes.c_char * chunk.length_bytes).from_address(address + chunk.slot_offset_bytes)
-
-
 def _hash(chunk: Chunk, address: int) -> int:
-    return xxh3_128_intdigest(_memory(chunk, address))
+    return xxh3_128_intdigest(chunk.memory(address))

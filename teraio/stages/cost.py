@@ -90,10 +90,11 @@ def is_size(node: Node) -> bool:
 
 def packet_name(node: Node) -> str:
     """Return the base name of the operator (`mm` for `aten.mm.default`), or "" if the target is no operator."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[1]
-    return ""
+    return _base_name(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def _base_name(operator: torch._ops.OpOverload) -> str:
+    return operator._schema.name.split("::")[1]
 
 
 def is_view(node: Node) -> bool:
@@ -116,7 +117,7 @@ def flops(node: Node) -> float:
     target, arguments, named = unwrapped(node)
     if not isinstance(target, torch._ops.OpOverload):
         return 0.0
-    name = target._schema.name.split("::")[1]
+    name = _base_name(target)
     if "scaled_dot_product" in name and "for_cpu" in name:
         first = 1 if "backward" in name else 0
         query, key = _value(arguments[first]), _value(arguments[first + 1])
