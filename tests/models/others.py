@@ -8,19 +8,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from .text import HEADS, INNER, LAYERS, WIDTH, Batch, llama
+from .text import HEADS, INNER, LAYERS, SIZES, WIDTH, Batch, llama
 
 
 def vit() -> nn.Module:
-    config = transformers.ViTConfig(
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        image_size=64,
-        patch_size=8,
-        num_labels=10,
-    )
+    config = transformers.ViTConfig(**SIZES, image_size=64, patch_size=8, num_labels=10)
     return transformers.ViTForImageClassification(config)
 
 
@@ -54,10 +46,7 @@ def whisper() -> nn.Module:
 def wav2vec2() -> nn.Module:
     config = transformers.Wav2Vec2Config(
         vocab_size=32,
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
+        **SIZES,
         conv_dim=(64, 64, 64),
         conv_stride=(5, 4, 4),
         conv_kernel=(10, 4, 4),

@@ -15,12 +15,16 @@ WIDTH, INNER, HEADS, LAYERS = 256, 1024, 4, 2
 
 Batch = dict[str, Tensor]
 _ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
-_DECODER: dict[str, Any] = {
-    "vocab_size": WORDS,
+SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
     "intermediate_size": INNER,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
+}
+"""The names that most configurations have for them."""
+_DECODER: dict[str, Any] = {
+    "vocab_size": WORDS,
+    **SIZES,
     "num_key_value_heads": 2,
     "head_dim": WIDTH // HEADS,
     "max_position_embeddings": 256,
@@ -42,9 +46,7 @@ def gpt2() -> nn.Module:
         n_layer=LAYERS,
         n_head=HEADS,
         n_positions=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        use_cache=False,
+        **_ENDS,
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -82,22 +84,13 @@ def mamba() -> nn.Module:
         hidden_size=WIDTH,
         num_hidden_layers=LAYERS,
         state_size=8,
-        bos_token_id=1,
-        eos_token_id=2,
-        use_cache=False,
+        **_ENDS,
     )
     return transformers.MambaForCausalLM(config)
 
 
 def bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        max_position_embeddings=256,
-    )
+    config = transformers.BertConfig(vocab_size=WORDS, **SIZES, max_position_embeddings=256)
     return transformers.BertForMaskedLM(config)
 
 
