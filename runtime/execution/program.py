@@ -37,6 +37,11 @@ class Stage:
     workspace_bytes: int
     mutates: tuple[int, ...] = ()
 
+    @property
+    def need_bytes(self) -> int:
+        """What it needs on the device at once, estimated."""
+        return self.input_bytes + self.output_bytes + self.workspace_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Constant:

@@ -71,6 +71,7 @@ class StageCompiler:
         self._policy = policy or CutPolicy()
         self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0
+        self._forward_bytes = 0
 
     @property
     def distinct_stages(self) -> int:
@@ -88,16 +89,19 @@ class StageCompiler:
         self._graphs += 1
         prefix = phase if identity < 2 else f"{phase}#{identity}"
         describe(gm.graph)
-        subgraphs = self._subgraphs(gm)
+        subgraphs = self._subgraphs(gm, floor_bytes=self._forward_bytes if phase == "backward" else 0)
         functions = [self._function(subgraph, options) for subgraph in subgraphs]
         _report_strides(gm)
-        return _lay_out(gm, subgraphs, functions, inputs, identity=identity, phase=phase, prefix=prefix)
+        program = _lay_out(gm, subgraphs, functions, inputs, identity=identity, phase=phase, prefix=prefix)
+        if phase == "forward":  # its backward graph comes next
+            self._forward_bytes = max((stage.need_bytes for stage in program.stages), default=0)
+        return program
 
-    def _subgraphs(self, gm: GraphModule) -> list[Subgraph]:
+    def _subgraphs(self, gm: GraphModule, *, floor_bytes: int) -> list[Subgraph]:
         operators = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
         if can_cut(gm.graph) is not None:
             return split(gm, dict.fromkeys(operators, 0))
-        return split(gm, assign(gm.graph, device_type=_device_type(gm), policy=self._policy))
+        return split(gm, assign(gm.graph, device_type=_device_type(gm), policy=self._policy, floor_bytes=floor_bytes))
 
     def _function(self, subgraph: Subgraph, options: dict[str, Any]) -> StageFunction:
         static = set(options.get("static_input_nodes", ()))

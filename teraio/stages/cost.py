@@ -138,6 +138,15 @@ def seconds(node: Node, device_type: str) -> float:
     """Return the estimated duration of `node` on `device_type` ("cpu" or "cuda"), by a simple roofline model."""
     if node.op != "call_function" or is_view(node) or is_getitem(node):
         return 0.0
-    device = device_type if device_type in _SECONDS_PER_FLOP else "cuda"
+    device = _rates(device_type)
     touched = output_bytes(node) + sum(output_bytes(n) for n in node.all_input_nodes)
     return max(flops(node) * _SECONDS_PER_FLOP[device], touched * _SECONDS_PER_BYTE[device])
+
+
+def bytes_touched(duration_seconds: float, device_type: str) -> int:
+    """Return the bytes that an operator without arithmetic reads and writes in that time, by the same model."""
+    return int(duration_seconds / _SECONDS_PER_BYTE[_rates(device_type)])
+
+
+def _rates(device_type: str) -> str:
+    return device_type if device_type in _SECONDS_PER_FLOP else "cuda"

@@ -1,7 +1,8 @@
 """Decide where a graph is cut into stages: right before matmuls, convolutions and attention, preferably at layer borders.
 
 The compiler materialises the inputs of such an operator in any case, so a cut there hardly costs any fusion. The work of a stage
-is counted from the layer border on. So identical layers are cut at the same places and become identical stages.
+is counted from the layer border on. So identical layers are cut at the same places and become identical stages. Stages that need
+far more memory than the others are then cut anywhere, see `cut_finer`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from teraio.stages import cost
+from teraio.stages.finer import cut_finer
 from teraio.stages.random_state import carries_random_state
 
 _STAGES_PER_LAYER = 6
@@ -25,10 +27,12 @@ class CutPolicy:
 
     shortest_seconds: the least estimated duration of a stage.
     max_stages: the most stages of one graph.
+    far_above: a stage that needs so many times the memory of the median stage is cut further, where that lowers the floor.
     """
 
     shortest_seconds: float = 1e-3
     max_stages: int = 192
+    far_above: float = 3.0
 
 
 def module_path(node: Node) -> str:
@@ -61,14 +65,17 @@ def can_cut(graph: Graph) -> str | None:
     return None
 
 
-def assign(graph: Graph, *, device_type: str, policy: CutPolicy) -> dict[Node, int]:
+def assign(graph: Graph, *, device_type: str, policy: CutPolicy, floor_bytes: int = 0) -> dict[Node, int]:
     """Return the number of the stage of every operator node of `graph`, ascending in the order of the graph.
+
+    floor_bytes: what other graphs need in any case: stages that need no more are not cut for the sake of memory.
 
     Changes `graph` in one respect: constants (`full`, `iota`, ...) are repeated beside their users, so that none crosses a cut.
     """
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     stage_of = _walk(nodes, device_type, policy)
     _hoist_small(nodes, stage_of)
+    _cut_finer(nodes, stage_of, device_type, policy, floor_bytes)
     _repeat_constants(graph, stage_of)
     return stage_of
 
@@ -123,6 +130,17 @@ def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
             continue
         if cost.output_bytes(node) < _SMALL_BYTES:
             stage_of[node] = max(sources)
+
+
+def _cut_finer(nodes: list[Node], stage_of: dict[Node, int], device_type: str, policy: CutPolicy, floor_bytes: int) -> None:
+    stages: dict[int, list[Node]] = {}
+    for node in nodes:
+        stages.setdefault(stage_of[node], []).append(node)
+    whole = [stages[number] for number in sorted(stages)]
+    floor_bytes = max(floor_bytes, cost.bytes_touched(policy.shortest_seconds, device_type))
+    finer = cut_finer(whole, far_above=policy.far_above, floor_bytes=floor_bytes, most_stages=policy.max_stages)
+    for number, piece in enumerate(finer):
+        stage_of.update(dict.fromkeys(piece, number))
 
 
 def _repeat_constants(graph: Graph, stage_of: dict[Node, int]) -> None:

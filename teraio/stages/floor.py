@@ -35,7 +35,7 @@ def need_of(programs: Sequence[Program]) -> Need | None:
     if not stages:
         return None
     small_bytes = sum(program.small_bytes for program in programs)
-    needs = [(stage.name, stage.input_bytes + stage.output_bytes + stage.workspace_bytes + small_bytes) for stage in stages]
+    needs = [(stage.name, stage.need_bytes + small_bytes) for stage in stages]
     states = STATES * sum(program.small_parameter_bytes for program in programs)
     return Need(largest=largest_of(needs), state_bytes=states)
 

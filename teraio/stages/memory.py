@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Program
 from teraio.stages import cost
 from teraio.stages.split import Subgraph
+from teraio.stages.storages import StorageKey, bytes_at, storage_size, storages_of
 
 
 def stage_bytes(subgraph: Subgraph, symbols: cost.Symbols) -> dict[str, int]:
@@ -71,51 +72,20 @@ def small(nodes: Sequence[Node]) -> list[Node]:
     return [n for n in nodes if cost.output_bytes(n) < MIN_MOVED_BYTES]
 
 
-_StorageKey = tuple[Node, tuple[Any, ...]]
-"""The node that owns a storage, and which of its results: the indices that lead to it, as results may be nested."""
-
-
-def _storages(module: GraphModule) -> dict[Node, _StorageKey]:
-    """Return, for every node of a subgraph, the storage that its result lies in."""
-    keys: dict[Node, _StorageKey] = {}
-    for node in module.graph.nodes:
-        source = node.all_input_nodes[0] if node.all_input_nodes else None
-        if source is None or not (cost.is_view(node) or cost.is_getitem(node)) or source.meta.get("val") is None:
-            keys[node] = (node, ())
-        elif cost.is_view(node) or not isinstance(_at(keys[source]), (tuple, list)):
-            keys[node] = keys[source]
-        else:
-            keys[node] = (keys[source][0], (*keys[source][1], node.args[1]))
-    return keys
-
-
-def _at(key: _StorageKey) -> Any:
-    """Return the fake value that lies there: a tensor, or several."""
-    owner, path = key
-    value: Any = owner.meta.get("val")
-    for index in path:
-        value = value[index]
-    return value
-
-
-def _storage_bytes(key: _StorageKey, symbols: cost.Symbols) -> int:
-    return sum((cost.storage_bytes(t, symbols) for t in cost.fake_tensors(_at(key))), 0)
-
-
 def _new_bytes(subgraph: Subgraph, symbols: cost.Symbols) -> int:
     """Return the bytes of the storages that the outputs lie in, without those of the inputs."""
-    storages = _storages(subgraph.module)
+    storages = storages_of(list(subgraph.module.graph.nodes))
     (output,) = (n for n in subgraph.module.graph.nodes if n.op == "output")
     owned = {storages[n] for n in output.args[0]}
-    return sum(_storage_bytes(key, symbols) for key in owned if key[0].op != "placeholder")
+    return sum(bytes_at(key, symbols) for key in owned if key[0].op != "placeholder")
 
 
 def _workspace_bytes(subgraph: Subgraph, symbols: cost.Symbols) -> int:
     """Return the peak bytes of intermediate results if operators run one by one. Fused code needs less."""
-    storages = _storages(subgraph.module)
     nodes = list(subgraph.module.graph.nodes)
-    last: dict[_StorageKey, int] = {}
-    first: dict[_StorageKey, int] = {}
+    storages = storages_of(nodes)
+    last: dict[StorageKey, int] = {}
+    first: dict[StorageKey, int] = {}
     for number, node in enumerate(nodes):
         for source in (*node.all_input_nodes, node):
             last[storages[source]] = number
@@ -124,10 +94,7 @@ def _workspace_bytes(subgraph: Subgraph, symbols: cost.Symbols) -> int:
     change = [0] * (len(nodes) + 1)
     for key in first:
         if key[0].op == "call_function" and key not in outputs:
-            size = _storage_bytes(key, symbols)
-            if isinstance(_at(key), (tuple, list)):
-                # Of several results, those that no node takes live until the others have been taken.
-                size -= sum(_storage_bytes(k, symbols) for k in first if k[0] is key[0] and k[1] and k[1][:-1] == key[1])
+            size = storage_size(key, first, symbols)  # of several results, what no node takes lives until the others are taken
             change[first[key[0], ()]] += size
             change[last[key] + 1] -= size
     return max(itertools.accumulate(change))

@@ -149,6 +149,22 @@ class Masked(nn.Module):
         return x + mask
 
 
+class WithLoss(nn.Module):
+    """Tokens [batch, time] to the loss of predicting the next one, over a vocabulary that is much larger than the width."""
+
+    def __init__(self, vocabulary: int = 512, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
 @functools.cache
 def transformer(layers: int) -> list[Captured]:
     """Forward and backward; captured once for all tests, so never changed by them."""
@@ -171,7 +187,12 @@ def constants() -> list[Captured]:
     return capture(Masked(), features())
 
 
-MODELS = {"transformer": lambda: transformer(3), "convolutions": convolutions, "constants": constants}
+@functools.cache
+def with_loss() -> list[Captured]:
+    return capture(WithLoss(), tokens(4, 16))
+
+
+MODELS = {"transformer": lambda: transformer(3), "convolutions": convolutions, "constants": constants, "loss": with_loss}
 
 
 def tokens(batch: int = 2, time: int = 16) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from teraio.stages.cut import CutPolicy, assign, can_cut, layer_of, module_path
 from .graphs import MODELS, Captured, Transformer, capture, constants, features, tokens, transformer
 
 FINE = CutPolicy(shortest_seconds=1e-9)
+HEAVY = CutPolicy(shortest_seconds=1e-9, far_above=math.inf)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -59,7 +62,7 @@ def test_cuts_are_made_right_before_heavy_operators(graphs: list[Captured]) -> N
     """Also the pieces of the other side of a cut are whole: what is heavy never follows another stage's light work."""
     for captured in graphs:
         graph = captured.fresh()
-        stage_of = stages(graph)
+        stage_of = stages(graph, HEAVY)
         first: dict[int, Node] = {}
         for node in graph.graph.nodes:
             free = node in stage_of and (cost.is_view(node) or cost.is_getitem(node) or cost.is_creation(node))

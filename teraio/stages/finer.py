@@ -1,0 +1,152 @@
+"""Cut stages that need far more memory than the others into pieces that need less: between any two operators.
+
+`cut` cuts before heavy operators only, where a cut costs next to nothing. A long chain of elementwise operators and reductions
+over large tensors, such as a loss over a vocabulary or a scan, stays one stage, with all its temporaries. Often that stage alone
+sets the smallest budget. At a cut inside it, the compiler has to materialise tensors that it would have fused away. So only those
+stages are cut that need far more than usual, only where that lowers what the whole graph needs, and into few pieces.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from teraio.stages import cost
+from teraio.stages.storages import storage_size, storages_of
+
+_WORTHWHILE = 1.25
+"""A stage is cut if it needs so many times what the graph will need afterwards."""
+_SLACK = 1.1
+"""Pieces may need so many times what they could, if there are fewer of them then."""
+_MOST_PIECES = 12
+_MOST_PLACES = 64
+
+
+def cut_finer(stages: Sequence[Sequence[Node]], *, far_above: float, floor_bytes: int, most_stages: int) -> list[list[Node]]:
+    """Return the stages of a graph in order, with those in pieces that need far more memory than the others.
+
+    stages: the operators of each stage, in the order of execution. far_above: how many times the need of the median stage is far
+    above it; of one or two stages none is usual. floor_bytes: to need less than this is of no use. most_stages: for the result.
+    """
+    chains = [_Chain(nodes) for nodes in stages]
+    needs = [chain.need_bytes(0, len(chain.nodes)) for chain in chains]
+    usual = statistics.median(needs) if len(needs) > 2 else 1
+    limit = max(far_above * usual, floor_bytes)
+    pieces = {i: _Pieces(chain) for i, (chain, need) in enumerate(zip(chains, needs, strict=True)) if need > limit}
+    floor = max([floor_bytes, *(pieces[i].least_bytes if i in pieces else need for i, need in enumerate(needs))])
+    cut: list[list[Node]] = []
+    for i, nodes in enumerate(stages):
+        found = [list(nodes)]
+        if i in pieces and needs[i] >= _WORTHWHILE * floor:
+            found = pieces[i].within(_SLACK * floor)
+        fits = len(cut) + len(found) + len(stages) - 1 - i <= most_stages
+        cut += found if fits else [list(nodes)]
+    return cut
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage that a chain touches. made: the position of its operator; -1 if it comes from outside.
+
+    touched: the positions that make, read or write it. outlives: whether it is needed after the chain.
+    repeated: whether each piece makes it anew, because it is a constant.
+    """
+
+    size_bytes: int
+    made: int
+    touched: list[int]
+    outlives: bool
+    repeated: bool
+
+    def crosses(self, begin: int, end: int) -> bool:
+        """Return whether it is an input or an output of the operators from `begin` to before `end`."""
+        if self.repeated:
+            return self.outlives
+        return self.outlives or self.made < begin or self.touched[-1] >= end
+
+
+class _Chain:
+    """The operators of one stage, and what any run of consecutive ones among them needs."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.nodes = nodes
+        position = {node: i for i, node in enumerate(nodes)}
+        keys = storages_of(nodes)
+        found: dict[object, _Storage] = {}
+        for i, node in enumerate(nodes):
+            for touched in (*node.all_input_nodes, node):
+                key = keys[touched]
+                if key not in found:
+                    owner = key[0]
+                    repeated = owner in position and cost.is_creation(owner)
+                    found[key] = _Storage(storage_size(key, keys.values()), position.get(owner, -1), [], False, repeated)
+                if touched is not node or not found[key].repeated:
+                    found[key].touched.append(i)
+            if any(user not in position for user in node.users):
+                found[keys[node]].outlives = True
+        self._storages = [storage for storage in found.values() if storage.size_bytes and storage.touched]
+
+    def need_bytes(self, begin: int, end: int) -> int:
+        """Return the bytes of inputs, outputs and temporaries of the operators from `begin` to before `end`, as one stage."""
+        held = 0
+        change = [0] * (end - begin + 1)
+        for storage in self._storages:
+            here = [i - begin for i in storage.touched if begin <= i < end]
+            if not here:
+                continue
+            if storage.crosses(begin, end):
+                held += storage.size_bytes
+            else:
+                change[here[0]] += storage.size_bytes
+                change[here[-1] + 1] -= storage.size_bytes
+        return held + max(itertools.accumulate(change))
+
+    def places(self) -> list[int]:
+        """Return positions before which the chain can be cut, at most `_MOST_PLACES`: those that little memory crosses."""
+        crossing = [0] * len(self.nodes)
+        for storage in self._storages:
+            if not storage.repeated:
+                for i in range(storage.made + 1, storage.touched[-1] + 1):
+                    crossing[i] += storage.size_bytes
+        allowed = [
+            i for i, n in enumerate(self.nodes) if i and not (cost.is_getitem(n) or cost.is_view(n) or cost.is_creation(n))
+        ]
+        length = max(1, -(-len(allowed) // _MOST_PLACES))
+        groups = (allowed[i : i + length] for i in range(0, len(allowed), length))
+        return [min(group, key=crossing.__getitem__) for group in groups]
+
+
+class _Pieces:
+    """The ways to cut a chain into at most `_MOST_PIECES` pieces. least_bytes: what the largest piece needs at the best."""
+
+    def __init__(self, chain: _Chain) -> None:
+        self._nodes = chain.nodes
+        self._ends = [0, *chain.places(), len(chain.nodes)]
+        pairs = itertools.combinations(range(len(self._ends)), 2)
+        self._need = {(i, j): chain.need_bytes(self._ends[i], self._ends[j]) for i, j in pairs}
+        limits = sorted(set(self._need.values()))
+        self.least_bytes = limits[bisect.bisect_left(limits, True, key=lambda limit: self._cuts(limit) is not None)]
+
+    def within(self, limit_bytes: float) -> list[list[Node]]:
+        """Return the fewest pieces of which none needs more than the limit, which is not below `least_bytes`."""
+        cuts = self._cuts(limit_bytes) or [0, len(self._ends) - 1]
+        return [list(self._nodes[self._ends[i] : self._ends[j]]) for i, j in itertools.pairwise(cuts)]
+
+    def _cuts(self, limit_bytes: float) -> list[int] | None:
+        """Return the ends of the fewest pieces, of those the ones that need least in all; None if there are too many."""
+        best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [0])}
+        for j in range(1, len(self._ends)):
+            ways = [
+                (count + 1, total + self._need[i, j], [*cuts, j])
+                for i, (count, total, cuts) in best.items()
+                if self._need[i, j] <= limit_bytes
+            ]
+            if ways:
+                best[j] = min(ways)
+        count, _, cuts = best.get(len(self._ends) - 1, (_MOST_PIECES + 1, 0, []))
+        return cuts if count <= _MOST_PIECES else None
