@@ -1,6 +1,7 @@
 """What the package exports, how it is found by name, and what it says when its parts are hidden by others."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -139,3 +140,12 @@ def test_the_command_line_is_installed() -> None:
 def test_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert teraio.__version__ == project["version"] == distribution("teraio").version
+
+
+def test_every_package_that_is_installed_for_tests_has_one_version() -> None:
+    """Otherwise `make test-models` runs with others next month. KvikIO needs a GPU's driver; timm is in no extra, see the Makefile."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [needed for name, extra in project["optional-dependencies"].items() if "cuda" not in name for needed in extra]
+    names = {re.split(r"[<>=\[]", needed)[0].lower() for needed in (*project["dependencies"], *extras, "timm", "torchvision")}
+    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    assert names <= pinned
