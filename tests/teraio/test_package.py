@@ -143,7 +143,7 @@ def test_versions_agree() -> None:
 
 
 def test_every_package_that_is_installed_for_tests_has_one_version() -> None:
-    """Otherwise `make test-models` runs with others next month. KvikIO needs a GPU's driver; timm is in no extra, see the Makefile."""
+    """Otherwise `make test-models` runs with others next month. Not KvikIO, for GPUs. timm is in no extra, see the Makefile."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [needed for name, extra in project["optional-dependencies"].items() if "cuda" not in name for needed in extra]
     names = {re.split(r"[<>=\[]", needed)[0].lower() for needed in (*project["dependencies"], *extras, "timm", "torchvision")}
