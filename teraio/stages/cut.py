@@ -47,12 +47,15 @@ def module_path(node: Node) -> str:
 
 
 def layer_of(path: str) -> str:
-    """Return the repeated layer of a module path: the path up to its first index (`layers.3` for `layers.3.mlp.up`)."""
+    """Return the repeated layer of a module path: up to its first index (`layers.3` for `layers.3.mlp.up`).
+
+    Layers right inside a layer count by themselves: `stages.0.blocks.3` for `stages.0.blocks.3.mlp.fc1`.
+    """
     parts = path.split(".")
-    for position, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: position + 1])
-    return parts[0]
+    end = next((position + 1 for position, part in enumerate(parts) if part.isdigit()), 1)
+    while end > 1 and end + 1 < len(parts) and not parts[end].isdigit() and parts[end + 1].isdigit():
+        end += 2
+    return ".".join(parts[:end])
 
 
 def can_cut(graph: Graph) -> str | None:

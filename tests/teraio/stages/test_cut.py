@@ -125,6 +125,25 @@ def test_layers_are_cut_alike() -> None:
         assert len(counts) == 5 and len(set(counts[1:-1])) == 1 and 2 <= counts[2] <= 6
 
 
+def test_layers_in_layers_are_cut_like_layers() -> None:
+    """As those of Swin: six stages for each block, not for all blocks of a stage of the model."""
+
+    class Staged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            stage = nn.Module()
+            stage.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(12))
+            self.stages = nn.ModuleList([stage])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.stages[0].blocks:
+                x = torch.tanh(block(x))
+            return x
+
+    forward, _ = capture(Staged(), features())
+    assert len(set(stages(forward.fresh()).values())) == 12
+
+
 def test_small_results_are_computed_where_their_input_is() -> None:
     """Bias gradients and the like, so that the large input need not live on."""
     _, backward = transformer(3)
@@ -167,7 +186,20 @@ def test_modules_are_found_for_forward_and_backward() -> None:
 
 @pytest.mark.parametrize(
     ("path", "layer"),
-    [("layers.3.mlp.up", "layers.3"), ("encoder.blocks.2.0", "encoder.blocks.2"), ("head", "head"), ("a.b.c", "a"), ("", "")],
+    [
+        ("layers.3.mlp.up", "layers.3"),
+        ("encoder.blocks.2.0", "encoder.blocks.2"),
+        ("head", "head"),
+        ("a.b.c", "a"),
+        ("", ""),
+        # layers in layers, as of Swin, ConvNeXt and a UNet
+        ("layers.0.blocks.1.mlp.fc1", "layers.0.blocks.1"),
+        ("encoder.stages.2.layers.7.pwconv1", "encoder.stages.2.layers.7"),
+        ("up_blocks.1.attentions.0.transformer_blocks.2.ff.net.0.proj", "up_blocks.1.attentions.0.transformer_blocks.2"),
+        # parts of one layer, not layers
+        ("layers.3.mlp.experts.5.up", "layers.3"),
+        ("layers.3.net.mlp.0", "layers.3"),
+    ],
 )
 def test_the_layer_of_a_module(path: str, layer: str) -> None:
     assert layer_of(path) == layer
