@@ -12,6 +12,7 @@ from teraio.phases import Findings
 from teraio.stages import Need, largest_of, need_of
 
 _NOT_COUNTED = "graphs that are compiled later, the optimizer's update, and what your code keeps"
+_LARGER = "inputs that are larger than those of this call, "
 
 
 class GraphNeeds:
@@ -45,7 +46,7 @@ class GraphNeeds:
                 budget_bytes=budget,
                 stage=stage,
                 largest=largest,
-                not_counted=_NOT_COUNTED,
+                not_counted=_not_counted(programs),
             )
         self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
         self.ensure_room(0)
@@ -55,9 +56,13 @@ class GraphNeeds:
         own = need_of([program])
         needs = [*self._needs, own] if own is not None else self._needs
         needed = max((need.size_bytes + need.state_bytes for need in needs), default=0) + self._pager.immovable_bytes
-        return error.asking_for(max(error.smallest_bytes, needed), not_counted=_NOT_COUNTED)
+        return error.asking_for(max(error.smallest_bytes, needed), not_counted=_not_counted([program]))
 
     def ensure_room(self, state_bytes: int) -> None:
         """Reserve room in the spill files for what programs keep and for `state_bytes` of states. Raises StorageFullError."""
         if self._pager.budget_bytes is not None:
             self._machine.ensure_room(self._kept_bytes + state_bytes - self._pager.budget_bytes)
+
+
+def _not_counted(programs: Sequence[Program]) -> str:
+    return _LARGER * any(program.resize is not None for program in programs) + _NOT_COUNTED

@@ -58,7 +58,7 @@ class LargestSizes:
         if sized.identity in self._seen:
             return False
         self._seen.add(sized.identity)
-        needs = tuple(s.input_bytes + s.output_bytes + s.workspace_bytes for s in sized.stages)
+        needs = tuple(s.need_bytes for s in sized.stages)
         needs = (*needs, sum(stage.output_bytes for stage in sized.stages))
         before = self._largest.get(graph, (0,) * len(needs))
         self._largest[graph] = tuple(map(max, needs, before))

@@ -36,24 +36,32 @@ def is_symbolic(placeholders: Sequence[Node]) -> bool:
     return False
 
 
+_MOST_SIZES = 64
+
+
 class Resizer:
-    """Gives a program with symbolic sizes the byte counts of one call's arguments. Keeps the result for each set of sizes."""
+    """Gives a program with symbolic sizes the byte counts of one call's arguments. Keeps the latest results."""
 
     def __init__(self, placeholders: list[Node], subgraphs: list[Subgraph]) -> None:
         self._placeholders = placeholders
         self._subgraphs = subgraphs
-        self._known: dict[tuple[int, ...], Program] = {}
+        self._known: dict[tuple[int, ...], Program] = {}  # the one that was used last comes last
 
     def __call__(self, program: Program, arguments: Sequence[Any]) -> Program:
         symbols = cost.symbol_values(self._placeholders, arguments)
         key = tuple(symbols.values())
-        if key not in self._known:
-            stages = tuple(
-                replace(stage, **cast(Any, stage_bytes(subgraph, symbols)))
-                for stage, subgraph in zip(program.stages, self._subgraphs, strict=True)
-            )
-            self._known[key] = replace(program, identity=(program.identity, key), stages=stages)
-        return self._known[key]
+        resized = self._known.pop(key, None) or self._resized(program, key, symbols)
+        self._known[key] = resized
+        if len(self._known) > _MOST_SIZES:
+            del self._known[next(iter(self._known))]
+        return resized
+
+    def _resized(self, program: Program, key: tuple[int, ...], symbols: cost.Symbols) -> Program:
+        stages = tuple(
+            replace(stage, **cast(Any, stage_bytes(subgraph, symbols)))
+            for stage, subgraph in zip(program.stages, self._subgraphs, strict=True)
+        )
+        return replace(program, identity=(program.identity, key), stages=stages)
 
 
 def distinct_bytes(nodes: Sequence[Node], symbols: cost.Symbols) -> int:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from .harness import Batch, Case, check_parity
+import teraio
+
+from ...training import forget
+from .harness import MIB, Batch, Case, check_parity
 from .models import Transformer, tokens
 
 LENGTHS = (128, 96, 112, 96)
@@ -25,6 +30,26 @@ def test_the_same_bits_for_each_length(tmp_path: Path, dynamic: bool | None) -> 
         compile_options={"dynamic": dynamic},
     )
     check_parity(case, tmp_path)
+
+
+def test_an_error_says_that_longer_sequences_need_more(tmp_path: Path) -> None:
+    def refused(model: nn.Module, batch: Batch) -> teraio.BudgetError:
+        with pytest.raises(teraio.BudgetError) as caught:
+            model(batch[0]).sum().backward()
+        return caught.value
+
+    def compiled(budget: int) -> nn.Module:
+        forget()
+        options = {"codegen": "eager", "storage": str(tmp_path), "memory_budget": budget}
+        model: nn.Module = torch.compile(Transformer(layers=1), backend="teraio", dynamic=True, options=options)
+        return model
+
+    long, short = tokens(1, time=256)[0], tokens(1, time=96)[0]
+    first = refused(compiled(MIB), short)
+    assert "(not counted, since not known yet: inputs that are larger than those of this call, graphs" in str(first)
+    model = compiled(first.smallest_bytes)
+    model(short[0]).sum().backward()
+    assert refused(model, long).smallest_bytes > first.smallest_bytes
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from teraio.profiling.recorder import IterationRecorder
 from teraio.stages.compile import StageCompiler, eager_codegen
 from teraio.stages.cut import CutPolicy
 
-from .graphs import MODELS, Captured, capture, clones, convolutions, features, transformer, transformer_of_any_size
+from .graphs import MODELS, Captured, capture, clones, convolutions, features, tokens, transformer, transformer_of_any_size
 
 FINE = CutPolicy(shortest_seconds=1e-9)
 
@@ -257,6 +257,23 @@ def test_sizes_follow_the_arguments() -> None:
         assert sum(s.output_bytes for s in sized[0].stages) < sum(s.output_bytes for s in sized[1].stages)
         assert sized[0].identity != sized[1].identity
         assert resize(program, captured.arguments[0]) is sized[0], "every size is worked out once"
+
+
+def test_only_the_latest_sizes_are_kept() -> None:
+    """A run over sentences of any length meets a new size in every batch."""
+    captured = transformer_of_any_size()[0]
+    (program,) = programs([captured])
+
+    def sized(rows: int) -> Program:
+        weight, _, time, _, *others = captured.arguments[0]
+        assert program.resize is not None
+        return program.resize(program, [weight, rows, time, tokens(rows, time), *others])
+
+    first, usual = sized(2), sized(3)
+    for rows in range(4, 104):
+        sized(rows)
+        assert sized(3) is usual
+    assert sized(2) is not first and sized(2).identity == first.identity
 
 
 def test_static_graphs_are_not_resized() -> None:
