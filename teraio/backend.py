@@ -58,7 +58,10 @@ def _with_immovable(error: BudgetError, arguments: Sequence[Any]) -> BudgetError
         for value in tensors
         if value.device.type == "cpu" and (storage := value.untyped_storage()).nbytes() >= MIN_MOVED_BYTES
         # Other tensors were made before teraio's allocator; parameters and buffers get memory of it.
-        if storage.is_shared() or not storage.resizable() or not isinstance(value, torch.nn.Parameter)
+        if storage.is_shared()
+        or not storage.resizable()
+        or not isinstance(value, torch.nn.Parameter)
+        or registry.REGISTRY.stays(storage)
     }
     return error.asking_for(error.smallest_bytes + sum(storages.values()), not_counted=error.not_counted)
 

@@ -112,3 +112,18 @@ def test_no_false_alarms(before: Callable[[nn.Module], Any], tmp_path: Path, cap
     del held
     assert SAID not in caplog.text
     assert all(block.span is not None for block in blocks() if block.kind == "parameter" and block.size_bytes >= MIB)
+
+
+def test_the_budget_that_an_error_names_counts_what_was_given_away(tmp_path: Path) -> None:
+    model = stack()
+    held = [by_numpy(layer.weight) for layer in model]
+
+    def compiled(budget: int) -> nn.Module:
+        teraio.reset()
+        torch._dynamo.reset()
+        return teraio.compile(model, memory_budget=budget, storage=tmp_path, codegen="eager")
+
+    with pytest.raises(teraio.BudgetError) as caught:
+        compiled(MIB)(torch.randn(16, 512))
+    assert caught.value.smallest_bytes >= len(held) * MIB
+    compiled(caught.value.smallest_bytes)(torch.randn(16, 512)).square().mean().backward()
