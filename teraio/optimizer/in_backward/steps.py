@@ -96,7 +96,8 @@ class OverlappedSteps:
             if eligibility is not None and eligibility.updated:
                 raise UnsupportedError(
                     f"{self._name(parameter)} was updated inside the backward pass, and a second backward pass wants to add to "
-                    f"its gradient before optimizer.step(), which overlap_step cannot do; {_REMEDY}"
+                    f"its gradient before optimizer.step(), which overlap_step cannot do; if the iteration was "
+                    f"interrupted, end it by optimizer.step(); otherwise {_REMEDY}"
                 )
 
     def _name(self, parameter: Tensor) -> str:

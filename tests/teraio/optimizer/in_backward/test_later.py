@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -129,11 +130,32 @@ def test_a_second_backward_pass_before_the_step() -> None:
         loss.backward()
     assert str(caught.value) == (
         "parameter 'first.weight' was updated inside the backward pass, and a second backward pass wants to add to its "
-        "gradient before optimizer.step(), which overlap_step cannot do; leave out the option overlap_step, and restart from "
-        "the last checkpoint"
+        "gradient before optimizer.step(), which overlap_step cannot do; if the iteration was interrupted, end it by "
+        "optimizer.step(); otherwise leave out the option overlap_step, and restart from the last checkpoint"
     )
     assert all(map(torch.equal, loop.everything()[len(loop.seen) :], before)), "nothing was changed"
     assert all(p.grad is None for p in loop.module.parameters())
+    loop.step()
+    plain(loop, 9)
+
+
+def test_a_backward_pass_that_was_interrupted() -> None:
+    """The error of the next one says how to go on."""
+    loop = updated()
+    loss = loop.loss()
+    node = loss.grad_fn
+    while node is not None and "CompiledFunction" not in node.name():
+        node = node.next_functions[0][0]
+    assert node is not None
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    node.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    with pytest.raises(teraio.UnsupportedError, match=r"if the iteration was interrupted, end it by optimizer\.step\(\)"):
+        loop.loss().backward()
     loop.step()
     plain(loop, 9)
 
