@@ -94,14 +94,15 @@ def options(tmp_path: Path) -> dict[str, Any]:
 # -- drives
 
 
-def fail_on(monkeypatch: pytest.MonkeyPatch, call: str, folder: Path) -> Callable[[], None]:
+def fail_on(monkeypatch: pytest.MonkeyPatch, call: str, folder: Path, code: int = errno.EIO) -> Callable[[], None]:
     """Make a system call fail for the files below a folder from now on. Returns what ends that."""
     real = getattr(os, call)
 
-    def failing(descriptor: int, *arguments: Any) -> int:
-        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(folder)):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return int(real(descriptor, *arguments))
+    def failing(file: int | str | os.PathLike[str], *arguments: Any, **named: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else os.fspath(file)
+        if path.startswith(str(folder)):
+            raise OSError(code, os.strerror(code), path)
+        return real(file, *arguments, **named)
 
     monkeypatch.setattr(os, call, failing)
     return lambda: monkeypatch.setattr(os, call, real)
@@ -178,6 +179,33 @@ def test_a_drive_that_stays_broken_loses_no_checkpoint(
     assert not unequal(values(training), before)
     assert not list(tmp_path.iterdir())
     teraio.reset()
+
+
+WRITES = ("pwritev", "posix_fallocate", "ftruncate", "unlink", "rmdir")
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EDQUOT])
+def test_a_directory_that_takes_no_more_writes(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """It turns read-only, as file systems do after an error; or a quota is used up and the file system makes copies when it writes."""
+    training = start(options)
+    train(training, 0, 2)
+    refused = WRITES if code == errno.EROFS else WRITES[:2]
+    work_again = [fail_on(monkeypatch, call, tmp_path, code) for call in refused]
+    with pytest.raises(teraio.StorageIOError, match=f"cannot write block .*{os.strerror(code)}") as raised:
+        train(training, 2, 3)
+    assert str(tmp_path) in str(raised.value)
+    checkpoint = values(training)
+    teraio.reset()
+    assert not unequal(values(training), checkpoint)
+    assert bool(list(tmp_path.iterdir())) == ("please remove it" in caplog.text) == (code == errno.EROFS)
+    for work in work_again:
+        work()
+    training.optimizers[0].zero_grad()
+    training.model = compiled(training.module, options)
+    train(training, 3, 5)
+    assert not unequal(values(training), from_checkpoint(checkpoint, 3, 5))
 
 
 def test_a_directory_that_vanishes(options: dict[str, Any], tmp_path: Path) -> None:
