@@ -7,6 +7,9 @@ is held for a stage that does not know it. So whatever teraio does in the main t
 `uninterrupted()`. There a signal that has a handler in Python waits for the next `checkpoint()`, or for the end. Checkpoints are
 where whoever holds something is prepared for an error: before a stage, and while a stage waits for copies or for room.
 
+An error of teraio's own code, or of the memory that it asks for, is raised at once. What holds something gives it back as for any
+error of Python: in `finally`, or by an `ExitStack`. What was to be undone by a later hook is undone at the end of the context.
+
 What ends the process without a handler in Python does so at once, as ever. Python runs no handler in other threads. The handlers
 are those of the program again as soon as teraio returns to it.
 """
@@ -38,11 +41,13 @@ class _Interrupts:
         self._waiting: dict[int, None] = {}
         self._handlers: dict[int, Handler] = {}
         self._undos: dict[Callable[[], object], None] = {}
+        self._earlier: frozenset[Callable[[], object]] = frozenset()  # what was to be undone when the context was entered
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         if not self._depth:
+            self._earlier = frozenset(self._undos)
             for number in _SIGNALS:
                 handler = signal.getsignal(number)
                 if callable(handler) and handler != self._handle:
@@ -56,9 +61,9 @@ class _Interrupts:
         if self._depth > 1:
             self._depth -= 1
             return
-        if kind is not None:
-            self._undos.clear()
         try:
+            if kind is not None:
+                self._undo([undo for undo in self._undos if undo not in self._earlier])
             self.checkpoint()
         finally:
             self._depth = 0
@@ -73,9 +78,10 @@ class _Interrupts:
             self._call(self._waiting.popitem()[0], sys._getframe())
 
     def undo_if_interrupted(self, undo: Callable[[], object]) -> None:
-        """Call `undo` if a handler raises before `forget_undo` is called, also outside of the context.
+        """Call `undo` if a handler raises before `forget_undo` is called, also outside of the context, or if the context fails.
 
-        For what a hook leaves to be undone by a later hook, which never comes if user code is interrupted in between.
+        For what a hook leaves to be undone by a later hook, which never comes if user code is interrupted in between. It may find
+        nothing to undo.
         """
         self._undos[undo] = None
 
@@ -98,9 +104,14 @@ class _Interrupts:
         try:
             self._handlers[number](number, frame)
         except BaseException:
-            while self._undos:
-                self._undos.popitem()[0]()
+            self._undo(list(self._undos))
             raise
+
+    def _undo(self, undos: list[Callable[[], object]]) -> None:
+        """Undo the latest first."""
+        for undo in reversed(undos):
+            self._undos.pop(undo, None)
+            undo()
 
     def _hand_back(self) -> None:
         for number in list(self._handlers):

@@ -51,6 +51,30 @@ def test_an_error_inside_does_not_lose_the_signal() -> None:
     assert isinstance(raised.value.__context__, ValueError)
 
 
+def test_an_error_inside_undoes_what_was_begun_inside() -> None:
+    """And not what an earlier section has begun, whose later hook may still come."""
+    undone: list[str] = []
+
+    def earlier() -> None:
+        undone.append("earlier")
+
+    def inside() -> None:
+        undone.append("inside")
+
+    with uninterrupted():
+        undo_if_interrupted(earlier)
+    with pytest.raises(ValueError), uninterrupted():
+        with uninterrupted():
+            undo_if_interrupted(inside)
+        raise ValueError
+    assert undone == ["inside"]
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
+    assert undone == ["inside", "earlier"]
+    with uninterrupted():
+        pass
+
+
 def test_a_handler_that_does_not_raise_is_called_and_what_runs_goes_on() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
@@ -119,10 +143,13 @@ def test_what_a_hook_leaves_is_undone_if_the_program_is_interrupted_after_it() -
     assert undone == ["it"]
 
 
-def test_what_has_failed_is_not_undone_later() -> None:
+def test_what_has_failed_is_undone_once() -> None:
+    undone: list[str] = []
     with pytest.raises(ValueError, match="failed"):
         with uninterrupted():
-            undo_if_interrupted(lambda: pytest.fail("undone"))
+            undo_if_interrupted(lambda: undone.append("it"))
             raise ValueError("failed")
+    assert undone == ["it"]
     with pytest.raises(KeyboardInterrupt):
         press_ctrl_c()
+    assert undone == ["it"]

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import planner
 import teraio
 from runtime.storage import spill_file
+from teraio.optimizer.subgroup_steps import SubgroupSteps
 from teraio.registry import REGISTRY
 
 from ...training import MIB, Training, begin, compiled, forget, mean_square_step, unequal
@@ -188,7 +189,7 @@ WRITES = ("pwritev", "posix_fallocate", "ftruncate", "unlink", "rmdir")
 def test_a_directory_that_takes_no_more_writes(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    """It turns read-only, as file systems do after an error; or a quota is used up and the file system makes copies when it writes."""
+    """It turns read-only, as after an error of the file system; or a quota is used up where each write takes new room."""
     training = start(options)
     train(training, 0, 2)
     refused = WRITES if code == errno.EROFS else WRITES[:2]
@@ -281,6 +282,27 @@ def test_a_step_hook_that_raises(options: dict[str, Any], when: str) -> None:
     found = values(training)
     training.finish()
     assert not unequal(found, values(expected)) and not unequal(values(training), values(expected))
+
+
+def test_memory_that_runs_out_in_the_optimizer_s_step(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between teraio's updates and PyTorch's own call of the step. The optimizer has its parameters all the same."""
+    training = start(options)
+    train(training, 0, 2)
+    real = SubgroupSteps.run
+
+    def failing(self: SubgroupSteps, *arguments: Any, **named: Any) -> None:
+        real(self, *arguments, **named)
+        raise MemoryError
+
+    monkeypatch.setattr(SubgroupSteps, "run", failing)
+    with pytest.raises(MemoryError):
+        train(training, 2, 3)
+    monkeypatch.setattr(SubgroupSteps, "run", real)
+    (group,) = training.optimizers[0].param_groups
+    assert len(group["params"]) == LAYERS
+    training.optimizers[0].zero_grad()
+    train(training, 3, 4)
+    goes_on(training, 4)
 
 
 # -- plans
