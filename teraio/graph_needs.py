@@ -8,6 +8,7 @@ from planner.errors import BudgetError
 from runtime.execution import Program
 from runtime.paging import Pager
 from teraio.machine import Machine
+from teraio.optimizer import USUAL_STATES
 from teraio.phases import Findings
 from teraio.stages import Need, largest_of, need_of
 
@@ -40,7 +41,7 @@ class GraphNeeds:
         smallest, stage = self._findings.floor = max(floor, self._findings.floor or floor)
         budget = self._machine.budget_bytes
         if budget is not None and smallest > budget:
-            others_bytes = self._pager.immovable_bytes - unmoved_bytes + max(each.state_bytes for each in self._needs)
+            others_bytes = self._pager.immovable_bytes - unmoved_bytes + max(map(_small_state_bytes, self._needs))
             raise BudgetError(
                 smallest_bytes=smallest + others_bytes,
                 budget_bytes=budget,
@@ -55,7 +56,7 @@ class GraphNeeds:
         """Return the error of a stage with a budget that does for all graphs, next to what cannot leave the device by now."""
         own = need_of([program])
         needs = [*self._needs, own] if own is not None else self._needs
-        needed = max((need.size_bytes + need.state_bytes for need in needs), default=0) + self._pager.immovable_bytes
+        needed = max((need.size_bytes + _small_state_bytes(need) for need in needs), default=0) + self._pager.immovable_bytes
         return error.asking_for(max(error.smallest_bytes, needed), not_counted=_not_counted([program]))
 
     def ensure_room(self, state_bytes: int) -> None:
@@ -66,3 +67,8 @@ class GraphNeeds:
 
 def _not_counted(programs: Sequence[Program]) -> str:
     return _LARGER * any(program.resize is not None for program in programs) + _NOT_COUNTED
+
+
+def _small_state_bytes(need: Need) -> int:
+    """Return the bytes of the states that an optimizer will make and that stay on the device: of small parameters."""
+    return USUAL_STATES * need.small_parameter_bytes

@@ -34,8 +34,9 @@ import torch
 import planner
 from planner.errors import TeraioError
 from runtime.paging import Pager
+from teraio.graph_breaks import graph_break_reasons
 from teraio.machine import Machine
-from teraio.optimizer import SubgroupSizes, graph_break_reasons
+from teraio.optimizer import SubgroupSizes
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner, PlanFollower, fit_given_plan, save
 from teraio.profiling import Iteration, IterationRecorder, PeakWatch, Profile, build_profile

@@ -82,11 +82,10 @@ class Registry:
                 len(parameters),
                 "other options" if budget is None else f"the budget of {budget:,} bytes",
             )
-        optimizers = []
-        for run in ending:
+        optimizers = [optimizer for run in ending for optimizer in run.optimizers()]
+        if ending:
             logger.info("the model is compiled again: its run with other options ends, and all blocks come back to the device")
-            optimizers += run.optimizers()
-            run.close(replaced=True)
+        _close_all(ending, replaced=True)
         return optimizers
 
     def leave_given_away(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -170,11 +169,11 @@ class Registry:
             self._ownership = StorageOwnership()  # what was given away may have come back
 
 
-def _close_all(runs: Iterable[TrainingRun]) -> None:
-    """Close the runs, all of them even if one fails."""
+def _close_all(runs: Iterable[TrainingRun], *, replaced: bool = False) -> None:
+    """Close the runs, all of them even if one fails. replaced: see `TrainingRun.close`."""
     with contextlib.ExitStack() as closing:
         for run in runs:
-            closing.callback(run.close)
+            closing.callback(run.close, replaced=replaced)
 
 
 def _show_messages() -> None:

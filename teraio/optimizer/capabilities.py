@@ -15,6 +15,8 @@ _ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RM
 _FUSED_ON_CPU = frozenset("Adagrad Adam AdamW SGD".split())
 _BY_PARAMETER = frozenset("Adafactor Muon".split())
 """Their update looks at a whole parameter, but at no other parameter."""
+USUAL_STATES = 2
+"""Tensors of a parameter's size that most optimizers keep: for optimizers that have not made theirs yet."""
 _COPIES = 2
 _MORE_COPIES = 4
 """Temporaries of an update, in copies of a parameter."""

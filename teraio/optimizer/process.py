@@ -20,13 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from runtime.device import MIN_MOVED_BYTES
+from teraio.graph_breaks import graph_break_reasons
 from teraio.optimizer.capabilities import OwnHooks, StepArguments, after_closure, calls_closure_first, closure_of
 from teraio.optimizer.parameters import owned_parameters
 
 logger = logging.getLogger("teraio")
-
-_REASONS = 3
-"""Reasons of graph breaks that a message names."""
 
 
 class Run(Protocol):
@@ -108,11 +106,3 @@ class ProcessSteps(OwnHooks):
                 f"{outside_bytes:,}",
                 graph_break_reasons(),
             )
-
-
-def graph_break_reasons() -> str:
-    """Return why Dynamo did not compile code, in brackets; "" if it has not said so."""
-    counted = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
-    texts = [*counted.get("graph_break", ()), *counted.get("unimplemented", ())]
-    reasons = list(dict.fromkeys(text.splitlines()[0] for text in texts if text))[:_REASONS]
-    return f" (graph breaks: {'; '.join(reasons)})" if reasons else ""

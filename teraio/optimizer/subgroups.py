@@ -11,7 +11,7 @@ import torch
 from planner.errors import BudgetError
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Block, Pager
-from teraio.optimizer.capabilities import temporary_bytes
+from teraio.optimizer.capabilities import USUAL_STATES, temporary_bytes
 from teraio.optimizer.masters import casting_bytes
 from teraio.optimizer.parameters import ParameterUpdate, PendingStep
 from teraio.optimizer.slicing import Slicing, slicing
@@ -19,8 +19,6 @@ from teraio.optimizer.subgroup_sizes import SubgroupSizes
 
 _COUNTERS_BYTES = 16
 """Bytes reserved for a parameter's step counter and similar scalars."""
-_STATES = 2
-"""Tensors of a parameter's size that most optimizers keep."""
 
 Ranges = tuple[tuple[int, int], ...]
 """The parameters of a subgroup: for each group, the first position and the one after the last. Keeps no parameter alive."""
@@ -216,7 +214,7 @@ class Subgroups:
         """Estimate the bytes of states that other optimizers will make and that stay on the device: of small parameters."""
         own = {update.gradient for update in step.in_order}
         others = (block for block in self._pager.blocks if block.kind == "gradient" and block not in own)
-        return sum(_STATES * block.size_bytes + _COUNTERS_BYTES for block in others if not self._can_leave(block.size_bytes))
+        return sum(USUAL_STATES * block.size_bytes + _COUNTERS_BYTES for block in others if not self._can_leave(block.size_bytes))
 
     def _room_bytes(self) -> int | None:
         """Return what the budget leaves for blocks that can leave; None without a budget."""

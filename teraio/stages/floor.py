@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from runtime.execution import Program
 
-STATES = 2
-"""Tensors of a parameter's size that most optimizers keep. Those of small parameters stay on the device."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
@@ -17,11 +14,11 @@ class Need:
 
     largest: up to three stages, by name, with the bytes that each needs next to all that is too small to move, in descending
         order.
-    state_bytes: of the states of small parameters, which an optimizer has not made yet.
+    small_parameter_bytes: of the parameters that are too small to move; their states will be, too.
     """
 
     largest: tuple[tuple[str, int], ...]
-    state_bytes: int
+    small_parameter_bytes: int
 
     @property
     def size_bytes(self) -> int:
@@ -36,8 +33,8 @@ def need_of(programs: Sequence[Program]) -> Need | None:
         return None
     small_bytes = sum(program.small_bytes for program in programs)
     needs = [(stage.name, stage.need_bytes + small_bytes) for stage in stages]
-    states = STATES * sum(program.small_parameter_bytes for program in programs)
-    return Need(largest=largest_of(needs), state_bytes=states)
+    small_parameter_bytes = sum(program.small_parameter_bytes for program in programs)
+    return Need(largest=largest_of(needs), small_parameter_bytes=small_parameter_bytes)
 
 
 def largest_of(needs: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

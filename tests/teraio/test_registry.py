@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner import UnsupportedError
+from planner import StorageError, UnsupportedError
 from runtime.paging import StorageOwnership
 from teraio.machine import MeasuredPaths
 from teraio.options import Options
@@ -109,6 +109,22 @@ def test_a_run_takes_over_from_the_one_that_manages_all_parameters(registry: Reg
     after: Any = registry.run_for(Options(debug=True), CPU, [first, second])
     assert registry.runs() == (other, after) and before.closed == [True]
     assert after.expected == [sgd] and not other.closed and not other.expected
+
+
+def test_all_runs_that_are_taken_over_end_even_if_one_fails(registry: Registry) -> None:
+    """Else its blocks would stay in lower tiers, and nobody would know of the run any more."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    runs: list[Any] = [registry.run_for(options, CPU) for options in (Options(), Options(checksums=True), Options(debug=True))]
+
+    def broken(*, replaced: bool) -> None:
+        raise StorageError("a drive is broken")
+
+    for run in runs[:2]:
+        run.known = [parameter]
+    runs[0].close = broken
+    with pytest.raises(StorageError):
+        registry.run_for(Options(codegen="eager"), CPU, [parameter])
+    assert [run.closed for run in runs[1:]] == [[True], []]
 
 
 def test_a_run_that_manages_some_of_the_parameters_goes_on(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
