@@ -27,7 +27,23 @@ from planner.errors import (
 )
 from planner.policies import plan
 from planner.problem import InactivePeriod, floor, inactive_periods
-from planner.schema import Block, Budgets, Hardware, Link, Move, Offload, Plan, Prefetch, SharedRate, Stage, Subgroup, Trace
+from planner.schema import (
+    Block,
+    Budgets,
+    Hardware,
+    Link,
+    Move,
+    NotRecomputed,
+    Offload,
+    Plan,
+    Prefetch,
+    Recompute,
+    RecomputeGroup,
+    SharedRate,
+    Stage,
+    Subgroup,
+    Trace,
+)
 from planner.simulator import HostUpdate, StageTimes, Timeline, Transfer, simulate
 from planner.subgroup_size import Station, stations_of_step, step_seconds, subgroup_bytes
 
@@ -42,11 +58,14 @@ __all__ = [
     "InfeasiblePlanError",
     "Link",
     "Move",
+    "NotRecomputed",
     "Offload",
     "OptionsError",
     "Plan",
     "PlanError",
     "Prefetch",
+    "Recompute",
+    "RecomputeGroup",
     "SharedRate",
     "SolverError",
     "Stage",
