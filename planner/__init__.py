@@ -26,7 +26,7 @@ from planner.errors import (
     UnsupportedError,
 )
 from planner.policies import plan
-from planner.problem import InactivePeriod, floor, inactive_periods
+from planner.problem import InactivePeriod, floor, inactive_periods, recomputed
 from planner.schema import (
     Block,
     Budgets,
@@ -84,6 +84,7 @@ __all__ = [
     "floor",
     "inactive_periods",
     "plan",
+    "recomputed",
     "simulate",
     "stations_of_step",
     "step_seconds",
