@@ -21,6 +21,7 @@ from planner.problem.lifetimes import (
     mean_active_fraction,
 )
 from planner.problem.problem import Decision, Decisions, Problem, Route, build_plan, copies_out, in_units
+from planner.problem.recompute import folded, recompute_seconds, recomputed, reruns_of, spelled_out
 from planner.problem.solver_settings import (
     DEFAULT_GAP,
     DEFAULT_THREADS,
@@ -50,6 +51,7 @@ __all__ = [
     "copies_out",
     "device_iteration",
     "floor",
+    "folded",
     "gradients",
     "host_start",
     "host_updatable",
@@ -62,6 +64,10 @@ __all__ = [
     "next_user_stage",
     "outward_weight",
     "parameters",
+    "recompute_seconds",
+    "recomputed",
+    "reruns_of",
+    "spelled_out",
     "states",
     "total_bytes",
     "user_stages",
