@@ -5,6 +5,7 @@ from teraio.profiling.iteration import Iteration
 from teraio.profiling.peaks import LargestSizes, PeakWatch
 from teraio.profiling.profiler import Profile, build_profile, states_that_stay
 from teraio.profiling.recorder import IterationRecorder
+from teraio.profiling.reruns_by_stage import RerunsByStage
 from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "LargestSizes",
     "PeakWatch",
     "Profile",
+    "RerunsByStage",
     "StageSchedule",
     "IterationBorder",
     "IterationRecorder",

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import planner
 from runtime.paging import Block
+from teraio.profiling.groups import recompute_groups
 from teraio.profiling.iteration import Iteration, StageRecord
 
 
@@ -44,6 +45,7 @@ def build_profile(
     blocks = [_block(last, uses, block, number, survivors) for block, number in uses.ids.items()]
     if fixed_bytes:
         blocks.append(_fixed_block(len(blocks), fixed_bytes, [s.phase for s in stages]))
+    groups, not_recomputed = recompute_groups(stages, times, blocks, uses.ids)
     trace = planner.Trace(
         name=name,
         created_by=created_by,
@@ -54,6 +56,8 @@ def build_profile(
         ),
         blocks=tuple(blocks),
         subgroups=_subgroups(stages, times, uses.ids),
+        recompute=groups,
+        not_recomputed=not_recomputed,
     )
     return Profile(trace=trace, iteration=last, ids=uses.ids)
 

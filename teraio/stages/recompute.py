@@ -39,7 +39,7 @@ def reasons_against(
     return [_reason(subgraph, changed, shown, keeps_seeds) for subgraph in subgraphs]
 
 
-def _reason(subgraph: Subgraph, changed: Collection[int], shown: Collection[int], keeps_seeds: bool) -> str:
+def _reason(subgraph: Subgraph, changed: set[int], shown: set[int], keeps_seeds: bool) -> str:
     if subgraph.mutated:
         return f"it writes {subgraph.mutated[0].name} in place"
     for node in subgraph.inputs:

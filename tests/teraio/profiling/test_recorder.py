@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -453,13 +454,7 @@ def test_a_block_of_another_size_is_not_taken_for_the_planned_one() -> None:
     training = Training()
     training.iteration()
     schedule, _ = lay_out(training.iteration())
-    other = StageSchedule(
-        regions=schedule.regions,
-        made_ids=schedule.made_ids,
-        sizes=(64, 65, 64),
-        leave_after=schedule.leave_after,
-        fetch_at=schedule.fetch_at,
-    )
+    other = replace(schedule, sizes=(64, 65, 64))
     training.follow(other, {WEIGHT: training.weight})
     training.iteration()
     assert "out activation0" not in training.asked()[1]
