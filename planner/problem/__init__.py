@@ -22,6 +22,7 @@ from planner.problem.lifetimes import (
 )
 from planner.problem.problem import Decision, Decisions, Problem, Route, build_plan, copies_out, in_units
 from planner.problem.recompute import folded, recompute_seconds, recomputed, reruns_of, spelled_out
+from planner.problem.rerun_places import RerunPlaces
 from planner.problem.solver_settings import (
     DEFAULT_GAP,
     DEFAULT_THREADS,
@@ -42,6 +43,7 @@ __all__ = [
     "Decisions",
     "InactivePeriod",
     "Problem",
+    "RerunPlaces",
     "Route",
     "SolverSettings",
     "TIE_WEIGHT",
