@@ -24,7 +24,7 @@ from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
-from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch
+from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch, RerunRecord
 from teraio.stages import CutPolicy, StageCompiler
 from teraio.status import Status
 
@@ -94,6 +94,7 @@ class TrainingRun:
         self._compiled_now = True
         self._ended: _Ended | None = None
         self._late_seconds = 0.0
+        self._reruns: Sequence[RerunRecord] = ()
         self._replaced = False
 
     def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes) -> OptimizerSteps:
@@ -216,6 +217,7 @@ class TrainingRun:
             ended.iteration.read_times()
             self._finished += 1
             self._late_seconds = ended.iteration.waited_seconds
+            self._reruns = tuple(ended.iteration.reruns)
             self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
 
     # -- from outside
@@ -248,7 +250,7 @@ class TrainingRun:
 
     def status(self) -> Status:
         """Return a snapshot. Never waits. For any thread."""
-        phase, found = self._phase, self._findings
+        phase, found, reruns = self._phase, self._findings, self._reruns
         follower = phase.follower
         drift = follower.drift if follower is not None else None
         trace = found.profile.trace if found.profile is not None else None
@@ -272,6 +274,9 @@ class TrainingRun:
             deviations=self._recorder.deviations,
             drift=drift.iteration if drift is not None else None,
             late_seconds=self._late_seconds,
+            recomputed_stages=len(reruns),
+            recomputed_bytes=sum(rerun.made_bytes for rerun in reruns),
+            recompute_seconds=sum(rerun.seconds for rerun in reruns),
             replans=found.replans,
             trace_path=str(found.trace_path) if found.trace_path is not None else None,
             plan_path=str(found.plan_path) if found.plan_path is not None else None,

@@ -1,7 +1,7 @@
 """Record what an iteration does and when, and build a trace from it."""
 
 from teraio.profiling.border import IterationBorder
-from teraio.profiling.iteration import Iteration
+from teraio.profiling.iteration import Iteration, RerunRecord
 from teraio.profiling.peaks import LargestSizes, PeakWatch
 from teraio.profiling.profiler import Profile, build_profile, states_that_stay
 from teraio.profiling.recorder import IterationRecorder
@@ -13,6 +13,7 @@ __all__ = [
     "LargestSizes",
     "PeakWatch",
     "Profile",
+    "RerunRecord",
     "RerunsByStage",
     "StageSchedule",
     "IterationBorder",
