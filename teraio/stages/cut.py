@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from teraio.stages import cost
+from teraio.stages.counters import sink_updates
 from teraio.stages.random_numbers import draws, draws_seeds, looks_up_seed, uses_seed
 from teraio.stages.random_state import carries_random_state
 
@@ -70,6 +71,7 @@ def assign(graph: Graph, *, device_type: str, policy: CutPolicy) -> dict[Node, i
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     stage_of = _walk(nodes, device_type, policy)
     _hoist_small(nodes, stage_of)
+    sink_updates(stage_of, small_bytes=_SMALL_BYTES)
     _repeat_constants(graph, stage_of)
     _set_seeds_apart(stage_of)
     return stage_of

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import teraio
 from planner import Budgets, Plan, Recompute, Trace, floor, recomputed
-from planner.errors import PlanError
+from planner.errors import BudgetError, PlanError
 from planner.problem import folded
 from planner.problem.lifetimes import live_bytes
 
@@ -131,9 +131,20 @@ def plan_with_reruns(known: Profiled, budgets: Budgets, chosen: Sequence[Recompu
 
 
 def follow(
-    trained: Program, known: Profiled, folder: Path, seed: int, *, share: float = 1.0, tier: str = "storage", debug: bool = False
+    trained: Program,
+    known: Profiled,
+    folder: Path,
+    seed: int,
+    *,
+    share: float = 1.0,
+    tier: str = "storage",
+    debug: bool = False,
+    at_least: int = 0,
 ) -> Result:
-    """Train by a random plan with re-runs, and check that all is the same. share: of the groups that run again."""
+    """Train by a random plan with re-runs, and check that all is the same. share: of the groups that run again.
+
+    at_least: bytes of the budget.
+    """
     draw = random.Random(seed)
     chosen = random_groups(known.trace, draw, share)
     assert chosen, "nothing runs again"
@@ -141,15 +152,20 @@ def follow(
     smallest, _ = floor(derived)
     # Somewhat above the smallest one: in this run, memory that user code holds may differ by a tensor or two.
     budget = int(smallest + 0.3 * (max(live_bytes(derived)) - smallest)) + MIB
+    budget = max(budget, at_least)
     host = lower(tier, folder).get("host_budget")
     plan = plan_with_reruns(known, Budgets(device_bytes=budget, host_bytes=host), chosen, draw)
     path = folder / "plan.json"
     plan.save(path)
-    result = train(trained, {"memory_budget": budget, "plan": path, "debug": debug, **lower(tier, folder)})
+    try:
+        result = train(trained, {"memory_budget": budget, "plan": path, "debug": debug, **lower(tier, folder)})
+    except BudgetError as error:  # what compiled graphs are taken to need can be more than was measured
+        assert error.smallest_bytes > at_least
+        return follow(trained, known, folder, seed, share=share, tier=tier, debug=debug, at_least=error.smallest_bytes)
     check(result, known.reference, budget)
     phases = [status.phase for status in result.progress]
     assert phases[-PLANNED:] == ["planned"] * PLANNED, phases
     last = result.progress[-1]
-    assert last.recomputed_stages == len(chosen), "each group runs again once in an iteration"
-    assert last.recomputed_bytes > 0
+    # A block that happens to be on its way elsewhere is not dropped, and then its stage need not run again.
+    assert 0 < last.recomputed_stages <= len(chosen) and last.recomputed_bytes > 0
     return result
