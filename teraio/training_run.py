@@ -6,6 +6,7 @@ What a phase does and when the next one begins: [Note: Phases] in `teraio.phases
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 import planner
 from planner.errors import BudgetError, UnsupportedError
-from runtime.execution import Program, WorkspaceMeter, run_managed, run_plain
+from runtime.execution import Program, Reruns, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Block, Pager
 from runtime.system import uninterrupted
 from teraio.graph_needs import GraphNeeds
@@ -27,6 +28,8 @@ from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
 from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch, RerunRecord
 from teraio.stages import CutPolicy, StageCompiler
 from teraio.status import Status
+
+logger = logging.getLogger("teraio")
 
 OpenMachine = Callable[[Options, torch.device], Machine]
 
@@ -319,9 +322,20 @@ class TrainingRun:
         self._machine.lift_limit()
         try:
             with self._machine.device.region():
+                self._make_dropped_anew()
                 self._pager.bring_back_all()
         finally:
             self._machine.close()
+
+    def _make_dropped_anew(self) -> None:
+        """Make anew what a backward pass that is still due will read: it runs unmanaged."""
+        self._pager.budget_bytes = None
+        reruns = Reruns(self._pager, self._recorder, self._meter)
+        for block in self._pager.blocks:
+            try:
+                reruns.make_anew([block])
+            except UnsupportedError as error:
+                logger.warning("a backward pass that is due will fail: %s", error)
 
 
 def _peak_watch(machine: Machine) -> PeakWatch | None:
