@@ -95,10 +95,10 @@ class Work:
             for stage in block.uses:
                 used[stage].append(block)
         count = 0
-        for number, stage in enumerate(self.stages):
+        for number, work in enumerate(self.stages):
             made = [block for block in used[number] if not block.persistent and block.uses[0] == number]
             again = [block for block in made if block.movable and self.stages[block.uses[-1]].phase == "backward"]
-            if stage.phase != "forward" or not again:
+            if work.phase != "forward" or not again:
                 continue
             outputs = sum(block.size_bytes for block in made) - sum(block.size_bytes for block in again)
             yield RecomputeGroup(
@@ -107,7 +107,7 @@ class Work:
                 blocks=tuple(block.id for block in again),
                 reads=tuple(block.id for block in used[number] if block not in made),
                 duration_seconds=seconds[number],
-                workspace_bytes=stage.workspace_bytes + outputs,
+                workspace_bytes=work.workspace_bytes + outputs,
             )
             count += 1
 

@@ -1,0 +1,161 @@
+"""Keep, offload or recompute: which forward stages run again in the backward pass, decided together with the moves.
+
+The coarse program says how much of each group runs again. Its rounded solution and other sets are then planned exactly, as
+iterations in which the re-runs are stages of their own (`planner.recomputed`), and replayed. To run nothing again is one of the
+candidates, so a plan is never slower than without recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+
+from planner.errors import BudgetError, InfeasiblePlanError, SolverError
+from planner.ilp import MAX_INTEGER_STAGES, RerunProgram
+from planner.problem import (
+    DEFAULT_WRITE_WEIGHT,
+    Problem,
+    RerunPlaces,
+    SolverSettings,
+    floor,
+    folded,
+    live_bytes,
+    over_half,
+    recomputed,
+    rounded,
+    simple_sets,
+    whole_layers,
+)
+from planner.schema import Budgets, Plan, Trace
+
+__all__ = ["best_recomputation", "checkpointed"]
+
+Planner = Callable[[Problem], Plan]
+
+_HARDLY = 1e-3
+"""Share of the iteration that must be stalls for re-runs to be worth a look."""
+_BETTER = 0.9999
+_MAX_CHANGES = 24
+"""Single changes of the best set that are tried in short iterations."""
+
+
+def best_recomputation(trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner, again: Planner) -> Plan:
+    """Return the best plan, with or without re-runs. plan: plans an iteration; again: the same, for one with re-runs.
+
+    Raises BudgetError and InfeasiblePlanError as `plan` does, where no set of groups helps.
+    """
+    refusal: BudgetError | InfeasiblePlanError | None = None
+    best: Plan | None = None
+    try:
+        best = plan(Problem.of(trace, budgets))
+    except BudgetError as error:
+        refusal = _with_reruns(trace, error)
+    except InfeasiblePlanError as error:
+        refusal = error
+    if not trace.recompute or (best is not None and not _stalls(best)):
+        return _made(best, refusal)
+    search = _Search(trace, budgets, settings, again)
+    search.best = best
+    for groups in _proposals(search):
+        search.try_set(groups)
+    if len(trace.stages) <= MAX_INTEGER_STAGES:
+        search.improve()
+    return _made(search.best, refusal)
+
+
+def checkpointed(trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner) -> Plan:
+    """Return the plan in which every layer is recomputed from its input, and the rest is offloaded where it must be.
+
+    Raises BudgetError and InfeasiblePlanError as `plan` does.
+    """
+    places = RerunPlaces(trace)
+    chosen = places.of(whole_layers(trace, places.usable))
+    return folded(trace, chosen, plan(Problem.of(recomputed(trace, chosen), budgets)))
+
+
+def _with_reruns(trace: Trace, error: BudgetError) -> BudgetError:
+    """The error with the budget that suffices if forward stages may run again, which counts if nothing can leave."""
+    if error.smallest_bytes < max(live_bytes(trace)):
+        return error
+    alone = trace.model_copy(update={"hardware": trace.hardware.model_copy(update={"links": (), "shared": ()})})
+    least, stage = floor(alone)
+    return BudgetError(smallest_bytes=least, budget_bytes=error.budget_bytes, stage=trace.stages[stage].name)
+
+
+def _made(best: Plan | None, refusal: BudgetError | InfeasiblePlanError | None) -> Plan:
+    if best is None:
+        assert refusal is not None  # either there is a plan, or there is a reason
+        raise refusal
+    return best
+
+
+def _stalls(made: Plan) -> bool:
+    assert made.predicted is not None  # every plan is replayed
+    return made.predicted.stall_seconds > _HARDLY * made.predicted.iteration_seconds
+
+
+class _Search:
+    """The sets of groups that have been tried, and the best plan so far."""
+
+    def __init__(self, trace: Trace, budgets: Budgets, settings: SolverSettings, again: Planner) -> None:
+        self.trace, self.budgets, self.settings = trace, budgets, settings
+        self.places = RerunPlaces(trace)
+        self.best: Plan | None = None
+        self._again = again
+        self._tried: set[frozenset[int]] = {frozenset()}
+
+    @property
+    def chosen(self) -> frozenset[int]:
+        """Return the groups that the best plan runs again."""
+        return frozenset() if self.best is None else frozenset(each.group for each in self.best.recompute)
+
+    def try_set(self, groups: Collection[int]) -> bool:
+        """Plan with these groups, and keep the plan if it is the best. Return whether it is."""
+        chosen = self.places.of(groups)
+        key = frozenset(each.group for each in chosen)
+        if key in self._tried:
+            return False
+        self._tried.add(key)
+        try:
+            made = folded(self.trace, chosen, self._again(Problem.of(recomputed(self.trace, chosen), self.budgets)))
+        except (BudgetError, InfeasiblePlanError):
+            return False
+        if self.best is not None and self._cost(made) >= self._cost(self.best) * _BETTER:
+            return False
+        self.best = made
+        return True
+
+    def improve(self) -> None:
+        """Add or drop single groups, as long as that helps."""
+        left = _MAX_CHANGES
+        better = True
+        while better:
+            better = False
+            for group in self.places.usable:
+                if not left:
+                    return
+                left -= 1
+                better |= self.try_set(self.chosen ^ {group})
+
+    def _cost(self, made: Plan) -> float:
+        """Iteration seconds, plus what copies to drives are worth where that weighs more than usual."""
+        assert made.predicted is not None  # every plan is replayed
+        cost = made.predicted.iteration_seconds
+        link = self.trace.hardware.link("device", "storage")
+        if link is not None and self.settings.write_weight > DEFAULT_WRITE_WEIGHT:
+            cost += self.settings.write_weight * made.predicted.storage_written_bytes / link.bytes_per_second
+        return cost
+
+
+def _proposals(search: _Search) -> Iterator[frozenset[int]]:
+    """Sets to plan exactly: what the coarse program says; in short iterations, or where it says nothing, simple ones too."""
+    trace, usable = search.trace, search.places.usable
+    shares: dict[int, float] | None = None
+    with suppress(SolverError, BudgetError):
+        shares = RerunProgram(Problem.of(trace, search.budgets), search.places, search.settings).shares()
+    if shares:
+        yield rounded(trace, shares)
+    if shares is not None and len(trace.stages) > MAX_INTEGER_STAGES:
+        return
+    yield over_half(shares or {})
+    yield from simple_sets(trace, usable)
