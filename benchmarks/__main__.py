@@ -24,6 +24,7 @@ from benchmarks import (
     optimizer,
     planner,
     planner_policies,
+    planner_recompute,
     stage_overhead,
 )
 from benchmarks.alone import LlamaScale, Runner
@@ -58,6 +59,7 @@ def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
         "engine": lambda: engine.measure(scale),
         "planner": lambda: planner.measure(scale),
         "planner_policies": lambda: planner_policies.measure(scale),
+        "planner_recompute": lambda: planner_recompute.measure(scale),
     }
 
 

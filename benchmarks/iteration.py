@@ -149,10 +149,13 @@ class Matrix:
 
 
 class Recorder:
-    """Collects the stages of one iteration over `tokens` tokens, and the blocks that they use, in the order of the calls."""
+    """Collects the stages of one iteration over `tokens` tokens, and the blocks that they use, in the order of the calls.
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    All elements have `element_bytes`.
+    """
+
+    def __init__(self, tokens: int, *, element_bytes: int = ELEMENT_BYTES) -> None:
+        self.tokens, self.element_bytes = tokens, element_bytes
         self._stages: list[StageWork] = []
         self._drafts: list[Draft] = []
         self._matrices: list[Matrix] = []
@@ -191,14 +194,14 @@ class Recorder:
 
         2 FLOPs per token and element forward, 4 backward. workspace_elements: per token, in addition to that of the library.
         """
-        elements = sum(draft.size_bytes // ELEMENT_BYTES for draft in reads if draft.kind == "parameter")
+        elements = sum(draft.size_bytes // self.element_bytes for draft in reads if draft.kind == "parameter")
         self.stage(
             name,
             "backward" if backward else "forward",
             reads,
             writes,
             flops=(4.0 if backward else 2.0) * self.tokens * elements,
-            workspace_bytes=MATRIX_WORKSPACE_BYTES + workspace_elements * self.tokens * ELEMENT_BYTES,
+            workspace_bytes=MATRIX_WORKSPACE_BYTES + workspace_elements * self.tokens * self.element_bytes,
         )
 
     def stage(
@@ -226,7 +229,7 @@ class Recorder:
 
     def matrix(self, name: str, *shape: int) -> Matrix:
         """Add a parameter of `shape` with its gradient and moments."""
-        size = prod(shape) * ELEMENT_BYTES
+        size = prod(shape) * self.element_bytes
         matrix = Matrix(
             elements=prod(shape),
             weight=self.block(name, "parameter", size, persistent=True),

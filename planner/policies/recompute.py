@@ -7,10 +7,10 @@ candidates, so a plan is never slower than without recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from planner.errors import BudgetError, InfeasiblePlanError, SolverError
+from planner.errors import BudgetError, InfeasiblePlanError, PlanError, SolverError
 from planner.ilp import MAX_INTEGER_STAGES, RerunProgram
 from planner.problem import (
     DEFAULT_WRITE_WEIGHT,
@@ -26,7 +26,7 @@ from planner.problem import (
     simple_sets,
     whole_layers,
 )
-from planner.schema import Budgets, Plan, Trace
+from planner.schema import Budgets, Plan, Recompute, Trace
 
 __all__ = ["best_recomputation", "checkpointed"]
 
@@ -57,7 +57,7 @@ def best_recomputation(trace: Trace, budgets: Budgets, settings: SolverSettings,
     search = _Search(trace, budgets, settings, again)
     search.best = best
     for groups in _proposals(search):
-        search.try_set(groups)
+        search.try_plan(search.places.of(groups))
     if len(trace.stages) <= MAX_INTEGER_STAGES:
         search.improve()
     return _made(search.best, refusal)
@@ -102,40 +102,44 @@ class _Search:
         self.places = RerunPlaces(trace)
         self.best: Plan | None = None
         self._again = again
-        self._tried: set[frozenset[int]] = {frozenset()}
+        self._tried: set[tuple[Recompute, ...]] = {()}
 
     @property
-    def chosen(self) -> frozenset[int]:
-        """Return the groups that the best plan runs again."""
-        return frozenset() if self.best is None else frozenset(each.group for each in self.best.recompute)
+    def chosen(self) -> dict[int, int]:
+        """Return the groups that the best plan runs again, with their places."""
+        return {} if self.best is None else {each.group: each.at for each in self.best.recompute}
 
-    def try_set(self, groups: Collection[int]) -> bool:
-        """Plan with these groups, and keep the plan if it is the best. Return whether it is."""
-        chosen = self.places.of(groups)
-        key = frozenset(each.group for each in chosen)
-        if key in self._tried:
+    def try_plan(self, chosen: tuple[Recompute, ...]) -> bool:
+        """Plan with these re-runs, and keep the plan if it is the best. Return whether it is."""
+        if chosen in self._tried:
             return False
-        self._tried.add(key)
+        self._tried.add(chosen)
         try:
             made = folded(self.trace, chosen, self._again(Problem.of(recomputed(self.trace, chosen), self.budgets)))
-        except (BudgetError, InfeasiblePlanError):
-            return False
+        except (BudgetError, InfeasiblePlanError, PlanError):
+            return False  # a group of a changed set may find nothing that it could make
         if self.best is not None and self._cost(made) >= self._cost(self.best) * _BETTER:
             return False
         self.best = made
         return True
 
     def improve(self) -> None:
-        """Add or drop single groups, as long as that helps."""
-        left = _MAX_CHANGES
-        better = True
+        """Add, drop or displace single groups, as long as that helps."""
+        before, better = len(self._tried), True
         while better:
             better = False
-            for group in self.places.usable:
-                if not left:
+            for chosen in self._changes():
+                if len(self._tried) - before >= _MAX_CHANGES:
                     return
-                left -= 1
-                better |= self.try_set(self.chosen ^ {group})
+                better |= self.try_plan(chosen)
+
+    def _changes(self) -> Iterator[tuple[Recompute, ...]]:
+        for group in self.places.usable:
+            yield self.places.of(self.chosen.keys() ^ {group})
+            others = {number: at for number, at in self.chosen.items() if number != group}
+            yield self.places.in_order(others)
+            for at in self.places.options(group):
+                yield self.places.in_order({**others, group: at})
 
     def _cost(self, made: Plan) -> float:
         """Iteration seconds, plus what copies to drives are worth where that weighs more than usual."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from itertools import pairwise
 
 from planner.schema import Recompute, RecomputeGroup, Trace
 
@@ -44,8 +45,21 @@ class RerunPlaces:
             place[group.id] = at
             for block in group.reads:
                 wanted[block] = min(at, wanted.get(block, at))
-        ordered = sorted(place, key=lambda number: (place[number], trace.recompute[number].stage))
-        return tuple(Recompute(group=number, at=place[number]) for number in ordered)
+        return self.in_order(place)
+
+    def in_order(self, places: Mapping[int, int]) -> tuple[Recompute, ...]:
+        """Return groups (ids) with given places. Those with one place run in the order of their stages."""
+        ordered = sorted(places, key=lambda number: (places[number], self._trace.recompute[number].stage))
+        return tuple(Recompute(group=number, at=places[number]) for number in ordered)
+
+    def options(self, number: int) -> tuple[int, ...]:
+        """Return the backward stages that use a block of a group (id) after an idle time: places that may pay, ascending."""
+        group, found = self._trace.recompute[number], set()
+        for block in (self._trace.blocks[number] for number in group.blocks):
+            for after, before in pairwise(block.uses):
+                if before > after + 1 and self._trace.stages[before].phase == "backward" and self._unchanged(group, before):
+                    found.add(before)
+        return tuple(sorted(found))
 
     def _first_use(self, group: RecomputeGroup) -> int | None:
         uses = [use for number in group.blocks for use in self._trace.blocks[number].uses if use > group.stage]
