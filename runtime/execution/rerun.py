@@ -96,16 +96,16 @@ class Rerun:
     def check(self) -> None:
         """Raise UnsupportedError if an input is not what it was."""
         for number, (value, block) in enumerate(zip(self._inputs, self._blocks, strict=True)):
-            name = f"{self.stage.name} cannot run again: its input {self._names[number]}"
+            stage, name = self.stage.name, self._names[number]
             if isinstance(value, _Saved):
                 if value.block.dead:
-                    raise UnsupportedError(f"{name} is gone; set the option recompute='off'")
+                    raise UnsupportedError(f"{stage} cannot run again: its input {name} is gone; set the option recompute='off'")
                 continue
             updates = block.updates if block is not None else 0
             if _version(value) != self._versions[number] or updates != self._updates[number]:
                 raise UnsupportedError(
-                    f"{name} was changed in place after the forward pass; change it after backward, or set the option "
-                    "recompute='off'"
+                    f"{stage} cannot run again: its input {name} was changed in place after the forward pass; change it after "
+                    "backward, or set the option recompute='off'"
                 )
 
     def values(self) -> list[Any]:
