@@ -91,7 +91,7 @@ class _ManagedRun:
         """Run stage `number`. Returns the blocks that it read."""
         pager, blocks = self._pager, self._blocks
         for due, fetch in self._observer.reruns_due():
-            self._again.make_anew(due, then_fetch=fetch)
+            self._again.run_due(due, then_fetch=fetch)
         workspace_bytes = self._meter.workspace_bytes(stage)
         read = list(dict.fromkeys(b for i in stage.inputs if (b := blocks[i]) is not None))
         self._again.make_anew(read)

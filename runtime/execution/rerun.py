@@ -133,6 +133,13 @@ class Reruns:
         for block in then_fetch:
             self._pager.prefetch(block)
 
+    def run_due(self, blocks: Sequence[Block], *, then_fetch: Sequence[Block]) -> None:
+        """Bring back `blocks` where the plan says so. It does so once: what their stage needs is not kept any longer."""
+        self.make_anew(blocks, then_fetch=then_fetch)
+        for block in blocks:
+            if isinstance(block.source, Rerun):
+                block.source.spend()
+
     def _run(self, rerun: Rerun, then_fetch: Sequence[Block]) -> None:
         rerun.check()
         read = rerun.read

@@ -115,6 +115,13 @@ def test_a_plan_makes_it_anew_earlier() -> None:
     assert passes.backward() == [28] and len(passes.recorder.again) == 2
 
 
+def test_where_the_plan_has_it_nothing_is_kept_any_longer() -> None:
+    passes = passed()
+    passes.recorder.due = {passes.recorder.reached: passes.blocks()}
+    assert passes.backward() == [28] and not passes.recorder.again
+    passes.drop(expect=False)
+
+
 def test_nothing_lives_longer_than_what_was_saved() -> None:
     passes = passed()
     passes.drop()

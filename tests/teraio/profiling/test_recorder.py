@@ -59,12 +59,17 @@ class Training:
         count = COUNTS[str(identity)] if stages is None else stages
         self.recorder.region_begins(identity, count, is_inference=identity == EVALUATION)
         for number in range(count):
+            self.run_due(f"{identity} {number}")
             wanted = [block.name for block in self.recorder.stage_reached()]
             self.fetched.append((f"{identity} {number}", wanted))
             if number == fails_at:
                 break
             self._stage(str(identity), number)
         self.recorder.region_ended()
+
+    def run_due(self, stage: str) -> None:
+        """Run what has its place before a stage: nothing, in these plans."""
+        assert not list(self.recorder.reruns_due())
 
     def _stage(self, identity: str, number: int) -> None:
         read, made = [self.weight], list[Block]()
