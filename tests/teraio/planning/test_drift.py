@@ -179,3 +179,9 @@ def test_a_shared_rate_of_idle_links_stays() -> None:
     idle = replace(AS_EXPECTED, moved_bytes={OUT: 0, IN: 0}, busy_seconds={OUT: 0.0, IN: 0.0})
     (rate,) = remeasured(trace(shared=75.0), EXPECTED, [idle]).hardware.shared
     assert rate.bytes_per_second == 75.0
+
+
+def test_reruns_are_not_spread_over_the_stages() -> None:
+    again = replace(AS_EXPECTED, iteration_seconds=6.0, rerun_seconds=1.0)
+    after = remeasured(trace(), EXPECTED, [again])
+    assert [stage.duration_seconds for stage in after.stages] == pytest.approx([1.0, 3.0])
