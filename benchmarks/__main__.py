@@ -25,6 +25,7 @@ from benchmarks import (
     planner,
     planner_policies,
     planner_recompute,
+    recompute,
     stage_overhead,
 )
 from benchmarks.alone import LlamaScale, Runner
@@ -55,6 +56,7 @@ def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
         "rss": lambda: (budgets.resident_set(sweep(scale)), {}),
         "prediction": lambda: (budgets.prediction(sweep(scale)), {}),
         "optimizer": lambda: optimizer.measure(scale),
+        "recompute": lambda: recompute.measure(scale),
         "compile_time": lambda: compile_time.measure(scale),
         "engine": lambda: engine.measure(scale),
         "planner": lambda: planner.measure(scale),
