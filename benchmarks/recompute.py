@@ -1,4 +1,4 @@
-"""Training under budgets of 70, 50 and 30 % of the unconstrained peak, with and without recomputation, on drives of several rates.
+"""Training under budgets of 70, 50 and 30 % of the unconstrained peak, with recomputation or without, on drives of several rates.
 
 Beside it, torch.utils.checkpoint with as few checkpointed layers as fit, compiled by Inductor, which needs no drive.
 """
