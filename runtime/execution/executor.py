@@ -54,6 +54,7 @@ class _ManagedRun:
         self._kept: Collection[int] = ()
         self._no_reruns = ""
         self._reruns: list[Rerun] = []
+        self._inputs: frozenset[Block] = frozenset()
 
     def run(self, arguments: list[Any], interleaved: InterleavedStages | None) -> list[Any]:
         """See `run_managed`."""
@@ -68,6 +69,7 @@ class _ManagedRun:
             self._no_reruns = why_no_reruns(program)
             if not self._no_reruns:
                 self._kept = self._observer.kept_stages()
+            self._inputs = frozenset(block for block in self._blocks if block is not None)
             self._hold_reruns()
             for number, stage in enumerate(stages):
                 read = self._run_stage(number, stage)
@@ -143,15 +145,14 @@ class _ManagedRun:
         if not self._reruns or self._program.phase != "forward":
             return
         results = (self._blocks[r] for r in self._program.results if isinstance(r, int))
-        inputs = self._blocks[: self._program.input_count]
-        saved = {block for block in results if block is not None} - {block for block in inputs if block is not None}
+        saved = {block for block in results if block is not None} - self._inputs
         for rerun in self._reruns:
             rerun.let_go_of(saved)
 
     def _hold_reruns(self) -> None:
         """The backward graph begins: keep what stages need that may run again, until it has ended."""
         if self._program.phase == "backward":
-            sources = (b.source for b in self._blocks if b is not None)
+            sources = (block.source for block in self._inputs)
             self._reruns = list(dict.fromkeys(source for source in sources if isinstance(source, Rerun)))
             for rerun in self._reruns:
                 rerun.hold()

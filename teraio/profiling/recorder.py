@@ -132,6 +132,7 @@ class IterationRecorder:
         self._last_end = self._device.mark()
         region.stages.append(user)
         self._pager.take_late()  # forget what a failed stage waited for
+        self._due = None
         self._stage_count = stage_count
         self._region, self._recording = region, self._has_room(region, is_inference)
         if self._recording:
