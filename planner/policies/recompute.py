@@ -7,6 +7,7 @@ candidates, so a plan is never slower than without recomputation.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -39,8 +40,10 @@ _MAX_CHANGES = 24
 """Single changes of the best set that are tried in short iterations."""
 
 
-def best_recomputation(trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner, again: Planner) -> Plan:
-    """Return the best plan, with or without re-runs. plan: plans an iteration; again: the same, for one with re-runs.
+def best_recomputation(trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner, draft: Planner) -> Plan:
+    """Return the best plan, with or without re-runs. plan: plans an iteration well; draft: faster, to compare sets of groups.
+
+    The search for sets ends after about the solver's time limit.
 
     Raises BudgetError and InfeasiblePlanError as `plan` does, where no set of groups helps.
     """
@@ -54,12 +57,13 @@ def best_recomputation(trace: Trace, budgets: Budgets, settings: SolverSettings,
         refusal = error
     if not trace.recompute or (best is not None and not _stalls(best)):
         return _made(best, refusal)
-    search = _Search(trace, budgets, settings, again)
+    search = _Search(trace, budgets, settings, draft)
     search.best = best
     for groups in _proposals(search):
         search.try_plan(search.places.of(groups))
     if len(trace.stages) <= MAX_INTEGER_STAGES:
         search.improve()
+        search.finish(plan)
     return _made(search.best, refusal)
 
 
@@ -97,11 +101,12 @@ def _stalls(made: Plan) -> bool:
 class _Search:
     """The sets of groups that have been tried, and the best plan so far."""
 
-    def __init__(self, trace: Trace, budgets: Budgets, settings: SolverSettings, again: Planner) -> None:
+    def __init__(self, trace: Trace, budgets: Budgets, settings: SolverSettings, draft: Planner) -> None:
         self.trace, self.budgets, self.settings = trace, budgets, settings
         self.places = RerunPlaces(trace)
         self.best: Plan | None = None
-        self._again = again
+        self._draft = draft
+        self._end = time.monotonic() + settings.time_limit_seconds
         self._tried: set[tuple[Recompute, ...]] = {()}
 
     @property
@@ -111,11 +116,19 @@ class _Search:
 
     def try_plan(self, chosen: tuple[Recompute, ...]) -> bool:
         """Plan with these re-runs, and keep the plan if it is the best. Return whether it is."""
-        if chosen in self._tried:
+        if chosen in self._tried or (self.best is not None and time.monotonic() > self._end):
             return False
         self._tried.add(chosen)
+        return self._keep_better(chosen, self._draft)
+
+    def finish(self, plan: Planner) -> None:
+        """Plan the best re-runs once more with `plan`, and keep the better plan."""
+        if self.best is not None and self.best.recompute:
+            self._keep_better(self.best.recompute, plan)
+
+    def _keep_better(self, chosen: tuple[Recompute, ...], plan: Planner) -> bool:
         try:
-            made = folded(self.trace, chosen, self._again(Problem.of(recomputed(self.trace, chosen), self.budgets)))
+            made = folded(self.trace, chosen, plan(Problem.of(recomputed(self.trace, chosen), self.budgets)))
         except (BudgetError, InfeasiblePlanError, PlanError):
             return False  # a group of a changed set may find nothing that it could make
         if self.best is not None and self._cost(made) >= self._cost(self.best) * _BETTER:
