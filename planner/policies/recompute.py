@@ -8,7 +8,7 @@ candidates, so a plan is never slower than without recomputation.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from planner.errors import BudgetError, InfeasiblePlanError, PlanError, SolverError
@@ -36,6 +36,10 @@ Planner = Callable[[Problem], Plan]
 _HARDLY = 1e-3
 """Share of the iteration that must be stalls for re-runs to be worth a look."""
 _BETTER = 0.9999
+_SHORT_STAGES = 32
+"""Up to this many stages a plan takes a fraction of a second, so that many sets can be tried."""
+_MANY = 0.5
+"""In long iterations, whole layers are tried if the coarse program runs about this share of them again."""
 _MAX_CHANGES = 24
 """Single changes of the best set that are tried in short iterations."""
 
@@ -61,8 +65,9 @@ def best_recomputation(trace: Trace, budgets: Budgets, settings: SolverSettings,
     search.best = best
     for groups in _proposals(search):
         search.try_plan(search.places.of(groups))
-    if len(trace.stages) <= MAX_INTEGER_STAGES:
+    if len(trace.stages) <= _SHORT_STAGES:
         search.improve()
+    if len(trace.stages) <= MAX_INTEGER_STAGES:
         search.finish(plan)
     return _made(search.best, refusal)
 
@@ -165,14 +170,22 @@ class _Search:
 
 
 def _proposals(search: _Search) -> Iterator[frozenset[int]]:
-    """Sets to plan exactly: what the coarse program says; in short iterations, or where it says nothing, simple ones too."""
+    """Sets to plan exactly: what the coarse program says, and simple ones. In long iterations, only a few simple ones."""
     trace, usable = search.trace, search.places.usable
     shares: dict[int, float] | None = None
     with suppress(SolverError, BudgetError):
         shares = RerunProgram(Problem.of(trace, search.budgets), search.places, search.settings).shares()
     if shares:
         yield rounded(trace, shares)
-    if shares is not None and len(trace.stages) > MAX_INTEGER_STAGES:
+    if shares is not None and len(trace.stages) > _SHORT_STAGES:
+        layers = whole_layers(trace, usable)
+        if _seconds(trace, over_half(shares)) >= _MANY * _seconds(trace, layers):
+            yield layers
+            yield rounded(trace, shares) & layers
         return
     yield over_half(shares or {})
     yield from simple_sets(trace, usable)
+
+
+def _seconds(trace: Trace, groups: Iterable[int]) -> float:
+    return sum(trace.recompute[number].duration_seconds for number in groups)
