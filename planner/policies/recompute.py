@@ -7,7 +7,8 @@ candidates, so a plan is never slower than without recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from planner.errors import BudgetError, InfeasiblePlanError, PlanError, SolverError
@@ -35,12 +36,18 @@ Planner = Callable[[Problem], Plan]
 _HARDLY = 1e-3
 """Share of the iteration that must be stalls for re-runs to be worth a look."""
 _BETTER = 0.9999
+_SHORT_STAGES = 32
+"""Up to this many stages a plan takes a fraction of a second, so that many sets can be tried."""
+_MANY = 0.5
+"""In long iterations, whole layers are tried if the coarse program runs about this share of them again."""
 _MAX_CHANGES = 24
 """Single changes of the best set that are tried in short iterations."""
 
 
-def best_recomputation(trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner, again: Planner) -> Plan:
-    """Return the best plan, with or without re-runs. plan: plans an iteration; again: the same, for one with re-runs.
+def best_recomputation(trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner, draft: Planner) -> Plan:
+    """Return the best plan, with or without re-runs. plan: plans an iteration well; draft: faster, to compare sets of groups.
+
+    The search for sets ends after about the solver's time limit.
 
     Raises BudgetError and InfeasiblePlanError as `plan` does, where no set of groups helps.
     """
@@ -54,12 +61,14 @@ def best_recomputation(trace: Trace, budgets: Budgets, settings: SolverSettings,
         refusal = error
     if not trace.recompute or (best is not None and not _stalls(best)):
         return _made(best, refusal)
-    search = _Search(trace, budgets, settings, again)
+    search = _Search(trace, budgets, settings, draft)
     search.best = best
     for groups in _proposals(search):
         search.try_plan(search.places.of(groups))
-    if len(trace.stages) <= MAX_INTEGER_STAGES:
+    if len(trace.stages) <= _SHORT_STAGES:
         search.improve()
+    if len(trace.stages) <= MAX_INTEGER_STAGES:
+        search.finish(plan)
     return _made(search.best, refusal)
 
 
@@ -97,11 +106,12 @@ def _stalls(made: Plan) -> bool:
 class _Search:
     """The sets of groups that have been tried, and the best plan so far."""
 
-    def __init__(self, trace: Trace, budgets: Budgets, settings: SolverSettings, again: Planner) -> None:
+    def __init__(self, trace: Trace, budgets: Budgets, settings: SolverSettings, draft: Planner) -> None:
         self.trace, self.budgets, self.settings = trace, budgets, settings
         self.places = RerunPlaces(trace)
         self.best: Plan | None = None
-        self._again = again
+        self._draft = draft
+        self._end = time.monotonic() + settings.time_limit_seconds
         self._tried: set[tuple[Recompute, ...]] = {()}
 
     @property
@@ -111,11 +121,19 @@ class _Search:
 
     def try_plan(self, chosen: tuple[Recompute, ...]) -> bool:
         """Plan with these re-runs, and keep the plan if it is the best. Return whether it is."""
-        if chosen in self._tried:
+        if chosen in self._tried or (self.best is not None and time.monotonic() > self._end):
             return False
         self._tried.add(chosen)
+        return self._keep_better(chosen, self._draft)
+
+    def finish(self, plan: Planner) -> None:
+        """Plan the best re-runs once more with `plan`, and keep the better plan."""
+        if self.best is not None and self.best.recompute:
+            self._keep_better(self.best.recompute, plan)
+
+    def _keep_better(self, chosen: tuple[Recompute, ...], plan: Planner) -> bool:
         try:
-            made = folded(self.trace, chosen, self._again(Problem.of(recomputed(self.trace, chosen), self.budgets)))
+            made = folded(self.trace, chosen, plan(Problem.of(recomputed(self.trace, chosen), self.budgets)))
         except (BudgetError, InfeasiblePlanError, PlanError):
             return False  # a group of a changed set may find nothing that it could make
         if self.best is not None and self._cost(made) >= self._cost(self.best) * _BETTER:
@@ -152,14 +170,22 @@ class _Search:
 
 
 def _proposals(search: _Search) -> Iterator[frozenset[int]]:
-    """Sets to plan exactly: what the coarse program says; in short iterations, or where it says nothing, simple ones too."""
+    """Sets to plan exactly: what the coarse program says, and simple ones. In long iterations, only a few simple ones."""
     trace, usable = search.trace, search.places.usable
     shares: dict[int, float] | None = None
     with suppress(SolverError, BudgetError):
         shares = RerunProgram(Problem.of(trace, search.budgets), search.places, search.settings).shares()
     if shares:
         yield rounded(trace, shares)
-    if shares is not None and len(trace.stages) > MAX_INTEGER_STAGES:
+    if shares is not None and len(trace.stages) > _SHORT_STAGES:
+        layers = whole_layers(trace, usable)
+        if _seconds(trace, over_half(shares)) >= _MANY * _seconds(trace, layers):
+            yield layers
+            yield rounded(trace, shares) & layers
         return
     yield over_half(shares or {})
     yield from simple_sets(trace, usable)
+
+
+def _seconds(trace: Trace, groups: Iterable[int]) -> float:
+    return sum(trace.recompute[number].duration_seconds for number in groups)

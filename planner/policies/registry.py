@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from planner.errors import BudgetError, OptionsError
@@ -82,7 +83,7 @@ def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         budgets,
         settings,
         plan=_optimised("ilp", settings, rivals=True),
-        again=_optimised("ilp", settings, rivals=False),
+        draft=_optimised("ilp", replace(settings, integer=False), rivals=False),
     )
 
 
