@@ -24,6 +24,8 @@ from benchmarks import (
     optimizer,
     planner,
     planner_policies,
+    planner_recompute,
+    recompute,
     stage_overhead,
 )
 from benchmarks.alone import LlamaScale, Runner
@@ -54,10 +56,12 @@ def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
         "rss": lambda: (budgets.resident_set(sweep(scale)), {}),
         "prediction": lambda: (budgets.prediction(sweep(scale)), {}),
         "optimizer": lambda: optimizer.measure(scale),
+        "recompute": lambda: recompute.measure(scale),
         "compile_time": lambda: compile_time.measure(scale),
         "engine": lambda: engine.measure(scale),
         "planner": lambda: planner.measure(scale),
         "planner_policies": lambda: planner_policies.measure(scale),
+        "planner_recompute": lambda: planner_recompute.measure(scale),
     }
 
 

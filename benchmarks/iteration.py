@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from benchmarks.machines import Machine
-from planner.schema import Block, BlockKind, Phase, Stage, Subgroup, Trace
+from planner.schema import Block, BlockKind, Phase, RecomputeGroup, Stage, Subgroup, Trace
 
 ELEMENT_BYTES = 4
 MATRIX_WORKSPACE_BYTES = 32 << 20
@@ -53,7 +53,8 @@ class Work:
         """The trace on `machine`: a stage lasts as long as the slower of its arithmetic and its memory traffic.
 
         seconds = max(FLOPs / `machine.flops_per_second`, bytes / `machine.device_bytes_per_second`), both attained rates.
-        A subgroup's device update is its stage; its host update is elements / `host_update_elements_per_second`.
+        A subgroup's device update is its stage; its host update is elements / `host_update_elements_per_second`. Every forward
+        stage that makes a block for a backward stage is a recompute group; a re-run takes as long as the stage.
         """
         seconds = [
             max(stage.flops / machine.flops_per_second, stage.traffic_bytes / machine.device_bytes_per_second)
@@ -85,7 +86,30 @@ class Work:
                 )
                 for index, update in enumerate(self.updates)
             ),
+            recompute=tuple(self._groups(seconds)),
         )
+
+    def _groups(self, seconds: Sequence[float]) -> Iterator[RecomputeGroup]:
+        used: list[list[Block]] = [[] for _ in self.stages]
+        for block in self.blocks:
+            for stage in block.uses:
+                used[stage].append(block)
+        count = 0
+        for number, work in enumerate(self.stages):
+            made = [block for block in used[number] if not block.persistent and block.uses[0] == number]
+            again = [block for block in made if block.movable and self.stages[block.uses[-1]].phase == "backward"]
+            if work.phase != "forward" or not again:
+                continue
+            outputs = sum(block.size_bytes for block in made) - sum(block.size_bytes for block in again)
+            yield RecomputeGroup(
+                id=count,
+                stage=number,
+                blocks=tuple(block.id for block in again),
+                reads=tuple(block.id for block in used[number] if block not in made),
+                duration_seconds=seconds[number],
+                workspace_bytes=work.workspace_bytes + outputs,
+            )
+            count += 1
 
 
 @dataclass(slots=True, eq=False)
@@ -125,10 +149,13 @@ class Matrix:
 
 
 class Recorder:
-    """Collects the stages of one iteration over `tokens` tokens, and the blocks that they use, in the order of the calls."""
+    """Collects the stages of one iteration over `tokens` tokens, and the blocks that they use, in the order of the calls.
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    All elements have `element_bytes`.
+    """
+
+    def __init__(self, tokens: int, *, element_bytes: int = ELEMENT_BYTES) -> None:
+        self.tokens, self.element_bytes = tokens, element_bytes
         self._stages: list[StageWork] = []
         self._drafts: list[Draft] = []
         self._matrices: list[Matrix] = []
@@ -167,14 +194,14 @@ class Recorder:
 
         2 FLOPs per token and element forward, 4 backward. workspace_elements: per token, in addition to that of the library.
         """
-        elements = sum(draft.size_bytes // ELEMENT_BYTES for draft in reads if draft.kind == "parameter")
+        elements = sum(draft.size_bytes // self.element_bytes for draft in reads if draft.kind == "parameter")
         self.stage(
             name,
             "backward" if backward else "forward",
             reads,
             writes,
             flops=(4.0 if backward else 2.0) * self.tokens * elements,
-            workspace_bytes=MATRIX_WORKSPACE_BYTES + workspace_elements * self.tokens * ELEMENT_BYTES,
+            workspace_bytes=MATRIX_WORKSPACE_BYTES + workspace_elements * self.tokens * self.element_bytes,
         )
 
     def stage(
@@ -202,7 +229,7 @@ class Recorder:
 
     def matrix(self, name: str, *shape: int) -> Matrix:
         """Add a parameter of `shape` with its gradient and moments."""
-        size = prod(shape) * ELEMENT_BYTES
+        size = prod(shape) * self.element_bytes
         matrix = Matrix(
             elements=prod(shape),
             weight=self.block(name, "parameter", size, persistent=True),

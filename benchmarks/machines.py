@@ -1,6 +1,6 @@
 """GPUs with their links, from data sheets. Generated traces use their rates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.schema import Hardware, Link, SharedRate, Tier
 
@@ -91,6 +91,19 @@ H100_NVL_TF32 = Machine(
 )
 """The same with matrix products in TF32 (835 TFLOP/s with sparsity, half of it without): seven times the arithmetic with the same
 links. So there is far less computation to hide copies behind."""
+
+H100_BF16 = replace(H100_NVL_TF32, name="H100 NVL 94 GB, bf16", peak_flops_per_second=835e12)
+"""The same with matrix products in bf16, twice as fast as in TF32."""
+
+RTX_4090_BF16 = Machine(
+    name="RTX 4090 24 GB, bf16",
+    peak_flops_per_second=165e12,
+    peak_device_bytes_per_second=1.008e12,
+    device_memory_bytes=24_000_000_000,
+    host_bytes_per_second=25e9,
+    bus_bytes_per_second=27e9,
+)
+"""NVIDIA RTX 4090 data sheet (Ada whitepaper): 24 GB at 1,008 GB/s, 165 TFLOP/s in bf16 with fp32 sums, PCIe 4.0 x16."""
 
 A100_80GB_TF32 = Machine(
     name="A100 SXM 80 GB, TF32",

@@ -1,8 +1,8 @@
 """Generated traces of decoder-only transformers: one training iteration with roofline times.
 
 The model is that of Llama 3 (RMSNorm, grouped-query attention with rotary embeddings and a flash kernel, SwiGLU, no
-biases, no dropout), trained with fused AdamW, everything in fp32, no recomputation, one forward and one backward pass
-per iteration. Nothing is random: equal arguments give equal traces.
+biases, no dropout), trained with fused AdamW, everything in fp32 (or in another type), one forward and one backward pass per
+iteration. Forward stages are recompute groups: plans may run them again. Nothing is random: equal arguments give equal traces.
 
 Symbols: T = batch x sequence tokens, S sequence, L layers, d width, q = heads x head width (= d here), k = key-value heads x
 head width, f feed-forward width, V vocabulary; 4 bytes per element.
@@ -71,15 +71,16 @@ GRANITE_8B = Model(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model with `batch` sequences of `sequence` tokens per iteration."""
+    """A model with `batch` sequences of `sequence` tokens per iteration. All elements have `element_bytes`, states too."""
 
     model: Model
     batch: int
     sequence: int
+    element_bytes: int = ELEMENT_BYTES
 
     def work(self) -> Work:
         """Return the iteration without a machine. Sizes are not checked: they must be positive; heads must divide the width."""
-        iteration = _Iteration(self.model, batch=self.batch, sequence=self.sequence)
+        iteration = _Iteration(self.model, batch=self.batch, sequence=self.sequence, element_bytes=self.element_bytes)
         iteration.run()
         return iteration.work(f"{self.model.name}, {self.batch} x {self.sequence} tokens")
 
@@ -111,8 +112,8 @@ class _Layer:
 class _Iteration(Recorder):
     """Goes through the iteration in order and records its stages and their blocks."""
 
-    def __init__(self, model: Model, *, batch: int, sequence: int) -> None:
-        super().__init__(tokens=batch * sequence)
+    def __init__(self, model: Model, *, batch: int, sequence: int, element_bytes: int) -> None:
+        super().__init__(tokens=batch * sequence, element_bytes=element_bytes)
         self.model, self.sequence = model, sequence
         self.embedding = self.matrix("embed.weight", model.vocabulary, model.width)
         self.layers = [self._layer(f"layers.{index}") for index in range(model.layers)]
@@ -227,7 +228,7 @@ class _Iteration(Recorder):
             (context_gradient, *_pick(kept, "q k v attn.context attn.lse")),
             inner,
             flops=5.0 * self.tokens * self.sequence * d,
-            workspace_bytes=2 * d * self.tokens * ELEMENT_BYTES,
+            workspace_bytes=2 * d * self.tokens * self.element_bytes,
         )
         into = [matrices[name] for name in ("attn.norm", "wq", "wk", "wv")]
         out = self._saved(f"{layer.name}.in.grad", d)
@@ -251,7 +252,7 @@ class _Iteration(Recorder):
         )
 
     def _saved(self, name: str, width: int) -> Draft:
-        return self.block(name, "activation", width * self.tokens * ELEMENT_BYTES)
+        return self.block(name, "activation", width * self.tokens * self.element_bytes)
 
 
 def _pick(drafts: dict[str, Draft], names: str) -> tuple[Draft, ...]:

@@ -3,8 +3,9 @@
 import random
 from collections.abc import Sequence
 
-from planner import Budgets, Trace, floor
+from planner import Budgets, Link, Trace, floor
 from planner.problem import live_bytes
+from planner.schema import WaitingTier
 
 SHARES = (0.9, 0.7, 0.5, 0.3)
 OVER_FLOOR = 1.05
@@ -35,6 +36,15 @@ def with_rates(trace: Trace, factor: float) -> Trace:
         for rates in (trace.hardware.links, trace.hardware.shared)
     )
     return _rebuilt(trace, hardware=trace.hardware.model_copy(update={"links": links, "shared": shared}))
+
+
+def with_one_tier(trace: Trace, tier: WaitingTier, bytes_per_second: float) -> Trace:
+    """Return the trace with one lower tier, whose links both ways have that rate; latencies are 10 µs."""
+    links = tuple(
+        Link(from_tier=one, to_tier=other, bytes_per_second=bytes_per_second, latency_seconds=10e-6)
+        for one, other in (("device", tier), (tier, "device"))
+    )
+    return _rebuilt(trace, hardware=trace.hardware.model_copy(update={"links": links, "shared": ()}))
 
 
 def with_device_updates(trace: Trace) -> Trace:

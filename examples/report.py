@@ -92,6 +92,8 @@ def summary_table(first: Run, second: Run) -> Table:
     for label, key, form in rows:
         values = (status.get(key) for status in statuses)
         table.add_row(label, *("-" if value is None else form(value) for value in values))
+    again = [(status.get("recomputed_stages", 0), status.get("recomputed_bytes", 0)) for status in statuses]
+    table.add_row("recomputed in the last iteration", *(f"{count} stages, {mebibytes(size)}" for count, size in again))
     for direction in ("device->storage", "storage->device"):
         moved = (status.get("moved_bytes", {}).get(direction, 0) for status in statuses)
         table.add_row(f"moved {direction}, in all", *(mebibytes(size_bytes) for size_bytes in moved))

@@ -26,8 +26,24 @@ from planner.errors import (
     UnsupportedError,
 )
 from planner.policies import plan
-from planner.problem import InactivePeriod, floor, inactive_periods
-from planner.schema import Block, Budgets, Hardware, Link, Move, Offload, Plan, Prefetch, SharedRate, Stage, Subgroup, Trace
+from planner.problem import InactivePeriod, floor, inactive_periods, recomputed
+from planner.schema import (
+    Block,
+    Budgets,
+    Hardware,
+    Link,
+    Move,
+    NotRecomputed,
+    Offload,
+    Plan,
+    Prefetch,
+    Recompute,
+    RecomputeGroup,
+    SharedRate,
+    Stage,
+    Subgroup,
+    Trace,
+)
 from planner.simulator import HostUpdate, StageTimes, Timeline, Transfer, simulate
 from planner.subgroup_size import Station, stations_of_step, step_seconds, subgroup_bytes
 
@@ -42,11 +58,14 @@ __all__ = [
     "InfeasiblePlanError",
     "Link",
     "Move",
+    "NotRecomputed",
     "Offload",
     "OptionsError",
     "Plan",
     "PlanError",
     "Prefetch",
+    "Recompute",
+    "RecomputeGroup",
     "SharedRate",
     "SolverError",
     "Stage",
@@ -65,6 +84,7 @@ __all__ = [
     "floor",
     "inactive_periods",
     "plan",
+    "recomputed",
     "simulate",
     "stations_of_step",
     "step_seconds",

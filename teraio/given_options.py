@@ -30,4 +30,5 @@ class GivenOptions(TypedDict, total=False):
     optimizer: Literal["auto", "off"] | None
     overlap_step: bool | None
     host_updates: bool | None
+    recompute: Literal["auto", "off"] | None
     solver_time_limit: float | None

@@ -145,6 +145,13 @@ class Options:
 
     The updates use PyTorch's fused implementation for CPUs. While `torch.use_deterministic_algorithms` is on, there are none."""
 
+    recompute: Literal["auto", "off"] = "auto"
+    """`"auto"`: the plan may drop activations and run forward stages again in the backward pass, where that is faster than to
+    copy. `"off"`: never.
+
+    Results stay the same bits. A tensor that a graph takes and that your code changes between the forward and the backward pass
+    then stops training with UnsupportedError, if a stage that runs again reads it. With overlap_step, nothing is recomputed."""
+
     solver_time_limit: float = 30.0
     """Seconds that the solver may take, in the background. After that, the best plan found so far is used."""
 
@@ -281,6 +288,12 @@ def _user_writes(name: str, value: Any) -> str:
     raise OptionsError(f"option {name}: found {value!r}, wanted 'detect' or 'assume'")
 
 
+def _recompute(name: str, value: Any) -> str:
+    if value in ("auto", "off"):
+        return str(value)
+    raise OptionsError(f"option {name}: found {value!r}, wanted 'auto' or 'off'")
+
+
 def _optimizer(name: str, value: Any) -> str:
     if value in ("auto", "off"):
         return str(value)
@@ -308,5 +321,6 @@ _CHECKS: dict[str, Any] = {
     "optimizer": _optimizer,
     "overlap_step": _switch,
     "host_updates": _switch,
+    "recompute": _recompute,
     "solver_time_limit": _seconds,
 }

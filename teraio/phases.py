@@ -178,6 +178,7 @@ class ProfilePhase(Phase):
             hardware=run.machine.hardware(),
             fixed_bytes=run.pager.unmoved_bytes,
             survivors=recorded[-2].survivors,
+            no_reruns=_why_no_reruns(run.options),
         )
         trace = profile.trace.model_copy(update={"subgroup_bytes": run.subgroups.used_bytes})
         run.findings.profile = dataclasses.replace(profile, trace=trace)
@@ -195,6 +196,13 @@ class ProfilePhase(Phase):
             return PlanningPhase(run, profile)
         plan = fit_given_plan(run.given, profile.trace, run.background.budgets(profile), run.options.plan)
         return PlannedPhase(run, profile, plan)
+
+
+def _why_no_reruns(options: Options) -> str:
+    """Return why no stage may run again in the backward pass, in plain words; "" if some may."""
+    if options.recompute == "off":
+        return "the option recompute is 'off'"
+    return "the option overlap_step updates parameters in the backward pass" if options.overlap_step else ""
 
 
 def _tell_of_time_outside(trace: planner.Trace) -> None:

@@ -25,6 +25,8 @@ class Status:
     floor_bytes: the smallest budget that would do. deviations: number of regions that ran otherwise than planned.
     drift: median time of the latest planned iterations over the predicted time, less 1; None while it is not known.
     late_seconds: time in the last iteration spent waiting for copies and room; on a GPU, between stages.
+    recomputed_stages, recomputed_bytes, recompute_seconds: forward stages that ran again in the last iteration, what they made
+    anew, and how long they took.
     replans: how often a plan made from measured times has replaced the plan before it.
     trace_path, plan_path: files that were written. stages, distinct_stages: number of stages, and of those compiled separately.
     """
@@ -46,6 +48,9 @@ class Status:
     deviations: int
     drift: float | None
     late_seconds: float
+    recomputed_stages: int
+    recomputed_bytes: int
+    recompute_seconds: float
     replans: int
     trace_path: str | None
     plan_path: str | None

@@ -6,6 +6,7 @@ What a phase does and when the next one begins: [Note: Phases] in `teraio.phases
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 import planner
 from planner.errors import BudgetError, UnsupportedError
-from runtime.execution import Program, WorkspaceMeter, run_managed, run_plain
+from runtime.execution import Program, Reruns, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Block, Pager
 from runtime.system import uninterrupted
 from teraio.graph_needs import GraphNeeds
@@ -24,9 +25,11 @@ from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
-from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch
+from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch, RerunRecord
 from teraio.stages import CutPolicy, StageCompiler
 from teraio.status import Status
+
+logger = logging.getLogger("teraio")
 
 OpenMachine = Callable[[Options, torch.device], Machine]
 
@@ -94,6 +97,7 @@ class TrainingRun:
         self._compiled_now = True
         self._ended: _Ended | None = None
         self._late_seconds = 0.0
+        self._reruns: Sequence[RerunRecord] = ()
         self._replaced = False
 
     def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes) -> OptimizerSteps:
@@ -216,6 +220,7 @@ class TrainingRun:
             ended.iteration.read_times()
             self._finished += 1
             self._late_seconds = ended.iteration.waited_seconds
+            self._reruns = tuple(ended.iteration.reruns)
             self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
 
     # -- from outside
@@ -248,7 +253,7 @@ class TrainingRun:
 
     def status(self) -> Status:
         """Return a snapshot. Never waits. For any thread."""
-        phase, found = self._phase, self._findings
+        phase, found, reruns = self._phase, self._findings, self._reruns
         follower = phase.follower
         drift = follower.drift if follower is not None else None
         trace = found.profile.trace if found.profile is not None else None
@@ -272,6 +277,9 @@ class TrainingRun:
             deviations=self._recorder.deviations,
             drift=drift.iteration if drift is not None else None,
             late_seconds=self._late_seconds,
+            recomputed_stages=len(reruns),
+            recomputed_bytes=sum(rerun.made_bytes for rerun in reruns),
+            recompute_seconds=sum(rerun.seconds for rerun in reruns),
             replans=found.replans,
             trace_path=str(found.trace_path) if found.trace_path is not None else None,
             plan_path=str(found.plan_path) if found.plan_path is not None else None,
@@ -314,9 +322,20 @@ class TrainingRun:
         self._machine.lift_limit()
         try:
             with self._machine.device.region():
+                self._make_dropped_anew()
                 self._pager.bring_back_all()
         finally:
             self._machine.close()
+
+    def _make_dropped_anew(self) -> None:
+        """Make anew what a backward pass that is still due will read: it runs unmanaged."""
+        self._pager.budget_bytes = None
+        reruns = Reruns(self._pager, self._recorder, self._meter)
+        for block in self._pager.blocks:
+            try:
+                reruns.make_anew([block])
+            except UnsupportedError as error:
+                logger.warning("a backward pass that is due will fail: %s", error)
 
 
 def _peak_watch(machine: Machine) -> PeakWatch | None:

@@ -10,6 +10,7 @@ import pulp
 from planner.bound.host_updates import UpdateClass
 from planner.bound.limits import add_link_time, add_memory, add_places, add_updates
 from planner.bound.model import BoundModel, CopyVariables, add_use
+from planner.bound.recompute import RerunClass, add_anew, add_rerun_time
 from planner.bound.windows import CopyClass, CopyWindow, Instants
 from planner.lp import Terms, add_host_update, byte_scale, linear
 from planner.problem import Problem, Route
@@ -23,6 +24,7 @@ def build_bound(
     instants: Instants,
     classes: tuple[CopyClass, ...],
     updates: tuple[UpdateClass, ...],
+    reruns: tuple[RerunClass, ...] = (),
     *,
     whole: bool,
 ) -> pulp.LpProblem:
@@ -47,6 +49,7 @@ def build_bound(
     model.updates = [
         add_host_update(program, each.windows, problem.route("host"), count=len(instants), whole=whole) for each in updates
     ]
+    model.again = [model.variable(f"r_{number}", whole=True) for number in range(len(reruns))]
     cost: Terms = [(stall, 1.0) for stall in model.stall if stall is not None]
     cost += [(update.chosen, -update.windows.device_seconds) for update in model.updates]
     program.setObjective(linear(cost))
@@ -56,6 +59,7 @@ def build_bound(
     add_memory(problem, model)
     add_places(problem, model)
     add_link_time(model)
+    add_rerun_time(model, reruns)
     return program
 
 
@@ -70,8 +74,10 @@ def _add_class(problem: Problem, model: BoundModel, name: str, block_class: Copy
         if block_class.persistent:
             kept = _add_kept(problem, model, name, block_class, chosen[0][0])
     final = len(block_class.windows) - 1
+    anew = add_anew(model, name, block_class)
     for rank, window in enumerate(block_class.windows):
         waiting: Terms = []
+        absent: dict[int, Terms] = {k: list(anew[rank]) for k in window.inside}
         for route in problem.routes:
             label = f"{name}_{rank}_{route.tier}"
             if window.adjacent:
@@ -79,10 +85,13 @@ def _add_class(problem: Problem, model: BoundModel, name: str, block_class: Copy
                 continue
             copies = _copies(model, label, block_class, window, route, kept=kept, first=rank == 0, last=rank == final)
             _add_order(model, copies, made[route.tier])
-            _add_shares(problem, model, copies)
+            _add_shares(problem, model, copies, absent)
             waiting += copies.waiting
             made[route.tier] += [(variable, 1.0) for variable in copies.out[-1:]]
+        _add_absent(problem, model, f"{name}_{rank}", block_class, window, absent)
         own = chosen if rank in block_class.around_update else []
+        if window.visited:
+            continue  # between the uses by stages that run again, the block may wait in several tiers
         if waiting and (len(waiting) > 1 or own):
             model.add([*waiting, *own], pulp.LpConstraintLE, 1)
 
@@ -149,8 +158,22 @@ def _add_order(model: BoundModel, copies: CopyVariables, made: Terms) -> None:
         model.add([(copies.found, 1.0), *minus], pulp.LpConstraintLE, 0)
 
 
-def _add_shares(problem: Problem, model: BoundModel, copies: CopyVariables) -> None:
-    """Add the class to the rows: absent d + O_k − I_k (with whole blocks: a_k, at most that), and the steps of O and I."""
+def _add_absent(
+    problem: Problem, model: BoundModel, name: str, block_class: CopyClass, window: CopyWindow, absent: dict[int, Terms]
+) -> None:
+    """Add what is absent to the memory rows. At most all of the block: e_k ≤ 1, where several things may make it absent."""
+    count, share = len(model.instants), block_class.size_bytes / byte_scale(problem)
+    several = block_class.rerun is not None or (window.visited and len(problem.routes) > 1)
+    for k, terms in absent.items():
+        if several and terms:
+            most = model.variable(f"e_{name}_{k}")
+            model.add([*terms, (most, -1.0)], pulp.LpConstraintGE, 0)
+            terms = [(most, 1.0)]
+        model.memory[k % count] += [(variable, factor * share) for variable, factor in terms]
+
+
+def _add_shares(problem: Problem, model: BoundModel, copies: CopyVariables, gone: dict[int, Terms]) -> None:
+    """Add d + O_k − I_k (with whole blocks: a_k, at most that) to `gone`, and the steps of O and I to the rows."""
     count, window = len(model.instants), copies.window
     share = copies.block_class.size_bytes / byte_scale(problem)
     for position, k in enumerate(window.inside):
@@ -160,7 +183,7 @@ def _add_shares(problem: Problem, model: BoundModel, copies: CopyVariables) -> N
             away = model.variable(f"a_{copies.name}_{k}", whole=True)
             model.add([*absent, (away, -1.0)], pulp.LpConstraintGE, 0)
             absent = [(away, 1.0)]
-        model.memory[k % count] += [(variable, factor * share) for variable, factor in absent]
+        gone[k] += absent
         if copies.block_class.update is None or copies.route.tier != "host":
             model.places[copies.route.tier][k % count] += [(variable, share) for variable, _ in left]
         elif copies.kept is not None:

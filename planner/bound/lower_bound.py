@@ -28,6 +28,14 @@ following.
    the update's time on the device. Moves to or from that stage need 1 − h. If h, a valid copy of the parameters is in the host
    tier, and all blocks have their place there.
 5. *Shared rates.* The bytes that links carry together between two instants are at most the shared rate · (durations + δ).
+6. *Recomputation* ([Note: recomputation] in `planner.problem.recompute`). Stages, instants, uses and live bytes are those of the
+   source trace, and δ is all time beyond its stages, re-runs included; so Σ δ is at least the time of all re-runs. A block that a
+   re-run makes anew is away between its last use before the re-run and the re-run, which both lie in one p. Let z say that this
+   happens in p, and count the block as absent in all of p. Then Σ_p z ≤ r, where r says whether the group runs again. Absent is
+   at most z + d + O − I, where O and I are of the new block, and at most 1. A re-run may also use blocks inside a p. A block then
+   may go and come more than once, in several tiers. For each tier, let d and O be those of the first time that it goes and I that
+   of the last time that it comes back: absent is at most their sum over the tiers. So for such a p the row of one tier at a time
+   is left out. All else that a re-run needs (its inputs, blocks that live on, workspace) only makes a plan slower.
 
 All of this is linear, and the iteration time is Σ durations + Σ δ. So the minimum is a bound. (A plan without a steady state is
 covered too: the rows are linear, so they hold for the mean over many iterations.) Some steps make the program smaller. Each of
@@ -60,6 +68,7 @@ from dataclasses import replace
 
 from planner.bound.formulation import build_bound
 from planner.bound.host_updates import update_classes
+from planner.bound.recompute import made_by, recreatable_bytes, rerun_classes, visits
 from planner.bound.solve import least_stall
 from planner.bound.windows import Instants, copy_classes
 from planner.errors import SolverError
@@ -110,11 +119,20 @@ def lower_bound_seconds(
     whole = idle <= max_whole
     scaled = in_units(problem, unit)
     updates = update_classes(scaled, instants, apart=whole, unit_seconds=unit)
+    reruns = rerun_classes(problem, instants, apart=whole, unit_seconds=unit)
     program = build_bound(
         scaled,
         replace(instants, span_seconds=tuple(seconds / unit for seconds in instants.span_seconds)),
-        copy_classes(problem, instants, [update.subgroups for update in updates], apart=whole),
+        copy_classes(
+            problem,
+            instants,
+            [update.subgroups for update in updates],
+            apart=whole,
+            made_by=made_by(problem, reruns),
+            visits=visits(problem.source),
+        ),
         updates,
+        reruns,
         whole=whole,
     )
     try:
@@ -130,7 +148,8 @@ def _simple_seconds(problem: Problem) -> float:
     Where a stage's live bytes exceed the budget by x, at least x bytes of idle blocks must be absent. Each of these blocks is
     copied in once before its next use. So x minus the bytes of blocks that are not used again cross the inward links. A block
     that some stage writes is also copied out at least once between two writes. So x minus the bytes of never-written blocks
-    around the stage cross the outward links. Several tiers work at the same time: their rates add up.
+    around the stage cross the outward links. What a recompute group can make is taken off x. Several tiers work at the same time:
+    their rates add up.
     """
     compute = problem.trace.ideal_seconds
     if not problem.routes:
@@ -143,6 +162,7 @@ def _simple_seconds(problem: Problem) -> float:
         if absent <= 0:
             continue
         periods = [problem.periods[index] for index in problem.covering[stage]]
+        absent -= recreatable_bytes(problem, periods)
         clean = sum(period.size_bytes for period in periods if period.read_only)
         final = sum(period.size_bytes for period in periods if period.final)
         worst = max(worst, (absent - final) / inward, (absent - clean) / outward)

@@ -5,6 +5,7 @@ Symbols: instants k; spans from k to k + 1 with τ_k seconds of stages and a sta
 * O_{p,t,k}, I_{p,t,k} ∈ [0, 1]: the shares of the window's copy out and copy in that are done by k.
 * d_{p,t} ∈ [0, 1]: the block is dropped, since a copy from an earlier window is still valid.
 * g_{p,t} ∈ [0, 1]: the block goes out and in again between adjacent uses, for the copy that stays behind.
+* r_c, z_p of what is made anew: see `planner.bound.recompute`.
 * h_g, U, O and I of updates on the host: see `planner.lp.host_update`.
 * a_{p,t,k} ∈ {0, 1}, only with whole blocks: the block is absent at k. Then d, g and the final O that later windows use are
   whole.
@@ -29,7 +30,7 @@ class BoundModel:
     """The program and the rows that every class adds terms to.
 
     By instant: `memory`, and `places` by tier. By span: `links`, by name of the link or shared rate. `whole`: blocks are absent
-    as a whole or not at all. `stall`: None for a span that cannot stall.
+    as a whole or not at all. `stall`: None for a span that cannot stall. `again`: r of each class of recompute groups.
     """
 
     program: pulp.LpProblem
@@ -40,6 +41,7 @@ class BoundModel:
     places: dict[str, list[Terms]] = field(default_factory=dict)
     links: dict[str, list[Terms]] = field(default_factory=dict)
     updates: list[HostUpdateVariables] = field(default_factory=list)
+    again: list[pulp.LpVariable] = field(default_factory=list)
 
     def variable(self, name: str, *, whole: bool = False) -> pulp.LpVariable:
         """Add a share in [0, 1]. `whole`: it is 0 or 1 where the model is one of whole blocks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -120,13 +120,15 @@ class CopyWindow:
     """The time between two consecutive uses, in instants: copies run in spans `begin` … `end` − 1.
 
     The block can be absent at instants `begin` + 1 … `end` − 1. `adjacent`: the uses are in neighbouring stages, so the window
-    is one span with at most a stall. `final`: the time from the last use to the block's death; nothing comes in.
+    is one span with at most a stall. `final`: the time from the last use to the block's death; nothing comes in. `visited`: a
+    stage that runs again may use the block in between.
     """
 
     begin: int
     end: int
     adjacent: bool
     final: bool = False
+    visited: bool = False
 
     @property
     def inside(self) -> range:
@@ -140,7 +142,7 @@ class CopyClass:
 
     `size_bytes`: of all members together. `read_only`: a valid copy is always in the lower tier. `update`: number of the class
     of updates that may run on the host, if the members belong to one; `around_update`: the windows that begin or end with its
-    stage. `persistent`: the members exist all the time.
+    stage. `persistent`: the members exist all the time. `rerun`: number of the class of recompute groups that makes them.
     """
 
     windows: tuple[CopyWindow, ...]
@@ -151,14 +153,22 @@ class CopyClass:
     update: int | None = None
     around_update: frozenset[int] = frozenset()
     persistent: bool = False
+    rerun: int | None = None
 
 
 def copy_classes(
-    problem: Problem, instants: Instants, updates: Sequence[Collection[int]] = (), *, apart: bool
+    problem: Problem,
+    instants: Instants,
+    updates: Sequence[Collection[int]] = (),
+    *,
+    apart: bool,
+    made_by: Mapping[int, int] | None = None,
+    visits: Mapping[int, Sequence[range]] | None = None,
 ) -> tuple[CopyClass, ...]:
     """Return every stretch between two writes of every block, without windows that cannot help.
 
-    Equal ones form one class, unless all are kept `apart`. updates: the subgroups of each class of updates.
+    Equal ones form one class, unless all are kept `apart`. updates: the subgroups of each class of updates. made_by, visits: see
+    `planner.bound.recompute`.
 
     A window helps if the block can be absent at an instant that exceeds the budget, or if a copy made in it is still valid in a
     later window that helps.
@@ -174,10 +184,11 @@ def copy_classes(
         for subgroup in subgroups
         for block in problem.trace.subgroups[subgroup].blocks
     }
-    groups: dict[tuple[tuple[CopyWindow, ...], bool, int, int | None, frozenset[int], bool], list[int]] = {}
+    made_by, visits = made_by or {}, visits or {}
+    groups: dict[tuple[tuple[CopyWindow, ...], bool, int, int | None, frozenset[int], bool, int | None], list[int]] = {}
     for periods in stretches.values():
         update, stage = owner.get(periods[0].block, (None, None))
-        windows, around = _windows(problem, periods, instants, stage)
+        windows, around = _windows(problem, periods, instants, stage, visits.get(periods[0].block, ()))
         helpful = [number for number, w in enumerate(windows) if any(tight[k % len(tight)] for k in w.inside)]
         read_only = periods[0].read_only
         # The windows of a read_only block are independent of one another.
@@ -185,7 +196,8 @@ def copy_classes(
         member = periods[0].block if apart else 0
         for run in runs:
             persistent = problem.trace.blocks[periods[0].block].persistent
-            key = (tuple(run), read_only, member, update, around.intersection(range(len(run))), persistent)
+            rerun = made_by.get(periods[0].block)
+            key = (tuple(run), read_only, member, update, around.intersection(range(len(run))), persistent, rerun)
             groups.setdefault(key, []).append(periods[0].size_bytes)
     return tuple(
         CopyClass(
@@ -197,13 +209,22 @@ def copy_classes(
             update=update,
             around_update=around,
             persistent=persistent,
+            rerun=rerun,
         )
-        for (windows, read_only, _, update, around, persistent), sizes in groups.items()
+        for (windows, read_only, _, update, around, persistent, rerun), sizes in groups.items()
     )
 
 
+def _overlap(places: range, first: int, end: int) -> bool:
+    return max(places.start, first) < min(places.stop, end)
+
+
 def _windows(
-    problem: Problem, periods: list[InactivePeriod], instants: Instants, update_stage: int | None
+    problem: Problem,
+    periods: list[InactivePeriod],
+    instants: Instants,
+    update_stage: int | None,
+    visits: Sequence[range],
 ) -> tuple[list[CopyWindow], frozenset[int]]:
     """All windows of a stretch, from its first to the last of `periods`, by rank, adjacent uses included. And the ranks of those
     that begin or end with `update_stage`.
@@ -225,7 +246,13 @@ def _windows(
         begin, end = instants.end_of(after), instants.start_of(before)
         turns, begin_in_turn = divmod(begin, len(instants))
         windows.append(
-            CopyWindow(begin=begin_in_turn, end=end - turns * len(instants), adjacent=before == after + 1, final=final)
+            CopyWindow(
+                begin=begin_in_turn,
+                end=end - turns * len(instants),
+                adjacent=before == after + 1,
+                final=final,
+                visited=any(_overlap(places, after + 1 - turn, before + 1 - turn) for places in visits for turn in (0, stages)),
+            )
         )
         if update_stage in ((after,) if final else (after % stages, before % stages)):
             around.add(len(windows) - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.lp import SegmentGrid
@@ -33,6 +33,7 @@ class BlockClass:
     """Blocks that are used in the same segments; they are decided together. `size_bytes` is their sum.
 
     `subgroup`: the subgroup that all of them belong to, if it can update on the host. `user_visible`: user code can reach them.
+    `rerun`: the class of re-runs that makes all of them anew, if the program decides about re-runs.
     """
 
     blocks: tuple[int, ...]
@@ -44,6 +45,7 @@ class BlockClass:
     periods: tuple[ClassPeriod, ...]
     subgroup: int | None = None
     user_visible: bool = False
+    rerun: int | None = None
 
     def seconds(self, link: Link) -> float:
         """Return the time that all members together occupy a link."""
@@ -51,12 +53,19 @@ class BlockClass:
 
 
 def classes_of(
-    problem: Problem, grid: SegmentGrid, subgroups: Sequence[Subgroup] = (), *, largest_bytes: int
+    problem: Problem,
+    grid: SegmentGrid,
+    subgroups: Sequence[Subgroup] = (),
+    *,
+    largest_bytes: int,
+    rerun_of: Mapping[int, int] | None = None,
 ) -> tuple[BlockClass, ...]:
     """Group blocks by the segments of their periods. A class holds at most `largest_bytes`, or one block.
 
-    Blocks of different `subgroups` are in different classes.
+    Blocks of different `subgroups` are in different classes. rerun_of: by block, the class of re-runs that makes it anew; blocks
+    of different ones are in different classes, too.
     """
+    rerun_of = rerun_of or {}
     owner = {block: subgroup.id for subgroup in subgroups for block in subgroup.blocks}
     by_block: dict[int, list[_Idle]] = {}
     for index, period in enumerate(problem.periods):
@@ -68,12 +77,13 @@ def classes_of(
     for block_id, entries in by_block.items():
         block = problem.trace.blocks[block_id]
         shape = tuple(idle for idle, _ in entries)
-        key = (owner.get(block_id), block.kind, block.persistent, not block.writes, shape)
+        key = (owner.get(block_id), rerun_of.get(block_id), block.kind, block.persistent, not block.writes, shape)
         groups.setdefault(key, []).append(block_id)
     classes = []
     for members in groups.values():
         for chunk in _chunks(problem, members, largest_bytes):
-            classes.append(replace(_class(problem, chunk, by_block, grid), subgroup=owner.get(chunk[0])))
+            made = _class(problem, chunk, by_block, grid)
+            classes.append(replace(made, subgroup=owner.get(chunk[0]), rerun=rerun_of.get(chunk[0])))
     return tuple(classes)
 
 

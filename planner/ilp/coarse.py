@@ -47,7 +47,7 @@ def coarse_solutions(problem: Problem, settings: SolverSettings, on_host: Collec
     decided = on_host is not None
     subgroups = [subgroup for subgroup in host_update_candidates(problem) if on_host is None or subgroup.id in on_host]
     found: list[CoarseSolution] = []
-    if problem.stage_count <= MAX_INTEGER_STAGES:
+    if problem.stage_count <= MAX_INTEGER_STAGES and settings.integer:
         with contextlib.suppress(SolverError):
             found.append(_solve(problem, settings, subgroups, _FINE, relaxed=False, decided=decided))
             if found[0].report.status == "optimal":

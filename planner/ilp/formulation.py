@@ -21,7 +21,8 @@ import pulp
 
 from planner.ilp.block_classes import BlockClass, ClassPeriod
 from planner.ilp.limits import add_capacity, add_link_time, add_shared_rate, add_updates, add_user_code
-from planner.ilp.model import CoarseModel, PeriodVariables
+from planner.ilp.model import CoarseModel, PeriodVariables, RerunClass
+from planner.ilp.recompute_rows import add_rerun_memory, rerun_cost, reruns_in
 from planner.lp import HostUpdateWindows, Segment, Terms, add_host_update, add_row, byte_scale, linear
 from planner.problem import TIE_WEIGHT, Problem, Route, outward_weight
 
@@ -37,11 +38,13 @@ def build_model(
     window: int,
     updates: Sequence[HostUpdateWindows] = (),
     updates_decided: bool = False,
+    reruns: Sequence[RerunClass] = (),
 ) -> CoarseModel:
     """Build the whole program. Changes none of its arguments.
 
     Routes, segments and updates count time in the same unit; the unit of the trace does not matter. updates: those that may run
-    on the host, or (updates_decided) that do run there. Their names are the ids of the subgroups.
+    on the host, or (updates_decided) that do run there. Their names are the ids of the subgroups. reruns: what may run again; see
+    `planner.ilp.recompute`.
     """
     program = pulp.LpProblem("teraio", pulp.LpMinimize)
     numbers = range(len(segments))
@@ -51,6 +54,8 @@ def build_model(
         stall=[program.add_variable(f"stall_{k}", lowBound=0) for k in numbers],
         leaving=[program.add_variable(f"leaving_{k}", lowBound=0) for k in numbers],
         unplaced=[program.add_variable(f"unplaced_{k}", lowBound=0) for k in numbers],
+        reruns=reruns,
+        again=[program.add_variable(f"r_{number}", 0, 1) for number in range(len(reruns))],
     )
     for number, block_class in enumerate(classes):
         for position, period in enumerate(block_class.periods):
@@ -116,6 +121,7 @@ def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> 
         terms.append((entry.chosen, TIE_WEIGHT / 10 * entry.in_seconds))
         if entry.out:
             terms.append((entry.out[-1], outward_weight(entry.route.tier, write_weight) * entry.out_seconds))
+    terms += rerun_cost(model)
     for update in model.updates:
         terms.append((update.chosen, -update.windows.device_seconds))
         for route in problem.routes:
@@ -125,10 +131,12 @@ def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> 
 
 
 def add_one_tier_each(model: CoarseModel) -> None:
-    """Σ_t y_{p,t} ≤ 1."""
+    """Σ_t y_{p,t} ≤ 1; if p is the period in which c runs again, Σ_t y_{p,t} + r_c ≤ 1."""
     by_period: dict[tuple[int, ...], Terms] = defaultdict(list)
     for entry in model.periods:
-        by_period[entry.period.indices].append((entry.chosen, 1.0))
+        terms = by_period[entry.period.indices]
+        terms += [] if terms else [(model.again[number], 1.0) for number in reruns_in(model, entry)]
+        terms.append((entry.chosen, 1.0))
     for terms in by_period.values():
         if len(terms) > 1:
             add_row(model.program, terms, pulp.LpConstraintLE, 1)
@@ -185,6 +193,8 @@ def add_valid_copies(model: CoarseModel) -> None:
 def add_memory(problem: Problem, model: CoarseModel) -> None:
     """base_k − Σ size · (O_{k−1} + d − I_k) ≤ budget + e_k + v_k; base_k: the most live bytes among the segment's stages.
 
+    Re-runs: see `planner.ilp.recompute_rows.add_rerun_memory`.
+
     And e_k ≤ rate · δ_k, e_k ≤ Σ size · ΔO_k.
     """
     count, scale = len(model.segments), byte_scale(problem)
@@ -203,6 +213,7 @@ def add_memory(problem: Problem, model: CoarseModel) -> None:
     for update in model.updates:
         for k, terms in update.absent.items():
             rows[k] += [(variable, -size / scale) for variable, size in terms]
+    add_rerun_memory(model, rows, scale)
     for segment, row in zip(model.segments, rows, strict=True):
         base = max(problem.live_bytes[segment.first : segment.last + 1])
         add_row(model.program, row, pulp.LpConstraintLE, (problem.budgets.device_bytes - base) / scale)

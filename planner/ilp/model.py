@@ -11,7 +11,7 @@ from planner.ilp.block_classes import BlockClass, ClassPeriod
 from planner.lp import HostUpdateVariables, Segment, Terms, add_row
 from planner.problem import Route
 
-__all__ = ["CoarseModel", "PeriodVariables"]
+__all__ = ["CoarseModel", "PeriodVariables", "RerunClass"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,9 +47,28 @@ class PeriodVariables:
         return [] if self.period.final else [*self.into, self.chosen]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RerunClass:
+    """Like recompute groups (ids) whose stages are in one segment, and which would run again in segment `end`.
+
+    `seconds`: of all of them. `room_bytes`: the most of one of them beyond what it reads and makes. `held_bytes`: by segment, the
+    blocks that only live on for the re-runs.
+    """
+
+    groups: tuple[int, ...]
+    end: int
+    seconds: float
+    room_bytes: int
+    held_bytes: dict[int, int]
+
+
 @dataclass(slots=True, kw_only=True)
 class CoarseModel:
-    """The program, and the variables that a solution is read from. `stall`, `leaving` and `unplaced` are by segment."""
+    """The program, and the variables that a solution is read from. `stall`, `leaving` and `unplaced` are by segment.
+
+    `reruns`: classes of recompute groups; empty where nothing may run again. `again`: r of each class, the share of its groups
+    that run again.
+    """
 
     program: pulp.LpProblem
     segments: tuple[Segment, ...]
@@ -58,11 +77,17 @@ class CoarseModel:
     unplaced: list[pulp.LpVariable]
     periods: list[PeriodVariables] = field(default_factory=list)
     updates: list[HostUpdateVariables] = field(default_factory=list)
+    reruns: Sequence[RerunClass] = ()
+    again: list[pulp.LpVariable] = field(default_factory=list)
 
     def add_time_limit(self, rows: Sequence[Terms], name: str = "") -> None:
-        """Add Σ row_k ≤ τ_k − Σ_g h_g · device_seconds of its stage, if in k, + δ_k. `name`: a link, or the host's processor."""
+        """Add Σ row_k ≤ τ_k − Σ_g h_g · device_seconds of its stage, if in k, + Σ_c r_c · d_c, if in k, + δ_k.
+
+        `name`: a link, or the host's processor.
+        """
         for k, segment in enumerate(self.segments):
             row = rows[k] + [term for update in self.updates for term in update.busy[name][k]]
             if row:
                 saved = [(u.chosen, u.windows.device_seconds) for u in self.updates if u.windows.span == k]
-                add_row(self.program, [*row, *saved, (self.stall[k], -1.0)], pulp.LpConstraintLE, segment.seconds)
+                again = [(r, -each.seconds) for each, r in zip(self.reruns, self.again, strict=True) if each.end == k]
+                add_row(self.program, [*row, *saved, *again, (self.stall[k], -1.0)], pulp.LpConstraintLE, segment.seconds)

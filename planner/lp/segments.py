@@ -51,7 +51,8 @@ def segments_of(problem: Problem, max_segments: int) -> tuple[Segment, ...]:
         weight[block.uses[0]] += block.size_bytes / budget / 4
     firsts = list(range(len(stages)))
     weights = list(weight)
-    fixed = {i for i in range(1, len(stages)) if stages[i].phase != stages[i - 1].phase}
+    phases = ["backward" if stage.phase == "recompute" else stage.phase for stage in stages]
+    fixed = {i for i in range(1, len(stages)) if phases[i] != phases[i - 1]}
     if len(fixed) >= max_segments // 2:
         fixed = set()
     while len(firsts) > max_segments:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from planner.bound import lower_bound_seconds
+from planner.errors import BudgetError
 from planner.problem import Problem
 from planner.schedule import StageClock
-from planner.schema import Plan, Predicted
+from planner.schema import Budgets, Plan, Predicted, Trace
 from planner.simulator import Timeline, simulate
 
 __all__ = ["with_lower_bound", "with_predictions"]
@@ -34,10 +35,13 @@ def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = N
     )
 
 
-def with_lower_bound(plan: Plan, problem: Problem, *, threads: int) -> Plan:
-    """Add the lower bound on the iteration time of every plan for `problem` to the predictions. `threads`: of the solver."""
+def with_lower_bound(plan: Plan, trace: Trace, budgets: Budgets, *, threads: int) -> Plan:
+    """Add the lower bound on the iteration time of every plan to the predictions. `threads`: of the solver."""
     assert plan.predicted is not None  # `with_predictions` comes first
-    bound = lower_bound_seconds(problem, threads=threads)
+    try:
+        bound = lower_bound_seconds(Problem.of(trace, budgets), threads=threads)
+    except BudgetError:  # only plans with re-runs fit, and no tier can be used
+        bound = trace.ideal_seconds
     return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"lower_bound_seconds": bound})})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from planner.errors import BudgetError, OptionsError
@@ -10,6 +11,7 @@ from planner.policies.fixed_updates import all_on_host, every_nth_on_device
 from planner.policies.greedy import g10_decisions, teraio_decisions
 from planner.policies.ilp import optimise
 from planner.policies.predictions import with_lower_bound, with_predictions
+from planner.policies.recompute import best_recomputation, checkpointed
 from planner.policies.zero_infinity import zero_infinity_decisions
 from planner.problem import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, Decisions, Problem, SolverSettings, build_plan
 from planner.schedule import evict_furthest
@@ -35,7 +37,10 @@ def plan(
 
     Policies:
 
-    * `"ilp"`: the integer program, made exact. It is never slower than any of the heuristics, which are the next four.
+    * `"ilp"`: the integer program, made exact. It decides what stays, what is offloaded and what is recomputed. It is never
+      slower than `"offload-only"`, nor than any of the heuristics `"teraio"`, `"g10"`, `"zero-infinity"` and `"belady"`.
+    * `"offload-only"`: the same without recomputation.
+    * `"checkpoint"`: every layer is recomputed from its input; the rest is offloaded where it must be, by the integer program.
     * `"teraio"` and `"g10"`: greedy by benefit and cost, see `planner.policies.greedy`.
     * `"zero-infinity"`: everything is offloaded and comes back one layer ahead, see `planner.policies.zero_infinity`.
     * `"belady"`: on demand, furthest next use first, like a pager without a plan.
@@ -63,12 +68,31 @@ def plan(
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight)
     made = POLICIES[policy](trace, budgets, settings)
     if lower_bound:
-        made = with_lower_bound(made, Problem.of(trace, budgets), threads=threads)
+        made = with_lower_bound(made, trace, budgets, threads=threads)
     return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
 
 
+def _optimised(name: str, settings: SolverSettings, *, rivals: bool) -> Callable[[Problem], Plan]:
+    beside = tuple(HEURISTICS.values()) if rivals else ()
+    return partial(optimise, policy=name, rivals=beside, settings=settings)
+
+
 def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
-    return optimise(Problem.of(trace, budgets), policy="ilp", rivals=tuple(HEURISTICS.values()), settings=settings)
+    return best_recomputation(
+        trace,
+        budgets,
+        settings,
+        plan=_optimised("ilp", settings, rivals=True),
+        draft=_optimised("ilp", replace(settings, integer=False), rivals=False),
+    )
+
+
+def _offload_only(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
+    return _optimised("offload-only", settings, rivals=True)(Problem.of(trace, budgets))
+
+
+def _checkpoint(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
+    return checkpointed(trace, budgets, settings, plan=_optimised("checkpoint", settings, rivals=True))
 
 
 def _fixed_updates(name: str, decide: Callable[[str, Problem], Sequence[int]]) -> Policy:
@@ -113,6 +137,8 @@ HEURISTICS: dict[str, Callable[[Problem], Decisions]] = {
 }
 POLICIES: dict[str, Policy] = {
     "ilp": _ilp,
+    "offload-only": _offload_only,
+    "checkpoint": _checkpoint,
     **{name: _heuristic(name, decide) for name, decide in HEURISTICS.items()},
     "keep-all": _keep_all,
     "device-updates": _fixed_updates("device-updates", lambda name, problem: ()),

@@ -1,5 +1,6 @@
 """What follows from a trace and budgets, for every policy: inactive periods, routes, capacities and updates on the host."""
 
+from planner.problem.floor import floor
 from planner.problem.host_updates import (
     device_iteration,
     gradients,
@@ -14,13 +15,15 @@ from planner.problem.lifetimes import (
     BlockActivity,
     InactivePeriod,
     block_activities,
-    floor,
     inactive_periods,
     live_bytes,
     live_bytes_by_kind,
     mean_active_fraction,
 )
 from planner.problem.problem import Decision, Decisions, Problem, Route, build_plan, copies_out, in_units
+from planner.problem.recompute import folded, recompute_seconds, recomputed, reruns_of, spelled_out
+from planner.problem.rerun_places import RerunPlaces
+from planner.problem.rerun_sets import over_half, rounded, simple_sets, whole_layers
 from planner.problem.solver_settings import (
     DEFAULT_GAP,
     DEFAULT_THREADS,
@@ -41,6 +44,7 @@ __all__ = [
     "Decisions",
     "InactivePeriod",
     "Problem",
+    "RerunPlaces",
     "Route",
     "SolverSettings",
     "TIE_WEIGHT",
@@ -50,6 +54,7 @@ __all__ = [
     "copies_out",
     "device_iteration",
     "floor",
+    "folded",
     "gradients",
     "host_start",
     "host_updatable",
@@ -61,8 +66,16 @@ __all__ = [
     "movable_blocks",
     "next_user_stage",
     "outward_weight",
+    "over_half",
     "parameters",
+    "recompute_seconds",
+    "recomputed",
+    "reruns_of",
+    "rounded",
+    "simple_sets",
+    "spelled_out",
     "states",
     "total_bytes",
     "user_stages",
+    "whole_layers",
 ]

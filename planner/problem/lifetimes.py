@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from planner.schema import Block, BlockKind, Tier, Trace
+from planner.schema import Block, BlockKind, Trace
 
 __all__ = [
     "BlockActivity",
     "InactivePeriod",
     "block_activities",
-    "floor",
     "inactive_periods",
     "live_bytes",
     "live_bytes_by_kind",
     "mean_active_fraction",
+    "stage_floors",
 ]
 
 
@@ -185,16 +185,3 @@ def stage_floors(trace: Trace) -> list[int]:
         for stage in range(period.after + 1, period.before):
             floors[stage % stages] -= period.size_bytes
     return floors
-
-
-def floor(trace: Trace) -> tuple[int, int]:
-    """Return the smallest device budget under which every stage can run, in bytes, and the stage that sets it.
-
-    All updates run on the device. If no lower tier has links in both directions, nothing can leave.
-    """
-    hardware = trace.hardware
-    tiers: tuple[Tier, ...] = ("host", "storage")
-    usable = any(hardware.link("device", tier) and hardware.link(tier, "device") for tier in tiers)
-    floors = stage_floors(trace) if usable else live_bytes(trace)
-    worst = max(range(len(floors)), key=floors.__getitem__)
-    return floors[worst], worst

@@ -4,7 +4,20 @@ from planner.schema.json_file import read_format
 from planner.schema.limits import MAX_NUMBER
 from planner.schema.messages import printable
 from planner.schema.models import FrozenModel
-from planner.schema.plan import Budgets, Move, Offload, Placement, Plan, Predicted, Prefetch, SolverReport, Update, WaitingTier
+from planner.schema.plan import (
+    Budgets,
+    Move,
+    Offload,
+    Placement,
+    Plan,
+    Predicted,
+    Prefetch,
+    Recompute,
+    SolverReport,
+    Update,
+    WaitingTier,
+)
+from planner.schema.recompute import NotRecomputed, RecomputeGroup
 from planner.schema.trace import Block, BlockKind, Hardware, Link, Phase, SharedRate, Stage, Subgroup, Tier, Trace
 
 __all__ = [
@@ -16,12 +29,15 @@ __all__ = [
     "Link",
     "MAX_NUMBER",
     "Move",
+    "NotRecomputed",
     "Offload",
     "Phase",
     "Placement",
     "Plan",
     "Predicted",
     "Prefetch",
+    "Recompute",
+    "RecomputeGroup",
     "SharedRate",
     "SolverReport",
     "Stage",

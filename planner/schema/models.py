@@ -1,13 +1,19 @@
-"""Base classes of everything that is in a trace or a plan."""
+"""Base classes and types of everything that is in a trace or a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, FailFast, Field, SerializerFunctionWrapHandler, model_serializer
 
-__all__ = ["FrozenModel", "GrownModel"]
+__all__ = ["Bytes", "FrozenModel", "GrownModel", "Id", "Ids", "Seconds", "check_consecutive", "check_ids"]
+
+Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+Id = Annotated[int, Field(ge=0, lt=2**63)]
+Ids = Annotated[tuple[Id, ...], FailFast()]
+"""FailFast: only the first fault of a list is reported. Collecting all of them could take gigabytes."""
 
 
 class FrozenModel(BaseModel):
@@ -44,3 +50,15 @@ class GrownModel(FrozenModel):
             if getattr(self, name) == type(self).model_fields[name].default:
                 content.pop(name, None)
         return content
+
+
+def check_consecutive(label: str, ids: list[int]) -> None:
+    for position, identifier in enumerate(ids):
+        if identifier != position:
+            raise ValueError(f"{label}: ids must be 0, 1, 2, …; found id {identifier} at position {position}")
+
+
+def check_ids(owner: str, ids: tuple[int, ...], count: int, what: str) -> None:
+    for identifier in ids:
+        if identifier >= count:
+            raise ValueError(f"{owner} refers to {what} {identifier}; there are {count} ({what} ids are 0 to {count - 1})")

@@ -10,8 +10,8 @@ from pydantic import FailFast, model_validator
 
 from planner.errors import PlanError
 from planner.schema.json_file import read_model, write_atomic
-from planner.schema.models import FrozenModel, GrownModel
-from planner.schema.trace import Bytes, Id, Seconds, SubgroupBytes, Tier
+from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Seconds
+from planner.schema.trace import SubgroupBytes, Tier
 
 FORMAT = "teraio.plan"
 VERSION = 1
@@ -46,6 +46,8 @@ class Prefetch(FrozenModel):
 
 class Move(FrozenModel):
     """The decision for one inactive period: the block leaves after stage `after`, and is back for `before` or dead by then.
+
+    Stages are numbered as in `planner.recomputed(trace, plan.recompute)`: a re-run is a stage. Blocks are those of the trace.
 
     Stage numbers continue over the iteration's end: a number ≥ the number of stages is in the next iteration. `offload` is None
     where a valid copy is already in `tier`: the block is dropped when stage `after` has ended. `prefetch` is None for a block
@@ -92,7 +94,10 @@ class Update(FrozenModel):
 
 
 class Recompute(FrozenModel):
-    """Recompute group `group` of the trace runs again just before stage `at`."""
+    """Recompute group `group` of the trace runs again just before stage `at` of the trace, which is a backward stage.
+
+    With equal `at`, the groups run in the order of the plan. Each is a stage of its own, and `Move` counts it as one.
+    """
 
     group: Id
     at: Id
@@ -120,8 +125,13 @@ class SolverReport(FrozenModel):
     solve_seconds: Seconds = 0.0
 
 
-class Predicted(FrozenModel):
-    """What the plan does in one iteration of the steady state, according to the simulator."""
+class Predicted(GrownModel):
+    """What the plan does in one iteration of the steady state, according to the simulator.
+
+    `ideal_seconds`: without waiting and without re-runs; these take `recompute_seconds`.
+    """
+
+    added_later = ("recompute_seconds",)
 
     iteration_seconds: Seconds
     ideal_seconds: Seconds
@@ -130,6 +140,7 @@ class Predicted(FrozenModel):
     peak_bytes: dict[str, Bytes]
     moved_bytes: dict[str, Bytes]
     storage_written_bytes: Bytes
+    recompute_seconds: Seconds = 0.0
 
 
 class Plan(GrownModel):

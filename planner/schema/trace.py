@@ -13,21 +13,20 @@ from pydantic import FailFast, Field, ValidationError, model_validator
 from planner.errors import TraceError
 from planner.schema.json_file import read_model, write_atomic
 from planner.schema.messages import describe
-from planner.schema.models import FrozenModel, GrownModel
+from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Ids, Seconds, check_consecutive, check_ids
+from planner.schema.recompute import NotRecomputed, RecomputeGroup, check_group
 
 FORMAT = "teraio.trace"
 VERSION = 1
+_WITHOUT_EFFECT = {"name", "created_by", "subgroup_bytes", "not_recomputed"}
+"""Fields that plans do not depend on."""
 
 Tier = Literal["device", "host", "storage"]
-Phase = Literal["forward", "backward", "optimizer", "user"]
+Phase = Literal["forward", "backward", "optimizer", "user", "recompute"]
+"""What a stage belongs to. "recompute": a re-run of a plan, see `planner.recomputed`; never in a file."""
 BlockKind = Literal["parameter", "gradient", "optimizer_state", "activation", "buffer"]
-Bytes = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=1e-60)]
 SubgroupBytes = Annotated[int, Field(gt=0)]
-Id = Annotated[int, Field(ge=0, lt=2**63)]
-Ids = Annotated[tuple[Id, ...], FailFast()]
-"""FailFast: only the first fault of a list is reported. Collecting all of them could take gigabytes."""
 
 
 class Link(GrownModel):
@@ -182,24 +181,16 @@ class Subgroup(FrozenModel):
     host_seconds: Seconds | None = None
 
 
-class RecomputeGroup(FrozenModel):
-    """Running `stage` again (from `reads`) regenerates `blocks`."""
-
-    blocks: Ids
-    stage: Id
-    duration_seconds: Seconds
-    reads: Ids
-
-
 class Trace(GrownModel):
     """One iteration as measured: stages in order, blocks with their uses, links.
 
     The constructor checks that ids are consecutive from 0 and that every id that is referred to exists. It raises pydantic's
     ValidationError; `Trace.load` raises TraceError for the same faults and for all faults of the file. subgroup_bytes: the size
     by which the optimizer was cut into subgroups, see [Note: The size of subgroups]. Left out of the file where it is not known.
+    `recompute`: at most one group for each stage.
     """
 
-    added_later = ("subgroup_bytes",)
+    added_later = ("subgroup_bytes", "not_recomputed")
 
     format: Literal["teraio.trace"] = "teraio.trace"
     version: Literal[1] = 1
@@ -211,14 +202,15 @@ class Trace(GrownModel):
     subgroups: Annotated[tuple[Subgroup, ...], FailFast()] = ()
     recompute: Annotated[tuple[RecomputeGroup, ...], FailFast()] = ()
     subgroup_bytes: SubgroupBytes | None = None
+    not_recomputed: Annotated[tuple[NotRecomputed, ...], FailFast()] = ()
     stored_fingerprint: str | None = Field(
         default=None, validation_alias="fingerprint", serialization_alias="fingerprint", exclude=True
     )
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all that plans depend on. Traces that differ only in name, creator and `subgroup_bytes` have the same."""
-        content = self.model_dump(mode="json", by_alias=True, exclude={"name", "created_by", "subgroup_bytes"})
+        """Hash of all that plans depend on: not of name, creator, `subgroup_bytes` and `not_recomputed`."""
+        content = self.model_dump(mode="json", by_alias=True, exclude=_WITHOUT_EFFECT)
         if not self.hardware.shared:
             del content["hardware"]["shared"]  # added later: older traces keep their fingerprints
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -231,9 +223,9 @@ class Trace(GrownModel):
 
     @model_validator(mode="after")
     def _references_exist(self) -> Self:
-        _check_consecutive("stages", [stage.id for stage in self.stages])
-        _check_consecutive("blocks", [block.id for block in self.blocks])
-        _check_consecutive("subgroups", [subgroup.id for subgroup in self.subgroups])
+        check_consecutive("stages", [stage.id for stage in self.stages])
+        check_consecutive("blocks", [block.id for block in self.blocks])
+        check_consecutive("subgroups", [subgroup.id for subgroup in self.subgroups])
         stages, blocks = len(self.stages), len(self.blocks)
         for block in self.blocks:
             if block.uses[-1] >= stages:
@@ -242,18 +234,36 @@ class Trace(GrownModel):
                 raise ValueError(f"block {block.id} dies after stage {block.last_stage}; the last stage is {stages - 1}")
         taken: dict[int, float] = {}
         for subgroup in self.subgroups:
-            _check_ids(f"subgroup {subgroup.id}", (subgroup.stage,), stages, "stage")
-            _check_ids(f"subgroup {subgroup.id}", subgroup.blocks, blocks, "block")
+            check_ids(f"subgroup {subgroup.id}", (subgroup.stage,), stages, "stage")
+            check_ids(f"subgroup {subgroup.id}", subgroup.blocks, blocks, "block")
             taken[subgroup.stage] = taken.get(subgroup.stage, 0.0) + subgroup.device_seconds
             if taken[subgroup.stage] > self.stages[subgroup.stage].duration_seconds * (1 + 1e-9):
                 raise ValueError(
                     f"subgroups up to {subgroup.id} take {taken[subgroup.stage]} s of stage {subgroup.stage}, which lasts "
                     f"{self.stages[subgroup.stage].duration_seconds} s"
                 )
-        for position, group in enumerate(self.recompute):
-            _check_ids(f"recompute {position}", (group.stage,), stages, "stage")
-            _check_ids(f"recompute {position}", (*group.blocks, *group.reads), blocks, "block")
+        for entry in self.not_recomputed:
+            check_ids("not_recomputed", (entry.stage,), stages, "stage")
+        for stage in self.stages:
+            if stage.phase == "recompute":
+                raise ValueError(f"stage {stage.id} has the phase 'recompute', which only re-runs of a plan have: use another")
+        self._check_groups()
         return self
+
+    def _check_groups(self) -> None:
+        check_consecutive("recompute groups", [group.id for group in self.recompute])
+        touched: list[list[Block]] = [[] for _ in self.stages]
+        for block in self.blocks if self.recompute else ():
+            for stage in block.uses:
+                touched[stage].append(block)
+        seen: set[int] = set()
+        for group in self.recompute:
+            check_ids(f"recompute group {group.id}", (group.stage,), len(self.stages), "stage")
+            check_ids(f"recompute group {group.id}", (*group.blocks, *group.reads), len(self.blocks), "block")
+            if group.stage in seen:
+                raise ValueError(f"recompute group {group.id} runs stage {group.stage} again as another does; leave one")
+            seen.add(group.stage)
+            check_group(group, self.stages[group.stage], touched[group.stage])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -279,15 +289,3 @@ class Trace(GrownModel):
         content = self.model_dump(mode="json", by_alias=True)
         content["fingerprint"] = self.fingerprint
         write_atomic(path, json.dumps(content, indent=1) + "\n")
-
-
-def _check_consecutive(label: str, ids: list[int]) -> None:
-    for position, identifier in enumerate(ids):
-        if identifier != position:
-            raise ValueError(f"{label}: ids must be 0, 1, 2, …; found id {identifier} at position {position}")
-
-
-def _check_ids(owner: str, ids: tuple[int, ...], count: int, what: str) -> None:
-    for identifier in ids:
-        if identifier >= count:
-            raise ValueError(f"{owner} refers to {what} {identifier}; there are {count} ({what} ids are 0 to {count - 1})")

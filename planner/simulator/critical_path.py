@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from planner.problem import host_start, user_stages
+from planner.problem import host_start, recomputed, user_stages
 from planner.schema import Plan, Trace
 from planner.simulator.timeline import Timeline
 
@@ -72,7 +72,7 @@ def critical_path(trace: Trace, plan: Plan, timeline: Timeline) -> CriticalPath:
     Time and memory are proportional to the number of stages and transfers; where many end at the same instant, to their square.
     """
     segments = _segments(timeline)
-    waits = _Waits(trace, plan)
+    waits = _Waits(recomputed(trace, plan.recompute), plan)
     ended: dict[float, list[int]] = {}
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(segments)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from planner.errors import InfeasiblePlanError, PlanError, UnsupportedError
+from planner.errors import InfeasiblePlanError
 from planner.problem import device_iteration, gradients, host_start, host_updatable, parameters, user_stages
 from planner.schema import Block, Move, Plan, Subgroup, Trace
 
@@ -45,13 +45,8 @@ class ReplayProgram:
 def compile_program(trace: Trace, plan: Plan) -> ReplayProgram:
     """Lay the plan out by stage.
 
-    Raises PlanError (made for another trace), InfeasiblePlanError (a move or an update does not fit the trace) or
-    UnsupportedError (the plan recomputes blocks).
+    Re-runs must have been spelled out. Raises InfeasiblePlanError where a move or an update does not fit the trace.
     """
-    if plan.trace_fingerprint != trace.fingerprint:
-        raise PlanError(f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: plan again")
-    if plan.recompute:
-        raise UnsupportedError("the plan recomputes blocks, which this release cannot replay yet: plan again")
     on_host = _on_host(trace, plan)
     source, trace = trace, device_iteration(trace, [subgroup.id for subgroup in on_host])
     count, user = len(trace.stages), user_stages(trace)

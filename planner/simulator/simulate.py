@@ -15,6 +15,7 @@
 * Links that share a rate divide it max-min fairly while more than one of them is past its latency.
 * Updates on the host: [Note: updates on the host] in `planner.problem.host_updates`. At the head of its queue, the copy in of a
   parameter waits for the update too.
+* Re-runs of recompute groups are stages: [Note: recomputation] in `planner.problem.recompute`.
 * User code: [Note: user code] in `planner.problem.user_code`. A stage of phase "user" waits for updates on the host and for
   copies of blocks that user code can reach, and holds back copies in of these blocks.
 * The iteration is cyclic. Times are those of the steady state: iterations are replayed until two in a row agree in the time of
@@ -24,6 +25,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from planner.errors import PlanError
+from planner.problem import spelled_out
 from planner.schema import Plan, Trace
 from planner.simulator.program import compile_program
 from planner.simulator.replay import Replay
@@ -37,10 +42,15 @@ MAX_ITERATIONS = 32
 def simulate(trace: Trace, plan: Plan) -> Timeline:
     """Replay `plan` on `trace` by the rules of [Note: execution semantics].
 
-    Raises PlanError when the plan was made for another trace, and UnsupportedError when it recomputes blocks. Raises
+    Stages are those of `recomputed(trace, plan.recompute)`; blocks that are made anew have the ids of `trace`.
+
+    Raises PlanError when the plan was made for another trace, and when a group cannot run again where the plan says. Raises
     InfeasiblePlanError, naming stage and block, when a move or an update does not fit the trace, a budget is exceeded, the
     iteration is not cyclic, or stages and links wait for each other for ever.
     """
+    if plan.trace_fingerprint != trace.fingerprint:
+        raise PlanError(f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: plan again")
+    given, (trace, plan) = plan, spelled_out(trace, plan)
     replay = Replay(trace, plan, compile_program(trace, plan))
     previous: Timeline | None = None
     for _ in range(MAX_ITERATIONS):
@@ -48,4 +58,7 @@ def simulate(trace: Trace, plan: Plan) -> Timeline:
         if previous is not None and agree(previous, timeline):
             break
         previous = timeline
+    if given.recompute:
+        named = tuple(replace(transfer, block=given.moves[transfer.move].block) for transfer in timeline.transfers)
+        return replace(timeline, transfers=named)
     return timeline

@@ -11,8 +11,9 @@ from planner.errors import StorageError
 from planner.schema import WaitingTier
 from runtime.cpu.memory import CpuMemory
 from runtime.device import Span
-from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tiers
+from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tiers, dropped_message
 from runtime.storage import HostStore, RangeCopy
+from runtime.system import storage_swap
 
 
 class CpuMover:
@@ -68,6 +69,16 @@ class CpuMover:
             raise StorageError(f"{block} was released without a copy; this is a bug in teraio, please report it")
         poison = POISON if self._debug is not None else None
         self._memory.map_files(_span(block), block.slot.extents, keep_pages=not block.user_visible, poison=poison)
+
+    def discard(self, block: Block) -> None:
+        if self._debug is not None:
+            ctypes.memset(_span(block).address, POISON, block.size_bytes)
+        storage_swap.discard(_storage(block), dropped_message(block))
+
+    def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
+        storage = _storage(block)
+        storage_swap.renew(storage, fresh)
+        block.address, block.span = storage.data_ptr(), self.span(storage)
 
     def drop_copy(self, block: Block) -> None:
         self._tiers.free(block)
@@ -154,6 +165,13 @@ def _span(block: Block) -> Span:
     if block.span is None:
         raise StorageError(f"{block} cannot move; this is a bug in teraio, please report it")
     return block.span
+
+
+def _storage(block: Block) -> torch.UntypedStorage:
+    storage = block.storage()
+    if storage is None:
+        raise StorageError(f"{block} gets other memory, but nobody holds it; this is a bug in teraio, please report it")
+    return storage
 
 
 def _content(block: Block) -> memoryview:

@@ -8,10 +8,10 @@ from statistics import median
 import torch
 
 from planner.errors import StorageError
-from runtime.cuda import storage_swap
 from runtime.cuda.streams import CudaStreams
 from runtime.device import Lane
 from runtime.storage import HostStore, Slot
+from runtime.system import storage_swap
 from runtime.transfer import LinkRates
 
 _COPIES = 8

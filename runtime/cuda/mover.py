@@ -13,11 +13,11 @@ import torch
 
 from planner.errors import StorageError
 from planner.schema import WaitingTier
-from runtime.cuda import storage_swap
 from runtime.cuda.host_copies import HostCopies, QueuedRange
 from runtime.device import Event, Lane, Span, Streams
-from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tier, Tiers
+from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tier, Tiers, dropped_message
 from runtime.storage import Extent, RangeCopy, Slot, contiguous_address, slot_range
+from runtime.system import storage_swap
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,16 @@ class StreamMover:
         return event is None or event.done()
 
     def release(self, block: Block) -> None:
+        storage = self._leave(block)
+        stand_in = self._stand_in(block)
+        block.address = stand_in or 0
+        if stand_in is None:
+            storage_swap.discard(storage, _not_here(block))
+        else:
+            storage_swap.lend(storage, stand_in)
+
+    def _leave(self, block: Block) -> torch.UntypedStorage:
+        """Make computation wait for the block's copies before its memory is freed. Return its storage."""
         self._join([block])
         copied = self._out.pop(block, None)
         if copied is not None:
@@ -116,13 +126,16 @@ class StreamMover:
         storage = _storage(block)
         if self._debug is not None:
             self._poison_left(block)
-        holder = torch.empty(0, dtype=torch.uint8, device=self._streams.device).untyped_storage()
-        stand_in = self._stand_in(block)
-        storage_swap.lend(holder, stand_in or 0)
-        storage_swap.exchange(storage, holder)  # the holder frees what the storage had
-        block.address = stand_in or 0
-        if stand_in is None:
-            storage_swap.close(storage, _not_here(block))
+        return storage
+
+    def discard(self, block: Block) -> None:
+        storage_swap.discard(self._leave(block), dropped_message(block))
+        block.address = 0
+
+    def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
+        storage = _storage(block)
+        storage_swap.renew(storage, fresh)
+        block.address = storage_swap.address(storage)
 
     def drop_copy(self, block: Block) -> None:
         """Free the slot at once. Computation waits for reads of it, and later copies out wait for computation: rules 1 and 3."""

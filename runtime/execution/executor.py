@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from runtime.execution.observer import InterleavedStages, Observer, StageRun
 from runtime.execution.program import Constant, Program, Stage
+from runtime.execution.rerun import Rerun, Reruns, why_no_reruns
 from runtime.execution.workspace import WorkspaceMeter
 from runtime.paging import Block, Pager
 from runtime.system import annotate
@@ -48,6 +50,11 @@ class _ManagedRun:
         self._meter = meter
         self._slots: list[Any] = []
         self._blocks: list[Block | None] = [None] * program.slot_count
+        self._again = Reruns(pager, observer, meter)
+        self._kept: Collection[int] = ()
+        self._no_reruns = ""
+        self._reruns: list[Rerun] = []
+        self._inputs: frozenset[Block] = frozenset()
 
     def run(self, arguments: list[Any], interleaved: InterleavedStages | None) -> list[Any]:
         """See `run_managed`."""
@@ -59,10 +66,16 @@ class _ManagedRun:
                 self._blocks[index] = self._input_block(index)
             more = interleaved.stage_count if interleaved is not None else 0
             self._observer.region_begins(program.identity, len(stages) + more, is_inference=program.is_inference)
+            self._no_reruns = why_no_reruns(program)
+            if not self._no_reruns:
+                self._kept = self._observer.kept_stages()
+            self._inputs = frozenset(block for block in self._blocks if block is not None)
+            self._hold_reruns()
             for number, stage in enumerate(stages):
                 read = self._run_stage(number, stage)
                 if interleaved is not None:
                     interleaved.after_stage(number, read, self._slots)
+            self._let_go_of_saved()
             results = _results(program, self._slots)
             self._pager.show_to_user(self._shown(results))
             if interleaved is not None:
@@ -70,17 +83,24 @@ class _ManagedRun:
             return results
         finally:
             self._observer.region_ended()
+            if program.phase == "backward":
+                for rerun in self._reruns:
+                    rerun.release()
             self._slots.clear()
             self._pager.leave_region()
 
     def _run_stage(self, number: int, stage: Stage) -> list[Block]:
         """Run stage `number`. Returns the blocks that it read."""
         pager, blocks = self._pager, self._blocks
+        for due, fetch in self._observer.reruns_due():
+            self._again.run_due(due, then_fetch=fetch)
         workspace_bytes = self._meter.workspace_bytes(stage)
         read = list(dict.fromkeys(b for i in stage.inputs if (b := blocks[i]) is not None))
+        self._again.make_anew(read)
         pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=self._observer.stage_reached())
         written = [b for i in stage.mutates if (b := blocks[i]) is not None]  # a stage that fails may have written them
         last_used: list[Block] = []
+        rerun = self._rerun(stage) if number in self._kept else None
         try:
             with self._meter.watching(stage):
                 begin = pager.device.mark()
@@ -88,6 +108,8 @@ class _ManagedRun:
                 end = pager.device.mark()
             for i in stage.outputs:
                 blocks[i] = self._block(i, user_visible=False)
+            if rerun is not None:
+                rerun.has_run([blocks[i] for i in stage.outputs])
             last_used = list(dict.fromkeys(b for i in stage.frees if (b := blocks[i]) is not None))
         finally:
             pager.retire(read, written, last_used=last_used)
@@ -103,11 +125,37 @@ class _ManagedRun:
                 made=list(dict.fromkeys(made)),
                 written=written,
                 next_uses=_next_uses(stage, number, blocks),
+                never_again=stage.never_again or self._no_reruns,
             )
         )
         for i in stage.frees:
             blocks[i] = None
         return read
+
+    # -- stages that may run again, see [Note: Running again]
+
+    def _rerun(self, stage: Stage) -> Rerun:
+        names = [self._program.slot_names[i] for i in stage.inputs]
+        rerun = Rerun(stage, names, [self._slots[i] for i in stage.inputs], [self._blocks[i] for i in stage.inputs])
+        self._reruns.append(rerun)
+        return rerun
+
+    def _let_go_of_saved(self) -> None:
+        """The forward graph is about to return: what PyTorch saves of it must not live longer because of re-runs."""
+        if not self._reruns or self._program.phase != "forward":
+            return
+        results = (self._blocks[r] for r in self._program.results if isinstance(r, int))
+        saved = {block for block in results if block is not None} - self._inputs
+        for rerun in self._reruns:
+            rerun.let_go_of(saved)
+
+    def _hold_reruns(self) -> None:
+        """The backward graph begins: keep what stages need that may run again, until it has ended."""
+        if self._program.phase == "backward":
+            sources = (block.source for block in self._inputs)
+            self._reruns = list(dict.fromkeys(source for source in sources if isinstance(source, Rerun)))
+            for rerun in self._reruns:
+                rerun.hold()
 
     def _input_block(self, index: int) -> Block | None:
         """Return the block of an input. User code may hold inputs, except what a forward graph has saved for its backward."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ class StageRun:
     begin, end: on the device; the time between them contains no waiting for copies.
     read: blocks that it read. made: blocks that it created. written: blocks that it changed.
     next_uses: after how many stages the same region uses a block again; only blocks that it does use again.
+    never_again: see `Stage`.
     elements: number of parameter elements that it updates. host_seconds: seconds that the same update takes on the host's
     processor; None if it cannot run there.
     """
@@ -30,8 +31,19 @@ class StageRun:
     made: Sequence[Block]
     written: Sequence[Block]
     next_uses: Mapping[Block, int] = field(default_factory=dict)
+    never_again: str = ""
     elements: int = 0
     host_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRerun:
+    """One more run of a forward stage, in the backward pass. begin, end: as in `StageRun`. made: the blocks that it made anew."""
+
+    name: str
+    begin: Mark
+    end: Mark
+    made: Sequence[Block]
 
 
 class Observer(Protocol):
@@ -42,6 +54,18 @@ class Observer(Protocol):
 
         is_inference: no backward pass will follow.
         """
+
+    def kept_stages(self) -> Collection[int]:
+        """Return the numbers of the stages of the region that began last that may have to run again."""
+
+    def reruns_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:
+        """Yield for each re-run that has its place before the next stage: the blocks that it makes anew, and what to prefetch.
+
+        What comes after a re-run begins when the next one is asked for.
+        """
+
+    def stage_ran_again(self, rerun: StageRerun) -> None:
+        """A stage has run again, as the plan says or because a block was needed."""
 
     def stage_reached(self) -> Sequence[Block]:
         """The next stage is about to get its memory. Returns what to prefetch from now on, in order."""

@@ -23,6 +23,7 @@ class Stage:
     input_bytes: memory of all inputs, estimated. output_bytes: new memory that the outputs take.
     workspace_bytes: peak beyond inputs and outputs, estimated.
     mutates: slots among `inputs` that the stage writes in place, such as batch norm's running statistics.
+    never_again: of a forward stage: why it must not run again in the backward pass, in plain words; "" if it may.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Stage:
     output_bytes: int
     workspace_bytes: int
     mutates: tuple[int, ...] = ()
+    never_again: str = ""
 
     @property
     def need_bytes(self) -> int:

@@ -4,7 +4,7 @@ from runtime.paging.block import Block, State
 from runtime.paging.block_transfers import BlockTransfers
 from runtime.paging.debug import POISON, Debug
 from runtime.paging.given_away import given_away
-from runtime.paging.mover import Done, Mover
+from runtime.paging.mover import Done, Mover, dropped_message
 from runtime.paging.ownership import StorageOwnership
 from runtime.paging.pager import Pager
 from runtime.paging.tiers import Tier, Tiers
@@ -21,5 +21,6 @@ __all__ = [
     "StorageOwnership",
     "Tier",
     "Tiers",
+    "dropped_message",
     "given_away",
 ]

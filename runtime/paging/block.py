@@ -22,6 +22,7 @@ class State(enum.Enum):
     OFFLOADED = enum.auto()
     PREFETCHING = enum.auto()
     UPDATING = enum.auto()
+    DROPPED = enum.auto()
 
 
 class Block:
@@ -37,6 +38,8 @@ class Block:
     assumed_written: the copy was valid when user code began to run, and nothing but user code can have written the block since.
     pins: number of stages that hold the block on the device.
     version: counts writes. A copy out during which it has changed is not valid.
+    updates: counts changes in the slot, which PyTorch's version counter does not see.
+    source: what makes its content anew once it was dropped; None if nothing can.
     user_visible: user code may read or write the block between compiled regions.
     next_use: position on the pager's clock at which the block is expected to be used next; orders evictions.
     uses: positions within the last iteration at which it was used; empty while unknown.
@@ -58,10 +61,12 @@ class Block:
         "pins",
         "size_bytes",
         "slot",
+        "source",
         "span",
         "state",
         "tier",
         "trace_id",
+        "updates",
         "user_visible",
         "uses",
         "version",
@@ -88,10 +93,17 @@ class Block:
         self.trace_id = -1
         self.held_back = False
         self.version = 0
+        self.updates = 0
+        self.source: object | None = None
         self.born = 0
 
     def __repr__(self) -> str:
         return f"<Block {self.name} {self.kind} {self.size_bytes} bytes {self.state.name}>"
+
+    @property
+    def can_be_dropped(self) -> bool:
+        """Whether its content can be made anew, and nobody misses it until then."""
+        return self.source is not None and self.span is not None and not self.user_visible and not self.pins
 
     @property
     def dead(self) -> bool:
@@ -111,4 +123,4 @@ class Block:
         A weak reference keeps a small piece of a dead storage on the heap. Records of iterations hold blocks for long. So many
         such pieces would keep the heap from using the memory between them again.
         """
-        self._weak = None
+        self._weak = self.source = None

@@ -17,6 +17,14 @@ Done = Callable[[StorageError | None], None]
 """Called once, when a copy has ended or is in the device's queues, see [Note: Two kinds of time]; with its error if it failed."""
 
 
+def dropped_message(block: Block) -> str:
+    """Say what whoever accesses a dropped block has to do."""
+    return (
+        f"{block.name} ({block.kind}, {block.size_bytes:,} bytes) is not in memory: teraio has dropped it, to make it anew when "
+        "the backward pass needs it. If your code reads it before, set the option recompute='off'"
+    )
+
+
 class Mover(Protocol):
     """Copies blocks between the device and the tiers below. The pager's lock guards the calls.
 
@@ -54,6 +62,12 @@ class Mover(Protocol):
 
     def release(self, block: Block) -> None:
         """Free the memory of a block whose slot is valid. From now on the slot stands in for it."""
+
+    def discard(self, block: Block) -> None:
+        """Free the memory of a block that has no slot. Its content is gone, and whoever accesses it gets an error."""
+
+    def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
+        """Give a discarded block the memory of `fresh`, a storage of its size that nobody else uses."""
 
     def drop_copy(self, block: Block) -> None:
         """Free the slot of a block that is on the device, and whose copy in has ended."""

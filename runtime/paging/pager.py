@@ -264,6 +264,19 @@ class Pager:
                 with contextlib.suppress(StorageFullError):
                     self._transitions.begin_offload(block, tier)
 
+    def drop(self, block: Block) -> None:
+        """Free the memory of a block that is on the device and that its `source` can make anew; others stay. Never waits."""
+        with self.condition:
+            here = block.state is State.ON_DEVICE or block in self._transitions.queued_offloads
+            if here and block.can_be_dropped and self.table.is_current(block):
+                self._transitions.drop(block)
+
+    def renew(self, fresh: Mapping[Block, torch.UntypedStorage]) -> None:
+        """Give dropped blocks the memory of storages of their sizes, which hold their contents and end here. Never waits."""
+        with self.condition:
+            for block, storage in fresh.items():
+                self._transitions.renew(block, storage)
+
     def prefetch(self, block: Block) -> None:
         """Bring a block back as soon as there is room, after those asked for before. Never waits."""
         with self.condition:
@@ -300,7 +313,7 @@ class Pager:
             self._regions.leave()
 
     def bring_back_all(self) -> None:
-        """Bring every block to the device, whatever the budget. Waits until all copies have ended."""
+        """Bring every block to the device that was not dropped, whatever the budget. Waits until all copies have ended."""
         with self.condition:
             self._regions.bring_back_all()
 

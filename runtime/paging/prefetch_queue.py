@@ -10,6 +10,8 @@ from runtime.paging.block import Block, State
 from runtime.paging.block_table import BlockTable
 from runtime.paging.transitions import BlockTransitions
 
+_NOT_FETCHED = (State.ON_DEVICE, State.PREFETCHING, State.DROPPED)
+
 
 class PrefetchQueue:
     """Begins prefetches in the order in which they were asked for, as soon as each has room. With the pager's lock held.
@@ -28,7 +30,7 @@ class PrefetchQueue:
 
     def ask_for(self, blocks: Sequence[Block]) -> None:
         """Add prefetches of those blocks that are not on the device, and begin those that have room."""
-        asked = [b for b in blocks if b.state not in (State.ON_DEVICE, State.PREFETCHING)]
+        asked = [b for b in blocks if b.state not in _NOT_FETCHED]
         self._waiting.extend(asked)
         self.begin_ready()
         for block in asked:
@@ -52,7 +54,7 @@ class PrefetchQueue:
     def _begin_first(self) -> bool:
         """Begin or drop the first prefetch in the queue, or take one obstacle away. False if it has to wait."""
         block = self._waiting[0]
-        if not self._table.is_current(block) or block.state in (State.ON_DEVICE, State.PREFETCHING):
+        if not self._table.is_current(block) or block.state in _NOT_FETCHED:
             self._waiting.popleft()
             return True
         if block in self._transitions.reserved_for_host:

@@ -82,9 +82,9 @@ class Regions:
             for block in [block for block in self._table if block.state is State.OFFLOADED]:
                 self._transitions.begin_prefetch(block)
             self._signal.raise_failure()
-            if all(block.state is State.ON_DEVICE for block in self._table):
+            if all(block.state in (State.ON_DEVICE, State.DROPPED) for block in self._table):
                 if self._mover is not None:
-                    self._mover.wait_resident(list(self._table))
+                    self._mover.wait_resident([block for block in self._table if block.state is State.ON_DEVICE])
                 return
             self._signal.wait(lambda: awaited(list(self._table)))
 

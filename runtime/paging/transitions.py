@@ -8,6 +8,9 @@ dirty        ON_DEVICE    held      invalid  any thread        begin_offload    
 clean        ON_DEVICE    held      valid    any thread        begin_offload                            offloaded
              .                               training thread   write: by a stage or by user code        dirty
              .                               any thread        its slot goes to another block           dirty
+dirty,       .                               training thread   drop                                     dropped
+clean,
+queued
 offloading   OFFLOADING   held      filling  thread of a copy  copy has ended                           offloaded
              .                               thread of a copy  copy has ended, but a stage holds it     clean
              .                               thread of a copy  copy failed, or block was written        dirty
@@ -21,8 +24,10 @@ offloaded    OFFLOADED    none      valid    any thread        begin_prefetch   
 prefetching  PREFETCHING  reserved  valid    thread of a copy  copy has ended                           clean
              .                               thread of a copy  copy failed, or cannot begin             offloaded
 updating     UPDATING     none      in use   who borrows it    end_update: now a new version            offloaded
+dropped      DROPPED      none      none     training thread   renew: its stage has run again           dirty
 
-A block begins as dirty. One whose storage is dead is forgotten as soon as it is dirty, clean, queued or offloaded (`forget`).
+A block begins as dirty. One whose storage is dead is forgotten as soon as it is dirty, clean, queued, offloaded or dropped
+(`forget`). Only a block with a `source` is dropped: a stage that can run again and make its content anew.
 Two sets say more of a block than its state: `queued_offloads` holds those in the case "queued"; `reserved_for_host` holds blocks
 that are offloading, queued or offloaded and that the host's processor will update: no prefetch begins for them before, but a
 stage that needs one takes it. A stage holds a block from `pin` to `unpin`; it does not wait for the end of an offload.
@@ -53,6 +58,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+
+import torch
 
 from planner.errors import StorageError, StorageFullError
 from planner.schema import WaitingTier
@@ -271,6 +278,30 @@ class BlockTransitions:
         block.state = State.OFFLOADED
         self._account.remove(block.size_bytes)
 
+    # -- dropped, and made anew
+
+    def drop(self, block: Block) -> None:
+        """Free the memory of a block that is ON_DEVICE or queued, and its slot: its source makes it anew."""
+        self.keep(block)
+        held = block.storage()  # its memory is freed here, not when a copy that has just ended lets go of it
+        if held is None:
+            self.forget(block)
+            return
+        if block.tier is not None:
+            self._drop_copies([block])
+        self.need_mover().discard(block)
+        block.copy_is_valid = block.assumed_written = False
+        block.state = State.DROPPED
+        self._account.remove(block.size_bytes)
+        self._copy_ended()
+
+    def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
+        """Give a block that is DROPPED the memory of `fresh`, which holds its content."""
+        self.need_mover().renew(block, fresh)
+        self.write(block)
+        block.state = State.ON_DEVICE
+        self._account.add(block.size_bytes)
+
     # -- changes in the slot
 
     def begin_update(self, blocks: Sequence[Block]) -> None:
@@ -284,6 +315,7 @@ class BlockTransitions:
         for block in blocks:
             if block.state is State.UPDATING:
                 block.version += 1
+                block.updates += 1
                 block.state = State.OFFLOADED
 
     # -- the end
@@ -291,7 +323,7 @@ class BlockTransitions:
     def forget(self, block: Block) -> None:
         """Drop a block that is dead or was replaced, and free its slot; later if a copy or an update still uses it."""
         self.keep(block)
-        if block.state not in (State.ON_DEVICE, State.OFFLOADED) or not self._table.holds(block):
+        if block.state not in (State.ON_DEVICE, State.OFFLOADED, State.DROPPED) or not self._table.holds(block):
             return
         self._table.remove(block)
         if block.state is State.ON_DEVICE:

@@ -1,5 +1,9 @@
-"""What the machine and its operating system give: NUMA nodes, memory limits, pinning, native code, signals; profilers."""
+"""What the machine and its operating system give: NUMA nodes, memory limits, pinning, native code, signals; profilers.
 
+And, by native code, other memory for tensors.
+"""
+
+from runtime.system import storage_swap
 from runtime.system.annotation import Name, annotate, first_of
 from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
 from runtime.system.interrupts import checkpoint, current_handler, forget_undo, undo_if_interrupted, uninterrupted
@@ -22,6 +26,7 @@ __all__ = [
     "on_processors",
     "pci_address",
     "processors_near",
+    "storage_swap",
     "undo_if_interrupted",
     "uninterrupted",
 ]

@@ -15,6 +15,7 @@ from runtime.storage import ALIGNMENT_BYTES, Checksums, Slot, Store, UnchangedCh
 from runtime.transfer import measurement
 from runtime.transfer.link import Link, OnDone, Ready, Transfer
 from runtime.transfer.measurement import LinkRates
+from runtime.transfer.pace import Pace
 from runtime.transfer.torch_memory import TorchMemory
 
 __all__ = ["Engine", "Link", "LinkRates", "OnDone", "Ready", "Transfer"]
@@ -36,6 +37,7 @@ class Engine:
     threads: I/O threads per direction and drive.
     chunk_bytes: the smallest number of bytes that a thread copies at a time.
     stuck_after_seconds: if a drive needs longer for one chunk, it no longer answers, see `check`.
+    limit_bytes_per_second: of each link, to measure what a slower drive would do; None for no limit.
 
     Only the process that made the engine can use it, not a forked child. The caller owns the store: close it after the engine.
     Raises UnsupportedError for checksums of memory that the processor cannot read; `unchanged` does nothing there.
@@ -52,6 +54,7 @@ class Engine:
         threads: int = 4,
         chunk_bytes: int = 8 << 20,
         stuck_after_seconds: float = 120.0,
+        limit_bytes_per_second: float | None = None,
     ) -> None:
         self._store = store
         self._memory = memory or TorchMemory(torch.device("cpu"))
@@ -68,6 +71,7 @@ class Engine:
         self._threads = threads
         self._chunk_bytes = align_up(chunk_bytes)
         self._stuck_after_seconds = stuck_after_seconds
+        self._limit_bytes_per_second = limit_bytes_per_second
         self.write_link, self.read_link = self._open_links()
         self.links = MappingProxyType({link.name: link for link in (self.write_link, self.read_link)})
         atexit.register(self._abandon)
@@ -142,10 +146,11 @@ class Engine:
         chunk_io = self._checksums or self._store
         read_chunk = chunk_io.read_chunk if self._unchanged is None else self._unchanged.read_chunk
         is_there = None if self._unchanged is None else self._unchanged.holds
+        limit = self._limit_bytes_per_second
         write, read = (
             Link(
                 name,
-                move,
+                move if limit is None else Pace(move, limit),
                 is_there=check,
                 drives=self._store.drives,
                 threads=self._threads,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import planner
 from planner.problem import live_bytes
 from planner.schema import FrozenModel, Predicted, SolverReport
+from teraio.cli.recompute_summary import RerunSummary, summarise_reruns
 from teraio.cli.replay_summary import CriticalSummary, LinkSummary, ProcessorSummary, StallSummary, summarise_replay
 
 __all__ = ["HostUpdateSummary", "MoveSummary", "PlanSummary", "summarise_plan"]
@@ -52,7 +53,9 @@ class HostUpdateSummary(FrozenModel):
 
 
 class PlanSummary(FrozenModel):
-    """A plan. `moves`: by size, largest first; in the plan's order without the trace.
+    """A plan. Stages are numbered as in `planner.recomputed`: a stage that runs again counts as one more.
+
+    `moves`: by size, largest first; in the plan's order without the trace.
 
     `dropped`: number of moves without a copy out. `subgroups`: how many the trace has. `host_updates`: those that are updated on
     the host, in that order. `stalls`: longest first. `stalls`, `links`, `host_processor` and `critical` come from a replay; they
@@ -72,6 +75,7 @@ class PlanSummary(FrozenModel):
     moves: tuple[MoveSummary, ...]
     subgroups: int | None
     host_updates: tuple[HostUpdateSummary, ...]
+    reruns: tuple[RerunSummary, ...] = ()
     stalls: tuple[StallSummary, ...] | None = None
     links: tuple[LinkSummary, ...] | None = None
     host_processor: ProcessorSummary | None = None
@@ -85,11 +89,12 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, ra
     rated_bytes: bytes that may be written to the drives in their life (TBW). Raises PlanError if the plan does not belong to the
     trace, InfeasiblePlanError if it cannot be carried out.
     """
-    replay = None
+    replay = derived = None
     if trace is not None:
         _check_belongs(plan, trace)
         replay = summarise_replay(trace, plan, planner.simulate(trace, plan))
-    moves = _moves(plan, trace)
+        derived = planner.recomputed(trace, plan.recompute)
+    moves = _moves(plan, derived)
     return PlanSummary(
         policy=plan.policy,
         trace_fingerprint=plan.trace_fingerprint,
@@ -101,7 +106,8 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, ra
         dropped=sum(move.offload is None for move in plan.moves),
         moves=tuple(sorted(moves, key=lambda move: -(move.size_bytes or 0))),
         subgroups=None if trace is None else len(trace.subgroups),
-        host_updates=tuple(_host_update(update.subgroup, trace) for update in plan.updates if update.where == "host"),
+        host_updates=tuple(_host_update(update.subgroup, derived) for update in plan.updates if update.where == "host"),
+        reruns=summarise_reruns(plan, trace),
         stalls=None if replay is None else replay.stalls,
         links=None if replay is None else replay.links,
         host_processor=None if replay is None else replay.host_processor,

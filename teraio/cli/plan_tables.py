@@ -11,6 +11,7 @@ from rich.text import Text
 from planner.schema import Predicted
 from planner.simulator import STAGES
 from teraio.cli.plan_summary import MoveSummary, PlanSummary
+from teraio.cli.recompute_summary import RerunSummary
 from teraio.cli.replay_summary import CriticalSummary, LinkSummary, ProcessorSummary, ReplaySummary, StallSummary
 from teraio.cli.tables import (
     Page,
@@ -42,6 +43,7 @@ def plan_tables(plan: PlanSummary, rows: int) -> Page:
         ("host budget", limit_bytes(plan.budgets.host_bytes)),
         ("storage budget", limit_bytes(plan.budgets.storage_bytes)),
         ("moves", f"{len(plan.moves)} of {plan.blocks_moved} blocks, {plan.dropped} without a copy out"),
+        ("recomputed", _recomputed(plan)),
         ("updates on the host", _updates(plan)),
         ("host's processor", _processor(plan.host_processor, iteration)),
         ("drives last", _lifetime(plan.drive_lifetime_seconds)),
@@ -49,9 +51,10 @@ def plan_tables(plan: PlanSummary, rows: int) -> Page:
     )
     predicted = () if plan.predicted is None else (_prediction(plan.predicted),)
     moves = (section("moves", _moves(plan.moves[:rows]), len(plan.moves)),) if plan.moves else ()
+    reruns = (section("recomputed", _reruns(plan.reruns[:rows]), len(plan.reruns)),) if plan.reruns else ()
     links = (_links(plan.links, iteration),) if plan.links else ()
     stalls = (_stalls(plan.stalls, rows),) if plan.stalls is not None else ()
-    return (overview, *predicted, *moves, *links, *stalls, *_awaited(plan.critical, rows))
+    return (overview, *predicted, *moves, *reruns, *links, *stalls, *_awaited(plan.critical, rows))
 
 
 def replay_tables(replay: ReplaySummary, rows: int) -> Page:
@@ -63,6 +66,7 @@ def replay_tables(replay: ReplaySummary, rows: int) -> Page:
         ("iteration", format_seconds(replay.iteration_seconds)),
         ("in the plan's file", said),
         ("without waiting", format_seconds(replay.ideal_seconds)),
+        ("recomputation", format_seconds(replay.recompute_seconds) if replay.recompute_seconds else ""),
         ("stall", f"{format_seconds(replay.stall_seconds)}, {waited}"),
         ("device budget", exact_bytes(replay.device_budget_bytes)),
         *peaks,
@@ -79,12 +83,41 @@ def _prediction(predicted: Predicted) -> Group:
     table = facts(
         ("iteration", format_seconds(predicted.iteration_seconds)),
         ("without waiting", format_seconds(predicted.ideal_seconds)),
+        ("recomputation", format_seconds(predicted.recompute_seconds) if predicted.recompute_seconds else ""),
         ("no plan is faster than", format_seconds(predicted.lower_bound_seconds)),
         ("stall", f"{format_seconds(predicted.stall_seconds)}, {stall}"),
         *((f"peak of {tier}", exact_bytes(size)) for tier, size in predicted.peak_bytes.items() if size),
         *((f"moved {link}", exact_bytes(size)) for link, size in predicted.moved_bytes.items()),
     )
     return Group(Text("predicted, per iteration", style="bold"), table)
+
+
+def _recomputed(plan: PlanSummary) -> str:
+    """Return how many stages run again, how long that takes, and how long copying instead would take."""
+    if not plan.reruns:
+        return ""
+    stages = f"{len(plan.reruns)} forward stages"
+    if any(each.seconds is None for each in plan.reruns):
+        return stages
+    size, seconds = sum(each.size_bytes or 0 for each in plan.reruns), sum(each.seconds or 0.0 for each in plan.reruns)
+    copies = sum(each.copy_seconds or 0.0 for each in plan.reruns)
+    saved = f" in place of {format_seconds(copies)} of copies" if copies else ""
+    return f"{stages}, {format_bytes(size)}: {format_seconds(seconds)}{saved}"
+
+
+def _reruns(reruns: Sequence[RerunSummary]) -> Table:
+    """The last two columns tell why a stage runs again: what it takes, and what copying its blocks out and in would take."""
+    table = table_of(">group", "stage", "runs again before", ">makes", ">in", ">copies would take")
+    for each in reruns:
+        table.add_row(
+            str(each.group),
+            "" if each.stage is None else named(each.stage, each.stage_name),
+            named(each.at, each.at_name),
+            "" if each.size_bytes is None else format_bytes(each.size_bytes),
+            "" if each.seconds is None else format_seconds(each.seconds),
+            "" if each.copy_seconds is None else format_seconds(each.copy_seconds),
+        )
+    return table
 
 
 def _moves(moves: Sequence[MoveSummary]) -> Table:

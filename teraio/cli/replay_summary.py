@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import planner
+from planner.problem import recompute_seconds
 from planner.schema import FrozenModel
 from planner.simulator import STAGES, CriticalPath, PathSegment, critical_path
 
@@ -63,12 +66,14 @@ class CriticalSummary(FrozenModel):
 class ReplaySummary(FrozenModel):
     """The replay of a plan. `planned_seconds`: the iteration time in the plan's file. `stalls`: longest first.
 
-    `ideal_seconds`: of the trace, with all updates on the device. An iteration with updates on the host can be shorter than that,
-    and its stalls can add up to more than its excess over `ideal_seconds`.
+    `ideal_seconds`: of the trace, with all updates on the device and without re-runs; these take `recompute_seconds`.
+    An iteration with updates on the host can be shorter than that, and its stalls can add up to more than its excess over
+    `ideal_seconds`.
     """
 
     iteration_seconds: float
     ideal_seconds: float
+    recompute_seconds: float
     stall_seconds: float
     planned_seconds: float | None
     device_budget_bytes: int
@@ -83,9 +88,11 @@ class ReplaySummary(FrozenModel):
 
 def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner.Timeline) -> ReplaySummary:
     """Return the replay of `plan` on `trace` in numbers."""
+    stages = planner.recomputed(trace, plan.recompute).stages
     return ReplaySummary(
         iteration_seconds=timeline.iteration_seconds,
         ideal_seconds=trace.ideal_seconds,
+        recompute_seconds=recompute_seconds(trace, plan.recompute),
         stall_seconds=timeline.stall_seconds,
         planned_seconds=None if plan.predicted is None else plan.predicted.iteration_seconds,
         device_budget_bytes=plan.budgets.device_bytes,
@@ -97,15 +104,15 @@ def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner
             updates=len(timeline.updates),
             busy_seconds=sum(update.end_seconds - update.start_seconds for update in timeline.updates),
         ),
-        stalls=_stalls(trace, timeline),
-        critical=_critical(trace, critical_path(trace, plan, timeline)),
+        stalls=_stalls(stages, timeline),
+        critical=_critical(trace, stages, critical_path(trace, plan, timeline)),
     )
 
 
-def _stalls(trace: planner.Trace, timeline: planner.Timeline) -> tuple[StallSummary, ...]:
+def _stalls(stages: Sequence[planner.Stage], timeline: planner.Timeline) -> tuple[StallSummary, ...]:
     stalls = [
         StallSummary(stage=stage.id, name=stage.name, stall_seconds=times.stall_seconds)
-        for stage, times in zip(trace.stages, timeline.stages, strict=True)
+        for stage, times in zip(stages, timeline.stages, strict=True)
         if times.stall_seconds > _ROUNDING_SECONDS
     ]
     return tuple(sorted(stalls, key=lambda stall: -stall.stall_seconds))
@@ -121,14 +128,14 @@ def _link(name: str, timeline: planner.Timeline) -> LinkSummary:
     )
 
 
-def _critical(trace: planner.Trace, path: CriticalPath) -> CriticalSummary:
+def _critical(trace: planner.Trace, stages: Sequence[planner.Stage], path: CriticalPath) -> CriticalSummary:
     return CriticalSummary(
         seconds=path.seconds(),
         pieces=tuple(
             SegmentSummary(
                 resource=piece.resource,
                 index=piece.index,
-                name=_segment_name(trace, piece),
+                name=_segment_name(trace, stages, piece),
                 start_seconds=piece.start_seconds,
                 end_seconds=piece.end_seconds,
             )
@@ -137,8 +144,9 @@ def _critical(trace: planner.Trace, path: CriticalPath) -> CriticalSummary:
     )
 
 
-def _segment_name(trace: planner.Trace, piece: PathSegment) -> str:
+def _segment_name(trace: planner.Trace, stages: Sequence[planner.Stage], piece: PathSegment) -> str:
     if piece.block is not None:
         return trace.blocks[piece.block].name
-    stage = piece.index if piece.resource == STAGES else trace.subgroups[piece.index].stage
-    return trace.stages[stage].name
+    if piece.resource == STAGES:
+        return stages[piece.index].name
+    return trace.stages[trace.subgroups[piece.index].stage].name

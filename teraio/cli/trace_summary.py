@@ -8,6 +8,7 @@ from typing import Literal
 import planner
 from planner.problem import BlockActivity, block_activities, host_updatable, live_bytes, live_bytes_by_kind, mean_active_fraction
 from planner.schema import BlockKind, FrozenModel, Phase
+from teraio.cli.recompute_summary import RecomputeSummary, summarise_groups
 
 __all__ = ["BlockSummary", "TraceSummary", "summarise_trace"]
 
@@ -71,7 +72,7 @@ class TraceSummary(FrozenModel):
 
     `peak_bytes`, `peak_stage`: the most bytes on the device if no block ever leaves, and the stage in which that is.
     `mean_active_fraction`: average share of the movable bytes that is in use. `updates`: on the device (all subgroups), then on
-    the host; empty without subgroups. `blocks`: largest first.
+    the host; empty without subgroups. `recompute`: what can run again. `blocks`: largest first.
     """
 
     name: str
@@ -87,6 +88,7 @@ class TraceSummary(FrozenModel):
     phases: tuple[PhaseSummary, ...]
     kinds: tuple[KindSummary, ...]
     updates: tuple[UpdateSummary, ...]
+    recompute: RecomputeSummary
     stages: tuple[StageSummary, ...]
     blocks: tuple[BlockSummary, ...]
 
@@ -112,6 +114,7 @@ def summarise_trace(trace: planner.Trace) -> TraceSummary:
         phases=tuple(_phases(trace.stages)),
         kinds=tuple(_kinds(trace.blocks)),
         updates=_updates(trace),
+        recompute=summarise_groups(trace),
         stages=tuple(
             StageSummary(
                 **dict(stage),

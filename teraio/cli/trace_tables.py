@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.text import Text
 
 from planner.schema import Hardware
+from teraio.cli.recompute_summary import RecomputeSummary
 from teraio.cli.tables import Page, exact_bytes, facts, format_bytes, format_seconds, plain, section, table_of
 from teraio.cli.trace_summary import BlockSummary, TraceSummary, UpdateSummary
 
@@ -30,6 +31,7 @@ def trace_tables(trace: TraceSummary, rows: int) -> Page:
         ("iteration without waiting", format_seconds(trace.ideal_seconds)),
         ("peak if nothing moves", f"{exact_bytes(trace.peak_bytes)}, in {trace.peak_stage}"),
         ("floor (smallest budget)", f"{exact_bytes(trace.floor_bytes)}, set by {trace.floor_stage}"),
+        ("can be recomputed", _recompute(trace.recompute)),
         ("active on average", f"{trace.mean_active_fraction:.1%} of the bytes that may move"),
     )
     phases = table_of("phase", ">stages", ">time")
@@ -53,6 +55,7 @@ def trace_tables(trace: TraceSummary, rows: int) -> Page:
         phases,
         kinds,
         *_updates(trace.updates),
+        *_not_recomputed(trace.recompute),
         _memory(trace),
         *_links(trace.hardware),
         section("longest stages", stages, len(trace.stages)),
@@ -68,6 +71,24 @@ def _updates(updates: Sequence[UpdateSummary]) -> Page:
     table = table_of("can update on", ">subgroups", ">elements", ">time")
     for update in updates:
         table.add_row(update.where, str(update.subgroups), f"{update.elements:,}", format_seconds(update.seconds))
+    return (table,)
+
+
+def _recompute(recompute: RecomputeSummary) -> str:
+    """Return what the groups make and what that takes, against the time of copying it out and in; empty without groups."""
+    if not recompute.groups:
+        return ""
+    made = f"{format_bytes(recompute.size_bytes)} by {recompute.groups} stages, in {format_seconds(recompute.seconds)}"
+    return made + ("" if recompute.copy_seconds is None else f" (to copy out and in: {format_seconds(recompute.copy_seconds)})")
+
+
+def _not_recomputed(recompute: RecomputeSummary) -> Page:
+    """Return why forward stages cannot run again, the most frequent reason first."""
+    if not recompute.not_recomputed:
+        return ()
+    table = table_of("cannot be recomputed, because", ">stages", "such as")
+    for entry in recompute.not_recomputed:
+        table.add_row(plain(entry.reason), str(entry.stages), plain(entry.example))
     return (table,)
 
 

@@ -4,9 +4,9 @@ Decides nothing: `follower` asks for the drift and for the trace.
 
 [Note: What is compared]
 iteration: seconds of an iteration, with those of the replayed plan.
-stages: seconds of an iteration without waiting for copies, with the sum of the trace's stages. The measured time includes
-    the time between stages (on an asynchronous device, that time counts as waiting). A trace made from measurements
-    spreads it over its stages.
+stages: seconds of an iteration without waiting for copies, with the sum of the trace's stages and of the plan's re-runs. The
+    measured time includes the time between stages (on an asynchronous device, that time counts as waiting). A trace made from
+    measurements spreads it over its stages.
 links: seconds per byte for which a link is busy, with those in the replay, where links that share a rate slow each other
     down, too. One number cannot tell latency from rate, so both are scaled for a slower link. A shared rate is scaled by the
     average slowdown of its links. If they slow each other down in the replay and carried more together than the scaled
@@ -33,7 +33,7 @@ class Observation:
     """One planned iteration as it was measured. Stages by position; bytes and seconds by link, in this iteration only.
 
     waited_seconds: time in which nothing ran because blocks or room were missing; not part of `stage_seconds`.
-    host_seconds: by stage, of the updates that ran on the host's processor.
+    host_seconds: by stage, of the updates that ran on the host's processor. rerun_seconds: of all stages that ran again.
     """
 
     iteration_seconds: float
@@ -42,6 +42,7 @@ class Observation:
     moved_bytes: dict[str, int]
     busy_seconds: dict[str, float]
     host_seconds: dict[int, float] = field(default_factory=dict)
+    rerun_seconds: float = 0.0
 
     @property
     def working_seconds(self) -> float:
@@ -119,7 +120,8 @@ def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequen
     expected: what the plan that was followed on `trace` promised. A link that moved nothing keeps its rate.
     """
     measured = [statistics.median(times) for times in zip(*(o.stage_seconds for o in observations), strict=True)]
-    between = max(statistics.median(o.working_seconds for o in observations) - sum(measured), 0.0) / len(measured)
+    working = statistics.median(o.working_seconds - o.rerun_seconds for o in observations)
+    between = max(working - sum(measured), 0.0) / len(measured)
     on_host = _host_seconds(observations)
     seconds = [_on_device(stage, observations, median) + between for stage, median in enumerate(measured)]
     for stage in on_host:  # the time that the device would take was not measured
@@ -145,6 +147,7 @@ def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequen
         ),
         subgroup_bytes=trace.subgroup_bytes,
         recompute=tuple(r.model_copy(update={"duration_seconds": r.duration_seconds * scale[r.stage]}) for r in trace.recompute),
+        not_recomputed=trace.not_recomputed,
     )
 
 

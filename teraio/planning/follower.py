@@ -27,7 +27,7 @@ from teraio.planning.corrections import Corrections, planned_starts
 from teraio.planning.drift import Drift, Expectation, Observation, drift_of, remeasured
 from teraio.planning.saving import save
 from teraio.planning.structured_trace import record_plan
-from teraio.profiling import Iteration, IterationRecorder, Profile, StageSchedule, lay_out_plan
+from teraio.profiling import Iteration, IterationRecorder, Profile, RerunsByStage, StageSchedule, lay_out_plan
 
 logger = logging.getLogger("teraio")
 
@@ -52,12 +52,14 @@ class _InForce:
     @classmethod
     def of(cls, profile: Profile, plan: planner.Plan, replayed: planner.Timeline) -> _InForce:
         trace = profile.trace
+        reruns = RerunsByStage.of(trace, plan.recompute)
+        sizes = [block.size_bytes for block in trace.blocks]
         return cls(
             profile=profile,
             plan=plan,
             expected=Expectation.of(trace, replayed),
-            hints=lay_out_plan(plan, profile.iteration, profile.ids, [block.size_bytes for block in trace.blocks]),
-            corrections=Corrections(plan.moves, len(trace.stages)),
+            hints=lay_out_plan(plan, profile.iteration, profile.ids, sizes, reruns),
+            corrections=Corrections(plan.moves, reruns.count),
         )
 
 
@@ -152,6 +154,7 @@ class PlanFollower:
             iteration_seconds=iteration.seconds,
             waited_seconds=iteration.waited_seconds,
             stage_seconds=tuple(stage.seconds for stage in iteration.stages),
+            rerun_seconds=sum(each.seconds for each in iteration.reruns),
             moved_bytes={link: value - self._moved_bytes.get(link, 0) for link, value in moved_bytes.items()},
             busy_seconds={link: value - self._busy_seconds.get(link, 0.0) for link, value in busy_seconds.items()},
             host_seconds={i: s.host_seconds for i, s in enumerate(iteration.stages) if s.on_host and s.host_seconds is not None},
@@ -161,9 +164,11 @@ class PlanFollower:
 
     def _correct(self, iteration: Iteration, observation: Observation) -> None:
         now = self._now
-        late = {(block, place): t for place, stage in enumerate(iteration.stages) for block, t in stage.late}
+        reruns = now.hints.reruns
+        late = {(block, reruns.numbers[i]): t for i, stage in enumerate(iteration.stages) for block, t in stage.late}
         if now.corrections.note(late, observation.waited_seconds, now.expected):
-            starts = now.corrections.starts(observation.stage_seconds)
+            again = {each.position: each.seconds for each in iteration.reruns if each.position is not None}
+            starts = now.corrections.starts(reruns.spread(observation.stage_seconds, again))
             self._recorder.change(replace(now.hints, fetch_at=starts.fetch_at), due=starts.due)
 
     # -- planning again
@@ -194,7 +199,7 @@ class PlanFollower:
         self._tell(promised, kept, better=better)
         if kept is None or better:
             after = _InForce.of(profile, new, promised)
-            self._recorder.change(after.hints, due=planned_starts(new.moves, len(trace.stages)).due)
+            self._recorder.change(after.hints, due=planned_starts(new.moves, after.hints.reruns.count).due)
         else:
             expected = Expectation.of(trace, kept)
             after = replace(now, profile=profile, plan=_promise(old, new, trace, kept), expected=expected)

@@ -14,6 +14,12 @@ def fit_given_plan(plan: planner.Plan, trace: planner.Trace, budgets: planner.Bu
     Raises PlanError if the plan cannot be carried out on this trace within these budgets.
     """
     plan = plan.model_copy(update={"trace_fingerprint": trace.fingerprint, "budgets": budgets})
+    if len(trace.recompute) <= max((each.group for each in plan.recompute), default=-1):
+        reasons = sorted({each.reason for each in trace.not_recomputed})
+        raise PlanError(
+            f"{path}: this plan recomputes stages that cannot run again in this run: {'; '.join(reasons) or 'it has others'}; "
+            "make a new one from a trace of this run (option trace_out), or leave out the option plan"
+        )
     try:
         planner.simulate(trace, plan)
     except InfeasiblePlanError as error:

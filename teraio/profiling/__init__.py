@@ -1,10 +1,11 @@
 """Record what an iteration does and when, and build a trace from it."""
 
 from teraio.profiling.border import IterationBorder
-from teraio.profiling.iteration import Iteration
+from teraio.profiling.iteration import Iteration, RerunRecord
 from teraio.profiling.peaks import LargestSizes, PeakWatch
 from teraio.profiling.profiler import Profile, build_profile, states_that_stay
 from teraio.profiling.recorder import IterationRecorder
+from teraio.profiling.reruns_by_stage import RerunsByStage
 from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "LargestSizes",
     "PeakWatch",
     "Profile",
+    "RerunRecord",
+    "RerunsByStage",
     "StageSchedule",
     "IterationBorder",
     "IterationRecorder",

@@ -18,6 +18,7 @@ class StageRecord:
     host_seconds: duration of the update on the host's processor: measured if it ran there (`on_host`), otherwise estimated;
     None if it cannot run there.
     read, made, written: the blocks that it used, created and changed.
+    never_again: why it must not run again; "" if it may.
     late: trace ids of the prefetched blocks that it had to wait for, each with the seconds from the start of the wait to its
     arrival.
     """
@@ -32,7 +33,21 @@ class StageRecord:
     read: tuple[Block, ...] = ()
     made: tuple[Block, ...] = ()
     written: tuple[Block, ...] = ()
+    never_again: str = ""
     late: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class RerunRecord:
+    """One re-run of a forward stage. position: its number in the plan; None if the plan does not have it.
+
+    seconds: as in `StageRecord`. made_bytes: what it made anew.
+    """
+
+    name: str
+    position: int | None
+    made_bytes: int
+    seconds: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +76,7 @@ class Iteration:
     first region of the next one began, such as gradients that are not set to None before the forward pass.
     held: the blocks that were used in this iteration and still alive at its end, such as gradients that are set to None after the
     step.
+    reruns: what ran again. They are no stages: a trace and its numbers leave them out.
     untimed, gaps: begin and end of what is not measured yet.
     truncated: some of its regions are not in this record, because it has too many.
     """
@@ -71,7 +87,8 @@ class Iteration:
     waited_seconds: float = 0.0
     survivors: set[tuple[int, int]] = field(default_factory=set)
     held: frozenset[Block] = frozenset()
-    untimed: list[tuple[StageRecord | Iteration, Mark, Mark]] = field(default_factory=list)
+    reruns: list[RerunRecord] = field(default_factory=list)
+    untimed: list[tuple[StageRecord | RerunRecord | Iteration, Mark, Mark]] = field(default_factory=list)
     gaps: list[tuple[Mark, Mark]] = field(default_factory=list)
     truncated: bool = False
 

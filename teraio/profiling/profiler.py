@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import planner
 from runtime.paging import Block
+from teraio.profiling.groups import recompute_groups
 from teraio.profiling.iteration import Iteration, StageRecord
 
 
@@ -30,12 +31,13 @@ def build_profile(
     hardware: planner.Hardware,
     fixed_bytes: int,
     survivors: set[tuple[int, int]],
+    no_reruns: str = "",
 ) -> Profile:
     """Return the trace of the last of `iterations`. Times are medians over all of them; their signatures must be equal.
 
     survivors: (region, ordinal) of the made blocks that outlive the iteration.
     fixed_bytes: what stays on the device without being a block, such as small optimizer states. It becomes one block that does
-    not move.
+    not move. no_reruns: why no stage may run again; "" if some may.
     """
     last = iterations[-1]
     stages = last.stages
@@ -44,6 +46,7 @@ def build_profile(
     blocks = [_block(last, uses, block, number, survivors) for block, number in uses.ids.items()]
     if fixed_bytes:
         blocks.append(_fixed_block(len(blocks), fixed_bytes, [s.phase for s in stages]))
+    groups, not_recomputed = recompute_groups(stages, times, blocks, uses.ids, against=no_reruns)
     trace = planner.Trace(
         name=name,
         created_by=created_by,
@@ -54,6 +57,8 @@ def build_profile(
         ),
         blocks=tuple(blocks),
         subgroups=_subgroups(stages, times, uses.ids),
+        recompute=groups,
+        not_recomputed=not_recomputed,
     )
     return Profile(trace=trace, iteration=last, ids=uses.ids)
 

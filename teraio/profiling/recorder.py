@@ -15,12 +15,12 @@ runs as any other, but leaves no record, and no plan is made for the iteration.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 from runtime.device import Mark
-from runtime.execution import StageRun
+from runtime.execution import StageRerun, StageRun
 from runtime.paging import Block, Pager
-from teraio.profiling.iteration import Iteration, Region, StageRecord
+from teraio.profiling.iteration import Iteration, Region, RerunRecord, StageRecord
 from teraio.profiling.schedule_by_stage import StageSchedule
 
 _MOST_STAGES = 10_000
@@ -48,6 +48,7 @@ class IterationRecorder:
         self._recording = False
         self._inference_regions = 0
         self._position = 0
+        self._due: int | None = None
         self._device = pager.device
         self._user_code_began = self._began = self._last_end = self._device.mark()
         self._waited_at_user_code = self._waited_at_begin = self._host_waited()
@@ -92,7 +93,7 @@ class IterationRecorder:
         """Record that the update of stage `number`, which was planned for the host, ran on the device after the other stages."""
         self._measure(self._region.stages[number + 1], begin, end)
 
-    def _measure(self, record: StageRecord, begin: Mark, end: Mark) -> None:
+    def _measure(self, record: StageRecord | RerunRecord, begin: Mark, end: Mark) -> None:
         """Note when a stage ran. On an asynchronous device, the gaps between stages are what the iteration has waited for."""
         if not self._recording:
             return
@@ -131,6 +132,7 @@ class IterationRecorder:
         self._last_end = self._device.mark()
         region.stages.append(user)
         self._pager.take_late()  # forget what a failed stage waited for
+        self._due = None
         self._stage_count = stage_count
         self._region, self._recording = region, self._has_room(region, is_inference)
         if self._recording:
@@ -155,14 +157,13 @@ class IterationRecorder:
             return
         regions, count = self._schedule.regions, len(self._schedule.regions)
         for index in (*range(self._cursor, count), *range(min(self._cursor, count))):
-            end = regions[index + 1][1] if index + 1 < count else len(self._schedule.fetch_at)
             # An optimizer that was given more parameters keeps its identity, but has more stages.
-            if regions[index][0] == identity and end - regions[index][1] == self._stage_count + 1:
+            if regions[index][0] == identity and self._schedule.counts[index] == self._stage_count + 1:
                 self._in_step = True
                 self.deviations += index != self._cursor
                 self._cursor = index + 1
                 self._position = regions[index][1] + 1
-                self._offload(self._position - 1)
+                self._leave(self._position - 1)
                 return
         self.deviations += 1
 
@@ -178,8 +179,14 @@ class IterationRecorder:
         for block in self._to_prefetch(position):
             self._pager.prefetch(block)
 
-    def _offload(self, position: int) -> None:
-        for trace_id, tier in self._schedule.leave_after[position] if self._schedule is not None else ():
+    def _leave(self, position: int) -> None:
+        if self._schedule is None:
+            return
+        for trace_id in self._schedule.reruns.dropped_after.get(position, ()):
+            dropped = self._by_id.get(trace_id)
+            if dropped is not None:
+                self._pager.drop(dropped)
+        for trace_id, tier in self._schedule.leave_after[position]:
             leaving = self._by_id.get(trace_id)
             if leaving is not None:
                 self._pager.offload(leaving, tier)
@@ -196,6 +203,7 @@ class IterationRecorder:
             read=tuple(run.read),
             made=tuple(run.made),
             written=tuple(run.written),
+            never_again=run.never_again,
             late=tuple((b.trace_id, t) for b, t in self._pager.take_late() if self._by_id.get(b.trace_id) is b),
         )
         self._measure(record, run.begin, run.end)
@@ -206,8 +214,30 @@ class IterationRecorder:
         used = (*run.read, *run.made)
         self._pager.advance_clock({b: self._until_next_use(b, position, run.next_uses, mirrored) for b in used})
         if self._in_step:
-            self._offload(self._position)
+            self._leave(self._position)
             self._position += 1
+
+    # -- re-runs: they have no place in the record, but one in the plan
+
+    def kept_stages(self) -> Collection[int]:
+        return self._schedule.kept[self._cursor - 1] if self._in_step and self._schedule is not None else ()
+
+    def reruns_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:
+        while self._in_step and self._schedule is not None and self._position in self._schedule.reruns.made:
+            made = (self._by_id.get(i) for i in self._schedule.reruns.made[self._position])
+            self._due = self._position
+            yield [block for block in made if block is not None], self._to_prefetch(self._position)
+            self._due = None
+            self._pager.take_late()  # an earlier prefetch is only asked for where a stage of the trace waits
+            self._leave(self._position)
+            self._position += 1
+
+    def stage_ran_again(self, rerun: StageRerun) -> None:
+        size_bytes = sum(block.size_bytes for block in rerun.made)
+        record = RerunRecord(name=rerun.name, position=self._due, made_bytes=size_bytes)
+        if self._recording:
+            self._iteration.reruns.append(record)
+        self._measure(record, rerun.begin, rerun.end)
 
     def _recognise(self, made: Sequence[Block], region: Region) -> None:
         """Match new blocks, by their ordinals in the region, with those of the previous iteration and of the plan's trace."""

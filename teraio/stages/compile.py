@@ -16,6 +16,7 @@ from teraio.stages import cost
 from teraio.stages.cut import CutPolicy, assign, can_cut
 from teraio.stages.memory import Resizer, distinct_bytes, is_symbolic, small, stage_bytes
 from teraio.stages.random_state import describe
+from teraio.stages.recompute import reasons_against
 from teraio.stages.split import Subgraph, split
 
 Codegen = Callable[[GraphModule, Sequence[Any], dict[str, Any]], StageFunction]
@@ -68,6 +69,7 @@ class StageCompiler:
 
     def __init__(self, *, codegen: str, mode: str = "default", policy: CutPolicy | None = None) -> None:
         self._codegen: Codegen = partial(inductor_codegen, mode=mode) if codegen == "inductor" else eager_codegen
+        self._keeps_seeds = codegen == "inductor"
         self._policy = policy or CutPolicy()
         self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0
@@ -90,12 +92,19 @@ class StageCompiler:
         prefix = phase if identity < 2 else f"{phase}#{identity}"
         describe(gm.graph)
         subgraphs = self._subgraphs(gm, floor_bytes=self._forward_bytes if phase == "backward" else 0)
+        reasons = self._reasons(gm, subgraphs) if phase == "forward" else [""] * len(subgraphs)
         functions = [self._function(subgraph, options) for subgraph in subgraphs]
         _report_strides(gm)
-        program = _lay_out(gm, subgraphs, functions, inputs, identity=identity, phase=phase, prefix=prefix)
+        program = _lay_out(gm, subgraphs, functions, reasons, inputs, identity=identity, phase=phase, prefix=prefix)
         if phase == "forward":  # its backward graph comes next
             self._forward_bytes = max((stage.need_bytes for stage in program.stages), default=0)
         return program
+
+    def _reasons(self, gm: GraphModule, subgraphs: list[Subgraph]) -> list[str]:
+        (output,) = (n for n in gm.graph.nodes if n.op == "output")
+        shown = [output.args[0][i] for i in _user_results(output, "forward")]
+        visible = [result for result in shown if isinstance(result, Node)]
+        return reasons_against(subgraphs, visible=visible, written=_written_later(gm), keeps_seeds=self._keeps_seeds)
 
     def _subgraphs(self, gm: GraphModule, *, floor_bytes: int) -> list[Subgraph]:
         operators = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
@@ -126,6 +135,16 @@ def _device_type(gm: GraphModule) -> str:
     return "cpu"
 
 
+def _written_later(gm: GraphModule) -> list[Node]:
+    """Return the inputs of a forward graph that PyTorch changes once the graph has run."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return []
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    return [n for n, info in zip(placeholders, metadata.input_info, strict=False) if info.mutates_data]
+
+
 def _report_strides(gm: GraphModule) -> None:
     """Tell AOTAutograd the strides of the graph's outputs: those of the fake tensors, which stages keep."""
     context = TracingContext.try_get()
@@ -153,6 +172,7 @@ def _lay_out(
     gm: GraphModule,
     subgraphs: list[Subgraph],
     functions: list[StageFunction],
+    reasons: list[str],
     inputs: Sequence[tuple[str, Kind]],
     *,
     identity: int,
@@ -184,6 +204,7 @@ def _lay_out(
             next_uses=tuple(next((u for u in uses[s] if u > number), -1) for s in touched),
             **stage_bytes(subgraph, {}),
             mutates=tuple(slots[n] for n in subgraph.mutated),
+            never_again=reasons[number],
         )
 
     returned = [r for r in output.args[0] if isinstance(r, Node)]

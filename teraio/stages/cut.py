@@ -14,7 +14,9 @@ import torch
 from torch.fx import Graph, Node
 
 from teraio.stages import cost
+from teraio.stages.counters import sink_updates
 from teraio.stages.finer import cut_finer
+from teraio.stages.random_numbers import draws, draws_seeds, looks_up_seed, uses_seed
 from teraio.stages.random_state import carries_random_state
 
 _STAGES_PER_LAYER = 6
@@ -79,8 +81,23 @@ def assign(graph: Graph, *, device_type: str, policy: CutPolicy, floor_bytes: in
     stage_of = _walk(nodes, device_type, policy)
     _hoist_small(nodes, stage_of)
     _cut_finer(nodes, stage_of, device_type, policy, floor_bytes)
+    sink_updates(stage_of, small_bytes=_SMALL_BYTES)
     _repeat_constants(graph, stage_of)
+    _set_seeds_apart(stage_of)
     return stage_of
+
+
+def _set_seeds_apart(stage_of: dict[Node, int]) -> None:
+    """Give the operator that draws the seeds of Inductor's random numbers a stage of its own, the first one.
+
+    The stages that use the seeds may run again then, and this one never does. Where other random operators come first, it stays,
+    because the order in which numbers are drawn must not change.
+    """
+    for node in stage_of:
+        if draws_seeds(node):
+            stage_of[node] = min(stage_of.values()) - 1
+        elif draws(node):
+            return
 
 
 def _walk(nodes: list[Node], device_type: str, policy: CutPolicy) -> dict[Node, int]:
@@ -130,6 +147,8 @@ def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
         if not sources or max(sources) >= stage_of[node] or not isinstance(node.target, torch._ops.OpOverload):
             continue
         if cost.flops(node) > 0 or node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
+            continue
+        if looks_up_seed(node) or uses_seed(node):  # else the small masks of all layers would gather in the stage of the seeds
             continue
         if cost.output_bytes(node) < _SMALL_BYTES:
             stage_of[node] = max(sources)

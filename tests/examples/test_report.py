@@ -56,4 +56,4 @@ def test_a_run_that_lacks_iterations_is_not_compared() -> None:
 
 def test_tables_show_a_run_of_every_kind() -> None:
     assert losses_table(FIRST, second()).row_count == 2
-    assert summary_table(FIRST, second()).row_count == 11
+    assert summary_table(FIRST, second()).row_count == 12

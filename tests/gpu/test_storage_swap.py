@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from runtime.cuda import storage_swap
 from runtime.storage.host import HostStore
+from runtime.system import storage_swap
 from runtime.system.pinning import CudaPinner
 
 DEVICE = torch.device("cuda", 0)

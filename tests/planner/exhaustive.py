@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import permutations, product
+from itertools import combinations_with_replacement, permutations, product
 from math import prod
 from typing import Any
 
-from planner import Budgets, InfeasiblePlanError, Trace, floor, simulate
+from planner import BudgetError, Budgets, InfeasiblePlanError, PlanError, Recompute, Trace, floor, recomputed, simulate
 from planner.problem.host_updates import host_updatable
 from planner.problem.lifetimes import live_bytes
 from planner.problem.problem import Decision, Decisions, Problem, build_plan
@@ -50,6 +50,82 @@ def placements(problem: Problem) -> Iterator[Problem]:
     for count in range(len(updatable) + 1):
         for on_host in permutations(updatable, count):
             yield Problem.of(problem.source, problem.budgets, on_host)
+
+
+def small_with_groups(rng: random.Random, *, most_combinations: int) -> Problem:
+    """Return a problem with two or three forward stages, most of which can run again, and few enough decisions to try all."""
+    while True:
+        trace = _trace_with_groups(rng)
+        smallest, most = floor(trace)[0], max(live_bytes(trace))
+        if smallest >= most:
+            continue
+        problem = Problem.of(trace, Budgets(device_bytes=rng.randint(smallest, most - 1)))
+        if sum(prod(len(options) for options in _options(each)) for each in recomputations(problem)) <= most_combinations:
+            return problem
+
+
+def recomputations(problem: Problem) -> Iterator[Problem]:
+    """Yield the problem with every choice, place and order of groups that run again, and with every placement of updates."""
+    trace = problem.source
+    groups = [group.id for group in trace.recompute]
+    backward = [stage.id for stage in trace.stages if stage.phase == "backward"]
+    for count in range(len(groups) + 1):
+        for chosen in permutations(groups, count):
+            for places in combinations_with_replacement(backward, count):
+                again = [Recompute(group=group, at=at) for group, at in zip(chosen, places, strict=True)]
+                try:
+                    yield from placements(Problem.of(recomputed(trace, again), problem.budgets))
+                except (PlanError, BudgetError):
+                    continue
+
+
+def _trace_with_groups(rng: random.Random) -> Trace:
+    forward = rng.choice([2, 2, 3])
+    count = 2 * forward
+    names = ["forward"] * forward + ["backward"] * forward
+    if rng.random() < 0.3:
+        names.append("optimizer")
+    stages = [
+        {
+            "id": number,
+            "name": f"{name}/{number}",
+            "phase": name,
+            "duration_seconds": rng.choice([0.3, 1.0, 1.0, 2.0]),
+            "workspace_bytes": rng.choice([0, 0, 5]),
+        }
+        for number, name in enumerate(names)
+    ]
+    blocks: list[dict[str, Any]] = []
+
+    def block(kind: str, size: int, persistent: bool, reads: list[int], writes: list[int], **fields: Any) -> int:
+        number = len(blocks)
+        shown = {"id": number, "name": f"{kind}{number}", "kind": kind, "size_bytes": size, "persistent": persistent}
+        blocks.append({**shown, "reads": sorted(set(reads)), "writes": writes, **fields})
+        return number
+
+    for stage in range(forward):
+        for _ in range(rng.choice([1, 1, 2])):
+            again = rng.sample(range(forward, count), rng.choice([1, 1, 2]))
+            dies = {"dies_after": count - 1} if max(again) < count - 1 and rng.random() < 0.2 else {}
+            onward = [stage + 1] if stage + 1 < forward and rng.random() < 0.6 else []
+            block("activation", rng.choice([5, 10, 10, 20]), False, onward + again, [stage], **dies)
+    if rng.random() < 0.5:
+        readers = rng.sample(range(count), 2)
+        block("parameter", 10, True, readers, [len(names) - 1] if len(names) > count else [])
+    recompute = []
+    for stage in range(forward):
+        made = [each["id"] for each in blocks if each["writes"] == [stage] and not each["persistent"]]
+        reads = [each["id"] for each in blocks if stage in each["reads"]]
+        if rng.random() < 0.8:
+            extra = {"duration_seconds": stages[stage]["duration_seconds"], "workspace_bytes": rng.choice([0, 3])}
+            recompute.append({"id": len(recompute), "stage": stage, "blocks": made, "reads": reads, **extra})
+    pairs = [("device", "storage", rng.choice([2.0, 10.0])), ("storage", "device", rng.choice([2.0, 10.0]))]
+    if rng.random() < 0.3:
+        pairs += [("device", "host", 10.0), ("host", "device", 10.0)]
+    links = [{"from": a, "to": b, "bytes_per_second": r, "latency_seconds": 0.0} for a, b, r in pairs]
+    machine = {"name": "made up", "device_memory_bytes": 1000, "links": links}
+    fields = {"hardware": machine, "stages": stages, "blocks": blocks, "recompute": recompute}
+    return Trace.model_validate({"name": "small with groups", **fields})
 
 
 def _training_trace(rng: random.Random) -> Trace:

@@ -108,7 +108,8 @@ class Machine(ABC):
         with self.device.region():
             self.pager.enter_region()
             for _ in range(steps):
-                self.draw.choices((self.stage, self.hint, self.die, self.update), weights=(6, 3, 1, 2 * self.lends))[0]()
+                kinds = (self.stage, self.hint, self.drop, self.die, self.update)
+                self.draw.choices(kinds, weights=(6, 3, not self.lends, 1, 2 * self.lends))[0]()
                 self.time_passes()
             self.pager.leave_region()
         self.between_regions = True
@@ -118,8 +119,27 @@ class Machine(ABC):
     def pick(self, most: int) -> list[Block]:
         return self.draw.sample(list(self.tensors), min(len(self.tensors), self.draw.randint(0, most)))
 
+    def drop(self) -> None:
+        """Drop blocks, as if stages could make them anew."""
+        for block in self.pick(2):
+            block.source = "a stage"
+            self.pager.drop(block)
+
+    def renew(self, blocks: Sequence[Block]) -> None:
+        """Run the stages again that make those of these blocks that were dropped."""
+        for block in blocks:
+            if block.state is State.DROPPED:
+                self.pager.acquire([], self.unit, "again")
+                fresh = self.device.allocate(self.unit)
+                self.queue_fill(
+                    Lane.COMPUTE, torch.empty(0, dtype=torch.uint8, device=self.device.device).set_(fresh), self.expected[block]
+                )
+                self.pager.renew({block: fresh})
+                self.pager.retire([], [])
+
     def stage(self) -> None:
         read = self.pick(2)
+        self.renew(read)
         makes = len(self.tensors) < 16 and self.draw.random() < 0.4
         self.pager.advance_clock()
         hints = [block for block in self.pick(2) if self.draw.random() < 0.5]
@@ -153,6 +173,7 @@ class Machine(ABC):
     def update(self) -> None:
         """Run a stage that updates a block in its slot. The slices pass through two buffers on the device."""
         for block in self.pick(1):
+            self.renew([block])
             self.pager.advance_clock()
             self.pager.lend([block])
             self.pager.acquire([], self.unit, "update", then_fetch=self.pick(2))
@@ -204,7 +225,7 @@ class Machine(ABC):
     def check(self) -> None:
         pager = self.pager
         with pager.condition:
-            on_device = sum(b.size_bytes for b in pager.table if b.state is not State.OFFLOADED)
+            on_device = sum(b.size_bytes for b in pager.table if b.state not in (State.OFFLOADED, State.DROPPED))
             assert pager.used_bytes == on_device <= self.budget_blocks * self.unit
         assert not self.wrong, self.wrong
 
@@ -213,6 +234,7 @@ class Machine(ABC):
         with self.device.region():
             self.pager.enter_region()
             for block in list(self.tensors):
+                self.renew([block])
                 self.pager.acquire([block], 0, "finish")
                 self.kernel(Lane.COMPUTE, block, None)
                 self.pager.retire([block], [])

@@ -53,6 +53,7 @@ class MemoryMover:
         self.flying: list[Copy] = []
         self.slots: dict[Block, bytes] = {}
         self.away: set[Block] = set()
+        self.dropped: set[Block] = set()
         self.arrived: dict[Block, bytes] = {}
         self.log: list[str] = []
         self.spare_bytes: int | None = None
@@ -78,6 +79,17 @@ class MemoryMover:
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
         block.tier = tier or "host"
         self._begin(block, "out", done)
+
+    def discard(self, block: Block) -> None:
+        assert block not in self.away and block not in self.slots, f"{block} is dropped, but it has a slot"
+        self.dropped.add(block)
+        _fill(block, bytes([0xFB]) * block.size_bytes)
+        self.log.append(f"discard {block.name}")
+
+    def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
+        self.dropped.remove(block)
+        _fill(block, bytes(fresh))
+        self.log.append(f"renew {block.name}")
 
     def drop_copy(self, block: Block) -> None:
         assert block not in self.away, f"the only copy of {block} is dropped"
@@ -152,6 +164,7 @@ class MemoryMover:
         assert all(copy.block is not block for copy in self.flying), f"{block} is forgotten in flight"
         self.slots.pop(block, None)
         self.away.discard(block)
+        self.dropped.discard(block)
         self.log.append(f"forget {block.name}")
 
     def finish(self, index: int = 0) -> None:

@@ -23,6 +23,7 @@ from ..strategies import hardware, problems, transformer_trace
 HAND = Path(__file__).parents[3] / "traces" / "hand"
 SAME = 1 + 1e-9
 TRACES = by_profile(ci=50, long=400)
+GROUPS = by_profile(ci=20, long=160)
 TRAININGS = by_profile(ci=25, long=160)
 BUDGETS = by_profile(ci=5, long=1000)
 NOTHING_WHOLE = -1
@@ -46,6 +47,27 @@ def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close() -> None:
             close += bound >= 0.95 * best
     assert min(stalling, wrapping) >= TRACES // 2 and two_tiers >= TRACES // 20 and user_code >= TRACES // 3
     assert close >= 0.65 * stalling
+
+
+def test_no_plan_with_recomputation_beats_the_bound() -> None:
+    rng = random.Random(22)
+    close = helped = stalling = 0
+    for number in range(GROUPS):
+        problem = exhaustive.small_with_groups(rng, most_combinations=400)
+        without = exhaustive.best_seconds(problem)
+        best = min(exhaustive.best_seconds(each) for each in exhaustive.recomputations(problem))
+        bounds = [lower_bound_seconds(problem), lower_bound_seconds(problem, max_instants=5)]
+        bounds += [lower_bound_seconds(problem, max_instants=most, max_whole=NOTHING_WHOLE) for most in (5, 24)]
+        which = f"trace {number}: {problem.source.model_dump_json()} {problem.budgets}"
+        assert max(bounds) <= best * SAME, which
+        made = plan(problem.source, problem.budgets)
+        assert simulate(problem.source, made).iteration_seconds >= best / SAME, which
+        helped += best < without / SAME
+        if best > problem.trace.ideal_seconds * SAME:
+            stalling += 1
+            close += bounds[0] >= 0.9 * best
+    assert helped >= GROUPS // 4
+    assert close >= 0.4 * stalling
 
 
 def test_no_plan_with_updates_on_the_host_beats_the_bound() -> None:

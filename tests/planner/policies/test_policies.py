@@ -52,7 +52,7 @@ def test_copies_out_are_predicted_between_issue_and_return(made: Plan) -> None:
 
 
 def test_unknown_policy(transformer: Trace) -> None:
-    known = "ilp, teraio, g10, zero-infinity, belady, keep-all, device-updates, host-updates, stride-2"
+    known = "ilp, offload-only, checkpoint, teraio, g10, zero-infinity, belady, keep-all, device-updates, host-updates, stride-2"
     with pytest.raises(OptionsError, match=f"'best' is not known; the policies are: {known}"):
         plan(transformer, half(transformer), policy="best")
 

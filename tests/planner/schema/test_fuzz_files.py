@@ -86,7 +86,10 @@ def whole() -> dict[type[Trace] | type[Plan], Any]:
     del content["fingerprint"]
     common = dict(stage=3, blocks=[0], elements=5, device_seconds=0.5, host_seconds=0.5)
     content["subgroups"] = [dict(id=0, **common)]
-    content["recompute"] = [dict(blocks=[1], stage=0, duration_seconds=1.0, reads=[0])]
+    small = dict(id=2, name="small", kind="activation", size_bytes=0, persistent=False, reads=[2], writes=[1])
+    content["blocks"].append(small)
+    content["recompute"] = [dict(id=0, stage=1, blocks=[2], reads=[], duration_seconds=1.0, workspace_bytes=1)]
+    content["not_recomputed"] = [dict(stage=0, reason="changes a block")]
     both = [f"{link['from']}->{link['to']}" for link in content["hardware"]["links"]]
     content["hardware"]["shared"] = [dict(name="bus", links=both, bytes_per_second=15.0)]
     made = plan(Trace.model_validate(content), Budgets(device_bytes=20, storage_bytes=10**6))
@@ -410,7 +413,7 @@ def test_many_values_are_not_parsed(tmp_path: Path) -> None:
 
 
 LISTS: list[tuple[type[Trace] | type[Plan], tuple[Any, ...]]] = [
-    *((Trace, (field,)) for field in ("stages", "blocks", "subgroups", "recompute")),
+    *((Trace, (field,)) for field in ("stages", "blocks", "subgroups", "recompute", "not_recomputed")),
     (Trace, ("hardware", "links")),
     (Trace, ("hardware", "shared")),
     (Trace, ("blocks", 0, "reads")),

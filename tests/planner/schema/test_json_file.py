@@ -72,7 +72,9 @@ def test_other_format_and_version(tmp_path: Path, trace_content: dict[str, Any])
             [dict(id=0, stage=2, blocks=[5], elements=1, device_seconds=0.0, host_seconds=0.0)],
             "subgroup 0 refers to block 5",
         ),
-        (("recompute",), [dict(blocks=[0], stage=8, duration_seconds=0.0, reads=[])], "refers to stage 8"),
+        (("recompute",), [dict(id=0, stage=8, blocks=[0], reads=[], duration_seconds=0.0)], "group 0 refers to stage 8"),
+        (("not_recomputed",), [dict(stage=4, reason="random")], "not_recomputed refers to stage 4"),
+        (("stages", 1, "phase"), "recompute", "stage 1 has the phase 'recompute', which only re-runs"),
     ],
 )
 def test_contents_that_contradict_themselves(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from runtime.execution import StageRun
+from runtime.execution import StageRerun, StageRun
 from runtime.execution.executor import run_managed
 from runtime.execution.program import Constant, Kind, Program, Stage
 from runtime.execution.workspace import WorkspaceMeter
@@ -23,16 +23,29 @@ MIB = 1 << 20
 
 @dataclass
 class Recorder:
-    """An observer that notes what it is told. fetch: what it asks for, by the number of the stage."""
+    """An observer that notes what it is told. fetch: what it asks for, by the number of the stage. kept, due: see `Observer`."""
 
     regions: list[tuple[Hashable, int]] = field(default_factory=list)
     stages: list[StageRun] = field(default_factory=list)
     fetch: dict[int, list[Block]] = field(default_factory=dict)
     reached: int = 0
+    again: list[StageRerun] = field(default_factory=list)
+    kept: Collection[int] = ()
+    due: dict[int, list[Block]] = field(default_factory=dict)
     ended: int = 0
 
     def region_begins(self, identity: Hashable, stage_count: int, *, is_inference: bool = False) -> None:
         self.regions.append((identity, stage_count))
+
+    def kept_stages(self) -> Collection[int]:
+        return self.kept
+
+    def reruns_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:
+        for block in self.due.pop(self.reached, []):
+            yield [block], []
+
+    def stage_ran_again(self, rerun: StageRerun) -> None:
+        self.again.append(rerun)
 
     def stage_reached(self) -> Sequence[Block]:
         self.reached += 1

@@ -18,6 +18,9 @@ def test_a_block_dies_in_every_state(state: State) -> None:
     block = bench.make("w", 2)
     if state is State.UPDATING:
         bench.pager.lend([block])
+    elif state is State.DROPPED:
+        block.source = "a stage"
+        bench.pager.drop(block)
     elif state is not State.ON_DEVICE:
         bench.pager.offload(block)
     if state in (State.OFFLOADED, State.PREFETCHING):

@@ -36,11 +36,11 @@ class AnySequence:
         self.wanted: dict[str, int] = {}
         self.count = 0
         self.allowed = self.budget
-        self.seen = dict.fromkeys(("stages", "refused", "failed", "written while leaving", "prefetched"), 0)
+        self.seen = dict.fromkeys(("stages", "refused", "failed", "written while leaving", "prefetched", "dropped", "renewed"), 0)
 
     def step(self) -> None:
-        kinds = (self.stage, self.hints, self.copies_end, self.user_code, self.fail)
-        self.draw.choices(kinds, weights=(6, 2, 3, 1, 1 if self.failures else 0))[0]()
+        kinds = (self.stage, self.hints, self.copies_end, self.user_code, self.drop, self.fail)
+        self.draw.choices(kinds, weights=(6, 2, 3, 1, 2, 1 if self.failures else 0))[0]()
         self.check()
 
     def pick(self, most: int) -> list[str]:
@@ -58,6 +58,33 @@ class AnySequence:
         else:
             self.mover.refuse = StorageFullError("full")
 
+    def drop(self) -> None:
+        """Drop some blocks, those that may be."""
+        for name in self.pick(4):
+            block = self.blocks[name]
+            block.source = None if self.draw.random() < 0.2 else "a stage that can run again"
+            self.pager.drop(block)
+            self.seen["dropped"] += block.state is State.DROPPED
+
+    def renew(self, names: Sequence[str]) -> bool:
+        """Run stages again that make the dropped ones of these blocks. Returns False if one of them does not fit."""
+        for name in names:
+            block = self.blocks[name]
+            if block.state is not State.DROPPED:
+                continue
+            try:
+                self.pager.acquire([], block.size_bytes, "again")
+            except StorageError:
+                assert self.failures, "an error out of nowhere"
+                self.seen["failed"] += 1
+                return False
+            fresh = torch.full((block.size_bytes,), self.wanted[name], dtype=torch.uint8).untyped_storage()
+            self.pager.renew({block: fresh})
+            self.pager.retire([], [])
+            assert block.state is State.ON_DEVICE
+            self.seen["renewed"] += 1
+        return True
+
     # -- stages
 
     def fits(self, blocks: Sequence[Block], new_bytes: int) -> bool:
@@ -69,6 +96,8 @@ class AnySequence:
         blocks = [self.blocks[name] for name in names]
         units = self.draw.choice([0, 0, 0, 0, 1, 2, 2, 4]) if len(self.blocks) < 12 else 0
         new_bytes = (units + self.draw.randint(0, 2)) * UNIT
+        if not self.renew(names):
+            return
         try:
             if self.draw.random() < 0.4:
                 for block in blocks:
@@ -144,6 +173,7 @@ class AnySequence:
         for name in self.pick(2):
             self.pager.prefetch(self.blocks[name])
         for name in [name for name, block in self.blocks.items() if block.user_visible]:
+            assert self.blocks[name].state is not State.DROPPED
             if self.draw.random() < 0.5:
                 self.write(name)
                 self.copies_end()
@@ -164,12 +194,16 @@ class AnySequence:
     def check(self) -> None:
         assert self.pager.used_bytes + self.pager.account.reserved_bytes + self.pager.fixed_bytes <= self.allowed
         known = list(self.pager.table)
-        assert self.pager.used_bytes == sum(b.size_bytes for b in known if b.state is not State.OFFLOADED)
+        absent = (State.OFFLOADED, State.DROPPED)
+        assert self.pager.used_bytes == sum(b.size_bytes for b in known if b.state not in absent)
+        assert self.mover.dropped == {b for b in known if b.state is State.DROPPED}
         kinds, states = [copy.kind for copy in self.mover.flying], [b.state for b in known]
         assert kinds.count("in") == states.count(State.PREFETCHING) == self.pager.account.prefetching_blocks
         assert kinds.count("out") == states.count(State.OFFLOADING)
         assert all(block.pins == 0 for block in self.blocks.values())
         for name, value in self.wanted.items():
+            if self.blocks[name].state is State.DROPPED:
+                continue
             assert self.bench.value(name) == value, f"{self.blocks[name]}"
 
     def end(self) -> None:
@@ -177,6 +211,8 @@ class AnySequence:
         self.mover.fail_copies, self.mover.refuse = [], None
         with contextlib.suppress(StorageError):
             self.pager.enter_region()  # raises what nobody has been told yet
+        self.pager.budget_bytes = None
+        self.renew(list(self.blocks))
         self.pager.bring_back_all()
         self.allowed = self.pager.used_bytes + self.pager.fixed_bytes
         self.check()
@@ -194,5 +230,5 @@ def test_any_sequence(seed: int, failures: bool) -> None:
     for _ in range(STEPS):
         sequence.step()
     sequence.end()
-    needed = ("stages", "prefetched", "failed") if failures else ("stages", "prefetched")
+    needed = ("stages", "prefetched", "dropped", "renewed", *(["failed"] if failures else []))
     assert all(sequence.seen[name] for name in needed), sequence.seen

@@ -75,7 +75,20 @@ class Rig:
         self.offloaded()
         self.transitions.begin_update([self.block])
 
+    def dropped(self) -> None:
+        self.transitions.drop(self.block)
+
     # -- the events
+
+    def drop(self) -> None:
+        ends = self.ends
+        self.transitions.drop(self.block)
+        assert self.ends == ends + 1, "whoever waits for memory hears of it"
+
+    def renew(self) -> None:
+        version = self.block.version
+        self.transitions.renew(self.block, torch.zeros(SIZE, dtype=torch.uint8).untyped_storage())
+        assert self.block.version == version + 1
 
     def begin_offload(self) -> None:
         self.transitions.begin_offload(self.block)
@@ -153,9 +166,9 @@ class Rig:
         self.transitions.begin_update([self.block])
 
     def end_update(self) -> None:
-        version = self.block.version
+        version, updates = self.block.version, self.block.updates
         self.transitions.end_update([self.block])
-        assert self.block.version == version + 1
+        assert (self.block.version, self.block.updates) == (version + 1, updates + 1)
 
     # -- what each case is
 
@@ -167,17 +180,20 @@ class Rig:
             State.OFFLOADED: "offloaded",
             State.PREFETCHING: "prefetching",
             State.UPDATING: "updating",
+            State.DROPPED: "dropped",
         }
         assert queued == (names[self.block.state] == "queued")
         return names[self.block.state]
 
     def check_account(self) -> None:
         state = self.block.state
-        assert self.account.used_bytes == (0 if state in (State.OFFLOADED, State.UPDATING) else SIZE)
+        assert self.account.used_bytes == (0 if state in (State.OFFLOADED, State.UPDATING, State.DROPPED) else SIZE)
         assert self.account.offloading_bytes == (SIZE if state is State.OFFLOADING else 0)
         assert self.account.prefetching_blocks == (state is State.PREFETCHING)
         if state in (State.OFFLOADED, State.UPDATING):
             assert self.block.copy_is_valid
+        if state is State.DROPPED:
+            assert not self.block.copy_is_valid and not self.mover.slots
 
 
 Step = Callable[[Rig], None]
@@ -204,6 +220,10 @@ ROWS: list[tuple[Step, Step, str]] = [
     (Rig.prefetching, Rig.copy_ends, "clean"),
     (Rig.prefetching, Rig.copy_fails, "offloaded"),
     (Rig.updating, Rig.end_update, "offloaded"),
+    (Rig.dirty, Rig.drop, "dropped"),
+    (Rig.clean, Rig.drop, "dropped"),
+    (Rig.queued, Rig.drop, "dropped"),
+    (Rig.dropped, Rig.renew, "dirty"),
 ]
 
 
@@ -218,7 +238,7 @@ def test_each_row_of_the_table(begins: Step, event: Step, ends: str) -> None:
     rig.check_account()
 
 
-@pytest.mark.parametrize("begins", [Rig.dirty, Rig.clean, Rig.queued, Rig.offloaded], ids=lambda step: step.__name__)
+@pytest.mark.parametrize("begins", [Rig.dirty, Rig.clean, Rig.queued, Rig.offloaded, Rig.dropped], ids=lambda step: step.__name__)
 def test_what_is_dead_is_forgotten_at_once(begins: Step) -> None:
     rig = Rig()
     begins(rig)

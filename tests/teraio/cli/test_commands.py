@@ -667,7 +667,10 @@ def test_comparisons_that_can_not_be_made(run: Run, command: str, arguments: lis
         (["--device", "-5"], "option --device: found '-5'"),
         (["--device", "20", "--host", "0"], "option --host: found '0'"),
         (["--device", "20", "--storage", "1 parsec"], "option --storage: found '1 parsec'"),
-        (["--device", "20", "--policy", "luck"], "policy 'luck' is not known; the policies are: ilp, teraio"),
+        (
+            ["--device", "20", "--policy", "luck"],
+            "policy 'luck' is not known; the policies are: ilp, offload-only, checkpoint, teraio",
+        ),
         (["--device", "20", "--time-limit", "0"], "option --time-limit: found 0.0"),
         (["--device", "20", "--time-limit", "nan"], "option --time-limit: found nan"),
         (["--device", "9300000TB"], "option --device: found '9300000TB', wanted a number of bytes from 1 to 2^63 - 1"),

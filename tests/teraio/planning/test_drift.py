@@ -28,9 +28,12 @@ def trace(*, shared: float | None = None) -> planner.Trace:
             Stage(id=0, name="a", phase="forward", duration_seconds=1.0),
             Stage(id=1, name="b", phase="optimizer", duration_seconds=3.0),
         ),
-        blocks=(planner.Block(id=0, name="w", kind="parameter", size_bytes=200, persistent=True, reads=(0, 1), writes=(1,)),),
+        blocks=(
+            planner.Block(id=0, name="w", kind="parameter", size_bytes=200, persistent=True, reads=(0, 1), writes=(1,)),
+            planner.Block(id=1, name="a", kind="activation", size_bytes=1, persistent=False, reads=(1,), writes=(0,)),
+        ),
         subgroups=(planner.Subgroup(id=0, stage=1, blocks=(0,), elements=50, device_seconds=2.0),),
-        recompute=(planner.schema.trace.RecomputeGroup(blocks=(0,), stage=0, duration_seconds=0.5, reads=()),),
+        recompute=(planner.RecomputeGroup(id=0, stage=0, blocks=(1,), reads=(0,), duration_seconds=0.5),),
     )
 
 
@@ -176,3 +179,9 @@ def test_a_shared_rate_of_idle_links_stays() -> None:
     idle = replace(AS_EXPECTED, moved_bytes={OUT: 0, IN: 0}, busy_seconds={OUT: 0.0, IN: 0.0})
     (rate,) = remeasured(trace(shared=75.0), EXPECTED, [idle]).hardware.shared
     assert rate.bytes_per_second == 75.0
+
+
+def test_reruns_are_not_spread_over_the_stages() -> None:
+    again = replace(AS_EXPECTED, iteration_seconds=6.0, rerun_seconds=1.0)
+    after = remeasured(trace(), EXPECTED, [again])
+    assert [stage.duration_seconds for stage in after.stages] == pytest.approx([1.0, 3.0])

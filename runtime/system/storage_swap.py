@@ -36,6 +36,18 @@ def address(storage: torch.UntypedStorage) -> int:
     return int(_library().teraio_address(storage._cdata) or 0)
 
 
+def discard(storage: torch.UntypedStorage, message: str) -> None:
+    """Free the memory of a storage, and let every access to its data raise a RuntimeError with this message."""
+    lend(storage, 0)
+    close(storage, message)
+
+
+def renew(storage: torch.UntypedStorage, fresh: torch.UntypedStorage) -> None:
+    """Give a discarded storage the memory of `fresh`, which has none from then on."""
+    open_again(storage)
+    exchange(storage, fresh)
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     pointer = ctypes.c_void_p
@@ -46,4 +58,4 @@ def _library() -> ctypes.CDLL:
         "teraio_open": (None, [pointer]),
         "teraio_address": (pointer, [pointer]),
     }
-    return native.load(Path(__file__).with_name("storage_swap.cpp"), functions, purpose="moving the blocks of a GPU")
+    return native.load(Path(__file__).with_name("storage_swap.cpp"), functions, purpose="giving tensors other memory")

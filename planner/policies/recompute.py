@@ -1,0 +1,191 @@
+"""Keep, offload or recompute: which forward stages run again in the backward pass, decided together with the moves.
+
+The coarse program says how much of each group runs again. Its rounded solution and other sets are then planned exactly, as
+iterations in which the re-runs are stages of their own (`planner.recomputed`), and replayed. To run nothing again is one of the
+candidates, so a plan is never slower than without recomputation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+
+from planner.errors import BudgetError, InfeasiblePlanError, PlanError, SolverError
+from planner.ilp import MAX_INTEGER_STAGES, RerunProgram
+from planner.problem import (
+    DEFAULT_WRITE_WEIGHT,
+    Problem,
+    RerunPlaces,
+    SolverSettings,
+    floor,
+    folded,
+    live_bytes,
+    over_half,
+    recomputed,
+    rounded,
+    simple_sets,
+    whole_layers,
+)
+from planner.schema import Budgets, Plan, Recompute, Trace
+
+__all__ = ["best_recomputation", "checkpointed"]
+
+Planner = Callable[[Problem], Plan]
+
+_HARDLY = 1e-3
+"""Share of the iteration that must be stalls for re-runs to be worth a look."""
+_BETTER = 0.9999
+_SHORT_STAGES = 32
+"""Up to this many stages a plan takes a fraction of a second, so that many sets can be tried."""
+_MANY = 0.5
+"""In long iterations, whole layers are tried if the coarse program runs about this share of them again."""
+_MAX_CHANGES = 24
+"""Single changes of the best set that are tried in short iterations."""
+
+
+def best_recomputation(trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner, draft: Planner) -> Plan:
+    """Return the best plan, with or without re-runs. plan: plans an iteration well; draft: faster, to compare sets of groups.
+
+    The search for sets ends after about the solver's time limit.
+
+    Raises BudgetError and InfeasiblePlanError as `plan` does, where no set of groups helps.
+    """
+    refusal: BudgetError | InfeasiblePlanError | None = None
+    best: Plan | None = None
+    try:
+        best = plan(Problem.of(trace, budgets))
+    except BudgetError as error:
+        refusal = _with_reruns(trace, error)
+    except InfeasiblePlanError as error:
+        refusal = error
+    if not trace.recompute or (best is not None and not _stalls(best)):
+        return _made(best, refusal)
+    search = _Search(trace, budgets, settings, draft)
+    search.best = best
+    for groups in _proposals(search):
+        search.try_plan(search.places.of(groups))
+    if len(trace.stages) <= _SHORT_STAGES:
+        search.improve()
+    if len(trace.stages) <= MAX_INTEGER_STAGES:
+        search.finish(plan)
+    return _made(search.best, refusal)
+
+
+def checkpointed(trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner) -> Plan:
+    """Return the plan in which every layer is recomputed from its input, and the rest is offloaded where it must be.
+
+    Raises BudgetError and InfeasiblePlanError as `plan` does.
+    """
+    places = RerunPlaces(trace)
+    chosen = places.of(whole_layers(trace, places.usable))
+    return folded(trace, chosen, plan(Problem.of(recomputed(trace, chosen), budgets)))
+
+
+def _with_reruns(trace: Trace, error: BudgetError) -> BudgetError:
+    """The error with the budget that suffices if forward stages may run again, which counts if nothing can leave."""
+    if error.smallest_bytes < max(live_bytes(trace)):
+        return error
+    alone = trace.model_copy(update={"hardware": trace.hardware.model_copy(update={"links": (), "shared": ()})})
+    least, stage = floor(alone)
+    return BudgetError(smallest_bytes=least, budget_bytes=error.budget_bytes, stage=trace.stages[stage].name)
+
+
+def _made(best: Plan | None, refusal: BudgetError | InfeasiblePlanError | None) -> Plan:
+    if best is None:
+        assert refusal is not None  # either there is a plan, or there is a reason
+        raise refusal
+    return best
+
+
+def _stalls(made: Plan) -> bool:
+    assert made.predicted is not None  # every plan is replayed
+    return made.predicted.stall_seconds > _HARDLY * made.predicted.iteration_seconds
+
+
+class _Search:
+    """The sets of groups that have been tried, and the best plan so far."""
+
+    def __init__(self, trace: Trace, budgets: Budgets, settings: SolverSettings, draft: Planner) -> None:
+        self.trace, self.budgets, self.settings = trace, budgets, settings
+        self.places = RerunPlaces(trace)
+        self.best: Plan | None = None
+        self._draft = draft
+        self._end = time.monotonic() + settings.time_limit_seconds
+        self._tried: set[tuple[Recompute, ...]] = {()}
+
+    @property
+    def chosen(self) -> dict[int, int]:
+        """Return the groups that the best plan runs again, with their places."""
+        return {} if self.best is None else {each.group: each.at for each in self.best.recompute}
+
+    def try_plan(self, chosen: tuple[Recompute, ...]) -> bool:
+        """Plan with these re-runs, and keep the plan if it is the best. Return whether it is."""
+        if chosen in self._tried or (self.best is not None and time.monotonic() > self._end):
+            return False
+        self._tried.add(chosen)
+        return self._keep_better(chosen, self._draft)
+
+    def finish(self, plan: Planner) -> None:
+        """Plan the best re-runs once more with `plan`, and keep the better plan."""
+        if self.best is not None and self.best.recompute:
+            self._keep_better(self.best.recompute, plan)
+
+    def _keep_better(self, chosen: tuple[Recompute, ...], plan: Planner) -> bool:
+        try:
+            made = folded(self.trace, chosen, plan(Problem.of(recomputed(self.trace, chosen), self.budgets)))
+        except (BudgetError, InfeasiblePlanError, PlanError):
+            return False  # a group of a changed set may find nothing that it could make
+        if self.best is not None and self._cost(made) >= self._cost(self.best) * _BETTER:
+            return False
+        self.best = made
+        return True
+
+    def improve(self) -> None:
+        """Add, drop or displace single groups, as long as that helps."""
+        before, better = len(self._tried), True
+        while better:
+            better = False
+            for chosen in self._changes():
+                if len(self._tried) - before >= _MAX_CHANGES:
+                    return
+                better |= self.try_plan(chosen)
+
+    def _changes(self) -> Iterator[tuple[Recompute, ...]]:
+        for group in self.places.usable:
+            yield self.places.of(self.chosen.keys() ^ {group})
+            others = {number: at for number, at in self.chosen.items() if number != group}
+            yield self.places.in_order(others)
+            for at in self.places.options(group):
+                yield self.places.in_order({**others, group: at})
+
+    def _cost(self, made: Plan) -> float:
+        """Iteration seconds, plus what copies to drives are worth where that weighs more than usual."""
+        assert made.predicted is not None  # every plan is replayed
+        cost = made.predicted.iteration_seconds
+        link = self.trace.hardware.link("device", "storage")
+        if link is not None and self.settings.write_weight > DEFAULT_WRITE_WEIGHT:
+            cost += self.settings.write_weight * made.predicted.storage_written_bytes / link.bytes_per_second
+        return cost
+
+
+def _proposals(search: _Search) -> Iterator[frozenset[int]]:
+    """Sets to plan exactly: what the coarse program says, and simple ones. In long iterations, only a few simple ones."""
+    trace, usable = search.trace, search.places.usable
+    shares: dict[int, float] | None = None
+    with suppress(SolverError, BudgetError):
+        shares = RerunProgram(Problem.of(trace, search.budgets), search.places, search.settings).shares()
+    if shares:
+        yield rounded(trace, shares)
+    if shares is not None and len(trace.stages) > _SHORT_STAGES:
+        layers = whole_layers(trace, usable)
+        if _seconds(trace, over_half(shares)) >= _MANY * _seconds(trace, layers):
+            yield layers
+            yield rounded(trace, shares) & layers
+        return
+    yield over_half(shares or {})
+    yield from simple_sets(trace, usable)
+
+
+def _seconds(trace: Trace, groups: Iterable[int]) -> float:
+    return sum(trace.recompute[number].duration_seconds for number in groups)

@@ -1,0 +1,73 @@
+"""Which forward stages may run again in the backward pass, to make their results anew instead of keeping them.
+
+[Note: What may run again]
+A stage may run again if that gives the same bits and changes nothing else:
+* It writes nothing in place, and reads nothing that the graph writes. A counter of batch norm has moved on by then.
+* It reads no result that user code can reach: user code may have changed it by then. What user code can change of the inputs of
+  the graph is checked when the stage runs again.
+* It draws no random numbers. Dropout of Inductor draws its seeds in a stage of its own; the stages that make numbers of these
+  seeds are exact, because the seeds are kept. Stages that run operator by operator (`codegen="eager"`) ignore the seeds.
+* All its operators belong to PyTorch. A custom operator may keep a state that nobody knows of.
+It is judged before it is compiled, because that rewrites its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch.fx import Node
+
+from teraio.stages import cost
+from teraio.stages.random_numbers import draws, draws_seeds, uses_seed
+from teraio.stages.random_state import carries_random_state
+from teraio.stages.split import Subgraph
+
+_PURE_NAMESPACES = frozenset(("aten", "prims"))
+
+
+def reasons_against(
+    subgraphs: Sequence[Subgraph], *, visible: Collection[Node], written: Collection[Node], keeps_seeds: bool
+) -> list[str]:
+    """Return for each stage of a forward graph why it may not run again, in plain words; "" if it may.
+
+    visible: results of the graph that user code can reach. written: inputs that PyTorch changes after the graph.
+    keeps_seeds: the compiled stages take random numbers from their seeds.
+    """
+    changed = _storages([*written, *(node for subgraph in subgraphs for node in subgraph.mutated)])
+    shown = _storages(visible)
+    return [_reason(subgraph, changed, shown, keeps_seeds) for subgraph in subgraphs]
+
+
+def _reason(subgraph: Subgraph, changed: set[int], shown: set[int], keeps_seeds: bool) -> str:
+    if subgraph.mutated:
+        return f"it writes {subgraph.mutated[0].name} in place"
+    for node in subgraph.inputs:
+        if _storages([node]) & changed:
+            return f"it reads {node.name}, which the graph changes"
+        if _storages([node]) & shown:
+            return f"it reads {node.name}, a result that user code can change"
+    found = (_reason_of_operator(node, keeps_seeds) for node in subgraph.module.graph.nodes if node.op == "call_function")
+    return next(filter(None, found), "")
+
+
+def _reason_of_operator(node: Node, keeps_seeds: bool) -> str:
+    if cost.is_size(node) or cost.is_getitem(node):
+        return ""
+    if carries_random_state(node):
+        return "it has an operator that carries random state"
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return f"it has the operator {node.target}, which may do more than its result shows"
+    if node.target.namespace not in _PURE_NAMESPACES:
+        return f"it has the custom operator {node.target}, which may do more than its result shows"
+    if draws_seeds(node):
+        return "it draws the seeds of random numbers"
+    if uses_seed(node):
+        return "" if keeps_seeds else "it draws random numbers, and codegen='eager' keeps no seeds of them"
+    if draws(node):
+        return f"it draws random numbers ({cost.packet_name(node)})"
+    return ""
+
+
+def _storages(nodes: Collection[Node]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for node in nodes for tensor in cost.fake_tensors(node.meta.get("val"))}

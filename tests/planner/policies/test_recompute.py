@@ -1,0 +1,95 @@
+"""Which groups run again: by hand, never slower than without, and the sets that are tried."""
+
+import random
+
+import pytest
+
+from planner import BudgetError, Budgets, Trace, floor, plan, simulate
+from planner.problem import RerunPlaces, live_bytes, over_half, rounded, simple_sets, whole_layers
+
+from ...thoroughness import by_profile
+from .. import exhaustive
+from ..recompute_traces import layers
+
+TRACES = by_profile(ci=15, long=150)
+
+
+def again(trace: Trace, budget: int, policy: str) -> tuple[float, list[tuple[int, int]]]:
+    made = plan(trace, Budgets(device_bytes=budget), policy=policy)
+    assert made.predicted is not None and made.policy == policy
+    seconds = simulate(trace, made).iteration_seconds
+    assert seconds == pytest.approx(made.predicted.iteration_seconds, rel=1e-9)
+    assert made.predicted.recompute_seconds == sum(trace.recompute[each.group].duration_seconds for each in made.recompute)
+    assert made.predicted.lower_bound_seconds <= seconds * (1 + 1e-9)
+    return seconds, [(each.group, each.at) for each in made.recompute]
+
+
+def test_over_a_slow_link_a_layer_runs_again_and_over_a_fast_one_it_moves() -> None:
+    # Budget 31: one of a0 and a1 must be away in stage 2. A copy takes 10 s each way, or 0.1 s; a re-run 1 s.
+    assert again(layers(rate=1.0), 31, "ilp") == (pytest.approx(7.0), [(0, 5)])
+    seconds, groups = again(layers(rate=100.0), 31, "ilp")
+    assert (seconds, groups) == (pytest.approx(6.1), [])
+    assert again(layers(rate=100.0), 31, "offload-only") == (pytest.approx(6.1), [])
+    # a0 leaves before stage 2, which waits for 10 s, and comes back when a2 has died, during stage 4: 6 + 10 + 9 s.
+    assert again(layers(rate=1.0), 31, "offload-only") == (pytest.approx(25.0), [])
+
+
+def test_nothing_runs_again_where_everything_fits() -> None:
+    assert again(layers(rate=1.0), 40, "ilp") == (pytest.approx(6.0), [])
+
+
+def test_recomputation_lowers_the_floor_where_no_tier_can_be_used() -> None:
+    trace = layers(4)
+    alone = trace.model_copy(update={"hardware": trace.hardware.model_copy(update={"links": ()})})
+    least = floor(alone)[0]
+    assert least < max(live_bytes(alone))
+    seconds, groups = again(alone, least, "ilp")
+    assert groups and seconds > 8.0
+    with pytest.raises(BudgetError) as refused:
+        plan(alone, Budgets(device_bytes=30))
+    assert refused.value.smallest_bytes == least and refused.value.stage == "backward/3"
+    with pytest.raises(BudgetError):
+        plan(alone, Budgets(device_bytes=least), policy="offload-only")
+
+
+def test_a_plan_is_never_slower_than_without_recomputation() -> None:
+    rng = random.Random(30)
+    faster = 0
+    for number in range(TRACES):
+        problem = exhaustive.small_with_groups(rng, most_combinations=2000)
+        trace, budgets = problem.source, problem.budgets
+        which = f"trace {number}: {trace.model_dump_json()} {budgets}"
+        made = [plan(trace, budgets, policy=policy, lower_bound=False) for policy in ("ilp", "offload-only")]
+        one, other = (simulate(trace, each).iteration_seconds for each in made)
+        assert one <= other * (1 + 1e-9), which
+        assert made[0].predicted is not None and one == pytest.approx(made[0].predicted.iteration_seconds, rel=1e-9), which
+        faster += one < other * (1 - 1e-6)
+    assert faster >= TRACES // 5
+
+
+def test_groups_run_again_as_late_as_they_can() -> None:
+    places = RerunPlaces(layers(4))
+    assert [(each.group, each.at) for each in places.of([0, 2])] == [(2, 5), (0, 7)]
+    # Group 2 reads what group 1 makes: that must be there when group 2 runs again.
+    assert [(each.group, each.at) for each in places.of([1, 2])] == [(1, 5), (2, 5)]
+    changed = RerunPlaces(layers(4, changed=(6,)))
+    assert list(changed.usable) == [1, 2, 3], "before backward stage 7, the weight that group 0 reads has been changed"
+
+
+def test_shares_are_rounded_so_that_as_many_run_again() -> None:
+    trace = layers(4)
+    assert rounded(trace, {0: 0.3, 1: 0.3, 2: 0.3, 3: 0.3}) == {1}
+    assert rounded(trace, {0: 0.6, 1: 0.6, 2: 0.6, 3: 0.6}) == {0, 2}
+    assert over_half({0: 0.3, 1: 0.6}) == {1}
+    assert set(simple_sets(trace, [0, 1, 2, 3])) == {frozenset(each) for each in ((0, 1, 2, 3), (3,), (0, 2, 3), (0, 1, 2, 3))}
+    assert list(simple_sets(trace, [])) == []
+
+
+def test_whole_layers_keep_what_the_next_layer_reads() -> None:
+    trace = layers(4)
+    names = ["forward/layers.0.up", "forward/layers.0.down", "forward/layers.1.up", "forward/layers.1.down"]
+    stages = [stage.model_copy(update={"name": name}) for stage, name in zip(trace.stages, names, strict=False)]
+    named = trace.model_copy(update={"stages": (*stages, *trace.stages[4:])})
+    assert whole_layers(named, range(4)) == {0, 2, 3}
+    assert whole_layers(named, range(4), span=2) == {0, 1, 2, 3}
+    assert whole_layers(named, [1, 2]) == {2}

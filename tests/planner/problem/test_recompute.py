@@ -1,0 +1,113 @@
+"""The iteration with re-runs: stages and blocks as worked out by hand, and groups that cannot run again."""
+
+import pytest
+
+from planner import Block, PlanError, Recompute, Trace, recomputed
+from planner.problem import floor, live_bytes
+
+from ..recompute_traces import layers
+
+
+def chosen(*pairs: tuple[int, int]) -> tuple[Recompute, ...]:
+    return tuple(Recompute(group=group, at=at) for group, at in pairs)
+
+
+def uses(block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return block.writes, block.reads
+
+
+def test_a_block_dies_before_its_re_run_and_another_one_is_born_there() -> None:
+    trace = layers()
+    derived = recomputed(trace, chosen((0, 5)))
+    assert [stage.name for stage in derived.stages[4:]] == ["backward/1", "recompute/forward/0", "backward/0"]
+    assert [stage.id for stage in derived.stages] == list(range(7))
+    again = derived.stages[5]
+    assert (again.phase, again.duration_seconds, again.workspace_bytes) == ("recompute", 1.0, 1)
+    assert uses(derived.blocks[0]) == ((0,), (1,)), "its last use is in the forward pass"
+    anew = derived.blocks[4]
+    assert (anew.id, anew.name, anew.size_bytes, anew.kind) == (4, "a0", 10, "activation")
+    assert uses(anew) == ((5,), (6,))
+    assert uses(derived.blocks[3]) == ((), (0, 1, 2, 3, 4, 5, 6)), "the re-run reads the weight"
+    assert derived.recompute == ()
+    assert live_bytes(trace) == [20, 30, 40, 40, 30, 20]
+    assert live_bytes(derived) == [20, 30, 30, 30, 20, 21, 20]
+
+
+def test_a_re_run_reads_what_an_earlier_re_run_made() -> None:
+    derived = recomputed(layers(), chosen((1, 4), (0, 4)))
+    # In the order of the list: forward/1 reads the a0 of the forward pass; then forward/0 makes it anew.
+    assert [stage.name for stage in derived.stages[4:6]] == ["recompute/forward/1", "recompute/forward/0"]
+    assert uses(derived.blocks[0]) == ((0,), (1, 4))
+    other = recomputed(layers(), chosen((0, 4), (1, 4)))
+    assert [stage.name for stage in other.stages[4:6]] == ["recompute/forward/0", "recompute/forward/1"]
+    assert uses(other.blocks[0]) == ((0,), (1,))
+    assert [uses(block) for block in other.blocks[4:]] == [((4,), (5, 7)), ((5,), (6,))]
+
+
+def test_a_block_that_had_died_lives_on_until_its_last_re_run() -> None:
+    trace = layers()
+    block = trace.blocks[0].model_copy(update={"reads": (1,)})  # no backward stage reads it
+    dead = Trace.model_validate(trace.model_dump(by_alias=True) | {"blocks": [block, *trace.blocks[1:]]})
+    assert dead.blocks[0].last_stage == 1
+    assert uses(recomputed(dead, chosen((1, 4))).blocks[0]) == ((0,), (1, 4))
+
+
+def test_what_nothing_uses_any_more_is_workspace() -> None:
+    trace = layers()
+    early = trace.blocks[1].model_copy(update={"id": 4, "name": "early", "reads": (3,), "size_bytes": 7})
+    group = trace.recompute[1].model_copy(update={"blocks": (1, 4)})
+    changes = {"blocks": [*trace.blocks, early], "recompute": [trace.recompute[0], group, trace.recompute[2]]}
+    both = Trace.model_validate(trace.model_dump(by_alias=True) | changes)
+    derived = recomputed(both, chosen((1, 4)))
+    assert derived.stages[4].workspace_bytes == 1 + 7
+    assert len(derived.blocks) == 6 and uses(derived.blocks[4]) == ((1,), (3,))
+
+
+def test_a_block_that_outlives_its_last_use() -> None:
+    trace = layers()
+    outliving = trace.blocks[1].model_copy(update={"dies_after": 5})
+    derived = recomputed(trace.model_copy(update={"blocks": (trace.blocks[0], outliving, *trace.blocks[2:])}), chosen((1, 4)))
+    assert derived.blocks[1].dies_after is None and derived.blocks[4].dies_after == 6
+
+
+def test_subgroups_are_numbered_anew() -> None:
+    trace = layers(changed=(5,))
+    subgroup = {"id": 0, "stage": 5, "blocks": [3], "elements": 1, "device_seconds": 0.5}
+    trained = Trace.model_validate(trace.model_dump(by_alias=True) | {"subgroups": [subgroup]})
+    assert recomputed(trained, chosen((1, 4))).subgroups[0].stage == 6
+
+
+def test_nothing_chosen_changes_nothing() -> None:
+    trace = layers()
+    assert recomputed(trace, ()) is trace
+
+
+def test_the_floor_falls_if_no_tier_can_be_used() -> None:
+    trace = layers(4)
+    without = trace.model_copy(update={"hardware": trace.hardware.model_copy(update={"links": ()})})
+    assert max(live_bytes(without)) == 50
+    assert floor(without)[0] == 41, "the weight, two blocks that are kept, what runs again and its workspace"
+    assert floor(trace)[0] == 30, "if blocks can wait elsewhere, only what a stage uses must be there"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([(3, 5)], "recomputes group 3; the trace has 3 recompute groups"),
+        ([(0, 5), (0, 4)], "recomputes group 0 twice"),
+        ([(0, 6)], "again before stage 6, which does not exist"),
+        ([(0, 2)], "again before stage 2, of phase 'forward'; groups run again only before backward stages"),
+        ([(2, 4)], "but nothing uses what it makes from there on"),
+        ([(0, 4), (1, 5)], "nothing uses what it makes"),
+    ],
+)
+def test_groups_that_cannot_run_again(pairs: list[tuple[int, int]], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        recomputed(layers(), chosen(*pairs))
+
+
+def test_a_group_whose_input_is_changed_in_between_cannot_run_again() -> None:
+    trace = layers(changed=(4,))
+    assert len(recomputed(trace, chosen((0, 4))).stages) == 7, "at the start of the stage it is not changed yet"
+    with pytest.raises(PlanError, match="before stage 5, but block 'w' is changed between stages 0 and 5"):
+        recomputed(trace, chosen((0, 5)))

@@ -1,0 +1,236 @@
+"""Stages that run again under the pager: what is dropped comes back the same, and what goes wrong leaves all as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu
+
+from planner.errors import BudgetError, UnsupportedError
+from runtime.execution.program import Program, Stage
+from runtime.execution.rerun import Rerun, Reruns
+from runtime.execution.workspace import WorkspaceMeter
+from runtime.paging.block import Block, State
+
+from ..memory_mover import Bench
+from .programs import WIDTH, Recorder, filled, managed, program, stage
+
+SAVED = ("first", "second")
+
+
+class Passes:
+    """A forward pass: 0 -> 1 = 0 + 1 -> 2 = 1 * 2 -> 3 = 2 * 3; and its backward pass, which reads 1 and 3, then 2.
+
+    The results 1 and 3 are saved; 2 is an intermediate that only a re-run of the last stage needs.
+    """
+
+    def __init__(self, budget: int | None = None, *, kept: tuple[int, ...] = (0, 2)) -> None:
+        self.bench = Bench(budget)
+        self.recorder = Recorder(kept=kept)
+        self.runs: list[str] = []
+        self.input = filled(3)
+        self.fails: Exception | None = None
+        self.saved: list[torch.Tensor] = []
+
+    def noted(self, name: str, run: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor]]:
+        def noting(*values: torch.Tensor) -> tuple[torch.Tensor]:
+            self.runs.append(name)
+            if self.fails is not None:
+                raise self.fails
+            return (run(*values),)
+
+        return noting
+
+    def forward_program(self) -> Program:
+        return program(
+            stage("add", self.noted("add", lambda a: a + 1), (0,), (1,), frees=(0,)),
+            stage("double", self.noted("double", lambda a: a * 2), (1,), (2,)),
+            stage("triple", self.noted("triple", lambda a: a * 3), (2,), (3,), frees=(2,)),
+            stage("sum", self.noted("sum", lambda a: a.sum()[None].expand(WIDTH // 4).clone()), (3,), (4,)),
+            inputs=1,
+            results=(4, 1, 3),
+        )
+
+    def forward(self) -> None:
+        _, *self.saved = managed(self.forward_program(), [self.input], self.bench, self.recorder)
+
+    def backward(self) -> list[float]:
+        """Return the value of 1 + 3, as the backward pass sees them."""
+        made = backward_program(stage("both", lambda a, b: (a + b,), (0, 1), (2,), frees=(0, 1)))
+        (total,) = managed(made, list(self.saved), self.bench, self.recorder)
+        return sorted(set(total.tolist()))
+
+    def blocks(self) -> list[Block]:
+        found = [self.bench.pager.known_block(tensor) for tensor in self.saved]
+        return [block for block in found if block is not None]
+
+    def drop(self, *, expect: bool = True) -> None:
+        for block in self.blocks():
+            self.bench.pager.drop(block)
+            assert (block.state is State.DROPPED) == expect
+
+
+def backward_program(*stages: Stage) -> Program:
+    made = program(*(dataclasses.replace(each, phase="backward") for each in stages), inputs=2, results=(2,))
+    return dataclasses.replace(made, identity="b", phase="backward")
+
+
+def passed(**settings: Any) -> Passes:
+    passes = Passes(**settings)
+    passes.forward()
+    return passes
+
+
+def test_what_was_dropped_is_made_anew_where_it_is_needed() -> None:
+    passes = passed()
+    before = passes.bench.pager.used_bytes
+    passes.drop()
+    assert passes.bench.pager.used_bytes == before - 2 * WIDTH
+    passes.runs.clear()
+    assert passes.backward() == [4 + 24]
+    assert passes.runs == ["add", "triple"], "what is between them was held"
+    assert [again.name for again in passes.recorder.again] == ["add", "triple"]
+
+
+def test_inputs_that_were_dropped_are_made_anew_first() -> None:
+    passes = passed(kept=(0, 1, 2))
+    assert passes.bench.pager.known_block(passes.saved[0]) is not None
+    passes.drop()
+    held = [block for block in passes.bench.pager.blocks if block.name == "slot2"]
+    passes.bench.pager.drop(held[0])
+    assert held[0].state is State.DROPPED, "it may be dropped as well, since its stage can run again"
+    passes.runs.clear()
+    assert passes.backward() == [28]
+    assert sorted(passes.runs) == ["add", "double", "triple"]
+
+
+def test_a_plan_makes_it_anew_earlier() -> None:
+    passes = passed()
+    passes.drop()
+    passes.recorder.due = {passes.recorder.reached: passes.blocks()}
+    assert passes.backward() == [28] and len(passes.recorder.again) == 2
+
+
+def test_where_the_plan_has_it_nothing_is_kept_any_longer() -> None:
+    passes = passed()
+    passes.recorder.due = {passes.recorder.reached: passes.blocks()}
+    assert passes.backward() == [28] and not passes.recorder.again
+    passes.drop(expect=False)
+
+
+def test_nothing_lives_longer_than_what_was_saved() -> None:
+    passes = passed()
+    passes.drop()
+    passes.saved.clear()
+    passes.bench.pager.forget_dead()
+    assert [block.name for block in passes.bench.pager.blocks] == ["slot0"], "the input, which this test holds"
+
+
+def test_what_has_run_again_is_not_dropped_again() -> None:
+    passes = passed()
+    passes.drop()
+    passes.backward()
+    passes.drop(expect=False)
+    assert passes.backward() == [28], "as with retain_graph"
+    assert len(passes.recorder.again) == 2
+
+
+def test_only_kept_stages_can_be_dropped() -> None:
+    passed(kept=()).drop(expect=False)
+
+
+@pytest.mark.parametrize("kept", [(0,), (2,)])
+def test_one_of_two(kept: tuple[int, ...]) -> None:
+    passes = passed(kept=kept)
+    for block in passes.blocks():
+        passes.bench.pager.drop(block)
+    assert [block.state for block in passes.blocks()].count(State.DROPPED) == 1
+    assert passes.backward() == [28]
+
+
+def test_what_user_code_can_see_is_not_dropped() -> None:
+    passes = passed()
+    passes.bench.pager.show_to_user(passes.blocks())
+    passes.drop(expect=False)
+
+
+@pytest.mark.parametrize("how", ["version", "slot"])
+def test_an_input_that_was_changed_is_an_error(how: str) -> None:
+    passes = passed()
+    passes.drop()
+    if how == "version":
+        passes.input.add_(1)
+    else:
+        block = passes.bench.pager.known_block(passes.input)
+        assert block is not None
+        passes.bench.pager.lend([block])
+        passes.bench.pager.give_back([block])
+    message = "add cannot run again: its input slot0 was changed in place after the forward pass"
+    with pytest.raises(UnsupportedError, match=message):
+        passes.backward()
+    assert all(block.state is State.DROPPED and not block.pins for block in passes.blocks())
+    assert passes.bench.pager.account.reserved_bytes == 0
+
+
+def test_a_stage_that_fails_can_be_repeated() -> None:
+    passes = passed()
+    passes.drop()
+    passes.fails = RuntimeError("out of luck")
+    with pytest.raises(RuntimeError, match="out of luck"):
+        passes.backward()
+    assert all(block.state is State.DROPPED and not block.pins for block in passes.blocks())
+    passes.fails = None
+    assert passes.backward() == [28]
+
+
+def test_under_a_budget_inputs_wait_in_a_lower_tier() -> None:
+    passes = passed(budget=5 * WIDTH)
+    passes.drop()
+    others = [passes.bench.make(f"other {number}", WIDTH // 16) for number in range(3)]
+    assert passes.backward() == [28]
+    assert passes.bench.pager.peak_bytes <= 5 * WIDTH
+    assert [passes.bench.value(block.name) for block in others] == [1, 1, 1]
+
+
+def test_a_stage_that_does_not_fit_again_stays_dropped() -> None:
+    passes = passed()
+    passes.drop()
+    passes.bench.pager.budget_bytes = WIDTH
+    with pytest.raises(BudgetError, match="recompute/"):
+        passes.backward()
+    passes.bench.pager.budget_bytes = None
+    assert passes.backward() == [28]
+
+
+def test_saved_tensors_that_hooks_see_are_kept() -> None:
+    passes = Passes()
+    with save_on_cpu():
+        passes.forward()
+    passes.drop(expect=False)
+
+
+def test_everything_can_be_brought_back() -> None:
+    passes = passed()
+    passes.drop()
+    reruns = Reruns(passes.bench.pager, passes.recorder, WorkspaceMeter(None))
+    reruns.make_anew(passes.blocks())
+    passes.bench.pager.bring_back_all()
+    assert [set(tensor.tolist()) for tensor in passes.saved] == [{4.0}, {24.0}]
+
+
+def test_views_of_what_was_saved_are_restored_as_they_were() -> None:
+    bench = Bench(None)
+    base = torch.arange(WIDTH // 4, dtype=torch.float32)
+    view = base.view(2, -1).t()[1:]
+    block = bench.pager.block_of(base, name="w", kind="activation", user_visible=False)
+    rerun = Rerun(stage("look", lambda a: (a,), (0,), (1,)), ["w"], [view], [block])
+    rerun.let_go_of([block])
+    (restored,) = rerun.values()
+    assert torch.equal(restored, view) and restored.stride() == view.stride()
+    del base, view, restored
+    with pytest.raises(UnsupportedError, match="its input w is gone"):
+        rerun.check()

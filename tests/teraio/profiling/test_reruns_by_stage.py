@@ -1,0 +1,115 @@
+"""Where re-runs have their places: numbers, what is dropped and when, and what the recorder asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+import planner
+from planner import Budgets, Plan, Recompute
+from planner.errors import PlanError
+from runtime.device.device import WallMark
+from runtime.execution import StageRerun
+from runtime.paging.block import Block
+from teraio.profiling.reruns_by_stage import RerunsByStage
+from teraio.profiling.schedule_by_stage import lay_out_plan
+
+from ...planner.recompute_traces import layers
+from .test_recorder import BACKWARD, FIRST, FORWARD, SECOND, STEP, WEIGHT, Training, move
+
+CHOSEN = [Recompute(group=0, at=5), Recompute(group=1, at=4)]
+"""Of three layers: 0, 1, 2 forward, 3, 4, 5 backward. Re-runs are stages 4 (of 1) and 6 (of 0) then."""
+
+
+def test_numbers() -> None:
+    placed = RerunsByStage.of(layers(), CHOSEN)
+    assert placed.count == 8 and list(placed.numbers) == [0, 1, 2, 3, 5, 7]
+    assert placed.stages == {0, 1} and placed.made == {4: (1,), 6: (0,)}
+
+
+def test_what_a_later_rerun_reads_is_dropped_after_it() -> None:
+    placed = RerunsByStage.of(layers(), CHOSEN)
+    assert placed.dropped_after == {2: (1,), 4: (0,)}, "1 is last read by stage 2, 0 by the re-run that makes 1 anew"
+
+
+def test_without_reruns() -> None:
+    placed = RerunsByStage.of(layers(), [])
+    assert placed.count == 6 and list(placed.numbers) == list(range(6)) and not placed.made
+
+
+def test_times_are_spread() -> None:
+    placed = RerunsByStage.of(layers(), CHOSEN)
+    assert placed.spread([1, 2, 3, 4, 5, 6], {4: 0.5}) == [1, 2, 3, 4, 0.5, 5, 0.0, 6]
+
+
+def test_what_cannot_run_again_is_refused() -> None:
+    with pytest.raises(PlanError, match="is changed between"):
+        RerunsByStage.of(layers(changed=(3,)), CHOSEN)
+
+
+class Dropping(Training):
+    """Notes drops, and runs what is due before a backward stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pager.drop = lambda block: self.pager.asked.append(f"drop {block.name}")  # type: ignore[method-assign]
+        self.ran: list[tuple[str, list[str], list[str]]] = []
+        self.kept_stages: list[list[int]] = []
+
+    def run_due(self, stage: str) -> None:
+        for made, fetch in self.recorder.reruns_due():
+            self.ran.append((stage, [b.name for b in made], [b.name for b in fetch]))
+            again = StageRerun(name="forward/0", begin=WallMark(0.0), end=WallMark(0.25), made=made)
+            self.recorder.stage_ran_again(again)
+
+    def _stage(self, identity: str, number: int) -> None:
+        if number == 0:
+            self.kept_stages.append(sorted(self.recorder.kept_stages()))
+        super()._stage(identity, number)
+
+
+def with_rerun(training: Dropping, moves: Sequence[planner.Move] = ()) -> dict[int, Block]:
+    """Follow a plan: positions 0 user, 1-2 forward, 3 user, 4-5 backward, 6 user, 7 step; stage 1 runs again before 5."""
+    training.iteration()
+    recorded = training.iteration()
+    first, second = recorded.regions[0].made
+    ids = {recorded.stages[1].read[0]: WEIGHT, first: FIRST, second: SECOND}
+    reruns = RerunsByStage(
+        numbers=(0, 1, 2, 3, 4, 6, 7, 8), count=9, stages=frozenset([1]), made={5: (FIRST,)}, dropped_after={1: (FIRST,)}
+    )
+    plan = Plan(trace_fingerprint="", policy="by hand", budgets=Budgets(device_bytes=0), moves=tuple(moves))
+    training.follow(lay_out_plan(plan, recorded, ids, [64, 64, 64], reruns), {WEIGHT: training.weight})
+    return {number: block for block, number in ids.items()}
+
+
+def test_the_recorder_drops_and_runs_again_by_the_plan() -> None:
+    training = Dropping()
+    with_rerun(training)
+    done = training.iteration()
+    _, asked = training.asked()
+    assert [each for each in asked if each.startswith("drop")] == ["drop activation0"]
+    assert training.ran == [("backward 1", ["activation0"], [])]
+    assert training.kept_stages[-3:] == [[0], [], []]
+    assert [(again.position, again.seconds, again.made_bytes) for again in done.reruns] == [(5, 0.25, 64)]
+    assert [len(region.stages) for region in done.regions] == [3, 3, 2], "a re-run is no stage of the record"
+
+
+def test_moves_count_reruns_as_stages() -> None:
+    training = Dropping()
+    with_rerun(training, [move(WEIGHT, after=4, start=5, fetch=6, before=8), move(SECOND, after=2, start=2, fetch=5, before=6)])
+    training.iteration()
+    fetched, asked = training.asked()
+    assert training.ran[-1] == ("backward 1", ["activation0"], ["activation1"]), "fetched while the stage runs again"
+    assert fetched == {"backward 1": ["weight"]}
+    assert asked == ["drop activation0", "out activation1", "out weight"]
+
+
+def test_out_of_step_nothing_is_due() -> None:
+    training = Dropping()
+    with_rerun(training)
+    training.iteration((FORWARD, "evaluation", BACKWARD, STEP))
+    assert training.ran[-1][0] == "backward 1", "back in step"
+    training.ran.clear()
+    training.region(BACKWARD, stages=3)
+    assert not training.ran
