@@ -184,24 +184,28 @@ class _SubgroupStep:
         missing = [block for block in following if block.state is State.OFFLOADED]
         self._pager.acquire(read, subgroup.workspace_bytes, name, then_fetch=missing or fetch)
         made: list[Block] = []
+        unchanged: set[Block] = set()
         gradients: GradientVersions | None = None
         try:
-            self._pager.evict_until_free(sum(block.size_bytes for block in missing), keep=following)
-            begin = self._pager.device.mark()
-            self._groups.narrow(subgroup.chosen)
-            gradients = GradientVersions(optimizer)
-            with annotate("update", name):
-                if slices is not None:
-                    slices.run()
-                else:
-                    run_step(optimizer)
-            end = self._pager.device.mark()
+            try:
+                self._pager.evict_until_free(sum(block.size_bytes for block in missing), keep=following)
+                begin = self._pager.device.mark()
+                self._groups.narrow(subgroup.chosen)
+                gradients = GradientVersions(optimizer)
+                with annotate("update", name):
+                    if slices is not None:
+                        slices.run()
+                    else:
+                        run_step(optimizer)
+                end = self._pager.device.mark()
+            finally:
+                self._groups.restore()
+                # Before the pager takes back what was reserved for new states.
+                if subgroup.fresh_bytes:
+                    made = self._managed.states.made(self._step.owned(subgroup.numbers), read)
+                if gradients is not None:
+                    unchanged = gradients.unchanged(self._pager.known_block)
         finally:
-            self._groups.restore()
-            # Before the pager takes back what was reserved for new states.
-            if subgroup.fresh_bytes:
-                made = self._managed.states.made(self._step.owned(subgroup.numbers), read)
-            unchanged = gradients.unchanged(self._pager.known_block) if gradients is not None else set()
             self._pager.retire(read, [b for b in read if b not in unchanged or b in subgroup.written])
         return begin, end, made
 

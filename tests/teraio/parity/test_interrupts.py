@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import teraio
+from teraio.optimizer.gradients import GradientVersions
 
 from ...thoroughness import by_profile
 from ...training import MIB, forget
@@ -137,4 +138,22 @@ def test_the_optimizer_keeps_its_parameters_if_its_own_call_is_interrupted(tmp_p
     while hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     assert training.interrupted_step(interrupted)
+    training.finish()
+
+
+def test_an_error_of_teraio_s_own_code_after_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as memory that runs out: nothing stays held, and training goes on."""
+    training = ShadowedTraining(small(tmp_path))
+    training.step()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    def failing(run: Callable[[], None]) -> bool:
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(GradientVersions, "unchanged", fail)
+            run()
+        return True
+
+    assert training.interrupted_step(failing)
     training.finish()
