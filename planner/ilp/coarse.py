@@ -37,8 +37,11 @@ _FINE = _Resolution(max_segments=64, window=6)
 _ROUGH = _Resolution(max_segments=24, window=3)
 
 
-def coarse_solutions(problem: Problem, settings: SolverSettings, on_host: Collection[int] | None = None) -> list[CoarseSolution]:
-    """Return the integer program's solution, unless it is too large; and the relaxed one's, unless the first is proved optimal.
+def coarse_solutions(
+    problem: Problem, settings: SolverSettings, on_host: Collection[int] | None = None, *, integer: bool = True
+) -> list[CoarseSolution]:
+    """Return the integer program's solution, unless it is too large or not wanted (`integer`); and the relaxed one's, unless the
+    first is proved optimal.
 
     on_host: the subgroups that update on the host, if that is already decided. If not, the relaxed program decides it at a low
     resolution first, and then it is fixed. If it were rounded at the end instead, the moves of a subgroup that is half here and
@@ -47,7 +50,7 @@ def coarse_solutions(problem: Problem, settings: SolverSettings, on_host: Collec
     decided = on_host is not None
     subgroups = [subgroup for subgroup in host_update_candidates(problem) if on_host is None or subgroup.id in on_host]
     found: list[CoarseSolution] = []
-    if problem.stage_count <= MAX_INTEGER_STAGES and settings.integer:
+    if problem.stage_count <= MAX_INTEGER_STAGES and integer:
         with contextlib.suppress(SolverError):
             found.append(_solve(problem, settings, subgroups, _FINE, relaxed=False, decided=decided))
             if found[0].report.status == "optimal":

@@ -61,16 +61,18 @@ def optimise(
     rivals: Sequence[Callable[[Problem], Decisions]],
     settings: SolverSettings,
     on_host: Collection[int] | None = None,
+    integer: bool = True,
 ) -> Plan:
     """Return the plan of the integer program, made exact, or that of a rival policy where it is better.
 
     on_host: the subgroups that update on the host, if the program need not decide that. The host tier must have room for them.
+    integer: solve an integer program where it is small; otherwise only its relaxation, which is faster.
     Where any plan exists, one is found. Up to the default weight of writes, the plan is never slower than a rival's. Raises
     InfeasiblePlanError where the lower tiers are too small.
     """
     if problem.everything_fits and not (host_update_candidates(problem) if on_host is None else on_host):
         return with_predictions(problem, build_plan(problem, {}, policy=policy))
-    solutions = coarse_solutions(problem, settings, on_host)
+    solutions = coarse_solutions(problem, settings, on_host, integer=integer)
     report = solutions[0].report if solutions else SolverReport(name="none", status="failed")
     # Without a solution, the report says "failed" and a greedy plan takes its place.
     starts = [_decisions(problem, solution) for solution in solutions] or [_undecided(problem, on_host or ())]

@@ -181,7 +181,6 @@ def _proposals(search: _Search) -> Iterator[frozenset[int]]:
         layers = whole_layers(trace, usable)
         if _seconds(trace, over_half(shares)) >= _MANY * _seconds(trace, layers):
             yield layers
-            yield rounded(trace, shares) & layers
         return
     yield over_half(shares or {})
     yield from simple_sets(trace, usable)
