@@ -27,7 +27,9 @@ following.
    that note only makes plans slower). The host's processor behaves like a link. The stage, and so the iteration, is shorter by
    the update's time on the device. Moves to or from that stage need 1 − h. If h, a valid copy of the parameters is in the host
    tier, and all blocks have their place there.
-5. *Shared rates.* The bytes that links carry together between two instants are at most the shared rate · (durations + δ).
+5. *Shared rates.* At any instant, the rates of all links are those of some set of busy links, or less. So what links carry
+   together between two instants is at most (durations + δ) times a point of the convex hull of these rates: [Note: links that
+   share rates] in `planner.problem.shared_limits`.
 
 All of this is linear, and the iteration time is Σ durations + Σ δ. So the minimum is a bound. (A plan without a steady state is
 covered too: the rows are linear, so they hold for the mean over many iterations.) Some steps make the program smaller. Each of

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import pulp
 
 from planner.ilp.block_classes import BlockClass, ClassPeriod
-from planner.ilp.limits import add_capacity, add_link_time, add_shared_rate, add_updates, add_user_code
+from planner.ilp.limits import add_capacity, add_link_time, add_shared_limit, add_updates, add_user_code
 from planner.ilp.model import CoarseModel, PeriodVariables
 from planner.lp import HostUpdateWindows, Segment, Terms, add_host_update, add_row, byte_scale, linear
 from planner.problem import TIE_WEIGHT, Problem, Route, outward_weight
@@ -72,7 +72,7 @@ def build_model(
         add_user_code(model, route)
         add_capacity(model, route)
     for shared in problem.shared:
-        add_shared_rate(model, shared)
+        add_shared_limit(model, shared)
     add_updates(problem, model)
     return model
 

@@ -21,6 +21,7 @@ from planner.problem.lifetimes import (
     mean_active_fraction,
 )
 from planner.problem.problem import Decision, Decisions, Problem, Route, build_plan, copies_out, in_units
+from planner.problem.shared_limits import SharedLimit, max_min_rates
 from planner.problem.solver_settings import (
     DEFAULT_GAP,
     DEFAULT_THREADS,
@@ -42,6 +43,7 @@ __all__ = [
     "InactivePeriod",
     "Problem",
     "Route",
+    "SharedLimit",
     "SolverSettings",
     "TIE_WEIGHT",
     "TierCapacity",
@@ -57,6 +59,7 @@ __all__ = [
     "inactive_periods",
     "live_bytes",
     "live_bytes_by_kind",
+    "max_min_rates",
     "mean_active_fraction",
     "movable_blocks",
     "next_user_stage",

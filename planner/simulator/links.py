@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from planner.problem import max_min_rates
 from planner.schema import Hardware, Link
 
-__all__ = ["Channel", "QueuedTransfer", "Links", "max_min_rates"]
+__all__ = ["Channel", "QueuedTransfer", "Links"]
 
 
 @dataclass(slots=True)
@@ -94,26 +94,3 @@ class Links:
             channel.left = max(channel.left - channel.rate * (now - channel.since), 0.0)
             channel.since, channel.rate = now, rate
             channel.event = now + channel.left / rate
-
-
-def max_min_rates(limits: Sequence[float], groups: Sequence[tuple[float, Sequence[int]]]) -> list[float]:
-    """Return max-min fair rates: all rise together, until each reaches its own limit or one of its groups reaches its limit.
-
-    Source: D. Bertsekas, R. Gallager, Data Networks (1992), section 6.5.2.
-    """
-    rates = [0.0] * len(limits)
-    rising = set(range(len(limits)))
-    while rising:
-        step = min(limits[number] - rates[number] for number in rising)
-        for limit, members in groups:
-            sharing = len(rising.intersection(members))
-            if sharing:
-                step = min(step, (limit - sum(rates[number] for number in members)) / sharing)
-        for number in rising:
-            rates[number] += max(step, 0.0)
-        stopped = {number for number in rising if rates[number] >= limits[number] * (1 - 1e-12)}
-        for limit, members in groups:
-            if sum(rates[number] for number in members) >= limit * (1 - 1e-12):
-                stopped |= rising.intersection(members)
-        rising -= stopped
-    return rates
