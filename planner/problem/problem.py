@@ -127,9 +127,13 @@ class Problem:
         """Return the route of a usable tier."""
         return next(route for route in self.routes if route.tier == tier)
 
+    def host_only(self, index: int) -> bool:
+        """Return whether the block of a period may wait in the host tier only."""
+        return bool(self.on_host) and self.periods[index].block in self._host_only
+
     def routes_of(self, index: int) -> tuple[Route, ...]:
         """Return the routes that the block of a period may take."""
-        if self.on_host and self.periods[index].block in self._host_only:
+        if self.host_only(index):
             return tuple(route for route in self.routes if route.tier == "host")
         return self.routes
 
