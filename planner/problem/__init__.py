@@ -19,6 +19,7 @@ from planner.problem.lifetimes import (
     live_bytes,
     live_bytes_by_kind,
     mean_active_fraction,
+    stage_floors,
 )
 from planner.problem.problem import Decision, Decisions, Problem, Route, build_plan, copies_out, in_units
 from planner.problem.shared_limits import SharedLimit, max_min_rates
@@ -65,6 +66,7 @@ __all__ = [
     "next_user_stage",
     "outward_weight",
     "parameters",
+    "stage_floors",
     "states",
     "total_bytes",
     "user_stages",

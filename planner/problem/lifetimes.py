@@ -17,6 +17,7 @@ __all__ = [
     "live_bytes",
     "live_bytes_by_kind",
     "mean_active_fraction",
+    "stage_floors",
 ]
 
 
