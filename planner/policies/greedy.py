@@ -86,7 +86,7 @@ def _time_over_budget(size_bytes: int, first: int, end: int, pressure: _Pressure
 def _relieved(size_bytes: int, first: int, end: int, pressure: _Pressure) -> float:
     """The same, but for each stage no more bytes than the stage is over the budget."""
     begin, stop = bisect_left(pressure.thin, (first, 0.0)), bisect_left(pressure.thin, (end, 0.0))
-    unneeded = sum(
+    unneeded: float = sum(
         (size_bytes - over) * pressure.seconds[stage % len(pressure.seconds)]
         for stage, over in pressure.thin[begin:stop]
         if over < size_bytes
@@ -129,7 +129,7 @@ class _ScoredMove(NamedTuple):  # a tuple, since hundreds of thousands are made
     Its memory is free from stage `free` to stage `start`, where it comes back.
     """
 
-    index: int
+    period: int
     route: Route
     out_seconds: float
     in_seconds: float
@@ -164,7 +164,7 @@ class _Greedy:
         never rise.
         """
         chosen: Decisions = {}
-        heap = [(-c.ratio, c.index) for i in range(len(self._problem.periods)) if (c := self._candidate(i))]
+        heap = [(-c.ratio, c.period) for i in range(len(self._problem.periods)) if (c := self._candidate(i))]
         heapq.heapify(heap)
         while heap and self._over_budget:
             _, index = heapq.heappop(heap)
@@ -208,7 +208,7 @@ class _Greedy:
         if benefit <= 0:
             return None
         return _ScoredMove(
-            index=index,
+            period=index,
             route=route,
             out_seconds=out_seconds,
             in_seconds=in_seconds,
@@ -218,11 +218,11 @@ class _Greedy:
         )
 
     def _take(self, candidate: _ScoredMove) -> None:
-        period, route, stages = self._problem.periods[candidate.index], candidate.route, len(self._seconds)
+        period, route, stages = self._problem.periods[candidate.period], candidate.route, len(self._seconds)
         self._links[route.outward.name].take(range(period.after + 1, candidate.free), candidate.out_seconds)
         self._links[route.inward.name].take(range(period.before - 1, candidate.start - 1, -1), candidate.in_seconds)
         self._excess[candidate.free : min(candidate.start, stages)] -= period.size_bytes
         self._excess[max(candidate.free - stages, 0) : max(candidate.start - stages, 0)] -= period.size_bytes
         self._measure_pressure()
-        self._room.take(candidate.index, route.tier)
+        self._room.take(candidate.period, route.tier)
         self._written.add((period.block, period.epoch, route.tier))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
+from planner.bound import lower_bound_seconds
 from planner.errors import InfeasiblePlanError
 from planner.ilp import MAX_INTEGER_STAGES, CoarseSolution, coarse_solutions, in_order_of_need
 from planner.lp import host_update_candidates
@@ -27,7 +29,8 @@ from planner.simulator import Timeline, simulate
 
 __all__ = ["optimise"]
 
-_CLEARLY_BETTER = 0.999
+_CLOSE = 1.005
+"""A long iteration's plan within this factor of the lower bound is good enough."""
 _BETTER = 0.9999
 _MAX_ROUNDS = 3
 """How often a schedule is made again by the clock of its replay."""
@@ -70,20 +73,19 @@ def optimise(
     """
     if problem.everything_fits and not (host_update_candidates(problem) if on_host is None else on_host):
         return with_predictions(problem, build_plan(problem, {}, policy=policy))
-    solutions = coarse_solutions(problem, settings, on_host)
-    report = solutions[0].report if solutions else SolverReport(name="none", status="failed")
-    # Without a solution, the report says "failed" and a greedy plan takes its place.
-    starts = [_decisions(problem, solution) for solution in solutions] or [_undecided(problem, on_host or ())]
-    if on_host is None and problem.stage_count <= MAX_INTEGER_STAGES:
-        starts += _extremes(problem)
+    others = _rival_candidates(problem, rivals, settings.write_weight)
+    bound = _Bound(problem, settings)
     own: list[_ReplayedPlan] = []
+    reports: list[SolverReport] = []
     too_full: InfeasiblePlanError | None = None
-    for start in starts:
+    for start, report in _starts(problem, settings, on_host):
+        reports += [report] if report else []
         try:
             own += _exact_candidates(*start, settings.write_weight)
         except InfeasiblePlanError as error:
             too_full = error
-    others = _rival_candidates(problem, rivals, settings.write_weight)
+        if problem.stage_count > MAX_INTEGER_STAGES and bound.is_close(own + others):
+            break
     if not own and not others:
         assert too_full is not None  # otherwise there would be a candidate
         raise too_full
@@ -92,8 +94,51 @@ def optimise(
         cheapest = sorted(own + others, key=lambda candidate: candidate.cost)[:most]
         own += [_around_user_code(candidate, settings.write_weight) for candidate in cheapest]
     best = _choose(own, others, settings.write_weight)
-    made = best.plan.model_copy(update={"solver": report, "policy": policy})
-    return with_predictions(problem, made, best.timeline)
+    made = best.plan.model_copy(update={"solver": _together(reports), "policy": policy})
+    return with_predictions(problem, made, best.timeline, lower_bound_seconds=bound.seconds)
+
+
+class _Bound:
+    """Tells when no further search is worth its time. `seconds`: the lower bound, 0 as long as nobody needed it."""
+
+    def __init__(self, problem: Problem, settings: SolverSettings) -> None:
+        self._problem, self._threads = problem, settings.threads
+        self.seconds = 0.0
+
+    def is_close(self, found: Sequence[_ReplayedPlan]) -> bool:
+        """Whether some plan takes at most _CLOSE times the lower bound."""
+        least = min((each.timeline.iteration_seconds for each in found), default=inf)
+        if least < inf and self.seconds == 0.0:
+            self.seconds = lower_bound_seconds(self._problem, threads=self._threads)
+        return least <= self.seconds * _CLOSE
+
+
+def _starts(
+    problem: Problem, settings: SolverSettings, on_host: Collection[int] | None
+) -> Iterator[tuple[tuple[Problem, Decisions], SolverReport | None]]:
+    """What the coarse solutions choose, and for short iterations two simple starts. Each is worked out when it is asked for.
+
+    Without a solution, only where updates run is decided, and a greedy plan takes the place of the program's.
+    """
+    solved, spent = 0, 0.0
+    for solution in coarse_solutions(problem, settings, on_host):
+        solved, spent = solved + 1, spent + solution.report.solve_seconds
+        yield _decisions(problem, solution), solution.report
+        if spent > settings.time_limit_seconds and problem.stage_count > MAX_INTEGER_STAGES:
+            break
+    if not solved:
+        yield _undecided(problem, on_host or ()), None
+    if on_host is None and problem.stage_count <= MAX_INTEGER_STAGES:
+        for start in _extremes(problem):
+            yield start, None
+
+
+def _together(reports: Sequence[SolverReport]) -> SolverReport:
+    """The first report, with the time of all of them. Without a report, one that says "failed"."""
+    if not reports:
+        return SolverReport(name="none", status="failed")
+    times = {name: sum(getattr(report, name) for report in reports) for name in ("build_seconds", "solve_seconds")}
+    return reports[0].model_copy(update=times)
 
 
 def _extremes(problem: Problem) -> list[tuple[Problem, Decisions]]:
@@ -196,7 +241,7 @@ def _cost(problem: Problem, index: int, decision: Decision, *, out: bool) -> flo
 def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float]) -> _ReplayedPlan:
     """Schedule by the ideal clock, replay, schedule again by the replayed clock, and so on. Keep the best.
 
-    Longer leads are tried first, and shorter ones must be clearly better: a lead absorbs delays that were not measured.
+    Longer leads are tried first, and of equal plans the first is kept: a lead absorbs delays that were not measured.
     """
     best: _ReplayedPlan | None = None
     known: set[tuple[tuple[int, int], ...]] = set()
@@ -209,7 +254,7 @@ def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, 
                 break  # the replay would give the same clock again
             known.add(starts)
             candidate = _replayed(problem, scheduled, write_weight)
-            if best is None or candidate.cost < best.cost * _CLEARLY_BETTER:
+            if best is None or candidate.cost < best.cost:
                 best = replace(candidate, lead=lead)
             if candidate.timeline.stall_seconds <= 1e-6 * candidate.timeline.iteration_seconds:
                 break
