@@ -28,8 +28,8 @@ class _LinearHiGHS(pulp.HiGHS):  # type: ignore[misc]
     """The dual simplex method; the interior point method where that takes too many iterations.
 
     Where copies hide behind the arithmetic, the simplex method is up to eight times as fast. Where links are the bottleneck, it
-    may take several times as long. So it is given up after as many iterations as the program has rows; where no vertex is asked
-    for, which takes the interior point method much time, after a quarter of them.
+    may take several times as long. So it is given up after as many iterations as the program has rows (a quarter of them where no
+    vertex is asked for, which is what takes the interior point method most time), or after a third of the time.
     """
 
     def callSolver(self, lp: pulp.LpProblem) -> None:  # noqa: N802 - PuLP's name
@@ -37,8 +37,9 @@ class _LinearHiGHS(pulp.HiGHS):  # type: ignore[misc]
         model.setOptionValue("solver", "simplex")
         share = 1 if self.optionsDict["run_crossover"] == "on" else 4
         model.setOptionValue("simplex_iteration_limit", max(model.getNumRow() // share, _LEAST_ITERATIONS))
+        model.setOptionValue("time_limit", self.timeLimit / 3)
         model.run()
-        if model.getModelStatus().name == "kIterationLimit":
+        if model.getModelStatus().name in ("kIterationLimit", "kTimeLimit"):
             model.clearSolver()
             model.setOptionValue("solver", "ipm")
             model.setOptionValue("time_limit", model.getRunTime() + self.timeLimit)  # HiGHS counts from its first run on

@@ -23,7 +23,7 @@ from planner.problem import (
     outward_weight,
     user_stages,
 )
-from planner.schedule import StageClock, evict_furthest, prune, schedule, user_code_proposals
+from planner.schedule import StageClock, evict_furthest, prune, schedule, tier_exchanges, user_code_proposals
 from planner.schema import Plan, SolverReport
 from planner.simulator import Timeline, simulate
 
@@ -93,6 +93,8 @@ def optimise(
         most = _MAX_AROUND_USER_CODE if problem.stage_count <= MAX_INTEGER_STAGES else 1
         cheapest = sorted(own + others, key=lambda candidate: candidate.cost)[:most]
         own += [_around_user_code(candidate, settings.write_weight) for candidate in cheapest]
+    if not bound.is_close(own + others):
+        own.append(_exchanged(min(own + others, key=lambda candidate: candidate.cost), settings.write_weight))
     best = _choose(own, others, settings.write_weight)
     made = best.plan.model_copy(update={"solver": _together(reports), "policy": policy})
     return with_predictions(problem, made, best.timeline, lower_bound_seconds=bound.seconds)
@@ -181,6 +183,27 @@ def _around_user_code(best: _ReplayedPlan, write_weight: float) -> _ReplayedPlan
         if better.cost >= best.cost * _BETTER:
             break
         best = replace(better, lead=best.lead)
+    return best
+
+
+def _exchanged(best: _ReplayedPlan, write_weight: float) -> _ReplayedPlan:
+    """Try other reserves, and other tiers for blocks for which stages wait, as long as that makes the plan better."""
+    for _ in range(_MAX_IMPROVEMENTS):
+        clock = StageClock.replayed(best.problem, best.plan, best.timeline)
+        better = best
+        variants = [(best.decisions, lead) for lead in _LEADS]
+        exchanges = tier_exchanges(best.problem, best.decisions, best.plan, best.timeline)
+        variants += [(decisions, best.lead) for decisions in exchanges]
+        for decisions, lead in variants:
+            try:
+                tried = _replayed(best.problem, schedule(best.problem, decisions, clock, lead=lead), write_weight)
+            except InfeasiblePlanError:
+                continue  # a lower tier is too full
+            if tried.cost < better.cost:
+                better = replace(tried, lead=lead)
+        if better.cost >= best.cost * _BETTER:
+            break
+        best = better
     return best
 
 
