@@ -8,7 +8,7 @@ from planner.schedule import tier_exchanges
 
 
 def two_blocks(host_bytes: int) -> Problem:
-    """Blocks 0 and 1 are made in stages 0 and 1; block 0 is needed in stage 5, block 1 in stage 8. The host is ten times faster."""
+    """Block 0 is made in stage 0 and needed in stage 5, block 1 in stages 1 and 8. The host is ten times as fast as the drive."""
     each: dict[str, Any] = {"phase": "forward", "duration_seconds": 1.0, "workspace_bytes": 0}
     stages = [{"id": s, "name": f"s{s}", **each} for s in range(9)]
     kind: dict[str, Any] = {"kind": "activation", "size_bytes": 30, "persistent": False}
