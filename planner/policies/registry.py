@@ -69,6 +69,8 @@ def plan(
     made = POLICIES[policy](trace, budgets, settings)
     if lower_bound:
         made = with_lower_bound(made, trace, budgets, threads=threads)
+    elif made.predicted is not None:
+        made = made.model_copy(update={"predicted": made.predicted.model_copy(update={"lower_bound_seconds": 0.0})})
     return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
 
 
