@@ -3,11 +3,11 @@
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmarks.machines import H100_BF16, H100_NVL, H100_NVL_TF32, RTX_4090_BF16, Machine
 from benchmarks.results import Figure
-from benchmarks.transformer_trace import WORKLOADS
+from benchmarks.transformer_trace import LLAMA_3_8B, Model, Workload
 from benchmarks.turns import Scale
 from benchmarks.variants import peak_bytes, with_device_updates, with_one_tier
 from planner import Budgets, TeraioError, Trace, floor, plan, recomputed, simulate
@@ -28,10 +28,11 @@ class Row:
     element_bytes: int
     tier: WaitingTier
     bytes_per_second: float
+    model: Model = LLAMA_3_8B
 
     def trace(self) -> Trace:
         """Return the iteration; all updates run on the device."""
-        workload = replace(WORKLOADS["Llama-3-8B"], batch=self.batch, element_bytes=self.element_bytes)
+        workload = Workload(model=self.model, batch=self.batch, sequence=2048, element_bytes=self.element_bytes)
         return with_device_updates(with_one_tier(workload.trace(self.machine), self.tier, self.bytes_per_second))
 
 
@@ -56,14 +57,14 @@ def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
     with (scale.output / "planner_recompute.tsv").open("w") as log:
         for row in ROWS:
             trace = row.trace()
-            figures.append(_floor(row, trace))
+            figures.append(floor_figure(row, trace))
             for share in SHARES:
                 for policy in POLICIES:
                     found = outcome(trace, share, policy)
                     samples[f"{row.name} | {share:.0%} | {policy}"] = found
                     print(row.name, share, policy, *found, sep="\t", file=log, flush=True)
                     print(f"  {row.name}, {share:.0%}, {policy}: {found}", file=sys.stderr, flush=True)
-    return (*figures, *_figures(samples)), samples
+    return (*figures, *table_figures(samples)), samples
 
 
 def outcome(trace: Trace, share: float, policy: str) -> list[float]:
@@ -81,16 +82,17 @@ def outcome(trace: Trace, share: float, policy: str) -> list[float]:
     return [taken / trace.ideal_seconds, taken / made.predicted.lower_bound_seconds, again, seconds]
 
 
-def _floor(row: Row, trace: Trace) -> Figure:
-    """The floor if nothing can leave, with recomputation, over the peak."""
+def floor_figure(row: Row, trace: Trace) -> Figure:
+    """Return the floor if nothing can leave, with recomputation, over the peak."""
     alone = trace.model_copy(update={"hardware": trace.hardware.model_copy(update={"links": ()})})
     places = RerunPlaces(trace)
     everything = recomputed(trace, places.of(places.usable))
-    note = f"peak {peak_bytes(trace) / 1e9:.1f} GB; everything recomputed {max(live_bytes(everything)) / 1e9:.1f} GB"
+    note = f"peak {peak_bytes(trace) / 1e9:.1f} GB; all groups at once {max(live_bytes(everything)) / 1e9:.1f} GB"
     return Figure(name=f"{row.name}: floor without a tier / peak", value=floor(alone)[0] / peak_bytes(trace), unit="", note=note)
 
 
-def _figures(samples: dict[str, list[float]]) -> Iterator[Figure]:
+def table_figures(samples: dict[str, list[float]]) -> Iterator[Figure]:
+    """Return, by row and policy, the longest planning time with the times over ideal and over the bound; and the cases lost."""
     for row in ROWS:
         for policy in POLICIES:
             found = [samples[f"{row.name} | {share:.0%} | {policy}"] for share in SHARES]

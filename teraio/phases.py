@@ -268,8 +268,9 @@ class PlannedPhase(Phase):
         self._planned = profile.iteration.signature
         self._unplanned = 0
         logger.info(
-            "following a plan with %d moves an iteration (%s): predicted %.3f s an iteration, %.3f s with unlimited memory",
+            "following a plan with %d moves%s an iteration (%s): predicted %.3f s an iteration, %.3f s with unlimited memory",
             len(plan.moves),
+            f" and {len(plan.recompute)} stages that run again" if plan.recompute else "",
             ", ".join(f"{tier}: {size:,} bytes" for tier, size in _moved_bytes(plan, profile.trace).items()) or "nothing moves",
             self.follower.predicted_seconds,
             profile.trace.ideal_seconds,

@@ -28,10 +28,10 @@ def add_updates(problem: Problem, model: BoundModel) -> None:
             for k, terms in by_span.items():
                 rows[k] += terms
         for number, shared in enumerate(problem.shared):
-            for name in shared.links:
+            for name, seconds in shared.seconds_per_byte.items():
                 for k, terms in update.moved[name].items():
                     row = model.links[f"shared {number}"][k]
-                    row += [(variable, size / shared.bytes_per_second) for variable, size in terms]
+                    row += [(variable, size * seconds) for variable, size in terms]
         for chain in update.windows.chains:
             _add_chain(model, update, chain)
     limit = next((route.budget_bytes for route in problem.routes if route.tier == "host"), None)

@@ -27,7 +27,9 @@ following.
    that note only makes plans slower). The host's processor behaves like a link. The stage, and so the iteration, is shorter by
    the update's time on the device. Moves to or from that stage need 1 − h. If h, a valid copy of the parameters is in the host
    tier, and all blocks have their place there.
-5. *Shared rates.* The bytes that links carry together between two instants are at most the shared rate · (durations + δ).
+5. *Shared rates.* At any instant, the rates of all links are those of some set of busy links, or less. So what links carry
+   together between two instants is at most (durations + δ) times a point of the convex hull of these rates: [Note: links that
+   share rates] in `planner.problem.shared_limits`.
 6. *Recomputation* ([Note: recomputation] in `planner.problem.recompute`). Stages, instants, uses and live bytes are those of the
    source trace, and δ is all time beyond its stages, re-runs included; so Σ δ is at least the time of all re-runs. A block that a
    re-run makes anew is away between its last use before the re-run and the re-run, which both lie in one p. Let z say that this

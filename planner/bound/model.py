@@ -84,8 +84,8 @@ def add_use(problem: Problem, model: BoundModel, block_class: CopyClass, link: L
     seconds = _seconds(block_class, link)
     model.links[link.name][span] += [(variable, factor * seconds) for variable, factor in step]
     for number, shared in enumerate(problem.shared):
-        if link.name in shared.links:
-            share = block_class.size_bytes / shared.bytes_per_second
+        if link.name in shared.seconds_per_byte:
+            share = block_class.size_bytes * shared.seconds_per_byte[link.name]
             model.links[f"shared {number}"][span] += [(variable, factor * share) for variable, factor in step]
 
 

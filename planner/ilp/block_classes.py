@@ -14,7 +14,7 @@ __all__ = ["BlockClass", "ClassPeriod", "classes_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassPeriod:
-    """A period in which the members are idle in all of the segments `begin` + 1 … `end` − 1.
+    """A period in which the members are idle at the peaks of the segments `begin` + 1 … `end` − 1.
 
     `end` is numbered on over the iteration's end. `indices`: the period of each member, by position in `Problem.periods`.
     `final`: the members do not come back.
@@ -30,7 +30,7 @@ class ClassPeriod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockClass:
-    """Blocks that are used in the same segments; they are decided together. `size_bytes` is their sum.
+    """Blocks that are idle in the same segments; they are decided together. `size_bytes` is their sum.
 
     `subgroup`: the subgroup that all of them belong to, if it can update on the host. `user_visible`: user code can reach them.
     `rerun`: the class of re-runs that makes all of them anew, if the program decides about re-runs.
@@ -69,7 +69,7 @@ def classes_of(
     owner = {block: subgroup.id for subgroup in subgroups for block in subgroup.blocks}
     by_block: dict[int, list[_Idle]] = {}
     for index, period in enumerate(problem.periods):
-        begin, end = grid.span_of(period.after), grid.span_of(period.before)
+        begin, end = grid.end_of(period.after), grid.start_of(period.before)
         if end - begin >= 2:
             idle = (begin, end, period.epoch, period.rank, period.final)
             by_block.setdefault(period.block, []).append((idle, index))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.errors import SolverError
@@ -37,27 +37,41 @@ _FINE = _Resolution(max_segments=64, window=6)
 _ROUGH = _Resolution(max_segments=24, window=3)
 
 
-def coarse_solutions(problem: Problem, settings: SolverSettings, on_host: Collection[int] | None = None) -> list[CoarseSolution]:
-    """Return the integer program's solution, unless it is too large; and the relaxed one's, unless the first is proved optimal.
+def coarse_solutions(
+    problem: Problem, settings: SolverSettings, on_host: Collection[int] | None = None, *, integer: bool = True
+) -> Iterator[CoarseSolution]:
+    """Yield the integer program's solution, unless it is too large or not wanted (`integer`); and the relaxed one's, unless the
+    first is proved optimal.
+
+    For long iterations another one follows, without updates on the host, where that looks better. Each is worked out when it is
+    asked for.
 
     on_host: the subgroups that update on the host, if that is already decided. If not, the relaxed program decides it at a low
     resolution first, and then it is fixed. If it were rounded at the end instead, the moves of a subgroup that is half here and
-    half there would fit neither. Returns an empty list where no solver is installed or all runs fail.
+    half there would fit neither. Yields nothing where no solver is installed or all runs fail.
     """
     decided = on_host is not None
     subgroups = [subgroup for subgroup in host_update_candidates(problem) if on_host is None or subgroup.id in on_host]
-    found: list[CoarseSolution] = []
-    if problem.stage_count <= MAX_INTEGER_STAGES and settings.integer:
-        with contextlib.suppress(SolverError):
-            found.append(_solve(problem, settings, subgroups, _FINE, relaxed=False, decided=decided))
-            if found[0].report.status == "optimal":
-                return found
+    short = problem.stage_count <= MAX_INTEGER_STAGES
     with contextlib.suppress(SolverError):
-        if decided:
-            found.append(_solve(problem, settings, subgroups, _FINE, relaxed=True, decided=True))
+        if short and integer:
+            whole = _solve(problem, settings, subgroups, _FINE, relaxed=False, decided=decided)
+            yield whole
+            if whole.report.status == "optimal":
+                return
+    with contextlib.suppress(SolverError):
+        if not decided and subgroups:
+            rough = _solve(problem, settings, subgroups, _ROUGH, relaxed=True)
+            chosen = in_order_of_need(problem, rough.on_host)
+            subgroups = [subgroup for subgroup in subgroups if subgroup.id in chosen]
+            yield _with_time_of(rough, _solve(problem, settings, subgroups, _FINE, relaxed=True, decided=True))
         else:
-            found.append(_solve_relaxed(problem, settings, subgroups))
-    return found
+            yield _solve(problem, settings, subgroups, _FINE, relaxed=True, decided=True)
+        if not short and not decided and subgroups:
+            # Shares of updates may fit where whole ones do not: near the floor, none at all may be better.
+            some, none = (_solve(problem, settings, each, _ROUGH, relaxed=True, decided=True) for each in (subgroups, ()))
+            if _relaxed_seconds(none) < _relaxed_seconds(some):
+                yield _with_time_of(none, _solve(problem, settings, (), _FINE, relaxed=True, decided=True))
 
 
 def in_order_of_need(problem: Problem, on_host: Collection[int]) -> list[int]:
@@ -79,13 +93,14 @@ def in_order_of_need(problem: Problem, on_host: Collection[int]) -> list[int]:
     return fitting
 
 
-def _solve_relaxed(problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgroup]) -> CoarseSolution:
-    if not subgroups:
-        return _solve(problem, settings, (), _FINE, relaxed=True)
-    first = _solve(problem, settings, subgroups, _ROUGH, relaxed=True)
-    on_host = in_order_of_need(problem, first.on_host)
-    decided = [subgroup for subgroup in subgroups if subgroup.id in on_host]
-    second = _solve(problem, settings, decided, _FINE, relaxed=True, decided=True)
+def _relaxed_seconds(solution: CoarseSolution) -> float:
+    """The objective of a relaxed solution."""
+    assert solution.report.bound_seconds is not None  # relaxed programs are solved to the optimum
+    return solution.report.bound_seconds
+
+
+def _with_time_of(first: CoarseSolution, second: CoarseSolution) -> CoarseSolution:
+    """The second solution, whose report counts the time of both."""
     report = second.report.model_copy(
         update={
             "bound_seconds": None,  # the second bound holds for these updates only

@@ -8,8 +8,8 @@ Symbols: segments k with duration τ_k; classes c of blocks with periods p = (a,
   place in segment k. They cost as much as moves on demand, and the exact stage places them.
 * h_g ∈ {0, 1}: whether an optimizer subgroup updates on the host; see `planner.lp.host_update`.
 
-A period frees nothing in the segments of its two uses, so the coarse objective is pessimistic: where segments hold several
-stages the exact plan is often faster. The solver's bound is a bound on this model only.
+The memory of a segment is that of its peak stage: a block is absent there if its period contains that stage. What has left by
+the end of a segment makes room from the next one on. The solver's bound is a bound on this model only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import pulp
 
 from planner.ilp.block_classes import BlockClass, ClassPeriod
-from planner.ilp.limits import add_capacity, add_link_time, add_shared_rate, add_updates, add_user_code
+from planner.ilp.limits import add_capacity, add_link_time, add_shared_limit, add_updates, add_user_code
 from planner.ilp.model import CoarseModel, PeriodVariables, RerunClass
 from planner.ilp.recompute_rows import add_rerun_memory, rerun_cost, reruns_in
 from planner.lp import HostUpdateWindows, Segment, Terms, add_host_update, add_row, byte_scale, linear
@@ -77,7 +77,7 @@ def build_model(
         add_user_code(model, route)
         add_capacity(model, route)
     for shared in problem.shared:
-        add_shared_rate(model, shared)
+        add_shared_limit(model, shared)
     add_updates(problem, model)
     return model
 
@@ -191,7 +191,7 @@ def add_valid_copies(model: CoarseModel) -> None:
 
 
 def add_memory(problem: Problem, model: CoarseModel) -> None:
-    """base_k − Σ size · (O_{k−1} + d − I_k) ≤ budget + e_k + v_k; base_k: the most live bytes among the segment's stages.
+    """live_k − Σ size · (O_{k−1} + d − I_k) ≤ budget + e_k + v_k; live_k: the live bytes at the segment's peak.
 
     Re-runs: see `planner.ilp.recompute_rows.add_rerun_memory`.
 
@@ -215,8 +215,8 @@ def add_memory(problem: Problem, model: CoarseModel) -> None:
             rows[k] += [(variable, -size / scale) for variable, size in terms]
     add_rerun_memory(model, rows, scale)
     for segment, row in zip(model.segments, rows, strict=True):
-        base = max(problem.live_bytes[segment.first : segment.last + 1])
-        add_row(model.program, row, pulp.LpConstraintLE, (problem.budgets.device_bytes - base) / scale)
+        live = problem.live_bytes[segment.peak]
+        add_row(model.program, row, pulp.LpConstraintLE, (problem.budgets.device_bytes - live) / scale)
     leaving: list[Terms] = [[(model.leaving[k], scale)] for k in range(count)]
     for entry in model.periods:
         for position, (variable, previous) in enumerate(zip(entry.out, [None, *entry.out], strict=False)):

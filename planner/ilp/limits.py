@@ -10,10 +10,9 @@ import pulp
 from planner.ilp.block_classes import BlockClass
 from planner.ilp.model import CoarseModel, PeriodVariables
 from planner.lp import PROCESSOR, Terms, add_row
-from planner.problem import Problem, Route
-from planner.schema import SharedRate
+from planner.problem import Problem, Route, SharedLimit
 
-__all__ = ["add_capacity", "add_link_time", "add_shared_rate", "add_updates", "add_user_code"]
+__all__ = ["add_capacity", "add_link_time", "add_shared_limit", "add_updates", "add_user_code"]
 
 
 def add_link_time(model: CoarseModel, route: Route) -> None:
@@ -62,20 +61,19 @@ def add_user_code(model: CoarseModel, route: Route) -> None:
                 add_row(model.program, [*row, (model.stall[k], -1.0)], pulp.LpConstraintLE, 0)
 
 
-def add_shared_rate(model: CoarseModel, shared: SharedRate) -> None:
-    """Σ of bytes moved / rate, over the links that share the rate, ≤ τ_k + δ_k."""
+def add_shared_limit(model: CoarseModel, shared: SharedLimit) -> None:
+    """Σ seconds_per_byte · bytes moved, over the links that share a rate, ≤ τ_k + δ_k."""
     count = len(model.segments)
     rows: list[Terms] = [[] for _ in range(count)]
     for entry in model.periods:
-        begin, seconds = entry.period.begin + 1, entry.block_class.size_bytes / shared.bytes_per_second
-        if entry.route.outward.name in shared.links:
-            _add_steps(rows, entry.out, begin, seconds)
-        if entry.route.inward.name in shared.links:
-            _add_steps(rows, entry.steps_in, begin, seconds)
+        begin = entry.period.begin + 1
+        for link, steps in ((entry.route.outward, entry.out), (entry.route.inward, entry.steps_in)):
+            if link.name in shared.seconds_per_byte:
+                _add_steps(rows, steps, begin, entry.block_class.size_bytes * shared.seconds_per_byte[link.name])
     for update in model.updates:
-        for name in shared.links:
+        for name, seconds in shared.seconds_per_byte.items():
             for k, terms in update.moved[name].items():
-                rows[k] += [(variable, size / shared.bytes_per_second) for variable, size in terms]
+                rows[k] += [(variable, size * seconds) for variable, size in terms]
     model.add_time_limit(rows)
 
 

@@ -17,7 +17,7 @@ from planner.schema import RecomputeGroup
 
 __all__ = ["RerunProgram"]
 
-_SEGMENTS = 32
+_SEGMENTS = 64
 _WINDOW = 3
 _CLASSES_AT_PEAK = 100
 _UNITS_PER_ITERATION = 100.0

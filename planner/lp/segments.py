@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.problem import Problem
+from planner.problem import Problem, stage_floors
 
 __all__ = ["Segment", "SegmentGrid", "segments_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Stages `first` to `last`, both included. `seconds`: the sum of their durations. `user`: all of them are user code."""
+    """Stages `first` to `last`, both included.
+
+    `seconds`: the sum of their durations. `peak`: the stage whose memory counts for the segment. `user`: all of them are user
+    code.
+    """
 
     first: int
     last: int
+    peak: int
     seconds: float
     user: bool = False
 
@@ -27,14 +33,24 @@ class SegmentGrid:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segment_of = [number for number, s in enumerate(segments) for _ in range(s.first, s.last + 1)]
-        self._count = len(segments)
+        self._peaks = [segment.peak for segment in segments]
 
     def span_of(self, stage: int) -> int:
         """Return the segment of a stage."""
         turns, rest = divmod(stage, len(self._segment_of))
-        return self._segment_of[rest] + turns * self._count
+        return self._segment_of[rest] + turns * len(self._peaks)
 
-    start_of = end_of = update_begin = span_of
+    update_begin = span_of
+
+    def start_of(self, stage: int) -> int:
+        """Return the first segment whose peak is at or after the stage: there a block that the stage uses is back."""
+        turns, rest = divmod(stage, len(self._segment_of))
+        return bisect_left(self._peaks, rest) + turns * len(self._peaks)
+
+    def end_of(self, stage: int) -> int:
+        """Return the last segment whose peak is at or before the stage: there a block that the stage uses is still needed."""
+        turns, rest = divmod(stage, len(self._segment_of))
+        return bisect_right(self._peaks, rest) - 1 + turns * len(self._peaks)
 
 
 def segments_of(problem: Problem, max_segments: int) -> tuple[Segment, ...]:
@@ -63,10 +79,12 @@ def segments_of(problem: Problem, max_segments: int) -> tuple[Segment, ...]:
         weights[best - 1] += weights.pop(best)
         firsts.pop(best)
     borders = [*firsts, len(stages)]
+    needed = stage_floors(problem.trace)
     return tuple(
         Segment(
             first=first,
             last=end - 1,
+            peak=max(range(first, end), key=lambda stage: (problem.live_bytes[stage], needed[stage])),
             seconds=sum(stage.duration_seconds for stage in stages[first:end]),
             user=all(stage.phase == "user" for stage in stages[first:end]),
         )

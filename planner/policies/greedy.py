@@ -12,6 +12,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
 
 from planner.problem import Decision, Decisions, Problem, Route, TierCapacity
 from planner.schedule import evict_furthest, on_demand, prefetch_from
@@ -58,15 +61,17 @@ class _Pressure:
     largest block has, with those bytes.
     """
 
-    seconds: list[float]
+    seconds: np.ndarray
     seconds_until: list[float]
     thin: list[tuple[int, float]]
 
     @classmethod
-    def of(cls, excess: list[float], seconds: list[float], largest_bytes: int) -> _Pressure:
-        over = [length if bytes_over > 0 else 0.0 for bytes_over, length in zip(excess, seconds, strict=True)]
-        thin = [(stage, bytes_over) for stage, bytes_over in enumerate(excess * 2) if 0 < bytes_over < largest_bytes]
-        return cls(seconds=seconds * 2, seconds_until=list(accumulate(over * 2, initial=0.0)), thin=thin)
+    def of(cls, excess: np.ndarray, seconds: np.ndarray, largest_bytes: int) -> _Pressure:
+        twice = np.tile(np.where(excess > 0, seconds, 0.0), 2)
+        stages = np.flatnonzero((excess > 0) & (excess < largest_bytes))
+        thin = [*zip(stages.tolist(), excess[stages].tolist(), strict=True)]
+        thin += [(stage + len(seconds), bytes_over) for stage, bytes_over in thin]
+        return cls(seconds=seconds, seconds_until=[0.0, *np.cumsum(twice).tolist()], thin=thin)
 
 
 Benefit = Callable[[int, int, int, _Pressure], float]
@@ -81,8 +86,10 @@ def _time_over_budget(size_bytes: int, first: int, end: int, pressure: _Pressure
 def _relieved(size_bytes: int, first: int, end: int, pressure: _Pressure) -> float:
     """The same, but for each stage no more bytes than the stage is over the budget."""
     begin, stop = bisect_left(pressure.thin, (first, 0.0)), bisect_left(pressure.thin, (end, 0.0))
-    unneeded = sum(
-        (size_bytes - over) * pressure.seconds[stage] for stage, over in pressure.thin[begin:stop] if over < size_bytes
+    unneeded: float = sum(
+        (size_bytes - over) * pressure.seconds[stage % len(pressure.seconds)]
+        for stage, over in pressure.thin[begin:stop]
+        if over < size_bytes
     )
     return _time_over_budget(size_bytes, first, end, pressure) - unneeded
 
@@ -116,14 +123,13 @@ class _LinkTime:
         self._sum()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ScoredMove:
+class _ScoredMove(NamedTuple):  # a tuple, since hundreds of thousands are made
     """A period's move to one tier, and its benefit / cost.
 
     Its memory is free from stage `free` to stage `start`, where it comes back.
     """
 
-    index: int
+    period: int
     route: Route
     out_seconds: float
     in_seconds: float
@@ -138,14 +144,18 @@ class _Greedy:
     def __init__(self, problem: Problem, benefit: Benefit) -> None:
         self._problem = problem
         self._benefit = benefit
-        self._seconds = [stage.duration_seconds for stage in problem.trace.stages]
+        seconds = [stage.duration_seconds for stage in problem.trace.stages]
+        self._seconds = np.array(seconds)
         self._largest = max((period.size_bytes for period in problem.periods), default=0)
-        self._excess = [float(live - problem.budgets.device_bytes) for live in problem.live_bytes]
+        self._excess = np.array(problem.live_bytes, dtype=float) - problem.budgets.device_bytes
         self._measure_pressure()
-        self._links = {link.name: _LinkTime(self._seconds) for route in problem.routes for link in (route.outward, route.inward)}
+        self._links = {link.name: _LinkTime(seconds) for route in problem.routes for link in (route.outward, route.inward)}
         self._room = TierCapacity(problem, {})
         self._written: set[tuple[int, int, str]] = set()
-        self._routes = sorted(problem.routes, key=lambda route: route.tier != "storage")
+        self._routes = [
+            (route, self._links[route.outward.name], self._links[route.inward.name])
+            for route in sorted(problem.routes, key=lambda route: route.tier != "storage")
+        ]
 
     def choose(self) -> Decisions:
         """Choose moves until no stage is over the budget or no move helps.
@@ -154,7 +164,7 @@ class _Greedy:
         never rise.
         """
         chosen: Decisions = {}
-        heap = [(-c.ratio, c.index) for i in range(len(self._problem.periods)) if (c := self._candidate(i))]
+        heap = [(-c.ratio, c.period) for i in range(len(self._problem.periods)) if (c := self._candidate(i))]
         heapq.heapify(heap)
         while heap and self._over_budget:
             _, index = heapq.heappop(heap)
@@ -171,31 +181,34 @@ class _Greedy:
 
     def _measure_pressure(self) -> None:
         self._pressure = _Pressure.of(self._excess, self._seconds, self._largest)
-        self._over_budget = max(self._excess) > 0
+        self._over_budget = bool(self._excess.max() > 0)
 
     def _candidate(self, index: int) -> _ScoredMove | None:
         """The move to the first tier with bandwidth and room that has any benefit; None if there is none."""
-        for route in self._routes:
+        period = self._problem.periods[index]
+        if self._pressure.seconds_until[period.before] <= self._pressure.seconds_until[period.after + 1]:
+            return None  # the memory is over the budget at no time within the period
+        for route, outward, inward in self._routes:
             if self._room.fits(index, route.tier):
-                candidate = self._to(index, route)
+                candidate = self._to(index, route, outward, inward)
                 if candidate is not None:
                     return candidate
         return None
 
-    def _to(self, index: int, route: Route) -> _ScoredMove | None:
+    def _to(self, index: int, route: Route, outward: _LinkTime, inward: _LinkTime) -> _ScoredMove | None:
         period = self._problem.periods[index]
         copied = period.read_only or (period.block, period.epoch, route.tier) in self._written
         out_seconds = 0.0 if copied else route.outward.seconds(period.size_bytes)
         in_seconds = 0.0 if period.final else route.inward.seconds(period.size_bytes)
-        free = self._links[route.outward.name].earliest(period.after + 1, period.before, out_seconds)
-        start = self._links[route.inward.name].latest(period.after + 1, period.before, in_seconds)
+        free = outward.earliest(period.after + 1, period.before, out_seconds)
+        start = inward.latest(period.after + 1, period.before, in_seconds)
         if free is None or start is None or free >= start:
             return None
         benefit = self._benefit(period.size_bytes, free, start, self._pressure)
         if benefit <= 0:
             return None
         return _ScoredMove(
-            index=index,
+            period=index,
             route=route,
             out_seconds=out_seconds,
             in_seconds=in_seconds,
@@ -205,11 +218,11 @@ class _Greedy:
         )
 
     def _take(self, candidate: _ScoredMove) -> None:
-        period, route, stages = self._problem.periods[candidate.index], candidate.route, len(self._seconds)
+        period, route, stages = self._problem.periods[candidate.period], candidate.route, len(self._seconds)
         self._links[route.outward.name].take(range(period.after + 1, candidate.free), candidate.out_seconds)
         self._links[route.inward.name].take(range(period.before - 1, candidate.start - 1, -1), candidate.in_seconds)
-        for stage in range(candidate.free, candidate.start):
-            self._excess[stage % stages] -= period.size_bytes
+        self._excess[candidate.free : min(candidate.start, stages)] -= period.size_bytes
+        self._excess[max(candidate.free - stages, 0) : max(candidate.start - stages, 0)] -= period.size_bytes
         self._measure_pressure()
-        self._room.take(candidate.index, route.tier)
+        self._room.take(candidate.period, route.tier)
         self._written.add((period.block, period.epoch, route.tier))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
+from planner.bound import lower_bound_seconds
 from planner.errors import InfeasiblePlanError
 from planner.ilp import MAX_INTEGER_STAGES, CoarseSolution, coarse_solutions, in_order_of_need
 from planner.lp import host_update_candidates
@@ -21,13 +23,14 @@ from planner.problem import (
     outward_weight,
     user_stages,
 )
-from planner.schedule import StageClock, evict_furthest, prune, schedule, user_code_proposals
+from planner.schedule import StageClock, evict_furthest, prune, schedule, tier_exchanges, user_code_proposals
 from planner.schema import Plan, SolverReport
 from planner.simulator import Timeline, simulate
 
 __all__ = ["optimise"]
 
-_CLEARLY_BETTER = 0.999
+_CLOSE = 1.005
+"""A long iteration's plan within this factor of the lower bound is good enough."""
 _BETTER = 0.9999
 _MAX_ROUNDS = 3
 """How often a schedule is made again by the clock of its replay."""
@@ -61,29 +64,30 @@ def optimise(
     rivals: Sequence[Callable[[Problem], Decisions]],
     settings: SolverSettings,
     on_host: Collection[int] | None = None,
+    integer: bool = True,
 ) -> Plan:
     """Return the plan of the integer program, made exact, or that of a rival policy where it is better.
 
     on_host: the subgroups that update on the host, if the program need not decide that. The host tier must have room for them.
+    integer: solve an integer program where it is small; otherwise only its relaxation, which is faster.
     Where any plan exists, one is found. Up to the default weight of writes, the plan is never slower than a rival's. Raises
     InfeasiblePlanError where the lower tiers are too small.
     """
     if problem.everything_fits and not (host_update_candidates(problem) if on_host is None else on_host):
         return with_predictions(problem, build_plan(problem, {}, policy=policy))
-    solutions = coarse_solutions(problem, settings, on_host)
-    report = solutions[0].report if solutions else SolverReport(name="none", status="failed")
-    # Without a solution, the report says "failed" and a greedy plan takes its place.
-    starts = [_decisions(problem, solution) for solution in solutions] or [_undecided(problem, on_host or ())]
-    if on_host is None and problem.stage_count <= MAX_INTEGER_STAGES:
-        starts += _extremes(problem)
+    others = _rival_candidates(problem, rivals, settings.write_weight)
+    bound = _Bound(problem, settings, wanted=integer or problem.stage_count > MAX_INTEGER_STAGES)
     own: list[_ReplayedPlan] = []
+    reports: list[SolverReport] = []
     too_full: InfeasiblePlanError | None = None
-    for start in starts:
+    for start, report in _starts(problem, settings, on_host, integer=integer):
+        reports += [report] if report else []
         try:
             own += _exact_candidates(*start, settings.write_weight)
         except InfeasiblePlanError as error:
             too_full = error
-    others = _rival_candidates(problem, rivals, settings.write_weight)
+        if problem.stage_count > MAX_INTEGER_STAGES and bound.is_close(own + others):
+            break
     if not own and not others:
         assert too_full is not None  # otherwise there would be a candidate
         raise too_full
@@ -91,9 +95,57 @@ def optimise(
         most = _MAX_AROUND_USER_CODE if problem.stage_count <= MAX_INTEGER_STAGES else 1
         cheapest = sorted(own + others, key=lambda candidate: candidate.cost)[:most]
         own += [_around_user_code(candidate, settings.write_weight) for candidate in cheapest]
+    if not bound.is_close(own + others):
+        own.append(_exchanged(min(own + others, key=lambda candidate: candidate.cost), settings.write_weight))
     best = _choose(own, others, settings.write_weight)
-    made = best.plan.model_copy(update={"solver": report, "policy": policy})
-    return with_predictions(problem, made, best.timeline)
+    made = best.plan.model_copy(update={"solver": _together(reports), "policy": policy})
+    return with_predictions(problem, made, best.timeline, lower_bound_seconds=bound.seconds)
+
+
+class _Bound:
+    """Tells when no further search is worth its time, if that is `wanted`.
+
+    `seconds`: the lower bound, 0 as long as nobody needed it.
+    """
+
+    def __init__(self, problem: Problem, settings: SolverSettings, *, wanted: bool) -> None:
+        self._problem, self._threads, self._wanted = problem, settings.threads, wanted
+        self.seconds = 0.0
+
+    def is_close(self, found: Sequence[_ReplayedPlan]) -> bool:
+        """Whether some plan takes at most _CLOSE times the lower bound."""
+        least = min((each.timeline.iteration_seconds for each in found), default=inf)
+        if self._wanted and least < inf and self.seconds == 0.0:
+            self.seconds = lower_bound_seconds(self._problem, threads=self._threads)
+        return least <= self.seconds * _CLOSE
+
+
+def _starts(
+    problem: Problem, settings: SolverSettings, on_host: Collection[int] | None, *, integer: bool
+) -> Iterator[tuple[tuple[Problem, Decisions], SolverReport | None]]:
+    """What the coarse solutions choose, and for short iterations two simple starts. Each is worked out when it is asked for.
+
+    Without a solution, only where updates run is decided, and a greedy plan takes the place of the program's.
+    """
+    solved, spent = 0, 0.0
+    for solution in coarse_solutions(problem, settings, on_host, integer=integer):
+        solved, spent = solved + 1, spent + solution.report.solve_seconds
+        yield _decisions(problem, solution), solution.report
+        if spent > settings.time_limit_seconds and problem.stage_count > MAX_INTEGER_STAGES:
+            break
+    if not solved:
+        yield _undecided(problem, on_host or ()), None
+    if on_host is None and problem.stage_count <= MAX_INTEGER_STAGES:
+        for start in _extremes(problem):
+            yield start, None
+
+
+def _together(reports: Sequence[SolverReport]) -> SolverReport:
+    """The first report, with the time of all of them. Without a report, one that says "failed"."""
+    if not reports:
+        return SolverReport(name="none", status="failed")
+    times = {name: sum(getattr(report, name) for report in reports) for name in ("build_seconds", "solve_seconds")}
+    return reports[0].model_copy(update=times)
 
 
 def _extremes(problem: Problem) -> list[tuple[Problem, Decisions]]:
@@ -136,6 +188,27 @@ def _around_user_code(best: _ReplayedPlan, write_weight: float) -> _ReplayedPlan
         if better.cost >= best.cost * _BETTER:
             break
         best = replace(better, lead=best.lead)
+    return best
+
+
+def _exchanged(best: _ReplayedPlan, write_weight: float) -> _ReplayedPlan:
+    """Try other reserves, and other tiers for blocks for which stages wait, as long as that makes the plan better."""
+    for _ in range(_MAX_IMPROVEMENTS):
+        clock = StageClock.replayed(best.problem, best.plan, best.timeline)
+        better = best
+        variants = [(best.decisions, lead) for lead in _LEADS]
+        exchanges = tier_exchanges(best.problem, best.decisions, best.plan, best.timeline)
+        variants += [(decisions, best.lead) for decisions in exchanges]
+        for decisions, lead in variants:
+            try:
+                tried = _replayed(best.problem, schedule(best.problem, decisions, clock, lead=lead), write_weight)
+            except InfeasiblePlanError:
+                continue  # a lower tier is too full
+            if tried.cost < better.cost:
+                better = replace(tried, lead=lead)
+        if better.cost >= best.cost * _BETTER:
+            break
+        best = better
     return best
 
 
@@ -196,7 +269,7 @@ def _cost(problem: Problem, index: int, decision: Decision, *, out: bool) -> flo
 def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float]) -> _ReplayedPlan:
     """Schedule by the ideal clock, replay, schedule again by the replayed clock, and so on. Keep the best.
 
-    Longer leads are tried first, and shorter ones must be clearly better: a lead absorbs delays that were not measured.
+    Longer leads are tried first, and of equal plans the first is kept: a lead absorbs delays that were not measured.
     """
     best: _ReplayedPlan | None = None
     known: set[tuple[tuple[int, int], ...]] = set()
@@ -209,7 +282,7 @@ def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, 
                 break  # the replay would give the same clock again
             known.add(starts)
             candidate = _replayed(problem, scheduled, write_weight)
-            if best is None or candidate.cost < best.cost * _CLEARLY_BETTER:
+            if best is None or candidate.cost < best.cost:
                 best = replace(candidate, lead=lead)
             if candidate.timeline.stall_seconds <= 1e-6 * candidate.timeline.iteration_seconds:
                 break

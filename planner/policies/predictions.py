@@ -12,10 +12,11 @@ from planner.simulator import Timeline, simulate
 __all__ = ["with_lower_bound", "with_predictions"]
 
 
-def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = None) -> Plan:
+def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = None, *, lower_bound_seconds: float = 0.0) -> Plan:
     """Add the simulator's predictions and, for each offload, the stage by whose end the copy is out.
 
-    The lower bound is 0, see `with_lower_bound`. timeline: the replay of `plan`, if there is one already.
+    timeline: the replay of `plan`, if there is one already. lower_bound_seconds: the lower bound, if it is known already;
+    otherwise see `with_lower_bound`.
     """
     if timeline is None:
         timeline = simulate(problem.source, plan)
@@ -25,7 +26,7 @@ def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = N
             "predicted": Predicted(
                 iteration_seconds=timeline.iteration_seconds,
                 ideal_seconds=problem.source.ideal_seconds,
-                lower_bound_seconds=0.0,
+                lower_bound_seconds=lower_bound_seconds,
                 stall_seconds=timeline.stall_seconds,
                 peak_bytes=timeline.peak_bytes,
                 moved_bytes=timeline.moved_bytes,
@@ -36,8 +37,10 @@ def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = N
 
 
 def with_lower_bound(plan: Plan, trace: Trace, budgets: Budgets, *, threads: int) -> Plan:
-    """Add the lower bound on the iteration time of every plan to the predictions. `threads`: of the solver."""
+    """Add the lower bound on the iteration time of every plan to the predictions, unless it is there. `threads`: solver's."""
     assert plan.predicted is not None  # `with_predictions` comes first
+    if plan.predicted.lower_bound_seconds:
+        return plan
     try:
         bound = lower_bound_seconds(Problem.of(trace, budgets), threads=threads)
     except BudgetError:  # only plans with re-runs fit, and no tier can be used

@@ -35,6 +35,7 @@ Planner = Callable[[Problem], Plan]
 
 _HARDLY = 1e-3
 """Share of the iteration that must be stalls for re-runs to be worth a look."""
+_CLOSE = 1.002
 _BETTER = 0.9999
 _SHORT_STAGES = 32
 """Up to this many stages a plan takes a fraction of a second, so that many sets can be tried."""
@@ -99,8 +100,10 @@ def _made(best: Plan | None, refusal: BudgetError | InfeasiblePlanError | None) 
 
 
 def _stalls(made: Plan) -> bool:
+    """Whether stages wait, and the plan is not close to the bound, if that is known (it holds with re-runs, too)."""
     assert made.predicted is not None  # every plan is replayed
-    return made.predicted.stall_seconds > _HARDLY * made.predicted.iteration_seconds
+    seconds, bound = made.predicted.iteration_seconds, made.predicted.lower_bound_seconds
+    return made.predicted.stall_seconds > _HARDLY * seconds and not 0 < seconds <= bound * _CLOSE
 
 
 class _Search:
@@ -181,7 +184,6 @@ def _proposals(search: _Search) -> Iterator[frozenset[int]]:
         layers = whole_layers(trace, usable)
         if _seconds(trace, over_half(shares)) >= _MANY * _seconds(trace, layers):
             yield layers
-            yield rounded(trace, shares) & layers
         return
     yield over_half(shares or {})
     yield from simple_sets(trace, usable)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from planner.errors import BudgetError, OptionsError
@@ -56,7 +55,8 @@ def plan(
     time.
 
     Waits for the result. The solver gets `time_limit_seconds` for each of its programs: one, two where updates may run on the
-    host, three for short iterations. Placing, replaying and bounding take additional time, half a minute for 1,000 stages.
+    host, three for short iterations. Placing, replaying and bounding take additional time, half a minute for 1,000 stages. Where
+    a stage waits and the trace has recompute groups, `"ilp"` takes two or three times as long.
 
     Raises BudgetError (the budget is below what one stage needs, or with keep-all below everything), InfeasiblePlanError (the
     lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can update on the host) and
@@ -69,12 +69,13 @@ def plan(
     made = POLICIES[policy](trace, budgets, settings)
     if lower_bound:
         made = with_lower_bound(made, trace, budgets, threads=threads)
+    elif made.predicted is not None:
+        made = made.model_copy(update={"predicted": made.predicted.model_copy(update={"lower_bound_seconds": 0.0})})
     return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
 
 
-def _optimised(name: str, settings: SolverSettings, *, rivals: bool) -> Callable[[Problem], Plan]:
-    beside = tuple(HEURISTICS.values()) if rivals else ()
-    return partial(optimise, policy=name, rivals=beside, settings=settings)
+def _optimised(name: str, settings: SolverSettings) -> Callable[[Problem], Plan]:
+    return partial(optimise, policy=name, rivals=tuple(HEURISTICS.values()), settings=settings)
 
 
 def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
@@ -82,17 +83,17 @@ def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         trace,
         budgets,
         settings,
-        plan=_optimised("ilp", settings, rivals=True),
-        draft=_optimised("ilp", replace(settings, integer=False), rivals=False),
+        plan=_optimised("ilp", settings),
+        draft=partial(optimise, policy="ilp", rivals=(), settings=settings, integer=False),
     )
 
 
 def _offload_only(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
-    return _optimised("offload-only", settings, rivals=True)(Problem.of(trace, budgets))
+    return _optimised("offload-only", settings)(Problem.of(trace, budgets))
 
 
 def _checkpoint(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
-    return checkpointed(trace, budgets, settings, plan=_optimised("checkpoint", settings, rivals=True))
+    return checkpointed(trace, budgets, settings, plan=_optimised("checkpoint", settings))
 
 
 def _fixed_updates(name: str, decide: Callable[[str, Problem], Sequence[int]]) -> Policy:

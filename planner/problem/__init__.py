@@ -19,11 +19,13 @@ from planner.problem.lifetimes import (
     live_bytes,
     live_bytes_by_kind,
     mean_active_fraction,
+    stage_floors,
 )
 from planner.problem.problem import Decision, Decisions, Problem, Route, build_plan, copies_out, in_units
 from planner.problem.recompute import folded, recompute_seconds, recomputed, reruns_of, spelled_out
 from planner.problem.rerun_places import RerunPlaces
 from planner.problem.rerun_sets import over_half, rounded, simple_sets, whole_layers
+from planner.problem.shared_limits import SharedLimit, max_min_rates
 from planner.problem.solver_settings import (
     DEFAULT_GAP,
     DEFAULT_THREADS,
@@ -46,6 +48,7 @@ __all__ = [
     "Problem",
     "RerunPlaces",
     "Route",
+    "SharedLimit",
     "SolverSettings",
     "TIE_WEIGHT",
     "TierCapacity",
@@ -62,6 +65,7 @@ __all__ = [
     "inactive_periods",
     "live_bytes",
     "live_bytes_by_kind",
+    "max_min_rates",
     "mean_active_fraction",
     "movable_blocks",
     "next_user_stage",
@@ -74,6 +78,7 @@ __all__ = [
     "rounded",
     "simple_sets",
     "spelled_out",
+    "stage_floors",
     "states",
     "total_bytes",
     "user_stages",

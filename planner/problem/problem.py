@@ -9,7 +9,8 @@ from functools import cached_property
 from planner.errors import BudgetError
 from planner.problem.host_updates import device_iteration, gradients, movable_blocks, parameters
 from planner.problem.lifetimes import InactivePeriod, inactive_periods, live_bytes, stage_floors
-from planner.schema import Block, Budgets, Link, Move, Offload, Placement, Plan, Prefetch, SharedRate, Trace, Update, WaitingTier
+from planner.problem.shared_limits import SharedLimit, shared_limits
+from planner.schema import Block, Budgets, Link, Move, Offload, Placement, Plan, Prefetch, Trace, Update, WaitingTier
 
 __all__ = ["Decision", "Decisions", "Problem", "Route", "build_plan", "copies_out", "in_units"]
 
@@ -47,7 +48,7 @@ class Problem:
 
     `source`: the whole trace. `on_host`: subgroups that update on the host, in this order. `trace`: the iteration that is left
     for the device then. `live_bytes[s]`: device bytes during stage s if nothing leaves. `covering[s]`: the periods that contain
-    stage s. `routes`: usable lower tiers, the fastest to copy in first. `shared`: the rates that their links share. `updated`:
+    stage s. `routes`: usable lower tiers, the fastest to copy in first. `shared`: what their links can carry together. `updated`:
     subgroup by period, for periods around an update on the host of the period's block. Such a period always has a decision: the
     block waits in the host tier. `host_blocks`: movable blocks of subgroups that update on the host, with their whole size. They
     have their place in the host tier for good, and wait in no other tier. `gradient_leaves`: by block, the stage at whose end a
@@ -60,7 +61,7 @@ class Problem:
     budgets: Budgets
     periods: tuple[InactivePeriod, ...]
     routes: tuple[Route, ...]
-    shared: tuple[SharedRate, ...]
+    shared: tuple[SharedLimit, ...]
     live_bytes: tuple[int, ...]
     covering: tuple[tuple[int, ...], ...]
     updated: dict[int, int]
@@ -96,7 +97,7 @@ class Problem:
             budgets=budgets,
             periods=periods,
             routes=routes,
-            shared=tuple(s for s in trace.hardware.shared if any(_uses(route, s) for route in routes)),
+            shared=shared_limits(trace.hardware, [link for route in routes for link in (route.outward, route.inward)]),
             live_bytes=tuple(live),
             covering=tuple(tuple(indices) for indices in covering),
             updated=_updated(source, periods, on_host),
@@ -114,6 +115,17 @@ class Problem:
         return {(period.block, period.after): index for index, period in enumerate(self.periods)}
 
     @cached_property
+    def _periods_by_block(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for index, period in enumerate(self.periods):
+            found.setdefault(period.block, []).append(index)
+        return found
+
+    def periods_of(self, block: int) -> Sequence[int]:
+        """Return the indices of a block's periods."""
+        return self._periods_by_block.get(block, ())
+
+    @cached_property
     def _host_only(self) -> frozenset[int]:
         return frozenset(block.id for block in self.host_blocks)
 
@@ -126,9 +138,13 @@ class Problem:
         """Return the route of a usable tier."""
         return next(route for route in self.routes if route.tier == tier)
 
+    def host_only(self, index: int) -> bool:
+        """Return whether the block of a period may wait in the host tier only."""
+        return bool(self.on_host) and self.periods[index].block in self._host_only
+
     def routes_of(self, index: int) -> tuple[Route, ...]:
         """Return the routes that the block of a period may take."""
-        if self.on_host and self.periods[index].block in self._host_only:
+        if self.host_only(index):
             return tuple(route for route in self.routes if route.tier == "host")
         return self.routes
 
@@ -178,10 +194,6 @@ def _updated(source: Trace, periods: Sequence[InactivePeriod], on_host: Sequence
     return updated
 
 
-def _uses(route: Route, shared: SharedRate) -> bool:
-    return route.outward.name in shared.links or route.inward.name in shared.links
-
-
 def _routes(trace: Trace, budgets: Budgets) -> tuple[Route, ...]:
     routes = []
     tiers: tuple[tuple[WaitingTier, int | None], ...] = (
@@ -209,7 +221,10 @@ def in_units(problem: Problem, unit_seconds: float) -> Problem:
             for link in (route.outward, route.inward)
         )
         routes.append(replace(route, outward=outward, inward=inward))
-    shared = tuple(rate.model_copy(update={"bytes_per_second": rate.bytes_per_second * unit_seconds}) for rate in problem.shared)
+    shared = tuple(
+        SharedLimit(seconds_per_byte={name: seconds / unit_seconds for name, seconds in limit.seconds_per_byte.items()})
+        for limit in problem.shared
+    )
     return replace(problem, routes=tuple(routes), shared=shared)
 
 

@@ -83,7 +83,10 @@ def spelled_out(trace: Trace, plan: Plan) -> tuple[Trace, Plan]:
 
 
 def folded(trace: Trace, chosen: Sequence[Recompute], plan: Plan) -> Plan:
-    """Return the plan for `trace` that carries out `plan`, which was made for `recomputed(trace, chosen)`."""
+    """Return the plan for `trace` that carries out `plan`, which was made for `recomputed(trace, chosen)`.
+
+    Its lower bound is 0: one that holds for these re-runs does not hold for all plans.
+    """
     if not chosen:
         return plan
     sources = _derive(trace, reruns_of(trace, chosen))[1]
@@ -94,7 +97,8 @@ def folded(trace: Trace, chosen: Sequence[Recompute], plan: Plan) -> Plan:
     predicted = plan.predicted
     if predicted is not None:
         seconds = recompute_seconds(trace, chosen)
-        predicted = predicted.model_copy(update={"ideal_seconds": trace.ideal_seconds, "recompute_seconds": seconds})
+        changed = {"ideal_seconds": trace.ideal_seconds, "recompute_seconds": seconds, "lower_bound_seconds": 0.0}
+        predicted = predicted.model_copy(update=changed)
     changes = {"trace_fingerprint": trace.fingerprint, "moves": tuple(moves), "recompute": tuple(chosen), "predicted": predicted}
     return plan.model_copy(update=changes)
 

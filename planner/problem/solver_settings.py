@@ -19,13 +19,12 @@ wins.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverSettings:
-    """Settings of one planning run, see `planner.plan`. `integer`: also solve integer programs where they are small."""
+    """Settings of one planning run, see `planner.plan`."""
 
     time_limit_seconds: float = 30.0
     gap: float = DEFAULT_GAP
     threads: int = DEFAULT_THREADS
     write_weight: float = DEFAULT_WRITE_WEIGHT
-    integer: bool = True
 
 
 def outward_weight(tier: WaitingTier, write_weight: float) -> float:

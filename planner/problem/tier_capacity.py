@@ -30,12 +30,13 @@ class TierCapacity:
     def fits(self, index: int, tier: WaitingTier) -> bool:
         """Whether the block of a period can wait in `tier` in addition to the blocks that are there."""
         limit = self._limits[tier]
-        if all(route.tier != tier for route in self._problem.routes_of(index)):
+        if tier != "host" and self._problem.host_only(index):
             return False
         if limit is None:
             return True
         size = self._problem.periods[index].size_bytes
-        return all(self._used[tier][stage] + size <= limit for stage in self._new_stages(index, tier))
+        stages = self._new_stages(index, tier)
+        return not stages or max(self._used[tier][stages.start : stages.stop]) + size <= limit
 
     def take(self, index: int, tier: WaitingTier) -> None:
         """Record that the block of a period waits in `tier`."""

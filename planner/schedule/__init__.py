@@ -1,6 +1,7 @@
 """From decisions to exact moves: which blocks must leave in addition, and when each copy begins."""
 
 from planner.schedule.eviction import evict_furthest, prune
+from planner.schedule.exchange import tier_exchanges
 from planner.schedule.prefetch import StageClock, on_demand, prefetch_from, schedule
 from planner.schedule.user_code import user_code_proposals
 
@@ -12,4 +13,5 @@ __all__ = [
     "user_code_proposals",
     "prune",
     "schedule",
+    "tier_exchanges",
 ]

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from planner.problem import max_min_rates
 from planner.schema import Hardware, Link
 
-__all__ = ["Channel", "QueuedTransfer", "Links", "max_min_rates"]
+__all__ = ["Channel", "QueuedTransfer", "Links"]
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class Links:
         sharing = {name for shared in hardware.shared for name in shared.links}
         self.channels = {link.name: Channel(link, link.name in sharing) for link in hardware.links}
         self._shared = [(shared.bytes_per_second, [self.channels[name] for name in shared.links]) for shared in hardware.shared]
+        self._rates: dict[tuple[Channel, ...], list[float]] = {}
         self._begun = 0
 
     def next(self) -> Channel | None:
@@ -76,7 +78,7 @@ class Links:
         now = channel.event
         ended = channel.active if channel.moving else None
         if ended is not None:
-            channel.active, channel.event = None, inf
+            channel.active, channel.event, channel.moving = None, inf, False
         else:
             channel.moving, channel.since, channel.rate = True, now, 0.0
         if channel.shares:
@@ -85,35 +87,16 @@ class Links:
 
     def _divide(self, now: float) -> None:
         """Divide the shared rates again, since a transfer has joined or left."""
-        moving = [c for c in self.channels.values() if c.shares and c.active is not None and c.moving]
-        groups = [
-            (rate, [number for number, channel in enumerate(moving) if channel in members]) for rate, members in self._shared
-        ]
-        rates = max_min_rates([channel.link.bytes_per_second for channel in moving], groups)
-        for channel, rate in zip(moving, rates, strict=True):
+        moving = [channel for channel in self.channels.values() if channel.shares and channel.moving]
+        for channel, rate in zip(moving, self._fair_rates(moving), strict=True):
             channel.left = max(channel.left - channel.rate * (now - channel.since), 0.0)
             channel.since, channel.rate = now, rate
             channel.event = now + channel.left / rate
 
-
-def max_min_rates(limits: Sequence[float], groups: Sequence[tuple[float, Sequence[int]]]) -> list[float]:
-    """Return max-min fair rates: all rise together, until each reaches its own limit or one of its groups reaches its limit.
-
-    Source: D. Bertsekas, R. Gallager, Data Networks (1992), section 6.5.2.
-    """
-    rates = [0.0] * len(limits)
-    rising = set(range(len(limits)))
-    while rising:
-        step = min(limits[number] - rates[number] for number in rising)
-        for limit, members in groups:
-            sharing = len(rising.intersection(members))
-            if sharing:
-                step = min(step, (limit - sum(rates[number] for number in members)) / sharing)
-        for number in rising:
-            rates[number] += max(step, 0.0)
-        stopped = {number for number in rising if rates[number] >= limits[number] * (1 - 1e-12)}
-        for limit, members in groups:
-            if sum(rates[number] for number in members) >= limit * (1 - 1e-12):
-                stopped |= rising.intersection(members)
-        rising -= stopped
-    return rates
+    def _fair_rates(self, moving: Sequence[Channel]) -> list[float]:
+        """The rates of links that are busy together. There are few such sets, so each is worked out once."""
+        key = tuple(moving)
+        if key not in self._rates:
+            groups = [(rate, [n for n, channel in enumerate(moving) if channel in members]) for rate, members in self._shared]
+            self._rates[key] = max_min_rates([channel.link.bytes_per_second for channel in moving], groups)
+        return self._rates[key]

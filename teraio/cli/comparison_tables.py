@@ -20,10 +20,10 @@ def comparison_tables(comparison: Comparison) -> Page:
         ("without waiting", format_seconds(comparison.ideal_seconds)),
         ("no plan is faster than", "" if bound is None else format_seconds(bound)),
     )
-    table = table_of("policy", ">iteration", ">over the bound", ">stall", ">moved", ">written to storage", "note")
+    table = table_of("policy", ">iteration", ">over the bound", ">stall", ">recomputed", ">moved", ">written to storage", "note")
     for verdict in comparison.verdicts:
         if verdict.predicted is None or bound is None:
-            table.add_row(verdict.policy, "", "", "", "", "", plain(verdict.error))
+            table.add_row(verdict.policy, "", "", "", "", "", "", plain(verdict.error))
             continue
         over = f"{verdict.predicted.iteration_seconds / bound - 1:.1%}" if bound else ""
         table.add_row(verdict.policy, *_achieved(verdict.predicted, over), "")
@@ -39,11 +39,13 @@ def sweep_tables(sweep: Sweep) -> Page:
         ("floor (smallest budget)", exact_bytes(sweep.floor_bytes)),
         ("peak if nothing moves", exact_bytes(sweep.peak_bytes)),
     )
-    table = table_of(">device budget", ">iteration", ">over the ideal", ">stall", ">moved", ">written to storage", "note")
+    table = table_of(
+        ">device budget", ">iteration", ">over the ideal", ">stall", ">recomputed", ">moved", ">written to storage", "note"
+    )
     for point in sweep.points:
         size = format_bytes(point.device_bytes)
         if point.predicted is None:
-            table.add_row(size, "", "", "", "", "", plain(point.error))
+            table.add_row(size, "", "", "", "", "", "", plain(point.error))
             continue
         over = f"{point.predicted.iteration_seconds / sweep.ideal_seconds - 1:.1%}" if sweep.ideal_seconds else ""
         smaller = point.planned_for_bytes is not None and point.planned_for_bytes < point.device_bytes
@@ -58,6 +60,7 @@ def _achieved(predicted: Predicted, over: str) -> tuple[str, ...]:
         format_seconds(predicted.iteration_seconds),
         over,
         format_seconds(predicted.stall_seconds),
+        format_seconds(predicted.recompute_seconds),
         format_bytes(moved),
         format_bytes(predicted.storage_written_bytes),
     )

@@ -239,6 +239,7 @@ def _promise(old: planner.Plan, new: planner.Plan, trace: planner.Trace, replaye
             "ideal_seconds": trace.ideal_seconds,
             "lower_bound_seconds": new.predicted.lower_bound_seconds,
             "stall_seconds": replayed.stall_seconds,
+            "recompute_seconds": sum(trace.recompute[each.group].duration_seconds for each in old.recompute),
         }
     )
     return old.model_copy(update={"predicted": predicted})

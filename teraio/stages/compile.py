@@ -92,7 +92,7 @@ class StageCompiler:
         prefix = phase if identity < 2 else f"{phase}#{identity}"
         describe(gm.graph)
         subgraphs = self._subgraphs(gm, floor_bytes=self._forward_bytes if phase == "backward" else 0)
-        reasons = self._reasons(gm, subgraphs) if phase == "forward" else [""] * len(subgraphs)
+        reasons = self._reasons(gm, subgraphs, inputs) if phase == "forward" else [""] * len(subgraphs)
         functions = [self._function(subgraph, options) for subgraph in subgraphs]
         _report_strides(gm)
         program = _lay_out(gm, subgraphs, functions, reasons, inputs, identity=identity, phase=phase, prefix=prefix)
@@ -100,11 +100,14 @@ class StageCompiler:
             self._forward_bytes = max((stage.need_bytes for stage in program.stages), default=0)
         return program
 
-    def _reasons(self, gm: GraphModule, subgraphs: list[Subgraph]) -> list[str]:
+    def _reasons(self, gm: GraphModule, subgraphs: list[Subgraph], inputs: Sequence[tuple[str, Kind]]) -> list[str]:
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        names = {node: name for node, (name, _) in zip(placeholders, inputs, strict=False)}
         (output,) = (n for n in gm.graph.nodes if n.op == "output")
         shown = [output.args[0][i] for i in _user_results(output, "forward")]
         visible = [result for result in shown if isinstance(result, Node)]
-        return reasons_against(subgraphs, visible=visible, written=_written_later(gm), keeps_seeds=self._keeps_seeds)
+        written = _written_later(placeholders)
+        return reasons_against(subgraphs, visible=visible, written=written, keeps_seeds=self._keeps_seeds, names=names)
 
     def _subgraphs(self, gm: GraphModule, *, floor_bytes: int) -> list[Subgraph]:
         operators = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
@@ -135,13 +138,12 @@ def _device_type(gm: GraphModule) -> str:
     return "cpu"
 
 
-def _written_later(gm: GraphModule) -> list[Node]:
-    """Return the inputs of a forward graph that PyTorch changes once the graph has run."""
+def _written_later(placeholders: list[Node]) -> list[Node]:
+    """Return the inputs of a forward graph, of all `placeholders`, that PyTorch changes once the graph has run."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     if metadata is None:
         return []
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     return [n for n, info in zip(placeholders, metadata.input_info, strict=False) if info.mutates_data]
 
 

@@ -13,7 +13,8 @@ It is judged before it is compiled, because that rewrites its graph.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch.fx import Node
@@ -27,24 +28,30 @@ _PURE_NAMESPACES = frozenset(("aten", "prims"))
 
 
 def reasons_against(
-    subgraphs: Sequence[Subgraph], *, visible: Collection[Node], written: Collection[Node], keeps_seeds: bool
+    subgraphs: Sequence[Subgraph],
+    *,
+    visible: Collection[Node],
+    written: Collection[Node],
+    keeps_seeds: bool,
+    names: Mapping[Node, str] = MappingProxyType({}),
 ) -> list[str]:
     """Return for each stage of a forward graph why it may not run again, in plain words; "" if it may.
 
     visible: results of the graph that user code can reach. written: inputs that PyTorch changes after the graph.
-    keeps_seeds: the compiled stages take random numbers from their seeds.
+    keeps_seeds: the compiled stages take random numbers from their seeds. names: of the graph's inputs, for people.
     """
     changed = _storages([*written, *(node for subgraph in subgraphs for node in subgraph.mutated)])
     shown = _storages(visible)
-    return [_reason(subgraph, changed, shown, keeps_seeds) for subgraph in subgraphs]
+    return [_reason(subgraph, changed, shown, keeps_seeds, names) for subgraph in subgraphs]
 
 
-def _reason(subgraph: Subgraph, changed: set[int], shown: set[int], keeps_seeds: bool) -> str:
+def _reason(subgraph: Subgraph, changed: set[int], shown: set[int], keeps_seeds: bool, names: Mapping[Node, str]) -> str:
     if subgraph.mutated:
-        return f"it writes {subgraph.mutated[0].name} in place"
+        first = subgraph.mutated[0]
+        return f"it writes {names.get(first, first.name)} in place"
     for node in subgraph.inputs:
         if _storages([node]) & changed:
-            return f"it reads {node.name}, which the graph changes"
+            return f"it reads {names.get(node, node.name)}, which the graph changes"
         if _storages([node]) & shown:
             return f"it reads {node.name}, a result that user code can change"
     found = (_reason_of_operator(node, keeps_seeds) for node in subgraph.module.graph.nodes if node.op == "call_function")

@@ -7,6 +7,9 @@ import pytest
 
 from benchmarks.planner import growth_exponent
 from benchmarks.planner_policies import Outcome, cases, figures_of, lost, outcome, samples_of, traces
+from benchmarks.planner_recompute import POLICIES as RECOMPUTE_POLICIES
+from benchmarks.planner_recompute import ROWS, SHARES, floor_figure, table_figures
+from benchmarks.planner_recompute import outcome as recompute_outcome
 from benchmarks.planning import PlanningFailed, planned_apart
 from benchmarks.transformer_trace import LLAMA_3_8B, Workload
 from benchmarks.variants import budgets_for, device_budgets, peak_bytes, with_errors, with_rates, with_times
@@ -146,3 +149,31 @@ def test_a_plan_below_the_bound_is_reported() -> None:
     found = [made_up("a", "ilp", 1.0, bound=1.01)]
     (figure,) = (each for each in figures_of(found) if each.name == "plans faster than the lower bound")
     assert figure.value == 1 and figure.met is False and figure.note == "a"
+
+
+def test_a_row_has_one_tier_and_its_policies_are_measured_by_the_simulator() -> None:
+    row = ROWS[0]
+    small = replace(row, model=replace(LLAMA_3_8B, layers=1), batch=1)
+    trace = small.trace()
+    assert {link.name for link in trace.hardware.links} == {"device->host", "host->device"}
+    assert {link.bytes_per_second for link in trace.hardware.links} == {55e9}
+    assert all(subgroup.host_seconds is None for subgroup in trace.subgroups) and trace.recompute
+    over_ideal, over_bound, again, seconds = recompute_outcome(trace, 0.9, "checkpoint")
+    assert over_ideal >= 1.0 + again - 1e-9 and over_bound >= 1 - 1e-9 and seconds > 0
+    assert recompute_outcome(trace, 0.01, "ilp") == []
+    assert floor_figure(small, trace).value == pytest.approx(1.0)
+
+
+def test_the_table_shows_times_and_counts_the_cases_that_are_lost() -> None:
+    samples = {
+        f"{row.name} | {share:.0%} | {policy}": [1.5, 1.2, 0.1, 3.0]
+        for row in ROWS
+        for share in SHARES
+        for policy in RECOMPUTE_POLICIES
+    }
+    samples[f"{ROWS[0].name} | 70% | ilp"] = []
+    samples[f"{ROWS[1].name} | 30% | checkpoint"] = [1.4, 1.1, 0.1, 9.0]
+    figures = {figure.name: figure for figure in table_figures(samples)}
+    assert figures["cases in which ilp is slower than another"].value == 3
+    assert figures[f"{ROWS[0].name}: ilp, planning at most"].note == "– 1.50 1.50 1.50; over bound – 1.20 1.20 1.20"
+    assert figures[f"{ROWS[1].name}: checkpoint, planning at most"].value == 9.0

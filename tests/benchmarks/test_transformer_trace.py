@@ -150,3 +150,23 @@ def test_a_tied_head_shares_the_embeddings_matrix_and_gradient() -> None:
     assert block(trace, "embed.weight.grad").writes == (stage["backward/head"], stage["backward/embed"])
     last = next(each for each in trace.subgroups if each.stage == stage["optimizer/head"])
     assert last.elements == 4096
+
+
+def test_forward_stages_that_save_something_are_recompute_groups() -> None:
+    trace = SMALL.trace()
+    names = [trace.stages[group.stage].name.removeprefix("forward/") for group in trace.recompute]
+    layer = ["attn.qkv", "attn.core", "attn.out", "mlp.up", "mlp.down"]
+    assert names == ["embed", *(f"layers.{index}.{part}" for index in range(2) for part in layer), "head", "loss"]
+    core = trace.recompute[names.index("layers.0.attn.core")]
+    assert {trace.blocks[number].name for number in core.reads} == {"layers.0.q", "layers.0.k", "layers.0.v"}
+    lse = block(trace, "layers.0.attn.lse")  # too small to move: workspace of the re-run
+    assert [trace.blocks[number].name for number in core.blocks] == ["layers.0.attn.context"]
+    assert core.workspace_bytes == lse.size_bytes and core.duration_seconds == trace.stages[core.stage].duration_seconds
+    head = trace.recompute[names.index("head")]
+    assert [trace.blocks[number].name for number in head.blocks] == ["head.normed"], "the logits die in the forward pass"
+    assert head.workspace_bytes == (32 << 20) + block(trace, "head.logits").size_bytes
+
+
+def test_elements_of_two_bytes_halve_all_blocks() -> None:
+    half = replace(SMALL, element_bytes=2).trace()
+    assert [2 * each.size_bytes for each in half.blocks] == [each.size_bytes for each in SMALL.trace().blocks]

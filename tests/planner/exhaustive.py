@@ -83,7 +83,7 @@ def _trace_with_groups(rng: random.Random) -> Trace:
     forward = rng.choice([2, 2, 3])
     count = 2 * forward
     names = ["forward"] * forward + ["backward"] * forward
-    if rng.random() < 0.3:
+    if rng.random() < 0.4:
         names.append("optimizer")
     stages = [
         {
@@ -109,9 +109,16 @@ def _trace_with_groups(rng: random.Random) -> Trace:
             dies = {"dies_after": count - 1} if max(again) < count - 1 and rng.random() < 0.2 else {}
             onward = [stage + 1] if stage + 1 < forward and rng.random() < 0.6 else []
             block("activation", rng.choice([5, 10, 10, 20]), False, onward + again, [stage], **dies)
-    if rng.random() < 0.5:
-        readers = rng.sample(range(count), 2)
-        block("parameter", 10, True, readers, [len(names) - 1] if len(names) > count else [])
+    subgroups: list[dict[str, Any]] = []
+    if rng.random() < 0.6:
+        update = len(names) - 1 if len(names) > count else None
+        readers = sorted({rng.randrange(forward), rng.randrange(count)}) + ([update] if update is not None else [])
+        parts = [block("parameter", 10, True, readers, [] if update is None else [update])]
+        if update is not None:
+            parts.append(block("gradient", 5, False, [update], [count - 1]))
+            parts.append(block("optimizer_state", 10, True, [update], [update]))
+            times = {"device_seconds": stages[update]["duration_seconds"], "host_seconds": rng.choice([0.2, 1.0])}
+            subgroups.append({"id": 0, "stage": update, "blocks": parts, "elements": 1, **times})
     recompute = []
     for stage in range(forward):
         made = [each["id"] for each in blocks if each["writes"] == [stage] and not each["persistent"]]
@@ -120,11 +127,11 @@ def _trace_with_groups(rng: random.Random) -> Trace:
             extra = {"duration_seconds": stages[stage]["duration_seconds"], "workspace_bytes": rng.choice([0, 3])}
             recompute.append({"id": len(recompute), "stage": stage, "blocks": made, "reads": reads, **extra})
     pairs = [("device", "storage", rng.choice([2.0, 10.0])), ("storage", "device", rng.choice([2.0, 10.0]))]
-    if rng.random() < 0.3:
+    if rng.random() < 0.4:
         pairs += [("device", "host", 10.0), ("host", "device", 10.0)]
     links = [{"from": a, "to": b, "bytes_per_second": r, "latency_seconds": 0.0} for a, b, r in pairs]
     machine = {"name": "made up", "device_memory_bytes": 1000, "links": links}
-    fields = {"hardware": machine, "stages": stages, "blocks": blocks, "recompute": recompute}
+    fields = {"hardware": machine, "stages": stages, "blocks": blocks, "recompute": recompute, "subgroups": subgroups}
     return Trace.model_validate({"name": "small with groups", **fields})
 
 

@@ -32,6 +32,8 @@ OPTIMA = [
     ("user_code", 25, 6.0, 0, 0),
     ("user_code", 20, 6.0, 10, 10),
     ("user_code", 15, 6.0, 10, 10),
+    ("recompute", 70, 6.0, 0, 0),
+    ("recompute", 50, 7.0, 0, 0),
     ("no_way_back", 20, 3.0, 0, 0),
 ]
 
@@ -49,7 +51,8 @@ def test_the_optimum_is_found(name: str, budget: int, seconds: float, out: int, 
     assert made.predicted is not None
     assert made.predicted.lower_bound_seconds <= seconds
     saved = sum(trace.subgroups[update.subgroup].device_seconds for update in made.updates)
-    assert made.predicted.stall_seconds == pytest.approx(seconds - (trace.ideal_seconds - saved))
+    needed = trace.ideal_seconds - saved + made.predicted.recompute_seconds
+    assert made.predicted.stall_seconds == pytest.approx(seconds - needed)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,7 @@ def test_the_optimum_is_found(name: str, budget: int, seconds: float, out: int, 
         ("two_tiers", 20, 0),
         ("host_update", 40, 0),
         ("user_code", 15, 2),
+        ("recompute", 50, 1),
         ("no_way_back", 20, 1),
     ],
 )
@@ -129,6 +133,14 @@ def test_the_update_runs_on_the_host_where_that_is_faster() -> None:
     with_little = plan(trace, Budgets(device_bytes=40, host_bytes=39))
     assert with_little.updates == ()
     assert simulate(trace, with_little).iteration_seconds == pytest.approx(6.0)
+
+
+def test_what_a_layer_makes_is_made_anew_where_copies_would_take_longer() -> None:
+    trace = Trace.load(HAND / "recompute.json")
+    made = plan(trace, Budgets(device_bytes=50))
+    assert [(each.group, each.at) for each in made.recompute] == [(0, 5)] and made.moves == ()
+    other = plan(trace, Budgets(device_bytes=50), policy="offload-only")
+    assert simulate(trace, other).iteration_seconds == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize("policy", ["ilp", "belady"])

@@ -167,7 +167,7 @@ def test_subgroups_cannot_take_longer_than_their_stage() -> None:
 
 def test_links_share_their_rate_fairly() -> None:
     """Three links share 10 bytes per second; one of them can take only 2. Worked out by hand."""
-    from planner.simulator.links import max_min_rates
+    from planner.problem.shared_limits import max_min_rates
 
     assert max_min_rates([2.0, 20.0, 20.0], [(10.0, [0, 1, 2])]) == [2.0, 4.0, 4.0]
     assert max_min_rates([20.0, 20.0, 20.0], [(10.0, [0, 1]), (8.0, [1, 2])]) == pytest.approx([6.0, 4.0, 4.0])

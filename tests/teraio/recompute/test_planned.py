@@ -35,14 +35,16 @@ LARGE = program(Model, large_batches, {"solver_time_limit": 3})
 
 
 @pytest.mark.parametrize("recompute", ["auto", "off"])
-def test_a_slow_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
+def test_a_slow_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recompute: str) -> None:
     reference = train(LARGE, {})
     monkeypatch.setattr(Engine, "measure", lambda *_, **__: RATES)
     budget = int(0.8 * reference.progress[-1].device_peak_bytes)
     options = {"memory_budget": budget, "recompute": recompute, **lower("storage", tmp_path)}
-    result = train(LARGE, options)
+    with caplog.at_level("INFO", logger="teraio"):
+        result = train(LARGE, options)
     check(result, reference, budget)
     last = result.progress[-1]
     assert last.phase == "planned"
     assert (last.recomputed_stages > 0) == (recompute == "auto")
     assert (last.recompute_seconds > 0) == (recompute == "auto")
+    assert ("stages that run again an iteration" in caplog.text) == (recompute == "auto")

@@ -127,6 +127,15 @@ def test_operators_with_random_state_may_not() -> None:
     assert "it has an operator that carries random state" in found
 
 
+def test_inputs_are_named_as_the_user_knows_them() -> None:
+    captured = forward(ConvNet)
+    names = [f"input {number}" for number in range(30)]
+    program = StageCompiler(codegen="eager", policy=FINE).compile(
+        captured.fresh(), phase="forward", options={}, inputs=[(name, "buffer") for name in names[:12]]
+    )
+    assert any(stage.never_again.startswith("it writes input ") for stage in program.stages)
+
+
 def test_what_reads_a_result_of_the_user_may_not() -> None:
     graph = transformer(2)[0].fresh()
     parts = pieces(graph)

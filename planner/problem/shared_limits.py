@@ -1,0 +1,100 @@
+"""What links that share rates can carry together, for linear programs.
+
+[Note: links that share rates] Links that are busy at the same time get max-min fair rates. So a slow drive beside host memory
+takes its fair share of the bus as long as it copies: with 50 GB/s to the host, 24 to the drive and 55 together, both are busy at
+31 + 24, and the host cannot have 50 beside the 5 that are left. At any instant, the rates are those of some set of busy links
+(zero for the others). So the mean rates over any stretch of time lie in the convex hull of the rates of all sets. Its facets are
+the rows: for each pair of links, Σ seconds_per_byte · bytes ≤ seconds. They imply the rate that a pair shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from planner.schema import Hardware, Link
+
+__all__ = ["SharedLimit", "max_min_rates", "shared_limits"]
+
+_SAME = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedLimit:
+    """In any stretch of time, Σ seconds_per_byte · bytes over these links is at most its length. Keys are names of links."""
+
+    seconds_per_byte: dict[str, float]
+
+
+def shared_limits(hardware: Hardware, used: Sequence[Link]) -> tuple[SharedLimit, ...]:
+    """Return what the links that are `used` can carry together, beyond the limits of each; see [Note: links that share rates]."""
+    names = [link.name for link in used]
+    groups = [
+        (shared.bytes_per_second, [n for n, name in enumerate(names) if name in shared.links]) for shared in hardware.shared
+    ]
+    groups = [(rate, members) for rate, members in groups if len(members) > 1]
+    found = [
+        SharedLimit(seconds_per_byte={names[number]: 1 / rate for number in members})
+        for rate, members in groups
+        if len(members) > 2
+    ]
+    pairs = sorted({pair for _, members in groups for pair in combinations(members, 2)})
+    rates = _rates_of_all_sets([link.bytes_per_second for link in used], groups) if pairs else []
+    for one, other in pairs:
+        for first, second in _facets({(each[one], each[other]) for each in rates}):
+            found.append(SharedLimit(seconds_per_byte={names[one]: first, names[other]: second}))
+    return tuple(found)
+
+
+def _rates_of_all_sets(limits: Sequence[float], groups: Sequence[tuple[float, Sequence[int]]]) -> list[list[float]]:
+    found = []
+    for size in range(1, len(limits) + 1):
+        for busy in combinations(range(len(limits)), size):
+            inner = [(rate, [position for position, n in enumerate(busy) if n in members]) for rate, members in groups]
+            shares = dict(zip(busy, max_min_rates([limits[number] for number in busy], inner), strict=True))
+            found.append([shares.get(number, 0.0) for number in range(len(limits))])
+    return found
+
+
+def _facets(points: set[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield (a, b), both positive, so that a · x + b · y ≤ 1 for all points, with equality for two of them."""
+    for (x, y), (u, v) in combinations(sorted(points), 2):  # x ≤ u
+        if x == u or y <= v:
+            continue
+        area = y * u - x * v
+        a, b = (y - v) / area, (u - x) / area
+        if all(a * p + b * q <= 1 + _SAME for p, q in points) and not _collinear_between((x, y), (u, v), points, a, b):
+            yield a, b
+
+
+def _collinear_between(
+    left: tuple[float, float], right: tuple[float, float], points: set[tuple[float, float]], a: float, b: float
+) -> bool:
+    """Whether a further point lies on the same facet: it then yields the facet too, with one of the two."""
+    return any(left < (p, q) < right and a * p + b * q > 1 - _SAME for p, q in points)
+
+
+def max_min_rates(limits: Sequence[float], groups: Sequence[tuple[float, Sequence[int]]]) -> list[float]:
+    """Return max-min fair rates: all rise together, until each reaches its own limit or one of its groups reaches its limit.
+
+    groups: the rate that some links share, and the positions of these links in `limits`.
+
+    Source: D. Bertsekas, R. Gallager, Data Networks (1992), section 6.5.2.
+    """
+    rates = [0.0] * len(limits)
+    rising = set(range(len(limits)))
+    while rising:
+        step = min(limits[number] - rates[number] for number in rising)
+        for limit, members in groups:
+            sharing = len(rising.intersection(members))
+            if sharing:
+                step = min(step, (limit - sum(rates[number] for number in members)) / sharing)
+        for number in rising:
+            rates[number] += max(step, 0.0)
+        stopped = {number for number in rising if rates[number] >= limits[number] * (1 - 1e-12)}
+        for limit, members in groups:
+            if sum(rates[number] for number in members) >= limit * (1 - 1e-12):
+                stopped |= rising.intersection(members)
+        rising -= stopped
+    return rates
