@@ -127,12 +127,10 @@ def _starts(
 
     Without a solution, only where updates run is decided, and a greedy plan takes the place of the program's.
     """
-    solved, spent = 0, 0.0
+    solved = False
     for solution in coarse_solutions(problem, settings, on_host, integer=integer):
-        solved, spent = solved + 1, spent + solution.report.solve_seconds
+        solved = True
         yield _decisions(problem, solution), solution.report
-        if spent > settings.time_limit_seconds and problem.stage_count > MAX_INTEGER_STAGES:
-            break
     if not solved:
         yield _undecided(problem, on_host or ()), None
     if on_host is None and problem.stage_count <= MAX_INTEGER_STAGES:

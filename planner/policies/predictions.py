@@ -9,7 +9,7 @@ from planner.schedule import StageClock
 from planner.schema import Budgets, Plan, Predicted, Trace
 from planner.simulator import Timeline, simulate
 
-__all__ = ["with_lower_bound", "with_predictions"]
+__all__ = ["with_lower_bound", "with_predictions", "without_lower_bound"]
 
 
 def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = None, *, lower_bound_seconds: float = 0.0) -> Plan:
@@ -45,7 +45,17 @@ def with_lower_bound(plan: Plan, trace: Trace, budgets: Budgets, *, threads: int
         bound = lower_bound_seconds(Problem.of(trace, budgets), threads=threads)
     except BudgetError:  # only plans with re-runs fit, and no tier can be used
         bound = trace.ideal_seconds
-    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"lower_bound_seconds": bound})})
+    return _with_bound(plan, bound)
+
+
+def without_lower_bound(plan: Plan) -> Plan:
+    """Set the lower bound in the predictions to 0."""
+    return _with_bound(plan, 0.0)
+
+
+def _with_bound(plan: Plan, seconds: float) -> Plan:
+    assert plan.predicted is not None  # `with_predictions` comes first
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"lower_bound_seconds": seconds})})
 
 
 def _with_free_after(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[object, ...]:

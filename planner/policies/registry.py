@@ -9,7 +9,7 @@ from planner.errors import BudgetError, OptionsError
 from planner.policies.fixed_updates import all_on_host, every_nth_on_device
 from planner.policies.greedy import g10_decisions, teraio_decisions
 from planner.policies.ilp import optimise
-from planner.policies.predictions import with_lower_bound, with_predictions
+from planner.policies.predictions import with_lower_bound, with_predictions, without_lower_bound
 from planner.policies.recompute import best_recomputation, checkpointed
 from planner.policies.zero_infinity import zero_infinity_decisions
 from planner.problem import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, Decisions, Problem, SolverSettings, build_plan
@@ -51,12 +51,12 @@ def plan(
     `write_weight`: seconds of iteration time that one second of writing to storage is worth, since drives wear out. Up to its
     default, it only decides between plans that are no slower than every heuristic's. `gap`: the share of the objective by which
     the solver's solution may miss its bound. It concerns the coarse model only, and is of little use below that model's own
-    error. `threads`: of the solver. `lower_bound`: compute `predicted.lower_bound_seconds`; otherwise it is 0, which takes less
-    time.
+    error. `threads`: of the solver. `lower_bound`: compute `predicted.lower_bound_seconds`; otherwise it is 0, which may take
+    less time.
 
-    Waits for the result. The solver gets `time_limit_seconds` for each of its programs: one, two where updates may run on the
-    host, three for short iterations. Placing, replaying and bounding take additional time, half a minute for 1,000 stages. Where
-    a stage waits and the trace has recompute groups, `"ilp"` takes two or three times as long.
+    Waits for the result. The solver gets `time_limit_seconds` for each of its programs: up to five where updates may run on the
+    host, otherwise one or two. Placing, replaying and bounding take additional time, half a minute for 1,000 stages. Where a
+    stage waits and the trace has recompute groups, `"ilp"` takes two or three times as long.
 
     Raises BudgetError (the budget is below what one stage needs, or with keep-all below everything), InfeasiblePlanError (the
     lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can update on the host) and
@@ -69,8 +69,8 @@ def plan(
     made = POLICIES[policy](trace, budgets, settings)
     if lower_bound:
         made = with_lower_bound(made, trace, budgets, threads=threads)
-    elif made.predicted is not None:
-        made = made.model_copy(update={"predicted": made.predicted.model_copy(update={"lower_bound_seconds": 0.0})})
+    else:
+        made = without_lower_bound(made)
     return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
 
 
