@@ -85,10 +85,12 @@ def checkpointed(trace: Trace, budgets: Budgets, settings: SolverSettings, *, pl
 
 def _with_reruns(trace: Trace, error: BudgetError) -> BudgetError:
     """The error with the budget that suffices if forward stages may run again, which counts if nothing can leave."""
-    if not trace.recompute or error.smallest_bytes < max(live_bytes(trace)):
+    if error.smallest_bytes < max(live_bytes(trace)):
         return error
     alone = trace.model_copy(update={"hardware": trace.hardware.model_copy(update={"links": (), "shared": ()})})
     least, stage = floor(alone)
+    if least >= error.smallest_bytes:
+        return error
     return BudgetError(smallest_bytes=least, budget_bytes=error.budget_bytes, stage=trace.stages[stage].name)
 
 
