@@ -31,14 +31,14 @@ class RealModel:
 _VIT = {"img_size": 64, "patch_size": 8, "embed_dim": 256, "depth": 2, "num_heads": 4}
 _LIST = (
     RealModel(name="GPT-2", make=text.gpt2, make_batches=text.sentences),
-    RealModel(name="Llama", make=text.llama, make_batches=text.padded(), core=True),
+    RealModel(name="Llama", make=text.llama, make_batches=text.padded()),
     RealModel(name="Gemma 2", make=text.gemma2, make_batches=text.sentences),
     RealModel(name="Gemma 3", make=text.gemma3, make_batches=text.sentences),
     RealModel(name="Qwen3", make=text.qwen3, make_batches=text.padded()),
     RealModel(name="Mixtral", make=text.mixtral, make_batches=text.sentences),
     RealModel(name="Qwen3-MoE", make=text.qwen3_moe, make_batches=text.sentences, core=True),
     RealModel(name="Mamba", make=text.mamba, make_batches=partial(text.sentences, length=32), planned=False),
-    RealModel(name="BERT", make=text.bert, make_batches=text.padded(text.masked_words), core=True),
+    RealModel(name="BERT", make=text.bert, make_batches=text.padded(text.masked_words)),
     RealModel(name="T5", make=text.t5, make_batches=text.padded(), core=True),
     RealModel(name="ViT", make=others.vit, make_batches=others.pictures, core=True),
     RealModel(name="ConvNeXt V2", make=others.convnextv2, make_batches=partial(others.pictures, rows=64)),

@@ -12,6 +12,8 @@ import pytest
 
 from planner import Budgets, Trace, plan, simulate
 
+from ...thoroughness import every_other
+
 SUBGROUPS = 72
 ELEMENTS = 1_000_000
 
@@ -52,7 +54,7 @@ def step_trace(host_rate: float, link_rate: float) -> Trace:
     return Trace.model_validate({"name": "step", **fields})
 
 
-@pytest.mark.parametrize(("host_rate", "link_rate"), [(1.5e9, 50e9), (5e9, 50e9), (1e9, 25e9)])
+@pytest.mark.parametrize(("host_rate", "link_rate"), every_other((1.5e9, 50e9), (5e9, 50e9), (1e9, 25e9)))
 def test_the_share_on_the_host_is_that_of_the_closed_form(host_rate: float, link_rate: float) -> None:
     # Room for all parameters and gradients, and for the states of six subgroups, of which two or so are on their way.
     trace = step_trace(host_rate, link_rate)

@@ -33,7 +33,7 @@ from teraio.cli.tables import show
 from teraio.cli.trace_summary import summarise_trace
 from teraio.cli.trace_tables import trace_tables
 
-from ...thoroughness import by_profile
+from ...thoroughness import by_profile, every_other
 
 ROOT = Path(__file__).parents[3]
 HAND = ROOT / "traces" / "hand"
@@ -421,7 +421,7 @@ LISTS: list[tuple[type[Trace] | type[Plan], tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "place"), LISTS, ids=[".".join(map(str, place)) for _, place in LISTS])
+@pytest.mark.parametrize(("model", "place"), every_other(*LISTS))
 def test_many_faults_are_not_collected(
     tmp_path: Path,
     whole: dict[type[Trace] | type[Plan], Any],

@@ -124,7 +124,7 @@ def test_an_embedding_by_slices(tmp_path: Path, tiers: str, fused: bool) -> None
     check_within(found, budget)
 
 
-@pytest.mark.parametrize("tiers", ["host", "storage"])
+@pytest.mark.parametrize("tiers", every_other("storage", "host"))
 def test_updates_inside_the_backward_pass(tmp_path: Path, cuda: FakeCuda, tiers: str) -> None:
     """On a device that works by itself, an iteration's times are known one later: the plan must not be for those before."""
     steps = STEPS + 3

@@ -29,7 +29,7 @@ such as Adagrad take whole steps in the direction of its rounding.
 """
 FEW_STATES = {"ASGD", "Adagrad", "SGD", "SGD momentum", "SGD nesterov"}
 ELEMENTWISE = sorted(KINDS.keys() - {"Adafactor", "Muon"})
-TRIED = by_profile(ci=["Adagrad", "AdamW", "NAdam", "Rprop", "SGD momentum"], long=ELEMENTWISE)
+TRIED = by_profile(ci=["AdamW", "NAdam", "SGD momentum"], long=ELEMENTWISE)
 """All go through the same code, with their own function of PyTorch and their own kinds of states."""
 
 

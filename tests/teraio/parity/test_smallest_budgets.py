@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 import teraio
 
+from ...thoroughness import every_other
 from .harness import compiled_input_needs_grad
 from .optimizers import MIB, WIDTH, Case, Model, Result, Run, budgeted, one, train, unmanaged
 
@@ -119,7 +120,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every_other(*CASES))
 def test_each_part_of_a_step_asks_once(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     found, errors = first_that_trains(case, tmp_path)
