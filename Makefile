@@ -38,8 +38,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  f"Python >= 3.11 is needed, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=/path/to/python3.11")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt $(TORCH)
-	$(VENV)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/python -m pip install -q --no-compile $(PIP_ARGS) -c constraints.txt $(TORCH)
+	$(VENV)/bin/python -m pip install -q --no-compile $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 build/site/.ready: pyproject.toml tools/site_folder.py
@@ -87,7 +87,7 @@ wheel: $(READY)
 	rm -rf build/dist build/clean
 	$(RUN) -m build --wheel --no-isolation --outdir build/dist .
 	$(PYTHON) -m venv build/clean
-	build/clean/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt $(TORCH) build/dist/*.whl
+	build/clean/bin/python -m pip install -q --no-compile $(PIP_ARGS) -c constraints.txt $(TORCH) build/dist/*.whl
 	cd "$${TMPDIR:-/tmp}" && "$(CURDIR)/build/clean/bin/python" -P "$(CURDIR)/tests/smoke/smoke.py"
 	rm -rf build/clean
 

@@ -15,7 +15,7 @@ import torch
 import teraio
 from teraio.optimizer.gradients import GradientVersions
 
-from ...thoroughness import by_profile
+from ...thoroughness import by_profile, every_other
 from ...training import MIB, forget
 from .interrupts import WATCHED, Place, ShadowedTraining, interrupted_at, no_hang, places_in, small
 
@@ -40,7 +40,7 @@ def _sample(places: list[Place], count: int) -> list[Place]:
     return by_profile(ci=random.Random(0).sample(places, min(count, len(places))), long=places)
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", every_other(*TIERS))
 def test_training_goes_on_after_ctrl_c_at_any_line_of_an_iteration(tmp_path: Path, tier: str) -> None:
     training = ShadowedTraining(small(tmp_path, **TIERS[tier]))
     for _ in range(UNTIL_PLANNED):
@@ -59,7 +59,7 @@ def test_training_goes_on_after_ctrl_c_at_any_line_of_an_iteration(tmp_path: Pat
     training.finish()
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", every_other(*reversed(TIERS)))
 def test_training_goes_on_after_ctrl_c_at_any_line_of_the_start(tmp_path: Path, tier: str) -> None:
     """Compiling, opening the tiers, the first iterations and the end."""
     options = small(tmp_path, **TIERS[tier])

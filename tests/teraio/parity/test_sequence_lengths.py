@@ -10,6 +10,7 @@ from torch import nn
 
 import teraio
 
+from ...thoroughness import every_other
 from ...training import forget
 from .harness import MIB, Batch, Case, check_parity
 from .models import Transformer, tokens
@@ -21,7 +22,7 @@ def varying(steps: int) -> list[Batch]:
     return [tokens(1, time=length)[0] for length in LENGTHS[:steps]]
 
 
-@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+@pytest.mark.parametrize("dynamic", every_other(None, True))
 def test_the_same_bits_for_each_length(tmp_path: Path, dynamic: bool | None) -> None:
     case = Case(
         make_model=lambda: Transformer(layers=1),
