@@ -75,14 +75,13 @@ from planner.bound.solve import least_stall
 from planner.bound.windows import Instants, copy_classes
 from planner.errors import SolverError
 from planner.lp import host_update_candidates
-from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units
+from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units, solver_unit
 
 __all__ = ["lower_bound_seconds"]
 
 _INSTANTS = 16
 _INSTANTS_SHORT = 32  # for iterations of at most _SHORT_STAGES stages: there they cost little time, and 16 give a weak bound
 _SHORT_STAGES = 64
-_UNITS_PER_ITERATION = 100.0
 _MARGIN = 1e-6
 MAX_WHOLE = 32
 """Stages in which blocks are idle, summed over blocks and tiers, up to which blocks count as whole. More may take seconds to
@@ -113,7 +112,7 @@ def lower_bound_seconds(
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=0.0, threads=threads)
     if not updatable and (not problem.routes or problem.everything_fits):
         return simple
-    unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
+    unit = solver_unit(problem)
     if max_instants is None:
         max_instants = _INSTANTS_SHORT if problem.stage_count <= _SHORT_STAGES else _INSTANTS
     instants = Instants.of(problem, max_instants)

@@ -16,7 +16,7 @@ import pulp
 from planner.bound.model import BoundModel
 from planner.bound.windows import CopyClass, Instants
 from planner.lp import Terms
-from planner.problem import InactivePeriod, Problem
+from planner.problem import InactivePeriod, Problem, made_bytes
 from planner.schema import RecomputeGroup, Trace
 
 __all__ = ["RerunClass", "add_anew", "add_rerun_time", "made_by", "recreatable_bytes", "rerun_classes", "visits"]
@@ -37,12 +37,12 @@ def rerun_classes(problem: Problem, instants: Instants, *, apart: bool, unit_sec
     """Return the groups of the trace; like ones form one class, unless all are kept `apart`. Times are in `unit_seconds`."""
     found: dict[tuple[object, ...], list[RecomputeGroup]] = {}
     for group in problem.source.recompute:
-        if _bytes(problem.source, group):
+        if made_bytes(problem.source, group):
             key = (group.id,) if apart else _likeness(problem.source, instants, group)
             found.setdefault(key, []).append(group)
     classes = []
     for groups in found.values():
-        sizes = [_bytes(problem.source, group) for group in groups]
+        sizes = [made_bytes(problem.source, group) for group in groups]
         per_byte = min(group.duration_seconds / size for group, size in zip(groups, sizes, strict=True))
         classes.append(RerunClass(groups=tuple(group.id for group in groups), seconds=per_byte * sum(sizes) / unit_seconds))
     return tuple(classes)
@@ -102,7 +102,7 @@ def _likeness(trace: Trace, instants: Instants, group: RecomputeGroup) -> tuple[
 
     Their times need only be close, since the least of them counts.
     """
-    size = _bytes(trace, group)
+    size = made_bytes(trace, group)
     blocks = []
     for number in group.blocks:
         block = trace.blocks[number]
@@ -114,7 +114,3 @@ def _likeness(trace: Trace, instants: Instants, group: RecomputeGroup) -> tuple[
         )
         blocks.append((uses, str(dies), round(block.size_bytes / size, 9)))
     return (*sorted(blocks), f"{group.duration_seconds / size:.1e}")
-
-
-def _bytes(trace: Trace, group: RecomputeGroup) -> int:
-    return sum(trace.blocks[number].size_bytes for number in group.blocks)

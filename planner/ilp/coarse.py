@@ -12,13 +12,12 @@ from planner.ilp.block_classes import classes_of
 from planner.ilp.formulation import build_model
 from planner.ilp.solve import CoarseSolution, solve
 from planner.lp import SegmentGrid, host_update_candidates, host_update_windows, segments_of
-from planner.problem import Problem, SolverSettings, in_units, movable_blocks, parameters, total_bytes
+from planner.problem import Problem, SolverSettings, in_units, movable_blocks, parameters, solver_unit, total_bytes
 from planner.schema import Subgroup
 
 __all__ = ["MAX_INTEGER_STAGES", "coarse_solutions", "in_order_of_need"]
 
 _CLASSES_AT_PEAK = 300  # if more blocks than this exist at once, some are put together: large programs stay solvable
-_UNITS_PER_ITERATION = 100.0  # solvers have absolute tolerances: keep numbers near one
 MAX_INTEGER_STAGES = 64
 """Longer iterations get only the linear relaxation, rounded and made exact. It comes as close to the bound in a fraction of the
 time; the integer program often finds nothing within the limit.
@@ -126,7 +125,7 @@ def _solve(
     grid = SegmentGrid(segments)
     largest = max(problem.budgets.device_bytes // 100, max(problem.live_bytes) // _CLASSES_AT_PEAK, 1)
     classes = classes_of(problem, grid, subgroups, largest_bytes=largest)
-    unit = problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
+    unit = solver_unit(problem)
     scaled = in_units(problem, unit)
     model = build_model(
         scaled,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from planner.errors import BudgetError, InfeasiblePlanError, PlanError, SolverError
-from planner.ilp import MAX_INTEGER_STAGES, RerunProgram
+from planner.ilp import MAX_INTEGER_STAGES, rerun_shares
 from planner.problem import (
     DEFAULT_WRITE_WEIGHT,
     Problem,
@@ -179,7 +179,7 @@ def _proposals(search: _Search) -> Iterator[frozenset[int]]:
     trace, usable = search.trace, search.places.usable
     shares: dict[int, float] | None = None
     with suppress(SolverError, BudgetError):
-        shares = RerunProgram(Problem.of(trace, search.budgets), search.places, search.settings).shares()
+        shares = rerun_shares(Problem.of(trace, search.budgets), search.places, search.settings)
     if shares:
         yield rounded(trace, shares)
     if shares is not None and len(trace.stages) > _SHORT_STAGES:

@@ -21,8 +21,8 @@ from planner.problem.lifetimes import (
     mean_active_fraction,
     stage_floors,
 )
-from planner.problem.problem import Decision, Decisions, Problem, Route, build_plan, copies_out, in_units
-from planner.problem.recompute import folded, recompute_seconds, recomputed, reruns_of, spelled_out
+from planner.problem.problem import Decision, Decisions, Problem, Route, build_plan, copies_out, in_units, solver_unit
+from planner.problem.recompute import folded, made_bytes, recompute_seconds, recomputed, reruns_of, spelled_out
 from planner.problem.rerun_places import RerunPlaces
 from planner.problem.rerun_sets import over_half, rounded, simple_sets, whole_layers
 from planner.problem.shared_limits import SharedLimit, max_min_rates
@@ -72,7 +72,9 @@ __all__ = [
     "outward_weight",
     "over_half",
     "parameters",
+    "made_bytes",
     "recompute_seconds",
+    "solver_unit",
     "recomputed",
     "reruns_of",
     "rounded",

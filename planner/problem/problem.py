@@ -12,7 +12,9 @@ from planner.problem.lifetimes import InactivePeriod, inactive_periods, live_byt
 from planner.problem.shared_limits import SharedLimit, shared_limits
 from planner.schema import Block, Budgets, Link, Move, Offload, Placement, Plan, Prefetch, Trace, Update, WaitingTier
 
-__all__ = ["Decision", "Decisions", "Problem", "Route", "build_plan", "copies_out", "in_units"]
+__all__ = ["Decision", "Decisions", "Problem", "Route", "build_plan", "copies_out", "in_units", "solver_unit"]
+
+_UNITS_PER_ITERATION = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +207,11 @@ def _routes(trace: Trace, budgets: Budgets) -> tuple[Route, ...]:
         if outward is not None and inward is not None and limit != 0:
             routes.append(Route(tier=tier, outward=outward, inward=inward, budget_bytes=limit))
     return tuple(sorted(routes, key=lambda route: -route.inward.bytes_per_second))
+
+
+def solver_unit(problem: Problem) -> float:
+    """Return the seconds that are one unit of time for solvers, which have absolute tolerances: numbers are near one then."""
+    return problem.trace.ideal_seconds / _UNITS_PER_ITERATION or 1.0
 
 
 def in_units(problem: Problem, unit_seconds: float) -> Problem:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from planner.errors import PlanError
 from planner.schema import Block, Plan, Recompute, RecomputeGroup, Stage, Trace
 
-__all__ = ["Rerun", "folded", "recomputed", "recompute_seconds", "reruns_of", "spelled_out"]
+__all__ = ["Rerun", "folded", "made_bytes", "recomputed", "recompute_seconds", "reruns_of", "spelled_out"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +101,11 @@ def folded(trace: Trace, chosen: Sequence[Recompute], plan: Plan) -> Plan:
         predicted = predicted.model_copy(update=changed)
     changes = {"trace_fingerprint": trace.fingerprint, "moves": tuple(moves), "recompute": tuple(chosen), "predicted": predicted}
     return plan.model_copy(update=changes)
+
+
+def made_bytes(trace: Trace, group: RecomputeGroup) -> int:
+    """Return the bytes of the blocks that the group makes."""
+    return sum(trace.blocks[number].size_bytes for number in group.blocks)
 
 
 def recompute_seconds(trace: Trace, chosen: Iterable[Recompute]) -> float:

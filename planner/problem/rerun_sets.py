@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+from planner.problem.recompute import made_bytes
 from planner.schema import Trace
 
 __all__ = ["over_half", "rounded", "simple_sets", "whole_layers"]
@@ -50,7 +51,7 @@ def _by_kind(trace: Trace, usable: Collection[int]) -> Iterator[frozenset[int]]:
 
     def seconds_per_byte(kind: str) -> float:
         groups = [trace.recompute[number] for number in kinds[kind]]
-        size = sum(trace.blocks[block].size_bytes for group in groups for block in group.blocks)
+        size = sum(made_bytes(trace, group) for group in groups)
         return sum(group.duration_seconds for group in groups) / max(size, 1)
 
     chosen: frozenset[int] = frozenset()
