@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations_with_replacement, permutations, product
 from math import prod
 from typing import Any
@@ -21,26 +21,28 @@ def small_problem(rng: random.Random, *, most_combinations: int) -> Problem:
 
     Some block must move, and there are at most `most_combinations` of decisions.
     """
-    while True:
-        trace = _small_trace(rng)
-        smallest, most = floor(trace)[0], max(live_bytes(trace))
-        if smallest >= most:
-            continue
-        problem = Problem.of(trace, Budgets(device_bytes=rng.randint(smallest, most - 1)))
-        if prod(len(options) for options in _options(problem)) <= most_combinations:
-            return problem
+    return _small_enough(rng, _small_trace, lambda problem: [problem], most_combinations)
 
 
 def small_training(rng: random.Random, *, most_combinations: int) -> Problem:
     """Return a problem with one or two layers whose subgroups can update on the host, and few enough decisions to try all."""
+    return _small_enough(rng, _training_trace, placements, most_combinations)
+
+
+def _small_enough(
+    rng: random.Random,
+    make: Callable[[random.Random], Trace],
+    variants: Callable[[Problem], Iterable[Problem]],
+    most_combinations: int,
+) -> Problem:
+    """Make traces until some block must move and there are few enough decisions, over all `variants` of the problem."""
     while True:
-        trace = _training_trace(rng)
+        trace = make(rng)
         smallest, most = floor(trace)[0], max(live_bytes(trace))
         if smallest >= most:
             continue
         problem = Problem.of(trace, Budgets(device_bytes=rng.randint(smallest, most - 1)))
-        ways = sum(prod(len(options) for options in _options(each)) for each in placements(problem))
-        if ways <= most_combinations:
+        if sum(prod(len(options) for options in _options(each)) for each in variants(problem)) <= most_combinations:
             return problem
 
 
@@ -54,14 +56,7 @@ def placements(problem: Problem) -> Iterator[Problem]:
 
 def small_with_groups(rng: random.Random, *, most_combinations: int) -> Problem:
     """Return a problem with two or three forward stages, most of which can run again, and few enough decisions to try all."""
-    while True:
-        trace = _trace_with_groups(rng)
-        smallest, most = floor(trace)[0], max(live_bytes(trace))
-        if smallest >= most:
-            continue
-        problem = Problem.of(trace, Budgets(device_bytes=rng.randint(smallest, most - 1)))
-        if sum(prod(len(options) for options in _options(each)) for each in recomputations(problem)) <= most_combinations:
-            return problem
+    return _small_enough(rng, _trace_with_groups, recomputations, most_combinations)
 
 
 def recomputations(problem: Problem) -> Iterator[Problem]:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.transfer.engine import Engine
 from teraio.registry import REGISTRY
 
-from ..training import forget
+from ..training import MIB, forget
 from .in_process import InProcessJob
 from .optimizer.managed_training import TieredTraining, Training
 
@@ -46,6 +47,21 @@ def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, subgroup_bytes=size_bytes))
 
     return fix
+
+
+@pytest.fixture
+def same_program_at_every_budget(monkeypatch: pytest.MonkeyPatch, subgroups_of: Callable[[int], None]) -> None:
+    """The size of subgroups follows from budget and rates; a plan is for one program. Links are measured in a hurry."""
+    subgroups_of(MIB)
+    monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, MIB))
+
+
+@pytest.fixture
+def deterministic(one_compute_thread: None) -> Iterator[None]:
+    """Adding up the gradients of an embedding depends on threads otherwise."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -5,10 +5,8 @@ The trace is a real one, of a profiled run of the same small model; the plans ar
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,12 @@ from torch import Tensor, nn
 import teraio
 from planner import Budgets, Trace, floor
 from planner.problem.lifetimes import live_bytes
-from runtime.transfer.engine import Engine
 
 from ..planner.strategies import random_plan
 from ..thoroughness import by_profile
 from ..training import begin, unequal
+
+pytestmark = pytest.mark.usefixtures("same_program_at_every_budget", "deterministic")
 
 MIB = 1 << 20
 ROWS, WIDTH, HIDDEN = 128, 64, 4096
@@ -88,24 +87,6 @@ def train(options: dict[str, Any], *, accumulate: int, seed: int = 0) -> Result:
 
 def momentum(module: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)]
-
-
-@pytest.fixture(autouse=True)
-def same_program_at_every_budget(monkeypatch: pytest.MonkeyPatch, subgroups_of: Callable[[int], None]) -> None:
-    """The size of subgroups follows from budget and rates; a plan is for one program. Links are measured in a hurry."""
-    subgroups_of(MIB)
-    monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, MIB))
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    """Adding up the gradients of an embedding depends on threads otherwise."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
