@@ -26,7 +26,7 @@ from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
 from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch, RerunRecord
-from teraio.stages import CutPolicy, StageCompiler
+from teraio.stages import Codegen, CutPolicy, StageCompiler
 from teraio.status import Status
 
 logger = logging.getLogger("teraio")
@@ -45,7 +45,9 @@ class TrainingRun:
     """Everything that models compiled with the same options share: one machine, one pager with its budget, one recorder.
 
     open_machine, start_job, new_pager: make the parts; tests and benchmarks give others. cut_policy: where graphs are cut into
-    stages. subgroup_bytes: size of optimizer subgroups; default: that of the given plan, else what was measured decides.
+    stages. codegen: compiles stages, instead of what the option says. host_rates: rates of updates on the host, instead of
+    measured ones. subgroup_bytes: size of optimizer subgroups; default: that of the given plan, else what was measured decides.
+    first_phase: makes the phase in which the run begins.
     Raises PlanError if the plan file is damaged, UnsupportedError, StorageError, StorageFullError.
     """
 
@@ -58,7 +60,10 @@ class TrainingRun:
         start_job: StartJob = PlanningJob,
         new_pager: Callable[..., Pager] = Pager,
         cut_policy: CutPolicy | None = None,
+        codegen: Codegen | None = None,
+        host_rates: HostRates | None = None,
         subgroup_bytes: int | None = None,
+        first_phase: Callable[[RunContext], Phase] = ProfilePhase,
     ) -> None:
         given = planner.Plan.load(options.plan) if options.plan is not None else None
         self._machine = machine = open_machine(options, device)
@@ -70,13 +75,13 @@ class TrainingRun:
         )
         self._recorder = IterationRecorder(self._pager)
         self._meter = WorkspaceMeter(machine.memory, runs=machine.measured_runs, first_is_special=machine.device.asynchronous)
-        self.stage_compiler = StageCompiler(codegen=options.codegen, mode=options.mode, policy=cut_policy)
+        self.stage_compiler = StageCompiler(codegen=codegen or options.codegen, mode=options.mode, policy=cut_policy)
         if subgroup_bytes is None and given is not None:
             subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
         self._findings = Findings()
         self._needs = GraphNeeds(self._pager, machine, self._findings)
-        self._steps = self._optimizer_steps(options, subgroups)
+        self._steps = self._optimizer_steps(options, subgroups, host_rates)
         self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job)
         self._context = RunContext(
             options=options,
@@ -89,7 +94,7 @@ class TrainingRun:
             peaks=_peak_watch(machine),
             findings=self._findings,
         )
-        self._phase: Phase = ProfilePhase(self._context)
+        self._phase: Phase = first_phase(self._context)
         self._border = IterationBorder()
         self._sizes = LargestSizes()
         self._stages = 0
@@ -100,7 +105,7 @@ class TrainingRun:
         self._reruns: Sequence[RerunRecord] = ()
         self._replaced = False
 
-    def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes) -> OptimizerSteps:
+    def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes, rates: HostRates | None) -> OptimizerSteps:
         return OptimizerSteps(
             self._pager,
             self._recorder,
@@ -109,7 +114,7 @@ class TrainingRun:
             automatic=options.optimizer == "auto",
             ensure_room=self._needs.ensure_room,
             overlap=options.overlap_step,
-            rates=self._host_rates(options),
+            rates=rates or self._host_rates(options),
             sizes=subgroups,
         )
 

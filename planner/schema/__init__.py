@@ -1,6 +1,6 @@
 """The two files, traces and plans: what they hold, and how they are read and written."""
 
-from planner.schema.json_file import read_format
+from planner.schema.json_file import read_format, read_model
 from planner.schema.limits import MAX_NUMBER
 from planner.schema.messages import printable
 from planner.schema.models import FrozenModel
@@ -18,7 +18,7 @@ from planner.schema.plan import (
     WaitingTier,
 )
 from planner.schema.recompute import NotRecomputed, RecomputeGroup
-from planner.schema.trace import Block, BlockKind, Hardware, Link, Phase, SharedRate, Stage, Subgroup, Tier, Trace
+from planner.schema.trace import Block, BlockKind, Hardware, Link, Phase, Rate, SharedRate, Stage, Subgroup, Tier, Trace
 
 __all__ = [
     "Block",
@@ -36,6 +36,7 @@ __all__ = [
     "Plan",
     "Predicted",
     "Prefetch",
+    "Rate",
     "Recompute",
     "RecomputeGroup",
     "SharedRate",
@@ -48,4 +49,5 @@ __all__ = [
     "WaitingTier",
     "printable",
     "read_format",
+    "read_model",
 ]

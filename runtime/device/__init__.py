@@ -1,6 +1,6 @@
 """Where stages run: devices, streams and events, and which bytes are theirs."""
 
-from runtime.device.device import CpuDevice, Device, Mark
+from runtime.device.device import CpuDevice, Device, Mark, WallMark
 from runtime.device.device_bytes import DeviceBytes
 from runtime.device.span import MIN_MOVED_BYTES, Span
 from runtime.device.streams import Event, Lane, Streams
@@ -15,4 +15,5 @@ __all__ = [
     "Mark",
     "Span",
     "Streams",
+    "WallMark",
 ]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from runtime.system import storage_swap
+
 if TYPE_CHECKING:
     from planner.schema import WaitingTier
     from runtime.device import Span
@@ -79,7 +81,7 @@ class Block:
         self.name = name
         self.kind = kind
         self.size_bytes = storage.nbytes()
-        self.address = storage.data_ptr()
+        self.address = storage_swap.address(storage)
         self.span = span
         self.user_visible = user_visible
         self.state = State.ON_DEVICE

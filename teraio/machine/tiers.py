@@ -90,7 +90,7 @@ class MachineTiers:
     device_memory_bytes: int
     memory: MeasuredMemory | None
     measured_runs: int | None = None
-    budget_bytes: int | None
+    budget_bytes: int | None = None
     mover: Mover | None
     tiers: Sequence[OpenTier] = ()
     shared: tuple[planner.SharedRate, ...] = ()

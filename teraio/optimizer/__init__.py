@@ -1,6 +1,6 @@
 """The optimizer step under the budget."""
 
-from teraio.optimizer.capabilities import USUAL_STATES
+from teraio.optimizer.capabilities import USUAL_STATES, reason_against_host
 from teraio.optimizer.host_rates import HostRates
 from teraio.optimizer.master_hooks import keep_masters
 from teraio.optimizer.process import ProcessSteps
@@ -14,4 +14,5 @@ __all__ = [
     "ProcessSteps",
     "SubgroupSizes",
     "keep_masters",
+    "reason_against_host",
 ]

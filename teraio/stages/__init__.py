@@ -1,13 +1,20 @@
 """Turn a captured graph into a program of stages."""
 
-from teraio.stages.compile import StageCompiler
+from teraio.stages.compile import Codegen, StageCompiler, eager_codegen
 from teraio.stages.cut import CutPolicy
 from teraio.stages.floor import Need, largest_of, need_of
+from teraio.stages.kernels import Kernel, kernels_of, operator_kernel, workspace_bytes
 
 __all__ = [
+    "Codegen",
     "CutPolicy",
+    "Kernel",
     "Need",
     "StageCompiler",
+    "eager_codegen",
+    "kernels_of",
     "largest_of",
     "need_of",
+    "operator_kernel",
+    "workspace_bytes",
 ]

@@ -64,12 +64,13 @@ def _fresh_tracing_context() -> Iterator[None]:
 class StageCompiler:
     """Compiles graphs to programs and remembers compiled stages by structure, for as long as it lives.
 
-    codegen, mode: the options of that name.
+    codegen, mode: the options of that name; `codegen` may also be a function, whose stages keep the seeds of random numbers.
     """
 
-    def __init__(self, *, codegen: str, mode: str = "default", policy: CutPolicy | None = None) -> None:
-        self._codegen: Codegen = partial(inductor_codegen, mode=mode) if codegen == "inductor" else eager_codegen
-        self._keeps_seeds = codegen == "inductor"
+    def __init__(self, *, codegen: str | Codegen, mode: str = "default", policy: CutPolicy | None = None) -> None:
+        known: dict[str, Codegen] = {"inductor": partial(inductor_codegen, mode=mode), "eager": eager_codegen}
+        self._codegen = known[codegen] if isinstance(codegen, str) else codegen
+        self._keeps_seeds = codegen != "eager"
         self._policy = policy or CutPolicy()
         self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0

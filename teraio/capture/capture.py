@@ -1,0 +1,168 @@
+"""Capture a training step without its memory: under fake tensors, whose shapes are known and whose values are not.
+
+The step runs under teraio's own backend and optimizer hooks, on a device that is modelled (`teraio.capture.modelled_device`). So a
+captured trace has the stages, blocks and groups of a real run; only times are estimates, see `MachineDescription`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.optim import Optimizer
+
+import planner
+from planner.errors import UnsupportedError
+from runtime.execution import StageFunction
+from teraio.capture.eager_work import EagerWork
+from teraio.capture.hardware import MachineDescription
+from teraio.capture.modelled_device import ModelledDevice
+from teraio.capture.modelled_machine import DescribedHostRates, ModelledMachine
+from teraio.options import Options
+from teraio.phases import Phase, ProfilePhase
+from teraio.profiling import Profile
+from teraio.registry import REGISTRY
+from teraio.stages import eager_codegen, kernels_of, workspace_bytes
+from teraio.training_run import TrainingRun
+
+Step = Callable[[], object]
+_MOST_STEPS = 12
+
+
+class _CapturePhase(ProfilePhase):
+    """Profiles, and keeps the profile."""
+
+    profile: Profile | None = None
+
+    def _decide(self, profile: Profile) -> Phase:
+        self.profile = profile
+        return self
+
+
+class _Capture:
+    """One capture: the device, the machine, and the run that `torch.compile` starts."""
+
+    def __init__(self, description: MachineDescription, subgroup_bytes: int | None) -> None:
+        self._description = description
+        self._subgroup_bytes = subgroup_bytes
+        self._device = ModelledDevice()
+        self.work = EagerWork(lambda kernel: self._device.advance(description.seconds(kernel)))
+        self._phases: list[_CapturePhase] = []
+
+    def new_run(self, options: Options, device: torch.device, **_: Any) -> TrainingRun:
+        """Return a run without a budget, whatever the options say, on the modelled machine."""
+        if self._phases:
+            raise UnsupportedError("the step compiles models with different options; a capture has one run: give all the same")
+        return TrainingRun(
+            Options(recompute=options.recompute, optimizer=options.optimizer, profile_iterations=1),
+            device,
+            open_machine=lambda options, device: ModelledMachine(options, device, self._device, self._description),
+            codegen=self._codegen,
+            host_rates=DescribedHostRates(self._description.hardware.host_update_elements_per_second),
+            subgroup_bytes=self._subgroup_bytes,
+            first_phase=self._first_phase,
+        )
+
+    def _first_phase(self, context: Any) -> Phase:
+        self._phases.append(_CapturePhase(context))
+        return self._phases[-1]
+
+    def _codegen(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> StageFunction:
+        run = eager_codegen(module, inputs, options)
+        seconds = sum(map(self._description.seconds, kernels_of(module.graph)))
+        workspace = workspace_bytes(module.graph)
+
+        def stage(values: list[Any]) -> Sequence[Any]:
+            before = {tensor.untyped_storage()._cdata for tensor in values if isinstance(tensor, torch.Tensor)}
+            with self.work.paused():
+                made = run(values)
+            storages = [tensor.untyped_storage() for tensor in made if isinstance(tensor, torch.Tensor)]
+            new = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in before}
+            self._device.allocate(sum(new.values()) + workspace)
+            self._device.advance(seconds)
+            return made
+
+        return stage
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was captured; None before enough steps have run."""
+        return self._phases[0].profile if self._phases else None
+
+    @property
+    def waiting_for(self) -> str:
+        """Why there is no profile yet."""
+        if not self._phases:
+            return 'nothing was compiled with backend="teraio"'
+        return str(REGISTRY.runs()[0].status().waiting_for)
+
+
+def capture(
+    training: Callable[[], Step],
+    *,
+    hardware: str | os.PathLike[str] | MachineDescription = "h100",
+    name: str | None = None,
+    subgroup_bytes: int | None = None,
+) -> planner.Trace:
+    """Return the trace of one training step as it would run on `hardware`, without a budget. Computes nothing.
+
+    training: makes the model, compiles it with `backend="teraio"`, makes the optimizer and the inputs, and returns a function
+    that takes one step. It runs under fake tensors: tensors have shapes, but no memory and no values.
+    hardware: a known machine, a file, or a description. name: of the trace; default: that of `training`.
+    subgroup_bytes: how much of the optimizer is updated at once; default: `planner.subgroup_size.UNMEASURED_BYTES`.
+
+    Runs the step some times: seconds for small models, minutes for large ones. Raises UnsupportedError if the step depends on
+    values of tensors, does not repeat, or if teraio is training in this process; OptionsError for unknown hardware.
+    """
+    if REGISTRY.runs():
+        raise UnsupportedError("teraio is training in this process; capture in another process, or call teraio.reset() first")
+    description = hardware if isinstance(hardware, MachineDescription) else MachineDescription.load(hardware)
+    captured = _Capture(description, subgroup_bytes)
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    fake.allow_scalar_outputs = True
+    with _runs_of(captured), _explained(), fake:
+        step = training()
+        step()
+        with captured.work:
+            for _ in range(_MOST_STEPS):
+                if captured.profile is not None:
+                    break
+                step()
+        profile = captured.profile
+        if profile is None:
+            raise UnsupportedError(f"after {_MOST_STEPS} steps there is no trace yet: it waits for {captured.waiting_for}")
+    fields = {field: getattr(profile.trace, field) for field in planner.Trace.model_fields}
+    created_by = f"teraio, torch {torch.__version__}, captured for {description.hardware.name}"
+    named = name or getattr(training, "__name__", "capture")
+    return planner.Trace.build(**{**fields, "stored_fingerprint": None, "name": named, "created_by": created_by})
+
+
+@contextlib.contextmanager
+def _runs_of(captured: _Capture) -> Iterator[None]:
+    before, REGISTRY.new_run = REGISTRY.new_run, captured.new_run
+    try:
+        yield
+    finally:
+        REGISTRY.new_run = before
+        REGISTRY.reset()
+        torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Say what to do if the step needs a value."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        raise UnsupportedError(
+            f"the step depends on the values of tensors, and a capture has none ({error}); leave out of the captured step what "
+            "reads them, such as printing the loss, `if loss > ...` or a gradient scaler"
+        ) from error

@@ -1,0 +1,133 @@
+"""What a stage costs a device: its kernels, each with its arithmetic and the bytes that it reads and writes.
+
+Matmuls, convolutions and attention are kernels of their own. What lies between them is fused: connected operators are one kernel,
+which reads each of its inputs once and writes each result that another kernel needs once. Inductor comes close to that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
+
+from teraio.stages import cost
+from teraio.stages.storages import StorageKey, bytes_at, storages_of
+
+_LOOKUPS = frozenset("embedding index gather index_select".split())
+"""Operators that read as much of their first input as they return."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """flops: floating-point operations of matmuls, convolutions and attention. dtype: of their inputs. touched_bytes: read and
+    written."""
+
+    flops: float
+    dtype: torch.dtype
+    touched_bytes: int
+
+
+def kernels_of(graph: Graph) -> list[Kernel]:
+    """Return the kernels of a subgraph, whose nodes have fake values in `meta["val"]`."""
+    storages = storages_of(list(graph.nodes))
+    return [_kernel(group, storages) for group in _groups(graph) if not all(cost.is_view(n) or cost.is_getitem(n) for n in group)]
+
+
+def workspace_bytes(graph: Graph) -> int:
+    """Return the peak bytes of what kernels hand to each other, without the inputs and outputs of the subgraph."""
+    storages = storages_of(list(graph.nodes))
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    kept = {storages[result] for result in output.args[0]} | {storages[n] for n in graph.nodes if n.op == "placeholder"}
+    groups = _groups(graph)
+    number = {node: position for position, group in enumerate(groups) for node in group}
+    first: dict[StorageKey, int] = {}
+    last: dict[StorageKey, int] = {}
+    for node, position in number.items():
+        for user in node.users:
+            if number.get(user, position) != position and storages[node] not in kept:
+                first[storages[node]] = min(first.get(storages[node], position), position)
+                last[storages[node]] = max(last.get(storages[node], 0), number[user])
+    change = [0] * (len(groups) + 1)
+    for key, begin in first.items():
+        change[min(begin, last[key])] += bytes_at(key)
+        change[max(begin, last[key]) + 1] -= bytes_at(key)
+    return max(itertools.accumulate(change))
+
+
+def _groups(graph: Graph) -> list[list[Node]]:
+    """Return the nodes of each kernel, in the order in which the kernels can run."""
+    nodes = [node for node in graph.nodes if node.op == "call_function" and not cost.is_size(node)]
+    heavy = {node for node in nodes if cost.flops(node) > 0}
+    after: dict[Node, int] = {}  # the most kernels of other kinds on a way to the node; operators around one cannot be fused
+    for node in nodes:
+        after[node] = max((after[s] + (s in heavy) for s in node.all_input_nodes if s in after), default=0)
+    groups = [*([node] for node in heavy), *_connected([node for node in nodes if node not in heavy], after)]
+    order = {node: position for position, node in enumerate(nodes)}
+    return sorted(groups, key=lambda group: max(order[node] for node in group))
+
+
+def _connected(nodes: Sequence[Node], after: Mapping[Node, int]) -> list[list[Node]]:
+    """Return groups of nodes: one that takes the result of another, and comes after the same number, is in its group."""
+    group_of: dict[Node, list[Node]] = {}
+    for node in nodes:
+        mine = [node]
+        for source in node.all_input_nodes:
+            other = group_of.get(source)
+            if other is not None and other is not mine and after[source] == after[node]:
+                other.extend(mine)
+                for member in mine:
+                    group_of[member] = other
+                mine = other
+        group_of[node] = mine
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _kernel(group: Sequence[Node], storages: dict[Node, StorageKey]) -> Kernel:
+    inside = set(group)
+    made = {storages[node] for node in group}
+    read: dict[StorageKey, int] = {}
+    written: set[StorageKey] = set()
+    for node in group:
+        for source in node.all_input_nodes:
+            if source not in inside:
+                size = cost.output_bytes(source)
+                if cost.packet_name(node) in _LOOKUPS and source is node.all_input_nodes[0]:
+                    size = min(size, cost.output_bytes(node))
+                read[storages[source]] = max(read.get(storages[source], 0), size)
+        if any(user not in inside for user in node.users) and storages[node] in made:
+            written.add(storages[node])
+    heavy = [node for node in group if cost.flops(node) > 0]
+    touched = sum(read.values()) + sum(bytes_at(key) for key in written if key not in read)
+    return Kernel(flops=sum(map(cost.flops, heavy)), dtype=_dtype(heavy or group), touched_bytes=touched)
+
+
+def _dtype(nodes: Iterable[Node]) -> torch.dtype:
+    """Return the precision of the first input, or result, with floating-point numbers."""
+    for node in nodes:
+        values: list[Any] = [source.meta.get("val") for source in node.all_input_nodes]
+        for value in (*values, node.meta.get("val")):
+            for tensor in cost.fake_tensors(value):
+                if tensor.dtype.is_floating_point:
+                    return tensor.dtype
+    return torch.float32
+
+
+def operator_kernel(operator: torch._ops.OpOverload, arguments: Mapping[str, Any], result: Any) -> Kernel | None:
+    """Return the kernel of one call of an operator with fake tensors, by names of arguments; None for a view, which runs none."""
+    read = list(cost.fake_tensors(list(arguments.values())))
+    made = list(cost.fake_tensors(result))
+    schema = operator._schema
+    storages = {tensor.untyped_storage()._cdata for tensor in read}
+    if not schema.is_mutable and made and all(tensor.untyped_storage()._cdata in storages for tensor in made):
+        return None
+    changed = [arguments.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [*(t for t in made if t.untyped_storage()._cdata not in storages), *cost.fake_tensors(changed)]
+    formula: Any = flop_registry.get(operator._overloadpacket)
+    flops = float(formula(*arguments.values(), out_val=result)) if formula is not None else 0.0
+    dtype = next((t.dtype for t in (*read, *made) if t.dtype.is_floating_point), torch.float32)
+    return Kernel(flops, dtype, sum(cost.storage_bytes(tensor) for tensor in (*read, *written)))
