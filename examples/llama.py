@@ -55,6 +55,9 @@ SIZES: Mapping[str, LlamaConfig] = MappingProxyType(
         "llama-3-8b": LlamaConfig(
             layers=32, width=4096, heads=32, key_value_heads=8, feed_forward=14336, vocabulary=128256, tied=False
         ),
+        "llama-3-70b": LlamaConfig(
+            layers=80, width=8192, heads=64, key_value_heads=8, feed_forward=28672, vocabulary=128256, tied=False
+        ),
     }
 )
 """By name. "llama-..." have the shapes of the published models. "gpt2-124m" is a Llama with depth, width, heads and vocabulary

@@ -5,14 +5,17 @@ Only the names that this module exports are public. `planner` and `runtime` are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 if TYPE_CHECKING:
     import torch
+
+    import planner
 
 for _part in ("planner", "runtime"):
     _spec = find_spec(_part)  # does not run the module: it may be another one of the same name
@@ -56,6 +59,7 @@ __all__ = [
     "TraceError",
     "UnsupportedError",
     "__version__",
+    "capture",
     "compile",
     "manage_optimizer",
     "on_device",
@@ -84,6 +88,46 @@ def compile(
     from teraio.in_place import compile_in_place
 
     return compile_in_place(model, options, dynamic=dynamic, fullgraph=fullgraph)
+
+
+def capture(
+    model_or_training: torch.nn.Module | Callable[[], Callable[[], object]],
+    inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    *,
+    optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    hardware: str | PathLike[str] = "h100",
+    name: str | None = None,
+    subgroup_bytes: int | None = None,
+) -> planner.Trace:
+    """Return the trace of one training step as it would run on `hardware`, without its memory. Computes nothing.
+
+    The trace has the stages, blocks and recompute groups that a real run would have. Times are estimated from the work of each
+    kernel and the rates of the hardware, see `docs/capture.md`.
+
+    model_or_training: a model, which may be on the device "meta"; or a function that makes the model, compiles it with
+    `backend="teraio"`, makes the optimizer and the inputs, and returns a function that takes one step. Both functions run under
+    fake tensors, which have shapes, but no memory and no values.
+    inputs: of a model: a sequence of arguments, or a mapping by name; only their shapes matter. optimizer: of a model: makes it
+    from the parameters; default: `torch.optim.AdamW`. loss: of a model: the loss from what the model returns; default: that
+    itself, or its attribute `loss`.
+    hardware: "h100", "h200", "a100", "rtx4090", "rtx5090", "laptop", or a file that describes a machine. name: of the trace.
+    subgroup_bytes: how much of the optimizer is updated at once, parameters, gradients and states together.
+
+    Waits until the step has run some times: seconds for small models, minutes for large ones. Raises UnsupportedError if the step
+    depends on values of tensors, does not repeat, or if teraio is training in this process; OptionsError for unknown hardware.
+    """
+    from teraio import capturing
+
+    return capturing.capture(
+        model_or_training,
+        inputs,
+        optimizer=optimizer,
+        loss=loss,
+        hardware=hardware,
+        name=name,
+        subgroup_bytes=subgroup_bytes,
+    )
 
 
 def status() -> tuple[Status, ...]:

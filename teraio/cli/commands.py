@@ -1,4 +1,4 @@
-"""The commands: make, replay and read plans. They need no torch, so plans can be made on another machine.
+"""The commands: make, replay and read plans. Only `capture` needs torch, so plans can be made on another machine.
 
 Exit codes: 0 success; 1 a file or a budget is not usable; 2 wrong usage. An error is one line on standard error.
 """
@@ -23,6 +23,7 @@ from planner.schema import FrozenModel, printable, read_format
 from teraio import __version__
 from teraio.cli import arguments
 from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, with_solver_options
+from teraio.cli.capture import captured
 from teraio.cli.comparison import compare_policies, sweep_budgets
 from teraio.cli.comparison_tables import comparison_tables, sweep_tables
 from teraio.cli.plan_summary import summarise_plan
@@ -106,6 +107,34 @@ def plan(
     if output is not None:
         _save(made, output)
     _show(made, plan_tables(summarise_plan(made, loaded), rows), as_json=as_json)
+
+
+@app.command()
+def capture(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="MODULE:FUNCTION", help="A function that makes a training and returns a function for one step."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the trace.")],
+    hardware: Annotated[
+        str, typer.Option(help="A known machine (h100, h200, a100, rtx4090, rtx5090, laptop) or a file that describes one.")
+    ] = "h100",
+    name: Annotated[str | None, typer.Option(help="Name of the trace.", show_default="that of the function")] = None,
+    subgroup: Annotated[
+        str | None, typer.Option(help="How much of the optimizer is updated at once, such as 256MiB.", show_default="chosen")
+    ] = None,
+    as_json: AsJson = False,
+    rows: Rows = 10,
+) -> None:
+    """Capture a training step for a machine without running it: no memory, no GPU. Needs torch."""
+    if not output.parent.is_dir():
+        raise planner.OptionsError(f"option --output: there is no directory {output.parent}; create it first")
+    size = None if subgroup is None else arguments.size("--subgroup", subgroup)
+    with Console(stderr=True).status("capturing"):
+        trace = captured(target, hardware, name, size)
+    _save(trace, output)
+    summary = summarise_trace(trace)
+    _show(summary, trace_tables(summary, rows), as_json=as_json)
 
 
 @app.command()
@@ -217,7 +246,7 @@ def _load(path: Path) -> planner.Trace | planner.Plan:
     return FORMATS[found].load(path)
 
 
-def _save(made: planner.Plan, path: Path) -> None:
+def _save(made: planner.Plan | planner.Trace, path: Path) -> None:
     try:
         made.save(path)
     except OSError as error:

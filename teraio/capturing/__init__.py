@@ -1,7 +1,7 @@
 """Traces of training steps that never ran: captured under fake tensors for any machine."""
 
-from teraio.capture.capture import capture
-from teraio.capture.hardware import MachineDescription, known_machines
+from teraio.capturing.capture import capture
+from teraio.capturing.hardware import MachineDescription, known_machines
 
 __all__ = [
     "MachineDescription",

@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from teraio.stages import Kernel, operator_kernel
 
 
-class EagerWork(TorchDispatchMode):
+class EagerWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells `count` the kernel of each operator that runs within, unless `paused`."""
 
     def __init__(self, count: Callable[[Kernel], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._count = count
         self._paused = False
 

@@ -48,7 +48,7 @@ class MachineDescription(FrozenModel):
                 raise OptionsError(
                     f"hardware: found {str(name_or_path)!r}, wanted one of {', '.join(known_machines())}, or a JSON file"
                 )
-            path = Path(str(resources.files("teraio.capture") / "machines" / f"{name_or_path}.json"))
+            path = Path(str(resources.files("teraio.capturing") / "machines" / f"{name_or_path}.json"))
         return read_model(path, cls, format_name="teraio.machine", version=1, error=TraceError)
 
     def seconds(self, kernel: Kernel) -> float:
@@ -66,5 +66,5 @@ class MachineDescription(FrozenModel):
 
 def known_machines() -> list[str]:
     """Return the names of the machines that come with teraio."""
-    files = resources.files("teraio.capture").joinpath("machines").iterdir()
+    files = resources.files("teraio.capturing").joinpath("machines").iterdir()
     return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))

@@ -1,7 +1,7 @@
-"""Capture a training step without its memory: under fake tensors, whose shapes are known and whose values are not.
+"""Captures a training step without its memory: under fake tensors, whose shapes are known and whose values are not.
 
-The step runs under teraio's own backend and optimizer hooks, on a device that is modelled (`teraio.capture.modelled_device`). So a
-captured trace has the stages, blocks and groups of a real run; only times are estimates, see `MachineDescription`.
+The step runs under teraio's own backend and optimizer hooks, on a modelled device (`teraio.capturing.modelled_device`). So a
+captured trace has the stages, blocks and groups of a real run. Times and workspaces are estimates, see `MachineDescription`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,15 +16,15 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
-from torch.optim import Optimizer
 
 import planner
-from planner.errors import UnsupportedError
+from planner.errors import OptionsError, UnsupportedError
 from runtime.execution import StageFunction
-from teraio.capture.eager_work import EagerWork
-from teraio.capture.hardware import MachineDescription
-from teraio.capture.modelled_device import ModelledDevice
-from teraio.capture.modelled_machine import DescribedHostRates, ModelledMachine
+from teraio.capturing.eager_work import EagerWork
+from teraio.capturing.hardware import MachineDescription
+from teraio.capturing.modelled_device import ModelledDevice
+from teraio.capturing.modelled_machine import DescribedHostRates, ModelledMachine
+from teraio.capturing.training_of import Inputs, MakeOptimizer, training_of
 from teraio.options import Options
 from teraio.phases import Phase, ProfilePhase
 from teraio.profiling import Profile
@@ -106,30 +105,26 @@ class _Capture:
 
 
 def capture(
-    training: Callable[[], Step],
+    model_or_training: torch.nn.Module | Callable[[], Step],
+    inputs: Inputs | None = None,
     *,
+    optimizer: MakeOptimizer | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
     hardware: str | os.PathLike[str] | MachineDescription = "h100",
     name: str | None = None,
     subgroup_bytes: int | None = None,
 ) -> planner.Trace:
-    """Return the trace of one training step as it would run on `hardware`, without a budget. Computes nothing.
-
-    training: makes the model, compiles it with `backend="teraio"`, makes the optimizer and the inputs, and returns a function
-    that takes one step. It runs under fake tensors: tensors have shapes, but no memory and no values.
-    hardware: a known machine, a file, or a description. name: of the trace; default: that of `training`.
-    subgroup_bytes: how much of the optimizer is updated at once; default: `planner.subgroup_size.UNMEASURED_BYTES`.
-
-    Runs the step some times: seconds for small models, minutes for large ones. Raises UnsupportedError if the step depends on
-    values of tensors, does not repeat, or if teraio is training in this process; OptionsError for unknown hardware.
-    """
+    """See `teraio.capture`. hardware: may be a description, too."""
     if REGISTRY.runs():
         raise UnsupportedError("teraio is training in this process; capture in another process, or call teraio.reset() first")
+    training = _training(model_or_training, inputs, optimizer or torch.optim.AdamW, loss)
     description = hardware if isinstance(hardware, MachineDescription) else MachineDescription.load(hardware)
     captured = _Capture(description, subgroup_bytes)
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fake.allow_scalar_outputs = True
     with _runs_of(captured), _explained(), fake:
-        step = training()
+        with _convertible(fake):
+            step = training()
         step()
         with captured.work:
             for _ in range(_MOST_STEPS):
@@ -145,6 +140,21 @@ def capture(
     return planner.Trace.build(**{**fields, "stored_fingerprint": None, "name": named, "created_by": created_by})
 
 
+def _training(
+    what: torch.nn.Module | Callable[[], Step],
+    inputs: Inputs | None,
+    optimizer: MakeOptimizer,
+    loss: Callable[[Any], torch.Tensor] | None,
+) -> Callable[[], Step]:
+    if isinstance(what, torch.nn.Module):
+        if inputs is None:
+            raise OptionsError("capture: a model was given without inputs; give inputs=, such as a tuple of tensors")
+        return training_of(what, inputs, optimizer, loss)
+    if inputs is not None:
+        raise OptionsError("capture: inputs belong to a model; a function makes its inputs itself")
+    return what
+
+
 @contextlib.contextmanager
 def _runs_of(captured: _Capture) -> Iterator[None]:
     before, REGISTRY.new_run = REGISTRY.new_run, captured.new_run
@@ -154,6 +164,22 @@ def _runs_of(captured: _Capture) -> Iterator[None]:
         REGISTRY.new_run = before
         REGISTRY.reset()
         torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def _convertible(fake: FakeTensorMode) -> Iterator[None]:
+    """Let `Module.to` convert fake parameters. It exchanges tensors without weak references only, and the mode keeps some."""
+    swap = torch.utils.swap_tensors
+
+    def without_memo(one: torch.Tensor, other: torch.Tensor) -> None:
+        fake.fake_tensor_converter.tensor_memo.clear()
+        swap(one, other)  # type: ignore[no-untyped-call]
+
+    torch.utils.swap_tensors = without_memo
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 import planner
-from teraio.capture.hardware import MachineDescription
-from teraio.capture.modelled_device import ModelledDevice, ResidentMover
+from teraio.capturing.hardware import MachineDescription
+from teraio.capturing.modelled_device import ModelledDevice, ResidentMover
 from teraio.machine import Machine, MachineTiers
 from teraio.optimizer import HostRates, reason_against_host
 from teraio.options import Options

@@ -1,0 +1,166 @@
+"""Captured traces against those of real runs, and what a capture refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import planner
+import teraio
+from teraio.capturing import MachineDescription, known_machines
+from teraio.cli.commands import app
+from tests.teraio.capturing.trainings import Transformer, compiles_nothing, loss_of, reads_the_loss, training
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    teraio.reset()
+    yield
+    teraio.reset()
+    torch._dynamo.reset()
+
+
+def shape(trace: planner.Trace) -> tuple[object, ...]:
+    """All of a trace but times, workspaces and hardware."""
+    return (
+        [(stage.name, stage.phase) for stage in trace.stages],
+        [block.model_dump() for block in trace.blocks],
+        [(group.stage, group.blocks, group.reads) for group in trace.recompute],
+        [(subgroup.stage, subgroup.blocks, subgroup.elements) for subgroup in trace.subgroups],
+    )
+
+
+def test_a_capture_has_the_stages_blocks_and_groups_of_a_real_run(tmp_path: Path) -> None:
+    options = {
+        "codegen": "eager",
+        "memory_budget": 4 << 30,
+        "storage": str(tmp_path),
+        "trace_out": str(tmp_path / "trace.json"),
+        "profile_iterations": 1,
+    }
+    step = training(options)
+    for _ in range(4):
+        step()
+    teraio.reset()
+    real = planner.Trace.load(tmp_path / "trace.json")
+    captured = teraio.capture(training, subgroup_bytes=real.subgroup_bytes)
+    assert shape(captured) == shape(real)
+    assert captured.recompute and captured.subgroups
+
+
+def test_a_model_on_the_meta_device_is_captured_like_its_training() -> None:
+    with torch.device("meta"):
+        model = Transformer()
+    captured = teraio.capture(model, (torch.zeros(8, 256, dtype=torch.long),), loss=loss_of)
+    assert shape(captured) == shape(teraio.capture(training))
+    assert captured.name == "Transformer"
+    assert next(model.parameters()).device.type == "meta", "the model itself stays as it is"
+
+
+def test_shared_parameters_stay_shared() -> None:
+    model = nn.Sequential(nn.Linear(600, 600, bias=False), nn.Linear(600, 600, bias=False))
+    model[1].weight = model[0].weight
+    captured = teraio.capture(model, (torch.zeros(2, 600),), loss=lambda output: output.sum())
+    assert sum(block.kind == "parameter" and block.size_bytes >= MIB for block in captured.blocks) == 1
+
+
+def test_a_model_larger_than_this_machine_is_captured() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(3)))  # 120 GB
+    captured = teraio.capture(model, [torch.empty(16, 100_000, device="meta")], loss=lambda output: output.sum())
+    assert sum(block.size_bytes for block in captured.blocks if block.kind == "parameter") == 3 * 4 * 10**10
+
+
+def test_times_come_from_the_machine() -> None:
+    description = MachineDescription.load("h100")
+    slow = description.model_copy(
+        update={
+            "flops_per_second": {name: rate / 2 for name, rate in description.flops_per_second.items()},
+            "memory_bytes_per_second": description.memory_bytes_per_second / 2,
+            "launch_seconds": 2 * description.launch_seconds,
+        }
+    )
+    from teraio.capturing import capture
+
+    fast, twice = (capture(training, hardware=each) for each in (description, slow))
+    assert all(stage.duration_seconds > 0 for stage in fast.stages)
+    for one, other in zip(fast.stages, twice.stages, strict=True):
+        assert other.duration_seconds == pytest.approx(2 * one.duration_seconds)
+    assert fast.hardware == description.hardware
+
+
+def test_all_known_machines_are_whole() -> None:
+    assert {"h100", "h200", "a100", "rtx4090", "rtx5090", "laptop"} <= set(known_machines())
+    for name in known_machines():
+        hardware = MachineDescription.load(name).hardware
+        assert hardware.link("device", "host") and hardware.link("storage", "device"), name
+
+
+def test_a_step_that_reads_values_is_refused() -> None:
+    with pytest.raises(teraio.UnsupportedError, match="depends on the values of tensors"):
+        teraio.capture(reads_the_loss)
+
+
+def test_a_step_that_compiles_nothing_is_refused() -> None:
+    with pytest.raises(teraio.UnsupportedError, match='nothing was compiled with backend="teraio"'):
+        teraio.capture(compiles_nothing)
+
+
+def test_a_process_that_trains_is_refused(tmp_path: Path) -> None:
+    training({"codegen": "eager"}, width=64)()
+    with pytest.raises(teraio.UnsupportedError, match="teraio is training in this process"):
+        teraio.capture(training)
+
+
+@pytest.mark.parametrize(
+    ("what", "given", "message"),
+    [
+        (nn.Linear(2, 2), {}, "a model was given without inputs"),
+        (training, {"inputs": ()}, "inputs belong to a model"),
+        (nn.Linear(2, 2), {"inputs": (torch.zeros(2, 2),)}, "neither a loss nor something with a loss"),
+        (training, {"hardware": "abacus"}, "wanted one of a100, h100"),
+    ],
+)
+def test_wrong_arguments(what: object, given: dict[str, object], message: str) -> None:
+    with pytest.raises(teraio.OptionsError, match=message):
+        teraio.capture(what, **given)
+
+
+def test_training_goes_on_as_before_after_a_capture() -> None:
+    teraio.capture(training)
+    step = training({"codegen": "eager"}, width=64)
+    step()
+    assert teraio.status()[0].phase == "profile"
+
+
+def test_the_command_writes_a_trace_that_can_be_planned(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    target = "tests.teraio.capturing.trainings:training"
+    done = CliRunner().invoke(app, ["capture", target, "--hardware", "rtx4090", "-o", str(path), "--json"])
+    assert done.exit_code == 0, done.output
+    trace = planner.Trace.load(path)
+    assert json.loads(done.stdout)["name"] == trace.name == "training"
+    budget = planner.floor(trace)[0] * 5 // 4
+    assert planner.plan(trace, planner.Budgets(device_bytes=budget), policy="g10").moves
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nonsense", "wanted MODULE:FUNCTION"),
+        ("no_such_module:training", "No module named"),
+        ("tests.teraio.capturing.trainings:no_such", "has no function 'no_such'"),
+    ],
+)
+def test_a_wrong_target(target: str, message: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["capture", target, "-o", str(tmp_path / "trace.json")])
+    assert isinstance(done.exception, teraio.OptionsError)
+    assert message in str(done.exception)

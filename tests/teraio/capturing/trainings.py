@@ -1,0 +1,83 @@
+"""A small transformer, and its training as a capture takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+VOCABULARY = 1000
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm(hidden)).unflatten(-1, (3, 8, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
+        return hidden + self.down(functional.gelu(self.up(hidden)))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int = 512, layers: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.tokens(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2], dtype=torch.long).flatten())
+
+
+def training(options: Mapping[str, Any] | None = None, *, width: int = 512) -> Callable[[], object]:
+    model = Transformer(width)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(8, 256, dtype=torch.long)
+    compiled = torch.compile(model, backend="teraio", options=dict(options or {}))
+
+    def step() -> None:
+        loss_of(compiled(tokens)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def reads_the_loss() -> Callable[[], object]:
+    model = torch.compile(nn.Linear(4, 4), backend="teraio")
+
+    def step() -> None:
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        if loss.item() > 0:
+            print("the loss is positive")
+
+    return step
+
+
+def compiles_nothing() -> Callable[[], object]:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    return step
