@@ -1,6 +1,6 @@
 """The two files, traces and plans: what they hold, and how they are read and written."""
 
-from planner.schema.json_file import read_format, read_model
+from planner.schema.json_file import read_format, read_model, write_atomic
 from planner.schema.limits import MAX_NUMBER
 from planner.schema.messages import printable
 from planner.schema.models import FrozenModel
@@ -50,4 +50,5 @@ __all__ = [
     "printable",
     "read_format",
     "read_model",
+    "write_atomic",
 ]

@@ -2,7 +2,7 @@
 
 from runtime.storage.checksums import Checksums
 from runtime.storage.host import HostStore
-from runtime.storage.kvikio import KvikioStore
+from runtime.storage.kvikio import KvikioStore, load_kvikio
 from runtime.storage.posix import PosixStore
 from runtime.storage.slot_range import RangeCopy, in_turns, slot_range
 from runtime.storage.staged import StagedStore
@@ -26,5 +26,6 @@ __all__ = [
     "contiguous_address",
     "cut_slot",
     "in_turns",
+    "load_kvikio",
     "slot_range",
 ]

@@ -1,4 +1,4 @@
-"""The commands: make, replay and read plans. Only `capture` needs torch, so plans can be made on another machine.
+"""The commands: make, replay and read plans. Only `capture` and `doctor` need torch, so plans can be made on another machine.
 
 Exit codes: 0 success; 1 a file or a budget is not usable; 2 wrong usage. An error is one line on standard error.
 """
@@ -19,13 +19,14 @@ import planner
 from planner.errors import FileFormatError
 from planner.policies import POLICIES
 from planner.problem import SolverSettings
-from planner.schema import FrozenModel, printable, read_format
+from planner.schema import FrozenModel, printable, read_format, write_atomic
 from teraio import __version__
 from teraio.cli import arguments
 from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, with_solver_options
 from teraio.cli.capture import captured
 from teraio.cli.comparison import compare_policies, sweep_budgets
 from teraio.cli.comparison_tables import comparison_tables, sweep_tables
+from teraio.cli.doctor import doctor_tables, examined
 from teraio.cli.plan_summary import summarise_plan
 from teraio.cli.plan_tables import plan_tables, replay_tables
 from teraio.cli.replay_summary import summarise_replay
@@ -228,6 +229,28 @@ def inspect(
         raise planner.OptionsError(f"option --tbw: {file} is a trace; only a plan tells what is written")
     trace_summary = summarise_trace(loaded)
     _show(trace_summary, trace_tables(trace_summary, rows), as_json=as_json)
+
+
+@app.command()
+def doctor(
+    storage: Annotated[list[Path] | None, typer.Option(help="A directory for spill files. May be repeated.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.", show_default="cuda where there is a GPU")] = "",
+    hardware_out: Annotated[
+        Path | None, typer.Option(help="Where to write a description of this machine, for capture. Measures for half a minute.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look at this machine: software, memory, drives. Says what is missing or slow, what follows, and what to do. Needs torch.
+    Exit code 1 if something is missing."""
+    if hardware_out is not None and not hardware_out.parent.is_dir():
+        raise planner.OptionsError(f"option --hardware-out: there is no directory {hardware_out.parent}; create it first")
+    with Console(stderr=True).status("looking at this machine"):
+        found, described = examined(storage or [], device, describe=hardware_out is not None)
+    if hardware_out is not None and described is not None:
+        write_atomic(hardware_out, described.model_dump_json(by_alias=True, indent=1) + "\n")
+    _show(found, doctor_tables(found), as_json=as_json)
+    if not found.healthy:
+        raise typer.Exit(1)
 
 
 @app.command()

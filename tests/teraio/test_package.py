@@ -54,6 +54,7 @@ def test_exported_names() -> None:
         "TraceError",
         "UnsupportedError",
         "__version__",
+        "capture",
         "compile",
         "manage_optimizer",
         "on_device",

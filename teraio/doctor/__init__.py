@@ -1,0 +1,13 @@
+"""What this machine has for training with teraio, and what it lacks: tried and measured, not guessed."""
+
+from teraio.doctor.examination import Examination, examine
+from teraio.doctor.finding import Finding, Verdict
+from teraio.doctor.measured_machine import measured_machine
+
+__all__ = [
+    "Examination",
+    "Finding",
+    "Verdict",
+    "examine",
+    "measured_machine",
+]

@@ -1,0 +1,85 @@
+"""What the doctor finds on this machine, and on others that are worse off."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from planner.errors import UnsupportedError
+from runtime.system import storage_swap
+from teraio.capturing import MachineDescription
+from teraio.cli.commands import app
+from teraio.doctor import Examination, Finding, examine
+
+CPU = torch.device("cpu")
+
+
+def named(found: Examination, what: str) -> list[Finding]:
+    return [finding for finding in found.findings if finding.what == what]
+
+
+def test_this_machine_has_what_training_needs(tmp_path: Path) -> None:
+    found = examine([tmp_path], CPU)
+    assert found.healthy
+    assert {"Python", "PyTorch", "C++ compiler", "solver", "host memory", f"storage {tmp_path}"} == {
+        f.what for f in found.findings
+    }
+    speed, room = named(found, f"storage {tmp_path}")[0], named(found, f"storage {tmp_path}")[-1]
+    assert "GB/s" in speed.found and "free" in room.found
+    assert all(finding.effect and finding.remedy for finding in found.findings if finding.verdict == "slow")
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["doctor", "--device", "cpu", "--storage", str(tmp_path / "none"), "--json"])
+    assert done.exit_code == 1
+    (finding,) = (each for each in json.loads(done.stdout)["findings"] if each["what"].startswith("storage"))
+    assert finding["verdict"] == "missing" and finding["remedy"] == f"mkdir -p {tmp_path / 'none'}"
+
+
+def test_memory_that_looks_like_a_drive() -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        pytest.skip("no tmpfs here")
+    assert any("memory, not a drive" in finding.found for finding in examine([shared], CPU).findings)
+
+
+def test_without_solver_or_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    def address(storage: torch.UntypedStorage) -> int:
+        raise UnsupportedError("giving tensors other memory needs Linux and a C++ compiler")
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(storage_swap, "address", address)
+    found = examine([], CPU)
+    assert not found.healthy
+    assert named(found, "solver")[0].remedy == "pip install highspy"
+    assert "g++" in named(found, "C++ compiler")[0].remedy
+
+
+def test_a_pytorch_for_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    (gpu,) = named(examine([], CPU), "GPU")
+    assert gpu.verdict == "missing" and "nvidia-smi" in gpu.remedy
+
+
+def test_this_machine_is_described_for_captures(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    done = CliRunner().invoke(app, ["doctor", "--device", "cpu", "--storage", str(tmp_path), "--hardware-out", str(path)])
+    assert done.exit_code == 0, done.output
+    described = MachineDescription.load(path)
+    assert {"float32", "bfloat16"} <= described.flops_per_second.keys()
+    assert {link.name for link in described.hardware.links} >= {"device->host", "storage->device"}
+    assert described.hardware.host_update_elements_per_second
+
+
+def test_an_unknown_device() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--device", "abacus"])
+    assert "wanted cpu or cuda" in str(done.exception)
