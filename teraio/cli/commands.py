@@ -21,7 +21,10 @@ from planner.policies import POLICIES
 from planner.problem import SolverSettings
 from planner.schema import FrozenModel, printable, read_format, write_atomic
 from teraio import __version__
+from teraio.advice import Case
+from teraio.advice import advise as advice_of
 from teraio.cli import arguments
+from teraio.cli.advice_tables import advice_tables
 from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, with_solver_options
 from teraio.cli.capture import captured
 from teraio.cli.comparison import compare_policies, sweep_budgets
@@ -136,6 +139,47 @@ def capture(
     _save(trace, output)
     summary = summarise_trace(trace)
     _show(summary, trace_tables(summary, rows), as_json=as_json)
+
+
+@app.command()
+@with_solver_options
+def advise(
+    trace: TraceFile,
+    device: Device,
+    host: Host = None,
+    storage: Storage = None,
+    drives: Annotated[int, typer.Option(min=1, help="Number of drives behind the storage tier of the trace.")] = 1,
+    tbw: Annotated[str | None, typer.Option(help="Rated bytes written of each drive (TBW), such as 600TB.")] = None,
+    plans: Annotated[Path | None, typer.Option(help="Directory for the traces and plans behind each line.")] = None,
+    as_json: AsJson = False,
+    *,
+    settings: SolverSettings,
+) -> None:
+    """Say whether TRACE fits, how fast it is, what holds it up, and what would change that: more memory, one more drive, a larger
+    batch, more accumulation, smaller states. Exit code 1 if it does not fit."""
+    if plans is not None and not plans.is_dir():
+        raise planner.OptionsError(f"option --plans: there is no directory {plans}; create it first")
+    loaded = planner.Trace.load(trace)
+
+    def keep(case: Case, made: planner.Plan) -> None:
+        if plans is not None:
+            name = case.what.replace(" ", "-").replace("%", "")
+            _save(case.trace, plans / f"{name}.trace.json")
+            _save(made, plans / f"{name}.plan.json")
+
+    with Console(stderr=True).status("planning") as status:
+        found = advice_of(
+            loaded,
+            arguments.budgets(arguments.size("--device", device), host, storage),
+            drives=drives,
+            rated_bytes=None if tbw is None else arguments.size("--tbw", tbw),
+            settings=settings,
+            progress=status.update,
+            made=keep,
+        )
+    _show(found, advice_tables(found), as_json=as_json)
+    if found.answers[0].predicted is None:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -1,0 +1,197 @@
+"""The same training with something changed: more of a machine, another batch, smaller states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import planner
+from planner.schema import Budgets
+
+_MORE = 1.25
+_FP32_STATE_BYTES = 8
+"""Bytes of AdamW's two states in fp32 for each element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A question: `trace` planned under `budgets`. what: in words. work: samples of an iteration, relative to the case asked for.
+
+    superset: every plan of the case asked for is a plan of this one, so it is never slower.
+    """
+
+    what: str
+    trace: planner.Trace
+    budgets: Budgets
+    work: float = 1.0
+    superset: bool = False
+
+
+def cases(trace: planner.Trace, budgets: Budgets, *, drives: int) -> Iterator[Case]:
+    """Yield the training as it is, then each change that makes sense for it. drives: number of drives of the storage tier."""
+    yield Case(what="as asked", trace=trace, budgets=budgets)
+    device = int(budgets.device_bytes * _MORE)
+    yield Case(
+        what=f"{_MORE - 1:.0%} more device memory",
+        trace=trace,
+        budgets=budgets.model_copy(update={"device_bytes": device}),
+        superset=True,
+    )
+    links = {link.name for link in trace.hardware.links}
+    if "device->storage" in links:
+        more = (drives + 1) / drives
+        bytes_more = None if budgets.storage_bytes is None else int(budgets.storage_bytes * more)
+        yield Case(
+            what="one more drive",
+            trace=with_storage_rate(trace, more),
+            budgets=budgets.model_copy(update={"storage_bytes": bytes_more}),
+        )
+    if "device->host" in links and budgets.host_bytes is not None:
+        yield Case(
+            what="twice the host memory",
+            trace=trace,
+            budgets=budgets.model_copy(update={"host_bytes": 2 * budgets.host_bytes}),
+            superset=True,
+        )
+    if trace.recompute:
+        yield Case(what="without recomputation", trace=rebuilt(trace, recompute=()), budgets=budgets)
+    yield Case(what="twice the batch", trace=with_batch(trace, 2), budgets=budgets, work=2.0)
+    yield Case(what="twice the accumulation", trace=with_accumulation(trace), budgets=budgets, work=2.0)
+    if _has_fp32_states(trace):
+        yield Case(what="optimizer states in bf16", trace=with_state_bytes(trace, 0.5), budgets=budgets)
+
+
+def with_storage_rate(trace: planner.Trace, factor: float) -> planner.Trace:
+    """Return the trace with `factor` times the drives' rates. What links share with the bus stays; what drives share grows."""
+    links = tuple(
+        link.model_copy(update={"bytes_per_second": link.bytes_per_second * factor}) if "storage" in link.name else link
+        for link in trace.hardware.links
+    )
+    shared = tuple(
+        rate.model_copy(update={"bytes_per_second": rate.bytes_per_second * factor})
+        if all("storage" in name for name in rate.links)
+        else rate
+        for rate in trace.hardware.shared
+    )
+    return rebuilt(trace, hardware=trace.hardware.model_copy(update={"links": links, "shared": shared}))
+
+
+def with_batch(trace: planner.Trace, factor: int) -> planner.Trace:
+    """Return the trace of a batch `factor` times as large: activations, workspaces and times of all but the optimizer grow.
+
+    Small batches use a GPU badly, so that the true times grow less.
+    """
+    phases = {stage.id: stage.phase for stage in trace.stages}
+    return rebuilt(
+        trace,
+        stages=tuple(
+            stage
+            if stage.phase == "optimizer"
+            else stage.model_copy(
+                update={
+                    "duration_seconds": stage.duration_seconds * factor,
+                    "workspace_bytes": stage.workspace_bytes * factor,
+                }
+            )
+            for stage in trace.stages
+        ),
+        blocks=tuple(
+            block.model_copy(update={"size_bytes": block.size_bytes * factor})
+            if block.kind == "activation" and not block.persistent and phases[block.uses[0]] != "optimizer"
+            else block
+            for block in trace.blocks
+        ),
+        recompute=tuple(
+            group.model_copy(
+                update={
+                    "duration_seconds": group.duration_seconds * factor,
+                    "workspace_bytes": group.workspace_bytes * factor,
+                }
+            )
+            for group in trace.recompute
+        ),
+    )
+
+
+def with_state_bytes(trace: planner.Trace, factor: float) -> planner.Trace:
+    """Return the trace with optimizer states of `factor` times the size."""
+    blocks = tuple(
+        block.model_copy(update={"size_bytes": int(block.size_bytes * factor)}) if block.kind == "optimizer_state" else block
+        for block in trace.blocks
+    )
+    return rebuilt(trace, blocks=blocks)
+
+
+def with_accumulation(trace: planner.Trace) -> planner.Trace:
+    """Return the trace of an iteration with all passes before the first update twice.
+
+    The gradients of the first pass stay until the update, and the second pass adds to them.
+    """
+    first_update = next((s.id for s in trace.stages if s.phase == "optimizer"), len(trace.stages))
+    if first_update == 0:
+        return trace
+    shift = first_update
+    stages = [*trace.stages[:first_update], *trace.stages[:first_update], *trace.stages[first_update:]]
+    blocks: list[planner.Block] = []
+    copies: dict[int, int] = {}
+    for block in trace.blocks:
+        once = not block.persistent and block.last_stage < first_update  # of one pass
+        if once:
+            blocks.append(block)
+            copies[block.id] = len(copies)
+            continue
+        update: dict[str, object] = {
+            name: tuple(
+                sorted({u for use in getattr(block, name) for u in ((use, use + shift) if use < shift else (use + shift,))})
+            )
+            for name in ("reads", "writes")
+        }
+        if block.kind == "gradient" and not block.persistent:  # the second pass reads what the first one left
+            update["reads"] = tuple(sorted({*update["reads"], *(w + shift for w in block.writes if w < shift)}))  # type: ignore[misc]
+        if block.dies_after is not None:
+            update["dies_after"] = block.dies_after + shift
+        blocks.append(block.model_copy(update=update))
+    count = len(blocks)
+    for block in trace.blocks:
+        if block.id in copies:
+            moved = {name: tuple(use + shift for use in getattr(block, name)) for name in ("reads", "writes")}
+            dies = None if block.dies_after is None else block.dies_after + shift
+            blocks.append(block.model_copy(update={**moved, "id": count + copies[block.id], "dies_after": dies}))
+
+    def second(number: int) -> int:
+        return count + copies[number] if number in copies else number
+
+    groups = [
+        *trace.recompute,
+        *(
+            group.model_copy(
+                update={
+                    "id": len(trace.recompute) + group.id,
+                    "stage": group.stage + shift,
+                    "blocks": tuple(sorted(map(second, group.blocks))),
+                    "reads": tuple(sorted(map(second, group.reads))),
+                }
+            )
+            for group in trace.recompute
+        ),
+    ]
+    return rebuilt(
+        trace,
+        stages=tuple(stage.model_copy(update={"id": number}) for number, stage in enumerate(stages)),
+        blocks=tuple(blocks),
+        subgroups=tuple(each.model_copy(update={"stage": each.stage + shift}) for each in trace.subgroups),
+        recompute=tuple(groups),
+        not_recomputed=(),
+    )
+
+
+def _has_fp32_states(trace: planner.Trace) -> bool:
+    states = sum(block.size_bytes for block in trace.blocks if block.kind == "optimizer_state" and block.movable)
+    elements = sum(subgroup.elements for subgroup in trace.subgroups)
+    return elements > 0 and states >= _FP32_STATE_BYTES * elements * 0.9
+
+
+def rebuilt(trace: planner.Trace, **changed: object) -> planner.Trace:
+    """Return the trace with some fields replaced, checked anew."""
+    fields = {name: getattr(trace, name) for name in planner.Trace.model_fields}
+    return planner.Trace.build(**{**fields, "stored_fingerprint": None, **changed})
