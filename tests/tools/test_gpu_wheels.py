@@ -14,8 +14,8 @@ from tools import gpu_wheels
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 ON_THE_MACHINE = set(
-    "torch networkx numpy psutil xxhash rich markdown-it-py mdurl pygments typer click shellingham annotated-doc typing-extensions "
-    "filelock fsspec jinja2 markupsafe sympy mpmath setuptools pytest hypothesis transformers".split()
+    "torch networkx numpy psutil xxhash rich markdown-it-py mdurl pygments typer click shellingham annotated-doc "
+    "typing-extensions filelock fsspec jinja2 markupsafe sympy mpmath setuptools pytest hypothesis transformers".split()
 )
 """What such a machine has, as far as teraio needs it."""
 
