@@ -50,6 +50,12 @@ def test_all_that_teraio_needs_is_on_the_machine_or_listed() -> None:
     assert needed - ON_THE_MACHINE == listed
 
 
+def test_packages_that_go_together_have_the_versions_that_they_ask_for() -> None:
+    listed = {wheel.name: wheel.requirement for wheel in gpu_wheels.wheels()}
+    asked = [each.replace(" ", "") for each in distribution("pydantic").requires or []]
+    assert listed["pydantic-core"] in asked and listed["pydantic"] == f"pydantic=={distribution('pydantic').version}"
+
+
 def test_every_line_has_a_part_and_a_reason() -> None:
     wheels = list(gpu_wheels.wheels())
     assert {wheel.part for wheel in wheels} == set(gpu_wheels.PARTS)
@@ -60,8 +66,8 @@ def test_what_is_missing_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gpu_wheels, "is_installed", lambda name: name not in ("pydantic-core", "rapids-logger"))
     assert not gpu_wheels.report(), "teraio itself lacks one"
     said = capsys.readouterr().err
-    assert re.search(r"nothing runs without:\n  pydantic-core +pydantic imports it", said)
-    assert re.search(r"\"kvikio\" and its tests do not run without:\n  rapids-logger +libkvikio links against it", said)
+    assert re.search(r"nothing runs without:\n  pydantic-core==\S+ +pydantic imports it", said)
+    assert re.search(r"\"kvikio\" and its tests do not run without:\n  rapids-logger==\S+ +libkvikio links against it", said)
     monkeypatch.setattr(gpu_wheels, "is_installed", lambda name: name != "rapids-logger")
     assert gpu_wheels.report(), "the rest is enough for teraio"
 
