@@ -17,6 +17,7 @@ class MemoryAccount:
     offloading_bytes: blocks that are OFFLOADING. They still count as used.
     prefetching_blocks: number of blocks that are PREFETCHING.
     peak_bytes: the highest `total_bytes` so far.
+    moves: number of blocks so far whose memory was allocated for a copy in, or has gone.
     """
 
     def __init__(self, budget_bytes: int | None) -> None:
@@ -28,6 +29,7 @@ class MemoryAccount:
         self.offloading_bytes = 0
         self.prefetching_blocks = 0
         self.peak_bytes = 0
+        self.moves = 0
 
     @property
     def unmoved_bytes(self) -> int:
@@ -73,6 +75,7 @@ class MemoryAccount:
         """A block becomes PREFETCHING; its memory counts from now on."""
         self.used_bytes += size_bytes
         self.prefetching_blocks += 1
+        self.moves += 1
         self.note_peak()
 
     def end_prefetch(self) -> None:
@@ -86,3 +89,4 @@ class MemoryAccount:
     def remove(self, size_bytes: int) -> None:
         """The memory of a block has left the device or was freed."""
         self.used_bytes -= size_bytes
+        self.moves += 1
