@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -101,6 +102,7 @@ class StreamMover:
             self._transfers.write(place, block, block.address, done, ready=computed.wait)
             return
         self._streams.wait(Lane.OUTWARD, computed)
+        self._out.pop(block, None)  # its last copy: `_out` and `_in` have the order in which the device ends the copies
         self._out[block] = self._copies.queue(Lane.OUTWARD, _slot(block), block.size_bytes, block.address)
         done(None)
 
@@ -258,9 +260,9 @@ class StreamMover:
         self._transfers.check()
 
     def poll(self) -> None:
-        for block in [block for block, arriving in self._in.items() if arriving.event.done()]:
+        for block in list(takewhile(lambda block: self._in[block].event.done(), self._in)):
             del self._in[block]
-        for block in [block for block, event in self._out.items() if event.done()]:
+        for block in list(takewhile(lambda block: self._out[block].done(), self._out)):
             del self._out[block]
         self._copies.count()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -10,12 +12,22 @@ from runtime.paging.block import Block, State
 from runtime.paging.mover import Mover
 
 
+class _Watch(weakref.ref[torch.UntypedStorage]):
+    """Reports that a storage has died. PyTorch keeps the object that stands for a storage in Python as long as the storage."""
+
+    __slots__ = ("block",)
+    block: Block
+
+
 class BlockTable:
     """The blocks of one pager. The pager's lock guards changes and loops; a look-up of one storage needs no lock."""
 
     def __init__(self, mover: Mover | None) -> None:
         self._mover = mover
         self._blocks: dict[int, Block] = {}
+        self._watches: dict[int, _Watch] = {}
+        self._reported: deque[_Watch] = deque()  # storages die at any line, in any thread: their reports wait here
+        self._dead: dict[Block, None] = {}
 
     def __iter__(self) -> Iterator[Block]:
         """All blocks, dead ones included, in the order in which they became known."""
@@ -25,13 +37,25 @@ class BlockTable:
         """Return the block of the storage, if there is one."""
         return self._blocks.get(storage._cdata)
 
-    def add(self, block: Block) -> None:
-        """Add a block whose storage has none."""
+    def add(self, block: Block, storage: torch.UntypedStorage) -> None:
+        """Add the block of a storage that has none."""
         self._blocks[block.key] = block
+        watch = _Watch(storage, self._reported.append)
+        watch.block = block
+        self._watches[block.key] = watch
 
     def remove(self, block: Block) -> None:
         """Remove a block that is in the table."""
-        del self._blocks[block.key]
+        del self._blocks[block.key], self._watches[block.key]
+        self._dead.pop(block, None)
+
+    def dead(self) -> list[Block]:
+        """Return the blocks in the table whose storage has died."""
+        while self._reported:
+            block = self._reported.popleft().block
+            if self.holds(block):
+                self._dead[block] = None
+        return [block for block in self._dead if block.dead]
 
     def holds(self, block: Block) -> bool:
         """Whether the block is in the table: it was not forgotten."""

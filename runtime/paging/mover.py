@@ -58,7 +58,7 @@ class Mover(Protocol):
         """
 
     def finished(self, block: Block) -> bool:
-        """Whether a copy out whose `Done` was called has ended. Never waits."""
+        """Whether a copy out whose `Done` was called has ended. Never waits. Such copies end in the order in which they began."""
 
     def release(self, block: Block) -> None:
         """Free the memory of a block whose slot is valid. From now on the slot stands in for it."""

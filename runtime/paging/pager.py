@@ -172,7 +172,7 @@ class Pager:
                 span = self._mover.span(storage) if self._mover is not None else None
                 block = Block(storage=storage, name=name, kind=kind, user_visible=user_visible, span=span)
                 block.born = self.iteration
-                self.table.add(block)
+                self.table.add(block, storage)
                 self.account.add(block.size_bytes)
                 if user_visible:
                     self.account.recognise(block.size_bytes)

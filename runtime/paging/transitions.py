@@ -58,6 +58,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 
 import torch
 
@@ -336,9 +337,9 @@ class BlockTransitions:
         """Take the memory of queued offloads whose copy has ended, and forget dead blocks."""
         if self._mover is not None:
             self._mover.poll()
-        for block in [b for b in self.queued_offloads if self.need_mover().finished(b)]:
+        for block in list(takewhile(self._mover.finished, self.queued_offloads)) if self._mover is not None else ():
             self.take_memory(block)
-        for block in [b for b in self._table if b.dead]:
+        for block in self._table.dead():
             self.forget(block)
 
     def forget_replaced(self) -> None:

@@ -40,7 +40,7 @@ class Rig:
         self.tensor: torch.Tensor | None = torch.full((SIZE,), 7, dtype=torch.uint8)
         storage = self.tensor.untyped_storage()
         self.block = Block(storage=storage, name="w", kind="parameter", user_visible=False, span=self.mover.span(storage))
-        self.table.add(self.block)
+        self.table.add(self.block, storage)
         self.account.add(SIZE)
 
     def _copy_ended(self) -> None:
