@@ -58,4 +58,4 @@ def _library() -> ctypes.CDLL:
         "teraio_open": (None, [pointer]),
         "teraio_address": (pointer, [pointer]),
     }
-    return native.load(Path(__file__).with_name("storage_swap.cpp"), functions, purpose="giving tensors other memory")
+    return native.load(Path(__file__).with_name("storage_swap.cpp"), functions, purpose="giving tensors other memory", short=True)
