@@ -37,12 +37,14 @@ class MemoryAccount:
     @property
     def total_bytes(self) -> int:
         """All bytes that count against the budget."""
-        return self.used_bytes + self.reserved_bytes + self.unmoved_bytes
+        return self.used_bytes + self.reserved_bytes + self.fixed_bytes + self.external_bytes
 
     @property
     def free_bytes(self) -> int:
         """Bytes that the budget leaves; negative while room is being made."""
-        return NO_LIMIT if self.budget_bytes is None else self.budget_bytes - self.total_bytes
+        if self.budget_bytes is None:
+            return NO_LIMIT
+        return self.budget_bytes - self.used_bytes - self.reserved_bytes - self.fixed_bytes - self.external_bytes
 
     @property
     def unused_bytes(self) -> int:
@@ -55,7 +57,9 @@ class MemoryAccount:
 
     def note_peak(self) -> None:
         """Update `peak_bytes`."""
-        self.peak_bytes = max(self.peak_bytes, self.total_bytes)
+        total = self.used_bytes + self.reserved_bytes + self.fixed_bytes + self.external_bytes
+        if total > self.peak_bytes:
+            self.peak_bytes = total
 
     def recognise(self, size_bytes: int) -> None:
         """Count memory as a block that was there when the region began, and so was counted as external."""

@@ -153,7 +153,7 @@ class BlockTransitions:
             raise
 
     def _copied_out(self, block: Block, version: int, error: StorageError | None) -> None:
-        with self._signal.condition:
+        with self._signal.lock:
             self._leave_offloading(block)
             try:
                 if error is not None:
@@ -262,7 +262,7 @@ class BlockTransitions:
             raise
 
     def _copied_in(self, block: Block, error: StorageError | None) -> None:
-        with self._signal.condition:
+        with self._signal.lock:
             self._account.end_prefetch()
             try:
                 if error is not None:
