@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from planner.errors import StorageError
 from runtime.paging.block import Block, State
 from runtime.paging.mover import Mover
 from runtime.system import Name, annotate, first_of
@@ -43,7 +42,7 @@ class CopySignal:
         self.exposed_seconds: dict[str, float] = {}
         self._mover = mover
         self._busy_seconds = busy_seconds
-        self._failure: StorageError | None = None
+        self._failure: Exception | None = None
 
     def wait(self, what: Name = "for a copy") -> None:
         """Wait until a copy has ended. For the training thread: the time counts.
@@ -70,8 +69,8 @@ class CopySignal:
         """Wake all threads that wait."""
         self.condition.notify_all()
 
-    def fail(self, failure: StorageError) -> None:
-        """Keep the error of a copy until the training thread asks for it."""
+    def fail(self, failure: Exception) -> None:
+        """Keep the error of a copy, or of what follows it, until the training thread asks for it."""
         self._failure = failure
 
     def raise_failure(self) -> None:
