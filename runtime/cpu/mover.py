@@ -86,17 +86,18 @@ class CpuMover:
     def copy_in(self, block: Block, done: Done) -> None:
         if block.user_visible:  # user code may have written to it through the mapping, even before `invalidate_mapping`
             self._distrust(block)
-        area = self._memory.take_pages(_span(block).length_bytes)
-        if self._debug is not None:
-            ctypes.memset(area.address, POISON, area.length_bytes)
-        self._arrived[block] = area
 
         def landed(error: StorageError | None) -> None:
-            if error is not None:
-                self._memory.drop_pages(self._arrived.pop(block))
-            done(error)
+            try:
+                if error is not None:
+                    self._memory.drop_pages(self._arrived.pop(block))
+            finally:
+                done(error)
 
+        self._arrived[block] = area = self._memory.take_pages(_span(block).length_bytes)
         try:
+            if self._debug is not None:
+                ctypes.memset(area.address, POISON, area.length_bytes)
             self._transfers.read(self._tiers.of(block), block, area.address, landed)
         except BaseException:
             self._memory.drop_pages(self._arrived.pop(block))

@@ -60,8 +60,8 @@ class _ManagedRun:
         """See `run_managed`."""
         program, stages = self._program, self._program.stages
         self._pager.enter_region()
-        self._slots = _slots(program, arguments)
         try:
+            self._slots = _slots(program, arguments)
             for index in range(program.input_count):
                 self._blocks[index] = self._input_block(index)
             more = interleaved.stage_count if interleaved is not None else 0
@@ -97,11 +97,11 @@ class _ManagedRun:
         workspace_bytes = self._meter.workspace_bytes(stage)
         read = list(dict.fromkeys(b for i in stage.inputs if (b := blocks[i]) is not None))
         self._again.make_anew(read)
-        pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=self._observer.stage_reached())
         written = [b for i in stage.mutates if (b := blocks[i]) is not None]  # a stage that fails may have written them
         last_used: list[Block] = []
-        rerun = self._rerun(stage) if number in self._kept else None
+        pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=self._observer.stage_reached())
         try:
+            rerun = self._rerun(stage) if number in self._kept else None
             with self._meter.watching(stage):
                 begin = pager.device.mark()
                 _run_stage(stage, self._slots)

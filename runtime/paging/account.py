@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from runtime.paging.block import Block, State
+
 NO_LIMIT = 1 << 62
 """Free bytes where there is no budget."""
 
@@ -65,28 +67,29 @@ class MemoryAccount:
         """Count memory as a block that was there when the region began, and so was counted as external."""
         self.external_bytes = max(self.external_bytes - size_bytes, 0)
 
-    def begin_offload(self, size_bytes: int) -> None:
+    # -- blocks change their state. State and counts change in one statement: where memory runs out, both do or none does
+
+    def begin_offload(self, block: Block) -> None:
         """A block becomes OFFLOADING; its memory still counts."""
-        self.offloading_bytes += size_bytes
+        block.state, self.offloading_bytes = State.OFFLOADING, self.offloading_bytes + block.size_bytes
 
-    def end_offload(self, size_bytes: int) -> None:
-        """A block is no longer OFFLOADING; its memory still counts, see `remove`."""
-        self.offloading_bytes -= size_bytes
+    def end_offload(self, block: Block) -> None:
+        """A block is no longer OFFLOADING but ON_DEVICE; its memory still counts, see `remove`."""
+        block.state, self.offloading_bytes = State.ON_DEVICE, self.offloading_bytes - block.size_bytes
 
-    def begin_prefetch(self, size_bytes: int) -> None:
+    def begin_prefetch(self, block: Block) -> None:
         """A block becomes PREFETCHING; its memory counts from now on."""
-        self.used_bytes += size_bytes
-        self.prefetching_blocks += 1
-        self.note_peak()
+        used, blocks = self.used_bytes + block.size_bytes, self.prefetching_blocks + 1
+        block.state, self.used_bytes, self.prefetching_blocks = State.PREFETCHING, used, blocks
 
-    def end_prefetch(self) -> None:
-        """A block is no longer PREFETCHING; its memory still counts, see `remove`."""
-        self.prefetching_blocks -= 1
+    def end_prefetch(self, block: Block) -> None:
+        """A block is no longer PREFETCHING but ON_DEVICE; its memory still counts, see `remove`."""
+        block.state, self.prefetching_blocks = State.ON_DEVICE, self.prefetching_blocks - 1
 
-    def add(self, size_bytes: int) -> None:
-        """A block on the device has become known."""
-        self.used_bytes += size_bytes
+    def remove(self, block: Block, state: State = State.OFFLOADED) -> None:
+        """The memory of a block that is ON_DEVICE leaves, or is freed; the block is in `state` now."""
+        block.state, self.used_bytes = state, self.used_bytes - block.size_bytes
 
-    def remove(self, size_bytes: int) -> None:
-        """The memory of a block has left the device or was freed."""
-        self.used_bytes -= size_bytes
+    def add(self, block: Block) -> None:
+        """A block is ON_DEVICE: it has become known, got memory, or keeps what was removed."""
+        block.state, self.used_bytes = State.ON_DEVICE, self.used_bytes + block.size_bytes

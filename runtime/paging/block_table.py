@@ -39,22 +39,21 @@ class BlockTable:
 
     def add(self, block: Block, storage: torch.UntypedStorage) -> None:
         """Add the block of a storage that has none."""
-        self._blocks[block.key] = block
         watch = _Watch(storage, self._reported.append)
         watch.block = block
-        self._watches[block.key] = watch
+        self._watches[block.key], self._blocks[block.key] = watch, block
 
     def remove(self, block: Block) -> None:
         """Remove a block that is in the table."""
         del self._blocks[block.key], self._watches[block.key]
-        self._dead.pop(block, None)
 
     def dead(self) -> list[Block]:
         """Return the blocks in the table whose storage has died."""
         while self._reported:
-            block = self._reported.popleft().block
-            if self.holds(block):
-                self._dead[block] = None
+            self._dead[self._reported[0].block] = None
+            self._reported.popleft()
+        if self._dead:
+            self._dead = {block: None for block in self._dead if self.holds(block)}
         return [block for block in self._dead if block.dead]
 
     def holds(self, block: Block) -> bool:

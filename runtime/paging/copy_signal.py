@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from planner.errors import StorageError
 from runtime.paging.block import Block, State
 from runtime.paging.mover import Mover
 from runtime.system import Name, annotate, first_of
@@ -46,7 +45,7 @@ class CopySignal:
         self.exposed_seconds: dict[str, float] = {}
         self._mover = mover
         self._busy_seconds = busy_seconds
-        self._failure: StorageError | None = None
+        self._failure: Exception | None = None
         self._waiting = 0
 
     def wait(self, what: Name = "for a copy") -> None:
@@ -75,8 +74,8 @@ class CopySignal:
         if self._waiting:
             self.condition.notify_all()
 
-    def fail(self, failure: StorageError) -> None:
-        """Keep the error of a copy until the training thread asks for it."""
+    def fail(self, failure: Exception) -> None:
+        """Keep the error of a copy, or of what follows it, until the training thread asks for it."""
         self._failure = failure
 
     def raise_failure(self) -> None:

@@ -172,8 +172,12 @@ class Pager:
                 span = self._mover.span(storage) if self._mover is not None else None
                 block = Block(storage=storage, name=name, kind=kind, user_visible=user_visible, span=span)
                 block.born = self.iteration
-                self.table.add(block, storage)
-                self.account.add(block.size_bytes)
+                self.account.add(block)
+                try:
+                    self.table.add(block, storage)
+                except BaseException:
+                    self.account.remove(block)
+                    raise
                 if user_visible:
                     self.account.recognise(block.size_bytes)
         elif user_visible and not block.user_visible:

@@ -41,7 +41,7 @@ class Rig:
         storage = self.tensor.untyped_storage()
         self.block = Block(storage=storage, name="w", kind="parameter", user_visible=False, span=self.mover.span(storage))
         self.table.add(self.block, storage)
-        self.account.add(SIZE)
+        self.account.add(self.block)
 
     def _copy_ended(self) -> None:
         self.ends += 1
@@ -110,7 +110,7 @@ class Rig:
         self.transitions.begin_offload(block)
         assert "drop w" in self.mover.log
         self.mover.flying.clear()
-        self.account.end_offload(SIZE)
+        self.account.end_offload(block)
 
     def copy_ends(self) -> None:
         self.mover.finish()
