@@ -42,8 +42,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install -q --no-compile $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
-build/site/.ready: pyproject.toml tools/site_folder.py
-	$(PYTHON) tools/site_folder.py build/site $(WHEELS)
+build/site/.ready: pyproject.toml tools/site_folder.py tools/gpu-wheels.txt
+	PYTHONPATH="$(CURDIR)" $(PYTHON) -m tools.site_folder build/site $(WHEELS)
 	@touch $@
 
 demo: $(READY)  ## train a 38M-parameter GPT on real text, with all the memory and with half of it
@@ -95,10 +95,10 @@ bench: $(READY)  ## measure on the CPU; a table and a JSON file under benchmarks
 	$(RUN) -m benchmarks $(ARGS)
 
 require-gpu: $(READY)
-	@$(RUN) tools/require_gpu.py
+	@$(RUN) -m tools.require_gpu
 
 test-gpu: require-gpu  ## run the tests for a GPU; fails where there is none
-	$(RUN) -m pytest tests/gpu $(ARGS)
+	$(RUN) -m tools.gpu_tests $(ARGS)
 
 bench-gpu: require-gpu  ## train Llamas on the GPU and measure, for about 8 minutes; fails where there is none
 	$(RUN) -m benchmarks --device cuda $(ARGS)

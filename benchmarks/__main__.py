@@ -18,18 +18,21 @@ from benchmarks import (
     engine,
     gpu_bubble,
     gpu_budgets,
+    gpu_headline,
     gpu_links,
     gpu_optimizer,
     gpu_overhead,
+    gpu_predictions,
     host_cost,
     optimizer,
     planner,
     planner_policies,
     planner_recompute,
     recompute,
+    rivals,
     stage_overhead,
 )
-from benchmarks.alone import LlamaScale, Runner
+from benchmarks.alone import LlamaScale, Runner, append
 from benchmarks.optimizer import LossesDiffer
 from benchmarks.planning import PlanningFailed
 from benchmarks.results import Figure, Result, save, table
@@ -43,9 +46,14 @@ Measured = tuple[tuple[Figure, ...], dict[str, list[float]]]
 
 DEFAULT = {
     "cpu": ("stage_overhead", "host_cost", "budget_sweep", "rss", "prediction", "optimizer", "compile_time", "engine"),
-    "cuda": ("gpu_overhead", "gpu_optimizer", "gpu_budgets", "gpu_links", "gpu_bubble"),
+    "cuda": ("gpu_headline", "gpu_overhead", "gpu_optimizer", "gpu_budgets", "gpu_links", "gpu_bubble"),
 }
-"""The parts of the planner take minutes to an hour, so they run only if they are named."""
+"""In the order of the runs: where time is short, what comes first matters most. The parts of the planner take minutes to an
+hour, so they run only if they are named."""
+MINUTES_EACH = 2.5
+"""On a GPU, unless the command says otherwise. A training needs about one minute, most of it to compile."""
+FIGURES = "figures.jsonl"
+"""The file in the output folder to which each part is appended, as one line."""
 
 
 def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
@@ -68,13 +76,16 @@ def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
 
 
 def llama_parts(runner: Runner) -> dict[str, Callable[[], Measured]]:
-    """Return all parts that train Llamas, by name. They share trainings."""
+    """Return all parts about Llamas, by name. They share trainings; `gpu_predictions` trains none."""
     return {
+        "gpu_headline": lambda: (gpu_headline.measure(runner), runner.samples),
         "gpu_overhead": lambda: (gpu_overhead.measure(runner), runner.samples),
         "gpu_optimizer": lambda: (gpu_optimizer.measure(runner), runner.samples),
         "gpu_budgets": lambda: (gpu_budgets.measure(runner), runner.samples),
         "gpu_links": lambda: gpu_links.measure(runner),
         "gpu_bubble": lambda: (gpu_bubble.measure(runner), runner.samples),
+        "gpu_predictions": lambda: (gpu_predictions.measure(runner.scale), {}),
+        "rivals": lambda: (rivals.measure(runner), runner.samples),
     }
 
 
@@ -95,7 +106,15 @@ def scale_for(device: str, output: Path, rounds: int) -> Scale:
 
 
 def llama_scale_for(
-    device: str, output: Path, rounds: int, *, sizes: list[str], dtype: str | None, minutes: float, **shape: int | None
+    device: str,
+    output: Path,
+    rounds: int,
+    *,
+    sizes: list[str],
+    dtype: str | None,
+    minutes: float,
+    each: float | None = None,
+    **shape: int | None,
 ) -> LlamaScale:
     """Return a scale whose rows fill a GPU, or are small on CPU. `shape`: batch and context, None for these defaults."""
     defaults = {"batch": 4, "context": 2048} if device == "cuda" else {"batch": 2, "context": 64}
@@ -105,6 +124,7 @@ def llama_scale_for(
         sizes=tuple(sizes),
         rounds=rounds,
         limit_seconds=60 * minutes,
+        training_seconds=None if each is None else 60 * each,
         output=output,
         batch=shape["batch"] or defaults["batch"],
         context=shape["context"] or defaults["context"],
@@ -133,6 +153,7 @@ def main(
     context: Annotated[int | None, typer.Option(help="Tokens in a row, for gpu_...", min=1)] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16, for gpu_...")] = None,
     minutes: Annotated[float, typer.Option(help="Time after which gpu_... starts no more trainings.", min=0)] = 7.5,
+    each: Annotated[float | None, typer.Option(help="Minutes after which a training of gpu_... is stopped.", min=0)] = None,
 ) -> None:
     """Measure teraio, print a table and write a JSON file. Exit status 1 if a part could not be measured."""
     console = Console() if sys.stdout.isatty() else Console(width=150)
@@ -141,7 +162,15 @@ def main(
     one_of("dtype", [dtype] if dtype else [], get_args(DataType))
     scale = scale_for(device, output.resolve(), rounds)
     llamas = llama_scale_for(
-        device, output.resolve(), rounds, sizes=size or [], dtype=dtype, minutes=minutes, batch=batch, context=context
+        device,
+        output.resolve(),
+        rounds,
+        sizes=size or [],
+        dtype=dtype,
+        minutes=minutes,
+        each=each if each is not None or device == "cpu" else MINUTES_EACH,
+        batch=batch,
+        context=context,
     )
     known, trained = parts(scale), llama_parts(Runner(llamas))
     one_of("part", chosen or [], (*known, *trained))
@@ -159,6 +188,7 @@ def main(
         settings = settings_of(llamas if name in trained else scale)
         seconds = time.perf_counter() - started
         found.append(Result(part=name, seconds=seconds, figures=figures, samples=samples, settings=settings))
+        append(output / FIGURES, found[-1].model_dump(exclude={"samples"}))
     console.print(table(found))
     if found:
         path = save(found, results, device)

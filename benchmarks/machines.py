@@ -116,3 +116,13 @@ A100_80GB_TF32 = Machine(
     bus_bytes_per_second=27e9,
 )
 """NVIDIA A100 data sheet: 80 GB at 2,039 GB/s, 156 TFLOP/s in TF32, PCIe 4.0 x16 (about 25 GB/s attained); two such drives."""
+
+H200_BF16 = Machine(
+    name="H200 141 GB, bf16",
+    peak_flops_per_second=989e12,
+    peak_device_bytes_per_second=4.8e12,
+    device_memory_bytes=141_000_000_000,
+    host_bytes_per_second=55e9,
+    bus_bytes_per_second=55e9,
+)
+"""NVIDIA H200 data sheet: 141 GB at 4.8 TB/s, 989 TFLOP/s in bf16, PCIe 5.0 x16. The efficiencies are those of the H100."""

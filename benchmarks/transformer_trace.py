@@ -35,7 +35,11 @@ from planner.schema import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Sizes of a decoder-only transformer. `tied`: the head shares the matrix of the embedding."""
+    """Sizes of a decoder-only transformer. `tied`: the head shares the matrix of the embedding.
+
+    `loss_tokens`: the loss is computed for so many tokens at a time, as in `examples.llama`; None for all at once. Then logits
+    are saved in place of log probabilities, and of their gradient one part exists at a time.
+    """
 
     name: str
     layers: int
@@ -45,6 +49,7 @@ class Model:
     feed_forward: int
     vocabulary: int
     tied: bool = False
+    loss_tokens: int | None = None
 
     @property
     def key_value_width(self) -> int:
@@ -173,6 +178,19 @@ class _Iteration(Recorder):
         norm, head = self.last_norm, self.head
         normed = self._saved("head.normed", d)
         logits = self._saved("head.logits", vocabulary)
+        part = self.model.loss_tokens
+        if part is not None:
+            self.matrix_stage("head", (residual, norm.weight, head.weight), (normed, logits))
+            self.stage("loss", "forward", (logits,), ())
+            gradient = self._saved("head.in.grad", d)
+            self.matrix_stage(
+                "head",
+                (logits, normed, residual, norm.weight, head.weight),
+                (head.gradient, norm.gradient, gradient),
+                backward=True,
+                workspace_elements=d + vocabulary * part // self.tokens,
+            )
+            return gradient
         log_probabilities = self._saved("loss.log_probabilities", vocabulary)
         self.matrix_stage("head", (residual, norm.weight, head.weight), (normed, logits))
         self.stage("loss", "forward", (logits,), (log_probabilities,))

@@ -54,6 +54,7 @@ class Setting(BaseModel):
 class Step(BaseModel):
     """One iteration: loss in nats per byte, wall time, tokens, and teraio's phase ("" for another backend).
 
+    `iterations`: of how many iterations `seconds` and `optimizer_seconds` are the mean; loss and phase are those of the last one.
     `optimizer_seconds`: the part of the time in the optimizer's step; on a GPU by the GPU's clock. `moved_bytes`, `busy_seconds`,
     `exposed_seconds`: by link since the start. `late_seconds`: of this iteration. See `teraio.Status`; empty and 0 for another
     backend.
@@ -66,6 +67,7 @@ class Step(BaseModel):
     tokens: int
     phase: str
     resident_bytes: dict[str, int]
+    iterations: int = 1
     optimizer_seconds: float = 0.0
     moved_bytes: dict[str, int] = {}
     busy_seconds: dict[str, float] = {}
@@ -104,29 +106,36 @@ class Training:
         self._on_gpu = setting.device == "cuda"
         self._batches = batches(text, batch=setting.batch, context=setting.model.context, seed=setting.seed)
         self._model = make_model(setting)
-        fused = True if self._on_gpu and setting.fused is None else setting.fused
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=setting.learning_rate, fused=fused)
-        if setting.backend == "eager":
-            self._run: Any = self._model
-        else:
-            self._run = torch.compile(self._model, backend=setting.backend, options=setting.options or None)
+        self._run, self._optimizer = self._prepared(self._model, setting)
         self.reset_peak()
+
+    def _prepared(self, model: nn.Module, setting: Setting) -> tuple[Any, Any]:
+        """Return what takes tokens and targets and returns the loss, and the optimizer."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate, fused=self._fused())
+        if setting.backend == "eager":
+            return model, optimizer
+        return torch.compile(model, backend=setting.backend, options=setting.options or None), optimizer
+
+    def _fused(self) -> bool | None:
+        return True if self._on_gpu and self._setting.fused is None else self._setting.fused
 
     def step(self) -> Step:
         """Take one step. Waits until the device has finished it."""
-        phase = self._phase()
-        tokens, targets = (part.to(self._setting.device) for part in next(self._batches))
+        return self.steps(1)
+
+    def steps(self, count: int) -> Step:
+        """Take `count` steps and return their mean. Waits for the device only before the first one and after the last one."""
+        rows = [next(self._batches) for _ in range(count)]
+        given = [tuple(part.to(self._setting.device) for part in row) for row in rows]
+        self._wait()
         started = time.perf_counter()
-        with self._saving():
-            loss = self._run(tokens, targets)
-        loss.backward()
-        updating = self._clock()
-        self._optimizer.step()
-        updated = self._clock()
-        self._optimizer.zero_grad(set_to_none=True)
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        updates = []
+        for tokens, targets in given:
+            phase = self._phase()
+            loss, update = self._one_step(tokens, targets)
+            updates.append(update)
+        self._wait()
+        seconds = (time.perf_counter() - started) / count
         status = self._status() or {}
         return Step(
             loss=loss.item(),
@@ -134,9 +143,25 @@ class Training:
             tokens=tokens.numel(),
             phase=phase,
             resident_bytes=resident_bytes(),
-            optimizer_seconds=self._between(updating, updated),
+            iterations=count,
+            optimizer_seconds=sum(self._between(*update) for update in updates) / count,
             **{name: status[name] for name in _OF_STATUS if name in status},
         )
+
+    def _one_step(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, Any]]:
+        """Return the loss, and when the optimizer's step began and ended."""
+        with self._saving():
+            loss = self._run(tokens, targets)
+        loss.backward()
+        updating = self._clock()
+        self._optimizer.step()
+        updated = self._clock()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach(), (updating, updated)
+
+    def _wait(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
 
     def busy_seconds(self) -> float:
         """Take one step under torch's profiler and return how long the device computed in it. Copies do not count.

@@ -4,11 +4,13 @@ Several workers can take turns step by step, so that their times are comparable.
 """
 
 import json
+import math
 import os
 import select
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +37,7 @@ class Worker:
     """The parent's handle of a worker. Calls wait for its answer and raise WorkerFailed if it ended or hangs.
 
     `patience_seconds`: how long a call waits at most. `program`: the module that the process runs; it has to call `serve`.
+    `limit_seconds`: how long the process may run; a call that waits then ends it and raises WorkerFailed. None for no limit.
     """
 
     def __init__(
@@ -44,8 +47,11 @@ class Worker:
         environment: Mapping[str, str] | None = None,
         patience_seconds: float = 300.0,
         program: str = "examples.worker",
+        limit_seconds: float | None = None,
     ) -> None:
         self._patience_seconds = patience_seconds
+        self._limit_seconds = limit_seconds
+        self._began = time.monotonic()
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         with log.open("w") as errors:
@@ -63,6 +69,15 @@ class Worker:
     def step(self) -> Step:
         """Take one step."""
         return Step.model_validate(self._ask(json.dumps("step")))
+
+    def steps(self, count: int) -> Step:
+        """Take `count` steps, see `Training.steps`."""
+        return Step.model_validate(self._ask(json.dumps({"steps": count})))
+
+    @property
+    def left_seconds(self) -> float:
+        """Seconds until its limit."""
+        return math.inf if self._limit_seconds is None else self._began + self._limit_seconds - time.monotonic()
 
     def busy_seconds(self) -> float:
         """Take one step and return how long the device computed in it, see `Training.busy_seconds`."""
@@ -95,11 +110,15 @@ class Worker:
         with suppress(BrokenPipeError):  # it has ended: the empty answer below says so
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], self._patience_seconds)
+        left = self.left_seconds
+        ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, min(self._patience_seconds, left)))
         if not ready:
             self._process.kill()
             self.close()
-            raise WorkerFailed(self._log, f"the worker gave no answer for {self._patience_seconds:g} s")
+            why = f"the worker gave no answer for {self._patience_seconds:g} s"
+            if left < self._patience_seconds:
+                why = f"the training was stopped at its limit of {self._limit_seconds:g} s"
+            raise WorkerFailed(self._log, why)
         answer = self._process.stdout.readline()
         if not answer:
             self.close()
@@ -113,15 +132,20 @@ class Worker:
         self.close()
 
 
-def serve() -> None:
-    """Read a setting, then one command per line, and write the answers to the original standard output."""
+def serve(begin: Callable[[str], Training] = lambda line: Training(Setting.model_validate_json(line))) -> None:
+    """Read a setting, then one command per line, and write the answers to the original standard output.
+
+    `begin`: begins the training of a setting, given as JSON.
+    """
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)  # output of libraries must not mix with the answers
-        training = Training(Setting.model_validate_json(sys.stdin.readline()))
+        training = begin(sys.stdin.readline())
         answers.write("null\n")
         for line in sys.stdin:
             command = json.loads(line)
-            if command == "step":
+            if isinstance(command, dict):
+                answers.write(training.steps(command["steps"]).model_dump_json() + "\n")
+            elif command == "step":
                 answers.write(training.step().model_dump_json() + "\n")
             elif command == "busy_seconds":
                 answers.write(json.dumps(training.busy_seconds()) + "\n")

@@ -69,7 +69,13 @@ class TrainingRun:
             busy_seconds=machine.busy_seconds,
         )
         self._recorder = IterationRecorder(self._pager)
-        self._meter = WorkspaceMeter(machine.memory, runs=machine.measured_runs, first_is_special=machine.device.asynchronous)
+        self._meter = WorkspaceMeter(
+            machine.memory,
+            runs=machine.measured_runs,
+            first_is_special=machine.device.asynchronous,
+            iteration=lambda: self._pager.iteration,
+            moves=lambda: self._pager.account.moves,
+        )
         self.stage_compiler = StageCompiler(codegen=options.codegen, mode=options.mode, policy=cut_policy)
         if subgroup_bytes is None and given is not None:
             subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size

@@ -1,12 +1,16 @@
-"""Fail with a message if torch sees no GPU, so that GPU targets never pass without one."""
+"""Fail with a message if packages are missing or torch sees no GPU, so that GPU targets never pass without one."""
 
 import sys
 
 import torch
 
+from tools import gpu_wheels
+
 
 def main() -> int:
-    """Return 0 and print the name of the GPU; return 1 if there is none."""
+    """Return 0 and print the name of the GPU; return 1 if there is none, or if teraio lacks packages. Print what is missing."""
+    if not gpu_wheels.report():
+        return 1
     if not torch.cuda.is_available():
         build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         print(

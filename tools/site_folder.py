@@ -1,6 +1,6 @@
 """Make a folder for PYTHONPATH that replaces `pip install -e .` where nothing can be downloaded.
 
-python tools/site_folder.py FOLDER [WHEELS]
+python -m tools.site_folder FOLDER [WHEELS]
 
 The folder gets the metadata of teraio, by which torch finds the backend, and the unpacked wheels of WHEELS. Fails with a list if
 a dependency is still missing.
@@ -12,6 +12,8 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
+
+from tools.gpu_wheels import wheels as listed
 
 
 def write_metadata(folder: Path, project: dict[str, Any]) -> None:
@@ -47,8 +49,9 @@ def main(folder: Path, wheels: Path | None) -> int:
         subprocess.run([*pip, "--target", str(folder), *found], check=True)
     write_metadata(folder, project)
     sys.path.insert(0, str(folder))
-    needed = [*project["dependencies"], "pytest>=8.3", "pytest-timeout>=2.3"]
-    if absent := missing(needed):
+    indirect = [wheel.requirement for wheel in listed() if wheel.part == "teraio"]
+    needed = dict.fromkeys([*project["dependencies"], *indirect, "pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.120"])
+    if absent := missing(list(needed)):
         print(
             f"{sys.executable} lacks {', '.join(absent)}.\n"
             "Install them, or put their wheels in a folder and name it: make ... NO_VENV=1 WHEELS=folder",

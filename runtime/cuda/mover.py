@@ -22,8 +22,8 @@ from runtime.system import storage_swap
 
 
 @dataclass(frozen=True, slots=True)
-class _Arriving:
-    """A copy in that the device may not have ended yet. It keeps the storage alive (rule 5)."""
+class _Queued:
+    """A copy out or in that the device may not have ended yet. It keeps the storage alive (rule 5)."""
 
     event: Event
     storage: torch.UntypedStorage
@@ -57,8 +57,9 @@ class StreamMover:
         self._in_reach = in_reach
         self._transfers = BlockTransfers(tiers)
         self._fresh: dict[Block, torch.UntypedStorage] = {}
-        self._out: dict[Block, Event] = {}
-        self._in: dict[Block, _Arriving] = {}
+        self._out: dict[Block, _Queued] = {}
+        self._of_forgotten: list[_Queued] = []
+        self._in: dict[Block, _Queued] = {}
         self._copies = HostCopies(streams, host_address)
 
     @property
@@ -102,13 +103,14 @@ class StreamMover:
             self._transfers.write(place, block, block.address, done, ready=computed.wait)
             return
         self._streams.wait(Lane.OUTWARD, computed)
+        copied = self._copies.queue(Lane.OUTWARD, _slot(block), block.size_bytes, block.address)
         self._out.pop(block, None)  # its last copy: `_out` and `_in` have the order in which the device ends the copies
-        self._out[block] = self._copies.queue(Lane.OUTWARD, _slot(block), block.size_bytes, block.address)
+        self._out[block] = _Queued(copied, _storage(block))
         done(None)
 
     def finished(self, block: Block) -> bool:
-        event = self._out.get(block)
-        return event is None or event.done()
+        leaving = self._out.get(block)
+        return leaving is None or leaving.event.done()
 
     def release(self, block: Block) -> None:
         storage = self._leave(block)
@@ -120,14 +122,21 @@ class StreamMover:
             storage_swap.lend(storage, stand_in)
 
     def _leave(self, block: Block) -> torch.UntypedStorage:
-        """Make computation wait for the block's copies before its memory is freed. Return its storage."""
+        """Make computation wait for the block's copies before its memory is freed. Return its storage.
+
+        What user code allocated goes back to the pool of its own stream, where nothing waits for computation. So the host
+        waits (rule 6): once for each such block, since it comes back in memory of the lane of computation.
+        """
         self._join([block])
-        copied = self._out.pop(block, None)
-        if copied is not None:
-            self._streams.wait(Lane.COMPUTE, copied)
+        leaving = self._out.pop(block, None)
+        if leaving is not None:
+            self._streams.wait(Lane.COMPUTE, leaving.event)
         storage = _storage(block)
         if self._debug is not None:
             self._poison_left(block)
+        if block.users_memory:
+            self._streams.record(Lane.COMPUTE).wait()
+            block.users_memory = False
         return storage
 
     def discard(self, block: Block) -> None:
@@ -174,7 +183,7 @@ class StreamMover:
         for event in before:
             self._streams.wait(Lane.INWARD, event)
         copied = self._copies.queue(Lane.INWARD, _slot(block), block.size_bytes, address)
-        self._in[block] = _Arriving(copied, _storage(block))
+        self._in[block] = _Queued(copied, _storage(block))
         done(None)
 
     def _poison_arriving(self, address: int, size_bytes: int, before: Sequence[Event]) -> Event:
@@ -262,8 +271,9 @@ class StreamMover:
     def poll(self) -> None:
         for block in list(takewhile(lambda block: self._in[block].event.done(), self._in)):
             del self._in[block]
-        for block in list(takewhile(lambda block: self._out[block].done(), self._out)):
+        for block in list(takewhile(lambda block: self._out[block].event.done(), self._out)):
             del self._out[block]
+        self._of_forgotten = [leaving for leaving in self._of_forgotten if not leaving.event.done()]
         self._copies.count()
 
     def invalidate_mapping(self, block: Block) -> None:
@@ -275,7 +285,9 @@ class StreamMover:
         if self._debug is not None:
             self._debug.forget(block)
         self._join([block])
-        self._out.pop(block, None)
+        leaving = self._out.pop(block, None)
+        if leaving is not None:
+            self._of_forgotten.append(leaving)
         self._transfers.forget(block)
         self._ownership.give_up(block.key, self)
         self._tiers.free(block)

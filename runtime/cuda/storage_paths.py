@@ -14,17 +14,25 @@ from runtime.transfer import PathCandidate
 
 
 def cuda_candidates(
-    directories: Sequence[Path], device: torch.device, *, budget_bytes: int | None, checksums: bool
+    directories: Sequence[Path], device: torch.device, *, budget_bytes: int | None, checksums: bool, forced: str | None = None
 ) -> tuple[PathCandidate, ...]:
     """Return the paths between the memory of `device` and spill files in `directories`.
 
-    Checksums need the path through host memory, where the processor computes them.
+    Checksums need the path through host memory, where the processor computes them. In its compatibility mode KvikIO goes through
+    host memory too, and its copies wait for the default stream, which in training waits for stages; so it is then left out.
+    forced: the name of a path that is to be taken in spite of that.
     """
 
     def kvikio() -> Store:
         if checksums:
             raise UnsupportedError("checksums are computed by the processor, which does not see what cuFile moves; leave one out")
-        return KvikioStore(directories, budget_bytes=budget_bytes)
+        store = KvikioStore(directories, budget_bytes=budget_bytes)
+        if not store.bypasses_host and forced != "kvikio":
+            store.close()
+            raise UnsupportedError(
+                f"{store.description}: its copies would wait for stages; give storage_path='kvikio' to use it all the same"
+            )
+        return store
 
     def staged() -> Store:
         files = PosixStore(directories, budget_bytes=budget_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from runtime.execution.program import Stage
@@ -34,13 +34,28 @@ class WorkspaceMeter:
     memory: the allocator of the stages; None if it cannot be asked, then the estimates stay. It does not see what libraries
     allocate by themselves. runs: number of runs that are measured for each stage, where asking takes long; None for all.
     first_is_special: the second run replaces the measurement of the first, in which kernels are tuned and libraries set up.
+    iteration: returns which iteration runs. With `runs`, a stage is measured in one run of each iteration, since the stages of
+    like layers are one, and all their runs in the first iteration would meet the same circumstances. By default each run counts.
+    moves: counts the blocks that came to the device or left it. They do so in other threads while a stage runs, and the
+    allocator counts their bytes too: such a run measures nothing.
     """
 
-    def __init__(self, memory: MeasuredMemory | None, *, runs: int | None = None, first_is_special: bool = False) -> None:
+    def __init__(
+        self,
+        memory: MeasuredMemory | None,
+        *,
+        runs: int | None = None,
+        first_is_special: bool = False,
+        iteration: Callable[[], object] = object,
+        moves: Callable[[], int] = int,
+    ) -> None:
         self._memory = memory
         self._runs = runs
         self._first_is_special = first_is_special
+        self._iteration = iteration
+        self._moves = moves
         self._counts: Counter[_Key] = Counter()
+        self._tried_in: dict[_Key, object] = {}
         self._measured: dict[_Key, int] = {}
 
     def workspace_bytes(self, stage: Stage) -> int:
@@ -51,16 +66,28 @@ class WorkspaceMeter:
     def watching(self, stage: Stage) -> Iterator[None]:
         """Measure the run of `stage` inside this context."""
         key = _key(stage)
-        if self._memory is None or (self._runs is not None and self._counts[key] >= self._runs):
+        if self._memory is None or not self._is_due(key):
             yield
             return
-        self._counts[key] += 1
+        moves = self._moves()
         self._memory.reset_peak()
         before = self._memory.allocated_bytes
         yield
         beyond = max(0, self._memory.peak_bytes - before - stage.output_bytes)
+        if self._moves() != moves:
+            return
+        self._counts[key] += 1
         known = 0 if self._first_is_special and self._counts[key] == 2 else self._measured.get(key, 0)
         self._measured[key] = max(beyond, known)
+
+    def _is_due(self, key: _Key) -> bool:
+        """Return whether this run of the stage is to be measured."""
+        if self._runs is None:
+            return True
+        iteration, before = self._iteration(), self._tried_in.get(key)
+        self._tried_in[key] = iteration
+        at_once = self._first_is_special and self._counts[key] == 1
+        return self._counts[key] < self._runs and (at_once or iteration != before)
 
 
 def _key(stage: Stage) -> _Key:

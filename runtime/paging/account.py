@@ -19,6 +19,7 @@ class MemoryAccount:
     offloading_bytes: blocks that are OFFLOADING. They still count as used.
     prefetching_blocks: number of blocks that are PREFETCHING.
     peak_bytes: the highest `total_bytes` so far.
+    moves: number of blocks so far whose memory was allocated for a copy in, or has gone.
     """
 
     def __init__(self, budget_bytes: int | None) -> None:
@@ -30,6 +31,7 @@ class MemoryAccount:
         self.offloading_bytes = 0
         self.prefetching_blocks = 0
         self.peak_bytes = 0
+        self.moves = 0
 
     @property
     def unmoved_bytes(self) -> int:
@@ -79,7 +81,7 @@ class MemoryAccount:
 
     def begin_prefetch(self, block: Block) -> None:
         """A block becomes PREFETCHING; its memory counts from now on."""
-        used, blocks = self.used_bytes + block.size_bytes, self.prefetching_blocks + 1
+        used, blocks, self.moves = self.used_bytes + block.size_bytes, self.prefetching_blocks + 1, self.moves + 1
         block.state, self.used_bytes, self.prefetching_blocks = State.PREFETCHING, used, blocks
 
     def end_prefetch(self, block: Block) -> None:
@@ -88,7 +90,7 @@ class MemoryAccount:
 
     def remove(self, block: Block, state: State = State.OFFLOADED) -> None:
         """The memory of a block that is ON_DEVICE leaves, or is freed; the block is in `state` now."""
-        block.state, self.used_bytes = state, self.used_bytes - block.size_bytes
+        block.state, self.used_bytes, self.moves = state, self.used_bytes - block.size_bytes, self.moves + 1
 
     def add(self, block: Block) -> None:
         """A block is ON_DEVICE: it has become known, got memory, or keeps what was removed."""

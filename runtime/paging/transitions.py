@@ -342,7 +342,7 @@ class BlockTransitions:
         if self._mover is not None:
             self._mover.forget(block)
         self._table.remove(block)
-        self._account.used_bytes = left
+        self._account.used_bytes, self._account.moves = left, self._account.moves + 1
         block.let_go()
 
     def sweep(self) -> None:

@@ -29,8 +29,8 @@ class KvikioStore(FileSpace):
     threads, task_bytes: of KvikIO's thread pool, which serves all callers. If KvikIO makes the copies itself, it cuts a chunk
     into tasks of `task_bytes`.
     kvikio: the module, by default the one that is installed.
-    `description` tells how bytes travel: by GPUDirect Storage, or through host memory if the drive, the file system or the
-    driver does not support it. See [Note: KvikIO and streams].
+    `description` tells how bytes travel: by GPUDirect Storage (`bypasses_host`), or through host memory if the drive, the file
+    system or the driver does not support it. See [Note: KvikIO and streams].
     Raises UnsupportedError if KvikIO or a driver is missing, StorageError as `FileSpace` does.
     """
 
@@ -56,10 +56,11 @@ class KvikioStore(FileSpace):
         }
         try:
             self._open.enter_context(self._kvikio.defaults.set(settings))
-            self._handles, how = self._open_files()
+            self._handles, self.bypasses_host = self._open_files()
         except BaseException:
             self.close()
             raise
+        how = "GPUDirect Storage" if self.bypasses_host else "compatibility mode (POSIX + bounce buffer)"
         self.description = f"kvikio {self._kvikio.__version__}, {how}"
 
     @property
@@ -101,8 +102,8 @@ class KvikioStore(FileSpace):
         if moved != size:
             raise io_error(f"{action} more than {moved:,} of {size:,} bytes {where}", slot, chunk, None)
 
-    def _open_files(self) -> tuple[dict[Any, Any], str]:
-        """Return a cuFile handle for each file by its path, and how bytes travel.
+    def _open_files(self) -> tuple[dict[Any, Any], bool]:
+        """Return a cuFile handle for each file by its path, and whether bytes travel without host memory.
 
         By default KvikIO falls back to ordinary reads and writes without a message. So try without the fallback first.
         """
@@ -116,10 +117,10 @@ class KvikioStore(FileSpace):
             except RuntimeError as error:
                 _log.warning("cuFile cannot open the spill files, which KvikIO now reads and writes through the host: %s", error)
             else:
-                return handles, "GPUDirect Storage"
+                return handles, True
         try:
             with defaults.set({"compat_mode": mode.ON}):
-                return self._handles_of_files(self._open), "compatibility mode (POSIX + bounce buffer)"
+                return self._handles_of_files(self._open), False
         except RuntimeError as error:
             raise UnsupportedError(f"KvikIO cannot open the spill files: {error}; choose another storage_path") from error
 
@@ -143,8 +144,25 @@ def load_kvikio() -> Any:
         import kvikio
         import kvikio.cufile_driver
         import kvikio.defaults
-    except ImportError as error:
+    except Exception as error:  # it loads libraries while it is imported, each of which can fail in its own way
         raise UnsupportedError(
-            f"GPUDirect Storage needs KvikIO ({error}); install teraio[cuda12] or teraio[cuda13], or choose another storage_path"
+            f"GPUDirect Storage needs KvikIO, which cannot be imported ({type(error).__name__}: {error}); "
+            f"{_remedy(error)}, or choose another storage_path"
         ) from error
     return kvikio
+
+
+_WHEELS = {
+    "rapids_logger": "rapids-logger",
+    "libkvikio": "libkvikio-cu13 (or -cu12)",
+    "cupy": "cupy-cuda13x (or -cuda12x)",
+    "cufile": "nvidia-cufile",
+    "cuda.pathfinder": "cuda-pathfinder",
+}
+"""What KvikIO's import asks for, in the words of its errors, and the package that has it."""
+
+
+def _remedy(error: Exception) -> str:
+    """Return what to install: the package that the error names, otherwise all of KvikIO."""
+    lacking = [wheel for part, wheel in _WHEELS.items() if part in str(error)]
+    return f"install {lacking[0]}" if lacking else "install teraio[cuda12] or teraio[cuda13]"

@@ -36,11 +36,11 @@ class LinkRates:
 def measure(links: tuple[Link, Link], slots: Sequence[Slot], small: Slot, memory: TorchMemory) -> LinkRates:
     """Measure the rates of (write, read) over several `slots`, one after the other, and the latencies of `small`.
 
-    Waits until all transfers have ended.
+    The device works meanwhile, see `TorchMemory`. Waits until all transfers have ended.
     """
     write, read = links
     size = sum(slot.size_bytes for slot in slots)
-    with memory.allocate(size) as buffer:
+    with memory.allocate(size) as buffer, memory.load():
         for offset in range(0, size, _FILL_BYTES):
             buffer.write(offset, os.urandom(min(_FILL_BYTES, size - offset)))
         address = buffer.address

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -15,10 +16,14 @@ class TorchMemory:
     """The memory of `device`: the addresses that an engine is given point there.
 
     on_host: whether the processor can read it.
+    load: within, the device works as it will while blocks move. A store is measured so.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, *, load: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> None:
         self._device = device
+        self.load = load
         self.on_host = device.type == "cpu"
 
     @contextmanager

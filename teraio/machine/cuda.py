@@ -10,7 +10,7 @@ import psutil
 import torch
 
 import planner
-from runtime.cuda import CudaStreams, StreamMover, cuda_candidates, measure_host_links
+from runtime.cuda import CudaStreams, StreamMover, computing, cuda_candidates, measure_host_links
 from runtime.paging import Debug, StorageOwnership, Tier, Tiers
 from runtime.storage import Extent, HostStore, Store
 from runtime.system import CudaPinner, pci_address, processors_near
@@ -156,10 +156,17 @@ def _open_slab(size_bytes: int, device: torch.device, undo: ExitStack) -> HostSt
 
 
 def _open_storage(options: Options, device: torch.device, measured: MeasuredPaths, undo: ExitStack) -> OpenTier:
-    candidates = cuda_candidates(options.storage, device, budget_bytes=options.storage_budget, checksums=options.checksums)
+    candidates = cuda_candidates(
+        options.storage,
+        device,
+        budget_bytes=options.storage_budget,
+        checksums=options.checksums,
+        forced=options.storage_path,
+    )
 
     def open_engine(store: Store) -> Engine:
-        return Engine(store, memory=TorchMemory(device), stuck_after_seconds=options.storage_timeout)
+        memory = TorchMemory(device, load=lambda: computing(device))
+        return Engine(store, memory=memory, stuck_after_seconds=options.storage_timeout)
 
     return open_storage(options, candidates, open_engine, str(device), measured, undo)
 

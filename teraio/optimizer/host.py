@@ -83,9 +83,7 @@ class HostUpdate:
         """
         seconds = self._result.result()
         if seconds is not None:
-            for member in self._members:
-                for state, here in member.small:
-                    self._counters.update(state, here)
+            self._counters.update([pair for member in self._members for pair in member.small])
         return seconds
 
     def give_up(self) -> None:
@@ -216,8 +214,21 @@ class HostCounters:
         known: tuple[int, Tensor] | None = self._known.pop(state, None)  # type: ignore[no-untyped-call]
         return known[1] if known is not None and known[0] == state._version else state.cpu()
 
-    def update(self, state: Tensor, here: Tensor) -> None:
-        """Write back to the state what an update has left in `here`, the tensor that `here(state)` gave."""
-        if state is not here:
-            state.copy_(here)
+    def update(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write back to each state what an update has left in its second tensor, the one that `here` gave.
+
+        Numbers on a device, such as AdamW's steps, are written there by kernels that get the value as an argument: a copy from
+        ordinary main memory would wait for the device, once for each parameter. Equal ones share a kernel.
+        """
+        numbers: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
+        away = [(state, here) for state, here in pairs if state is not here]
+        for state, here in away:
+            if state.numel() == 1 and state.is_floating_point():
+                numbers.setdefault((state.device, state.dtype, here.item()), []).append(state)
+            else:
+                state.copy_(here)
+        for (_, _, value), states in numbers.items():
+            torch._foreach_zero_(states)
+            torch._foreach_add_(states, value)
+        for state, here in away:
             self._known[state] = (state._version, here)

@@ -18,6 +18,7 @@ from teraio.stages.memory import Resizer, distinct_bytes, is_symbolic, small, st
 from teraio.stages.random_state import describe
 from teraio.stages.recompute import reasons_against
 from teraio.stages.split import Subgraph, split
+from teraio.stages.tuning import tuned_within_budget
 
 Codegen = Callable[[GraphModule, Sequence[Any], dict[str, Any]], StageFunction]
 """Compiles one subgraph: takes its module, fake inputs and compile options, returns a boxed function."""
@@ -28,13 +29,15 @@ def inductor_codegen(
 ) -> StageFunction:
     """Compile a subgraph with Inductor, by `torch._inductor.compile_fx.compile_fx_inner`. Takes seconds.
 
-    mode: the mode of `torch.compile` whose settings of Inductor hold.
+    mode: the mode of `torch.compile` whose settings of Inductor hold. On a GPU see [Note: Tuning within a budget].
     """
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx_inner
 
     with _fresh_tracing_context(), config.patch(list_mode_options(mode)):
-        return cast(StageFunction, compile_fx_inner(module, inputs, **options))
+        compiled = cast(StageFunction, compile_fx_inner(module, inputs, **options))
+    on_gpu = any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs)
+    return tuned_within_budget(compiled) if on_gpu else compiled
 
 
 def eager_codegen(module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> StageFunction:

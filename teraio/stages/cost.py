@@ -5,6 +5,7 @@ Only ratios matter: they decide where graphs are cut and how stages are named. M
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from teraio.stages.random_state import unwrapped
+
+_log = logging.getLogger("teraio")
 
 _SECONDS_PER_FLOP = {"cpu": 1e-11, "cuda": 4e-15}
 _SECONDS_PER_BYTE = {"cpu": 1e-10, "cuda": 5e-13}
@@ -113,21 +116,38 @@ def is_creation(node: Node) -> bool:
 
 
 def flops(node: Node) -> float:
-    """Return the floating-point operations of a matmul, a convolution or attention; 0 for every other node."""
+    """Return the floating-point operations of a matmul, a convolution or attention; 0 for every other node.
+
+    PyTorch has formulas for them. Attention is counted here: its formulas in PyTorch 2.11 refuse fewer heads of keys than of
+    queries, and do not know the CPU's kernel. An operator whose formula fails counts two operations for each element of its
+    results, so that it still has arithmetic.
+    """
     target, arguments, named = unwrapped(node)
     if not isinstance(target, torch._ops.OpOverload):
         return 0.0
     name = _base_name(target)
-    if "scaled_dot_product" in name and "for_cpu" in name:
-        first = 1 if "backward" in name else 0
-        query, key = _value(arguments[first]), _value(arguments[first + 1])
-        forward = 4.0 * math.prod(_number(s) for s in query.shape) * _number(key.shape[-2])
-        return 2.5 * forward if "backward" in name else forward
+    if name.startswith("_scaled_dot_product"):
+        return _attention_flops(name, arguments)
     formula = flop_registry.get(target._overloadpacket)
     if formula is None:
         return 0.0
     args, kwargs = torch.fx.node.map_arg((tuple(arguments), dict(named)), _value)
-    return float(_number(cast(Any, formula)(*args, **kwargs, out_val=node.meta.get("val"))))
+    try:
+        return float(_number(cast(Any, formula)(*args, **kwargs, out_val=node.meta.get("val"))))
+    except Exception as error:  # an estimate must not stop training, and formulas fail in ways of their own
+        _log.debug("PyTorch cannot count the operations of %s: %r", target, error)
+        return 2.0 * sum(_number(t.numel()) for t in fake_tensors(node.meta.get("val")))
+
+
+def _attention_flops(name: str, arguments: Sequence[Any]) -> float:
+    """Return the operations of fused attention. Each query head meets all keys: scores, and their product with the values.
+
+    The backward pass has the gradient of the results as its first argument. It makes the scores again, and four products.
+    """
+    backward = "backward" in name
+    query, key = (_value(argument) for argument in arguments[backward : backward + 2])
+    forward = 4.0 * math.prod(_number(s) for s in query.shape) * _number(key.shape[-2])
+    return 2.5 * forward if backward else forward
 
 
 def _value(argument: Any) -> Any:

@@ -1,5 +1,6 @@
 """The parts that train Llamas: which trainings run, what becomes of them, and the arithmetic of every figure."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from benchmarks import gpu_links
 from benchmarks.__main__ import llama_parts, llama_scale_for
-from benchmarks.alone import LlamaScale, Missing, Outcome, Run, Runner, speed
+from benchmarks.alone import TRAININGS, LlamaScale, Missing, Outcome, Run, Runner, speed
 from benchmarks.gpu_bubble import idle
 from benchmarks.gpu_budgets import budget_figures, options_for, plain_figures
 from benchmarks.results import Figure
@@ -81,7 +82,7 @@ class MadeUp(Runner):
         self.settings: dict[str, Setting] = {}
         self.fails = fails
 
-    def _measured(self, name: str, setting: Setting) -> Outcome:
+    def _measured(self, name: str, setting: Setting, program: str) -> Outcome:
         self.settings[name] = setting
         if any(word in name for word in self.fails):
             return Missing(reason=f"{name} failed")
@@ -201,6 +202,43 @@ def test_overhead_compares_tokens_per_second(tmp_path: Path) -> None:
     broken = by_name(llama_parts(MadeUp(tmp_path, fails=("inductor",)))["gpu_overhead"]()[0])
     assert broken["tiny: teraio / Inductor"].value is None
     assert broken["tiny, Inductor: tokens/s"].note == "tiny, inductor failed"
+
+
+def test_the_headline_needs_three_trainings_which_later_parts_share(tmp_path: Path) -> None:
+    runner = MadeUp(tmp_path)
+    known = llama_parts(runner)
+    figures = by_name(known["gpu_headline"]()[0])
+    assert list(runner.settings) == ["tiny, inductor", "tiny, 50 %, host", "tiny, 30 %, host"]
+    assert figures["tiny, 30 %, host: peak / budget"].value == 1
+    assert "0.800 x Inductor" in figures["tiny, 50 %, host: tokens/s"].note
+    known["gpu_budgets"]()
+    assert list(runner.settings)[:3] == ["tiny, inductor", "tiny, 50 %, host", "tiny, 30 %, host"]
+    assert len(runner.settings) == len(set(runner.settings)), "none ran twice"
+
+
+def test_each_training_is_on_disk_as_soon_as_it_has_ended(tmp_path: Path) -> None:
+    runner = MadeUp(tmp_path, fails=("30 %",))
+    lines = []
+
+    def written() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / TRAININGS).read_text().splitlines()]
+
+    plain = runner.plain
+    runner.plain = lambda size, backend: (plain(size, backend), lines.append(len(written())))[0]  # type: ignore[method-assign]
+    llama_parts(runner)["gpu_headline"]()
+    assert lines[0] == 1, "before the next one began"
+    first, second, third = written()
+    assert (first["training"], first["tokens_per_second"]) == ("tiny, inductor", pytest.approx(375))
+    assert second["steps"][0]["seconds"] == 2.0 and second["report"]["parameters"] == 1
+    assert second["setting"]["options"]["memory_budget"] == 5 * GIB
+    assert third["missing"] == "tiny, 30 %, host failed"
+
+
+def test_groups_of_iterations_count_with_their_size() -> None:
+    grouped = run(2.0)
+    step = grouped.steps[0].model_copy(update={"iterations": 5})
+    outcome = replace(grouped, steps=(step, step.model_copy(update={"seconds": 1.0})))
+    assert outcome.spread == "10 iterations in 2 groups from 1 to 2 s" and outcome.seconds == 1.5
 
 
 def test_budgets_are_shares_of_the_unconstrained_peak_with_every_choice_of_tiers(tmp_path: Path) -> None:

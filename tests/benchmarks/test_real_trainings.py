@@ -28,6 +28,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     """Of trainings of one layer, as short as can be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(alone, "COUNTED_SECONDS", 0.0)
+        patch.setattr(alone, "GROUP_SECONDS", 0.0)
         patch.setattr(alone, "SIZES", {"tiny": replace(SIZES["tiny"], layers=1)})
         yield Runner(tiny_scale(tmp_path_factory.mktemp("runner")))
 

@@ -9,7 +9,7 @@ import torch
 from examples.gpt import GPT, GPTConfig
 from examples.memory import give_free_memory_back, resident_bytes
 from examples.text import batches, standard_library_text
-from examples.training import Setting
+from examples.training import Setting, Training
 from examples.worker import Worker, WorkerFailed
 
 TINY = GPTConfig(layers=2, width=32, heads=2, context=64)
@@ -46,7 +46,7 @@ def test_checkpointed_layers_give_the_same_loss_and_gradients() -> None:
 def test_a_worker_trains_in_its_own_process(tmp_path: Path) -> None:
     setting = Setting(backend="eager", model=TINY, batch=4, learning_rate=3e-3, text_bytes=100_000)
     with Worker(setting, tmp_path / "log") as worker:
-        steps = [worker.step() for _ in range(12)]
+        steps = [*(worker.step() for _ in range(10)), worker.steps(2)]
         worker.reset_peak()
         report = worker.finish()
     assert steps[-1].loss < steps[0].loss - 0.5
@@ -68,6 +68,21 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
 def test_a_worker_that_hangs_is_ended(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="no answer for 0.01 s"):
         Worker(Setting(backend="eager", model=TINY), tmp_path / "log", patience_seconds=0.01)
+
+
+def test_a_training_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="stopped at its limit of 0.01 s"):
+        Worker(Setting(backend="eager", model=TINY), tmp_path / "log", limit_seconds=0.01)
+
+
+def test_steps_in_a_group_are_the_same_steps() -> None:
+    setting = Setting(backend="eager", model=TINY, batch=4, text_bytes=100_000)
+    one_by_one, grouped = Training(setting), Training(setting)
+    single = [one_by_one.step() for _ in range(5)]
+    groups = [grouped.steps(2), grouped.steps(3)]
+    assert [group.loss for group in groups] == [single[1].loss, single[4].loss]
+    assert [group.iterations for group in groups] == [2, 3] and single[0].iterations == 1
+    assert all(0 < group.optimizer_seconds < group.seconds for group in groups)
 
 
 def test_resident_bytes_see_an_allocation() -> None:

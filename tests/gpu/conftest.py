@@ -1,6 +1,7 @@
 """Without a GPU these tests are not collected, so `pytest tests/gpu` fails with "no tests ran".
 
 `make test-gpu` says why first. Every test begins and ends without runtimes, compiled graphs or cached memory.
+`TEST_GPU_STAND_IN=1` runs those that can be run in main memory, see `STAND_IN`. All others are skipped and say so.
 """
 
 from __future__ import annotations
@@ -8,25 +9,32 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from runtime.transfer.engine import Engine
 from teraio.registry import REGISTRY
 from teraio.stages.cut import CutPolicy
 
+from ..teraio.fake_cuda import CPU, FakeCuda
 from ..training import forget
+from .sticky import sticky_error
+from .training import STAND_IN
 
-# cuBLAS reads this at its first use. It makes cuBLAS deterministic and its workspaces small (the default is 32 MiB per thread).
+# cuBLAS reads these at its first use. They make cuBLAS deterministic and its workspaces small (the default is 32 MiB per thread).
+# cuBLASLt shares the workspace, and PyTorch warns if it asks for more: 8 times 16 KiB.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "128")
 
-collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
+collect_ignore_glob = [] if torch.cuda.is_available() or STAND_IN else ["test_*.py"]
 
 _ADVICE_OF_PYTORCH = (
     "ignore:TensorFloat32 tensor cores:UserWarning",  # these tests compare bits
     "ignore:.*Online softmax is disabled:UserWarning",
+    "ignore:Synchronization debug mode is a prototype:UserWarning",
 )
 
 
@@ -37,6 +45,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             for rule in _ADVICE_OF_PYTORCH:
                 item.add_marker(pytest.mark.filterwarnings(rule))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """End the session after a test that left a sticky error: all later tests would fail with it."""
+    report = yield
+    if report.failed and (error := sticky_error()) is not None:
+        item.session.shouldstop = f"sticky CUDA error in {item.name}: {error}"
+    return report
+
+
+@pytest.fixture(autouse=True)
+def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let main memory take the place of a GPU, if that is asked for."""
+    if not STAND_IN:
+        return
+    FakeCuda(monkeypatch)
+    monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, 1 << 20))
+    for name in ("DEVICE", "CUDA"):
+        monkeypatch.setattr(request.module, name, CPU, raising=False)
+    torch.set_num_threads(1)  # several threads would add up the gradient of an embedding in varying order
 
 
 @pytest.fixture(autouse=True)

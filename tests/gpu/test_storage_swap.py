@@ -13,8 +13,11 @@ from runtime.storage.host import HostStore
 from runtime.system import storage_swap
 from runtime.system.pinning import CudaPinner
 
+from .training import needs_gpu
+
 DEVICE = torch.device("cuda", 0)
 COUNT = 1 << 20
+pytestmark = needs_gpu
 
 
 @pytest.fixture(autouse=True)

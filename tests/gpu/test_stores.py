@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,10 +22,12 @@ from runtime.transfer.engine import Engine
 
 from ..runtime.slot_copies import read_slot, write_slot
 from ..runtime.storage import contract
+from .training import needs_gpu
 
 MIB = 1 << 20
 CUDA = torch.device("cuda", 0)
 Folders = list[Path]
+pytestmark = needs_gpu
 
 
 class GpuBytes:
@@ -110,9 +113,12 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[object]:
 
 
 def need_kvikio() -> None:
+    """Skip the test where KvikIO is not installed. Where it is, it must work."""
     try:
         load_kvikio()
     except UnsupportedError as error:
+        if importlib.util.find_spec("kvikio") is not None:
+            raise
         pytest.skip(str(error))
 
 

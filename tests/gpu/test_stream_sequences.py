@@ -25,9 +25,11 @@ from runtime.transfer.engine import Engine
 from runtime.transfer.torch_memory import TorchMemory
 
 from ..runtime.block_machine import TIERS, Machine
+from .training import needs_gpu
 
 DEVICE = torch.device("cuda", 0)
 UNIT = 2 << 20
+pytestmark = needs_gpu
 MAX_CYCLES = 2_000_000
 """About a millisecond. A block can be copied about ten times in this time."""
 

@@ -9,6 +9,7 @@ import torch
 
 import teraio
 
+DEVICE = torch.device("cuda")
 WIDTH, LAYERS, ROWS, STEPS = 1024, 6, 2048, 6
 
 
@@ -16,9 +17,9 @@ def losses(compile_model: Callable[[torch.nn.Module], Callable[[torch.Tensor], t
     """Return the losses of STEPS steps of a small network on the GPU, from a fixed seed."""
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()) for _ in range(LAYERS)]
-    model = torch.nn.Sequential(*layers).cuda()
+    model = torch.nn.Sequential(*layers).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs, targets = torch.randn(ROWS, WIDTH, device="cuda"), torch.randn(ROWS, WIDTH, device="cuda")
+    inputs, targets = torch.randn(ROWS, WIDTH, device=DEVICE), torch.randn(ROWS, WIDTH, device=DEVICE)
     run = compile_model(model)
     seen = []
     for _ in range(STEPS):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +35,11 @@ class Scale:
     sequence: int = 256
 
 
-GPU_SCALE = Scale(rows=4096, width=512, layers=16)
+STAND_IN = os.environ.get("TEST_GPU_STAND_IN") == "1"
+"""Run these tests without a GPU, in main memory (`tests/teraio/fake_cuda.py`): that tests the tests, and nothing else."""
+needs_gpu = pytest.mark.skipif(STAND_IN, reason="needs a GPU itself; the stand-in has no such memory, streams or kernels")
+
+GPU_SCALE = Scale(rows=512, width=256, layers=4, heads=4, sequence=64) if STAND_IN else Scale(rows=4096, width=512, layers=16)
 """In fp32: activations of 8 and 32 MiB, weights of 4 MiB, one to two GiB in all."""
 
 
@@ -188,6 +194,11 @@ class Run:
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     retries: int | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak, by teraio's own count where the allocator counts nothing."""
+        return self.progress[-1].device_peak_bytes if self.allocated_bytes is None else self.allocated_bytes
 
 
 def random_batches(case: Case, scale: Scale, steps: int) -> Iterator[list[Tensor]]:

@@ -3,12 +3,16 @@
 The host only queues work. A random source decides which lane goes on, and when. Memory that is freed within a region is
 poisoned in the order of computation. Any freed memory serves the next allocation at once, as in PyTorch's caching
 allocator. So memory that is used too early or too long shows as wrong bytes.
+
+Where memory is short, the pages of free memory are unmapped, as PyTorch does with expandable segments: once the lane has ended
+that they were allocated for, whatever the other lanes do. What touches unmapped memory is noted in `faults`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import random
 import weakref
 from collections import deque
@@ -40,30 +44,67 @@ class SimulatedEvent:
 
 
 class Arena:
-    """A pool of memory in pieces of `unit` bytes. What was freed serves again at once, in any order."""
+    """A pool of memory in pieces of `unit` bytes. What was freed serves again at once, in any order.
+
+    What user code allocated is in a pool of its own: it serves nothing else before it was unmapped.
+    """
 
     def __init__(self, device: SimulatedDevice, pieces: int, unit: int) -> None:
         self._memory = ctypes.create_string_buffer(pieces * unit)
+        self._begin = ctypes.addressof(self._memory)
         self._free = [range(begin, begin + unit) for begin in range(0, pieces * unit, unit)]
+        self._users: list[range] = []
+        self._unmapped: set[range] = set()
         self._device, self._unit = device, unit
 
-    def allocate(self, size_bytes: int) -> torch.UntypedStorage:
+    def allocate(self, size_bytes: int, lane: Lane) -> torch.UntypedStorage:
+        if not self._free:
+            self.unmap()
         if not self._free or size_bytes > self._unit:
             raise BudgetError(smallest_bytes=size_bytes, budget_bytes=0, stage="simulation")
         place = self._free.pop(self._device.draw.randrange(len(self._free)))
+        self._unmapped.discard(place)
         piece = (ctypes.c_char * size_bytes).from_buffer(self._memory, place.start)
-        weakref.finalize(piece, self._give_back, place, size_bytes)
+        weakref.finalize(piece, self._give_back, place, size_bytes, lane)
         return torch.frombuffer(piece, dtype=torch.uint8).untyped_storage()
 
-    def _give_back(self, place: range, size_bytes: int) -> None:
-        address = ctypes.addressof(self._memory) + place.start
+    def unmap(self) -> None:
+        """Take the pages of free memory away, each after waiting for the lane that it was allocated for."""
+        if self._users and not self._device.elsewhere:
+            self._device.drain(Lane.USER)
+        self._take_away(self._users)
+        if self._free:
+            self._device.drain(Lane.COMPUTE)
+        self._take_away(self._free)
+        self._free += self._users
+        self._users = []
+
+    def _take_away(self, places: list[range]) -> None:
+        for place in places:
+            ctypes.memset(self._begin + place.start, POISON, len(place))
+        self._unmapped.update(places)
+
+    def is_mapped(self, address: int, size_bytes: int) -> bool:
+        """Whether the range may be read and written. Memory outside of the arena always may."""
+        begin = address - self._begin
+        return not any(place.start < begin + size_bytes and begin < place.stop for place in self._unmapped)
+
+    def _give_back(self, place: range, size_bytes: int, lane: Lane) -> None:
+        if lane is Lane.USER:
+            self._users.append(place)
+            return
+        address = self._begin + place.start
         if self._device.in_region:
             self._device.queue(Lane.COMPUTE, lambda: ctypes.memset(address, POISON, size_bytes) and None)
         self._free.append(place)
 
 
 class SimulatedDevice:
-    """`Streams` in ordinary memory. pace: steps that it makes while the host does something. speeds: weights of the lanes."""
+    """`Streams` in ordinary memory.
+
+    pace: steps that it makes while the host does something. speeds: weights of the lanes. faults: what touched unmapped memory.
+    elsewhere: another device is current, so that the allocator waits for that one's default stream instead of the user's lane.
+    """
 
     device = torch.device("cpu")
 
@@ -76,6 +117,8 @@ class SimulatedDevice:
         self.in_region = False
         self.spared = 0
         self.steps = 0
+        self.faults: list[str] = []
+        self.elsewhere = False
 
     # -- the device's side
 
@@ -98,6 +141,16 @@ class SimulatedDevice:
     def synchronise(self) -> None:
         while self.step():
             pass
+
+    def drain(self, lane: Lane) -> None:
+        """Run until the lane has ended all that is queued there."""
+        while self.lanes[lane]:
+            self.step()
+
+    def touch(self, lane: Lane, address: int, size_bytes: int) -> None:
+        """Note a fault if the range is not mapped, as a copy or a kernel that reads or writes it would raise one."""
+        if not self.arena.is_mapped(address, size_bytes):
+            self.faults.append(f"{lane.name} found unmapped memory instead of a block")
 
     def queue(self, lane: Lane, action: Callable[[], None]) -> None:
         self.lanes[lane].append((None, action))
@@ -127,6 +180,8 @@ class SimulatedDevice:
 
     def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
         half = size_bytes // 2
+        for address in (target, source):
+            self.queue(lane, functools.partial(self.touch, lane, address, size_bytes))
         self.queue(lane, lambda: ctypes.memmove(target, source, half) and None)
         self.queue(lane, lambda: ctypes.memmove(target + half, source + half, size_bytes - half) and None)
 
@@ -142,7 +197,7 @@ class SimulatedDevice:
         return memoryview(found)
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
-        return self.arena.allocate(size_bytes)
+        return self.arena.allocate(size_bytes, Lane.COMPUTE)
 
     def can_move(self, storage: torch.UntypedStorage) -> bool:
         return True

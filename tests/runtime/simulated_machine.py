@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from runtime.device.streams import Lane
+from runtime.paging.block import Block
 from runtime.paging.tiers import Tier
 from runtime.storage.store import Slot
 from runtime.transfer.engine import Ready
@@ -115,11 +117,14 @@ class SimulatedMachine(Machine):
             lends=lends,
             condition=Stepping(lambda: self.drive.finish()),  # a test may replace `finish`
         )
+        self.device.faults = self.wrong
+        self._unmaps = random.Random(seed)
 
     def queue_check(self, lane: Lane, tensor: torch.Tensor, value: int, what: str) -> None:
         address, size = tensor.data_ptr(), tensor.nbytes  # an error if the block is not there, as for a real kernel
 
         def check() -> None:
+            self.device.touch(lane, address, size)
             found = ctypes.string_at(address, size)
             if found != bytes([value]) * size:
                 self.wrong.append(f"{what}: {set(found)} instead of {value}")
@@ -132,7 +137,25 @@ class SimulatedMachine(Machine):
         self.device.queue(lane, lambda: ctypes.memset(address, value, half) and None)
         self.device.queue(lane, lambda: ctypes.memset(address + half, value, half) and None)
 
+    def allocated_by_user(self, value: int) -> torch.Tensor:
+        """Let user code allocate and fill a tensor."""
+        storage = self.device.arena.allocate(self.unit, Lane.USER)
+        tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self.queue_fill(Lane.USER, tensor, value)
+        return tensor
+
+    def adopt(self, tensor: torch.Tensor, value: int) -> Block:
+        """A stage reads a tensor that user code has made. Return its block."""
+        block = self.pager.block_of(tensor, name="user's", kind="parameter", user_visible=True)
+        self.tensors[block], self.expected[block] = tensor, value
+        self.pager.acquire([block], 0, "adopt")
+        self.kernel(Lane.COMPUTE, block, None)
+        self.pager.retire([block], [])
+        return block
+
     def time_passes(self) -> None:
+        if self._unmaps.random() < 0.1:
+            self.device.arena.unmap()
         self.device.go_on((2 if self.between_regions else 1) * self.device.pace)
         while self.draw.random() < (0.6 if self.between_regions else 0.2):
             self.drive.finish()

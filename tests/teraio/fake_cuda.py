@@ -60,11 +60,13 @@ class FakeCuda:
     """Takes the place of the GPU's machine and of the driver for one test. Blocks of "the GPU" are CPU tensors.
 
     pins: whether host memory can be pinned. limits: shares of the memory that the allocator was limited to, in order.
+    loads: how often the device was kept busy for a measurement.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pins = True
         self.limits = [1.0]
+        self.loads = 0
         self._streams = [Stream()]
         properties = SimpleNamespace(total_memory=TOTAL_BYTES, pci_domain_id=0, pci_bus_id=0xFF, pci_device_id=0x1F)
         for name, value in {
@@ -80,6 +82,9 @@ class FakeCuda:
             "memory_allocated": lambda device: 0,
             "max_memory_allocated": lambda device: 0,
             "reset_peak_memory_stats": lambda device: None,
+            "synchronize": lambda device=None: None,
+            "empty_cache": lambda: None,
+            "set_sync_debug_mode": lambda mode: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         made = CudaStreams.__init__
@@ -99,6 +104,7 @@ class FakeCuda:
         monkeypatch.setattr(CudaPinner, "_cuda_register", lambda self_, address, size: None if self.pins else refused)
         monkeypatch.setattr(CudaPinner, "_cuda_unregister", lambda self_, address: None)
         monkeypatch.setattr(cuda_machine, "_grow_segments", lambda undo: None)
+        monkeypatch.setattr(cuda_machine, "computing", self._computing)
         monkeypatch.setattr(REGISTRY, "open_machine", functools.partial(Machine, open_tiers=open_tiers))
         monkeypatch.setattr(REGISTRY, "measured", MeasuredPaths())  # the paths of main memory lead nowhere here
 
@@ -109,6 +115,11 @@ class FakeCuda:
             yield
         finally:
             self._streams.remove(stream)
+
+    @contextlib.contextmanager
+    def _computing(self, device: torch.device) -> Iterator[None]:
+        self.loads += 1
+        yield
 
 
 def open_tiers(options: Options, device: torch.device, measured: MeasuredPaths, ownership: StorageOwnership) -> MachineTiers:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from planner.errors import ChecksumError
-from runtime.cuda.mover import _Arriving
+from runtime.cuda.mover import _Queued
 from runtime.device.streams import Lane
 from runtime.paging.block import Block, State
 
@@ -128,8 +128,89 @@ def leaves_twice_before_the_fence(
     return machine
 
 
+def memory_of_the_user_is_unmapped(
+    seed: int, prepare: Callable[[SimulatedMachine], None], *, debug: bool = False, elsewhere: bool = False
+) -> SimulatedMachine:
+    """A parameter leaves for the first time. Before its copy out has ended, the allocator has to take its free memory away."""
+    machine = SimulatedMachine(seed, budget_blocks=1, tiers=("host",), debug=debug)
+    prepare(machine)
+    machine.device.elsewhere = elsewhere
+    machine.slow(Lane.OUTWARD, Lane.COMPUTE)
+    value = machine.new_value()
+    tensor = machine.allocated_by_user(value)
+    with machine.device.region():
+        machine.pager.enter_region()
+        block = machine.adopt(tensor, value)
+        machine.pager.offload(block)
+        machine.pager.acquire([], machine.unit, "the next stage")  # takes the memory of the block
+        assert block.state is State.OFFLOADED
+        machine.device.arena.unmap()
+        machine.device.synchronise()
+        machine.pager.retire([], [])
+        machine.pager.leave_region()
+    machine.finish()
+    return machine
+
+
+def another_device_is_current(seed: int, prepare: Callable[[SimulatedMachine], None], *, debug: bool = False) -> SimulatedMachine:
+    """The same, and the allocator waits for the default stream of another device."""
+    return memory_of_the_user_is_unmapped(seed, prepare, debug=debug, elsewhere=True)
+
+
+def leaves_clean_after_its_last_use(
+    seed: int, prepare: Callable[[SimulatedMachine], None], *, debug: bool = False
+) -> SimulatedMachine:
+    """A parameter whose copy is valid leaves without a copy, while a stage still reads it. Then its memory is unmapped."""
+    machine = SimulatedMachine(seed, budget_blocks=2, tiers=("host",), debug=debug)
+    prepare(machine)
+    value = machine.new_value()
+    tensor = machine.allocated_by_user(value)
+    with machine.device.region():
+        machine.pager.enter_region()
+        block = machine.adopt(tensor, value)
+        machine.pager.offload(block)
+        machine.pager.acquire([block], 0, "read")
+        machine.slow(Lane.COMPUTE)
+        machine.kernel(Lane.COMPUTE, block, None)
+        machine.pager.retire([block], [])
+        assert block.copy_is_valid
+        machine.pager.offload(block)
+        machine.device.arena.unmap()
+        machine.pager.leave_region()
+    machine.finish()
+    return machine
+
+
+def dies_while_it_leaves(seed: int, prepare: Callable[[SimulatedMachine], None], *, debug: bool = False) -> SimulatedMachine:
+    """A block is freed while its copy out still reads it. Then its memory is unmapped."""
+    machine = SimulatedMachine(seed, budget_blocks=2, tiers=("host",), debug=debug)
+    prepare(machine)
+    machine.slow(Lane.OUTWARD)
+    with machine.device.region():
+        machine.pager.enter_region()
+        block = machine.made()
+        machine.pager.offload(block)
+        del machine.tensors[block], machine.expected[block]
+        machine.pager.forget_dead()
+        machine.device.arena.unmap()
+        machine.pager.leave_region()
+    machine.finish()
+    return machine
+
+
 @MODES
-@pytest.mark.parametrize("scene", [dies_while_it_arrives, arrives_while_user_code_runs, leaves_twice_before_the_fence])
+@pytest.mark.parametrize(
+    "scene",
+    [
+        dies_while_it_arrives,
+        arrives_while_user_code_runs,
+        leaves_twice_before_the_fence,
+        memory_of_the_user_is_unmapped,
+        another_device_is_current,
+        leaves_clean_after_its_last_use,
+        dies_while_it_leaves,
+    ],
+)
 def test_scenes(scene: Callable[..., SimulatedMachine], debug: bool) -> None:
     for seed in range(20):
         scene(seed, unchanged, debug=debug).mover.close()
@@ -194,12 +275,39 @@ def no_hold(machine: SimulatedMachine) -> None:
         def then(error: Any) -> None:
             if block in machine.mover._in:
                 event = machine.mover._in[block].event
-                machine.mover._in[block] = _Arriving(event, torch.UntypedStorage(0))
+                machine.mover._in[block] = _Queued(event, torch.UntypedStorage(0))
             done(error)
 
         copy_in(block, then)
 
     machine.mover.copy_in = careless  # type: ignore[method-assign]
+
+
+def no_hold_on_the_way_out(machine: SimulatedMachine) -> None:
+    """A copy out does not keep its storage alive."""
+    copy_out = machine.mover.copy_out
+
+    def careless(block: Block, tier: Any, done: Callable[[Any], None]) -> None:
+        def then(error: Any) -> None:
+            event = machine.mover._out[block].event
+            machine.mover._out[block] = _Queued(event, torch.UntypedStorage(0))
+            done(error)
+
+        copy_out(block, tier, then)
+
+    machine.mover.copy_out = careless  # type: ignore[method-assign]
+
+
+def memory_is_as_any_other(machine: SimulatedMachine) -> None:
+    """What user code allocated is given back like the memory of stages."""
+    block_of = machine.pager.block_of
+
+    def forgetful(*arguments: Any, **named: Any) -> Block:
+        block = block_of(*arguments, **named)
+        block.users_memory = False
+        return block
+
+    machine.pager.block_of = forgetful  # type: ignore[method-assign]
 
 
 def no_user(machine: SimulatedMachine) -> None:
@@ -240,6 +348,10 @@ def any_sequence(seed: int, prepare: Callable[[SimulatedMachine], None], *, debu
         pytest.param(any_sequence, no_landing, id="rule 3"),
         pytest.param(any_sequence, no_wait_to_release, id="rule 4"),
         pytest.param(dies_while_it_arrives, no_hold, id="rule 5"),
+        pytest.param(dies_while_it_leaves, no_hold_on_the_way_out, id="rule 5, on the way out"),
+        pytest.param(memory_of_the_user_is_unmapped, memory_is_as_any_other, id="rule 6"),
+        pytest.param(another_device_is_current, memory_is_as_any_other, id="rule 6, another current device"),
+        pytest.param(leaves_clean_after_its_last_use, memory_is_as_any_other, id="rule 6, without a copy"),
         pytest.param(any_sequence, drives_do_not_wait, id="drives"),
     ],
 )

@@ -61,6 +61,33 @@ def test_what_only_the_first_run_needs_can_be_forgotten() -> None:
     assert seen == [900, 100, 300, 300, 300], "the second run counts, then the largest; after four runs none is measured"
 
 
+def test_the_runs_that_are_measured_are_spread_over_iterations() -> None:
+    """Like layers share a stage: all runs that are measured would be in the first iteration otherwise."""
+    memory, iteration = Counter(), 0
+    meter = WorkspaceMeter(memory, runs=4, first_is_special=True, iteration=lambda: iteration)
+    base = replace(stage("x", lambda a: (a,), (0,), (1,)), output_bytes=0)
+    seen = []
+    for peaks in ((900, 100, 500), (200, 999), (300, 999), (800, 999)):
+        for memory.peak_bytes in peaks:
+            with meter.watching(base):
+                pass
+        seen.append(meter.workspace_bytes(base))
+        iteration += 1
+    assert seen == [100, 200, 300, 300], "the first two runs, then the first of each iteration; four in all"
+
+
+def test_a_run_during_which_blocks_have_moved_measures_nothing() -> None:
+    memory, moves = Counter(), 0
+    meter = WorkspaceMeter(memory, runs=2, moves=lambda: moves)
+    base = replace(stage("x", lambda a: (a,), (0,), (1,)), output_bytes=0, workspace_bytes=7)
+    seen = []
+    for memory.peak_bytes, moved in ((900, 1), (100, 0), (700, 2), (300, 0), (999, 0)):
+        with meter.watching(base):
+            moves += moved
+        seen.append(meter.workspace_bytes(base))
+    assert seen == [7, 100, 100, 300, 300], "two runs count, of those in which nothing else has happened"
+
+
 def test_without_a_measurement_the_estimate_stays() -> None:
     meter = WorkspaceMeter(None)
     base = stage("x", lambda a: (a,), (0,), (1,))

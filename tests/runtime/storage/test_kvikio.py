@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib.util
 import logging
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,5 +166,34 @@ def test_a_directory_that_cannot_be_used_is_an_error_of_storage(tmp_path: Path) 
 
 @pytest.mark.skipif(importlib.util.find_spec("kvikio") is not None, reason="says what happens without KvikIO")
 def test_what_is_missing_is_named() -> None:
-    with pytest.raises(UnsupportedError, match=r"GPUDirect Storage needs (NVIDIA's driver|KvikIO) \(.*install"):
+    with pytest.raises(UnsupportedError, match=r"GPUDirect Storage needs (NVIDIA's driver \(|KvikIO, ).*install"):
         load_kvikio()
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ModuleNotFoundError("No module named 'kvikio'"), r"install teraio\[cuda12\] or teraio\[cuda13\]"),
+        (ModuleNotFoundError("No module named 'rapids_logger'"), "install rapids-logger"),
+        (OSError("librapids_logger.so: cannot open shared object file"), "install rapids-logger"),
+        (RuntimeError("libcufile.so.0 not found"), "install nvidia-cufile"),
+        (AttributeError("module 'cupy' has no attribute 'ndarray'"), r"install cupy-cuda13x \(or -cuda12x\)"),
+    ],
+)
+def test_an_import_that_fails_in_any_way_names_the_package(
+    error: Exception, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            if name == "kvikio":
+                raise error
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
+    monkeypatch.delitem(sys.modules, "kvikio", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Failing, *sys.meta_path])
+    with pytest.raises(
+        UnsupportedError, match=rf"cannot be imported \({type(error).__name__}: .*\); {remedy}, or choose"
+    ) as raised:
+        load_kvikio()
+    assert raised.value.__cause__ is error

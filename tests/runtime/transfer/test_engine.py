@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -11,12 +12,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
 from runtime.storage.posix import PosixStore
 from runtime.transfer.engine import Engine, Transfer
+from runtime.transfer.torch_memory import TorchMemory
 
 from ..slot_copies import read_slot, write_slot
 
@@ -45,6 +49,30 @@ class Memory:
 def engine(store: PosixStore) -> Iterator[Engine]:
     engine = Engine(store, threads=3, chunk_bytes=64 << 10)
     yield engine
+    engine.close()
+
+
+def test_links_are_measured_while_the_device_works(store: PosixStore) -> None:
+    working: list[bool] = []
+
+    @contextlib.contextmanager
+    def load() -> Iterator[None]:
+        working.append(True)
+        yield
+        working.append(False)
+
+    class Watched(PosixStore):
+        def write_chunk(self, *arguments: Any) -> None:
+            assert working[-1:] == ([] if verifying else [True])
+            super().write_chunk(*arguments)
+
+    store.__class__ = Watched
+    engine = Engine(store, memory=TorchMemory(torch.device("cpu"), load=load))
+    verifying = True
+    engine.verify(MIB)
+    verifying = False
+    engine.measure(MIB)
+    assert working == [True, False]
     engine.close()
 
 

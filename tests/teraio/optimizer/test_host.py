@@ -15,9 +15,9 @@ from teraio.optimizer.parameters import owned_parameters
 
 
 class OnDevice(Tensor):
-    """A tensor of main memory that says it is elsewhere. `copies`: how often it was copied from there."""
+    """A tensor of main memory that says it is elsewhere. `copies`, `copies_back`: how often it was copied from and to there."""
 
-    copies = 0
+    copies = copies_back = 0
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -27,10 +27,14 @@ class OnDevice(Tensor):
         OnDevice.copies += 1
         return self.as_subclass(Tensor).clone()
 
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+        OnDevice.copies_back += 1
+        return super().copy_(source, non_blocking)
+
 
 @pytest.fixture
 def state() -> Tensor:
-    OnDevice.copies = 0
+    OnDevice.copies = OnDevice.copies_back = 0
     return torch.zeros(()).as_subclass(OnDevice)
 
 
@@ -40,8 +44,8 @@ def test_a_counter_is_copied_from_the_device_once(state: Tensor) -> None:
         here = counters.here(state)
         assert here == step
         here += 1
-        counters.update(state, here)
-    assert state == 3 and OnDevice.copies == 1
+        counters.update([(state, here)])
+    assert state == 3 and OnDevice.copies == 1 and OnDevice.copies_back == 0
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -57,8 +61,25 @@ def test_a_counter_that_the_device_has_counted_is_copied_again(state: Tensor, be
     here = counters.here(state)
     assert here == 3
     here += 1
-    counters.update(state, here)
+    counters.update([(state, here)])
     assert state == 4
+
+
+def test_counters_of_many_parameters_are_written_by_a_kernel_for_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[tuple[int, float]] = []
+    add = torch._foreach_add_
+    monkeypatch.setattr(torch, "_foreach_add_", lambda states, value: (added.append((len(states), value)), add(states, value)))
+    OnDevice.copies_back = 0
+    states = [torch.tensor(value).as_subclass(OnDevice) for value in (4.0, 4.0, 0.1, 4.0)]
+    averages = torch.zeros(3).as_subclass(OnDevice)
+    counters = HostCounters()
+    pairs = [(state, counters.here(state)) for state in (*states, averages)]
+    for _, here in pairs:
+        here += 1
+    counters.update(pairs)
+    assert [state.item() for state in states] == [5.0, 5.0, torch.tensor(0.1) + 1, 5.0] and averages.tolist() == [1, 1, 1]
+    assert [count for count, _ in added] == [3, 1] and OnDevice.copies_back == 1, "only what is no number is copied"
+    assert all(counters.here(state) is here for state, here in pairs), "nothing has changed them since"
 
 
 def test_counters_of_main_memory_are_themselves() -> None:
@@ -66,7 +87,7 @@ def test_counters_of_main_memory_are_themselves() -> None:
     counters = HostCounters()
     here = counters.here(state)
     assert here is state
-    counters.update(state, here)
+    counters.update([(state, here)])
     assert state._version == 0
 
 
