@@ -35,12 +35,21 @@ class CpuMover:
         self._transfers = BlockTransfers(tiers)
         self._arrived: dict[Block, Span] = {}
 
+    @property
+    def keeps_mappings(self) -> bool:
+        """Pages that user code has touched stay in memory."""
+        return True
+
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         span = self._memory.span(storage)
         return span if span is not None and self._ownership.claim(storage, self) else None
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
         return storage.data_ptr() == block.address and (block.span is None or self.span(storage) == block.span)
+
+    def maybe_replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Return all: memory that was freed may serve again at the same address."""
+        return blocks
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
         if not self._ownership.stays(storage):

@@ -72,12 +72,21 @@ class StreamMover:
         """Duration of the copies that `moved_bytes` counts, by link."""
         return self._copies.busy_seconds
 
+    @property
+    def keeps_mappings(self) -> bool:
+        """Only in the debug mode: user code changes the only copy of a block, so no second copy becomes invalid."""
+        return self._debug is not None
+
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         mine = self._streams.can_move(storage) and self._ownership.claim(storage, self)
         return Span(0, storage.nbytes()) if mine else None
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
         return storage_swap.address(storage) == block.address
+
+    def maybe_replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        keys, addresses, sizes = [b.key for b in blocks], [b.address for b in blocks], [b.size_bytes for b in blocks]
+        return [blocks[position] for position in storage_swap.changed(keys, addresses, sizes)]
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: all of the device's own memory can be given back."""
@@ -277,7 +286,7 @@ class StreamMover:
         self._copies.count()
 
     def invalidate_mapping(self, block: Block) -> None:
-        """Do nothing outside the debug mode: user code has changed the only copy of the block, so no second copy is invalid."""
+        """Do nothing outside the debug mode, see `keeps_mappings`."""
         if self._debug is not None and self.host_address(block) is not None:
             self._debug.distrust(block)
 

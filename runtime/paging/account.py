@@ -19,6 +19,7 @@ class MemoryAccount:
     offloading_bytes: blocks that are OFFLOADING. They still count as used.
     prefetching_blocks: number of blocks that are PREFETCHING.
     peak_bytes: the highest `total_bytes` so far.
+    here: the blocks that count as used, or whose slots are lent. Others may be among them where memory ran out.
     moves: number of blocks so far whose memory was allocated for a copy in, or has gone.
     """
 
@@ -32,6 +33,7 @@ class MemoryAccount:
         self.prefetching_blocks = 0
         self.peak_bytes = 0
         self.moves = 0
+        self.here: dict[Block, None] = {}
 
     @property
     def unmoved_bytes(self) -> int:
@@ -81,6 +83,7 @@ class MemoryAccount:
 
     def begin_prefetch(self, block: Block) -> None:
         """A block becomes PREFETCHING; its memory counts from now on."""
+        self.here[block] = None
         used, blocks, self.moves = self.used_bytes + block.size_bytes, self.prefetching_blocks + 1, self.moves + 1
         block.state, self.used_bytes, self.prefetching_blocks = State.PREFETCHING, used, blocks
 
@@ -90,8 +93,10 @@ class MemoryAccount:
 
     def remove(self, block: Block, state: State = State.OFFLOADED) -> None:
         """The memory of a block that is ON_DEVICE leaves, or is freed; the block is in `state` now."""
-        block.state, self.used_bytes, self.moves = state, self.used_bytes - block.size_bytes, self.moves + 1
+        used, moves = self.used_bytes - block.size_bytes, self.moves + 1
+        block.state, self.used_bytes, self.moves, _ = state, used, moves, self.here.pop(block, None)
 
     def add(self, block: Block) -> None:
         """A block is ON_DEVICE: it has become known, got memory, or keeps what was removed."""
-        block.state, self.used_bytes = State.ON_DEVICE, self.used_bytes + block.size_bytes
+        used = self.used_bytes + block.size_bytes
+        self.here[block], block.state, self.used_bytes = None, State.ON_DEVICE, used

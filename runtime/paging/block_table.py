@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -72,9 +72,12 @@ class BlockTable:
 
     def replaced(self) -> list[Block]:
         """Return the blocks to whose storage user code gave other memory (`share_memory_`, `resize_`)."""
+        visible: Sequence[Block] = [block for block in self if block.user_visible]
+        if self._mover is not None:
+            visible = self._mover.maybe_replaced(visible)
         found = []
-        for block in self:
-            held = block.storage() if block.user_visible else None
+        for block in visible:
+            held = block.storage()
             if held is not None and not self.is_same(block, held):
                 found.append(block)
         return found

@@ -70,7 +70,8 @@ class Regions:
         self._signal.raise_failure()
 
     def _visible(self) -> list[Block]:
-        return [block for block in self._table if block.user_visible]
+        """Those that have memory on the device, or lent slots."""
+        return [block for block in self._account.here if block.user_visible]
 
     def _wait_until_still(self, visible: Sequence[Block]) -> None:
         while True:
@@ -107,7 +108,9 @@ class Regions:
 
     def _invalidate_mappings(self) -> None:
         """User code may have written to what stands in for the blocks that are away."""
+        if self._mover is None or not self._mover.keeps_mappings:
+            return
         for block in self._table:
             held = block.storage() if block.user_visible and block.state is State.OFFLOADED else None
-            if held is not None and self._mover is not None:
+            if held is not None:
                 self._mover.invalidate_mapping(block)

@@ -322,6 +322,8 @@ class BlockTransitions:
         for block in blocks:
             self.need_mover().invalidate_mapping(block)
         for block in blocks:
+            self._account.here[block] = None
+        for block in blocks:
             block.state = State.UPDATING
 
     def end_update(self, blocks: Sequence[Block]) -> None:
@@ -330,6 +332,7 @@ class BlockTransitions:
             if block.state is State.UPDATING:
                 version, updates = block.version + 1, block.updates + 1
                 block.version, block.updates, block.state = version, updates, State.OFFLOADED
+                self._account.here.pop(block, None)
 
     # -- the end
 
@@ -338,11 +341,13 @@ class BlockTransitions:
         self.keep(block)
         if block.state not in (State.ON_DEVICE, State.OFFLOADED, State.DROPPED) or not self._table.holds(block):
             return
-        left = self._account.used_bytes - (block.size_bytes if block.state is State.ON_DEVICE else 0)
+        account = self._account
+        left, moves = account.used_bytes - (block.size_bytes if block.state is State.ON_DEVICE else 0), account.moves + 1
+        account.here.pop(block, None)
         if self._mover is not None:
             self._mover.forget(block)
         self._table.remove(block)
-        self._account.used_bytes, self._account.moves = left, self._account.moves + 1
+        account.used_bytes, account.moves = left, moves
         block.let_go()
 
     def sweep(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,6 +38,15 @@ def address(storage: torch.UntypedStorage) -> int:
     return int(_library().teraio_address(storage._cdata) or 0)
 
 
+def changed(keys: Sequence[int], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return the positions of the storages whose address or size is not the given one. keys: their `_cdata`; dead ones may be freed,
+    but must be held by weak references."""
+    columns = [array("Q", column) for column in (keys, addresses, sizes)]
+    found = array("I", bytes(4 * len(keys)))
+    count = _library().teraio_changed(len(keys), *(column.buffer_info()[0] for column in (*columns, found)))
+    return found[:count].tolist()
+
+
 def discard(storage: torch.UntypedStorage, message: str) -> None:
     """Free the memory of a storage, and let every access to its data raise a RuntimeError with this message."""
     lend(storage, 0)
@@ -57,5 +68,6 @@ def _library() -> ctypes.CDLL:
         "teraio_close": (None, [pointer, ctypes.c_char_p]),
         "teraio_open": (None, [pointer]),
         "teraio_address": (pointer, [pointer]),
+        "teraio_changed": (ctypes.c_size_t, [ctypes.c_size_t, *[pointer] * 4]),
     }
     return native.load(Path(__file__).with_name("storage_swap.cpp"), functions, purpose="giving tensors other memory", short=True)
