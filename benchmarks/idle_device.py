@@ -103,7 +103,7 @@ class IdleDevice:
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
         self.calls += 1
-        return torch.UntypedStorage(size_bytes)
+        return torch.UntypedStorage(size_bytes)  # type: ignore[no-untyped-call]
 
     def can_move(self, storage: torch.UntypedStorage) -> bool:
         return storage.nbytes() >= SMALLEST_MOVED_BYTES

@@ -180,7 +180,7 @@ class StreamMover:
     def copy_in(self, block: Block, done: Done) -> None:
         place = self._tiers.of(block)
         area = self._streams.allocate(block.size_bytes)
-        address = storage_swap.address(area)
+        address = area.data_ptr()
         self._fresh[block] = area
         lanes = (Lane.COMPUTE,) if self._streams.in_region else (Lane.COMPUTE, Lane.USER)
         before = [self._streams.record(lane) for lane in lanes]
@@ -226,10 +226,7 @@ class StreamMover:
             raise
 
     def install(self, block: Block) -> None:
-        storage = _storage(block)
-        storage_swap.open_again(storage)
-        storage_swap.exchange(storage, self._fresh.pop(block))
-        block.address = storage_swap.address(storage)
+        block.address = storage_swap.install(_storage(block), self._fresh.pop(block))
         if self._debug is not None:
             self._debug.arrives(block)
 

@@ -47,7 +47,7 @@ class Mover(Protocol):
         """Whether `storage`, the block's, still has the memory that the block was last seen with or moved to."""
 
     def maybe_replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        """Return those of `blocks` whose storages may have other memory or another size. A quick look at many; all is right too."""
+        """Return those of `blocks` whose storages may have other memory or size now. A quick look at many; all is right too."""
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
         """Move the data of `storage` to memory that it can leave the device from, unless it is there or must stay where it is."""

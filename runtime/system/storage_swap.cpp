@@ -51,6 +51,13 @@ void teraio_open(void* impl) {
   storage(impl)->set_data_ptr_noswap(std::move(data));  // the storage reads its flags again here
 }
 
+// Opens a storage and exchanges its memory with another one's. Returns where its data lies then.
+void* teraio_install(void* impl, void* fresh) {
+  teraio_open(impl);
+  teraio_exchange(impl, fresh);
+  return storage(impl)->_mutable_data_ptr_no_checks().get();
+}
+
 // Returns where the data lies, also of a closed storage.
 void* teraio_address(void* impl) { return storage(impl)->_mutable_data_ptr_no_checks().get(); }
 

@@ -39,8 +39,10 @@ def address(storage: torch.UntypedStorage) -> int:
 
 
 def changed(keys: Sequence[int], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return the positions of the storages whose address or size is not the given one. keys: their `_cdata`; dead ones may be freed,
-    but must be held by weak references."""
+    """Return the positions of the storages whose address or size is not the given one.
+
+    keys: their `_cdata`. Of a dead storage, a weak reference must be left.
+    """
     columns = [array("Q", column) for column in (keys, addresses, sizes)]
     found = array("I", bytes(4 * len(keys)))
     count = _library().teraio_changed(len(keys), *(column.buffer_info()[0] for column in (*columns, found)))
@@ -53,10 +55,14 @@ def discard(storage: torch.UntypedStorage, message: str) -> None:
     close(storage, message)
 
 
+def install(storage: torch.UntypedStorage, fresh: torch.UntypedStorage) -> int:
+    """Open a storage, if it is closed, and exchange its memory with that of `fresh`. Return where its data lies now."""
+    return int(_library().teraio_install(storage._cdata, fresh._cdata))
+
+
 def renew(storage: torch.UntypedStorage, fresh: torch.UntypedStorage) -> None:
     """Give a discarded storage the memory of `fresh`, which has none from then on."""
-    open_again(storage)
-    exchange(storage, fresh)
+    install(storage, fresh)
 
 
 @functools.cache
@@ -66,6 +72,7 @@ def _library() -> ctypes.CDLL:
         "teraio_exchange": (None, [pointer, pointer]),
         "teraio_lend": (None, [pointer, pointer]),
         "teraio_close": (None, [pointer, ctypes.c_char_p]),
+        "teraio_install": (pointer, [pointer, pointer]),
         "teraio_open": (None, [pointer]),
         "teraio_address": (pointer, [pointer]),
         "teraio_changed": (ctypes.c_size_t, [ctypes.c_size_t, *[pointer] * 4]),
