@@ -23,6 +23,7 @@ from benchmarks import (
     gpu_optimizer,
     gpu_overhead,
     gpu_predictions,
+    host_cost,
     optimizer,
     planner,
     planner_policies,
@@ -44,7 +45,7 @@ from planner.errors import TeraioError
 Measured = tuple[tuple[Figure, ...], dict[str, list[float]]]
 
 DEFAULT = {
-    "cpu": ("stage_overhead", "budget_sweep", "rss", "prediction", "optimizer", "compile_time", "engine"),
+    "cpu": ("stage_overhead", "host_cost", "budget_sweep", "rss", "prediction", "optimizer", "compile_time", "engine"),
     "cuda": ("gpu_headline", "gpu_overhead", "gpu_optimizer", "gpu_budgets", "gpu_links", "gpu_bubble"),
 }
 """In the order of the runs: where time is short, what comes first matters most. The parts of the planner take minutes to an
@@ -60,6 +61,7 @@ def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
     sweep = cache(budgets.sweep)
     return {
         "stage_overhead": lambda: stage_overhead.measure(scale),
+        "host_cost": lambda: host_cost.measure(scale.rounds),
         "budget_sweep": lambda: (budgets.throughput(sweep(scale)), sweep(scale).seconds),
         "rss": lambda: (budgets.resident_set(sweep(scale)), {}),
         "prediction": lambda: (budgets.prediction(sweep(scale)), {}),

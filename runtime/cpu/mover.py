@@ -35,12 +35,21 @@ class CpuMover:
         self._transfers = BlockTransfers(tiers)
         self._arrived: dict[Block, Span] = {}
 
+    @property
+    def keeps_mappings(self) -> bool:
+        """Pages that user code has touched stay in memory."""
+        return True
+
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         span = self._memory.span(storage)
         return span if span is not None and self._ownership.claim(storage, self) else None
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
         return storage.data_ptr() == block.address and (block.span is None or self.span(storage) == block.span)
+
+    def maybe_replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Return all: memory that was freed may serve again at the same address."""
+        return blocks
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
         if not self._ownership.stays(storage):
@@ -86,17 +95,18 @@ class CpuMover:
     def copy_in(self, block: Block, done: Done) -> None:
         if block.user_visible:  # user code may have written to it through the mapping, even before `invalidate_mapping`
             self._distrust(block)
-        area = self._memory.take_pages(_span(block).length_bytes)
-        if self._debug is not None:
-            ctypes.memset(area.address, POISON, area.length_bytes)
-        self._arrived[block] = area
 
         def landed(error: StorageError | None) -> None:
-            if error is not None:
-                self._memory.drop_pages(self._arrived.pop(block))
-            done(error)
+            try:
+                if error is not None:
+                    self._memory.drop_pages(self._arrived.pop(block))
+            finally:
+                done(error)
 
+        self._arrived[block] = area = self._memory.take_pages(_span(block).length_bytes)
         try:
+            if self._debug is not None:
+                ctypes.memset(area.address, POISON, area.length_bytes)
             self._transfers.read(self._tiers.of(block), block, area.address, landed)
         except BaseException:
             self._memory.drop_pages(self._arrived.pop(block))

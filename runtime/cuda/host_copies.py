@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +15,7 @@ from runtime.system import annotate
 _LINKS = {Lane.OUTWARD: "device->host", Lane.INWARD: "host->device"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(NamedTuple):
     """A copy to or from the host tier. It is counted once it has ended."""
 
     link: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -71,12 +72,21 @@ class StreamMover:
         """Duration of the copies that `moved_bytes` counts, by link."""
         return self._copies.busy_seconds
 
+    @property
+    def keeps_mappings(self) -> bool:
+        """Only in the debug mode: user code changes the only copy of a block, so no second copy becomes invalid."""
+        return self._debug is not None
+
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         mine = self._streams.can_move(storage) and self._ownership.claim(storage, self)
         return Span(0, storage.nbytes()) if mine else None
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
         return storage_swap.address(storage) == block.address
+
+    def maybe_replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        keys, addresses, sizes = [b.key for b in blocks], [b.address for b in blocks], [b.size_bytes for b in blocks]
+        return [blocks[position] for position in storage_swap.changed(keys, addresses, sizes)]
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: all of the device's own memory can be given back."""
@@ -103,6 +113,7 @@ class StreamMover:
             return
         self._streams.wait(Lane.OUTWARD, computed)
         copied = self._copies.queue(Lane.OUTWARD, _slot(block), block.size_bytes, block.address)
+        self._out.pop(block, None)  # its last copy: `_out` and `_in` have the order in which the device ends the copies
         self._out[block] = _Queued(copied, _storage(block))
         done(None)
 
@@ -169,7 +180,7 @@ class StreamMover:
     def copy_in(self, block: Block, done: Done) -> None:
         place = self._tiers.of(block)
         area = self._streams.allocate(block.size_bytes)
-        address = storage_swap.address(area)
+        address = area.data_ptr()
         self._fresh[block] = area
         lanes = (Lane.COMPUTE,) if self._streams.in_region else (Lane.COMPUTE, Lane.USER)
         before = [self._streams.record(lane) for lane in lanes]
@@ -215,10 +226,7 @@ class StreamMover:
             raise
 
     def install(self, block: Block) -> None:
-        storage = _storage(block)
-        storage_swap.open_again(storage)
-        storage_swap.exchange(storage, self._fresh.pop(block))
-        block.address = storage_swap.address(storage)
+        block.address = storage_swap.install(_storage(block), self._fresh.pop(block))
         if self._debug is not None:
             self._debug.arrives(block)
 
@@ -267,15 +275,15 @@ class StreamMover:
         self._transfers.check()
 
     def poll(self) -> None:
-        for block in [block for block, arriving in self._in.items() if arriving.event.done()]:
+        for block in list(takewhile(lambda block: self._in[block].event.done(), self._in)):
             del self._in[block]
-        for block in [block for block, leaving in self._out.items() if leaving.event.done()]:
+        for block in list(takewhile(lambda block: self._out[block].event.done(), self._out)):
             del self._out[block]
         self._of_forgotten = [leaving for leaving in self._of_forgotten if not leaving.event.done()]
         self._copies.count()
 
     def invalidate_mapping(self, block: Block) -> None:
-        """Do nothing outside the debug mode: user code has changed the only copy of the block, so no second copy is invalid."""
+        """Do nothing outside the debug mode, see `keeps_mappings`."""
         if self._debug is not None and self.host_address(block) is not None:
             self._debug.distrust(block)
 

@@ -60,8 +60,8 @@ class _ManagedRun:
         """See `run_managed`."""
         program, stages = self._program, self._program.stages
         self._pager.enter_region()
-        self._slots = _slots(program, arguments)
         try:
+            self._slots = _slots(program, arguments)
             for index in range(program.input_count):
                 self._blocks[index] = self._input_block(index)
             more = interleaved.stage_count if interleaved is not None else 0
@@ -97,11 +97,11 @@ class _ManagedRun:
         workspace_bytes = self._meter.workspace_bytes(stage)
         read = list(dict.fromkeys(b for i in stage.inputs if (b := blocks[i]) is not None))
         self._again.make_anew(read)
-        pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=self._observer.stage_reached())
         written = [b for i in stage.mutates if (b := blocks[i]) is not None]  # a stage that fails may have written them
         last_used: list[Block] = []
-        rerun = self._rerun(stage) if number in self._kept else None
+        pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=self._observer.stage_reached())
         try:
+            rerun = self._rerun(stage) if number in self._kept else None
             with self._meter.watching(stage):
                 begin = pager.device.mark()
                 _run_stage(stage, self._slots)
@@ -160,11 +160,14 @@ class _ManagedRun:
     def _input_block(self, index: int) -> Block | None:
         """Return the block of an input. User code may hold inputs, except what a forward graph has saved for its backward."""
         value = self._slots[index]
+        if not isinstance(value, torch.Tensor):
+            return None
+        known = self._pager.known_block(value)
+        # Blocks that user code can reach were compared with their storages when the region began.
+        if known is not None and (known.user_visible or self._program.phase == "backward"):
+            return known
         if self._program.slot_kinds[index] != "activation":
             self._pager.make_movable(value)
-        known = self._pager.known_block(value) if isinstance(value, torch.Tensor) else None
-        if known is not None and self._program.phase == "backward":
-            return known
         return self._block(index, user_visible=True)
 
     def _block(self, index: int, *, user_visible: bool) -> Block | None:
@@ -201,9 +204,9 @@ def _next_uses(stage: Stage, number: int, blocks: list[Block | None]) -> dict[Bl
     """Return after how many stages the region uses each block again. Aliases of one storage are one block."""
     soonest: dict[Block, int] = {}
     for slot, following in zip((*stage.inputs, *stage.outputs), stage.next_uses, strict=True):
-        block = blocks[slot]
-        if block is not None and following >= 0:
-            soonest[block] = min(soonest.get(block, following - number), following - number)
+        if following >= 0 and (block := blocks[slot]) is not None:
+            until = following - number
+            soonest[block] = min(soonest[block], until) if block in soonest else until
     return soonest
 
 

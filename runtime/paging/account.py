@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from runtime.paging.block import Block, State
+
 NO_LIMIT = 1 << 62
 """Free bytes where there is no budget."""
 
@@ -17,6 +19,7 @@ class MemoryAccount:
     offloading_bytes: blocks that are OFFLOADING. They still count as used.
     prefetching_blocks: number of blocks that are PREFETCHING.
     peak_bytes: the highest `total_bytes` so far.
+    here: the blocks that count as used, or whose slots are lent. Others may be among them where memory ran out.
     moves: number of blocks so far whose memory was allocated for a copy in, or has gone.
     """
 
@@ -30,6 +33,7 @@ class MemoryAccount:
         self.prefetching_blocks = 0
         self.peak_bytes = 0
         self.moves = 0
+        self.here: dict[Block, None] = {}
 
     @property
     def unmoved_bytes(self) -> int:
@@ -39,12 +43,14 @@ class MemoryAccount:
     @property
     def total_bytes(self) -> int:
         """All bytes that count against the budget."""
-        return self.used_bytes + self.reserved_bytes + self.unmoved_bytes
+        return self.used_bytes + self.reserved_bytes + self.fixed_bytes + self.external_bytes
 
     @property
     def free_bytes(self) -> int:
         """Bytes that the budget leaves; negative while room is being made."""
-        return NO_LIMIT if self.budget_bytes is None else self.budget_bytes - self.total_bytes
+        if self.budget_bytes is None:
+            return NO_LIMIT
+        return self.budget_bytes - self.used_bytes - self.reserved_bytes - self.fixed_bytes - self.external_bytes
 
     @property
     def unused_bytes(self) -> int:
@@ -57,36 +63,40 @@ class MemoryAccount:
 
     def note_peak(self) -> None:
         """Update `peak_bytes`."""
-        self.peak_bytes = max(self.peak_bytes, self.total_bytes)
+        total = self.used_bytes + self.reserved_bytes + self.fixed_bytes + self.external_bytes
+        if total > self.peak_bytes:
+            self.peak_bytes = total
 
     def recognise(self, size_bytes: int) -> None:
         """Count memory as a block that was there when the region began, and so was counted as external."""
         self.external_bytes = max(self.external_bytes - size_bytes, 0)
 
-    def begin_offload(self, size_bytes: int) -> None:
+    # -- blocks change their state. State and counts change in one statement: where memory runs out, both do or none does
+
+    def begin_offload(self, block: Block) -> None:
         """A block becomes OFFLOADING; its memory still counts."""
-        self.offloading_bytes += size_bytes
+        block.state, self.offloading_bytes = State.OFFLOADING, self.offloading_bytes + block.size_bytes
 
-    def end_offload(self, size_bytes: int) -> None:
-        """A block is no longer OFFLOADING; its memory still counts, see `remove`."""
-        self.offloading_bytes -= size_bytes
+    def end_offload(self, block: Block) -> None:
+        """A block is no longer OFFLOADING but ON_DEVICE; its memory still counts, see `remove`."""
+        block.state, self.offloading_bytes = State.ON_DEVICE, self.offloading_bytes - block.size_bytes
 
-    def begin_prefetch(self, size_bytes: int) -> None:
+    def begin_prefetch(self, block: Block) -> None:
         """A block becomes PREFETCHING; its memory counts from now on."""
-        self.used_bytes += size_bytes
-        self.prefetching_blocks += 1
-        self.moves += 1
-        self.note_peak()
+        self.here[block] = None
+        used, blocks, self.moves = self.used_bytes + block.size_bytes, self.prefetching_blocks + 1, self.moves + 1
+        block.state, self.used_bytes, self.prefetching_blocks = State.PREFETCHING, used, blocks
 
-    def end_prefetch(self) -> None:
-        """A block is no longer PREFETCHING; its memory still counts, see `remove`."""
-        self.prefetching_blocks -= 1
+    def end_prefetch(self, block: Block) -> None:
+        """A block is no longer PREFETCHING but ON_DEVICE; its memory still counts, see `remove`."""
+        block.state, self.prefetching_blocks = State.ON_DEVICE, self.prefetching_blocks - 1
 
-    def add(self, size_bytes: int) -> None:
-        """A block on the device has become known."""
-        self.used_bytes += size_bytes
+    def remove(self, block: Block, state: State = State.OFFLOADED) -> None:
+        """The memory of a block that is ON_DEVICE leaves, or is freed; the block is in `state` now."""
+        used, moves = self.used_bytes - block.size_bytes, self.moves + 1
+        block.state, self.used_bytes, self.moves, _ = state, used, moves, self.here.pop(block, None)
 
-    def remove(self, size_bytes: int) -> None:
-        """The memory of a block has left the device or was freed."""
-        self.used_bytes -= size_bytes
-        self.moves += 1
+    def add(self, block: Block) -> None:
+        """A block is ON_DEVICE: it has become known, got memory, or keeps what was removed."""
+        used = self.used_bytes + block.size_bytes
+        self.here[block], block.state, self.used_bytes = None, State.ON_DEVICE, used

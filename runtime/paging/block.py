@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +35,7 @@ class Block:
     Only the pager changes a block, under its lock, and the mover that the pager calls (`address`, `slot`, `tier`).
 
     key: identifies the storage. No other storage gets this key until `let_go`.
+    storage: returns a reference that keeps the storage alive, or None if the storage is gone or the block was forgotten.
     address: of its memory, as the mover left it; user code may give the storage other memory.
     span: the pages that can leave the device; None if the block cannot leave (too small, or not teraio's memory).
     slot, tier: where its copy is, or will be.
@@ -67,6 +70,7 @@ class Block:
         "source",
         "span",
         "state",
+        "storage",
         "tier",
         "trace_id",
         "updates",
@@ -80,6 +84,8 @@ class Block:
     def __init__(self, *, storage: torch.UntypedStorage, name: str, kind: str, user_visible: bool, span: Span | None) -> None:
         self._weak: StorageWeakRef | None = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.key = int(self._weak.cdata)
+        # PyTorch keeps the object that stands for a storage in Python as long as the storage.
+        self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
         self.name = name
         self.kind = kind
         self.size_bytes = storage.nbytes()
@@ -112,14 +118,7 @@ class Block:
     @property
     def dead(self) -> bool:
         """Whether nobody holds the storage any more, or the block was forgotten."""
-        weak = self._weak
-        # What `StorageWeakRef.expired` does after two more calls. Whoever makes room asks this of every block.
-        return weak is None or bool(torch.UntypedStorage._expired(weak.cdata))
-
-    def storage(self) -> torch.UntypedStorage | None:
-        """Return a reference that keeps the storage alive, or None if the storage is gone or the block was forgotten."""
-        weak = self._weak
-        return None if weak is None else torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+        return self.storage() is None
 
     def let_go(self) -> None:
         """The block was forgotten: stop watching its storage.
@@ -128,3 +127,8 @@ class Block:
         such pieces would keep the heap from using the memory between them again.
         """
         self._weak = self.source = None
+        self.storage = _gone
+
+
+def _gone() -> None:
+    """There is no storage any more."""

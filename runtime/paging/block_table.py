@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from runtime.paging.block import Block, State
 from runtime.paging.mover import Mover
+
+
+class _Watch(weakref.ref[torch.UntypedStorage]):
+    """Reports that a storage has died. PyTorch keeps the object that stands for a storage in Python as long as the storage."""
+
+    __slots__ = ("block",)
+    block: Block
 
 
 class BlockTable:
@@ -16,6 +25,9 @@ class BlockTable:
     def __init__(self, mover: Mover | None) -> None:
         self._mover = mover
         self._blocks: dict[int, Block] = {}
+        self._watches: dict[int, _Watch] = {}
+        self._reported: deque[_Watch] = deque()  # storages die at any line, in any thread: their reports wait here
+        self._dead: dict[Block, None] = {}
 
     def __iter__(self) -> Iterator[Block]:
         """All blocks, dead ones included, in the order in which they became known."""
@@ -25,13 +37,24 @@ class BlockTable:
         """Return the block of the storage, if there is one."""
         return self._blocks.get(storage._cdata)
 
-    def add(self, block: Block) -> None:
-        """Add a block whose storage has none."""
-        self._blocks[block.key] = block
+    def add(self, block: Block, storage: torch.UntypedStorage) -> None:
+        """Add the block of a storage that has none."""
+        watch = _Watch(storage, self._reported.append)
+        watch.block = block
+        self._watches[block.key], self._blocks[block.key] = watch, block
 
     def remove(self, block: Block) -> None:
         """Remove a block that is in the table."""
-        del self._blocks[block.key]
+        del self._blocks[block.key], self._watches[block.key]
+
+    def dead(self) -> list[Block]:
+        """Return the blocks in the table whose storage has died."""
+        while self._reported:
+            self._dead[self._reported[0].block] = None
+            self._reported.popleft()
+        if self._dead:
+            self._dead = {block: None for block in self._dead if self.holds(block)}
+        return [block for block in self._dead if block.dead]
 
     def holds(self, block: Block) -> bool:
         """Whether the block is in the table: it was not forgotten."""
@@ -49,9 +72,12 @@ class BlockTable:
 
     def replaced(self) -> list[Block]:
         """Return the blocks to whose storage user code gave other memory (`share_memory_`, `resize_`)."""
+        visible: Sequence[Block] = [block for block in self if block.user_visible]
+        if self._mover is not None:
+            visible = self._mover.maybe_replaced(visible)
         found = []
-        for block in self:
-            held = block.storage() if block.user_visible else None
+        for block in visible:
+            held = block.storage()
             if held is not None and not self.is_same(block, held):
                 found.append(block)
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -75,7 +76,9 @@ class BlockTransfers:
             finally:
                 held.clear()
 
-        self._transfers[block] = submit(block.slot, address, ended, ready)
+        transfer = submit(block.slot, address, ended, ready)
+        with suppress(MemoryError):  # the copy has begun; without this it goes on, but cannot be put first
+            self._transfers[block] = transfer
 
     def _begin_range(
         self, submit: Callable[..., Transfer], block: Block, begin_bytes: int, memory: torch.Tensor, ready: Ready | None

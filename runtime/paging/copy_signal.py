@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
-from planner.errors import StorageError
 from runtime.paging.block import Block, State
 from runtime.paging.mover import Mover
 from runtime.system import Name, annotate, first_of
@@ -23,7 +23,7 @@ class CopySignal:
     has ended. The public methods of `Pager` and the callbacks of copies take it; all else in this folder is called with it
     held. Whoever frees memory begins the prefetches that wait for room, in the order in which they were asked for.
 
-    condition: the lock; notified when a copy has ended or a lent block was given back.
+    condition: notified when a copy has ended or a lent block was given back. lock: that of the condition.
     busy_seconds: returns for how long each link has been copying. now_seconds: the host's clock.
     waited_seconds: seconds that the training thread has waited for copies, for room and for updates on the host.
     exposed_seconds: for each link, the part of its busy seconds in which the training thread waited. The rest was hidden.
@@ -37,13 +37,16 @@ class CopySignal:
         busy_seconds: Callable[[], Mapping[str, float]] = dict,
         now_seconds: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.condition = condition or threading.Condition()
+        lock = threading.RLock()
+        self.condition = condition or threading.Condition(lock)
+        self.lock: AbstractContextManager[object] = self.condition if condition is not None else lock  # faster than a condition
         self.now_seconds = now_seconds
         self.waited_seconds = 0.0
         self.exposed_seconds: dict[str, float] = {}
         self._mover = mover
         self._busy_seconds = busy_seconds
-        self._failure: StorageError | None = None
+        self._failure: Exception | None = None
+        self._waiting = 0
 
     def wait(self, what: Name = "for a copy") -> None:
         """Wait until a copy has ended. For the training thread: the time counts.
@@ -54,7 +57,7 @@ class CopySignal:
         began, before = self.now_seconds(), self._busy_seconds()
         try:
             with annotate("wait", what):
-                while not self.condition.wait(CHECK_SECONDS):
+                while not self._notified(CHECK_SECONDS):
                     self._check()
         finally:
             self.waited_seconds += self.now_seconds() - began
@@ -63,15 +66,16 @@ class CopySignal:
 
     def poll(self, seconds: float) -> None:
         """Wait for at most so long. For any thread: the time does not count. Raises like `wait`."""
-        self.condition.wait(seconds)
+        self._notified(seconds)
         self._check()
 
     def notify(self) -> None:
         """Wake all threads that wait."""
-        self.condition.notify_all()
+        if self._waiting:
+            self.condition.notify_all()
 
-    def fail(self, failure: StorageError) -> None:
-        """Keep the error of a copy until the training thread asks for it."""
+    def fail(self, failure: Exception) -> None:
+        """Keep the error of a copy, or of what follows it, until the training thread asks for it."""
         self._failure = failure
 
     def raise_failure(self) -> None:
@@ -79,6 +83,13 @@ class CopySignal:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+
+    def _notified(self, seconds: float) -> bool:
+        self._waiting += 1
+        try:
+            return self.condition.wait(seconds)
+        finally:
+            self._waiting -= 1
 
     def _check(self) -> None:
         if self._mover is not None:

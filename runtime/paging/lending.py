@@ -52,7 +52,7 @@ class Lending:
         """See `Pager.reserve_for_host`."""
         if any(b.state not in (State.OFFLOADED, State.OFFLOADING) or self._host_address(b) is None for b in blocks):
             return False
-        self._transitions.reserved_for_host.update(blocks)
+        self._transitions.reserved_for_host |= set(blocks)
         return True
 
     def lend_memory(self, blocks: Sequence[Block]) -> list[int] | None:
@@ -68,15 +68,26 @@ class Lending:
             self._transitions.begin_update(blocks)
             return addresses
         finally:
-            self._transitions.reserved_for_host.difference_update(blocks)
-            self._prefetches.begin_ready()
+            self._end_reservation(blocks)
 
     def give_back(self, blocks: Sequence[Block]) -> None:
         """See `Pager.give_back`."""
+        try:
+            self._transitions.end_update(blocks)
+        except BaseException:
+            self._transitions.end_update(blocks)  # those that are left
+            raise
+        finally:
+            self._end_reservation(blocks)
+            self._signal.notify()
+
+    def _end_reservation(self, blocks: Sequence[Block]) -> None:
+        """Never fails: the training thread hears of errors."""
         self._transitions.reserved_for_host.difference_update(blocks)
-        self._transitions.end_update(blocks)
-        self._prefetches.begin_ready()
-        self._signal.notify()
+        try:
+            self._prefetches.begin_ready()
+        except Exception as failure:
+            self._signal.fail(failure)
 
     def _send_away(self, block: Block) -> None:
         if block.span is None or block.pins or block.dead:

@@ -36,11 +36,18 @@ class Mover(Protocol):
     not the host: `wait_resident` for copies in, `release` for copies out.
     """
 
+    @property
+    def keeps_mappings(self) -> bool:
+        """Whether it has to be told that user code has run, see `invalidate_mapping`."""
+
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         """Return the part of `storage` that can leave the device; None if the storage has to stay."""
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
         """Whether `storage`, the block's, still has the memory that the block was last seen with or moved to."""
+
+    def maybe_replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Return those of `blocks` whose storages may have other memory or size now. A quick look at many; all is right too."""
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
         """Move the data of `storage` to memory that it can leave the device from, unless it is there or must stay where it is."""
@@ -58,7 +65,7 @@ class Mover(Protocol):
         """
 
     def finished(self, block: Block) -> bool:
-        """Whether a copy out whose `Done` was called has ended. Never waits."""
+        """Whether a copy out whose `Done` was called has ended. Never waits. Such copies end in the order in which they began."""
 
     def release(self, block: Block) -> None:
         """Free the memory of a block whose slot is valid. From now on the slot stands in for it."""

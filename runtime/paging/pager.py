@@ -7,7 +7,6 @@ early or wrong: that costs time, but never correctness and never the budget.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +61,7 @@ class Pager:
         self._mover = mover
         self._signal = CopySignal(condition=condition, mover=mover, busy_seconds=busy_seconds, now_seconds=now_seconds)
         self.condition = self._signal.condition
+        self._lock = self._signal.lock
         self._eviction = EvictionPolicy()
         self._transitions = BlockTransitions(
             self.account, self.table, self._signal, mover, copy_ended=lambda: self._prefetches.begin_ready()
@@ -107,13 +107,13 @@ class Pager:
     @property
     def movable_bytes(self) -> int:
         """Bytes of all blocks that can leave the device, wherever they are. For any thread."""
-        with self.condition:
+        with self._lock:
             return sum(block.size_bytes for block in self.table if block.span is not None and not block.dead)
 
     @property
     def immovable_bytes(self) -> int:
         """Bytes that cannot leave the device: of other blocks, and those in no block. For any thread."""
-        with self.condition:
+        with self._lock:
             kept = sum(block.size_bytes for block in self.table if block.span is None and not block.dead)
             return kept + self.unmoved_bytes
 
@@ -144,7 +144,7 @@ class Pager:
 
     def add_waited(self, seconds: float) -> None:
         """Count time in which the training thread waited for an update on the host."""
-        with self.condition:
+        with self._lock:
             self._signal.waited_seconds += seconds
 
     # -- which blocks there are
@@ -152,7 +152,7 @@ class Pager:
     @property
     def blocks(self) -> list[Block]:
         """All blocks that are alive."""
-        with self.condition:
+        with self._lock:
             self._transitions.sweep()
             return list(self.table)
 
@@ -166,14 +166,18 @@ class Pager:
         storage = tensor.untyped_storage()
         block = self.table.find(storage)
         if block is None or not self.table.is_same(block, storage):
-            with self.condition:
+            with self._lock:
                 if block is not None:
                     self._transitions.forget(block)
                 span = self._mover.span(storage) if self._mover is not None else None
                 block = Block(storage=storage, name=name, kind=kind, user_visible=user_visible, span=span)
                 block.born = self.iteration
-                self.table.add(block)
-                self.account.add(block.size_bytes)
+                self.account.add(block)
+                try:
+                    self.table.add(block, storage)
+                except BaseException:
+                    self.account.remove(block)
+                    raise
                 if user_visible:
                     self.account.recognise(block.size_bytes)
         elif user_visible and not block.user_visible:
@@ -196,26 +200,26 @@ class Pager:
 
     def forget_dead(self) -> None:
         """Drop all blocks whose storage nobody holds any more, and free their slots."""
-        with self.condition:
+        with self._lock:
             self._transitions.sweep()
 
     # -- what the timeline and the optimizer know of blocks
 
     def show_to_user(self, blocks: Sequence[Block]) -> None:
         """User code can reach these blocks from now on."""
-        with self.condition:
+        with self._lock:
             for block in blocks:
                 block.user_visible = True
 
     def record_uses(self, uses: Mapping[Block, tuple[int, ...]]) -> None:
         """Set the positions within an iteration at which each block was used the last time."""
-        with self.condition:
+        with self._lock:
             for block, positions in uses.items():
                 block.uses = positions
 
     def assign_trace_ids(self, ids: Mapping[Block, int]) -> None:
         """Set the id of each block in the trace that the current plan was made for."""
-        with self.condition:
+        with self._lock:
             for block, trace_id in ids.items():
                 block.trace_id = trace_id
 
@@ -226,7 +230,7 @@ class Pager:
 
     def advance_clock(self, next_uses: Mapping[Block, int] | None = None) -> None:
         """One stage has passed, or a region begins. next_uses: after how many more stages each block is expected to be used."""
-        with self.condition:
+        with self._lock:
             self._eviction.clock += 1
             for block, stages in (next_uses or {}).items():
                 block.next_use = self._eviction.clock + stages
@@ -240,7 +244,7 @@ class Pager:
         Waits until all copies have ended, or will have before the device goes on. Raises BudgetError if it cannot fit,
         StorageError if a copy failed; then nothing is held.
         """
-        with self.condition:
+        with self._lock:
             self._stages.acquire(blocks, new_bytes, what, then_fetch)
 
     def retire(self, blocks: Sequence[Block], written: Sequence[Block], *, last_used: Sequence[Block] = ()) -> None:
@@ -248,7 +252,7 @@ class Pager:
 
         last_used: blocks that nobody may hold any more; those that are dead count as free at once.
         """
-        with self.condition:
+        with self._lock:
             self._stages.retire(blocks, written, last_used)
 
     # -- hints of a plan
@@ -258,28 +262,30 @@ class Pager:
 
         The block stays if the lower tiers have no room for it. See [Note: Why a block leaves] for what happens then.
         """
-        with self.condition:
+        with self._lock:
             idle = block.state is State.ON_DEVICE and not block.pins and block.span is not None
             if idle and self.table.is_current(block):
-                with contextlib.suppress(StorageFullError):
+                try:
                     self._transitions.begin_offload(block, tier)
+                except StorageFullError:
+                    pass
 
     def drop(self, block: Block) -> None:
         """Free the memory of a block that is on the device and that its `source` can make anew; others stay. Never waits."""
-        with self.condition:
+        with self._lock:
             here = block.state is State.ON_DEVICE or block in self._transitions.queued_offloads
             if here and block.can_be_dropped and self.table.is_current(block):
                 self._transitions.drop(block)
 
     def renew(self, fresh: Mapping[Block, torch.UntypedStorage]) -> None:
         """Give dropped blocks the memory of storages of their sizes, which hold their contents and end here. Never waits."""
-        with self.condition:
+        with self._lock:
             for block, storage in fresh.items():
                 self._transitions.renew(block, storage)
 
     def prefetch(self, block: Block) -> None:
         """Bring a block back as soon as there is room, after those asked for before. Never waits."""
-        with self.condition:
+        with self._lock:
             self._prefetches.ask_for([block])
 
     def evict_until_free(self, size_bytes: int, *, keep: Sequence[Block]) -> None:
@@ -287,7 +293,7 @@ class Pager:
 
         Raises StorageFullError if the lower tiers have no room.
         """
-        with self.condition:
+        with self._lock:
             short = size_bytes - self.account.free_bytes - self.account.offloading_bytes
             if short > 0:
                 self._room.evict(short, keep)
@@ -297,24 +303,24 @@ class Pager:
 
         Only those that waited for their link alone: an earlier prefetch would not have helped the others.
         """
-        with self.condition:
+        with self._lock:
             return self._prefetches.take_late()
 
     # -- around compiled regions, see [Note: User code]
 
     def enter_region(self) -> None:
         """A compiled region begins. Never waits. Raises StorageError if a copy has failed meanwhile."""
-        with self.condition:
+        with self._lock:
             self._regions.enter()
 
     def leave_region(self) -> None:
         """A compiled region ends. Waits until no block that user code can reach is being copied."""
-        with self.condition:
+        with self._lock:
             self._regions.leave()
 
     def bring_back_all(self) -> None:
         """Bring every block to the device that was not dropped, whatever the budget. Waits until all copies have ended."""
-        with self.condition:
+        with self._lock:
             self._regions.bring_back_all()
 
     # -- updates of blocks in their slots, see [Note: Lent slots]
@@ -325,12 +331,12 @@ class Pager:
         Raises StorageError if a copy failed or one of them cannot leave, StorageFullError if the lower tiers have no room.
         None is lent then.
         """
-        with self.condition:
+        with self._lock:
             self._lending.lend(blocks)
 
     def waits_in_host_tier(self, blocks: Sequence[Block]) -> bool:
         """Whether all blocks are in the host tier, or on their way there, so that the processor can update them. Never waits."""
-        with self.condition:
+        with self._lock:
             return self._lending.waits_in_host_tier(blocks)
 
     def reserve_for_host(self, blocks: Sequence[Block]) -> bool:
@@ -339,7 +345,7 @@ class Pager:
         Returns whether they are reserved. No prefetch takes them until `lend_memory` or `give_back` is called for them; a
         stage that needs one does.
         """
-        with self.condition:
+        with self._lock:
             return self._lending.reserve_for_host(blocks)
 
     def lend_memory(self, blocks: Sequence[Block]) -> list[int] | None:
@@ -348,7 +354,7 @@ class Pager:
         Returns None, and lends nothing, if one of them does not get to the host tier in one piece. Waits until those on their
         way have arrived. For any thread. What the device was asked to write to the slots by itself must have ended before.
         """
-        with self.condition:
+        with self._lock:
             return self._lending.lend_memory(blocks)
 
     def give_back(self, blocks: Sequence[Block]) -> None:
@@ -356,20 +362,20 @@ class Pager:
 
         Never waits. For any thread.
         """
-        with self.condition:
+        with self._lock:
             self._lending.give_back(blocks)
 
     def read_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
         """Begin to read a range of a lent slot, see `Mover.read_range`."""
-        with self.condition:
+        with self._lock:
             return self._transitions.need_mover().read_range(block, begin_bytes, memory)
 
     def write_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
         """Begin to write a range of a lent slot, see `Mover.write_range`."""
-        with self.condition:
+        with self._lock:
             return self._transitions.need_mover().write_range(block, begin_bytes, memory)
 
     def drop_void_copies(self, tier: WaitingTier) -> None:
         """Free the slots in `tier` of blocks on the device that were written since. Never waits."""
-        with self.condition:
+        with self._lock:
             self._transitions.drop_void_copies(tier)

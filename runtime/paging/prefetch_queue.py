@@ -30,7 +30,7 @@ class PrefetchQueue:
 
     def ask_for(self, blocks: Sequence[Block]) -> None:
         """Add prefetches of those blocks that are not on the device, and begin those that have room."""
-        asked = [b for b in blocks if b.state not in _NOT_FETCHED]
+        asked = [b for b in blocks if not (b.state is State.ON_DEVICE or b.state in _NOT_FETCHED)]
         self._waiting.extend(asked)
         self.begin_ready()
         for block in asked:
@@ -42,7 +42,7 @@ class PrefetchQueue:
 
     def begin_ready(self) -> None:
         """Begin the prefetches that have room, strictly in order."""
-        if self._beginning:  # a copy that ended at once calls again
+        if self._beginning or not self._waiting:  # a copy that ended at once calls again
             return
         self._beginning = True
         try:
@@ -73,12 +73,20 @@ class PrefetchQueue:
     def _has_room(self, size_bytes: int) -> bool:
         """Whether so many bytes are free. Takes the memory of queued offloads if that is enough to make them free."""
         short = size_bytes - self._account.free_bytes
-        takeable = [block for block in self._transitions.queued_offloads if not block.pins and block.copy_is_valid]
-        if short > sum(block.size_bytes for block in takeable):
+        if short <= 0:
+            return True
+        takeable: list[Block] = []
+        more = short
+        for block in self._transitions.queued_offloads:
+            if not block.pins and block.copy_is_valid:
+                takeable.append(block)
+                more -= block.size_bytes
+                if more <= 0:
+                    break
+        else:
             return False
         for block in takeable:
-            if short > 0:
-                short -= self._transitions.take_memory(block)
+            short -= self._transitions.take_memory(block)
         return short <= 0
 
     # -- late prefetches

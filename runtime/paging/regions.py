@@ -8,9 +8,11 @@ later whose copy was valid before, the mover may find that it was not changed, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from runtime.device import Device
 from runtime.paging.account import MemoryAccount
-from runtime.paging.block import State
+from runtime.paging.block import Block, State
 from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal, awaited
 from runtime.paging.mover import Mover
@@ -48,27 +50,43 @@ class Regions:
         self._transitions.sweep()
         self._transitions.forget_replaced()
         self._account.external_bytes = self._device.external_bytes(self._account.used_bytes + self._account.fixed_bytes)
-        self._prefetches.in_user_code = False
         self._invalidate_mappings()
+        self._prefetches.in_user_code = False
 
     def leave(self) -> None:
         """See `Pager.leave_region`."""
         self._prefetches.in_user_code = True
-        self._transitions.sweep()
-        visible = [block for block in self._table if block.user_visible]
-        while True:
-            for block in [b for b in self._transitions.queued_offloads if b.user_visible]:  # each wait may add some
-                self._transitions.take_memory(block)
-            if all(block.state in (State.ON_DEVICE, State.OFFLOADED) for block in visible):
-                break
-            self._signal.wait("for blocks that user code can reach")
-        resident = [block for block in visible if block.state is State.ON_DEVICE]
-        for block in resident:
-            self._transitions.assume_written(block)
+        try:
+            self._transitions.sweep()
+            visible = self._visible()
+            self._wait_until_still(visible)
+            resident = self._assume_written(visible)
+        except BaseException:  # user code goes on, and may write to them
+            self._assume_written(self._visible())
+            raise
         if self._mover is not None:
             self._mover.wait_resident(resident)
         self._room.trim()
         self._signal.raise_failure()
+
+    def _visible(self) -> list[Block]:
+        """Those that have memory on the device, or lent slots."""
+        return [block for block in self._account.here if block.user_visible]
+
+    def _wait_until_still(self, visible: Sequence[Block]) -> None:
+        while True:
+            for block in [b for b in self._transitions.queued_offloads if b.user_visible]:  # each wait may add some
+                self._transitions.take_memory(block)
+            if all(block.state in (State.ON_DEVICE, State.OFFLOADED) for block in visible):
+                return
+            self._signal.wait("for blocks that user code can reach")
+
+    def _assume_written(self, visible: Sequence[Block]) -> list[Block]:
+        """User code may write to these blocks from now on. Return those that are ON_DEVICE."""
+        for block in visible:
+            if block.state in (State.ON_DEVICE, State.OFFLOADING):
+                self._transitions.assume_written(block)
+        return [block for block in visible if block.state is State.ON_DEVICE]
 
     def bring_back_all(self) -> None:
         """See `Pager.bring_back_all`."""
@@ -90,7 +108,9 @@ class Regions:
 
     def _invalidate_mappings(self) -> None:
         """User code may have written to what stands in for the blocks that are away."""
+        if self._mover is None or not self._mover.keeps_mappings:
+            return
         for block in self._table:
             held = block.storage() if block.user_visible and block.state is State.OFFLOADED else None
-            if held is not None and self._mover is not None:
+            if held is not None:
                 self._mover.invalidate_mapping(block)

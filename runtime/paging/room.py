@@ -62,7 +62,7 @@ class RoomMaker:
 
     def evict(self, wanted_bytes: int, keep: Collection[Block] = ()) -> None:
         """Begin to offload blocks, but none of `keep`, until `wanted_bytes` will be free or no block is left."""
-        for block in self._eviction.order(self._table, keep=keep):
+        for block in self._eviction.order(self._account.here, keep=keep):
             if wanted_bytes <= 0:
                 return
             wanted_bytes -= block.size_bytes

@@ -71,14 +71,20 @@ class Stages:
 
     def retire(self, blocks: Sequence[Block], written: Sequence[Block], last_used: Sequence[Block]) -> None:
         """See `Pager.retire`."""
-        for block in last_used:
-            if block.dead:
-                self._transitions.forget(block)
-        for block in written:
-            self._transitions.write(block)
-        self._release(blocks)
+        try:
+            for block in written:
+                self._transitions.write(block)
+            for block in last_used:
+                if block.dead:
+                    self._transitions.forget(block)
+        except BaseException:
+            for block in written:  # no slot of these may count as valid; twice does no harm
+                self._transitions.write(block)
+            raise
+        finally:
+            self._release(blocks)
         self._account.note_peak()
 
     def _release(self, blocks: Sequence[Block]) -> None:
-        self._transitions.unpin(blocks)
         self._account.reserved_bytes = 0
+        self._transitions.unpin(blocks)

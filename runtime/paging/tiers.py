@@ -61,7 +61,11 @@ class Tiers:
                 except StorageFullError as error:
                     full = full or error
                     continue
-                self.free(block)
+                try:
+                    self.free(block)
+                except BaseException:
+                    tier.store.release(slot)
+                    raise
                 block.slot, block.tier = slot, tier.name
                 return tier
             raise full or StorageError(f"{block} has nowhere to go; this is a bug in teraio, please report it")

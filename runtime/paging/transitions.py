@@ -58,6 +58,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 
 import torch
 
@@ -110,8 +111,9 @@ class BlockTransitions:
     def pin(self, blocks: Sequence[Block]) -> None:
         """Hold blocks for a stage: those on the device stay there."""
         for block in blocks:
-            block.pins += 1
             self.keep(block)
+        for block in blocks:
+            block.pins += 1
 
     def unpin(self, blocks: Sequence[Block]) -> None:
         """Undo one `pin`."""
@@ -144,55 +146,73 @@ class BlockTransitions:
         if block.copy_is_valid:
             self._finish_offload(block)
             return
-        self._enter_offloading(block)
+        self._account.begin_offload(block)
         try:
-            self._copy_out(block, tier, partial(self._copied_out, block, block.version))
+            self._copy_out(block, tier, partial(self._after_copy, block, partial(self._copied_out, block, block.version)))
         except BaseException:
-            self._leave_offloading(block)
+            self._account.end_offload(block)
             raise
 
-    def _copied_out(self, block: Block, version: int, error: StorageError | None) -> None:
-        with self._signal.condition:
-            self._leave_offloading(block)
+    def _after_copy(self, block: Block, end: Callable[[StorageError | None], None], error: StorageError | None) -> None:
+        """A copy has ended: call `end`, in the thread of the copy. Whatever fails there, the training thread hears of it."""
+        with self._signal.lock:
             try:
-                if error is not None:
-                    raise error
-                block.copy_is_valid = block.version == version
-                if block.copy_is_valid and not block.pins:
-                    self._finish_or_queue(block)
-            except StorageError as failure:
+                end(error)
+            except Exception as failure:
                 self._signal.fail(failure)
-            self._copy_ended()
+                self._settle(block)
+            try:
+                self._copy_ended()
+            except Exception as failure:
+                self._signal.fail(failure)
             self._signal.notify()
+
+    def _settle(self, block: Block) -> None:
+        """The copy of a block has ended, but what should have followed has failed: the block stays where it was."""
+        if block.state is State.OFFLOADING and block not in self.queued_offloads:
+            self._account.end_offload(block)
+        elif block.state is State.PREFETCHING:
+            self._account.end_prefetch(block)
+            self._account.remove(block)
+
+    def _copied_out(self, block: Block, version: int, error: StorageError | None) -> None:
+        self._account.end_offload(block)
+        if error is not None:
+            raise error
+        block.copy_is_valid = block.version == version
+        if block.copy_is_valid and not block.pins:
+            self._finish_or_queue(block)
 
     def _finish_or_queue(self, block: Block) -> None:
         if self.need_mover().finished(block):
             self._finish_offload(block)
         else:
-            self._enter_offloading(block)
             self.queued_offloads[block] = None
+            self._account.begin_offload(block)
 
     def _finish_offload(self, block: Block) -> None:
         held = block.storage()  # its memory must not be freed and used again while other pages are put in its place
         if held is None:
             return
-        self.need_mover().release(block)
-        block.state = State.OFFLOADED
-        self._account.remove(block.size_bytes)
+        self._free(block, State.OFFLOADED, self.need_mover().release)
 
-    def _enter_offloading(self, block: Block) -> None:
-        block.state = State.OFFLOADING
-        self._account.begin_offload(block.size_bytes)
+    def _free(self, block: Block, state: State, free: Callable[[Block], None]) -> None:
+        """Call `free`, which frees the memory of a block that is ON_DEVICE; the block is in `state` then.
 
-    def _leave_offloading(self, block: Block) -> None:
-        block.state = State.ON_DEVICE
-        self._account.end_offload(block.size_bytes)
+        The memory is freed last: that cannot be undone if what follows fails.
+        """
+        self._account.remove(block, state)
+        try:
+            free(block)
+        except BaseException:
+            self._account.add(block)
+            raise
 
     def keep(self, block: Block) -> None:
         """If the block is a queued offload, let it stay on the device: it is needed there."""
         if block in self.queued_offloads:
+            self._account.end_offload(block)
             del self.queued_offloads[block]
-            self._leave_offloading(block)
 
     def take_memory(self, block: Block) -> int:
         """Take the memory of a queued offload. Returns its bytes; 0 if a stage holds it or it was written meanwhile."""
@@ -248,35 +268,27 @@ class BlockTransitions:
         if held is None:
             self.forget(block)
             return
-        block.state = State.PREFETCHING
-        self._account.begin_prefetch(block.size_bytes)
-        done = partial(self._copied_in, block)
+        done = partial(self._after_copy, block, partial(self._copied_in, block))
+        self._account.begin_prefetch(block)
         try:
+            self._account.note_peak()
             self.need_mover().copy_in(block, done)
         except StorageError as failure:
             done(failure)  # not raised: this may be an I/O thread that has ended another copy
         except BaseException:
-            self._account.end_prefetch()
-            self._stay_away(block)
+            self._account.end_prefetch(block)
+            self._account.remove(block)
             raise
 
     def _copied_in(self, block: Block, error: StorageError | None) -> None:
-        with self._signal.condition:
-            self._account.end_prefetch()
-            try:
-                if error is not None:
-                    raise error
-                self.need_mover().install(block)
-                block.state = State.ON_DEVICE
-            except StorageError as failure:
-                self._signal.fail(failure)
-                self._stay_away(block)
-            self._copy_ended()
-            self._signal.notify()
-
-    def _stay_away(self, block: Block) -> None:
-        block.state = State.OFFLOADED
-        self._account.remove(block.size_bytes)
+        self._account.end_prefetch(block)
+        try:
+            if error is not None:
+                raise error
+            self.need_mover().install(block)
+        except BaseException:
+            self._account.remove(block)
+            raise
 
     # -- dropped, and made anew
 
@@ -289,34 +301,38 @@ class BlockTransitions:
             return
         if block.tier is not None:
             self._drop_copies([block])
-        self.need_mover().discard(block)
         block.copy_is_valid = block.assumed_written = False
-        block.state = State.DROPPED
-        self._account.remove(block.size_bytes)
+        self._free(block, State.DROPPED, self.need_mover().discard)
         self._copy_ended()
 
     def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
         """Give a block that is DROPPED the memory of `fresh`, which holds its content."""
-        self.need_mover().renew(block, fresh)
         self.write(block)
-        block.state = State.ON_DEVICE
-        self._account.add(block.size_bytes)
+        self._account.add(block)
+        try:
+            self.need_mover().renew(block, fresh)
+        except BaseException:
+            self._account.remove(block, State.DROPPED)
+            raise
 
     # -- changes in the slot
 
     def begin_update(self, blocks: Sequence[Block]) -> None:
-        """Lend the slots of blocks that are OFFLOADED."""
+        """Lend the slots of blocks that are OFFLOADED: all of them, or none if that fails."""
         for block in blocks:
             self.need_mover().invalidate_mapping(block)
+        for block in blocks:
+            self._account.here[block] = None
+        for block in blocks:
             block.state = State.UPDATING
 
     def end_update(self, blocks: Sequence[Block]) -> None:
         """Those of `blocks` that are UPDATING hold what is in their slots now."""
         for block in blocks:
             if block.state is State.UPDATING:
-                block.version += 1
-                block.updates += 1
-                block.state = State.OFFLOADED
+                version, updates = block.version + 1, block.updates + 1
+                block.version, block.updates, block.state = version, updates, State.OFFLOADED
+                self._account.here.pop(block, None)
 
     # -- the end
 
@@ -325,20 +341,22 @@ class BlockTransitions:
         self.keep(block)
         if block.state not in (State.ON_DEVICE, State.OFFLOADED, State.DROPPED) or not self._table.holds(block):
             return
-        self._table.remove(block)
-        if block.state is State.ON_DEVICE:
-            self._account.remove(block.size_bytes)
+        account = self._account
+        left, moves = account.used_bytes - (block.size_bytes if block.state is State.ON_DEVICE else 0), account.moves + 1
+        account.here.pop(block, None)
         if self._mover is not None:
             self._mover.forget(block)
+        self._table.remove(block)
+        account.used_bytes, account.moves = left, moves
         block.let_go()
 
     def sweep(self) -> None:
         """Take the memory of queued offloads whose copy has ended, and forget dead blocks."""
         if self._mover is not None:
             self._mover.poll()
-        for block in [b for b in self.queued_offloads if self.need_mover().finished(b)]:
+        for block in list(takewhile(self._mover.finished, self.queued_offloads)) if self._mover is not None else ():
             self.take_memory(block)
-        for block in [b for b in self._table if b.dead]:
+        for block in self._table.dead():
             self.forget(block)
 
     def forget_replaced(self) -> None:

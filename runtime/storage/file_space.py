@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
-from runtime.storage.free_space import take_largest_holes
+from runtime.storage.free_space import FreeSpace, take_largest_holes
 from runtime.storage.run_directory import RunDirectory
 from runtime.storage.slot_store import SlotStore
 from runtime.storage.spill_file import DRIVE_FULL, SpillFile
@@ -110,19 +110,27 @@ class FileSpace(SlotStore):
 
     # -- for SlotStore, which holds the lock
 
-    def _take_extents(self, size_bytes: int, name: str) -> list[Extent]:
+    def _make_room(self, size_bytes: int, name: str) -> list[int]:
         shares = self._shares(size_bytes)
         try:
             self._grow_for(shares, name)
         except StorageFullError:
-            if sum(file.free.free_bytes for file in self._files) < size_bytes:
+            if sum(space.free_bytes for space in self._spaces()) < size_bytes:
                 raise
-            holes = take_largest_holes([file.free for file in self._files], size_bytes)
-            return [self._files[index].extent(offset, length) for index, offset, length in holes]
-        return [_take(file, share) for file, share in zip(self._files, shares, strict=True) if share]
+        return shares
 
-    def _give_back(self, extent: Extent) -> None:
-        self._by_path[extent.path].free.give(extent.offset_bytes, extent.length_bytes)
+    def _take_extents(self, shares: Sequence[int]) -> list[Extent]:
+        files = list(zip(self._files, shares, strict=True))
+        if any(file.free.largest_bytes < share for file, share in files):
+            holes = take_largest_holes(self._spaces(), sum(shares))
+            return [self._files[index].extent(offset, length) for index, offset, length in holes]
+        return [_take(file, share) for file, share in files if share]
+
+    def _spaces(self) -> list[FreeSpace]:
+        return [file.free for file in self._files]
+
+    def _space_of(self, extent: Extent) -> FreeSpace:
+        return self._by_path[extent.path].free
 
     def _free_everything(self) -> None:
         self._open.close()
@@ -142,7 +150,7 @@ class FileSpace(SlotStore):
     def _grow_for(self, shares: Sequence[int], name: str) -> None:
         """Grow every file until it has a hole as large as its share: by _GROWTH_BYTES if they fit, else by what is missing."""
         missing = [
-            share - file.free.tail_bytes(file.size_bytes) if file.free.largest_bytes < share else 0
+            share - file.free.tail_bytes if file.free.largest_bytes < share else 0
             for share, file in zip(shares, self._files, strict=True)
         ]
         if not any(missing):

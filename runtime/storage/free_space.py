@@ -3,77 +3,99 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from planner.errors import StorageError
 
+_Hole = tuple[int, int]  # offset and length
+
 
 class FreeSpace:
-    """The holes of one file, in bytes. Not thread-safe: the store's lock guards it."""
+    """The holes of one file, in bytes. Not thread-safe: the store's lock guards it.
+
+    Each change is one assignment: an error, such as memory that runs out, leaves everything as it was.
+
+    size_bytes: of the file, with what is in use.
+    """
 
     def __init__(self) -> None:
-        self._offsets: list[int] = []
-        self._lengths: dict[int, int] = {}
+        self.size_bytes = 0
+        self._holes: tuple[_Hole, ...] = ()  # from the lowest offset to the highest
 
     @property
     def free_bytes(self) -> int:
         """Sum of all holes."""
-        return sum(self._lengths.values())
+        return sum(length for _, length in self._holes)
 
     @property
     def largest_bytes(self) -> int:
         """Length of the largest hole, 0 if there is none."""
-        return max(self._lengths.values(), default=0)
+        return max((length for _, length in self._holes), default=0)
 
-    def tail_bytes(self, end: int) -> int:
-        """Return the length of the hole that ends at `end`, 0 if there is none."""
-        if not self._offsets:
-            return 0
-        last = self._offsets[-1]
-        return self._lengths[last] if last + self._lengths[last] == end else 0
+    @property
+    def tail_bytes(self) -> int:
+        """Length of the hole at the end of the file, 0 if there is none."""
+        offset, length = self._holes[-1] if self._holes else (0, 0)
+        return length if offset + length == self.size_bytes else 0
+
+    def grow(self, more_bytes: int) -> None:
+        """The file has so many more bytes at its end, all free."""
+        holes = self._with_hole(self.size_bytes, more_bytes)
+        self._holes, self.size_bytes = holes, self.size_bytes + more_bytes
 
     def take(self, size_bytes: int) -> int | None:
         """Take `size_bytes` from the smallest hole that is large enough; of equal holes, from the one with the lowest offset.
 
         Return the offset, None if no hole is large enough.
         """
-        fitting = [offset for offset in self._offsets if self._lengths[offset] >= size_bytes]
+        fitting = [hole for hole in self._holes if hole[1] >= size_bytes]
         if not fitting:
             return None
-        offset = min(fitting, key=lambda candidate: self._lengths[candidate])
-        self._shrink(offset, size_bytes)
-        return offset
+        hole = min(fitting, key=_length)
+        self._shrink(hole, size_bytes)
+        return hole[0]
 
     def take_largest(self, max_bytes: int) -> tuple[int, int] | None:
         """Take up to `max_bytes` from the largest hole. Return offset and length, None if nothing is free."""
-        if not self._offsets:
+        if not self._holes:
             return None
-        offset = max(self._offsets, key=lambda candidate: self._lengths[candidate])
-        length = min(self._lengths[offset], max_bytes)
-        self._shrink(offset, length)
-        return offset, length
+        hole = max(self._holes, key=_length)
+        taken = hole[0], min(hole[1], max_bytes)
+        self._shrink(hole, taken[1])
+        return taken
 
     def give(self, offset: int, length_bytes: int) -> None:
         """Make a range free, which must be in use. Join it with the holes on both sides."""
-        place = bisect_left(self._offsets, offset)
-        if place < len(self._offsets) and self._offsets[place] == offset + length_bytes:
-            length_bytes += self._lengths.pop(self._offsets.pop(place))
-        if place > 0:
-            before = self._offsets[place - 1]
-            if before + self._lengths[before] == offset:
-                self._lengths[before] += length_bytes
-                return
-        self._offsets.insert(place, offset)
-        self._lengths[offset] = length_bytes
+        self._holes = self._with_hole(offset, length_bytes)
 
-    def _shrink(self, offset: int, size_bytes: int) -> None:
-        place = bisect_left(self._offsets, offset)
-        left = self._lengths.pop(offset) - size_bytes
-        if left:
-            self._offsets[place] = offset + size_bytes
-            self._lengths[offset + size_bytes] = left
-        else:
-            self._offsets.pop(place)
+    def _with_hole(self, offset: int, length: int) -> tuple[_Hole, ...]:
+        begin = end = bisect_left(self._holes, (offset, 0))
+        if end < len(self._holes) and self._holes[end][0] == offset + length:
+            length += self._holes[end][1]
+            end += 1
+        if begin > 0 and sum(self._holes[begin - 1]) == offset:
+            begin -= 1
+            offset, length = self._holes[begin][0], length + self._holes[begin][1]
+        return (*self._holes[:begin], (offset, length), *self._holes[end:])
+
+    def _shrink(self, hole: _Hole, size_bytes: int) -> None:
+        place = bisect_left(self._holes, hole)
+        offset, left = hole[0] + size_bytes, hole[1] - size_bytes
+        rest = [(offset, left)] if left else []
+        self._holes = (*self._holes[:place], *rest, *self._holes[place + 1 :])
+
+
+@contextmanager
+def all_or_nothing(spaces: Iterable[FreeSpace]) -> Iterator[None]:
+    """If what is taken or given inside fails, put all of it back. The spaces must not grow inside."""
+    before = [(space, space._holes) for space in spaces]
+    try:
+        yield
+    except BaseException:
+        for space, holes in before:
+            space._holes = holes
+        raise
 
 
 def take_largest_holes(spaces: Sequence[FreeSpace], size_bytes: int) -> list[tuple[int, int, int]]:
@@ -90,3 +112,7 @@ def take_largest_holes(spaces: Sequence[FreeSpace], size_bytes: int) -> list[tup
         taken.append((index, *hole))
         size_bytes -= hole[1]
     return taken
+
+
+def _length(hole: _Hole) -> int:
+    return hole[1]

@@ -52,7 +52,7 @@ class HostStore(SlotStore):
             )
         check_host_memory(size, host_limits() if limits is None else limits)
         self._free = FreeSpace()
-        self._free.give(0, size)
+        self._free.grow(size)
         self._pinner: Pinner | None = None
         self._slab = Slab(size)
         try:
@@ -130,21 +130,28 @@ class HostStore(SlotStore):
 
     # -- for SlotStore, which holds the lock
 
-    def _take_extents(self, size_bytes: int, name: str) -> list[Extent]:
+    def _make_room(self, size_bytes: int, name: str) -> list[int]:
         free = self._free.free_bytes
         if size_bytes > free:
             raise StorageFullError(
                 f"block {name!r} needs {size_bytes:,} bytes of host memory, but {free:,} of the host_budget of "
                 f"{self.capacity_bytes:,} are free; raise host_budget, or give storage"
             )
+        return [size_bytes]
+
+    def _take_extents(self, shares: Sequence[int]) -> list[Extent]:
+        (size_bytes,) = shares
         offset = self._free.take(size_bytes)
         if offset is not None:
             return self._extents(offset, size_bytes)
         holes = take_largest_holes([self._free], size_bytes)
         return [extent for _, offset, length in holes for extent in self._extents(offset, length)]
 
-    def _give_back(self, extent: Extent) -> None:
-        self._free.give(extent.offset_bytes, extent.length_bytes)
+    def _spaces(self) -> list[FreeSpace]:
+        return [self._free]
+
+    def _space_of(self, extent: Extent) -> FreeSpace:
+        return self._free
 
     def _free_everything(self) -> None:
         if self._pinner is not None:

@@ -7,11 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from planner.errors import StorageError
+from runtime.storage.free_space import FreeSpace, all_or_nothing
 from runtime.storage.store import Chunk, Extent, Slot, align_up
 
 
 class SlotStore(ABC):
     """Keeps the set of slots in use, guarded by `_lock`. A subclass knows where their bytes lie, and copies them.
+
+    A slot is taken or released completely or not at all, also if memory runs out meanwhile.
 
     tier: the name of the tier, for messages.
     """
@@ -31,10 +34,13 @@ class SlotStore(ABC):
         size = align_up(max(size_bytes, 1))
         with self._lock:
             self._check_open()
-            extents = tuple(self._take_extents(size, name))
-            slot = Slot(name=name, size_bytes=size, content_bytes=size_bytes, extents=extents)
-            self._in_use.add(slot)
-            self._used_bytes += size
+            used = self._used_bytes + size
+            shares = self._make_room(size, name)
+            with all_or_nothing(self._spaces()):
+                extents = tuple(self._take_extents(shares))
+                slot = Slot(name=name, size_bytes=size, content_bytes=size_bytes, extents=extents)
+                self._in_use.add(slot)
+            self._used_bytes = used
             return slot
 
     def release(self, slot: Slot) -> None:
@@ -45,10 +51,12 @@ class SlotStore(ABC):
                 raise StorageError(
                     f"the slot of block {slot.name!r} is not in use here; this is a bug in teraio, please report it"
                 )
-            self._in_use.remove(slot)
-            self._used_bytes -= slot.size_bytes
-            for extent in slot.extents:
-                self._give_back(extent)
+            used = self._used_bytes - slot.size_bytes
+            with all_or_nothing(self._spaces()):
+                for extent in slot.extents:
+                    self._space_of(extent).give(extent.offset_bytes, extent.length_bytes)
+                self._in_use.remove(slot)
+            self._used_bytes = used
 
     def close(self) -> None:
         with self._lock:
@@ -66,12 +74,26 @@ class SlotStore(ABC):
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None: ...
 
     @abstractmethod
-    def _take_extents(self, size_bytes: int, name: str) -> Sequence[Extent]:
-        """Return free extents that add up to `size_bytes` (aligned). Raises StorageFullError. The caller holds the lock."""
+    def _make_room(self, size_bytes: int, name: str) -> Sequence[int]:
+        """Make sure that `size_bytes` (aligned) are free, and return how they should be divided over the spaces.
+
+        name: of the block. Raises StorageFullError. The caller holds the lock.
+        """
 
     @abstractmethod
-    def _give_back(self, extent: Extent) -> None:
-        """Make an extent free again. The caller holds the lock."""
+    def _take_extents(self, shares: Sequence[int]) -> Sequence[Extent]:
+        """Take extents that add up to what `_make_room` has returned: from each space its share, or from where room is.
+
+        The caller holds the lock.
+        """
+
+    @abstractmethod
+    def _spaces(self) -> Sequence[FreeSpace]:
+        """Return where slots can lie. The caller holds the lock."""
+
+    @abstractmethod
+    def _space_of(self, extent: Extent) -> FreeSpace:
+        """Return where an extent lies. The caller holds the lock."""
 
     @abstractmethod
     def _free_everything(self) -> None:

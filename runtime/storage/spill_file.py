@@ -26,7 +26,6 @@ class SpillFile:
 
     def __init__(self, directory: Path, *, direct: bool = True) -> None:
         self.path = directory / f"blocks{SPILL_SUFFIX}"
-        self.size_bytes = 0
         self.free = FreeSpace()
         # Two descriptors: the C library may preallocate by writing single bytes, which direct I/O refuses.
         self._buffered = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -38,6 +37,11 @@ class SpillFile:
         self.direct = descriptor is not None
         self._descriptor = self._buffered if descriptor is None else descriptor
         self.drive = os.fstat(self._buffered).st_dev
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file, all reserved on the drive."""
+        return self.free.size_bytes
 
     @property
     def available_bytes(self) -> int:
@@ -52,8 +56,7 @@ class SpillFile:
         except OSError:
             os.ftruncate(self._buffered, self.size_bytes)
             raise
-        self.free.give(self.size_bytes, more_bytes)
-        self.size_bytes += more_bytes
+        self.free.grow(more_bytes)
 
     def extent(self, offset_bytes: int, length_bytes: int) -> Extent:
         """Return a range of this file."""

@@ -16,6 +16,7 @@ are those of the program again as soon as teraio returns to it.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` looks each handler up in an enum, which takes most of the time
 import signal
 import sys
 import threading
@@ -49,10 +50,10 @@ class _Interrupts:
         if not self._depth:
             self._earlier = frozenset(self._undos)
             for number in _SIGNALS:
-                handler = signal.getsignal(number)
+                handler = _signal.getsignal(number)
                 if callable(handler) and handler != self._handle:
                     self._handlers[number] = handler
-                    signal.signal(number, self._handle)
+                    _signal.signal(number, self._handle)
         self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -115,8 +116,8 @@ class _Interrupts:
 
     def _hand_back(self) -> None:
         for number in list(self._handlers):
-            if signal.getsignal(number) == self._handle:  # unless the program has set another one meanwhile
-                signal.signal(number, self._handlers[number])
+            if _signal.getsignal(number) == self._handle:  # unless the program has set another one meanwhile
+                _signal.signal(number, self._handlers[number])
             del self._handlers[number]
 
 

@@ -16,11 +16,13 @@ Signature = tuple[Any, list[Any]]
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 
-def load(source: Path, functions: Mapping[str, Signature], *, purpose: str) -> ctypes.CDLL:
+def load(source: Path, functions: Mapping[str, Signature], *, purpose: str, short: bool = False) -> ctypes.CDLL:
     """Compile the C++ file `source`, which takes seconds, or take it from Inductor's cache if it was compiled before.
 
     Each `#include "..."` is replaced by that file's text: the cache compares texts, so it notices every change.
-    purpose: what needs the functions, for the message. Raises UnsupportedError if no compiler can build them.
+    purpose: what needs the functions, for the message. short: none of them takes long, so that calls keep the interpreter's lock:
+    whoever lets go of it may wait milliseconds until another thread gives it back. Raises UnsupportedError if no compiler can
+    build them.
     """
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
@@ -32,6 +34,8 @@ def load(source: Path, functions: Mapping[str, Signature], *, purpose: str) -> c
             f"{purpose} needs Linux and a C++ compiler that can build {source.name} ({error}); install g++, or name a compiler "
             "in the environment variable CXX"
         ) from error
+    if short:
+        library = ctypes.PyDLL(library._name)
     for name, (result, arguments) in functions.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

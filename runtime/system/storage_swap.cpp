@@ -4,6 +4,7 @@
 
 #include <c10/core/StorageImpl.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -50,7 +51,25 @@ void teraio_open(void* impl) {
   storage(impl)->set_data_ptr_noswap(std::move(data));  // the storage reads its flags again here
 }
 
+// Opens a storage and exchanges its memory with another one's. Returns where its data lies then.
+void* teraio_install(void* impl, void* fresh) {
+  teraio_open(impl);
+  teraio_exchange(impl, fresh);
+  return storage(impl)->_mutable_data_ptr_no_checks().get();
+}
+
 // Returns where the data lies, also of a closed storage.
 void* teraio_address(void* impl) { return storage(impl)->_mutable_data_ptr_no_checks().get(); }
+
+// Writes the positions of those of `count` storages to `changed` that have another address or size than given. Returns how many.
+size_t teraio_changed(size_t count, const uint64_t* impls, const uint64_t* addresses, const uint64_t* sizes, uint32_t* changed) {
+  size_t found = 0;
+  for (size_t i = 0; i < count; ++i) {
+    c10::StorageImpl* one = storage(reinterpret_cast<void*>(impls[i]));
+    auto address = reinterpret_cast<uint64_t>(one->_mutable_data_ptr_no_checks().get());
+    if (address != addresses[i] || one->nbytes() != sizes[i]) changed[found++] = static_cast<uint32_t>(i);
+  }
+  return found;
+}
 
 }  // extern "C"

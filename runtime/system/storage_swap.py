@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,16 +38,31 @@ def address(storage: torch.UntypedStorage) -> int:
     return int(_library().teraio_address(storage._cdata) or 0)
 
 
+def changed(keys: Sequence[int], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return the positions of the storages whose address or size is not the given one.
+
+    keys: their `_cdata`. Of a dead storage, a weak reference must be left.
+    """
+    columns = [array("Q", column) for column in (keys, addresses, sizes)]
+    found = array("I", bytes(4 * len(keys)))
+    count = _library().teraio_changed(len(keys), *(column.buffer_info()[0] for column in (*columns, found)))
+    return found[:count].tolist()
+
+
 def discard(storage: torch.UntypedStorage, message: str) -> None:
     """Free the memory of a storage, and let every access to its data raise a RuntimeError with this message."""
     lend(storage, 0)
     close(storage, message)
 
 
+def install(storage: torch.UntypedStorage, fresh: torch.UntypedStorage) -> int:
+    """Open a storage, if it is closed, and exchange its memory with that of `fresh`. Return where its data lies now."""
+    return int(_library().teraio_install(storage._cdata, fresh._cdata))
+
+
 def renew(storage: torch.UntypedStorage, fresh: torch.UntypedStorage) -> None:
     """Give a discarded storage the memory of `fresh`, which has none from then on."""
-    open_again(storage)
-    exchange(storage, fresh)
+    install(storage, fresh)
 
 
 @functools.cache
@@ -55,7 +72,9 @@ def _library() -> ctypes.CDLL:
         "teraio_exchange": (None, [pointer, pointer]),
         "teraio_lend": (None, [pointer, pointer]),
         "teraio_close": (None, [pointer, ctypes.c_char_p]),
+        "teraio_install": (pointer, [pointer, pointer]),
         "teraio_open": (None, [pointer]),
         "teraio_address": (pointer, [pointer]),
+        "teraio_changed": (ctypes.c_size_t, [ctypes.c_size_t, *[pointer] * 4]),
     }
-    return native.load(Path(__file__).with_name("storage_swap.cpp"), functions, purpose="giving tensors other memory")
+    return native.load(Path(__file__).with_name("storage_swap.cpp"), functions, purpose="giving tensors other memory", short=True)

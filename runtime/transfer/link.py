@@ -131,7 +131,11 @@ class Link:
                 raise failure
             if self._closed:
                 raise StorageError(f"the link {self.name} is closed: block {slot.name!r} cannot move any more")
-            self._queues.put(transfer)
+            try:
+                self._queues.put(transfer)
+            except BaseException:
+                self._queues.remove(transfer)  # the caller may free the memory
+                raise
         return transfer
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ runs as any other, but leaves no record, and no plan is made for the iteration.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun
@@ -210,9 +210,7 @@ class IterationRecorder:
         region.stages.append(record)
         self._recognise(run.made, region)
         region.made.extend(run.made)
-        mirrored = 2 * (self._stage_count - len(region.stages) + 2)
-        used = (*run.read, *run.made)
-        self._pager.advance_clock({b: self._until_next_use(b, position, run.next_uses, mirrored) for b in used})
+        self._pager.advance_clock(self._until_next_uses(run, position))
         if self._in_step:
             self._leave(self._position)
             self._position += 1
@@ -247,26 +245,35 @@ class IterationRecorder:
         previous = self._previous.regions if self._recording and self._previous is not None else []
         before = previous[index] if index < len(previous) else None
         if before is not None and before.identity == region.identity:
-            self._pager.record_uses(dict(zip(made, (each.uses for each in before.made[len(region.made) :]), strict=False)))
+            same = before.made[len(region.made) : len(region.made) + len(made)]
+            self._pager.record_uses({block: each.uses for block, each in zip(made, same, strict=False)})
         if self._in_step and self._schedule is not None:
-            ids, sizes = self._schedule.made_ids[self._cursor - 1][len(region.made) :], self._schedule.sizes
+            sizes = self._schedule.sizes
+            ids = self._schedule.made_ids[self._cursor - 1][len(region.made) : len(region.made) + len(made)]
             known = {block: i for block, i in zip(made, ids, strict=False) if i >= 0 and sizes[i] == block.size_bytes}
-            self._pager.assign_trace_ids(known)
-            self._by_id.update((i, block) for block, i in known.items())
+            if known:
+                self._pager.assign_trace_ids(known)
+                self._by_id.update((i, block) for block, i in known.items())
 
-    def _until_next_use(self, block: Block, position: int, next_uses: Mapping[Block, int], mirrored: int) -> int:
-        """Return the number of stages until the next use of `block`.
+    def _until_next_uses(self, run: StageRun, position: int) -> dict[Block, int]:
+        """Return the number of stages until the next use of each block that a stage has used.
 
         It is known within the region; after that, the previous iteration tells. Without one, blocks are taken to be used in
-        reverse order, as by a backward pass: `mirrored` stages from now.
+        reverse order, as by a backward pass: as many stages after the end of the region as the stage is before it.
         """
-        if block in next_uses:
-            return next_uses[block]
-        if block.uses and self._previous is not None:
-            index = bisect_right(block.uses, position)
-            count = self._previous.stage_count
-            return block.uses[index] - position if index < len(block.uses) else block.uses[0] + count - position
-        return mirrored
+        mirrored = 2 * (self._stage_count - len(self._region.stages) + 2)
+        count = self._previous.stage_count if self._previous is not None else 0
+        until = {}
+        for block in (*run.read, *run.made):
+            within = run.next_uses.get(block)
+            if within is not None:
+                until[block] = within
+            elif block.uses and count:
+                index = bisect_right(block.uses, position)
+                until[block] = (block.uses[index] if index < len(block.uses) else block.uses[0] + count) - position
+            else:
+                until[block] = mirrored
+        return until
 
     def region_ended(self) -> None:
         self._user_code_began = self._device.mark()

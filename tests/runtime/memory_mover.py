@@ -49,6 +49,8 @@ class EndedRange:
 class MemoryMover:
     """A `Mover` whose slots are bytes. While a block is away, its storage stands for its slot, as with mapped files."""
 
+    keeps_mappings = True
+
     def __init__(self) -> None:
         self.flying: list[Copy] = []
         self.slots: dict[Block, bytes] = {}
@@ -66,6 +68,9 @@ class MemoryMover:
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
         return storage.data_ptr() == block.address
+
+    def maybe_replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        return blocks
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
         self.log.append("adopt")

@@ -40,8 +40,8 @@ class Rig:
         self.tensor: torch.Tensor | None = torch.full((SIZE,), 7, dtype=torch.uint8)
         storage = self.tensor.untyped_storage()
         self.block = Block(storage=storage, name="w", kind="parameter", user_visible=False, span=self.mover.span(storage))
-        self.table.add(self.block)
-        self.account.add(SIZE)
+        self.table.add(self.block, storage)
+        self.account.add(self.block)
 
     def _copy_ended(self) -> None:
         self.ends += 1
@@ -110,7 +110,7 @@ class Rig:
         self.transitions.begin_offload(block)
         assert "drop w" in self.mover.log
         self.mover.flying.clear()
-        self.account.end_offload(SIZE)
+        self.account.end_offload(block)
 
     def copy_ends(self) -> None:
         self.mover.finish()

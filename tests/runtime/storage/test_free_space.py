@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.storage.free_space import FreeSpace
+from runtime.storage.free_space import FreeSpace, all_or_nothing
 
 
 def test_the_smallest_hole_that_fits_is_taken() -> None:
@@ -22,10 +23,29 @@ def test_the_smallest_hole_that_fits_is_taken() -> None:
 
 def test_neighbours_are_joined() -> None:
     free = FreeSpace()
+    free.grow(40)
+    assert free.take(40) == 0
     for offset in (0, 20, 10, 30):
+        assert free.tail_bytes == 0
         free.give(offset, 10)
-    assert free.largest_bytes == free.free_bytes == free.tail_bytes(40) == 40
-    assert free.tail_bytes(41) == 0
+    assert free.largest_bytes == free.free_bytes == free.tail_bytes == free.size_bytes == 40
+    free.grow(5)
+    assert free.largest_bytes == free.tail_bytes == 45
+
+
+def test_what_fails_leaves_nothing_taken() -> None:
+    free, other = FreeSpace(), FreeSpace()
+    free.grow(40)
+    other.grow(30)
+    assert other.take(30) == 0
+    with pytest.raises(MemoryError), all_or_nothing([free, other]):
+        assert free.take(10) == 0
+        other.give(0, 10)
+        raise MemoryError
+    assert (free.free_bytes, other.free_bytes) == (40, 0)
+    with all_or_nothing([free]):
+        assert free.take(10) == 0
+    assert free.free_bytes == 30
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(0, 99)), max_size=60))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,65 +16,20 @@ import teraio
 from runtime.paging import Pager
 from runtime.paging.block import State
 
+from ...line_tracing import Place, tracing
 from ...training import MIB, Training, begin, mean_square_step, pagers, require, unequal
 
-ROOT = Path(teraio.__file__).parents[1]
-WATCHED = tuple(
-    str(ROOT / name)
-    for name in (
-        "runtime/",
-        "teraio/optimizer/",
-        "teraio/profiling/",
-        "teraio/training_run.py",
-        "teraio/phases.py",
-        "teraio/registry.py",
-    )
+WATCHED = (
+    "runtime/",
+    "teraio/optimizer/",
+    "teraio/profiling/",
+    "teraio/training_run.py",
+    "teraio/phases.py",
+    "teraio/registry.py",
 )
 """The files whose lines are interrupted."""
 HANG_SECONDS = 120
 """After so long the process writes the stacks of all threads and ends."""
-
-
-class Place(NamedTuple):
-    """A line of a file, which is relative to the repository."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-@contextmanager
-def tracing(at_line: Callable[[Place], None]) -> Iterator[None]:
-    """Call `at_line` before each line of the watched files that this thread runs."""
-    short: dict[str, str | None] = {}
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        name = frame.f_code.co_filename
-        if name not in short:
-            short[name] = str(Path(name).relative_to(ROOT)) if name.startswith(WATCHED) else None
-        file = short[name]
-        if file is None:
-            return None
-        if event == "line":
-            at_line(Place(file, frame.f_lineno))
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-def places_in(run: Callable[[], None]) -> dict[Place, None]:
-    """Return the lines of the watched files that `run()` gets to, in order."""
-    found: dict[Place, None] = {}
-    with tracing(lambda place: found.setdefault(place)):
-        run()
-    return found
 
 
 def interrupted_at(place: Place, run: Callable[[], None]) -> bool:
@@ -90,7 +43,7 @@ def interrupted_at(place: Place, run: Callable[[], None]) -> bool:
             signal.raise_signal(signal.SIGINT)
 
     try:
-        with tracing(send):
+        with tracing(WATCHED, send):
             run()
     except KeyboardInterrupt:
         return True

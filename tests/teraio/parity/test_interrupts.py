@@ -15,9 +15,10 @@ import torch
 import teraio
 from teraio.optimizer.gradients import GradientVersions
 
+from ...line_tracing import ROOT, Place, places_in
 from ...thoroughness import by_profile, every_other
 from ...training import MIB, forget
-from .interrupts import WATCHED, Place, ShadowedTraining, interrupted_at, no_hang, places_in, small
+from .interrupts import WATCHED, ShadowedTraining, interrupted_at, no_hang, small
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
 
@@ -47,7 +48,7 @@ def test_training_goes_on_after_ctrl_c_at_any_line_of_an_iteration(tmp_path: Pat
         training.step()
     assert teraio.status()[0].phase == "planned"
     places: dict[Place, None] = {}
-    training.interrupted_step(lambda run: bool(places.update(places_in(run))))
+    training.interrupted_step(lambda run: bool(places.update(places_in(WATCHED, run))))
     assert len(places) > 1000
     hits = 0
     for place in _sample(list(places), 8):
@@ -70,7 +71,7 @@ def test_training_goes_on_after_ctrl_c_at_any_line_of_the_start(tmp_path: Path, 
         training.finish()
 
     with no_hang():
-        places = list(places_in(train))
+        places = list(places_in(WATCHED, train))
         for place in _sample(places, 1):
             interrupted_at(place, train)
             forget()
@@ -87,10 +88,10 @@ def test_a_timer_that_raises_at_random_times(tmp_path: Path) -> None:
     training = ShadowedTraining(small(tmp_path, **TIERS["host"]))
     for _ in range(UNTIL_PLANNED):
         training.step()
-    chance = random.Random(0)
+    chance, watched = random.Random(0), tuple(str(ROOT / name) for name in WATCHED)
 
     def ring(number: int, frame: FrameType | None) -> None:
-        while frame is not None and not frame.f_code.co_filename.startswith(WATCHED):
+        while frame is not None and not frame.f_code.co_filename.startswith(watched):
             frame = frame.f_back
         if frame is not None:
             raise Timeout

@@ -1,0 +1,120 @@
+"""A device with streams on which nothing is done. What is left is what the host pays in Python, without the calls of a driver."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from runtime.cuda.addresses import host_bytes
+from runtime.device import Event, Lane
+
+SMALLEST_MOVED_BYTES = 8192
+"""Smaller storages stay on the device."""
+
+
+class IdleEvent:
+    """A point in a lane, which the device passes when the host has begun `IdleDevice.lag_stages` more stages, or waits."""
+
+    __slots__ = ("_at", "_device")
+
+    def __init__(self, device: IdleDevice) -> None:
+        self._device = device
+        self._at = device.marks + 2 * device.lag_stages
+
+    def done(self) -> bool:
+        return self._device.marks >= self._at
+
+    def wait(self) -> None:
+        self._device.marks = max(self._device.marks, self._at)
+
+
+class IdleMark:
+    """A point in time, like all others."""
+
+    __slots__ = ()
+
+    def seconds_since(self, earlier: IdleMark) -> float:
+        return 1e-3
+
+    def wait(self) -> None:
+        """The device has passed it."""
+
+
+class IdleDevice:
+    """`Streams` and `Device` in main memory that nobody reads or writes.
+
+    lag_stages: so many stages later the device has ended a copy. marks: taken so far, two for each stage. calls: of the methods
+    that ask a GPU for something.
+    """
+
+    asynchronous = True
+    device = torch.device("cpu")
+
+    def __init__(self, lag_stages: int) -> None:
+        self.lag_stages = lag_stages
+        self.in_region = False
+        self.marks = 0
+        self.calls = 0
+
+    # -- Device
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        self.in_region = True
+        try:
+            yield
+        finally:
+            self.in_region = False
+
+    def mark(self) -> IdleMark:
+        self.marks += 1
+        self.calls += 1
+        return IdleMark()
+
+    def external_bytes(self, known_bytes: int) -> int:
+        return 0
+
+    # -- Streams
+
+    def record(self, lane: Lane) -> IdleEvent:
+        self.calls += 1
+        return IdleEvent(self)
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        self.calls += 1
+
+    def mark_lane(self, lane: Lane) -> IdleMark:
+        self.calls += 1
+        return IdleMark()
+
+    def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
+        """Make tensors over both ends, as for a GPU, and copy nothing."""
+        self.calls += 1
+        host_bytes(target, size_bytes)
+        host_bytes(source, size_bytes)
+
+    def fill(self, lane: Lane, address: int, size_bytes: int, value: int) -> None:
+        self.calls += 1
+
+    def read(self, lane: Lane, address: int, size_bytes: int) -> memoryview:
+        raise NotImplementedError("an idle device has no bytes")
+
+    def allocate(self, size_bytes: int) -> torch.UntypedStorage:
+        self.calls += 1
+        return torch.UntypedStorage(size_bytes)  # type: ignore[no-untyped-call]
+
+    def can_move(self, storage: torch.UntypedStorage) -> bool:
+        return storage.nbytes() >= SMALLEST_MOVED_BYTES
+
+    def trim(self, spare_bytes: int) -> None:
+        """Nothing is kept for reuse."""
+
+    # -- MeasuredMemory
+
+    allocated_bytes = 0
+    peak_bytes = 0
+
+    def reset_peak(self) -> None:
+        """No peak is measured."""
