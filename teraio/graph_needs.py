@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.errors import BudgetError
+from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Program
 from runtime.paging import Pager
 from teraio.machine import Machine
@@ -24,6 +25,7 @@ class GraphNeeds:
         self._machine = machine
         self._findings = findings
         self._needs: list[Need] = []
+        self._resizable: list[Sequence[Program]] = []
         self._kept_bytes = 0
 
     def check(self, programs: Sequence[Program]) -> None:
@@ -35,15 +37,16 @@ class GraphNeeds:
         if need is None:
             return
         self._needs.append(need)
+        if any(program.resize is not None for program in programs):
+            self._resizable.append(tuple(programs))
         unmoved_bytes = self._pager.unmoved_bytes
         largest = largest_of((name, size + unmoved_bytes) for each in self._needs for name, size in each.largest)
         floor = (largest[0][1], largest[0][0])
         smallest, stage = self._findings.floor = max(floor, self._findings.floor or floor)
         budget = self._machine.budget_bytes
         if budget is not None and smallest > budget:
-            others_bytes = self._pager.immovable_bytes - unmoved_bytes + max(map(_small_state_bytes, self._needs))
             raise BudgetError(
-                smallest_bytes=smallest + others_bytes,
+                smallest_bytes=max(smallest, *map(self._with_what_stays, self._needs)),
                 budget_bytes=budget,
                 stage=stage,
                 largest=largest,
@@ -54,10 +57,25 @@ class GraphNeeds:
 
     def with_all_that_is_known(self, error: BudgetError, program: Program) -> BudgetError:
         """Return the error of a stage with a budget that does for all graphs, next to what cannot leave the device by now."""
-        own = need_of([program])
+        own = need_of(self._at_its_sizes(program))
         needs = [*self._needs, own] if own is not None else self._needs
-        needed = max((need.size_bytes + _small_state_bytes(need) for need in needs), default=0) + self._pager.immovable_bytes
+        needed = max(map(self._with_what_stays, needs), default=0)
         return error.asking_for(max(error.smallest_bytes, needed), not_counted=_not_counted([program]))
+
+    def _with_what_stays(self, need: Need) -> int:
+        """Return what graphs need, with all that cannot leave the device: what `need` does not count, and states to come."""
+        pager = self._pager
+        kept = [block for block in pager.blocks if block.span is None]
+        others = sum(b.size_bytes for b in kept if b.size_bytes >= MIN_MOVED_BYTES or b.name not in need.names)
+        states = max(pager.fixed_bytes, USUAL_STATES * need.small_parameter_bytes)
+        return need.size_bytes + others + pager.unmoved_bytes - pager.fixed_bytes + states
+
+    def _at_its_sizes(self, program: Program) -> list[Program]:
+        """Return the forward and the backward graph that `program` is one of, for its sizes."""
+        if program.resize is None:
+            return [program]
+        together = next((each for each in self._resizable if any(one.resize is program.resize for one in each)), [program])
+        return [one if one.resize is None else one.resize.alike(one, program) for one in together]
 
     def ensure_room(self, state_bytes: int) -> None:
         """Reserve room in the spill files for what programs keep and for `state_bytes` of states. Raises StorageFullError."""
@@ -67,8 +85,3 @@ class GraphNeeds:
 
 def _not_counted(programs: Sequence[Program]) -> str:
     return _LARGER * any(program.resize is not None for program in programs) + _NOT_COUNTED
-
-
-def _small_state_bytes(need: Need) -> int:
-    """Return the bytes of the states that an optimizer will make and that stay on the device: of small parameters."""
-    return USUAL_STATES * need.small_parameter_bytes

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 Phase = Literal["forward", "backward", "optimizer", "user"]
 Kind = Literal["parameter", "gradient", "optimizer_state", "activation", "buffer"]
@@ -52,6 +52,16 @@ class Constant:
     value: Any
 
 
+class Resize(Protocol):
+    """Gives a program with symbolic sizes the byte counts of certain sizes."""
+
+    def __call__(self, program: Program, arguments: Sequence[Any]) -> Program:
+        """Return `program` for the arguments of a call."""
+
+    def alike(self, program: Program, other: Program) -> Program:
+        """Return `program` for the sizes that `other` was resized for, its forward or backward graph."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Program:
     """A compiled forward or backward graph.
@@ -61,10 +71,10 @@ class Program:
     results: for each output of the graph a slot, or a constant.
     user_results: positions in `results` that user code can reach at once (model outputs, gradients).
     kept_bytes: memory of all results, which outlives the run, estimated.
-    small_bytes: memory of inputs and results that are too small to move.
+    small_bytes: memory of inputs and results that are too small to move; of a backward graph without those of its forward graph.
     small_parameter_bytes: the part of them that are the parameters of a forward graph.
     is_inference: whether it is a forward graph without a backward graph.
-    resize: for graphs with symbolic sizes: returns the same program with the byte counts of a call's arguments.
+    resize: for graphs with symbolic sizes, see `Resize`. sizes: the values that it was resized for, by symbol.
     """
 
     identity: Hashable
@@ -80,7 +90,8 @@ class Program:
     small_bytes: int
     small_parameter_bytes: int = 0
     is_inference: bool = False
-    resize: Callable[[Program, Sequence[Any]], Program] | None = None
+    resize: Resize | None = None
+    sizes: Mapping[Any, int] = field(default_factory=dict)
 
     @property
     def slot_count(self) -> int:

@@ -78,6 +78,7 @@ class StageCompiler:
         self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0
         self._forward_bytes = 0
+        self._forward_values: frozenset[str] = frozenset()
 
     @property
     def distinct_stages(self) -> int:
@@ -99,9 +100,13 @@ class StageCompiler:
         reasons = self._reasons(gm, subgraphs, inputs) if phase == "forward" else [""] * len(subgraphs)
         functions = [self._function(subgraph, options) for subgraph in subgraphs]
         _report_strides(gm)
-        program = _lay_out(gm, subgraphs, functions, reasons, inputs, identity=identity, phase=phase, prefix=prefix)
-        if phase == "forward":  # its backward graph comes next
+        counted = self._forward_values if phase == "backward" else frozenset()
+        program = _lay_out(
+            gm, subgraphs, functions, reasons, inputs, identity=identity, phase=phase, prefix=prefix, counted=counted
+        )
+        if phase == "forward":  # its backward graph comes next, where what it saves has the same name
             self._forward_bytes = max((stage.need_bytes for stage in program.stages), default=0)
+            self._forward_values = frozenset(node.name for node in _taken_and_returned(gm))
         return program
 
     def _reasons(self, gm: GraphModule, subgraphs: list[Subgraph], inputs: Sequence[tuple[str, Kind]]) -> list[str]:
@@ -184,7 +189,9 @@ def _lay_out(
     identity: int,
     phase: Phase,
     prefix: str,
+    counted: frozenset[str],
 ) -> Program:
+    """Number the slots. counted: names of the values of the forward graph, which its `small_bytes` counts."""
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     (output,) = (n for n in gm.graph.nodes if n.op == "output")
     slots: dict[Node, int] = {n: i for i, n in enumerate(placeholders)}
@@ -214,6 +221,7 @@ def _lay_out(
         )
 
     returned = [r for r in output.args[0] if isinstance(r, Node)]
+    unmoved = [n for n in (*placeholders, *returned) if n.name not in counted]
     return Program(
         identity=identity,
         name=prefix,
@@ -225,12 +233,17 @@ def _lay_out(
         results=results,
         user_results=_user_results(output, phase),
         kept_bytes=distinct_bytes(returned, {}),
-        small_bytes=distinct_bytes(small([*placeholders, *returned]), {}),
+        small_bytes=distinct_bytes(small(unmoved, {}), {}),
         small_parameter_bytes=distinct_bytes(
-            small([node for node, (_, kind) in zip(placeholders, inputs, strict=False) if kind == "parameter"]), {}
+            small([node for node, (_, kind) in zip(placeholders, inputs, strict=False) if kind == "parameter"], {}), {}
         ),
-        resize=Resizer(placeholders, subgraphs) if is_symbolic(placeholders) else None,
+        resize=Resizer(placeholders, returned, unmoved, subgraphs) if is_symbolic(placeholders) else None,
     )
+
+
+def _taken_and_returned(gm: GraphModule) -> list[Node]:
+    (output,) = (n for n in gm.graph.nodes if n.op == "output")
+    return [*(n for n in gm.graph.nodes if n.op == "placeholder"), *(r for r in output.args[0] if isinstance(r, Node))]
 
 
 def _kind(slot: int, phase: Phase, is_result: bool) -> Kind:

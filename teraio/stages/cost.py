@@ -58,9 +58,9 @@ def storage_bytes(tensor: torch.Tensor, symbols: Symbols = MappingProxyType({}))
     return (last + 1) * tensor.element_size()
 
 
-def output_bytes(node: Node) -> int:
-    """Return the bytes of all tensors that `node` returns. Symbolic sizes count with their hint."""
-    return sum(storage_bytes(t) for t in fake_tensors(node.meta.get("val")))
+def output_bytes(node: Node, symbols: Symbols = MappingProxyType({})) -> int:
+    """Return the bytes of all tensors that `node` returns. Symbolic sizes without a value count with their hint."""
+    return sum(storage_bytes(t, symbols) for t in fake_tensors(node.meta.get("val")))
 
 
 def _number(size: int | torch.SymInt, symbols: Symbols = MappingProxyType({})) -> int:

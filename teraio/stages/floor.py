@@ -15,10 +15,12 @@ class Need:
     largest: up to three stages, by name, with the bytes that each needs next to all that is too small to move, in descending
         order.
     small_parameter_bytes: of the parameters that are too small to move; their states will be, too.
+    names: of the blocks that the graphs take and make.
     """
 
     largest: tuple[tuple[str, int], ...]
     small_parameter_bytes: int
+    names: frozenset[str]
 
     @property
     def size_bytes(self) -> int:
@@ -34,7 +36,8 @@ def need_of(programs: Sequence[Program]) -> Need | None:
     small_bytes = sum(program.small_bytes for program in programs)
     needs = [(stage.name, stage.need_bytes + small_bytes) for stage in stages]
     small_parameter_bytes = sum(program.small_parameter_bytes for program in programs)
-    return Need(largest=largest_of(needs), small_parameter_bytes=small_parameter_bytes)
+    names = frozenset(name for program in programs for name in program.slot_names)
+    return Need(largest=largest_of(needs), small_parameter_bytes=small_parameter_bytes, names=names)
 
 
 def largest_of(needs: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

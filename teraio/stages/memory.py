@@ -40,10 +40,16 @@ _MOST_SIZES = 64
 
 
 class Resizer:
-    """Gives a program with symbolic sizes the byte counts of one call's arguments. Keeps the latest results."""
+    """Gives a program with symbolic sizes the byte counts of one call's arguments, see `Resize`. Keeps the latest results.
 
-    def __init__(self, placeholders: list[Node], subgraphs: list[Subgraph]) -> None:
+    placeholders, returned: what the graph takes and returns. unmoved: what `small_bytes` counts if it is small. subgraphs: of
+    the graph's stages.
+    """
+
+    def __init__(self, placeholders: list[Node], returned: list[Node], unmoved: list[Node], subgraphs: list[Subgraph]) -> None:
         self._placeholders = placeholders
+        self._returned = returned
+        self._unmoved = unmoved
         self._subgraphs = subgraphs
         self._known: dict[tuple[int, ...], Program] = {}  # the one that was used last comes last
 
@@ -56,12 +62,22 @@ class Resizer:
             del self._known[next(iter(self._known))]
         return resized
 
+    def alike(self, program: Program, other: Program) -> Program:
+        return self._resized(program, tuple(other.sizes.values()), other.sizes)
+
     def _resized(self, program: Program, key: tuple[int, ...], symbols: cost.Symbols) -> Program:
         stages = tuple(
             replace(stage, **cast(Any, stage_bytes(subgraph, symbols)))
             for stage, subgraph in zip(program.stages, self._subgraphs, strict=True)
         )
-        return replace(program, identity=(program.identity, key), stages=stages)
+        return replace(
+            program,
+            identity=(program.identity, key),
+            stages=stages,
+            kept_bytes=distinct_bytes(self._returned, symbols),
+            small_bytes=distinct_bytes(small(self._unmoved, symbols), symbols),
+            sizes=symbols,
+        )
 
 
 def distinct_bytes(nodes: Sequence[Node], symbols: cost.Symbols) -> int:
@@ -75,9 +91,9 @@ def distinct_bytes(nodes: Sequence[Node], symbols: cost.Symbols) -> int:
     return sum(storages.values())
 
 
-def small(nodes: Sequence[Node]) -> list[Node]:
+def small(nodes: Sequence[Node], symbols: cost.Symbols) -> list[Node]:
     """Return the nodes whose results are too small to move."""
-    return [n for n in nodes if cost.output_bytes(n) < MIN_MOVED_BYTES]
+    return [n for n in nodes if cost.output_bytes(n, symbols) < MIN_MOVED_BYTES]
 
 
 def _new_bytes(subgraph: Subgraph, symbols: cost.Symbols) -> int:

@@ -126,7 +126,8 @@ def test_each_part_of_a_step_asks_once(name: str, tmp_path: Path) -> None:
     found, errors = first_that_trains(case, tmp_path)
     assert errors[0].not_counted == NOT_COUNTED and f"(not counted, since not known yet: {NOT_COUNTED})" in str(errors[0])
     parts = ["optimizer" if error.stage.startswith("optimizer/") else "graphs" for error in errors]
-    assert parts in (["graphs"], ["graphs", "optimizer"]), errors
+    graphs = ["graphs"] * (2 if name == "two graphs" else 1)  # the second one is compiled after the first error
+    assert parts in (graphs, [*graphs, "optimizer"]), errors
     expected = unmanaged(case, tmp_path)
     assert found.status.device_peak_bytes <= (found.status.device_budget_bytes or 0)
     assert all(map(torch.equal, found.values, expected.values))
