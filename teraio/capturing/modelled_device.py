@@ -61,6 +61,14 @@ class ResidentMover:
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
         return True
 
+    @property
+    def keeps_mappings(self) -> bool:
+        return False
+
+    def maybe_replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Return none: fake storages have no memory that could be another one."""
+        return ()
+
     def adopt(self, storage: torch.UntypedStorage) -> None: ...
 
     def trim(self, spare_bytes: int) -> None: ...
