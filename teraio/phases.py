@@ -8,7 +8,8 @@ profile   managed     on demand     fits      when nothing had to move
 planning  managed     on demand     planned   at the end of the iteration in which the plan is ready
                                     demand    when no plan can be made
 planned   managed     by the plan   planned   when a better plan takes over, see [Note: Planning again]
-                                    profile   when several iterations in a row ran other graphs than planned
+                                    profile   when several iterations in a row ran other graphs than planned, or when the
+                                              allocator needs more room between blocks, see [Note: Memory in gaps]
 demand    managed     on demand     none
 fits      unmanaged   never         profile   when a graph is compiled or runs with larger sizes than ever, or when an
                                               iteration took more than the budget
@@ -267,6 +268,8 @@ class PlannedPhase(Phase):
         self.follower: PlanFollower = PlanFollower(run.options, run.machine, run.recorder, run.background, profile, plan)
         self._planned = profile.iteration.signature
         self._unplanned = 0
+        if run.machine.reserve is not None:
+            run.machine.reserve.begin()
         logger.info(
             "following a plan with %d moves%s an iteration (%s): predicted %.3f s an iteration, %.3f s with unlimited memory",
             len(plan.moves),
@@ -282,9 +285,16 @@ class PlannedPhase(Phase):
             self._run.findings.replans += 1
             self._recent_seconds.clear()
         self._unplanned = 0 if as_planned else self._unplanned + 1
-        if self._unplanned <= self._run.options.profile_iterations:
+        reserve = self._run.machine.reserve
+        if reserve is not None and reserve.planned_iteration_ended():
+            logger.info(
+                "the allocator ran short of memory in one piece: profiling again with a reserve of %s bytes",
+                f"{reserve.size_bytes:,}",
+            )
+        elif self._unplanned <= self._run.options.profile_iterations:
             return self
-        logger.info("the last %d iterations were not those that were planned: profiling again", self._unplanned)
+        else:
+            logger.info("the last %d iterations were not those that were planned: profiling again", self._unplanned)
         self.end()
         return ProfilePhase(self._run)
 

@@ -27,6 +27,9 @@ class Status:
     late_seconds: time in the last iteration spent waiting for copies and room; on a GPU, between stages.
     recomputed_stages, recomputed_bytes, recompute_seconds: forward stages that ran again in the last iteration, what they made
     anew, and how long they took.
+    reserved_bytes: what PyTorch's allocator has taken from the GPU, handed out or not. allocator_retries: how often so far it had
+    to wait for the GPU and take free memory away. reserve_bytes: the part of the budget that is left to the gaps between blocks.
+    None on CPU.
     replans: how often a plan made from measured times has replaced the plan before it.
     trace_path, plan_path: files that were written. stages, distinct_stages: number of stages, and of those compiled separately.
     """
@@ -51,6 +54,9 @@ class Status:
     recomputed_stages: int
     recomputed_bytes: int
     recompute_seconds: float
+    reserved_bytes: int | None
+    allocator_retries: int | None
+    reserve_bytes: int | None
     replans: int
     trace_path: str | None
     plan_path: str | None

@@ -264,7 +264,7 @@ class TrainingRun:
 
     def status(self) -> Status:
         """Return a snapshot. Never waits. For any thread."""
-        phase, found, reruns = self._phase, self._findings, self._reruns
+        phase, found, reruns, allocator = self._phase, self._findings, self._reruns, self._machine.allocator
         follower = phase.follower
         drift = follower.drift if follower is not None else None
         trace = found.profile.trace if found.profile is not None else None
@@ -291,6 +291,9 @@ class TrainingRun:
             recomputed_stages=len(reruns),
             recomputed_bytes=sum(rerun.made_bytes for rerun in reruns),
             recompute_seconds=sum(rerun.seconds for rerun in reruns),
+            reserved_bytes=allocator.reserved_bytes if allocator is not None else None,
+            allocator_retries=allocator.retries if allocator is not None else None,
+            reserve_bytes=self._machine.reserve.size_bytes if self._machine.reserve is not None else None,
             replans=found.replans,
             trace_path=str(found.trace_path) if found.trace_path is not None else None,
             plan_path=str(found.plan_path) if found.plan_path is not None else None,

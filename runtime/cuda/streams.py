@@ -162,6 +162,16 @@ class CudaStreams:
         """Bytes that PyTorch has allocated on the GPU and not freed."""
         return torch.cuda.memory_allocated(self.device)
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that PyTorch's allocator has taken from the GPU, handed out or not."""
+        return torch.cuda.memory_reserved(self.device)
+
+    @property
+    def retries(self) -> int:
+        """How often the allocator had to wait for the GPU and take free memory away to serve a request. Takes some 50 µs."""
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
     def reset_peak(self) -> None:
         """Forget the peak so far, also for `torch.cuda.max_memory_allocated`."""
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -1,10 +1,13 @@
 """The machine that a training run uses: its device, its lower tiers, the links between them."""
 
 from teraio.machine.machine import Machine
+from teraio.machine.reserve import Allocator, Reserve
 from teraio.machine.tiers import MachineTiers, MeasuredPaths
 
 __all__ = [
+    "Allocator",
     "Machine",
     "MachineTiers",
     "MeasuredPaths",
+    "Reserve",
 ]

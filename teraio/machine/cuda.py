@@ -15,6 +15,7 @@ from runtime.paging import Debug, StorageOwnership, Tier, Tiers
 from runtime.storage import Extent, HostStore, Store
 from runtime.system import CudaPinner, pci_address, processors_near
 from runtime.transfer import Engine, LinkRates, TorchMemory
+from teraio.machine.reserve import Reserve
 from teraio.machine.tiers import MachineTiers, MeasuredPaths, OpenTier, open_storage
 from teraio.options import Options, Share
 
@@ -79,6 +80,8 @@ def open_cuda(
             mover=mover,
             tiers=tiers,
             shared=_shared(tiers),
+            allocator=streams,
+            reserve=Reserve(streams, budget) if budget is not None else None,
             lift_limit=lambda: _lift_limit(streams),
             undo=undo.pop_all(),
         )

@@ -40,7 +40,7 @@ class Machine:
 
     device: where stages run. budget_bytes: the device budget; None if there is no limit. mover: None if there is no lower tier.
     memory: the memory that stages allocate from; None if it cannot be measured. measured_runs: in how many of its runs a stage is
-    measured there; None for all.
+    measured there; None for all. allocator: of the device, None on the CPU. reserve: see `Reserve`; None without a hard limit.
     The arguments `measured` and `ownership` are shared by all machines of a process; default: new ones. `open_tiers`: for tests.
     Raises OptionsError, UnsupportedError, StorageError, StorageFullError.
     """
@@ -60,6 +60,8 @@ class Machine:
         self.mover = self._opened.mover
         self.memory = self._opened.memory
         self.measured_runs = self._opened.measured_runs
+        self.allocator = self._opened.allocator
+        self.reserve = self._opened.reserve
 
     @property
     def host_bytes(self) -> int | None:

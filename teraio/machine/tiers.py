@@ -14,6 +14,7 @@ from runtime.execution import MeasuredMemory
 from runtime.paging import Mover, Tier
 from runtime.storage import Store
 from runtime.transfer import Engine, LinkRates, OpenEngine, PathCandidate, StoragePath, choose_path, open_path
+from teraio.machine.reserve import Allocator, Reserve
 from teraio.options import Options
 
 
@@ -81,6 +82,8 @@ class MachineTiers:
     budget_bytes: the device budget; None if there is no limit. mover: None if there is no lower tier.
     memory: the memory that stages allocate from; None if it cannot be measured. measured_runs: in how many of its runs a stage is
     measured there; None for all. tiers: the lower tiers, fastest first. shared: rates that links of different tiers share.
+    allocator: counts what it takes from the device; None on the CPU.
+    reserve: what blocks leave to the gaps between them, where an allocator needs that; see `Reserve`.
     trim: frees memory that is kept for reuse and exceeds what the budget leaves. lift_limit: allows the device to hold more than
     the budget, for the end, when all blocks come back. undo: closes everything.
     """
@@ -94,6 +97,8 @@ class MachineTiers:
     mover: Mover | None
     tiers: Sequence[OpenTier] = ()
     shared: tuple[planner.SharedRate, ...] = ()
+    reserve: Reserve | None = None
+    allocator: Allocator | None = None
     trim: Callable[[], None] = field(default=lambda: None)
     lift_limit: Callable[[], None] = field(default=lambda: None)
     undo: ExitStack

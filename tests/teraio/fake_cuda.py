@@ -60,13 +60,14 @@ class FakeCuda:
     """Takes the place of the GPU's machine and of the driver for one test. Blocks of "the GPU" are CPU tensors.
 
     pins: whether host memory can be pinned. limits: shares of the memory that the allocator was limited to, in order.
+    retries: how often the allocator had to take free memory away.
     loads: how often the device was kept busy for a measurement.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pins = True
         self.limits = [1.0]
-        self.loads = 0
+        self.loads = self.retries = 0
         self._streams = [Stream()]
         properties = SimpleNamespace(total_memory=TOTAL_BYTES, pci_domain_id=0, pci_bus_id=0xFF, pci_device_id=0x1F)
         for name, value in {
@@ -81,6 +82,8 @@ class FakeCuda:
             "set_per_process_memory_fraction": lambda share, device: self.limits.append(share),
             "memory_allocated": lambda device: 0,
             "max_memory_allocated": lambda device: 0,
+            "memory_reserved": lambda device: 0,
+            "memory_stats": lambda device: {"num_alloc_retries": self.retries},
             "reset_peak_memory_stats": lambda device: None,
             "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,

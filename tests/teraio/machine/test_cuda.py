@@ -167,3 +167,24 @@ def test_what_cannot_be_pinned_is_out_of_reach_of_kernels(cuda: FakeCuda) -> Non
     found = train(PLAIN, {"memory_budget": int(0.8 * peak), "host_budget": 4 * peak}, device=CPU, scale=SCALE, between=between)
     check_equal(found, wanted)
     assert seen
+
+
+def test_memory_in_gaps_raises_the_reserve_and_is_planned_again(cuda: FakeCuda) -> None:
+    """The allocator has to take memory away in planned iterations, until a larger part of the budget is left free."""
+    _, peak = reference(PLAIN)
+    budget = int(0.85 * peak)
+    enough = []
+
+    def between(step: int, module: torch.nn.Module) -> None:
+        (status,) = teraio.status()
+        assert status.reserve_bytes is not None and status.allocator_retries == cuda.retries
+        enough.append(status.reserve_bytes)
+        cuda.retries += status.phase == "planned" and status.reserve_bytes == enough[0]
+
+    options = {"memory_budget": budget, "host_budget": 4 * peak, "solver_time_limit": 5}
+    found = train(PLAIN, options, device=CPU, scale=SCALE, steps=2 * STEPS + 2, between=between)
+    check_within(found, budget)
+    phases = [status.phase for status in found.progress]
+    first = phases.index("planned")
+    assert "profile" in phases[first:] and phases[-1] == "planned", phases
+    assert enough[-1] == enough[0] + budget // 32
