@@ -129,7 +129,8 @@ class Runner:
             if isinstance(outcome, Run):
                 self.samples[name] = [step.seconds for step in outcome.steps]
             self._known[key] = outcome
-            append(self.scale.output / TRAININGS, {"training": name, "setting": setting.model_dump(), **told(outcome)})
+            if not late:
+                append(self.scale.output / TRAININGS, {"training": name, "setting": setting.model_dump(), **told(outcome)})
         return self._known[key]
 
     def plain(self, size: str, backend: str) -> Outcome:

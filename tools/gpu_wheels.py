@@ -3,6 +3,7 @@
 python tools/gpu_wheels.py        exit status 1 if teraio itself lacks a package
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +29,12 @@ class Wheel:
     @property
     def name(self) -> str:
         """The name of the package."""
-        return self.requirement.split(">=")[0].split("<")[0].split("==")[0].strip()
+        return name_of(self.requirement)
+
+
+def name_of(requirement: str) -> str:
+    """Return the name of the package in a requirement."""
+    return re.split(r"[\s<>=!~;\[(]", requirement, maxsplit=1)[0]
 
 
 def wheels(path: Path = LIST) -> Iterator[Wheel]:

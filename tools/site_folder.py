@@ -9,10 +9,10 @@ a dependency is still missing.
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+from tools.gpu_wheels import is_installed, name_of
 from tools.gpu_wheels import wheels as listed
 
 
@@ -30,14 +30,7 @@ def write_metadata(folder: Path, project: dict[str, Any]) -> None:
 
 def missing(requirements: list[str]) -> list[str]:
     """Return the requirements of which no version is installed."""
-    absent = []
-    for requirement in requirements:
-        name = requirement.split(">=")[0].split("[")[0].strip()
-        try:
-            distribution(name)
-        except PackageNotFoundError:
-            absent.append(requirement)
-    return absent
+    return [requirement for requirement in requirements if not is_installed(name_of(requirement))]
 
 
 def main(folder: Path, wheels: Path | None) -> int:

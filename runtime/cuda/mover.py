@@ -302,6 +302,7 @@ class StreamMover:
         """Wait until the device has ended all copies. The memory of the host tier may be freed next."""
         for lane in Lane:
             self._streams.record(lane).wait()
+        self._of_forgotten.clear()
         self._ownership.give_up_all(self)
 
 

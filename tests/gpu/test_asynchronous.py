@@ -101,6 +101,7 @@ def test_stages_run_on_a_stream_of_their_own(budgets: dict[str, int], monkeypatc
     assert len(seen) == 1 and not seen & {0, torch.cuda.default_stream(DEVICE).cuda_stream}
 
 
+@needs_gpu
 def test_stage_times_are_those_of_a_clock_that_waits(
     budgets: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -39,7 +39,7 @@ STAND_IN = os.environ.get("TEST_GPU_STAND_IN") == "1"
 """Run these tests without a GPU, in main memory (`tests/teraio/fake_cuda.py`): that tests the tests, and nothing else."""
 needs_gpu = pytest.mark.skipif(STAND_IN, reason="needs a GPU itself; the stand-in has no such memory, streams or kernels")
 
-GPU_SCALE = Scale(rows=512, width=256, layers=4, heads=4, sequence=64) if STAND_IN else Scale(rows=4096, width=512, layers=16)
+GPU_SCALE = Scale(rows=1024, width=256, layers=10, heads=4, sequence=64) if STAND_IN else Scale(rows=4096, width=512, layers=16)
 """In fp32: activations of 8 and 32 MiB, weights of 4 MiB, one to two GiB in all."""
 
 

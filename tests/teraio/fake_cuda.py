@@ -68,7 +68,9 @@ class FakeCuda:
         self.limits = [1.0]
         self.loads = 0
         self._streams = [Stream()]
-        properties = SimpleNamespace(total_memory=TOTAL_BYTES, pci_domain_id=0, pci_bus_id=0xFF, pci_device_id=0x1F)
+        properties = SimpleNamespace(
+            total_memory=TOTAL_BYTES, pci_domain_id=0, pci_bus_id=0xFF, pci_device_id=0x1F, name="made up", gcnArchName="made up"
+        )
         for name, value in {
             "Stream": Stream,
             "Event": Event,
