@@ -41,9 +41,9 @@ class HostCopies:
 
     def queue(self, lane: Lane, slot: Slot, size_bytes: int, address: int) -> Event:
         """Queue a copy of a slot's first `size_bytes` to or from the device memory at `address`. Return the event of its end."""
-        before = self._streams.mark_lane(lane)
+        before, link = self._streams.mark_lane(lane), _LINKS[lane]
         begin = 0
-        with annotate("copy", lambda: f"{slot.name} {_LINKS[lane]}"):
+        with annotate("copy", lambda: f"{slot.name} {link}"):
             for extent in slot.extents:
                 size = min(extent.length_bytes, size_bytes - begin)  # slots are rounded up, blocks are not
                 on_device, on_host = address + begin, self._host_address(extent)
@@ -51,7 +51,7 @@ class HostCopies:
                 self._streams.copy(lane, target=target, source=source, size_bytes=size)
                 begin += size
         after, event = self._streams.mark_lane(lane), self._streams.record(lane)
-        self._copies.append(_Copy(_LINKS[lane], size_bytes, before, after, event))
+        self._copies.append(_Copy(link, size_bytes, before, after, event))
         return event
 
     def count(self) -> None:

@@ -43,6 +43,8 @@ class Lane(enum.Enum):
     OUTWARD = enum.auto()
     INWARD = enum.auto()
 
+    __hash__ = object.__hash__  # `Enum` hashes the name, in Python; lanes are looked up for all that a device is asked for
+
 
 class Event(Protocol):
     """A point in a lane."""

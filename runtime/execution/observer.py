@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from runtime.device import Mark
 from runtime.paging import Block
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageRun:
+class StageRun(NamedTuple):
     """One run of a stage under the pager.
 
     begin, end: on the device; the time between them contains no waiting for copies.
@@ -30,7 +30,7 @@ class StageRun:
     read: Sequence[Block]
     made: Sequence[Block]
     written: Sequence[Block]
-    next_uses: Mapping[Block, int] = field(default_factory=dict)
+    next_uses: Mapping[Block, int] = MappingProxyType({})
     never_again: str = ""
     elements: int = 0
     host_seconds: float | None = None

@@ -82,12 +82,12 @@ class WorkspaceMeter:
 
     def _is_due(self, key: _Key) -> bool:
         """Return whether this run of the stage is to be measured."""
-        if self._runs is None:
-            return True
+        if self._runs is None or self._counts[key] >= self._runs:
+            return self._runs is None
         iteration, before = self._iteration(), self._tried_in.get(key)
         self._tried_in[key] = iteration
         at_once = self._first_is_special and self._counts[key] == 1
-        return self._counts[key] < self._runs and (at_once or iteration != before)
+        return at_once or iteration != before
 
 
 def _key(stage: Stage) -> _Key:

@@ -38,23 +38,30 @@ class Stages:
         self._transitions.pin(blocks)
         try:
             checkpoint()
-            while any(block.state is State.UPDATING for block in blocks):
-                self._signal.wait(lambda: awaited([block for block in blocks if block.state is State.UPDATING]))
-            self._room.make_room(blocks, new_bytes, what)
-            coming = [block for block in blocks if block.state is State.PREFETCHING and not block.held_back]
-            self._begin_missing(blocks, new_bytes)
-            self._prefetches.ask_for(then_fetch)
-            began = self._signal.now_seconds()
-            while any(block.state in (State.PREFETCHING, State.OFFLOADED) for block in blocks):
-                self._signal.raise_failure()
-                checkpoint()
-                self._signal.wait(lambda: awaited(blocks))
-                self._prefetches.note_late(coming, self._signal.now_seconds() - began)
+            away = [block for block in blocks if block.state is not State.ON_DEVICE]
+            while any(block.state is State.UPDATING for block in away):
+                self._signal.wait(lambda: awaited([block for block in away if block.state is State.UPDATING]))
+            self._room.make_room(away, new_bytes, what)
+            coming = [block for block in away if block.state is State.PREFETCHING and not block.held_back]
+            self._begin_missing(away, new_bytes)
+            if then_fetch:
+                self._prefetches.ask_for(then_fetch)
+            if away:
+                self._wait_for(away, coming)
             if self._mover is not None:
                 self._mover.wait_resident(blocks)
         except BaseException:
             self._release(blocks)
             raise
+
+    def _wait_for(self, away: Sequence[Block], coming: list[Block]) -> None:
+        """Wait until those that were not on the device are there. coming: those whose copy in had begun; some may be late."""
+        began = self._signal.now_seconds()
+        while any(block.state in (State.PREFETCHING, State.OFFLOADED) for block in away):
+            self._signal.raise_failure()
+            checkpoint()
+            self._signal.wait(lambda: awaited(away))
+            self._prefetches.note_late(coming, self._signal.now_seconds() - began)
 
     def _begin_missing(self, blocks: Sequence[Block], new_bytes: int) -> None:
         """Begin to copy those blocks in that are OFFLOADED. All that are being copied in go first on their link."""

@@ -344,7 +344,7 @@ class BlockTransitions:
         account = self._account
         left, moves = account.used_bytes - (block.size_bytes if block.state is State.ON_DEVICE else 0), account.moves + 1
         account.here.pop(block, None)
-        if self._mover is not None:
+        if self._mover is not None and block.span is not None:
             self._mover.forget(block)
         self._table.remove(block)
         account.used_bytes, account.moves = left, moves

@@ -194,6 +194,7 @@ class IterationRecorder:
     def stage_ended(self, run: StageRun) -> None:
         region = self._region
         position = region.first + len(region.stages)
+        late = self._pager.take_late()
         record = StageRecord(
             name=run.name,
             phase=run.phase,
@@ -204,12 +205,13 @@ class IterationRecorder:
             made=tuple(run.made),
             written=tuple(run.written),
             never_again=run.never_again,
-            late=tuple((b.trace_id, t) for b, t in self._pager.take_late() if self._by_id.get(b.trace_id) is b),
+            late=tuple((b.trace_id, t) for b, t in late if self._by_id.get(b.trace_id) is b) if late else (),
         )
         self._measure(record, run.begin, run.end)
         region.stages.append(record)
-        self._recognise(run.made, region)
-        region.made.extend(run.made)
+        if run.made:
+            self._recognise(run.made, region)
+            region.made.extend(run.made)
         self._pager.advance_clock(self._until_next_uses(run, position))
         if self._in_step:
             self._leave(self._position)
@@ -239,8 +241,6 @@ class IterationRecorder:
 
     def _recognise(self, made: Sequence[Block], region: Region) -> None:
         """Match new blocks, by their ordinals in the region, with those of the previous iteration and of the plan's trace."""
-        if not made:
-            return
         index = len(self._iteration.regions) - 1
         previous = self._previous.regions if self._recording and self._previous is not None else []
         before = previous[index] if index < len(previous) else None
