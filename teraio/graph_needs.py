@@ -13,7 +13,9 @@ from teraio.optimizer import USUAL_STATES
 from teraio.phases import Findings
 from teraio.stages import Need, largest_of, need_of
 
-_NOT_COUNTED = "graphs that are compiled later, the optimizer's update, and what your code keeps"
+_NOT_COUNTED = (
+    "graphs that are compiled later, the optimizer's update, what operators take for themselves, and what your code keeps"
+)
 _LARGER = "inputs that are larger than those of this call, "
 
 

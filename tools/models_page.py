@@ -30,7 +30,7 @@ as finely as they can be, and stages run operator by operator (`codegen="eager"`
   small as these many tensors have less than 1 MiB. Those never move, so budgets below the half are rarer than for models
   of real size.
 * **moved**: bytes that left the device in the last iteration. Nearly as many came back.
-* **planned**: a plan was in force at the end; *on demand*: too few steps for a plan, or one stage needs nearly all.
+* **planned**: a plan was in force at the end; *on demand*: too few steps for a plan.
 """
 
 CHECKPOINTS = """\

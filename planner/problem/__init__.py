@@ -11,6 +11,7 @@ from planner.problem.host_updates import (
     states,
     total_bytes,
 )
+from planner.problem.layers import layer_of
 from planner.problem.lifetimes import (
     BlockActivity,
     InactivePeriod,
@@ -63,6 +64,7 @@ __all__ = [
     "host_updatable",
     "in_units",
     "inactive_periods",
+    "layer_of",
     "live_bytes",
     "live_bytes_by_kind",
     "max_min_rates",

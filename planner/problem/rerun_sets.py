@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+from planner.problem.layers import layer_of
 from planner.problem.recompute import made_bytes
 from planner.schema import Trace
 
 __all__ = ["over_half", "rounded", "simple_sets", "whole_layers"]
-
-_LAYER = re.compile(r"^(.*?[./]\d+)(?:[./:]|$)")
 
 
 def rounded(trace: Trace, shares: Mapping[int, float]) -> frozenset[int]:
@@ -63,21 +62,21 @@ def _by_kind(trace: Trace, usable: Collection[int]) -> Iterator[frozenset[int]]:
 def whole_layers(trace: Trace, usable: Collection[int], *, span: int = 1) -> frozenset[int]:
     """Return the `usable` groups of all layers, but for those that make what the next layer reads.
 
-    That is what checkpoints of every layer recompute. A layer is a run of forward stages whose names begin alike, up to the
-    first number (`forward/layers.3`); other stages are no layer. span: keep only what every `span`-th layer hands on.
+    That is what checkpoints of every layer recompute. A layer is a run of forward stages whose names begin alike, see
+    `layer_of`; other stages are no layer. span: keep only what every `span`-th layer hands on.
     """
-    layer_of, count = _layers(trace)
+    numbers, count = _layers(trace)
     readers: dict[int, list[int]] = {}
     for block in trace.blocks:
         readers[block.id] = [use for use in block.reads if trace.stages[use].phase == "forward"]
 
     def hands_on(group: int) -> bool:
-        own = layer_of[trace.recompute[group].stage]
-        return any(layer_of[use] != own for block in trace.recompute[group].blocks for use in readers[block])
+        own = numbers[trace.recompute[group].stage]
+        return any(numbers[use] != own for block in trace.recompute[group].blocks for use in readers[block])
 
     found = set()
     for group in usable:
-        layer = layer_of[trace.recompute[group].stage]
+        layer = numbers[trace.recompute[group].stage]
         if layer is not None and (not hands_on(group) or ((layer + 1) % span and layer + 1 < count)):
             found.add(group)
     return frozenset(found)
@@ -88,12 +87,12 @@ def _layers(trace: Trace) -> tuple[list[int | None], int]:
     found: list[int | None] = []
     last, count = "", 0
     for stage in trace.stages:
-        match = _LAYER.match(stage.name) if stage.phase == "forward" else None
-        if match is None:
+        layer = layer_of(stage.name) if stage.phase == "forward" else None
+        if layer is None:
             found.append(None)
             continue
-        count += match[1] != last
-        last = match[1]
+        count += layer != last
+        last = layer
         found.append(count - 1)
     return found, count
 

@@ -22,6 +22,7 @@ class Stage:
     next_uses: for each slot of `inputs`, then of `outputs`, the number of the next stage that reads it; -1 if none does.
     input_bytes: memory of all inputs, estimated. output_bytes: new memory that the outputs take.
     workspace_bytes: peak beyond inputs and outputs, estimated.
+    waiting_bytes: what was made before it, is needed after it and is too small to move, without results of the graph, estimated.
     mutates: slots among `inputs` that the stage writes in place, such as batch norm's running statistics.
     never_again: of a forward stage: why it must not run again in the backward pass, in plain words; "" if it may.
     """
@@ -36,13 +37,14 @@ class Stage:
     input_bytes: int
     output_bytes: int
     workspace_bytes: int
+    waiting_bytes: int = 0
     mutates: tuple[int, ...] = ()
     never_again: str = ""
 
     @property
     def need_bytes(self) -> int:
         """What it needs on the device at once, estimated."""
-        return self.input_bytes + self.output_bytes + self.workspace_bytes
+        return self.input_bytes + self.output_bytes + self.workspace_bytes + self.waiting_bytes
 
 
 @dataclass(frozen=True, slots=True)

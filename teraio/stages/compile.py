@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from runtime.execution import Constant, Kind, Phase, Program, Stage, StageFunction
 from teraio.stages import cost
 from teraio.stages.cut import CutPolicy, assign, can_cut
-from teraio.stages.memory import Resizer, distinct_bytes, is_symbolic, small, stage_bytes
+from teraio.stages.memory import Resizer, distinct_bytes, is_symbolic, small, stage_bytes, waiting_at
 from teraio.stages.random_state import describe
 from teraio.stages.recompute import reasons_against
 from teraio.stages.split import Subgraph, split
@@ -205,6 +205,9 @@ def _lay_out(
     kept = {r for r in results if isinstance(r, int)}
     names = _unique([f"{prefix}/{subgraph.path}" for subgraph in subgraphs])
 
+    returned = [r for r in output.args[0] if isinstance(r, Node)]
+    waiting = waiting_at(subgraphs, returned)
+
     def stage(number: int, subgraph: Subgraph) -> Stage:
         touched = [slots[n] for n in (*subgraph.inputs, *subgraph.outputs)]
         return Stage(
@@ -215,12 +218,11 @@ def _lay_out(
             outputs=tuple(slots[n] for n in subgraph.outputs),
             frees=tuple(s for s in dict.fromkeys(touched) if uses[s][-1] == number and s not in kept),
             next_uses=tuple(next((u for u in uses[s] if u > number), -1) for s in touched),
-            **stage_bytes(subgraph, {}),
+            **stage_bytes(subgraph, waiting[number], {}),
             mutates=tuple(slots[n] for n in subgraph.mutated),
             never_again=reasons[number],
         )
 
-    returned = [r for r in output.args[0] if isinstance(r, Node)]
     unmoved = [n for n in (*placeholders, *returned) if n.name not in counted]
     return Program(
         identity=identity,

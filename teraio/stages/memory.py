@@ -17,13 +17,29 @@ from teraio.stages.split import Subgraph
 from teraio.stages.storages import StorageKey, bytes_at, storage_size, storages_of
 
 
-def stage_bytes(subgraph: Subgraph, symbols: cost.Symbols) -> dict[str, int]:
-    """Return the byte counts of the stage, by their names in `Stage`. Where a symbol is missing, its hint stands in."""
+def stage_bytes(subgraph: Subgraph, waiting: Sequence[Node], symbols: cost.Symbols) -> dict[str, int]:
+    """Return the byte counts of the stage, by their names in `Stage`. Where a symbol is missing, its hint stands in.
+
+    waiting: see `waiting_at`.
+    """
     return {
         "input_bytes": distinct_bytes(subgraph.inputs, symbols),
         "output_bytes": _new_bytes(subgraph, symbols),
         "workspace_bytes": _workspace_bytes(subgraph, symbols),
+        "waiting_bytes": distinct_bytes(small(waiting, symbols), symbols),
     }
+
+
+def waiting_at(subgraphs: Sequence[Subgraph], returned: Sequence[Node]) -> list[list[Node]]:
+    """Return for each stage the values that a stage before it makes and one after it takes, but for what the graph returns."""
+    made = {node: number for number, subgraph in enumerate(subgraphs) for node in subgraph.outputs}
+    last = {node: number for number, subgraph in enumerate(subgraphs) for node in subgraph.inputs}
+    kept = set(returned)
+    crossing = [(node, begin, last[node]) for node, begin in made.items() if node in last and node not in kept]
+    return [
+        [node for node, begin, end in crossing if begin < number < end and node not in subgraph.inputs]
+        for number, subgraph in enumerate(subgraphs)
+    ]
 
 
 def is_symbolic(placeholders: Sequence[Node]) -> bool:
@@ -51,6 +67,7 @@ class Resizer:
         self._returned = returned
         self._unmoved = unmoved
         self._subgraphs = subgraphs
+        self._waiting = waiting_at(subgraphs, returned)
         self._known: dict[tuple[int, ...], Program] = {}  # the one that was used last comes last
 
     def __call__(self, program: Program, arguments: Sequence[Any]) -> Program:
@@ -67,8 +84,8 @@ class Resizer:
 
     def _resized(self, program: Program, key: tuple[int, ...], symbols: cost.Symbols) -> Program:
         stages = tuple(
-            replace(stage, **cast(Any, stage_bytes(subgraph, symbols)))
-            for stage, subgraph in zip(program.stages, self._subgraphs, strict=True)
+            replace(stage, **cast(Any, stage_bytes(subgraph, waiting, symbols)))
+            for stage, subgraph, waiting in zip(program.stages, self._subgraphs, self._waiting, strict=True)
         )
         return replace(
             program,

@@ -14,10 +14,7 @@ from .text import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealModel:
-    """A model, its data and its loss. package: that the class comes from. core: whether `make test` trains it too.
-
-    planned: whether a plan takes over. Not where one stage needs nearly all that the model takes: then a plan moves nothing.
-    """
+    """A model, its data and its loss. package: that the class comes from. core: whether `make test` trains it too."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -25,7 +22,6 @@ class RealModel:
     package: str = "transformers"
     compute_loss: Callable[[nn.Module, Batch], Tensor] = others.own_loss
     core: bool = False
-    planned: bool = True
 
 
 _VIT = {"img_size": 64, "patch_size": 8, "embed_dim": 256, "depth": 2, "num_heads": 4}
@@ -37,7 +33,7 @@ _LIST = (
     RealModel(name="Qwen3", make=text.qwen3, make_batches=text.padded()),
     RealModel(name="Mixtral", make=text.mixtral, make_batches=text.sentences),
     RealModel(name="Qwen3-MoE", make=text.qwen3_moe, make_batches=text.sentences, core=True),
-    RealModel(name="Mamba", make=text.mamba, make_batches=partial(text.sentences, length=32), planned=False),
+    RealModel(name="Mamba", make=text.mamba, make_batches=partial(text.sentences, length=32)),
     RealModel(name="BERT", make=text.bert, make_batches=text.padded(text.masked_words)),
     RealModel(name="T5", make=text.t5, make_batches=text.padded(), core=True),
     RealModel(name="ViT", make=others.vit, make_batches=others.pictures, core=True),

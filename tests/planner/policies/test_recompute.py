@@ -93,3 +93,12 @@ def test_whole_layers_keep_what_the_next_layer_reads() -> None:
     assert whole_layers(named, range(4)) == {0, 2, 3}
     assert whole_layers(named, range(4), span=2) == {0, 1, 2, 3}
     assert whole_layers(named, [1, 2]) == {2}
+
+
+def test_layers_inside_layers_are_whole_layers() -> None:
+    """What block 0 makes last is kept, although block 1 belongs to the same `stages.0`."""
+    trace = layers(4)
+    names = [f"forward/stages.0.blocks.{block}.mlp.{part}" for block in (0, 1) for part in ("up", "down")]
+    stages = [stage.model_copy(update={"name": name}) for stage, name in zip(trace.stages, names, strict=False)]
+    named = trace.model_copy(update={"stages": (*stages, *trace.stages[4:])})
+    assert whole_layers(named, range(4)) == {0, 2, 3}

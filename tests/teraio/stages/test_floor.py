@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from teraio.stages import CutPolicy, StageCompiler, need_of
 
-from .graphs import transformer
+from .graphs import capture, features, transformer
 
 FINE = CutPolicy(shortest_seconds=1e-9)
 
@@ -21,3 +22,20 @@ def test_what_the_forward_graph_saves_counts_once() -> None:
     need = need_of(programs)
     largest = max(stage.need_bytes for program in programs for stage in program.stages)
     assert need is not None and need.size_bytes == largest + sum(program.small_bytes for program in programs)
+
+
+def test_what_waits_during_a_stage_counts() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third, self.last = (nn.Linear(32, 32, bias=False) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept = self.first(x)
+            return kept + self.last(torch.tanh(self.third(torch.tanh(self.second(kept)))))
+
+    with torch.no_grad():
+        (captured,) = capture(Residual(), features(8), loss=False)
+    program = StageCompiler(codegen="eager", policy=FINE).compile(captured.fresh(), phase="forward", options={})
+    waiting = {stage.name: stage.waiting_bytes for stage in program.stages}
+    assert waiting == {"forward/first": 0, "forward/second": 0, "forward/third": 8 * 32 * 4, "forward/last": 0}
