@@ -1,5 +1,6 @@
 """Workers that take turns, so that a slow phase of the machine affects all of them alike."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -46,9 +47,16 @@ def workers(
     """Yield one worker for each setting, by name, and end all of them afterwards."""
     with ExitStack() as stack:
         yield {
-            name: stack.enter_context(Worker(setting, output / f"{name.replace(' ', '-')}.log", environment, program=program))
+            name: stack.enter_context(
+                Worker(setting, output / f"{name.replace(' ', '-').replace('/', '-')}.log", environment, program=program)
+            )
             for name, setting in settings.items()
         }
+
+
+def log_name(worker: str) -> str:
+    """Return the name of a worker's log."""
+    return f"{re.sub('[ /]', '-', worker)}.log"
 
 
 def warm_up(worker: Worker, steps: int) -> str:

@@ -81,11 +81,14 @@ class CpuMover:
 
     def discard(self, block: Block) -> None:
         if self._debug is not None:
+            self._debug.drops(block, _content(block))
             ctypes.memset(_span(block).address, POISON, block.size_bytes)
         storage_swap.discard(_storage(block), dropped_message(block))
 
     def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
         storage = _storage(block)
+        if self._debug is not None:
+            self._debug.made_anew(block, _bytes_at(fresh.data_ptr(), block.size_bytes))
         storage_swap.renew(storage, fresh)
         block.address, block.span = storage.data_ptr(), self.span(storage)
 
@@ -185,4 +188,8 @@ def _storage(block: Block) -> torch.UntypedStorage:
 
 
 def _content(block: Block) -> memoryview:
-    return memoryview((ctypes.c_char * block.size_bytes).from_address(_span(block).address))
+    return _bytes_at(_span(block).address, block.size_bytes)
+
+
+def _bytes_at(address: int, size_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * size_bytes).from_address(address))

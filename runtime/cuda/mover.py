@@ -149,11 +149,17 @@ class StreamMover:
         return storage
 
     def discard(self, block: Block) -> None:
+        if self._debug is not None:
+            self._join([block])
+            self._debug.drops(block, self._streams.read(Lane.COMPUTE, block.address, block.size_bytes))
         storage_swap.discard(self._leave(block), dropped_message(block))
         block.address = 0
 
     def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
         storage = _storage(block)
+        if self._debug is not None:
+            address = storage_swap.address(fresh)
+            self._debug.made_anew(block, self._streams.read(Lane.COMPUTE, address, block.size_bytes))
         storage_swap.renew(storage, fresh)
         block.address = storage_swap.address(storage)
 

@@ -1,4 +1,4 @@
-"""The debug mode: memory without content is poisoned, and a block that comes back is compared with what left.
+"""The debug mode: memory without content is poisoned, and a block that comes back, or is made anew, is compared with what left.
 
 [Note: Debug mode]
 Movers overwrite memory with POISON at two moments: when a block gives the memory up, before anybody else gets it, and just
@@ -12,6 +12,7 @@ a stage or user code sees them. A checksum follows pieces through a store; a has
 pages that are exchanged. A block that user code may have written to while it was away is not compared: user code can reach
 the slot that stands in for the block. Movers report this by `distrust`. A copy out that is not valid because of a write is
 never used, and so never compared; the next copy out is hashed again.
+A block that is dropped is hashed as well, and compared with what its stage makes when it runs again, before anybody gets that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from planner.errors import ChecksumError, StorageError
+from planner.errors import ChecksumError, StorageError, UnsupportedError
 from runtime.paging.block import Block
 from runtime.storage import Extent
 
@@ -39,6 +40,7 @@ class Debug:
 
     def __init__(self) -> None:
         self._hashes: dict[Block, tuple[int, ...]] = {}
+        self._dropped: dict[Block, int] = {}
         self._unseen: set[Block] = set()
 
     def leaves(self, block: Block, content: memoryview) -> None:
@@ -64,9 +66,24 @@ class Debug:
                 self._compare(block, read(block))
             self._unseen.discard(block)
 
+    def drops(self, block: Block, content: memoryview) -> None:
+        """The block is dropped: hash its bytes, `content`."""
+        self._dropped[block] = xxh3_64_intdigest(content)
+
+    def made_anew(self, block: Block, content: memoryview) -> None:
+        """Compare what a stage has made anew with what was dropped. Raises UnsupportedError if the bytes differ."""
+        found, expected = xxh3_64_intdigest(content), self._dropped[block]
+        if found != expected:
+            raise UnsupportedError(
+                f"{block.name} was made anew with other bytes: its checksum was {expected:016x} and is {found:016x}, so its stage "
+                "does not give the same result twice; set the option recompute='off', and report this"
+            )
+        del self._dropped[block]
+
     def forget(self, block: Block) -> None:
-        """The block is gone: drop its hash."""
+        """The block is gone: drop its hashes."""
         self._hashes.pop(block, None)
+        self._dropped.pop(block, None)
         self._unseen.discard(block)
 
     def _compare(self, block: Block, content: memoryview) -> None:

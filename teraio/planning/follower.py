@@ -165,8 +165,7 @@ class PlanFollower:
     def _correct(self, iteration: Iteration, observation: Observation) -> None:
         now = self._now
         reruns = now.hints.reruns
-        late = {(block, reruns.numbers[i]): t for i, stage in enumerate(iteration.stages) for block, t in stage.late}
-        if now.corrections.note(late, observation.waited_seconds, now.expected):
+        if now.corrections.note(reruns.late(iteration), observation.waited_seconds, now.expected):
             again = {each.position: each.seconds for each in iteration.reruns if each.position is not None}
             starts = now.corrections.starts(reruns.spread(observation.stage_seconds, again))
             self._recorder.change(replace(now.hints, fetch_at=starts.fetch_at), due=starts.due)

@@ -41,13 +41,14 @@ class StageRecord:
 class RerunRecord:
     """One re-run of a forward stage. position: its number in the plan; None if the plan does not have it.
 
-    seconds: as in `StageRecord`. made_bytes: what it made anew.
+    seconds, late: as in `StageRecord`. made_bytes: what it made anew.
     """
 
     name: str
     position: int | None
     made_bytes: int
     seconds: float = 0.0
+    late: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

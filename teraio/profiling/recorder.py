@@ -194,7 +194,6 @@ class IterationRecorder:
     def stage_ended(self, run: StageRun) -> None:
         region = self._region
         position = region.first + len(region.stages)
-        late = self._pager.take_late()
         record = StageRecord(
             name=run.name,
             phase=run.phase,
@@ -205,7 +204,7 @@ class IterationRecorder:
             made=tuple(run.made),
             written=tuple(run.written),
             never_again=run.never_again,
-            late=tuple((b.trace_id, t) for b, t in late if self._by_id.get(b.trace_id) is b) if late else (),
+            late=self._late(),
         )
         self._measure(record, run.begin, run.end)
         region.stages.append(record)
@@ -216,6 +215,11 @@ class IterationRecorder:
         if self._in_step:
             self._leave(self._position)
             self._position += 1
+
+    def _late(self) -> tuple[tuple[int, float], ...]:
+        """Return what has been waited for since the last call, by trace id."""
+        late = self._pager.take_late()
+        return tuple((b.trace_id, t) for b, t in late if self._by_id.get(b.trace_id) is b) if late else ()
 
     # -- re-runs: they have no place in the record, but one in the plan
 
@@ -228,13 +232,12 @@ class IterationRecorder:
             self._due = self._position
             yield [block for block in made if block is not None], self._to_prefetch(self._position)
             self._due = None
-            self._pager.take_late()  # an earlier prefetch is only asked for where a stage of the trace waits
             self._leave(self._position)
             self._position += 1
 
     def stage_ran_again(self, rerun: StageRerun) -> None:
         size_bytes = sum(block.size_bytes for block in rerun.made)
-        record = RerunRecord(name=rerun.name, position=self._due, made_bytes=size_bytes)
+        record = RerunRecord(name=rerun.name, position=self._due, made_bytes=size_bytes, late=self._late())
         if self._recording:
             self._iteration.reruns.append(record)
         self._measure(record, rerun.begin, rerun.end)

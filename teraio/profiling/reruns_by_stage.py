@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import planner
+from teraio.profiling.iteration import Iteration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,13 @@ class RerunsByStage:
             made=made,
             dropped_after=after,
         )
+
+    def late(self, iteration: Iteration) -> dict[tuple[int, int], float]:
+        """Return how long stages and re-runs waited for prefetches, by trace id and by stage as the plan counts it."""
+        stages = zip(self.numbers, iteration.stages, strict=False)
+        first = {(block, number): seconds for number, stage in stages for block, seconds in stage.late}
+        planned = [(each.position, each.late) for each in iteration.reruns if each.position is not None]
+        return first | {(block, number): seconds for number, late in planned for block, seconds in late}
 
     def spread(self, seconds: Sequence[float], again: Mapping[int, float]) -> list[float]:
         """Return the seconds of all stages as the plan counts them. seconds: of those of the trace. again: of the re-runs."""

@@ -17,6 +17,7 @@ from teraio.stages.cut import CutPolicy, assign, can_cut
 from teraio.stages.memory import Resizer, distinct_bytes, is_symbolic, small, stage_bytes, waiting_at
 from teraio.stages.random_state import describe
 from teraio.stages.recompute import reasons_against
+from teraio.stages.sizes import compute_sizes
 from teraio.stages.split import Subgraph, split
 from teraio.stages.tuning import tuned_within_budget
 
@@ -96,6 +97,7 @@ class StageCompiler:
         self._graphs += 1
         prefix = phase if identity < 2 else f"{phase}#{identity}"
         describe(gm.graph)
+        compute_sizes(gm.graph)
         subgraphs = self._subgraphs(gm, floor_bytes=self._forward_bytes if phase == "backward" else 0)
         reasons = self._reasons(gm, subgraphs, inputs) if phase == "forward" else [""] * len(subgraphs)
         functions = [self._function(subgraph, options) for subgraph in subgraphs]

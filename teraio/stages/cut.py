@@ -18,6 +18,7 @@ from teraio.stages.counters import sink_updates
 from teraio.stages.finer import cut_finer
 from teraio.stages.random_numbers import draws, draws_seeds, looks_up_seed, uses_seed
 from teraio.stages.random_state import carries_random_state
+from teraio.stages.sizes import is_read_off
 
 _STAGES_PER_LAYER = 6
 _SMALL_BYTES = 1 << 20
@@ -65,7 +66,7 @@ def can_cut(graph: Graph) -> str | None:
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator) and not carries_random_state(node):
             return f"it contains the higher-order operator {node.target}"
-        if cost.is_size(node) and any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes):
+        if is_read_off(node):
             return f"it computes the size {node.name} from a tensor"
     return None
 

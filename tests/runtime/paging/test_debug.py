@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.errors import ChecksumError
+from planner.errors import ChecksumError, UnsupportedError
 from runtime.device.span import Span
 from runtime.paging.block import Block, State
 from runtime.paging.debug import POISON
@@ -188,3 +188,18 @@ def test_what_user_code_writes_while_a_block_is_away_is_no_damage(rig: Rig, back
         rig.pager.bring_back_all()
     assert block.state is State.ON_DEVICE
     assert tensor[MIB] == 9 and tensor.unique().tolist() == [1, 9]
+
+
+def test_what_is_made_anew_is_compared_with_what_was_dropped(rig: Rig) -> None:
+    tensor, block = rig.make(4 * MIB, 7, "layers.3.out")
+    block.source = object()
+    rig.pager.drop(block)
+    other = torch.full((4 * MIB,), 7, dtype=torch.uint8)
+    other[5] = 8
+    with pytest.raises(UnsupportedError, match="^layers.3.out was made anew with other bytes: its checksum was"):
+        rig.pager.renew({block: other.untyped_storage()})
+    assert block.state is State.DROPPED and other[5] == 8, "nothing has changed"
+    other[5] = 7
+    rig.pager.renew({block: other.untyped_storage()})
+    use(rig.pager, block)
+    assert tensor.unique().tolist() == [7]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from planner.errors import ChecksumError, StorageError
+from planner.errors import ChecksumError, StorageError, UnsupportedError
 from runtime.device.streams import Lane
 from runtime.paging.block import Block, State
 from runtime.paging.debug import POISON
@@ -145,4 +145,25 @@ def test_what_user_code_can_reach_is_compared_within_a_region(tier: str) -> None
             ctypes.memset(machine.slab.address_of(slot_of(block).extents[0]), 0, UNIT)
         with pytest.raises(ChecksumError):
             machine.pager.acquire([block], 0, "read")
+    machine.mover.close()
+
+
+def test_what_is_made_anew_is_compared_with_what_was_dropped() -> None:
+    machine = SimulatedMachine(0, budget_blocks=2, tiers=("storage",), debug=True)
+    with machine.device.region():
+        machine.pager.enter_region()
+        block = machine.made()
+        block.source = object()
+        machine.device.synchronise()
+        content = ctypes.string_at(block.address, UNIT)
+        machine.pager.drop(block)
+        machine.device.synchronise()
+        fresh = machine.device.allocate(UNIT)
+        ctypes.memset(fresh.data_ptr(), content[0] ^ 1, UNIT)
+        with pytest.raises(UnsupportedError, match=f"{block.name} was made anew with other bytes"):
+            machine.pager.renew({block: fresh})
+        assert block.state is State.DROPPED
+        ctypes.memmove(fresh.data_ptr(), content, UNIT)
+        machine.pager.renew({block: fresh})
+        machine.pager.acquire([block], 0, "read")
     machine.mover.close()

@@ -49,16 +49,23 @@ def test_what_cannot_run_again_is_refused() -> None:
 
 
 class Dropping(Training):
-    """Notes drops, and runs what is due before a backward stage."""
+    """Notes drops, and runs what is due before a backward stage. Each re-run waits half a second for the weight."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.late: list[tuple[Block, float]] = []
+        self.pager.take_late = self.take_late  # type: ignore[method-assign]
         self.pager.drop = lambda block: self.pager.asked.append(f"drop {block.name}")  # type: ignore[method-assign]
         self.ran: list[tuple[str, list[str], list[str]]] = []
         self.kept_stages: list[list[int]] = []
 
+    def take_late(self) -> list[tuple[Block, float]]:
+        late, self.late = self.late, []
+        return late
+
     def run_due(self, stage: str) -> None:
         for made, fetch in self.recorder.reruns_due():
+            self.late.append((self.weight, 0.5))
             self.ran.append((stage, [b.name for b in made], [b.name for b in fetch]))
             again = StageRerun(name="forward/0", begin=WallMark(0.0), end=WallMark(0.25), made=made)
             self.recorder.stage_ran_again(again)
@@ -93,6 +100,16 @@ def test_the_recorder_drops_and_runs_again_by_the_plan() -> None:
     assert training.kept_stages[-3:] == [[0], [], []]
     assert [(again.position, again.seconds, again.made_bytes) for again in done.reruns] == [(5, 0.25, 64)]
     assert [len(region.stages) for region in done.regions] == [3, 3, 2], "a re-run is no stage of the record"
+
+
+def test_what_a_rerun_waits_for_is_late_at_its_place() -> None:
+    """So that it is fetched earlier from then on, as what other stages wait for."""
+    training = Dropping()
+    with_rerun(training)
+    done = training.iteration()
+    assert not any(stage.late for stage in done.stages)
+    assert training.recorder._schedule is not None
+    assert training.recorder._schedule.reruns.late(done) == {(WEIGHT, 5): 0.5}
 
 
 def test_moves_count_reruns_as_stages() -> None:
