@@ -7,6 +7,7 @@ import pytest
 
 from planner import BudgetError, Budgets, InfeasiblePlanError, OptionsError, Plan, Trace, plan, simulate
 from planner.ilp.solve import CoarseSolution
+from planner.lp import solver
 from planner.policies.ilp import _decisions
 from planner.problem.lifetimes import live_bytes
 from planner.problem.problem import Problem, build_plan
@@ -104,7 +105,7 @@ def test_rounding_never_overfills_a_tier(transformer: Trace) -> None:
 
 
 def test_a_failing_solver_leaves_a_greedy_plan(transformer: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
+    monkeypatch.setattr(solver, "highspy", None)
     monkeypatch.setattr(pulp.COIN_CMD, "available", lambda self: False)
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "available", lambda self: False)
     made = plan(transformer, half(transformer))
@@ -113,7 +114,7 @@ def test_a_failing_solver_leaves_a_greedy_plan(transformer: Trace, monkeypatch: 
 
 
 def test_cbc_stands_in_for_highs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
+    monkeypatch.setattr(solver, "highspy", None)
     small = transformer_trace(layers=1, stages_per_layer=4, rate=4e9)
     made = plan(small, Budgets(device_bytes=max(live_bytes(small)) * 8 // 10), time_limit_seconds=10)
     assert made.solver.name == "CBC"
