@@ -197,10 +197,9 @@ def _proposals(search: _Search) -> Iterator[frozenset[int]]:
     trace, usable = search.trace, search.places.usable
     shares: dict[int, float] | None = None
     with suppress(SolverError, BudgetError):
-        shares, whole = rerun_shares(Problem.of(trace, search.budgets), search.places, search.settings)
+        shares = rerun_shares(Problem.of(trace, search.budgets), search.places, search.settings)
     if shares:
         yield rounded(trace, shares)
-        yield whole
     if shares is not None and len(trace.stages) > _SHORT_STAGES:
         layers = whole_layers(trace, usable)
         if _seconds(trace, over_half(shares)) >= _MANY * _seconds(trace, layers):
