@@ -241,7 +241,8 @@ def _decisions(problem: Problem, solution: CoarseSolution) -> tuple[Problem, Dec
     Rounding may overfill a tier. A period then gets the fastest other tier with room, or stays; updates on the host come first.
     """
     chosen = {(problem.periods[i].block, problem.periods[i].after): tier for i, tier in solution.tiers.items()}
-    left = Problem.of(problem.source, problem.budgets, in_order_of_need(problem, solution.on_host))
+    on_host = in_order_of_need(problem, solution.on_host)
+    left = problem if tuple(on_host) == problem.on_host else Problem.of(problem.source, problem.budgets, on_host)
     room = TierCapacity(left, {})
     decisions: Decisions = {}
     for index, period in enumerate(left.periods):

@@ -45,8 +45,11 @@ _MAX_CHANGES = 24
 """Single changes of the best set that are tried in short iterations."""
 
 
-def best_recomputation(trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner, draft: Planner) -> Plan:
-    """Return the best plan, with or without re-runs. plan: plans an iteration well; draft: faster, to compare sets of groups.
+def best_recomputation(
+    trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner, refine: Planner, draft: Planner
+) -> Plan:
+    """Return the best plan, with or without re-runs. plan: plans an iteration well; refine: the same, but does not compare with
+    other policies; draft: faster, to compare sets of groups.
 
     Raises BudgetError and InfeasiblePlanError as `plan` does, where no set of groups helps.
     """
@@ -54,7 +57,7 @@ def best_recomputation(trace: Trace, budgets: Budgets, settings: SolverSettings,
     if len(trace.stages) > MAX_INTEGER_STAGES and search.places.usable and max(live_bytes(trace)) > budgets.device_bytes:
         for groups in _proposals(search):
             search.try_plan(search.places.of(groups))
-        search.finish(plan)
+        search.finish(refine)
         if not search.surely_better():
             search.without(plan)
         return search.made()

@@ -88,6 +88,7 @@ def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         budgets,
         settings,
         plan=_optimised("ilp", settings),
+        refine=partial(optimise, policy="ilp", rivals=(), settings=settings),
         draft=partial(optimise, policy="ilp", rivals=(), settings=settings, integer=False),
     )
 
