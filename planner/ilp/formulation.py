@@ -207,9 +207,8 @@ def add_memory(problem: Problem, model: CoarseModel) -> None:
         for k, terms in update.absent.items():
             rows[k] += [(variable, -size / scale) for variable, size in terms]
     add_rerun_memory(model, rows, scale)
-    for segment, row in zip(model.segments, rows, strict=True):
-        live = problem.live_bytes[segment.peak]
-        model.program.at_most(row, (problem.budgets.device_bytes - live) / scale)
+    budget = problem.budgets.device_bytes
+    model.program.levels(rows, [(budget - problem.live_bytes[segment.peak]) / scale for segment in model.segments])
     leaving: list[Terms] = [[(model.leaving[k], scale)] for k in range(count)]
     for entry in model.periods:
         for position, (variable, previous) in enumerate(zip(entry.out, [None, *entry.out], strict=False)):

@@ -144,6 +144,4 @@ def add_capacity(model: CoarseModel, route: Route) -> None:
         rest = update.windows.host_bytes - kept[int(update.windows.name)]
         for each in rows:
             each.append((update.chosen, rest / scale))
-    for row in rows:
-        if row:
-            model.program.at_most(row, route.budget_bytes / scale)
+    model.program.levels(rows, [route.budget_bytes / scale] * count)

@@ -17,8 +17,8 @@ from planner.schema import SolverReport, WaitingTier
 __all__ = ["CoarseSolution", "complete", "solve"]
 
 _ROUNDING = 1e-3  # solvers return shares with errors of about this size
-MAX_NODES = 50
-"""Of the search tree of an integer program that completes a relaxed solution."""
+MAX_NODES = 5
+"""Of the search tree of an integer program that completes a relaxed solution. Fifty find no better ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,24 @@ class Program:
         """Add the row Σ terms = right."""
         self._add(terms, right, right)
 
+    def levels(self, rows: Iterable[Terms], most: Iterable[float]) -> None:
+        """Add Σ row ≤ most for each row, where neighbours have most terms in common.
+
+        Each sum is a variable, and its row holds only the difference to the one before, so that solvers have far fewer terms.
+        """
+        before: dict[Variable, float] = {}
+        for row, right in zip(rows, most, strict=True):
+            level = self.variable(right)
+            self.lower[level] = -inf
+            terms = {level: -1.0}
+            for variable, factor in row:
+                terms[variable] = terms.get(variable, 0.0) + factor
+            changed = dict(terms)
+            for variable, factor in before.items():
+                changed[variable] = changed.get(variable, 0.0) - factor
+            self.equal([(variable, factor) for variable, factor in changed.items() if factor], 0)
+            before = terms
+
     def _add(self, terms: Iterable[tuple[Variable, float]], least: float, most: float) -> None:
         factors: dict[Variable, float] = {}
         for variable, factor in terms:

@@ -22,6 +22,7 @@ except ImportError:  # CBC stands in
 __all__ = ["Solved", "solve_program"]
 
 _LEAST_ITERATIONS = 1000
+_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,15 +105,15 @@ def _run(solver: highspy.Highs, program: Program, settings: SolverSettings, *, l
     """Run HiGHS. Linear programs: the dual simplex method; the interior point method where that takes too many iterations.
 
     Where copies hide behind the arithmetic, the simplex method is up to eight times as fast. Where links are the bottleneck, it
-    may take several times as long. So it is given up after as many iterations as the program has rows (a quarter of them where no
-    vertex is asked for, which is what takes the interior point method most time).
+    may take several times as long. So it is given up after _SHARE as many iterations as the program has rows: easy programs take
+    up to half as many.
     """
     solver.setOptionValue("time_limit", float(settings.time_limit_seconds))
     if not linear:
         solver.run()
         return
     solver.setOptionValue("solver", "simplex")
-    solver.setOptionValue("simplex_iteration_limit", max(len(program.least) // (1 if vertex else 4), _LEAST_ITERATIONS))
+    solver.setOptionValue("simplex_iteration_limit", max(int(_SHARE * len(program.least)), _LEAST_ITERATIONS))
     solver.run()
     if solver.getModelStatus().name == "kIterationLimit":
         solver.clearSolver()
@@ -157,7 +158,12 @@ def _by_cbc(program: Program, settings: SolverSettings, *, linear: bool) -> Solv
 def _pulp_model(program: Program) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
     model = pulp.LpProblem("teraio", pulp.LpMinimize)
     variables = [
-        model.add_variable(f"x{n}", low, None if high == math.inf else high, pulp.LpInteger if whole else pulp.LpContinuous)
+        model.add_variable(
+            f"x{n}",
+            low if math.isfinite(low) else None,
+            high if math.isfinite(high) else None,
+            pulp.LpInteger if whole else pulp.LpContinuous,
+        )
         for n, (low, high, whole) in enumerate(zip(program.lower, program.upper, program.whole, strict=True))
     ]
     model.setObjective(pulp.LpAffineExpression(list(zip(variables, program.costs, strict=True))))

@@ -55,9 +55,10 @@ def best_recomputation(
     """
     search = _Search(trace, budgets, settings, draft)
     if len(trace.stages) > MAX_INTEGER_STAGES and search.places.usable and max(live_bytes(trace)) > budgets.device_bytes:
-        for groups in _proposals(search):
-            search.try_plan(search.places.of(groups))
-        search.finish(refine)
+        sets = {search.places.of(groups): None for groups in _proposals(search)}
+        for chosen in sets if len(sets) > 1 else ():
+            search.try_plan(chosen)
+        search.finish(refine, *sets)
         if not search.surely_better():
             search.without(plan)
         return search.made()
@@ -152,10 +153,11 @@ class _Search:
         self._tried.add(chosen)
         return self._keep_better(chosen, self._draft)
 
-    def finish(self, plan: Planner) -> None:
-        """Plan the best re-runs once more with `plan`, and keep the better plan."""
-        if self.best is not None and self.best.recompute:
-            self._keep_better(self.best.recompute, plan)
+    def finish(self, plan: Planner, *untried: tuple[Recompute, ...]) -> None:
+        """Plan the best re-runs with `plan`, and keep the better plan. Where nothing was planned so far: the `untried` ones."""
+        for chosen in (self.best.recompute,) if self.best is not None else untried:
+            if chosen:
+                self._keep_better(chosen, plan)
 
     def _keep_better(self, chosen: tuple[Recompute, ...], plan: Planner) -> bool:
         try:

@@ -54,6 +54,17 @@ def test_rows_of_all_kinds_and_variables_without_a_limit(name: str) -> None:
     assert list(solved.values) == pytest.approx([1.25, 0.5])
 
 
+def test_rows_that_have_most_terms_in_common(name: str) -> None:
+    """Levels say the same as rows: 2 x ≤ 3 (not binding), x + y ≤ 1.5, y ≤ 1.25 and y − x ≤ 0.75."""
+    program = Program()
+    x, y = program.variable(float("inf")), program.variable(float("inf"))
+    rows = [[(x, 1.0), (x, 1.0)], [(x, 1.0), (y, 1.0)], [(y, 1.0)], [(y, 1.0), (x, -1.0)]]
+    program.levels(rows, (3.0, 1.5, 1.25, 0.75))
+    program.minimise([(x, -1.0), (y, -3.0)])
+    solved = solve_program(program, SETTINGS, linear=True)
+    assert list(solved.values[:2]) == pytest.approx([0.375, 1.125])
+
+
 def test_without_a_solution_there_are_no_values(name: str) -> None:
     program = knapsack()
     program.at_least([(0, 1.0)], 2)
