@@ -44,5 +44,5 @@ def _weak_dual(program: Program, given: Sequence[float]) -> float:
     terms = np.repeat(prices, np.diff(program.starts)) * np.array(program.factors)
     load = np.bincount(program.columns, weights=terms, minlength=len(program.costs))
     costs, shares = np.array(program.costs), np.isfinite(program.upper)
-    scale = 1.0 / max(1.0, *load[~shares].tolist())
+    scale: float = 1.0 / max(1.0, *load[~shares].tolist())
     return scale * right + math.fsum(np.minimum(0.0, costs - scale * load)[shares])

@@ -17,7 +17,7 @@ from planner.problem import SolverSettings
 try:
     import highspy
 except ImportError:  # CBC stands in
-    highspy = None
+    highspy = None  # type: ignore[assignment]
 
 __all__ = ["Solved", "solve_program"]
 
@@ -57,7 +57,7 @@ def solve_program(
 
 
 def _by_highs(program: Program, settings: SolverSettings, *, linear: bool, vertex: bool, max_nodes: int | None) -> Solved:
-    solver = highspy.Highs()
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
     options = {"output_flag": False, "mip_rel_gap": settings.gap, "threads": settings.threads}
     for name, value in options.items():
         solver.setOptionValue(name, value)
@@ -86,7 +86,7 @@ def _by_highs(program: Program, settings: SolverSettings, *, linear: bool, verte
     )
 
 
-def _highs_model(program: Program, *, linear: bool) -> object:
+def _highs_model(program: Program, *, linear: bool) -> highspy.HighsLp:
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = len(program.costs), len(program.least)
     model.col_cost_, model.col_lower_, model.col_upper_ = (np.array(v) for v in (program.costs, program.lower, program.upper))

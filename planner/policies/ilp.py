@@ -8,18 +8,16 @@ from math import inf
 
 from planner.bound import lower_bound_seconds
 from planner.errors import InfeasiblePlanError
-from planner.ilp import MAX_INTEGER_STAGES, CoarseSolution, coarse_solutions, in_order_of_need
+from planner.ilp import MAX_INTEGER_STAGES, CoarseSolution, coarse_solutions
 from planner.lp import host_update_candidates
+from planner.policies.decisions import copy_costs, decisions_of
 from planner.policies.predictions import with_predictions
 from planner.problem import (
     DEFAULT_WRITE_WEIGHT,
-    Decision,
     Decisions,
     Problem,
     SolverSettings,
-    TierCapacity,
     build_plan,
-    copies_out,
     outward_weight,
     user_stages,
 )
@@ -132,7 +130,7 @@ def _starts(
     solved = False
     for solution in coarse_solutions(problem, settings, on_host, integer=integer):
         solved = True
-        yield _decisions(problem, solution), solution.report
+        yield decisions_of(problem, solution), solution.report
     if not solved:
         yield _undecided(problem, on_host or ()), None
     if on_host is None and problem.stage_count <= MAX_INTEGER_STAGES:
@@ -159,7 +157,7 @@ def _extremes(problem: Problem) -> list[tuple[Problem, Decisions]]:
 
 def _undecided(problem: Problem, on_host: Collection[int]) -> tuple[Problem, Decisions]:
     """Only where updates run is decided."""
-    return _decisions(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
+    return decisions_of(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
 
 
 def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -> list[_ReplayedPlan]:
@@ -168,7 +166,7 @@ def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -
     Long iterations: with the usual reserve only. Raises InfeasiblePlanError where the lower tiers are too small.
     """
     filled = evict_furthest(problem, start, early=True, spread=True)
-    pruned = prune(problem, filled, _costs(problem, filled))
+    pruned = prune(problem, filled, copy_costs(problem, filled))
     leads, rounds = (_LEADS, _MAX_ROUNDS) if problem.stage_count <= MAX_INTEGER_STAGES else ((_USUAL_LEAD,), _FEW_ROUNDS)
     first = _best_schedule(problem, filled, write_weight, leads=leads, rounds=rounds)
     if pruned == filled:
@@ -233,39 +231,6 @@ def _choose(candidates: list[_ReplayedPlan], others: list[_ReplayedPlan], write_
         limit = min(other.timeline.iteration_seconds for other in others)
         pool = [candidate for candidate in pool if candidate.timeline.iteration_seconds <= limit]
     return min(pool, key=lambda candidate: candidate.cost)
-
-
-def _decisions(problem: Problem, solution: CoarseSolution) -> tuple[Problem, Decisions]:
-    """What the solution chooses, and the problem that is left when its subgroups update on the host.
-
-    Rounding may overfill a tier. A period then gets the fastest other tier with room, or stays; updates on the host come first.
-    """
-    chosen = {(problem.periods[i].block, problem.periods[i].after): tier for i, tier in solution.tiers.items()}
-    on_host = in_order_of_need(problem, solution.on_host)
-    left = problem if tuple(on_host) == problem.on_host else Problem.of(problem.source, problem.budgets, on_host)
-    room = TierCapacity(left, {})
-    decisions: Decisions = {}
-    for index, period in enumerate(left.periods):
-        tier = "host" if index in left.updated else chosen.get((period.block, period.after))
-        if tier is not None and not room.fits(index, tier):
-            tier = room.best(index)
-        if tier is not None:
-            room.take(index, tier)
-            decisions[index] = Decision(tier=tier, leave=period.after, start=period.before)
-    return left, decisions
-
-
-def _costs(problem: Problem, decisions: Decisions) -> dict[int, float]:
-    copied_out = copies_out(problem, decisions)
-    return {index: _cost(problem, index, decision, out=index in copied_out) for index, decision in decisions.items()}
-
-
-def _cost(problem: Problem, index: int, decision: Decision, *, out: bool) -> float:
-    """Seconds of the copy in. For a final period, which has none, seconds of the copy out."""
-    route, period = problem.route(decision.tier), problem.periods[index]
-    if period.final:
-        return route.outward.seconds(period.size_bytes) if out else 0.0
-    return route.inward.seconds(period.size_bytes)
 
 
 def _best_schedule(
