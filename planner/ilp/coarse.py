@@ -19,7 +19,10 @@ MAX_INTEGER_STAGES = 64
 """Longer iterations begin with the linear relaxation: a whole integer program often finds nothing within the limit."""
 
 _FINE = Resolution(max_segments=140, window=6)
-"""With 64 segments, plans of long iterations are up to 3 % slower; with 250, they are no faster, and take twice as long."""
+"""For one lower tier. With 64 segments, plans of long iterations are up to 3 % slower; with 250, they are no faster, and take
+twice as long."""
+_SEVERAL_TIERS = Resolution(max_segments=64, window=6)
+"""Here more segments gain little, and take much longer."""
 _ROUGH = Resolution(max_segments=24, window=3)
 
 
@@ -41,7 +44,7 @@ def coarse_solutions(
     short = problem.stage_count <= MAX_INTEGER_STAGES
     with contextlib.suppress(SolverError):
         if short and integer:
-            built = coarse_program(problem, _FINE, subgroups, write_weight=settings.write_weight, decided=decided)
+            built = coarse_program(problem, _resolution(problem), subgroups, write_weight=settings.write_weight, decided=decided)
             whole = solve(built, relaxed=False, vertex=True, settings=settings)
             yield whole
             if whole.report.status == "optimal":
@@ -64,11 +67,16 @@ def _refined(
     problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgroup], rough: CoarseSolution | None, *, integer: bool
 ) -> Iterator[CoarseSolution]:
     """Solutions in which exactly `subgroups` update on the host. rough: what decided that; the first report counts its time."""
-    built = coarse_program(problem, _FINE, subgroups, write_weight=settings.write_weight, decided=True)
+    resolution = _resolution(problem)
+    built = coarse_program(problem, resolution, subgroups, write_weight=settings.write_weight, decided=True)
     relaxed = solve(built, relaxed=True, vertex=True, settings=settings)
     yield relaxed if rough is None else _with_time_of(rough, relaxed)
     if integer and problem.stage_count > MAX_INTEGER_STAGES:
         yield complete(built, relaxed, settings)
+
+
+def _resolution(problem: Problem) -> Resolution:
+    return _FINE if len(problem.routes) == 1 else _SEVERAL_TIERS
 
 
 def _rough(problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgroup], *, decided: bool) -> CoarseSolution:

@@ -76,7 +76,7 @@ def optimise(
     if problem.everything_fits and not (host_update_candidates(problem) if on_host is None else on_host):
         return with_predictions(problem, build_plan(problem, {}, policy=policy))
     others = _rival_candidates(problem, rivals, settings.write_weight)
-    bound = _Bound(problem, settings, wanted=integer)
+    bound = _Bound(problem, settings, wanted=integer and bool(rivals))
     own: list[_ReplayedPlan] = []
     reports: list[SolverReport] = []
     too_full: InfeasiblePlanError | None = None
