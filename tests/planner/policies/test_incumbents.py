@@ -1,14 +1,16 @@
 """More memory, a larger tier or a faster link never gives a slower plan, if the plan of the tighter problem is an incumbent."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner import BudgetError, Budgets, InfeasiblePlanError, Plan, Trace, plan, simulate
+from planner import BudgetError, Budgets, InfeasiblePlanError, Plan, Trace, floor, plan, simulate
 from planner.problem import live_bytes
 
 from ..recompute_traces import layers
-from ..strategies import problems, training_problems
+from ..strategies import problems, training_problems, transformer_trace
 
 SAME = 1 + 1e-9
 
@@ -73,3 +75,17 @@ def test_where_a_policy_finds_no_plan_the_incumbent_is_returned() -> None:
     with pytest.raises(BudgetError):
         plan(trace, budgets, policy="offload-only")
     assert plan(trace, budgets, policy="offload-only", incumbents=[incumbent]).recompute == incumbent.recompute
+
+
+@pytest.mark.parametrize(
+    "trace", [transformer_trace(layers=2, stages_per_layer=4, rate=4e9), layers(4, rate=2.0)], ids=("transformer", "layers")
+)
+def test_over_a_range_of_budgets_more_memory_is_never_slower(trace: Trace) -> None:
+    least, most = floor(trace)[0], max(live_bytes(trace))
+    made: list[Plan] = []
+    for step in range(5):
+        budgets = Budgets(device_bytes=least + (most - least) * step // 4)
+        made.append(plan(trace, budgets, incumbents=made[-1:], lower_bound=False))
+    times = [seconds(trace, each) for each in made]
+    assert all(more <= less * SAME for less, more in pairwise(times))
+    assert times[-1] == pytest.approx(trace.ideal_seconds)
