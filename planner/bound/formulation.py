@@ -5,14 +5,14 @@ One function for each constraint family; symbols as in `planner.bound.model`.
 
 from __future__ import annotations
 
-import pulp
+from math import inf
 
 from planner.bound.host_updates import UpdateClass
 from planner.bound.limits import add_link_time, add_memory, add_places, add_updates
 from planner.bound.model import BoundModel, CopyVariables, add_use
 from planner.bound.recompute import RerunClass, add_anew, add_rerun_time
 from planner.bound.windows import CopyClass, CopyWindow, Instants
-from planner.lp import Terms, add_host_update, byte_scale, linear
+from planner.lp import Program, Terms, Variable, add_host_update, byte_scale
 from planner.problem import Problem, Route
 from planner.schema import Link
 
@@ -27,17 +27,17 @@ def build_bound(
     reruns: tuple[RerunClass, ...] = (),
     *,
     whole: bool,
-) -> pulp.LpProblem:
+) -> Program:
     """Build min Σ δ_k − Σ h_g · device_seconds of g, under constraints that every plan meets.
 
     `whole`: every class is one block, which is absent as a whole or not at all. The program is then an integer program.
     """
-    program = pulp.LpProblem("bound", pulp.LpMinimize)
+    program = Program()
     model = BoundModel(
         program=program,
         instants=instants,
         whole=whole,
-        stall=[program.add_variable(f"stall_{k}", lowBound=0) if can else None for k, can in enumerate(instants.can_stall)],
+        stall=[program.variable(inf) if can else None for can in instants.can_stall],
         memory=[[] for _ in instants.positions],
     )
     for route in problem.routes:
@@ -49,12 +49,12 @@ def build_bound(
     model.updates = [
         add_host_update(program, each.windows, problem.route("host"), count=len(instants), whole=whole) for each in updates
     ]
-    model.again = [model.variable(f"r_{number}", whole=True) for number in range(len(reruns))]
+    model.again = [model.variable(whole=True) for _ in reruns]
     cost: Terms = [(stall, 1.0) for stall in model.stall if stall is not None]
     cost += [(update.chosen, -update.windows.device_seconds) for update in model.updates]
-    program.setObjective(linear(cost))
-    for number, block_class in enumerate(classes):
-        _add_class(problem, model, str(number), block_class)
+    program.minimise(cost)
+    for block_class in classes:
+        _add_class(problem, model, block_class)
     add_updates(problem, model)
     add_memory(problem, model)
     add_places(problem, model)
@@ -63,43 +63,42 @@ def build_bound(
     return program
 
 
-def _add_class(problem: Problem, model: BoundModel, name: str, block_class: CopyClass) -> None:
+def _add_class(problem: Problem, model: BoundModel, block_class: CopyClass) -> None:
     """Σ_t d_{p,t} + O_{p,t,end} ≤ 1 (− h_g at the update's own stage), and the other rows of the class."""
     made: dict[str, Terms] = {route.tier: [] for route in problem.routes}
     chosen: Terms = []
-    kept: pulp.LpVariable | None = None
+    kept: Variable | None = None
     if block_class.update is not None:
         chosen = [(model.updates[block_class.update].chosen, 1.0)]
         made["host"] += chosen  # the update writes a valid copy of a parameter there
         if block_class.persistent:
-            kept = _add_kept(problem, model, name, block_class, chosen[0][0])
+            kept = _add_kept(problem, model, block_class, chosen[0][0])
     final = len(block_class.windows) - 1
-    anew = add_anew(model, name, block_class)
+    anew = add_anew(model, block_class)
     for rank, window in enumerate(block_class.windows):
         waiting: Terms = []
         absent: dict[int, Terms] = {k: list(anew[rank]) for k in window.inside}
         for route in problem.routes:
-            label = f"{name}_{rank}_{route.tier}"
             if window.adjacent:
-                made[route.tier].append((_add_adjacent(problem, model, label, block_class, window, route), 1.0))
+                made[route.tier].append((_add_adjacent(problem, model, block_class, window, route), 1.0))
                 continue
-            copies = _copies(model, label, block_class, window, route, kept=kept, first=rank == 0, last=rank == final)
+            copies = _copies(model, block_class, window, route, kept=kept, first=rank == 0, last=rank == final)
             _add_order(model, copies, made[route.tier])
             _add_shares(problem, model, copies, absent)
             waiting += copies.waiting
             made[route.tier] += [(variable, 1.0) for variable in copies.out[-1:]]
-        _add_absent(problem, model, f"{name}_{rank}", block_class, window, absent)
+        _add_absent(problem, model, block_class, window, absent)
         own = chosen if rank in block_class.around_update else []
         if window.visited:
             continue  # between the uses by stages that run again, the block may wait in several tiers
         if waiting and (len(waiting) > 1 or own):
-            model.add([*waiting, *own], pulp.LpConstraintLE, 1)
+            model.program.at_most([*waiting, *own], 1)
 
 
-def _add_kept(problem: Problem, model: BoundModel, name: str, block_class: CopyClass, chosen: pulp.LpVariable) -> pulp.LpVariable:
+def _add_kept(problem: Problem, model: BoundModel, block_class: CopyClass, chosen: Variable) -> Variable:
     """z ≥ h, and z ≥ d + O for every window in the host tier: a persistent block of an update has one place there for good."""
-    kept = model.variable(f"z_{name}")
-    model.add([(kept, 1.0), (chosen, -1.0)], pulp.LpConstraintGE, 0)
+    kept = model.variable()
+    model.program.at_least([(kept, 1.0), (chosen, -1.0)], 0)
     for row in model.places["host"]:
         row.append((kept, block_class.size_bytes / byte_scale(problem)))
     return kept
@@ -107,12 +106,11 @@ def _add_kept(problem: Problem, model: BoundModel, name: str, block_class: CopyC
 
 def _copies(
     model: BoundModel,
-    label: str,
     block_class: CopyClass,
     window: CopyWindow,
     route: Route,
     *,
-    kept: pulp.LpVariable | None,
+    kept: Variable | None,
     first: bool,
     last: bool,
 ) -> CopyVariables:
@@ -122,25 +120,22 @@ def _copies(
         block_class=block_class,
         window=window,
         route=route,
-        name=label,
-        found=model.variable(f"d_{label}", whole=True) if block_class.read_only or not first else None,
-        out=[model.variable(f"o_{label}_{k}", whole=k == window.end) for k in ends],
-        into=[] if window.final else [model.variable(f"i_{label}_{k}") for k in window.inside],
+        found=model.variable(whole=True) if block_class.read_only or not first else None,
+        out=[model.variable(whole=k == window.end) for k in ends],
+        into=[] if window.final else [model.variable() for _ in window.inside],
         kept=kept,
     )
 
 
-def _add_adjacent(
-    problem: Problem, model: BoundModel, label: str, block_class: CopyClass, window: CopyWindow, route: Route
-) -> pulp.LpVariable:
+def _add_adjacent(problem: Problem, model: BoundModel, block_class: CopyClass, window: CopyWindow, route: Route) -> Variable:
     """(seconds out + seconds in) · g ≤ δ: the copies follow one another, and the next stage waits for both."""
-    made = model.variable(f"g_{label}", whole=True)
+    made = model.variable(whole=True)
     span = window.begin % len(model.instants)
     stall = model.stall[span]
     assert stall is not None  # a span between two stages can stall
     smallest = block_class.smallest_bytes
     both = route.outward.seconds(smallest) + route.inward.seconds(smallest)
-    model.add([(made, both), (stall, -1.0)], pulp.LpConstraintLE, 0)
+    model.program.at_most([(made, both), (stall, -1.0)], 0)
     for link in (route.outward, route.inward):
         add_use(problem, model, block_class, link, span, [(made, 1.0)])
     return made
@@ -150,24 +145,24 @@ def _add_order(model: BoundModel, copies: CopyVariables, made: Terms) -> None:
     """O and I ascend; I ≤ d + O_end; d ≤ Σ O_end + g over the earlier windows (`made`), except for read_only blocks."""
     for variables in (copies.out, copies.into):
         for before, after in zip(variables, variables[1:], strict=False):
-            model.add([(after, 1.0), (before, -1.0)], pulp.LpConstraintGE, 0)
+            model.program.at_least([(after, 1.0), (before, -1.0)], 0)
     if copies.into:
-        model.add([*copies.waiting, (copies.into[-1], -1.0)], pulp.LpConstraintGE, 0)
+        model.program.at_least([*copies.waiting, (copies.into[-1], -1.0)], 0)
     if copies.found is not None and not copies.block_class.read_only:
         minus = [(variable, -factor) for variable, factor in made]
-        model.add([(copies.found, 1.0), *minus], pulp.LpConstraintLE, 0)
+        model.program.at_most([(copies.found, 1.0), *minus], 0)
 
 
 def _add_absent(
-    problem: Problem, model: BoundModel, name: str, block_class: CopyClass, window: CopyWindow, absent: dict[int, Terms]
+    problem: Problem, model: BoundModel, block_class: CopyClass, window: CopyWindow, absent: dict[int, Terms]
 ) -> None:
     """Add what is absent to the memory rows. At most all of the block: e_k ≤ 1, where several things may make it absent."""
     count, share = len(model.instants), block_class.size_bytes / byte_scale(problem)
     several = block_class.rerun is not None or (window.visited and len(problem.routes) > 1)
     for k, terms in absent.items():
         if several and terms:
-            most = model.variable(f"e_{name}_{k}")
-            model.add([*terms, (most, -1.0)], pulp.LpConstraintGE, 0)
+            most = model.variable()
+            model.program.at_least([*terms, (most, -1.0)], 0)
             terms = [(most, 1.0)]
         model.memory[k % count] += [(variable, factor * share) for variable, factor in terms]
 
@@ -180,14 +175,14 @@ def _add_shares(problem: Problem, model: BoundModel, copies: CopyVariables, gone
         left = copies.left(position)
         absent = [*left, *((variable, -1.0) for variable in copies.into[position:][:1])]
         if model.whole:
-            away = model.variable(f"a_{copies.name}_{k}", whole=True)
-            model.add([*absent, (away, -1.0)], pulp.LpConstraintGE, 0)
+            away = model.variable(whole=True)
+            model.program.at_least([*absent, (away, -1.0)], 0)
             absent = [(away, 1.0)]
         gone[k] += absent
         if copies.block_class.update is None or copies.route.tier != "host":
             model.places[copies.route.tier][k % count] += [(variable, share) for variable, _ in left]
         elif copies.kept is not None:
-            model.add([(copies.kept, 1.0), *((variable, -1.0) for variable, _ in left)], pulp.LpConstraintGE, 0)
+            model.program.at_least([(copies.kept, 1.0), *((variable, -1.0) for variable, _ in left)], 0)
     out: list[Terms] = [[(variable, 1.0)] for variable in copies.out]
     into: list[Terms] = [[(variable, 1.0)] for variable in copies.into]
     _add_steps(problem, model, copies, copies.route.outward, out)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import pulp
-
 from planner.bound.model import BoundModel
 from planner.lp import PROCESSOR, HostUpdateVariables, Terms, UpdateChain, byte_scale
 from planner.problem import Problem
@@ -37,7 +35,7 @@ def add_updates(problem: Problem, model: BoundModel) -> None:
     limit = next((route.budget_bytes for route in problem.routes if route.tier == "host"), None)
     if model.updates and limit is not None:
         held: Terms = [(update.chosen, update.windows.host_bytes / scale) for update in model.updates]
-        model.add(held, pulp.LpConstraintLE, limit / scale)
+        model.program.at_most(held, limit / scale)
 
 
 def _add_chain(model: BoundModel, update: HostUpdateVariables, chain: UpdateChain) -> None:
@@ -46,7 +44,7 @@ def _add_chain(model: BoundModel, update: HostUpdateVariables, chain: UpdateChai
     row: Terms = [(update.chosen, chain.seconds)]
     row += [(stall, -1.0) for k in spans if (stall := model.stall[k]) is not None]
     row += [(each.chosen, each.windows.device_seconds * spans.count(each.windows.span)) for each in model.updates]
-    model.add(row, pulp.LpConstraintLE, sum(model.instants.span_seconds[k] for k in spans))
+    model.program.at_most(row, sum(model.instants.span_seconds[k] for k in spans))
 
 
 def add_memory(problem: Problem, model: BoundModel) -> None:
@@ -54,7 +52,7 @@ def add_memory(problem: Problem, model: BoundModel) -> None:
     budget = problem.budgets.device_bytes
     for live, row in zip(model.instants.live_bytes, model.memory, strict=True):
         if live > budget:
-            model.add(row, pulp.LpConstraintGE, (live - budget) / byte_scale(problem))
+            model.program.at_least(row, (live - budget) / byte_scale(problem))
 
 
 def add_places(problem: Problem, model: BoundModel) -> None:
@@ -62,7 +60,7 @@ def add_places(problem: Problem, model: BoundModel) -> None:
     for route in problem.routes:
         for row in model.places[route.tier]:
             if row and route.budget_bytes is not None:
-                model.add(row, pulp.LpConstraintLE, route.budget_bytes / byte_scale(problem))
+                model.program.at_most(row, route.budget_bytes / byte_scale(problem))
 
 
 def add_link_time(model: BoundModel) -> None:
@@ -77,4 +75,4 @@ def add_link_time(model: BoundModel) -> None:
         for k, (row, seconds, stall) in enumerate(zip(rows, model.instants.span_seconds, model.stall, strict=True)):
             if row:
                 wait: Terms = [] if stall is None else [(stall, -1.0)]
-                model.add([*row, *saved[k], *wait], pulp.LpConstraintLE, seconds)
+                model.program.at_most([*row, *saved[k], *wait], seconds)

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import pulp
-
 from planner.bound.windows import CopyClass, CopyWindow, Instants
-from planner.lp import HostUpdateVariables, Terms, add_row
+from planner.lp import HostUpdateVariables, Program, Terms, Variable
 from planner.problem import Problem, Route
 from planner.schema import Link
 
@@ -33,23 +31,19 @@ class BoundModel:
     as a whole or not at all. `stall`: None for a span that cannot stall. `again`: r of each class of recompute groups.
     """
 
-    program: pulp.LpProblem
+    program: Program
     instants: Instants
     whole: bool
-    stall: list[pulp.LpVariable | None]
+    stall: list[Variable | None]
     memory: list[Terms]
     places: dict[str, list[Terms]] = field(default_factory=dict)
     links: dict[str, list[Terms]] = field(default_factory=dict)
     updates: list[HostUpdateVariables] = field(default_factory=list)
-    again: list[pulp.LpVariable] = field(default_factory=list)
+    again: list[Variable] = field(default_factory=list)
 
-    def variable(self, name: str, *, whole: bool = False) -> pulp.LpVariable:
+    def variable(self, *, whole: bool = False) -> Variable:
         """Add a share in [0, 1]. `whole`: it is 0 or 1 where the model is one of whole blocks."""
-        return self.program.add_variable(name, 0, 1, pulp.LpBinary if whole and self.whole else pulp.LpContinuous)
-
-    def add(self, terms: Terms, sense: int, right: float) -> None:
-        """Add the row Σ terms (sense) right."""
-        add_row(self.program, terms, sense, right)
+        return self.program.variable(whole=whole and self.whole)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,11 +56,10 @@ class CopyVariables:
     block_class: CopyClass
     window: CopyWindow
     route: Route
-    name: str
-    found: pulp.LpVariable | None
-    out: list[pulp.LpVariable]
-    into: list[pulp.LpVariable]
-    kept: pulp.LpVariable | None
+    found: Variable | None
+    out: list[Variable]
+    into: list[Variable]
+    kept: Variable | None
 
     def left(self, position: int) -> Terms:
         """d + O at one position of `out`: the share that lies in the tier."""

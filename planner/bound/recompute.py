@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import pulp
-
 from planner.bound.model import BoundModel
 from planner.bound.windows import CopyClass, Instants
 from planner.lp import Terms
@@ -75,17 +73,17 @@ def recreatable_bytes(problem: Problem, periods: Iterable[InactivePeriod]) -> in
     return sum(period.size_bytes for period in periods if period.block in made)
 
 
-def add_anew(model: BoundModel, name: str, block_class: CopyClass) -> list[Terms]:
+def add_anew(model: BoundModel, block_class: CopyClass) -> list[Terms]:
     """z_p for each window of a class, as terms; Σ_p z_p ≤ r_c."""
     if block_class.rerun is None:
         return [[] for _ in block_class.windows]
     anew: list[Terms] = []
-    for rank, window in enumerate(block_class.windows):
+    for window in block_class.windows:
         inside = window.inside and not window.final
-        anew.append([(model.variable(f"z_{name}_{rank}", whole=True), 1.0)] if inside else [])
+        anew.append([(model.variable(whole=True), 1.0)] if inside else [])
     used = [term for terms in anew for term in terms]
     if used:
-        model.add([*used, (model.again[block_class.rerun], -1.0)], pulp.LpConstraintLE, 0)
+        model.program.at_most([*used, (model.again[block_class.rerun], -1.0)], 0)
     return anew
 
 
@@ -94,7 +92,7 @@ def add_rerun_time(model: BoundModel, classes: Sequence[RerunClass]) -> None:
     row: Terms = [(share, -each.seconds) for each, share in zip(classes, model.again, strict=True) if each.seconds]
     if row:
         row += [(stall, 1.0) for stall in model.stall if stall is not None]
-        model.add(row, pulp.LpConstraintGE, 0)
+        model.program.at_least(row, 0)
 
 
 def _likeness(trace: Trace, instants: Instants, group: RecomputeGroup) -> tuple[object, ...]:

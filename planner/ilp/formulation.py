@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-
-import pulp
+from math import inf
 
 from planner.ilp.block_classes import BlockClass, ClassPeriod
 from planner.ilp.limits import add_capacity, add_link_time, add_shared_limit, add_updates, add_user_code
 from planner.ilp.model import CoarseModel, PeriodVariables, RerunClass
-from planner.ilp.recompute_rows import add_rerun_memory, rerun_cost, reruns_in
-from planner.lp import HostUpdateWindows, Segment, Terms, add_host_update, add_row, byte_scale, linear
+from planner.ilp.recompute_rows import add_rerun_memory, add_rerun_reads, rerun_cost, reruns_in
+from planner.lp import HostUpdateWindows, Program, Segment, Terms, add_host_update, byte_scale
 from planner.problem import TIE_WEIGHT, Problem, Route, outward_weight
 
 __all__ = ["build_model"]
@@ -46,27 +45,26 @@ def build_model(
     on the host, or (updates_decided) that do run there. Their names are the ids of the subgroups. reruns: what may run again; see
     `planner.ilp.recompute`.
     """
-    program = pulp.LpProblem("teraio", pulp.LpMinimize)
+    program = Program()
     numbers = range(len(segments))
     model = CoarseModel(
         program=program,
         segments=segments,
-        stall=[program.add_variable(f"stall_{k}", lowBound=0) for k in numbers],
-        leaving=[program.add_variable(f"leaving_{k}", lowBound=0) for k in numbers],
-        unplaced=[program.add_variable(f"unplaced_{k}", lowBound=0) for k in numbers],
+        stall=[program.variable(inf) for _ in numbers],
+        leaving=[program.variable(inf) for _ in numbers],
+        unplaced=[program.variable(inf) for _ in numbers],
         reruns=reruns,
-        again=[program.add_variable(f"r_{number}", 0, 1) for number in range(len(reruns))],
+        again=[program.variable() for _ in reruns],
     )
-    for number, block_class in enumerate(classes):
-        for position, period in enumerate(block_class.periods):
+    for block_class in classes:
+        for period in block_class.periods:
             for route in problem.routes:
-                name = f"{number}_{position}_{route.tier}"
-                model.periods.append(_variables(program, name, block_class, period, route, window))
+                model.periods.append(_variables(program, block_class, period, route, window))
     model.updates = [
         add_host_update(program, windows, problem.route("host"), count=len(segments), whole=True) for windows in updates
     ]
     for update in model.updates:
-        update.chosen.lowBound = float(updates_decided)
+        program.lower[update.chosen] = float(updates_decided)
     add_objective(problem, model, write_weight)
     add_one_tier_each(model)
     add_copy_order(model)
@@ -79,12 +77,12 @@ def build_model(
     for shared in problem.shared:
         add_shared_limit(model, shared)
     add_updates(problem, model)
+    add_rerun_reads(problem, model)
     return model
 
 
 def _variables(
-    program: pulp.LpProblem,
-    name: str,
+    program: Program,
     block_class: BlockClass,
     period: ClassPeriod,
     route: Route,
@@ -93,15 +91,15 @@ def _variables(
     span = range(period.begin + 1, period.end)
     first_in = len(span) if period.final else max(len(span) - window, 0)
     clean_possible = period.rank > 0 or block_class.read_only
-    out = [program.add_variable(f"o_{name}_{k}", 0, 1) for k in ([] if block_class.read_only else span[:window])]
+    out = [program.variable() for _ in ([] if block_class.read_only else span[:window])]
     return PeriodVariables(
         block_class=block_class,
         period=period,
         route=route,
-        chosen=program.add_variable(f"y_{name}", 0, 1, cat=pulp.LpBinary),
-        found=program.add_variable(f"d_{name}", 0, 1) if clean_possible else None,
+        chosen=program.variable(whole=True),
+        found=program.variable() if clean_possible else None,
         out=[] if block_class.read_only else out + out[-1:] * (len(span) - len(out)),
-        into=[None] * first_in + [program.add_variable(f"i_{name}_{k}", 0, 1) for k in span[first_in:]],
+        into=[None] * first_in + [program.variable() for _ in span[first_in:]],
     )
 
 
@@ -110,7 +108,8 @@ def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> 
 
     λ_t is the weight of writes for storage. For the host tier, which does not wear out, it is ε, which only breaks ties.
     """
-    ideal = model.program.add_variable("ideal", 1, 1)
+    ideal = model.program.variable()
+    model.program.lower[ideal] = 1.0
     terms: Terms = [(ideal, sum(segment.seconds for segment in model.segments))]
     terms += [(stall, 1.0) for stall in model.stall]
     route = problem.routes[0]
@@ -127,7 +126,7 @@ def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> 
         for route in problem.routes:
             for link, weight in ((route.outward, TIE_WEIGHT), (route.inward, TIE_WEIGHT / 10)):
                 terms += [(v, c * weight) for row in update.busy[link.name].values() for v, c in row]
-    model.program.setObjective(linear(terms))
+    model.program.minimise(terms)
 
 
 def add_one_tier_each(model: CoarseModel) -> None:
@@ -139,7 +138,7 @@ def add_one_tier_each(model: CoarseModel) -> None:
         terms.append((entry.chosen, 1.0))
     for terms in by_period.values():
         if len(terms) > 1:
-            add_row(model.program, terms, pulp.LpConstraintLE, 1)
+            model.program.at_most(terms, 1)
 
 
 def add_copy_order(model: CoarseModel) -> None:
@@ -148,28 +147,28 @@ def add_copy_order(model: CoarseModel) -> None:
         program, found = model.program, entry.found
         for variables in (entry.out, entry.into):
             for earlier, later in zip(variables, variables[1:], strict=False):
-                if later is not earlier and earlier is not None and later is not None:
-                    add_row(program, [(later, 1.0), (earlier, -1.0)], pulp.LpConstraintGE, 0)
+                if later != earlier and earlier is not None and later is not None:
+                    program.at_least([(later, 1.0), (earlier, -1.0)], 0)
         valid: Terms = [(entry.chosen, -1.0)]
         if entry.out:
             valid.append((entry.out[-1], 1.0))
         if found is not None:
             valid.append((found, 1.0))
-        add_row(program, valid, pulp.LpConstraintEQ, 0)
+        program.equal(valid, 0)
         for position, into in enumerate(entry.into):
             if into is None:
                 continue
-            if entry.out and position > 0 and entry.out[position - 1] is entry.out[-1]:
+            if entry.out and position > 0 and entry.out[position - 1] == entry.out[-1]:
                 # The copy out is done by then: I_{b−1} ≤ y says the same.
                 if position == len(entry.into) - 1:
-                    add_row(program, [(into, 1.0), (entry.chosen, -1.0)], pulp.LpConstraintLE, 0)
+                    program.at_most([(into, 1.0), (entry.chosen, -1.0)], 0)
                 continue
             terms: Terms = [(into, 1.0)]
             if entry.out and position > 0:
                 terms.append((entry.out[position - 1], -1.0))
             if found is not None:
                 terms.append((found, -1.0))
-            add_row(program, terms, pulp.LpConstraintLE, 0)
+            program.at_most(terms, 0)
 
 
 def add_valid_copies(model: CoarseModel) -> None:
@@ -187,7 +186,7 @@ def add_valid_copies(model: CoarseModel) -> None:
                 terms: Terms = [(entry.found, 1.0)] + [(p.out[-1], -1.0) for p in family[:position]]
                 if entry.route.tier == "host" and entry.block_class.subgroup in chosen:
                     terms.append((chosen[entry.block_class.subgroup], -1.0))
-                add_row(model.program, terms, pulp.LpConstraintLE, 0)
+                model.program.at_most(terms, 0)
 
 
 def add_memory(problem: Problem, model: CoarseModel) -> None:
@@ -203,25 +202,18 @@ def add_memory(problem: Problem, model: CoarseModel) -> None:
         share = entry.block_class.size_bytes / scale
         for position in range(len(entry.into)):
             row = rows[(entry.period.begin + 1 + position) % count]
-            into = entry.into[position]
-            if into is not None:
-                row.append((into, share))
-            if entry.out and position > 0:
-                row.append((entry.out[position - 1], -share))
-            if entry.found is not None:
-                row.append((entry.found, -share))
+            row += [(variable, -factor * share) for variable, factor in entry.absent(position)]
     for update in model.updates:
         for k, terms in update.absent.items():
             rows[k] += [(variable, -size / scale) for variable, size in terms]
     add_rerun_memory(model, rows, scale)
-    for segment, row in zip(model.segments, rows, strict=True):
-        live = problem.live_bytes[segment.peak]
-        add_row(model.program, row, pulp.LpConstraintLE, (problem.budgets.device_bytes - live) / scale)
+    budget = problem.budgets.device_bytes
+    model.program.levels(rows, [(budget - problem.live_bytes[segment.peak]) / scale for segment in model.segments])
     leaving: list[Terms] = [[(model.leaving[k], scale)] for k in range(count)]
     for entry in model.periods:
         for position, (variable, previous) in enumerate(zip(entry.out, [None, *entry.out], strict=False)):
             row = leaving[(entry.period.begin + 1 + position) % count]
-            if variable is previous:
+            if variable == previous:
                 break
             row.append((variable, -float(entry.block_class.size_bytes)))
             if previous is not None:
@@ -232,5 +224,5 @@ def add_memory(problem: Problem, model: CoarseModel) -> None:
     rate = sum(route.outward.bytes_per_second for route in problem.routes)
     for k in range(count):
         # The bytes that leave during a stall are among those that leave in the segment, and the links limit them.
-        add_row(model.program, [(v, c / scale) for v, c in leaving[k]], pulp.LpConstraintLE, 0)
-        add_row(model.program, [(model.leaving[k], 1.0), (model.stall[k], -rate / scale)], pulp.LpConstraintLE, 0)
+        model.program.at_most([(v, c / scale) for v, c in leaving[k]], 0)
+        model.program.at_most([(model.leaving[k], 1.0), (model.stall[k], -rate / scale)], 0)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-import pulp
-
 from planner.ilp.block_classes import BlockClass
 from planner.ilp.model import CoarseModel, PeriodVariables
-from planner.lp import PROCESSOR, Terms, add_row
+from planner.lp import PROCESSOR, Terms, Variable
 from planner.problem import Problem, Route, SharedLimit
 
 __all__ = ["add_capacity", "add_link_time", "add_shared_limit", "add_updates", "add_user_code"]
@@ -39,7 +37,7 @@ def add_link_time(model: CoarseModel, route: Route) -> None:
     model.add_time_limit(inward, route.inward.name)
     for k, row in enumerate(late):
         if row:
-            add_row(model.program, [*row, (model.stall[k], -1.0)], pulp.LpConstraintLE, 0)
+            model.program.at_most([*row, (model.stall[k], -1.0)], 0)
 
 
 def add_user_code(model: CoarseModel, route: Route) -> None:
@@ -58,7 +56,7 @@ def add_user_code(model: CoarseModel, route: Route) -> None:
         for link, row in ((route.outward, outward[k]), (route.inward, inward[k])):
             row = row + [term for update in model.updates for term in update.busy[link.name][k]]
             if row:
-                add_row(model.program, [*row, (model.stall[k], -1.0)], pulp.LpConstraintLE, 0)
+                model.program.at_most([*row, (model.stall[k], -1.0)], 0)
 
 
 def add_shared_limit(model: CoarseModel, shared: SharedLimit) -> None:
@@ -91,7 +89,7 @@ def add_updates(problem: Problem, model: CoarseModel) -> None:
         period = problem.periods[entry.period.indices[0]]
         touched = {period.after} if period.final else {period.after, period.before % problem.stage_count}
         if problem.trace.subgroups[number].stage in touched or entry.route.tier != "host":
-            add_row(model.program, [(entry.chosen, 1.0), (chosen[number], 1.0)], pulp.LpConstraintLE, 1)
+            model.program.at_most([(entry.chosen, 1.0), (chosen[number], 1.0)], 1)
     model.add_time_limit([[] for _ in model.segments], PROCESSOR)
     count = len(model.segments)
     for update in model.updates:
@@ -100,13 +98,13 @@ def add_updates(problem: Problem, model: CoarseModel) -> None:
             row: Terms = [(update.chosen, chain.seconds)]
             row += [(model.stall[k], -1.0) for k in [*spans, chain.spans.stop % count]]
             row += [(u.chosen, u.windows.device_seconds * spans.count(u.windows.span)) for u in model.updates]
-            add_row(model.program, row, pulp.LpConstraintLE, sum(model.segments[k].seconds for k in spans))
+            model.program.at_most(row, sum(model.segments[k].seconds for k in spans))
 
 
-def _add_steps(rows: list[Terms], variables: Sequence[pulp.LpVariable | None], begin: int, seconds: float) -> None:
+def _add_steps(rows: list[Terms], variables: Sequence[Variable | None], begin: int, seconds: float) -> None:
     previous = None
     for position, variable in enumerate(variables):
-        if variable is not previous and variable is not None:
+        if variable != previous and variable is not None:
             row = rows[(begin + position) % len(rows)]
             row.append((variable, seconds))
             if previous is not None:
@@ -129,15 +127,15 @@ def add_capacity(model: CoarseModel, route: Route) -> None:
             by_class[entry.block_class.blocks].append(entry)
     kept: dict[int, int] = defaultdict(int)
     chosen = {int(update.windows.name): update.chosen for update in model.updates if route.tier == "host"}
-    for number, entries in enumerate(by_class.values()):
-        place = model.program.add_variable(f"z_{route.tier}_{number}", 0, 1)
+    for entries in by_class.values():
+        place = model.program.variable()
         for entry in entries:
             terms: Terms = [(place, 1.0), (entry.chosen, -1.0)]
-            add_row(model.program, terms, pulp.LpConstraintGE, 0)
+            model.program.at_least(terms, 0)
         block_class: BlockClass = entries[0].block_class
         if block_class.persistent and block_class.subgroup in chosen:
             kept[block_class.subgroup] += block_class.size_bytes
-            add_row(model.program, [(place, 1.0), (chosen[block_class.subgroup], -1.0)], pulp.LpConstraintGE, 0)
+            model.program.at_least([(place, 1.0), (chosen[block_class.subgroup], -1.0)], 0)
         first = 0 if block_class.persistent else block_class.first_segment
         last = count - 1 if block_class.persistent else block_class.last_segment
         for k in range(first, last + 1):
@@ -146,6 +144,4 @@ def add_capacity(model: CoarseModel, route: Route) -> None:
         rest = update.windows.host_bytes - kept[int(update.windows.name)]
         for each in rows:
             each.append((update.chosen, rest / scale))
-    for row in rows:
-        if row:
-            add_row(model.program, row, pulp.LpConstraintLE, route.budget_bytes / scale)
+    model.program.levels(rows, [route.budget_bytes / scale] * count)

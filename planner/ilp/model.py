@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import pulp
-
 from planner.ilp.block_classes import BlockClass, ClassPeriod
-from planner.lp import HostUpdateVariables, Segment, Terms, add_row
+from planner.lp import HostUpdateVariables, Program, Segment, Terms, Variable
 from planner.problem import Route
 
 __all__ = ["CoarseModel", "PeriodVariables", "RerunClass"]
@@ -26,10 +24,10 @@ class PeriodVariables:
     block_class: BlockClass
     period: ClassPeriod
     route: Route
-    chosen: pulp.LpVariable
-    found: pulp.LpVariable | None
-    out: list[pulp.LpVariable]
-    into: list[pulp.LpVariable | None]
+    chosen: Variable
+    found: Variable | None
+    out: list[Variable]
+    into: list[Variable | None]
 
     @property
     def out_seconds(self) -> float:
@@ -41,8 +39,18 @@ class PeriodVariables:
         """Time on the link to copy the class in."""
         return 0.0 if self.period.final else self.block_class.seconds(self.route.inward)
 
+    def absent(self, position: int) -> Terms:
+        """O_{k−1} + d − I_k: the share that is away in segment k = `begin` + 1 + position."""
+        into = self.into[position]
+        terms: Terms = [] if into is None else [(into, -1.0)]
+        if self.out and position > 0:
+            terms.append((self.out[position - 1], 1.0))
+        if self.found is not None:
+            terms.append((self.found, 1.0))
+        return terms
+
     @property
-    def steps_in(self) -> list[pulp.LpVariable | None]:
+    def steps_in(self) -> list[Variable | None]:
         """The share that is back by the end of each segment from `begin` + 1 on."""
         return [] if self.period.final else [*self.into, self.chosen]
 
@@ -52,7 +60,7 @@ class RerunClass:
     """Like recompute groups (ids) whose stages are in one segment, and which would run again in segment `end`.
 
     `seconds`: of all of them. `room_bytes`: the most of one of them beyond what it reads and makes. `held_bytes`: by segment, the
-    blocks that only live on for the re-runs.
+    blocks that only live on for the re-runs. `reads`: the blocks (ids) that they read.
     """
 
     groups: tuple[int, ...]
@@ -60,6 +68,7 @@ class RerunClass:
     seconds: float
     room_bytes: int
     held_bytes: dict[int, int]
+    reads: frozenset[int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,15 +79,15 @@ class CoarseModel:
     that run again.
     """
 
-    program: pulp.LpProblem
+    program: Program
     segments: tuple[Segment, ...]
-    stall: list[pulp.LpVariable]
-    leaving: list[pulp.LpVariable]
-    unplaced: list[pulp.LpVariable]
+    stall: list[Variable]
+    leaving: list[Variable]
+    unplaced: list[Variable]
     periods: list[PeriodVariables] = field(default_factory=list)
     updates: list[HostUpdateVariables] = field(default_factory=list)
     reruns: Sequence[RerunClass] = ()
-    again: list[pulp.LpVariable] = field(default_factory=list)
+    again: list[Variable] = field(default_factory=list)
 
     def add_time_limit(self, rows: Sequence[Terms], name: str = "") -> None:
         """Add Σ row_k ≤ τ_k − Σ_g h_g · device_seconds of its stage, if in k, + Σ_c r_c · d_c, if in k, + δ_k.
@@ -90,4 +99,4 @@ class CoarseModel:
             if row:
                 saved = [(u.chosen, u.windows.device_seconds) for u in self.updates if u.windows.span == k]
                 again = [(r, -each.seconds) for each, r in zip(self.reruns, self.again, strict=True) if each.end == k]
-                add_row(self.program, [*row, *saved, *again, (self.stall[k], -1.0)], pulp.LpConstraintLE, segment.seconds)
+                self.program.at_most([*row, *saved, *again, (self.stall[k], -1.0)], segment.seconds)

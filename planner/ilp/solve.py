@@ -4,88 +4,96 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from dataclasses import dataclass
-
-import pulp
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from planner.errors import SolverError
+from planner.ilp.build import CoarseProgram
 from planner.ilp.model import CoarseModel
-from planner.lp import pick_solver, proved_bound, run_solver
+from planner.lp import solve_program
 from planner.problem import SolverSettings
 from planner.schema import SolverReport, WaitingTier
 
-__all__ = ["CoarseSolution", "solve"]
+__all__ = ["CoarseSolution", "complete", "solve"]
 
 _ROUNDING = 1e-3  # solvers return shares with errors of about this size
+MAX_NODES = 5
+"""Of the search tree of an integer program that completes a relaxed solution. Fifty find no better ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoarseSolution:
-    """Tiers by period index, subgroups that update on the host, and the solver's report."""
+    """Tiers by period index, subgroups that update on the host, and the solver's report. `values`: of the program's variables."""
 
     tiers: dict[int, WaitingTier]
     on_host: frozenset[int]
     report: SolverReport
+    values: Sequence[float] = ()
 
 
 def solve(
-    model: CoarseModel,
-    *,
-    relaxed: bool,
-    vertex: bool,
-    settings: SolverSettings,
-    build_seconds: float,
-    unit_seconds: float,
+    built: CoarseProgram, *, relaxed: bool, vertex: bool, settings: SolverSettings, max_nodes: int | None = None
 ) -> CoarseSolution:
     """Solve with HiGHS, or with CBC where HiGHS is not installed.
 
     relaxed: solve the linear relaxation and round it. The report then has a bound, the relaxation's objective; it has no
     objective of its own and no gap. vertex: end in a vertex, which has few fractions; takes more time.
 
-    Waits for about the time limit at most (CBC may overrun it). The objective includes the ideal iteration time. The model
-    counts time in `unit_seconds`, the report in seconds. Raises SolverError when no solver is installed, or when the limit
+    Waits for about the time limit at most (CBC may overrun it). The objective includes the ideal iteration time. The report
+    is in seconds. Raises SolverError when no solver is installed, or when the limit
     passes with no solution.
     """
-    solver = pick_solver(settings, linear=relaxed, vertex=vertex)
+    model = built.model
     began = time.perf_counter()
-    run_solver(model.program, solver, task="the coarse program", remedy="give a longer solver_time_limit or another policy")
+    solved = solve_program(model.program, settings, linear=relaxed, vertex=vertex, max_nodes=max_nodes)
     seconds = time.perf_counter() - began
-    # `status` says Optimal even after a time limit; only `sol_status` tells a proved optimum from a solution.
-    proved = model.program.sol_status == pulp.LpSolutionOptimal
-    if not proved and (relaxed or model.program.sol_status != pulp.LpSolutionIntegerFeasible):
+    if not solved.values:
         raise SolverError(
-            f"{solver.name} found no solution in {settings.time_limit_seconds} s "
-            f"({pulp.LpSolution[model.program.sol_status]}); "
-            "give a longer solver_time_limit"
+            f"{solved.solver} found no solution in {settings.time_limit_seconds} s; give a longer solver_time_limit"
         )
-    objective = float(pulp.value(model.program.objective)) * unit_seconds
-    if relaxed:
-        report = SolverReport(
-            name=solver.name,
-            status="feasible",
-            bound_seconds=max(objective, 0.0),
-            build_seconds=build_seconds,
-            solve_seconds=seconds,
-        )
-        return CoarseSolution(tiers=_chosen_tiers(model), on_host=_on_host(model), report=report)
-    proved_units = proved_bound(model.program, solver)
-    bound = None if proved_units is None else proved_units * unit_seconds
-    return CoarseSolution(
-        tiers=_chosen_tiers(model),
-        on_host=_on_host(model),
-        report=SolverReport(
-            name=solver.name,
-            status="optimal" if proved else "feasible",
-            objective_seconds=max(objective, 0.0),
-            bound_seconds=bound,
-            gap=None if bound is None else max(0.0, (objective - bound) / max(abs(objective), 1e-12)),
-            build_seconds=build_seconds,
-            solve_seconds=seconds,
-        ),
+    objective = max(solved.objective * built.unit_seconds, 0.0)
+    proved = solved.objective if relaxed else solved.bound
+    bound = None if proved is None else proved * built.unit_seconds
+    report = SolverReport(
+        name=solved.solver,
+        status="optimal" if solved.optimal and not relaxed else "feasible",
+        objective_seconds=None if relaxed else objective,
+        bound_seconds=None if bound is None else max(bound, 0.0) if relaxed else bound,
+        gap=None if relaxed or bound is None else max(0.0, (objective - bound) / max(abs(objective), 1e-12)),
+        build_seconds=built.build_seconds,
+        solve_seconds=seconds,
     )
+    tiers, on_host = _chosen_tiers(model, solved.values), _on_host(model, solved.values)
+    return CoarseSolution(tiers=tiers, on_host=on_host, report=report, values=solved.values)
 
 
-def _chosen_tiers(model: CoarseModel) -> dict[int, WaitingTier]:
+def complete(built: CoarseProgram, relaxed: CoarseSolution, settings: SolverSettings) -> CoarseSolution:
+    """Solve the integer program in which all that is whole in a relaxed solution stays as it is. Changes the program.
+
+    Few choices are left, so that this is possible for long iterations. The bound in the report is the relaxed program's. Raises
+    SolverError where no solution is found.
+    """
+    program = built.model.program
+    for entry in built.model.periods:
+        value = relaxed.values[entry.chosen]
+        program.lower[entry.chosen] = float(value > 1 - _ROUNDING)
+        program.upper[entry.chosen] = float(value > _ROUNDING)
+    whole = solve(built, relaxed=False, vertex=False, settings=settings, max_nodes=MAX_NODES)
+    bound, objective = relaxed.report.bound_seconds, whole.report.objective_seconds
+    assert bound is not None and objective is not None  # the one was relaxed, the other not
+    gap = max(0.0, (objective - bound) / max(objective, 1e-12))
+    report = whole.report.model_copy(
+        update={
+            "status": "feasible",
+            "bound_seconds": bound,
+            "gap": gap,
+            "build_seconds": 0.0,  # the relaxed solution counts it
+        }
+    )
+    return replace(whole, report=report)
+
+
+def _chosen_tiers(model: CoarseModel, values: Sequence[float]) -> dict[int, WaitingTier]:
     """Read the tier of each period from a solution.
 
     Fractions are rounded so that around any time each tier gets about as many bytes as in the solution: the rest that rounding
@@ -94,7 +102,7 @@ def _chosen_tiers(model: CoarseModel) -> dict[int, WaitingTier]:
     shares: dict[tuple[int, ...], dict[WaitingTier, float]] = {}
     spans: dict[tuple[int, ...], tuple[int, int, int]] = {}
     for entry in model.periods:
-        value = entry.chosen.value() or 0.0
+        value = values[entry.chosen]
         if value > _ROUNDING:
             shares.setdefault(entry.period.indices, {})[entry.route.tier] = value
             spans[entry.period.indices] = (entry.period.begin, entry.period.end, entry.block_class.size_bytes)
@@ -114,12 +122,12 @@ def _chosen_tiers(model: CoarseModel) -> dict[int, WaitingTier]:
     return tiers
 
 
-def _on_host(model: CoarseModel) -> frozenset[int]:
+def _on_host(model: CoarseModel, values: Sequence[float]) -> frozenset[int]:
     """Read the subgroups that update on the host; fractions are rounded in the same way."""
     chosen: set[int] = set()
     carried = 0.0
     for update in model.updates:
-        share, size = update.chosen.value() or 0.0, update.windows.host_bytes
+        share, size = values[update.chosen], update.windows.host_bytes
         carried += share * size
         if share > _ROUNDING and carried >= size / 2:
             chosen.add(int(update.windows.name))

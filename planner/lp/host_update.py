@@ -18,9 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import pulp
-
-from planner.lp.rows import Terms, add_row
+from planner.lp.program import Program, Terms, Variable
 from planner.problem import Route
 
 __all__ = ["PROCESSOR", "UpdateChain", "UpdateCopy", "HostUpdateVariables", "HostUpdateWindows", "add_host_update"]
@@ -89,7 +87,7 @@ class HostUpdateVariables:
     """
 
     windows: HostUpdateWindows
-    chosen: pulp.LpVariable
+    chosen: Variable
     absent: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
     left: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
     busy: dict[str, dict[int, Terms]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
@@ -98,31 +96,30 @@ class HostUpdateVariables:
 
 
 def add_host_update(
-    program: pulp.LpProblem, windows: HostUpdateWindows, route: Route, *, count: int, whole: bool
+    program: Program, windows: HostUpdateWindows, route: Route, *, count: int, whole: bool
 ) -> HostUpdateVariables:
     """Add the variables of one update, and the rows that concern only it. `count`: spans in an iteration.
 
     route: that of the host tier. whole: h is 0 or 1; otherwise it is any share.
     """
-    kind = pulp.LpBinary if whole else pulp.LpContinuous
-    update = HostUpdateVariables(windows=windows, chosen=program.add_variable(f"h_{windows.name}", 0, 1, cat=kind))
+    update = HostUpdateVariables(windows=windows, chosen=program.variable(whole=whole))
     for k in range(count):
         update.absent[k].append((update.chosen, float(windows.held_bytes)))
     for k in windows.idle:
         update.absent[k % count].append((update.chosen, float(windows.idle_bytes)))
     curves = _Curves(program, update, count)
-    done = curves.make("u", windows.first, windows.last)
+    done = curves.make(windows.first, windows.last)
     curves.work(done, PROCESSOR, windows.host_seconds)
-    for number, flow in enumerate(windows.gradients):
-        out = curves.make(f"o{number}", flow.first, flow.last)
+    for flow in windows.gradients:
+        out = curves.make(flow.first, flow.last)
         curves.precede(out, done)
         curves.copy(out, route.outward.name, flow)
         for k, terms in curves.steps(out, float(flow.size_bytes)):
             update.left[k] += terms
         for k in flow.absent:
             update.absent[k % count] += out.until(k - 1, flow.size_bytes)
-    for number, flow in enumerate(windows.parameters):
-        into = curves.make(f"i{number}", flow.first, flow.last, late=not windows.at_instants)
+    for flow in windows.parameters:
+        into = curves.make(flow.first, flow.last, late=not windows.at_instants)
         curves.precede(done, into)
         curves.copy(into, route.inward.name, flow)
         if not windows.at_instants:
@@ -137,9 +134,9 @@ def add_host_update(
 class _Curve:
     """A share of h that is done by the end of each span from `first` on. It is h itself after the last variable."""
 
-    chosen: pulp.LpVariable
+    chosen: Variable
     first: int
-    variables: list[pulp.LpVariable]
+    variables: list[Variable]
 
     def until(self, span: int, factor: float) -> Terms:
         """factor · the share by the end of a span."""
@@ -152,14 +149,13 @@ class _Curve:
 class _Curves:
     """Makes the curves of one update and adds their terms to its rows."""
 
-    def __init__(self, program: pulp.LpProblem, update: HostUpdateVariables, count: int) -> None:
+    def __init__(self, program: Program, update: HostUpdateVariables, count: int) -> None:
         self._program, self._update, self._count = program, update, count
 
-    def make(self, name: str, first: int, last: int, *, late: bool = False) -> _Curve:
+    def make(self, first: int, last: int, *, late: bool = False) -> _Curve:
         """Ascend in spans `first` to `last` − 1. late: the last step may also be in the stall after them."""
         ends = range(first, last if late else last - 1)
-        names = [f"{name}_{self._update.windows.name}_{k}" for k in ends]
-        variables = [self._program.add_variable(each, 0, 1) for each in names]
+        variables = [self._program.variable() for _ in ends]
         for lower, upper in pairwise([*variables, self._update.chosen]):
             self._at_least_zero([(upper, 1.0), (lower, -1.0)])
         return _Curve(chosen=self._update.chosen, first=first, variables=variables)
@@ -168,7 +164,7 @@ class _Curves:
         """later_k ≤ earlier_k. Both may be done in the same span: they can still be in order within it."""
         for position, variable in enumerate(later.variables):
             before = earlier.until(later.first + position, 1.0)
-            if not before or before[0][0] is not self._update.chosen:  # later ≤ h holds already
+            if not before or before[0][0] != self._update.chosen:  # later ≤ h holds already
                 self._at_least_zero([*before, (variable, -1.0)])
 
     def work(self, curve: _Curve, name: str, seconds: float) -> None:
@@ -185,7 +181,7 @@ class _Curves:
     def steps(self, curve: _Curve, factor: float) -> list[tuple[int, Terms]]:
         """factor · each step of the curve, with its span within the iteration."""
         found: list[tuple[int, Terms]] = []
-        previous: pulp.LpVariable | None = None
+        previous: Variable | None = None
         for position, variable in enumerate([*curve.variables, curve.chosen]):
             terms: Terms = [(variable, factor)]
             if previous is not None:
@@ -194,5 +190,5 @@ class _Curves:
             previous = variable
         return found
 
-    def _at_least_zero(self, terms: Sequence[tuple[pulp.LpVariable, float]]) -> None:
-        add_row(self._program, terms, pulp.LpConstraintGE, 0)
+    def _at_least_zero(self, terms: Sequence[tuple[Variable, float]]) -> None:
+        self._program.at_least(terms, 0)

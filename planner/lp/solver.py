@@ -1,61 +1,131 @@
-"""Choose a solver, run it, and read the bound that it proved."""
+"""Run a solver on a program: HiGHS, or CBC where HiGHS is not installed."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pulp
 
 from planner.errors import SolverError
+from planner.lp.program import Program
 from planner.problem import SolverSettings
 
-__all__ = ["Solver", "pick_solver", "proved_bound", "run_solver"]
+try:
+    import highspy
+except ImportError:  # CBC stands in
+    highspy = None  # type: ignore[assignment]
+
+__all__ = ["Solved", "solve_program"]
 
 _LEAST_ITERATIONS = 1000
+_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solver:
-    """An installed solver with its settings. `name`: "HiGHS" or "CBC"."""
+class Solved:
+    """What a solver found. `solver`: "HiGHS" or "CBC".
 
-    name: str
-    backend: pulp.LpSolver
+    `values`: by variable; empty without a solution. `optimal`: no solution is better, but for the gap. `bound`:
+    what the solver proved about an integer program's objective; None where it reports nothing. `prices`: of the rows of a linear
+    program.
+    """
+
+    solver: str
+    values: Sequence[float]
+    objective: float = math.inf
+    optimal: bool = False
+    bound: float | None = None
+    prices: Sequence[float] = ()
 
 
-class _LinearHiGHS(pulp.HiGHS):  # type: ignore[misc]
-    """The dual simplex method; the interior point method where that takes too many iterations.
+def solve_program(
+    program: Program, settings: SolverSettings, *, linear: bool, vertex: bool = True, max_nodes: int | None = None
+) -> Solved:
+    """Solve the program. linear: take whole variables as continuous. vertex: end in a vertex, which has few fractions.
+
+    max_nodes: of the search tree of an integer program (HiGHS only); the same amount of work on a slow machine. Waits for about
+    the time limit at most (CBC may overrun it). Raises SolverError when no solver is installed or it fails. A program that is
+    not solved in time is no error: see `Solved`.
+    """
+    if highspy is not None:
+        return _by_highs(program, settings, linear=linear, vertex=vertex, max_nodes=max_nodes)
+    return _by_cbc(program, settings, linear=linear)
+
+
+def _by_highs(program: Program, settings: SolverSettings, *, linear: bool, vertex: bool, max_nodes: int | None) -> Solved:
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    options = {"output_flag": False, "mip_rel_gap": settings.gap, "threads": settings.threads}
+    for name, value in options.items():
+        solver.setOptionValue(name, value)
+    if max_nodes is not None:
+        solver.setOptionValue("mip_max_nodes", max_nodes)
+    solver.passModel(_highs_model(program, linear=linear))
+    _run(solver, program, settings, linear=linear, vertex=vertex)
+    # HiGHS keeps its first number of threads for the whole process and does not run with another. It must be reset then.
+    if solver.getModelStatus().name == "kNotset":
+        solver.resetGlobalScheduler(True)
+        _run(solver, program, settings, linear=linear, vertex=vertex)
+    status, info, solution = solver.getModelStatus().name, solver.getInfo(), solver.getSolution()
+    if status in ("kNotset", "kLoadError", "kModelError", "kPresolveError", "kSolveError", "kPostsolveError"):
+        raise SolverError(f"HiGHS failed: {status}")
+    optimal = status in ("kOptimal", "kModelEmpty")
+    bound = None if linear or not math.isfinite(info.mip_dual_bound) else float(info.mip_dual_bound)
+    if not optimal and (linear or not math.isfinite(info.objective_function_value) or not solution.value_valid):
+        return Solved(solver="HiGHS", values=(), bound=bound)
+    return Solved(
+        solver="HiGHS",
+        values=list(solution.col_value),
+        objective=float(info.objective_function_value),
+        optimal=optimal,
+        bound=bound,
+        prices=list(solution.row_dual) if linear else (),
+    )
+
+
+def _highs_model(program: Program, *, linear: bool) -> highspy.HighsLp:
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(program.costs), len(program.least)
+    model.col_cost_, model.col_lower_, model.col_upper_ = (np.array(v) for v in (program.costs, program.lower, program.upper))
+    model.row_lower_, model.row_upper_ = np.array(program.least), np.array(program.most)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = np.array(program.starts, dtype=np.int32)
+    model.a_matrix_.index_ = np.array(program.columns, dtype=np.int32)
+    model.a_matrix_.value_ = np.array(program.factors)
+    if not linear:
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        model.integrality_ = [kinds[whole] for whole in program.whole]
+    return model
+
+
+def _run(solver: highspy.Highs, program: Program, settings: SolverSettings, *, linear: bool, vertex: bool) -> None:
+    """Run HiGHS. Linear programs: the dual simplex method; the interior point method where that takes too many iterations.
 
     Where copies hide behind the arithmetic, the simplex method is up to eight times as fast. Where links are the bottleneck, it
-    may take several times as long. So it is given up after as many iterations as the program has rows (a quarter of them where no
-    vertex is asked for, which is what takes the interior point method most time), or after a third of the time.
+    may take several times as long. So it is given up after _SHARE as many iterations as the program has rows: easy programs take
+    up to half as many.
     """
+    solver.setOptionValue("time_limit", float(settings.time_limit_seconds))
+    if not linear:
+        solver.run()
+        return
+    solver.setOptionValue("solver", "simplex")
+    solver.setOptionValue("simplex_iteration_limit", max(int(_SHARE * len(program.least)), _LEAST_ITERATIONS))
+    solver.run()
+    if solver.getModelStatus().name == "kIterationLimit":
+        solver.clearSolver()
+        solver.setOptionValue("solver", "ipm")
+        solver.setOptionValue("run_crossover", "on" if vertex else "off")
+        # HiGHS counts from its first run on.
+        solver.setOptionValue("time_limit", solver.getRunTime() + settings.time_limit_seconds)
+        solver.run()
 
-    def callSolver(self, lp: pulp.LpProblem) -> None:  # noqa: N802 - PuLP's name
-        model = lp.solverModel
-        model.setOptionValue("solver", "simplex")
-        share = 1 if self.optionsDict["run_crossover"] == "on" else 4
-        model.setOptionValue("simplex_iteration_limit", max(model.getNumRow() // share, _LEAST_ITERATIONS))
-        model.setOptionValue("time_limit", self.timeLimit / 3)
-        model.run()
-        if model.getModelStatus().name in ("kIterationLimit", "kTimeLimit"):
-            model.clearSolver()
-            model.setOptionValue("solver", "ipm")
-            model.setOptionValue("time_limit", model.getRunTime() + self.timeLimit)  # HiGHS counts from its first run on
-            model.run()
 
-
-def pick_solver(settings: SolverSettings, *, linear: bool = False, vertex: bool = True) -> Solver:
-    """Return HiGHS, or CBC where HiGHS is not installed. Raises SolverError where neither is.
-
-    linear: treat integer variables as continuous. vertex: end in a vertex, where few variables are fractional.
-    """
+def _by_cbc(program: Program, settings: SolverSettings, *, linear: bool) -> Solved:
     limits = {"timeLimit": settings.time_limit_seconds, "gapRel": settings.gap, "threads": settings.threads}
-    crossover = {"run_crossover": "on" if vertex else "off"} if linear else {}
-    highs = (_LinearHiGHS if linear else pulp.HiGHS)(mip=not linear, msg=False, **limits, **crossover)
-    if highs.available():
-        return Solver(name="HiGHS", backend=highs)
     # PuLP bundles CBC until its version 4; COIN_CMD is a CBC on the path.
     for cbc_class in (pulp.COIN_CMD, getattr(pulp, "PULP_CBC_CMD", None)):
         if cbc_class is None:
@@ -64,33 +134,42 @@ def pick_solver(settings: SolverSettings, *, linear: bool = False, vertex: bool 
             warnings.simplefilter("ignore", DeprecationWarning)
             cbc = cbc_class(mip=not linear, msg=False, **limits)
         if cbc.available():
-            return Solver(name="CBC", backend=cbc)
-    raise SolverError("no solver is installed: install highspy (pip install highspy), or use policy='belady'")
-
-
-def run_solver(program: pulp.LpProblem, solver: Solver, *, task: str, remedy: str) -> None:
-    """Solve the program; its `sol_status` tells the result.
-
-    Raises SolverError, whose message names `task` and `remedy`, when the solver fails.
-    """
+            break
+    else:
+        raise SolverError("no solver is installed: install highspy (pip install highspy), or use policy='belady'")
+    model, variables = _pulp_model(program)
     try:
-        program.solve(solver.backend)
-        # HiGHS keeps its first number of threads for the whole process and does not run with another. It must be reset then.
-        if solver.name == "HiGHS" and not _has_run(program):
-            program.solverModel.resetGlobalScheduler(True)
-            program.solve(solver.backend)
-    except (pulp.PulpSolverError, IndexError) as failure:
-        raise SolverError(f"{solver.name} failed on {task}: {failure}; {remedy}") from failure
+        model.solve(cbc)
+    except pulp.PulpSolverError as failure:
+        raise SolverError(f"CBC failed: {failure}") from failure
+    # `status` says Optimal even after a time limit; only `sol_status` tells a proved optimum from a solution.
+    optimal = model.sol_status == pulp.LpSolutionOptimal
+    if not optimal and (linear or model.sol_status != pulp.LpSolutionIntegerFeasible):
+        return Solved(solver="CBC", values=())
+    return Solved(
+        solver="CBC",
+        values=[variable.value() or 0.0 for variable in variables],
+        objective=float(pulp.value(model.objective)),
+        optimal=optimal,
+        prices=[row.pi or 0.0 for row in model.constraints()] if linear else (),
+    )
 
 
-def proved_bound(program: pulp.LpProblem, solver: Solver) -> float | None:
-    """Return the bound that the solver proved on an integer program's objective; None where it reports none, as CBC does."""
-    if solver.name != "HiGHS" or not _has_run(program):
-        return None
-    bound = float(program.solverModel.getInfo().mip_dual_bound)
-    return bound if math.isfinite(bound) else None
-
-
-def _has_run(program: pulp.LpProblem) -> bool:
-    """Whether HiGHS has tried to solve the program; False where it refused to run."""
-    return bool(program.solverModel.getModelStatus().name != "kNotset")
+def _pulp_model(program: Program) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
+    model = pulp.LpProblem("teraio", pulp.LpMinimize)
+    variables = [
+        model.add_variable(
+            f"x{n}",
+            low if math.isfinite(low) else None,
+            high if math.isfinite(high) else None,
+            pulp.LpInteger if whole else pulp.LpContinuous,
+        )
+        for n, (low, high, whole) in enumerate(zip(program.lower, program.upper, program.whole, strict=True))
+    ]
+    model.setObjective(pulp.LpAffineExpression(list(zip(variables, program.costs, strict=True))))
+    for row, (least, most) in enumerate(zip(program.least, program.most, strict=True)):
+        span = range(program.starts[row], program.starts[row + 1])
+        terms = pulp.LpAffineExpression([(variables[program.columns[n]], program.factors[n]) for n in span])
+        sense = pulp.LpConstraintEQ if least == most else pulp.LpConstraintLE if least == -math.inf else pulp.LpConstraintGE
+        model.addConstraint(pulp.LpConstraint(terms, sense=sense, rhs=least if most == math.inf else most))
+    return model, variables

@@ -8,18 +8,16 @@ from math import inf
 
 from planner.bound import lower_bound_seconds
 from planner.errors import InfeasiblePlanError
-from planner.ilp import MAX_INTEGER_STAGES, CoarseSolution, coarse_solutions, in_order_of_need
+from planner.ilp import MAX_INTEGER_STAGES, CoarseSolution, coarse_solutions
 from planner.lp import host_update_candidates
+from planner.policies.decisions import copy_costs, decisions_of
 from planner.policies.predictions import with_predictions
 from planner.problem import (
     DEFAULT_WRITE_WEIGHT,
-    Decision,
     Decisions,
     Problem,
     SolverSettings,
-    TierCapacity,
     build_plan,
-    copies_out,
     outward_weight,
     user_stages,
 )
@@ -34,12 +32,14 @@ _CLOSE = 1.005
 _BETTER = 0.9999
 _MAX_ROUNDS = 3
 """How often a schedule is made again by the clock of its replay."""
+_FEW_ROUNDS = 2
 _MAX_AROUND_USER_CODE = 3
 """Candidates that are improved around user code, in short iterations; in long ones, only the best."""
 _MAX_IMPROVEMENTS = 6
 """How often a plan is improved around user code."""
 _LEADS = (3.0, 1.0, 0.0)
 """Reserves of prefetches, in units of their own transfer time."""
+_USUAL_LEAD = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def optimise(
     if problem.everything_fits and not (host_update_candidates(problem) if on_host is None else on_host):
         return with_predictions(problem, build_plan(problem, {}, policy=policy))
     others = _rival_candidates(problem, rivals, settings.write_weight)
-    bound = _Bound(problem, settings, wanted=integer or problem.stage_count > MAX_INTEGER_STAGES)
+    bound = _Bound(problem, settings, wanted=integer and bool(rivals))
     own: list[_ReplayedPlan] = []
     reports: list[SolverReport] = []
     too_full: InfeasiblePlanError | None = None
@@ -95,7 +95,7 @@ def optimise(
         most = _MAX_AROUND_USER_CODE if problem.stage_count <= MAX_INTEGER_STAGES else 1
         cheapest = sorted(own + others, key=lambda candidate: candidate.cost)[:most]
         own += [_around_user_code(candidate, settings.write_weight) for candidate in cheapest]
-    if not bound.is_close(own + others):
+    if (integer or problem.stage_count <= MAX_INTEGER_STAGES) and not bound.is_close(own + others):
         own.append(_exchanged(min(own + others, key=lambda candidate: candidate.cost), settings.write_weight))
     best = _choose(own, others, settings.write_weight)
     made = best.plan.model_copy(update={"solver": _together(reports), "policy": policy})
@@ -130,7 +130,7 @@ def _starts(
     solved = False
     for solution in coarse_solutions(problem, settings, on_host, integer=integer):
         solved = True
-        yield _decisions(problem, solution), solution.report
+        yield decisions_of(problem, solution), solution.report
     if not solved:
         yield _undecided(problem, on_host or ()), None
     if on_host is None and problem.stage_count <= MAX_INTEGER_STAGES:
@@ -157,20 +157,21 @@ def _extremes(problem: Problem) -> list[tuple[Problem, Decisions]]:
 
 def _undecided(problem: Problem, on_host: Collection[int]) -> tuple[Problem, Decisions]:
     """Only where updates run is decided."""
-    return _decisions(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
+    return decisions_of(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
 
 
 def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -> list[_ReplayedPlan]:
     """The decisions made feasible: once with all the moves that they ask for, once with only the moves that the budget needs.
 
-    Raises InfeasiblePlanError where the lower tiers are too small.
+    Long iterations: with the usual reserve only. Raises InfeasiblePlanError where the lower tiers are too small.
     """
     filled = evict_furthest(problem, start, early=True, spread=True)
-    pruned = prune(problem, filled, _costs(problem, filled))
-    first = _best_schedule(problem, filled, write_weight, leads=_LEADS)
+    pruned = prune(problem, filled, copy_costs(problem, filled))
+    leads, rounds = (_LEADS, _MAX_ROUNDS) if problem.stage_count <= MAX_INTEGER_STAGES else ((_USUAL_LEAD,), _FEW_ROUNDS)
+    first = _best_schedule(problem, filled, write_weight, leads=leads, rounds=rounds)
     if pruned == filled:
         return [first]
-    return [first, _best_schedule(problem, pruned, write_weight, leads=(first.lead,))]
+    return [first, _best_schedule(problem, pruned, write_weight, leads=(first.lead,), rounds=rounds)]
 
 
 def _around_user_code(best: _ReplayedPlan, write_weight: float) -> _ReplayedPlan:
@@ -232,39 +233,9 @@ def _choose(candidates: list[_ReplayedPlan], others: list[_ReplayedPlan], write_
     return min(pool, key=lambda candidate: candidate.cost)
 
 
-def _decisions(problem: Problem, solution: CoarseSolution) -> tuple[Problem, Decisions]:
-    """What the solution chooses, and the problem that is left when its subgroups update on the host.
-
-    Rounding may overfill a tier. A period then gets the fastest other tier with room, or stays; updates on the host come first.
-    """
-    chosen = {(problem.periods[i].block, problem.periods[i].after): tier for i, tier in solution.tiers.items()}
-    left = Problem.of(problem.source, problem.budgets, in_order_of_need(problem, solution.on_host))
-    room = TierCapacity(left, {})
-    decisions: Decisions = {}
-    for index, period in enumerate(left.periods):
-        tier = "host" if index in left.updated else chosen.get((period.block, period.after))
-        if tier is not None and not room.fits(index, tier):
-            tier = room.best(index)
-        if tier is not None:
-            room.take(index, tier)
-            decisions[index] = Decision(tier=tier, leave=period.after, start=period.before)
-    return left, decisions
-
-
-def _costs(problem: Problem, decisions: Decisions) -> dict[int, float]:
-    copied_out = copies_out(problem, decisions)
-    return {index: _cost(problem, index, decision, out=index in copied_out) for index, decision in decisions.items()}
-
-
-def _cost(problem: Problem, index: int, decision: Decision, *, out: bool) -> float:
-    """Seconds of the copy in. For a final period, which has none, seconds of the copy out."""
-    route, period = problem.route(decision.tier), problem.periods[index]
-    if period.final:
-        return route.outward.seconds(period.size_bytes) if out else 0.0
-    return route.inward.seconds(period.size_bytes)
-
-
-def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float]) -> _ReplayedPlan:
+def _best_schedule(
+    problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float], rounds: int
+) -> _ReplayedPlan:
     """Schedule by the ideal clock, replay, schedule again by the replayed clock, and so on. Keep the best.
 
     Longer leads are tried first, and of equal plans the first is kept: a lead absorbs delays that were not measured.
@@ -273,7 +244,7 @@ def _best_schedule(problem: Problem, decisions: Decisions, write_weight: float, 
     known: set[tuple[tuple[int, int], ...]] = set()
     for lead in leads:
         clock = StageClock.ideal(problem)
-        for _ in range(_MAX_ROUNDS):
+        for _ in range(rounds):
             scheduled = schedule(problem, decisions, clock, lead=lead)
             starts = tuple((index, decision.start) for index, decision in scheduled.items())
             if starts in known:

@@ -7,10 +7,10 @@ candidates, so a plan is never slower than without recomputation.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
+from planner.bound import lower_bound_seconds
 from planner.errors import BudgetError, InfeasiblePlanError, PlanError, SolverError
 from planner.ilp import MAX_INTEGER_STAGES, rerun_shares
 from planner.problem import (
@@ -45,32 +45,31 @@ _MAX_CHANGES = 24
 """Single changes of the best set that are tried in short iterations."""
 
 
-def best_recomputation(trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner, draft: Planner) -> Plan:
-    """Return the best plan, with or without re-runs. plan: plans an iteration well; draft: faster, to compare sets of groups.
-
-    The search for sets ends after about the solver's time limit.
+def best_recomputation(
+    trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner, refine: Planner, draft: Planner
+) -> Plan:
+    """Return the best plan, with or without re-runs. plan: plans an iteration well; refine: the same, but does not compare with
+    other policies; draft: faster, to compare sets of groups.
 
     Raises BudgetError and InfeasiblePlanError as `plan` does, where no set of groups helps.
     """
-    refusal: BudgetError | InfeasiblePlanError | None = None
-    best: Plan | None = None
-    try:
-        best = plan(Problem.of(trace, budgets))
-    except BudgetError as error:
-        refusal = _with_reruns(trace, error)
-    except InfeasiblePlanError as error:
-        refusal = error
-    if not trace.recompute or (best is not None and not _stalls(best)):
-        return _made(best, refusal)
     search = _Search(trace, budgets, settings, draft)
-    search.best = best
-    for groups in _proposals(search):
-        search.try_plan(search.places.of(groups))
-    if len(trace.stages) <= _SHORT_STAGES:
-        search.improve()
-    if len(trace.stages) <= MAX_INTEGER_STAGES:
+    if len(trace.stages) > MAX_INTEGER_STAGES and search.places.usable and max(live_bytes(trace)) > budgets.device_bytes:
+        sets = {search.places.of(groups): None for groups in _proposals(search)}
+        for chosen in sets if len(sets) > 1 else ():
+            search.try_plan(chosen)
+        search.finish(refine, *sets)
+        if not search.surely_better():
+            search.without(plan)
+        return search.made()
+    search.without(plan)
+    if search.places.usable and (search.best is None or _stalls(search.best)):
+        for groups in _proposals(search):
+            search.try_plan(search.places.of(groups))
+        if len(trace.stages) <= _SHORT_STAGES:
+            search.improve()
         search.finish(plan)
-    return _made(search.best, refusal)
+    return search.made()
 
 
 def checkpointed(trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner) -> Plan:
@@ -94,13 +93,6 @@ def _with_reruns(trace: Trace, error: BudgetError) -> BudgetError:
     return BudgetError(smallest_bytes=least, budget_bytes=error.budget_bytes, stage=trace.stages[stage].name)
 
 
-def _made(best: Plan | None, refusal: BudgetError | InfeasiblePlanError | None) -> Plan:
-    if best is None:
-        assert refusal is not None  # either there is a plan, or there is a reason
-        raise refusal
-    return best
-
-
 def _stalls(made: Plan) -> bool:
     """Whether stages wait, and the plan is not close to the bound, if that is known (it holds with re-runs, too)."""
     assert made.predicted is not None  # every plan is replayed
@@ -115,9 +107,39 @@ class _Search:
         self.trace, self.budgets, self.settings = trace, budgets, settings
         self.places = RerunPlaces(trace)
         self.best: Plan | None = None
+        self._refusal: BudgetError | InfeasiblePlanError | None = None
         self._draft = draft
-        self._end = time.monotonic() + settings.time_limit_seconds
         self._tried: set[tuple[Recompute, ...]] = {()}
+
+    def without(self, plan: Planner) -> None:
+        """Plan without re-runs, and keep the plan if it is no worse than the best."""
+        try:
+            made = plan(Problem.of(self.trace, self.budgets))
+        except BudgetError as error:
+            self._refusal = _with_reruns(self.trace, error)
+        except InfeasiblePlanError as error:
+            self._refusal = error
+        else:
+            if self.best is None or self._cost(made) <= self._cost(self.best):
+                self.best = made
+
+    def surely_better(self) -> bool:
+        """Whether the best plan is faster than any plan without re-runs, by the lower bound of those."""
+        if self.best is None or self.settings.write_weight > DEFAULT_WRITE_WEIGHT:
+            return False
+        alone = self.trace.model_copy(update={"recompute": ()})
+        try:
+            bound = lower_bound_seconds(Problem.of(alone, self.budgets), threads=self.settings.threads)
+        except BudgetError:
+            return True  # there is none
+        return self._cost(self.best) <= bound
+
+    def made(self) -> Plan:
+        """Return the best plan. Raises BudgetError or InfeasiblePlanError where there is none."""
+        if self.best is None:
+            assert self._refusal is not None  # either there is a plan, or there is a reason
+            raise self._refusal
+        return self.best
 
     @property
     def chosen(self) -> dict[int, int]:
@@ -126,15 +148,16 @@ class _Search:
 
     def try_plan(self, chosen: tuple[Recompute, ...]) -> bool:
         """Plan with these re-runs, and keep the plan if it is the best. Return whether it is."""
-        if chosen in self._tried or (self.best is not None and time.monotonic() > self._end):
+        if chosen in self._tried:
             return False
         self._tried.add(chosen)
         return self._keep_better(chosen, self._draft)
 
-    def finish(self, plan: Planner) -> None:
-        """Plan the best re-runs once more with `plan`, and keep the better plan."""
-        if self.best is not None and self.best.recompute:
-            self._keep_better(self.best.recompute, plan)
+    def finish(self, plan: Planner, *untried: tuple[Recompute, ...]) -> None:
+        """Plan the best re-runs with `plan`, and keep the better plan. Where nothing was planned so far: the `untried` ones."""
+        for chosen in (self.best.recompute,) if self.best is not None else untried:
+            if chosen:
+                self._keep_better(chosen, plan)
 
     def _keep_better(self, chosen: tuple[Recompute, ...], plan: Planner) -> bool:
         try:

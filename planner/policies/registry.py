@@ -9,6 +9,7 @@ from planner.errors import BudgetError, OptionsError
 from planner.policies.fixed_updates import all_on_host, every_nth_on_device
 from planner.policies.greedy import g10_decisions, teraio_decisions
 from planner.policies.ilp import optimise
+from planner.policies.incumbents import no_slower_than
 from planner.policies.predictions import with_lower_bound, with_predictions, without_lower_bound
 from planner.policies.recompute import best_recomputation, checkpointed
 from planner.policies.zero_infinity import zero_infinity_decisions
@@ -31,6 +32,7 @@ def plan(
     threads: int = DEFAULT_THREADS,
     write_weight: float = DEFAULT_WRITE_WEIGHT,
     lower_bound: bool = True,
+    incumbents: Sequence[Plan] = (),
 ) -> Plan:
     """Decide which blocks wait in which tier and when they move. The plan has been replayed in the simulator.
 
@@ -52,11 +54,13 @@ def plan(
     default, it only decides between plans that are no slower than every heuristic's. `gap`: the share of the objective by which
     the solver's solution may miss its bound. It concerns the coarse model only, and is of little use below that model's own
     error. `threads`: of the solver. `lower_bound`: compute `predicted.lower_bound_seconds`; otherwise it is 0, which may take
-    less time.
+    less time. `incumbents`: plans for the same stages and blocks, such as those for smaller budgets or slower links. The fastest
+    one is returned if the policy finds no faster plan, or none at all; so with plans for smaller budgets as incumbents, a larger
+    budget never gives a slower plan. Such a plan keeps its own, smaller budgets where that makes it faster.
 
-    Waits for the result. The solver gets `time_limit_seconds` for each of its programs: up to five where updates may run on the
-    host, otherwise one or two. Placing, replaying and bounding take additional time, half a minute for 1,000 stages. Where a
-    stage waits and the trace has recompute groups, `"ilp"` takes two or three times as long.
+    Waits for the result. The solver gets `time_limit_seconds` for each of its programs: up to six where updates may run on the
+    host, otherwise one or two. Placing, replaying and bounding take additional time, half a minute for 1,000 stages. Where the
+    trace has recompute groups, `"ilp"` solves one or two programs more, and makes two or three plans.
 
     Raises BudgetError (the budget is below what one stage needs, or with keep-all below everything), InfeasiblePlanError (the
     lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can update on the host) and
@@ -66,7 +70,7 @@ def plan(
     if policy not in POLICIES:
         raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight)
-    made = POLICIES[policy](trace, budgets, settings)
+    made = no_slower_than(incumbents, trace, budgets, lambda: POLICIES[policy](trace, budgets, settings))
     if lower_bound:
         made = with_lower_bound(made, trace, budgets, threads=threads)
     else:
@@ -84,6 +88,7 @@ def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         budgets,
         settings,
         plan=_optimised("ilp", settings),
+        refine=partial(optimise, policy="ilp", rivals=(), settings=settings),
         draft=partial(optimise, policy="ilp", rivals=(), settings=settings, integer=False),
     )
 

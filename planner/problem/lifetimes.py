@@ -179,9 +179,10 @@ def _existing_bytes(blocks: Iterable[Block], stages: int) -> list[int]:
 
 def stage_floors(trace: Trace) -> list[int]:
     """Return, for each stage, its inputs + outputs + workspace + live bytes that cannot move."""
-    floors = live_bytes(trace)
     stages = len(trace.stages)
+    change = [0] * (2 * stages + 1)  # over two iterations, since periods may wrap
     for period in inactive_periods(trace):
-        for stage in range(period.after + 1, period.before):
-            floors[stage % stages] -= period.size_bytes
-    return floors
+        change[period.after + 1] += period.size_bytes
+        change[period.before] -= period.size_bytes
+    idle = list(accumulate(change))
+    return [live - idle[stage] - idle[stage + stages] for stage, live in enumerate(live_bytes(trace))]

@@ -90,25 +90,22 @@ def sweep_budgets(
 ) -> Sweep:
     """Plan for each of `device_bytes`, with the other budgets as in `budgets`.
 
-    A plan for a smaller budget is valid for a larger one. So the best plan so far is used where a new one is slower.
+    A plan for a smaller budget is a candidate for a larger one, so that a larger budget is never slower.
     """
     points: list[SweepPoint] = []
-    best: SweepPoint | None = None
+    incumbents: list[planner.Plan] = []
     for number, size in enumerate(sorted(device_bytes), 1):
         progress(f"planning for {size:,} bytes, {number} of {len(device_bytes)}")
+        tried = budgets.model_copy(update={"device_bytes": size})
         try:
-            tried = budgets.model_copy(update={"device_bytes": size})
-            made = planner.plan(trace, tried, policy=policy, **asdict(settings))
+            made = planner.plan(trace, tried, policy=policy, incumbents=incumbents, **asdict(settings))
         except planner.OptionsError:
             raise
         except TeraioError as error:
-            if best is None:
-                points.append(SweepPoint(device_bytes=size, error=str(error)))
-                continue
-        else:
-            point = SweepPoint(device_bytes=size, planned_for_bytes=size, predicted=made.predicted)
-            best = point if best is None or _seconds(point) <= _seconds(best) else best
-        points.append(best.model_copy(update={"device_bytes": size}))
+            points.append(SweepPoint(device_bytes=size, error=str(error)))
+            continue
+        incumbents = [made]
+        points.append(SweepPoint(device_bytes=size, planned_for_bytes=made.budgets.device_bytes, predicted=made.predicted))
     return Sweep(
         trace_name=trace.name,
         policy=policy,
@@ -117,7 +114,3 @@ def sweep_budgets(
         peak_bytes=max(live_bytes(trace)),
         points=tuple(points),
     )
-
-
-def _seconds(point: SweepPoint) -> float:
-    return point.predicted.iteration_seconds if point.predicted is not None else float("inf")

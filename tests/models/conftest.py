@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 
-from ..teraio.conftest import fresh_process_state, one_compute_thread, planning_in_process
+from ..teraio.conftest import fresh_process_state, one_compute_thread, planning_in_process, quick_links
 from ..teraio.parity.conftest import fine_and_quick, on_one_thread
 from .torchvision_import import make_importable
 
 make_importable()  # before anything imports transformers
 
-__all__ = ["fine_and_quick", "fresh_process_state", "on_one_thread", "one_compute_thread", "planning_in_process"]
+__all__ = [
+    "fine_and_quick",
+    "fresh_process_state",
+    "on_one_thread",
+    "one_compute_thread",
+    "planning_in_process",
+    "quick_links",
+]
 PACKAGES = ("torch", "transformers", "timm", "diffusers", "peft", "safetensors")
 
 _found: dict[tuple[str, str], dict[str, Any] | None] = {}

@@ -50,10 +50,15 @@ def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.fixture
-def same_program_at_every_budget(monkeypatch: pytest.MonkeyPatch, subgroups_of: Callable[[int], None]) -> None:
-    """The size of subgroups follows from budget and rates; a plan is for one program. Links are measured in a hurry."""
-    subgroups_of(MIB)
+def quick_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links are measured in a hurry."""
     monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, MIB))
+
+
+@pytest.fixture
+def same_program_at_every_budget(subgroups_of: Callable[[int], None], quick_links: None) -> None:
+    """The size of subgroups follows from budget and rates; a plan is for one program."""
+    subgroups_of(MIB)
 
 
 @pytest.fixture

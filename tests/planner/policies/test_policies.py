@@ -7,7 +7,8 @@ import pytest
 
 from planner import BudgetError, Budgets, InfeasiblePlanError, OptionsError, Plan, Trace, plan, simulate
 from planner.ilp.solve import CoarseSolution
-from planner.policies.ilp import _decisions
+from planner.lp import solver
+from planner.policies.decisions import decisions_of
 from planner.problem.lifetimes import live_bytes
 from planner.problem.problem import Problem, build_plan
 from planner.schedule.eviction import evict_furthest
@@ -96,7 +97,7 @@ def test_rounding_never_overfills_a_tier(transformer: Trace) -> None:
     problem = Problem.of(trace, half(trace).model_copy(update={"host_bytes": 2**26}))
     tiers: dict[int, WaitingTier] = dict.fromkeys(range(len(problem.periods)), "host")
     everything = CoarseSolution(tiers=tiers, on_host=frozenset(), report=SolverReport())
-    left, decisions = _decisions(problem, everything)
+    left, decisions = decisions_of(problem, everything)
     assert left.on_host == ()
     assert {decision.tier for decision in decisions.values()} == {"host", "storage"}
     timeline = simulate(trace, build_plan(problem, decisions, policy="by hand"))
@@ -104,7 +105,7 @@ def test_rounding_never_overfills_a_tier(transformer: Trace) -> None:
 
 
 def test_a_failing_solver_leaves_a_greedy_plan(transformer: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
+    monkeypatch.setattr(solver, "highspy", None)
     monkeypatch.setattr(pulp.COIN_CMD, "available", lambda self: False)
     monkeypatch.setattr(pulp.PULP_CBC_CMD, "available", lambda self: False)
     made = plan(transformer, half(transformer))
@@ -113,7 +114,7 @@ def test_a_failing_solver_leaves_a_greedy_plan(transformer: Trace, monkeypatch: 
 
 
 def test_cbc_stands_in_for_highs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
+    monkeypatch.setattr(solver, "highspy", None)
     small = transformer_trace(layers=1, stages_per_layer=4, rate=4e9)
     made = plan(small, Budgets(device_bytes=max(live_bytes(small)) * 8 // 10), time_limit_seconds=10)
     assert made.solver.name == "CBC"
@@ -141,7 +142,7 @@ def test_only_as_many_updates_on_the_host_as_have_room_there(transformer: Trace)
     size = sum(trace.blocks[block].size_bytes for block in trace.subgroups[0].blocks)
     problem = Problem.of(trace, half(trace).model_copy(update={"host_bytes": size * 3 // 2}))
     everything = CoarseSolution(tiers={}, on_host=frozenset(range(len(subgroups))), report=SolverReport())
-    left, decisions = _decisions(problem, everything)
+    left, decisions = decisions_of(problem, everything)
     assert len(subgroups) > 1 and left.on_host == (0,), "the first whose parameters are needed again"
     filled = evict_furthest(left, decisions, early=True)
     timeline = simulate(trace, build_plan(left, filled, policy="by hand"))

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from runtime.transfer.engine import Engine
 from teraio.registry import REGISTRY
 from teraio.stages import CutPolicy
 
@@ -19,11 +18,10 @@ def on_one_thread(one_compute_thread: None) -> None:
 
 
 @pytest.fixture
-def fine_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are cut wherever they can be, so that small budgets do; the links are measured in a hurry."""
+def fine_and_quick(monkeypatch: pytest.MonkeyPatch, quick_links: None) -> None:
+    """Graphs are cut wherever they can be, so that small budgets do."""
     policy = CutPolicy(shortest_seconds=1e-9)
     monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, cut_policy=policy))
-    monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, 1 << 20))
 
 
 @pytest.fixture

@@ -1,0 +1,93 @@
+"""A linear or integer program as flat lists: variables are numbers, rows are lists of terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from planner.problem import Problem
+
+__all__ = ["Program", "Terms", "Variable", "byte_scale"]
+
+Variable = int
+"""Position of a variable in the program's lists."""
+
+Terms = list[tuple[Variable, float]]
+"""Σ factor · variable. A variable may occur more than once."""
+
+
+class Program:
+    """min Σ costs · x, where each row is between `least` and `most`, and each x between `lower` and `upper`.
+
+    By variable: `costs`, `lower`, `upper`, and `whole` (x is a whole number). Row r has the `columns` and `factors` from
+    `starts[r]` to `starts[r + 1]`.
+    """
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.whole: list[bool] = []
+        self.least: list[float] = []
+        self.most: list[float] = []
+        self.starts: list[int] = [0]
+        self.columns: list[Variable] = []
+        self.factors: list[float] = []
+
+    def variable(self, upper: float = 1.0, *, whole: bool = False) -> Variable:
+        """Add a variable from 0 to `upper`."""
+        self.costs.append(0.0)
+        self.lower.append(0.0)
+        self.upper.append(upper)
+        self.whole.append(whole)
+        return len(self.costs) - 1
+
+    def minimise(self, terms: Iterable[tuple[Variable, float]]) -> None:
+        """Add the terms to the objective."""
+        for variable, factor in terms:
+            self.costs[variable] += factor
+
+    def at_most(self, terms: Iterable[tuple[Variable, float]], right: float) -> None:
+        """Add the row Σ terms ≤ right."""
+        self._add(terms, -inf, right)
+
+    def at_least(self, terms: Iterable[tuple[Variable, float]], right: float) -> None:
+        """Add the row Σ terms ≥ right."""
+        self._add(terms, right, inf)
+
+    def equal(self, terms: Iterable[tuple[Variable, float]], right: float) -> None:
+        """Add the row Σ terms = right."""
+        self._add(terms, right, right)
+
+    def levels(self, rows: Iterable[Terms], most: Iterable[float]) -> None:
+        """Add Σ row ≤ most for each row, where neighbours have most terms in common.
+
+        Each sum is a variable, and its row holds only the difference to the one before, so that solvers have far fewer terms.
+        """
+        before: dict[Variable, float] = {}
+        for row, right in zip(rows, most, strict=True):
+            level = self.variable(right)
+            self.lower[level] = -inf
+            terms = {level: -1.0}
+            for variable, factor in row:
+                terms[variable] = terms.get(variable, 0.0) + factor
+            changed = dict(terms)
+            for variable, factor in before.items():
+                changed[variable] = changed.get(variable, 0.0) - factor
+            self.equal([(variable, factor) for variable, factor in changed.items() if factor], 0)
+            before = terms
+
+    def _add(self, terms: Iterable[tuple[Variable, float]], least: float, most: float) -> None:
+        factors: dict[Variable, float] = {}
+        for variable, factor in terms:
+            factors[variable] = factors.get(variable, 0.0) + factor
+        self.columns += factors.keys()
+        self.factors += factors.values()
+        self.starts.append(len(self.columns))
+        self.least.append(least)
+        self.most.append(most)
+
+
+def byte_scale(problem: Problem) -> float:
+    """Return the unit in which rows count bytes: the device budget. It keeps the numbers near one."""
+    return float(max(problem.budgets.device_bytes, 1))

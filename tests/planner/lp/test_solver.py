@@ -1,0 +1,85 @@
+"""Programs by hand: what is found, what is proved, and the same from CBC."""
+
+import pytest
+
+from planner.errors import SolverError
+from planner.lp import Program, solver
+from planner.lp.solver import solve_program
+from planner.problem import SolverSettings
+
+SETTINGS = SolverSettings(gap=0.0)
+
+
+def knapsack() -> Program:
+    """Values 6, 5 and 4 with weights 4, 3 and 2, of which 5 fit."""
+    program = Program()
+    items = [program.variable(whole=True) for _ in range(3)]
+    program.at_most(zip(items, (4.0, 3.0, 2.0), strict=True), 5)
+    program.minimise(zip(items, (-6.0, -5.0, -4.0), strict=True))
+    return program
+
+
+@pytest.fixture(params=["HiGHS", "CBC"])
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "CBC":
+        monkeypatch.setattr(solver, "highspy", None)
+    return str(request.param)
+
+
+def test_an_integer_program(name: str) -> None:
+    program = knapsack()
+    program.upper[1] = 0.0
+    solved = solve_program(program, SETTINGS, linear=False)
+    assert (solved.solver, solved.optimal, solved.objective) == (name, True, pytest.approx(-6.0))
+    assert [round(value) for value in solved.values] == [1, 0, 0]
+    assert solved.bound == (pytest.approx(-6.0) if name == "HiGHS" else None)
+
+
+def test_its_relaxation_and_the_price_of_its_row(name: str) -> None:
+    program = knapsack()
+    program.upper[1] = 0.0
+    solved = solve_program(program, SETTINGS, linear=True)
+    assert solved.optimal and solved.objective == pytest.approx(-8.5)
+    assert list(solved.values) == pytest.approx([0.75, 0.0, 1.0])
+    assert list(solved.prices) == pytest.approx([-1.5])
+
+
+def test_rows_of_all_kinds_and_variables_without_a_limit(name: str) -> None:
+    program = Program()
+    x, y = program.variable(float("inf")), program.variable()
+    program.at_least([(x, 1.0), (x, 1.0), (y, 1.0)], 3)  # a variable may occur twice
+    program.equal([(y, 2.0)], 1)
+    program.minimise([(x, 1.0)])
+    solved = solve_program(program, SETTINGS, linear=False)
+    assert list(solved.values) == pytest.approx([1.25, 0.5])
+
+
+def test_rows_that_have_most_terms_in_common(name: str) -> None:
+    """Levels say the same as rows: 2 x ≤ 3 (not binding), x + y ≤ 1.5, y ≤ 1.25 and y − x ≤ 0.75."""
+    program = Program()
+    x, y = program.variable(float("inf")), program.variable(float("inf"))
+    rows = [[(x, 1.0), (x, 1.0)], [(x, 1.0), (y, 1.0)], [(y, 1.0)], [(y, 1.0), (x, -1.0)]]
+    program.levels(rows, (3.0, 1.5, 1.25, 0.75))
+    program.minimise([(x, -1.0), (y, -3.0)])
+    solved = solve_program(program, SETTINGS, linear=True)
+    assert list(solved.values[:2]) == pytest.approx([0.375, 1.125])
+
+
+def test_without_a_solution_there_are_no_values(name: str) -> None:
+    program = knapsack()
+    program.at_least([(0, 1.0)], 2)
+    solved = solve_program(program, SETTINGS, linear=False)
+    assert not solved.values and not solved.optimal
+
+
+def test_an_end_after_some_nodes() -> None:
+    solved = solve_program(knapsack(), SETTINGS, linear=False, max_nodes=0)
+    assert solved.bound is None or solved.bound <= -9.0 + 1e-6
+
+
+def test_no_solver_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "highspy", None)
+    monkeypatch.setattr(solver.pulp.COIN_CMD, "available", lambda self: False)
+    monkeypatch.setattr(solver.pulp.PULP_CBC_CMD, "available", lambda self: False)
+    with pytest.raises(SolverError, match="no solver is installed: install highspy"):
+        solve_program(knapsack(), SETTINGS, linear=True)
