@@ -39,6 +39,8 @@ _CLOSE = 1.002
 _BETTER = 0.9999
 _SHORT_STAGES = 32
 """Up to this many stages a plan takes a fraction of a second, so that many sets can be tried."""
+_LONG_STAGES = 500
+"""Above this, the program for re-runs takes long, and is left out where a plan without re-runs is close to the bound."""
 _MANY = 0.5
 """In long iterations, whole layers are tried if the coarse program runs about this share of them again."""
 _MAX_CHANGES = 24
@@ -54,7 +56,8 @@ def best_recomputation(
     Raises BudgetError and InfeasiblePlanError as `plan` does, where no set of groups helps.
     """
     search = _Search(trace, budgets, settings, draft)
-    if len(trace.stages) > MAX_INTEGER_STAGES and search.places.usable and max(live_bytes(trace)) > budgets.device_bytes:
+    pressed = search.places.usable and max(live_bytes(trace)) > budgets.device_bytes
+    if pressed and MAX_INTEGER_STAGES < len(trace.stages) <= _LONG_STAGES:
         sets = {search.places.of(groups): None for groups in _proposals(search)}
         for chosen in sets if len(sets) > 1 else ():
             search.try_plan(chosen)
@@ -68,7 +71,7 @@ def best_recomputation(
             search.try_plan(search.places.of(groups))
         if len(trace.stages) <= _SHORT_STAGES:
             search.improve()
-        search.finish(plan)
+        search.finish(plan if len(trace.stages) <= MAX_INTEGER_STAGES else refine)
     return search.made()
 
 

@@ -67,6 +67,15 @@ def test_a_plan_is_never_slower_than_without_recomputation() -> None:
     assert faster >= TRACES // 8
 
 
+@pytest.mark.parametrize("rate", [1.0, 1000.0])
+def test_long_iterations_too(rate: float) -> None:
+    """80 stages: over a slow link layers run again, over a fast one all copies hide behind the arithmetic."""
+    trace = layers(40, rate=rate)
+    (one, groups), (other, _) = (again(trace, 250, policy) for policy in ("ilp", "offload-only"))
+    assert one <= other * (1 + 1e-9)
+    assert bool(groups) == (rate < 10) and (not groups or one < other * 0.9)
+
+
 def test_groups_run_again_as_late_as_they_can() -> None:
     places = RerunPlaces(layers(4))
     assert [(each.group, each.at) for each in places.of([0, 2])] == [(2, 5), (0, 7)]
