@@ -23,6 +23,7 @@ class Stage:
     input_bytes: memory of all inputs, estimated. output_bytes: new memory that the outputs take.
     workspace_bytes: peak beyond inputs and outputs, estimated.
     mutates: slots among `inputs` that the stage writes in place, such as batch norm's running statistics.
+    reads_lasting: whether it reads only what is kept until the backward pass in any case, or is too small to move.
     never_again: of a forward stage: why it must not run again in the backward pass, in plain words; "" if it may.
     """
 
@@ -37,6 +38,7 @@ class Stage:
     output_bytes: int
     workspace_bytes: int
     mutates: tuple[int, ...] = ()
+    reads_lasting: bool = False
     never_again: str = ""
 
     @property
