@@ -179,7 +179,7 @@ class ProfilePhase(Phase):
             hardware=run.machine.hardware(),
             fixed_bytes=run.pager.unmoved_bytes,
             survivors=recorded[-2].survivors,
-            no_reruns=_why_no_reruns(run.options),
+            no_reruns=why_no_reruns(run.options),
         )
         trace = profile.trace.model_copy(update={"subgroup_bytes": run.subgroups.used_bytes})
         run.findings.profile = dataclasses.replace(profile, trace=trace)
@@ -199,7 +199,7 @@ class ProfilePhase(Phase):
         return PlannedPhase(run, profile, plan)
 
 
-def _why_no_reruns(options: Options) -> str:
+def why_no_reruns(options: Options) -> str:
     """Return why no stage may run again in the backward pass, in plain words; "" if some may."""
     if options.recompute == "off":
         return "the option recompute is 'off'"

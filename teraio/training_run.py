@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 import planner
 from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import Program, Reruns, WorkspaceMeter, run_managed, run_plain
-from runtime.paging import Block, Pager
+from runtime.paging import Block, CopyRates, Pager
 from runtime.system import uninterrupted
 from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine
 from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes
 from teraio.options import Options
-from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
+from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext, why_no_reruns
 from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
 from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch, RerunRecord
 from teraio.stages import Codegen, CutPolicy, StageCompiler
@@ -73,6 +73,7 @@ class TrainingRun:
             device=machine.device,
             busy_seconds=machine.busy_seconds,
         )
+        self._pager.copy_rates = _copy_rates(options, machine)
         self._recorder = IterationRecorder(self._pager)
         self._meter = WorkspaceMeter(
             machine.memory,
@@ -350,6 +351,17 @@ class TrainingRun:
                 reruns.make_anew([block])
             except UnsupportedError as error:
                 logger.warning("a backward pass that is due will fail: %s", error)
+
+
+def _copy_rates(options: Options, machine: Machine) -> CopyRates | None:
+    """Return the rates by which blocks are dropped without a plan. None if nothing may run again, or if times are known late."""
+    if why_no_reruns(options) or machine.device.asynchronous:
+        return None
+    links = machine.hardware().links
+    if not links:
+        return None
+    out, back = links[:2]  # of the first tier that blocks leave for
+    return CopyRates(out_bytes_per_second=out.bytes_per_second, in_bytes_per_second=back.bytes_per_second)
 
 
 def _peak_watch(machine: Machine) -> PeakWatch | None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from runtime.device import Mark
 from runtime.execution.observer import InterleavedStages, Observer, StageRun
 from runtime.execution.program import Constant, Program, Stage
-from runtime.execution.rerun import Rerun, Reruns, why_no_reruns
+from runtime.execution.rerun import Rerun, Reruns, kept_for_nothing, why_no_reruns
 from runtime.execution.workspace import WorkspaceMeter
 from runtime.paging import Block, Pager
 from runtime.system import annotate
@@ -68,7 +69,7 @@ class _ManagedRun:
             self._observer.region_begins(program.identity, len(stages) + more, is_inference=program.is_inference)
             self._no_reruns = why_no_reruns(program)
             if not self._no_reruns:
-                self._kept = self._observer.kept_stages()
+                self._kept = self._kept_stages()
             self._inputs = frozenset(block for block in self._blocks if block is not None)
             self._hold_reruns()
             for number, stage in enumerate(stages):
@@ -110,6 +111,7 @@ class _ManagedRun:
                 blocks[i] = self._block(i, user_visible=False)
             if rerun is not None:
                 rerun.has_run([blocks[i] for i in stage.outputs])
+                rerun.seconds = None if pager.device.asynchronous else _seconds(begin, end)
             last_used = list(dict.fromkeys(b for i in stage.frees if (b := blocks[i]) is not None))
         finally:
             pager.retire(read, written, last_used=last_used)
@@ -133,6 +135,12 @@ class _ManagedRun:
         return read
 
     # -- stages that may run again, see [Note: Running again]
+
+    def _kept_stages(self) -> Collection[int]:
+        planned = self._observer.kept_stages()
+        if planned is None and self._pager.copy_rates is not None:
+            return kept_for_nothing(self._program)
+        return planned or ()
 
     def _rerun(self, stage: Stage) -> Rerun:
         names = [self._program.slot_names[i] for i in stage.inputs]
@@ -198,6 +206,10 @@ def _run_stage(stage: Stage, slots: list[Any]) -> None:
         made = stage.run(values)
     for i, value in zip(stage.outputs, made, strict=True):
         slots[i] = value
+
+
+def _seconds(begin: Mark, end: Mark) -> float:
+    return end.seconds_since(begin)
 
 
 def _next_uses(stage: Stage, number: int, blocks: list[Block | None]) -> dict[Block, int]:

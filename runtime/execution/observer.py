@@ -55,8 +55,8 @@ class Observer(Protocol):
         is_inference: no backward pass will follow.
         """
 
-    def kept_stages(self) -> Collection[int]:
-        """Return the numbers of the stages of the region that began last that may have to run again."""
+    def kept_stages(self) -> Collection[int] | None:
+        """Return the numbers of the stages of the region that began last that a plan runs again; None if no plan applies."""
 
     def reruns_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:
         """Yield for each re-run that has its place before the next stage: the blocks that it makes anew, and what to prefetch.

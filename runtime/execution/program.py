@@ -24,6 +24,7 @@ class Stage:
     workspace_bytes: peak beyond inputs and outputs, estimated.
     waiting_bytes: what was made before it, is needed after it and is too small to move, without results of the graph, estimated.
     mutates: slots among `inputs` that the stage writes in place, such as batch norm's running statistics.
+    reads_lasting: whether it reads only what is kept until the backward pass in any case, or is too small to move.
     never_again: of a forward stage: why it must not run again in the backward pass, in plain words; "" if it may.
     """
 
@@ -39,6 +40,7 @@ class Stage:
     workspace_bytes: int
     waiting_bytes: int = 0
     mutates: tuple[int, ...] = ()
+    reads_lasting: bool = False
     never_again: str = ""
 
     @property

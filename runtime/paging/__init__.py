@@ -3,6 +3,7 @@
 from runtime.paging.block import Block, State
 from runtime.paging.block_transfers import BlockTransfers
 from runtime.paging.debug import POISON, Debug
+from runtime.paging.dropping import CopyRates
 from runtime.paging.given_away import given_away
 from runtime.paging.mover import Done, Mover, dropped_message
 from runtime.paging.ownership import StorageOwnership
@@ -12,6 +13,7 @@ from runtime.paging.tiers import Tier, Tiers
 __all__ = [
     "Block",
     "BlockTransfers",
+    "CopyRates",
     "Debug",
     "Done",
     "Mover",

@@ -75,8 +75,8 @@ class Debug:
         found, expected = xxh3_64_intdigest(content), self._dropped[block]
         if found != expected:
             raise UnsupportedError(
-                f"{block.name} was made anew with other bytes: its checksum was {expected:016x} and is {found:016x}, so its "
-                "stage does not give the same result twice; set the option recompute='off', and report this"
+                f"{block.name} was made anew with other bytes: its checksum was {expected:016x} and is {found:016x}; its stage "
+                "does not give the same result twice; set the option recompute='off', and report this"
             )
         del self._dropped[block]
 

@@ -20,6 +20,7 @@ from runtime.paging.account import MemoryAccount
 from runtime.paging.block import Block, State
 from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
+from runtime.paging.dropping import CopyRates, DropChoice
 from runtime.paging.eviction import EvictionPolicy
 from runtime.paging.lending import Lending
 from runtime.paging.mover import Mover
@@ -67,7 +68,8 @@ class Pager:
             self.account, self.table, self._signal, mover, copy_ended=lambda: self._prefetches.begin_ready()
         )
         self._prefetches = PrefetchQueue(self.account, self.table, self._transitions)
-        self._room = RoomMaker(self.account, self.table, self._signal, mover, self._transitions, self._eviction)
+        self._drops = DropChoice(self.account)
+        self._room = RoomMaker(self.account, self.table, self._signal, mover, self._transitions, self._eviction, self._drops)
         self._lending = Lending(self.table, self._signal, self._transitions, self._prefetches)
         self._stages = Stages(self.account, self._signal, mover, self._transitions, self._prefetches, self._room)
         self._regions = Regions(
@@ -93,6 +95,15 @@ class Pager:
     @fixed_bytes.setter
     def fixed_bytes(self, value: int) -> None:
         self.account.fixed_bytes = value
+
+    @property
+    def copy_rates(self) -> CopyRates | None:
+        """Rates of the links, by which blocks under pressure are dropped where that takes less time; None: never."""
+        return self._drops.rates
+
+    @copy_rates.setter
+    def copy_rates(self, value: CopyRates | None) -> None:
+        self._drops.rates = value
 
     @property
     def used_bytes(self) -> int:
@@ -124,7 +135,7 @@ class Pager:
 
     @property
     def evictions(self) -> int:
-        """Number of offloads that have begun."""
+        """Number of offloads that have begun, and of blocks that were dropped because room was needed."""
         return self._transitions.evictions
 
     @property

@@ -9,6 +9,7 @@ from runtime.paging.account import MemoryAccount
 from runtime.paging.block import Block, State
 from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
+from runtime.paging.dropping import DropChoice
 from runtime.paging.eviction import EvictionPolicy
 from runtime.paging.mover import Mover
 from runtime.paging.transitions import BlockTransitions
@@ -26,6 +27,7 @@ class RoomMaker:
         mover: Mover | None,
         transitions: BlockTransitions,
         eviction: EvictionPolicy,
+        drops: DropChoice,
     ) -> None:
         self._account = account
         self._table = table
@@ -33,6 +35,7 @@ class RoomMaker:
         self._eviction = eviction
         self._signal = signal
         self._mover = mover
+        self._drops = drops
 
     def make_room(self, blocks: Sequence[Block], new_bytes: int, what: str) -> None:
         """Reserve memory for those of `blocks` that are OFFLOADED and for `new_bytes`. Waits until enough is free.
@@ -61,12 +64,16 @@ class RoomMaker:
         self.trim()
 
     def evict(self, wanted_bytes: int, keep: Collection[Block] = ()) -> None:
-        """Begin to offload blocks, but none of `keep`, until `wanted_bytes` will be free or no block is left."""
+        """Let blocks leave, but none of `keep`, until `wanted_bytes` are or will be free, or no block is left."""
         for block in self._eviction.order(self._account.here, keep=keep):
             if wanted_bytes <= 0:
                 return
             wanted_bytes -= block.size_bytes
-            self._transitions.begin_offload(block)
+            if self._drops.is_better(block):
+                self._transitions.evictions += 1
+                self._transitions.drop(block)
+            else:
+                self._transitions.begin_offload(block)
 
     def trim(self) -> None:
         """Let the mover free memory that it keeps for reuse: the budget counts that as well."""

@@ -40,7 +40,8 @@ once, and for a prefetch that nothing else can make room for; otherwise it waits
 [Note: Why a block leaves]
 reason       who asks                   method                      what happens to the bytes
 a plan       the recorder, at a stage   Pager.offload               copied to the plan's tier; the block stays if all are full
-pressure     a stage that is short      Pager.acquire, make_room    those with the furthest next use are copied (EvictionPolicy)
+pressure     a stage that is short      Pager.acquire, make_room    those with the furthest next use are copied (EvictionPolicy),
+                                                                    or dropped where a re-run is sooner (DropChoice)
 room ahead   an optimizer step, for     Pager.evict_until_free      as under pressure, but nobody waits
              its next subgroup
 lending      an update by slices        Pager.lend                  copied; then read and written in the slot, slice by slice
@@ -77,7 +78,7 @@ class BlockTransitions:
     copy_ended: called after each copy, which may have freed memory.
     queued_offloads: see [Note: Queued offloads]; in the order in which they were queued.
     reserved_for_host: blocks that will be lent to the host's processor; no prefetch takes them before.
-    evictions: number of offloads that have begun.
+    evictions: number of offloads that have begun, and of blocks that were dropped under pressure.
     """
 
     def __init__(

@@ -223,8 +223,8 @@ class IterationRecorder:
 
     # -- re-runs: they have no place in the record, but one in the plan
 
-    def kept_stages(self) -> Collection[int]:
-        return self._schedule.kept[self._cursor - 1] if self._in_step and self._schedule is not None else ()
+    def kept_stages(self) -> Collection[int] | None:
+        return self._schedule.kept[self._cursor - 1] if self._in_step and self._schedule is not None else None
 
     def reruns_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:
         while self._in_step and self._schedule is not None and self._position in self._schedule.reruns.made:

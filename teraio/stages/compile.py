@@ -19,6 +19,7 @@ from teraio.stages.random_state import describe
 from teraio.stages.recompute import reasons_against
 from teraio.stages.sizes import compute_sizes
 from teraio.stages.split import Subgraph, split
+from teraio.stages.storages import storages_of
 from teraio.stages.tuning import tuned_within_budget
 
 Codegen = Callable[[GraphModule, Sequence[Any], dict[str, Any]], StageFunction]
@@ -206,8 +207,9 @@ def _lay_out(
     results = tuple(slots[r] if isinstance(r, Node) else Constant(r) for r in output.args[0])
     kept = {r for r in results if isinstance(r, int)}
     names = _unique([f"{prefix}/{subgraph.path}" for subgraph in subgraphs])
-
     returned = [r for r in output.args[0] if isinstance(r, Node)]
+    storages = storages_of(list(gm.graph.nodes))
+    lasting = {storages[node] for node in (*placeholders, *returned) if node in storages}
     waiting = waiting_at(subgraphs, returned)
 
     def stage(number: int, subgraph: Subgraph) -> Stage:
@@ -222,6 +224,7 @@ def _lay_out(
             next_uses=tuple(next((u for u in uses[s] if u > number), -1) for s in touched),
             **stage_bytes(subgraph, waiting[number], {}),
             mutates=tuple(slots[n] for n in subgraph.mutated),
+            reads_lasting=all(storages[node] in lasting or small([node], {}) for node in subgraph.inputs),
             never_again=reasons[number],
         )
 

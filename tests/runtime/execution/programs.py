@@ -30,14 +30,14 @@ class Recorder:
     fetch: dict[int, list[Block]] = field(default_factory=dict)
     reached: int = 0
     again: list[StageRerun] = field(default_factory=list)
-    kept: Collection[int] = ()
+    kept: Collection[int] | None = ()
     due: dict[int, list[Block]] = field(default_factory=dict)
     ended: int = 0
 
     def region_begins(self, identity: Hashable, stage_count: int, *, is_inference: bool = False) -> None:
         self.regions.append((identity, stage_count))
 
-    def kept_stages(self) -> Collection[int]:
+    def kept_stages(self) -> Collection[int] | None:
         return self.kept
 
     def reruns_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:

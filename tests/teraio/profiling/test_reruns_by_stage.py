@@ -72,7 +72,7 @@ class Dropping(Training):
 
     def _stage(self, identity: str, number: int) -> None:
         if number == 0:
-            self.kept_stages.append(sorted(self.recorder.kept_stages()))
+            self.kept_stages.append(sorted(self.recorder.kept_stages() or ()))
         super()._stage(identity, number)
 
 

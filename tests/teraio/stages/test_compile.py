@@ -16,6 +16,7 @@ from runtime.execution.program import Program, StageFunction
 from runtime.execution.workspace import WorkspaceMeter
 from runtime.paging.pager import Pager
 from teraio.profiling.recorder import IterationRecorder
+from teraio.stages import memory
 from teraio.stages.compile import StageCompiler, eager_codegen
 from teraio.stages.cut import CutPolicy
 
@@ -241,6 +242,16 @@ def test_kept_bytes_are_those_of_the_results(graphs: list[Captured]) -> None:
     for captured, program in zip(graphs, programs(graphs), strict=True):
         distinct = bytes_of(captured.results[0])
         assert program.kept_bytes >= 0.9 * distinct - 64
+
+
+def test_what_stages_read_lasts_if_the_graph_takes_or_returns_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MIN_MOVED_BYTES", 1)
+    (program,) = programs(transformer(3)[:1])
+    kept = {*range(program.input_count), *(result for result in program.results if isinstance(result, int))}
+    assert {stage.reads_lasting for stage in program.stages} == {False, True}
+    for stage in program.stages:
+        if not stage.reads_lasting:
+            assert not kept.issuperset(stage.inputs), stage.name
 
 
 # -- symbolic sizes

@@ -1,0 +1,52 @@
+"""Without a plan: which blocks leave by being dropped, because their stage makes them anew sooner than copies take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from runtime.paging.account import MemoryAccount
+from runtime.paging.block import Block, State
+
+
+@runtime_checkable
+class Source(Protocol):
+    """What makes blocks anew. seconds: for which its stage ran; None if that is not known. read: what it needs."""
+
+    seconds: float | None
+
+    @property
+    def read(self) -> Sequence[Block]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRates:
+    """Bytes per second to the lower tier that blocks leave for, and back."""
+
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+
+
+class DropChoice:
+    """Compares both ways. rates: of the links; None: never drop. With the pager's lock held."""
+
+    def __init__(self, account: MemoryAccount) -> None:
+        self.rates: CopyRates | None = None
+        self._account = account
+
+    def is_better(self, block: Block) -> bool:
+        """Whether a re-run takes less time than to copy the block out, after what is queued there, and in.
+
+        Inputs of the re-run that are away count as copies in. A block whose stage needs another dropped block is not dropped: one
+        re-run must do.
+        """
+        source, rates = block.source, self.rates
+        if rates is None or not block.can_be_dropped or block.copy_is_valid or not isinstance(source, Source):
+            return False
+        if source.seconds is None or any(each.state is State.DROPPED for each in source.read):
+            return False
+        away_bytes = sum(each.size_bytes for each in source.read if each.state is not State.ON_DEVICE)
+        again = source.seconds + away_bytes / rates.in_bytes_per_second
+        out = (self._account.offloading_bytes + block.size_bytes) / rates.out_bytes_per_second
+        return again < out + block.size_bytes / rates.in_bytes_per_second
