@@ -95,7 +95,7 @@ def _integer(model: pulp.LpProblem, settings: SolverSettings, max_nodes: int | N
         if _has_not_run(model.solverModel):
             model.solverModel.resetGlobalScheduler(True)
             model.solve(solver)
-    except pulp.PulpSolverError as failure:
+    except (pulp.PulpSolverError, IndexError) as failure:  # PuLP takes it that there are values
         raise SolverError(f"HiGHS failed: {failure}") from failure
     return cast("highspy.Highs", model.solverModel)
 

@@ -75,26 +75,25 @@ def advise(
             asked = plan
         if plan is not None:
             made(case, plan)
-            found = found.model_copy(update=_figures(case, plan, asked, rated_bytes, drives))
+            found = found.model_copy(update=_figures(case, plan, asked, rated_bytes))
         answers.append(found)
     return Advice(trace_name=trace.name, answers=tuple(answers))
 
 
 def _answer(case: Case, asked: planner.Plan | None, settings: SolverSettings) -> tuple[Answer, planner.Plan | None]:
-    """Plan a case. Where it can do all that the training as asked for can, that plan counts too: more is never slower."""
+    """Plan a case. asked: the plan for the training as asked for, None for that training itself."""
     plan: planner.Plan | None = None
     fit: Fit = "yes"
     reason = ""
     try:
-        plan = planner.plan(case.trace, case.budgets, **asdict(settings))
+        incumbents = (asked,) if case.more and asked is not None else ()
+        plan = planner.plan(case.trace, case.budgets, incumbents=incumbents, **asdict(settings))
     except BudgetError as error:
         fit, reason = "no plan exists", str(error)
     except planner.OptionsError:
         raise
     except TeraioError as error:
         fit, reason = "none was found", str(error)
-    if case.superset and asked is not None and (plan is None or _seconds(asked) < _seconds(plan)):
-        plan, fit, reason = asked, "yes", ""
     answer = Answer(
         what=case.what,
         fit=fit,
@@ -107,13 +106,11 @@ def _answer(case: Case, asked: planner.Plan | None, settings: SolverSettings) ->
     return answer, plan
 
 
-def _figures(
-    case: Case, plan: planner.Plan, asked: planner.Plan | None, rated_bytes: int | None, drives: int
-) -> dict[str, object]:
+def _figures(case: Case, plan: planner.Plan, asked: planner.Plan | None, rated_bytes: int | None) -> dict[str, object]:
     seconds = _seconds(plan)
     assert plan.predicted is not None  # `_seconds` has found it
     per_second = plan.predicted.storage_written_bytes / seconds if seconds else 0.0
-    lifetime = rated_bytes * drives / per_second / 86_400 if rated_bytes and per_second else None
+    lifetime = rated_bytes * case.drives / per_second / 86_400 if rated_bytes and per_second else None
     return {
         "predicted": plan.predicted,
         "speed": case.work * _seconds(asked) / seconds if asked is not None and seconds else None,

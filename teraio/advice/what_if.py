@@ -15,27 +15,30 @@ _FP32_STATE_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A question: `trace` planned under `budgets`. what: in words. work: samples of an iteration, relative to the case asked for.
+    """A question: `trace` planned under `budgets`. what: in words. drives: how many there are. work: samples of an iteration,
+    relative to the case asked for.
 
-    superset: every plan of the case asked for is a plan of this one, so it is never slower.
+    more: the machine has more than in the case asked for, and nothing else differs: a plan for that case is tried for this one.
     """
 
     what: str
     trace: planner.Trace
     budgets: Budgets
+    drives: int
     work: float = 1.0
-    superset: bool = False
+    more: bool = False
 
 
 def cases(trace: planner.Trace, budgets: Budgets, *, drives: int) -> Iterator[Case]:
     """Yield the training as it is, then each change that makes sense for it. drives: number of drives of the storage tier."""
-    yield Case(what="as asked", trace=trace, budgets=budgets)
+    yield Case(what="as asked", trace=trace, budgets=budgets, drives=drives)
     device = int(budgets.device_bytes * _MORE)
     yield Case(
         what=f"{_MORE - 1:.0%} more device memory",
         trace=trace,
         budgets=budgets.model_copy(update={"device_bytes": device}),
-        superset=True,
+        drives=drives,
+        more=True,
     )
     links = {link.name for link in trace.hardware.links}
     if "device->storage" in links:
@@ -45,20 +48,23 @@ def cases(trace: planner.Trace, budgets: Budgets, *, drives: int) -> Iterator[Ca
             what="one more drive",
             trace=with_storage_rate(trace, more),
             budgets=budgets.model_copy(update={"storage_bytes": bytes_more}),
+            drives=drives + 1,
+            more=True,
         )
     if "device->host" in links and budgets.host_bytes is not None:
         yield Case(
             what="twice the host memory",
             trace=trace,
             budgets=budgets.model_copy(update={"host_bytes": 2 * budgets.host_bytes}),
-            superset=True,
+            drives=drives,
+            more=True,
         )
     if trace.recompute:
-        yield Case(what="without recomputation", trace=rebuilt(trace, recompute=()), budgets=budgets)
-    yield Case(what="twice the batch", trace=with_batch(trace, 2), budgets=budgets, work=2.0)
-    yield Case(what="twice the accumulation", trace=with_accumulation(trace), budgets=budgets, work=2.0)
+        yield Case(what="without recomputation", trace=rebuilt(trace, recompute=()), budgets=budgets, drives=drives)
+    yield Case(what="twice the batch", trace=with_batch(trace, 2), budgets=budgets, drives=drives, work=2.0)
+    yield Case(what="twice the accumulation", trace=with_accumulation(trace), budgets=budgets, drives=drives, work=2.0)
     if _has_fp32_states(trace):
-        yield Case(what="optimizer states in bf16", trace=with_state_bytes(trace, 0.5), budgets=budgets)
+        yield Case(what="optimizer states in bf16", trace=with_state_bytes(trace, 0.5), budgets=budgets, drives=drives)
 
 
 def with_storage_rate(trace: planner.Trace, factor: float) -> planner.Trace:

@@ -18,6 +18,7 @@ PARAMETERS = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
 }
 """Those of "llama-..." are the published ones. GPT-2 has 124,439,808: biases, and 786,432 for positions."""
 

@@ -21,7 +21,8 @@ from ..thoroughness import by_profile
 
 ROOT = Path(teraio.__file__).parents[1]
 TRAIN = """
-import sys, torch, teraio
+import signal, sys, torch, teraio
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(24)])
