@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from runtime.system import storage_swap
-
 if TYPE_CHECKING:
     from planner.schema import WaitingTier
     from runtime.device import Span
@@ -89,7 +87,7 @@ class Block:
         self.name = name
         self.kind = kind
         self.size_bytes = storage.nbytes()
-        self.address = storage_swap.address(storage)
+        self.address = 0 if storage.device.type == "meta" else storage.data_ptr()  # fake tensors have no memory
         self.span = span
         self.user_visible = self.users_memory = user_visible
         self.state = State.ON_DEVICE
