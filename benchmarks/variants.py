@@ -35,7 +35,7 @@ def with_rates(trace: Trace, factor: float) -> Trace:
         tuple(each.model_copy(update={"bytes_per_second": each.bytes_per_second * factor}) for each in rates)
         for rates in (trace.hardware.links, trace.hardware.shared)
     )
-    return _rebuilt(trace, hardware=trace.hardware.model_copy(update={"links": links, "shared": shared}))
+    return trace.rebuilt(hardware=trace.hardware.model_copy(update={"links": links, "shared": shared}))
 
 
 def with_one_tier(trace: Trace, tier: WaitingTier, bytes_per_second: float) -> Trace:
@@ -44,13 +44,13 @@ def with_one_tier(trace: Trace, tier: WaitingTier, bytes_per_second: float) -> T
         Link(from_tier=one, to_tier=other, bytes_per_second=bytes_per_second, latency_seconds=10e-6)
         for one, other in (("device", tier), (tier, "device"))
     )
-    return _rebuilt(trace, hardware=trace.hardware.model_copy(update={"links": links, "shared": ()}))
+    return trace.rebuilt(hardware=trace.hardware.model_copy(update={"links": links, "shared": ()}))
 
 
 def with_device_updates(trace: Trace) -> Trace:
     """Return the trace with all updates on the device."""
     subgroups = tuple(subgroup.model_copy(update={"host_seconds": None}) for subgroup in trace.subgroups)
-    return _rebuilt(trace, subgroups=subgroups)
+    return trace.rebuilt(subgroups=subgroups)
 
 
 def with_errors(trace: Trace, *, seed: int, largest: float) -> Trace:
@@ -61,8 +61,7 @@ def with_errors(trace: Trace, *, seed: int, largest: float) -> Trace:
 
 def with_times(trace: Trace, factors: Sequence[float]) -> Trace:
     """Return the trace with each stage time multiplied by its factor. This includes device updates and recomputation."""
-    return _rebuilt(
-        trace,
+    return trace.rebuilt(
         stages=tuple(
             stage.model_copy(update={"duration_seconds": stage.duration_seconds * factors[stage.id]}) for stage in trace.stages
         ),
@@ -75,8 +74,3 @@ def with_times(trace: Trace, factors: Sequence[float]) -> Trace:
             for group in trace.recompute
         ),
     )
-
-
-def _rebuilt(trace: Trace, **changed: object) -> Trace:
-    """Return a new trace with some fields replaced. A copy would keep the fingerprint of the old content."""
-    return Trace.build(**{name: getattr(trace, name) for name in Trace.model_fields} | {"stored_fingerprint": None} | changed)

@@ -276,6 +276,11 @@ class Trace(GrownModel):
             )
         return trace.model_copy(update={"stored_fingerprint": None})
 
+    def rebuilt(self, **changed: object) -> Trace:
+        """Return the trace with some fields replaced, checked anew. Raises TraceError as `build` does."""
+        fields = {name: getattr(self, name) for name in Trace.model_fields}
+        return Trace.build(**{**fields, "stored_fingerprint": None, **changed})
+
     @classmethod
     def build(cls, **fields: object) -> Trace:
         """Build a trace like the constructor. Raises TraceError with the first problems in one line."""

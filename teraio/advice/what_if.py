@@ -60,7 +60,7 @@ def cases(trace: planner.Trace, budgets: Budgets, *, drives: int) -> Iterator[Ca
             more=True,
         )
     if trace.recompute:
-        yield Case(what="without recomputation", trace=rebuilt(trace, recompute=()), budgets=budgets, drives=drives)
+        yield Case(what="without recomputation", trace=trace.rebuilt(recompute=()), budgets=budgets, drives=drives)
     yield Case(what="twice the batch", trace=with_batch(trace, 2), budgets=budgets, drives=drives, work=2.0)
     yield Case(what="twice the accumulation", trace=with_accumulation(trace), budgets=budgets, drives=drives, work=2.0)
     if _has_fp32_states(trace):
@@ -79,7 +79,7 @@ def with_storage_rate(trace: planner.Trace, factor: float) -> planner.Trace:
         else rate
         for rate in trace.hardware.shared
     )
-    return rebuilt(trace, hardware=trace.hardware.model_copy(update={"links": links, "shared": shared}))
+    return trace.rebuilt(hardware=trace.hardware.model_copy(update={"links": links, "shared": shared}))
 
 
 def with_batch(trace: planner.Trace, factor: int) -> planner.Trace:
@@ -88,8 +88,7 @@ def with_batch(trace: planner.Trace, factor: int) -> planner.Trace:
     Small batches use a GPU badly, so that the true times grow less.
     """
     phases = {stage.id: stage.phase for stage in trace.stages}
-    return rebuilt(
-        trace,
+    return trace.rebuilt(
         stages=tuple(
             stage
             if stage.phase == "optimizer"
@@ -125,7 +124,7 @@ def with_state_bytes(trace: planner.Trace, factor: float) -> planner.Trace:
         block.model_copy(update={"size_bytes": int(block.size_bytes * factor)}) if block.kind == "optimizer_state" else block
         for block in trace.blocks
     )
-    return rebuilt(trace, blocks=blocks)
+    return trace.rebuilt(blocks=blocks)
 
 
 def with_accumulation(trace: planner.Trace) -> planner.Trace:
@@ -181,8 +180,7 @@ def with_accumulation(trace: planner.Trace) -> planner.Trace:
             for group in trace.recompute
         ),
     ]
-    return rebuilt(
-        trace,
+    return trace.rebuilt(
         stages=tuple(stage.model_copy(update={"id": number}) for number, stage in enumerate(stages)),
         blocks=tuple(blocks),
         subgroups=tuple(each.model_copy(update={"stage": each.stage + shift}) for each in trace.subgroups),
@@ -195,9 +193,3 @@ def _has_fp32_states(trace: planner.Trace) -> bool:
     states = sum(block.size_bytes for block in trace.blocks if block.kind == "optimizer_state" and block.movable)
     elements = sum(subgroup.elements for subgroup in trace.subgroups)
     return elements > 0 and states >= _FP32_STATE_BYTES * elements * 0.9
-
-
-def rebuilt(trace: planner.Trace, **changed: object) -> planner.Trace:
-    """Return the trace with some fields replaced, checked anew."""
-    fields = {name: getattr(trace, name) for name in planner.Trace.model_fields}
-    return planner.Trace.build(**{**fields, "stored_fingerprint": None, **changed})

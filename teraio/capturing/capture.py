@@ -134,10 +134,9 @@ def capture(
         profile = captured.profile
         if profile is None:
             raise UnsupportedError(f"after {_MOST_STEPS} steps there is no trace yet: it waits for {captured.waiting_for}")
-    fields = {field: getattr(profile.trace, field) for field in planner.Trace.model_fields}
     created_by = f"teraio, torch {torch.__version__}, captured for {description.hardware.name}"
     named = name or getattr(training, "__name__", "capture")
-    return planner.Trace.build(**{**fields, "stored_fingerprint": None, "name": named, "created_by": created_by})
+    return profile.trace.rebuilt(name=named, created_by=created_by)
 
 
 def _training(

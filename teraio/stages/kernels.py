@@ -89,7 +89,6 @@ def _connected(nodes: Sequence[Node], after: Mapping[Node, int]) -> list[list[No
 
 def _kernel(group: Sequence[Node], storages: dict[Node, StorageKey]) -> Kernel:
     inside = set(group)
-    made = {storages[node] for node in group}
     read: dict[StorageKey, int] = {}
     written: set[StorageKey] = set()
     for node in group:
@@ -99,7 +98,7 @@ def _kernel(group: Sequence[Node], storages: dict[Node, StorageKey]) -> Kernel:
                 if cost.packet_name(node) in _LOOKUPS and source is node.all_input_nodes[0]:
                     size = min(size, cost.output_bytes(node))
                 read[storages[source]] = max(read.get(storages[source], 0), size)
-        if any(user not in inside for user in node.users) and storages[node] in made:
+        if any(user not in inside for user in node.users):
             written.add(storages[node])
     heavy = [node for node in group if cost.flops(node) > 0]
     touched = sum(read.values()) + sum(bytes_at(key) for key in written if key not in read)
