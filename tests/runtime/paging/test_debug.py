@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,12 +42,16 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def leave(rig: Rig, block: Block) -> None:
     rig.pager.offload(block)
-    until(lambda: block.state is State.OFFLOADED)
+    until(rig, block, State.OFFLOADED)
 
 
-def until(done: Callable[[], bool]) -> None:
+def until(rig: Rig, block: Block, state: State) -> None:
+    """Wait until a block is in a state and its memory has followed: only then the lock is free."""
     deadline = time.monotonic() + SECONDS
-    while not done():
+    while True:
+        with rig.pager.condition:
+            if block.state is state:
+                return
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -165,7 +169,7 @@ def test_a_copy_out_that_a_write_overtakes_counts_for_nothing(rig: Rig, monkeypa
     tensor.fill_(8)
     rig.pager.retire([block], [block])
     go_on.set()
-    until(lambda: block.state is State.ON_DEVICE)
+    until(rig, block, State.ON_DEVICE)
     assert not block.copy_is_valid
     leave(rig, block)
     use(rig.pager, block)
