@@ -82,7 +82,9 @@ class TrainingRun:
             iteration=lambda: self._pager.iteration,
             moves=lambda: self._pager.account.moves,
         )
-        self.stage_compiler = StageCompiler(codegen=codegen or options.codegen, mode=options.mode, policy=cut_policy)
+        self.stage_compiler = StageCompiler(
+            codegen=codegen or options.codegen, mode=options.mode, policy=cut_policy, fuses=options.codegen != "eager"
+        )
         if subgroup_bytes is None and given is not None:
             subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)

@@ -61,7 +61,7 @@ class _Capture:
         if self._phases:
             raise UnsupportedError("the step compiles models with different options; a capture has one run: give all the same")
         return TrainingRun(
-            Options(recompute=options.recompute, optimizer=options.optimizer, profile_iterations=1),
+            Options(codegen=options.codegen, recompute=options.recompute, optimizer=options.optimizer, profile_iterations=1),
             device,
             open_machine=lambda options, device: ModelledMachine(options, device, self._device, self._description),
             codegen=self._codegen,

@@ -69,13 +69,21 @@ def _fresh_tracing_context() -> Iterator[None]:
 class StageCompiler:
     """Compiles graphs to programs and remembers compiled stages by structure, for as long as it lives.
 
-    codegen, mode: the options of that name; `codegen` may also be a function, whose stages keep the seeds of random numbers.
+    codegen, mode: the options of that name; `codegen` may also be a function. fuses: its stages fuse operators, and keep the
+        seeds of random numbers, as Inductor's do; by default all but "eager" does.
     """
 
-    def __init__(self, *, codegen: str | Codegen, mode: str = "default", policy: CutPolicy | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        codegen: str | Codegen,
+        mode: str = "default",
+        policy: CutPolicy | None = None,
+        fuses: bool | None = None,
+    ) -> None:
         known: dict[str, Codegen] = {"inductor": partial(inductor_codegen, mode=mode), "eager": eager_codegen}
         self._codegen = known[codegen] if isinstance(codegen, str) else codegen
-        self._keeps_seeds = codegen != "eager"
+        self._fuses = codegen != "eager" if fuses is None else fuses
         self._policy = policy or CutPolicy()
         self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0
@@ -119,13 +127,15 @@ class StageCompiler:
         shown = [output.args[0][i] for i in _user_results(output, "forward")]
         visible = [result for result in shown if isinstance(result, Node)]
         written = _written_later(placeholders)
-        return reasons_against(subgraphs, visible=visible, written=written, keeps_seeds=self._keeps_seeds, names=names)
+        return reasons_against(subgraphs, visible=visible, written=written, keeps_seeds=self._fuses, names=names)
 
     def _subgraphs(self, gm: GraphModule, *, floor_bytes: int) -> list[Subgraph]:
         operators = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
         if can_cut(gm.graph) is not None:
-            return split(gm, dict.fromkeys(operators, 0))
-        return split(gm, assign(gm.graph, device_type=_device_type(gm), policy=self._policy, floor_bytes=floor_bytes))
+            return split(gm, dict.fromkeys(operators, 0), fuses=self._fuses)
+        device_type, fuses = _device_type(gm), self._fuses
+        stage_of = assign(gm.graph, device_type=device_type, policy=self._policy, floor_bytes=floor_bytes, fuses=fuses)
+        return split(gm, stage_of, fuses=fuses)
 
     def _function(self, subgraph: Subgraph, options: dict[str, Any]) -> StageFunction:
         static = set(options.get("static_input_nodes", ()))

@@ -71,17 +71,18 @@ def can_cut(graph: Graph) -> str | None:
     return None
 
 
-def assign(graph: Graph, *, device_type: str, policy: CutPolicy, floor_bytes: int = 0) -> dict[Node, int]:
+def assign(graph: Graph, *, device_type: str, policy: CutPolicy, floor_bytes: int = 0, fuses: bool = False) -> dict[Node, int]:
     """Return the number of the stage of every operator node of `graph`, ascending in the order of the graph.
 
     floor_bytes: what other graphs need in any case: stages that need no more are not cut for the sake of memory.
+    fuses: the stages are compiled to fused kernels, which need less memory than their operators one by one.
 
     Changes `graph` in one respect: constants (`full`, `iota`, ...) are repeated beside their users, so that none crosses a cut.
     """
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     stage_of = _walk(nodes, device_type, policy)
     _hoist_small(nodes, stage_of)
-    _cut_finer(nodes, stage_of, device_type, policy, floor_bytes)
+    _cut_finer(nodes, stage_of, policy, max(floor_bytes, cost.bytes_touched(policy.shortest_seconds, device_type)), fuses=fuses)
     sink_updates(stage_of, small_bytes=_SMALL_BYTES)
     _repeat_constants(graph, stage_of)
     _set_seeds_apart(stage_of)
@@ -155,13 +156,12 @@ def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
             stage_of[node] = max(sources)
 
 
-def _cut_finer(nodes: list[Node], stage_of: dict[Node, int], device_type: str, policy: CutPolicy, floor_bytes: int) -> None:
+def _cut_finer(nodes: list[Node], stage_of: dict[Node, int], policy: CutPolicy, floor_bytes: int, *, fuses: bool) -> None:
     stages: dict[int, list[Node]] = {}
     for node in nodes:
         stages.setdefault(stage_of[node], []).append(node)
     whole = [stages[number] for number in sorted(stages)]
-    floor_bytes = max(floor_bytes, cost.bytes_touched(policy.shortest_seconds, device_type))
-    finer = cut_finer(whole, far_above=policy.far_above, floor_bytes=floor_bytes, most_stages=policy.max_stages)
+    finer = cut_finer(whole, far_above=policy.far_above, floor_bytes=floor_bytes, most_stages=policy.max_stages, fuses=fuses)
     for number, piece in enumerate(finer):
         stage_of.update(dict.fromkeys(piece, number))
 

@@ -2,8 +2,9 @@
 
 `cut` cuts before heavy operators only, where a cut costs next to nothing. A long chain of elementwise operators and reductions
 over large tensors, such as a loss over a vocabulary or a scan, stays one stage, with all its temporaries. Often that stage alone
-sets the smallest budget. At a cut inside it, the compiler has to materialise tensors that it would have fused away. So only those
-stages are cut that need far more than usual, only where that lowers what the whole graph needs, and into few pieces.
+sets the smallest budget. At a cut inside it, a compiler has to materialise tensors that it would have fused away. So only those
+stages are cut that need far more than usual, only where that lowers what the whole graph needs, and into few pieces. Where the
+stages are compiled to fused kernels, what one kernel hands on inside itself needs no memory, so chains are rarely cut there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from teraio.stages import cost
-from teraio.stages.storages import storage_size, storages_of
+from teraio.stages.kernels import never_materialised
+from teraio.stages.storages import StorageKey, storage_size, storages_of
 
 _WORTHWHILE = 1.25
 """A stage is cut if it needs so many times what the graph will need afterwards."""
@@ -27,13 +29,16 @@ _MOST_PIECES = 12
 _MOST_PLACES = 64
 
 
-def cut_finer(stages: Sequence[Sequence[Node]], *, far_above: float, floor_bytes: int, most_stages: int) -> list[list[Node]]:
+def cut_finer(
+    stages: Sequence[Sequence[Node]], *, far_above: float, floor_bytes: int, most_stages: int, fuses: bool
+) -> list[list[Node]]:
     """Return the stages of a graph in order, with those in pieces that need far more memory than the others.
 
     stages: the operators of each stage, in the order of execution. far_above: how many times the need of the median stage is far
     above it; of one or two stages none is usual. floor_bytes: to need less than this is of no use. most_stages: for the result.
+    fuses: the stages are compiled to fused kernels; otherwise each operator makes its result.
     """
-    chains = [_Chain(nodes) for nodes in stages]
+    chains = [_Chain(nodes, fuses=fuses) for nodes in stages]
     needs = [chain.need_bytes(0, len(chain.nodes)) for chain in chains]
     usual = statistics.median(needs) if len(needs) > 2 else 1
     limit = max(far_above * usual, floor_bytes)
@@ -54,7 +59,7 @@ class _Storage:
     """A storage that a chain touches. made: the position of its operator; -1 if it comes from outside.
 
     touched: the positions that make, read or write it. outlives: whether it is needed after the chain.
-    repeated: whether each piece makes it anew, because it is a constant.
+    repeated: whether each piece makes it anew, because it is a constant. fused: see `never_materialised`.
     """
 
     size_bytes: int
@@ -62,6 +67,7 @@ class _Storage:
     touched: list[int]
     outlives: bool
     repeated: bool
+    fused: bool = False
 
     def crosses(self, begin: int, end: int) -> bool:
         """Return whether it is an input or an output of the operators from `begin` to before `end`."""
@@ -73,11 +79,11 @@ class _Storage:
 class _Chain:
     """The operators of one stage, and what any run of consecutive ones among them needs."""
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[Node], *, fuses: bool) -> None:
         self.nodes = nodes
         position = {node: i for i, node in enumerate(nodes)}
         keys = storages_of(nodes)
-        found: dict[object, _Storage] = {}
+        found: dict[StorageKey, _Storage] = {}
         for i, node in enumerate(nodes):
             for touched in (*node.all_input_nodes, node):
                 key = keys[touched]
@@ -90,6 +96,9 @@ class _Chain:
             if any(user not in position for user in node.users):
                 found[keys[node]].outlives = True
         self._storages = [storage for storage in found.values() if storage.size_bytes and storage.touched]
+        if fuses:
+            for key in never_materialised(nodes) & found.keys():
+                found[key].fused = True
 
     def need_bytes(self, begin: int, end: int) -> int:
         """Return the bytes of inputs, outputs and temporaries of the operators from `begin` to before `end`, as one stage."""
@@ -101,7 +110,7 @@ class _Chain:
                 continue
             if storage.crosses(begin, end):
                 held += storage.size_bytes
-            else:
+            elif not storage.fused:
                 change[here[0]] += storage.size_bytes
                 change[here[-1] + 1] -= storage.size_bytes
         return held + max(itertools.accumulate(change))

@@ -35,7 +35,11 @@ class Kernel:
 def kernels_of(graph: Graph) -> list[Kernel]:
     """Return the kernels of a subgraph, whose nodes have fake values in `meta["val"]`."""
     storages = storages_of(list(graph.nodes))
-    return [_kernel(group, storages) for group in _groups(graph) if not all(cost.is_view(n) or cost.is_getitem(n) for n in group)]
+    return [
+        _kernel(group, storages)
+        for group in fused(list(graph.nodes))
+        if not all(cost.is_view(n) or cost.is_getitem(n) for n in group)
+    ]
 
 
 def workspace_bytes(graph: Graph) -> int:
@@ -43,7 +47,7 @@ def workspace_bytes(graph: Graph) -> int:
     storages = storages_of(list(graph.nodes))
     (output,) = (node for node in graph.nodes if node.op == "output")
     kept = {storages[result] for result in output.args[0]} | {storages[n] for n in graph.nodes if n.op == "placeholder"}
-    groups = _groups(graph)
+    groups = fused(list(graph.nodes))
     number = {node: position for position, group in enumerate(groups) for node in group}
     first: dict[StorageKey, int] = {}
     last: dict[StorageKey, int] = {}
@@ -59,9 +63,42 @@ def workspace_bytes(graph: Graph) -> int:
     return max(itertools.accumulate(change))
 
 
-def _groups(graph: Graph) -> list[list[Node]]:
-    """Return the nodes of each kernel, in the order in which the kernels can run."""
-    nodes = [node for node in graph.nodes if node.op == "call_function" and not cost.is_size(node)]
+_FUSED = frozenset(
+    "sum mean prod amax amin any all var_mean argmax argmin clone convert_element_type gather embedding index".split()
+)
+"""Operators that Inductor fuses with others, beside those that work on each element by itself."""
+_MOST_FUSED = 64
+"""Operators in one kernel: Inductor's `max_fusion_size`."""
+
+
+def never_materialised(nodes: Sequence[Node]) -> set[StorageKey]:
+    """Return the storages that one fused kernel makes and that nothing else uses: its code keeps such values in registers.
+
+    nodes: of a graph, in the order of execution; others may use their results.
+    """
+    storages = storages_of(nodes)
+    kernels = [kernel for kernel in fused(nodes) if len(kernel) <= _MOST_FUSED]
+    kernel_of = {node: number for number, kernel in enumerate(kernels) for node in kernel if _is_fused(node)}
+    touching: dict[StorageKey, set[int | None]] = {}
+    for node in nodes:
+        for touched in (node, *node.users):
+            touching.setdefault(storages[node], set()).add(kernel_of.get(touched))
+    return {key for key, by in touching.items() if len(by) == 1 and None not in by and key[0] in kernel_of}
+
+
+def _is_fused(node: Node) -> bool:
+    """Return whether Inductor certainly writes code of its own for the operator, and calls none of a library."""
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else []
+    name = cost.packet_name(node)
+    return torch.Tag.pointwise in tags or name in _FUSED or cost.is_view(node) or cost.is_getitem(node) or cost.is_creation(node)
+
+
+def fused(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Return the nodes of each kernel, in the order in which the kernels can run. Sizes, inputs and outputs are in none.
+
+    nodes: of a graph, in the order of execution.
+    """
+    nodes = [node for node in nodes if node.op == "call_function" and not cost.is_size(node)]
     heavy = {node for node in nodes if cost.flops(node) > 0}
     after: dict[Node, int] = {}  # the most kernels of other kinds on a way to the node; operators around one cannot be fused
     for node in nodes:

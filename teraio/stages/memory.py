@@ -13,6 +13,7 @@ from torch.fx import Node
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Program
 from teraio.stages import cost
+from teraio.stages.kernels import never_materialised
 from teraio.stages.split import Subgraph
 from teraio.stages.storages import StorageKey, bytes_at, storage_size, storages_of
 
@@ -122,9 +123,10 @@ def _new_bytes(subgraph: Subgraph, symbols: cost.Symbols) -> int:
 
 
 def _workspace_bytes(subgraph: Subgraph, symbols: cost.Symbols) -> int:
-    """Return the peak bytes of intermediate results if operators run one by one. Fused code needs less."""
+    """Return the peak bytes of intermediate results. Whatever is materialised is taken to be made in the order of the graph."""
     nodes = list(subgraph.module.graph.nodes)
     storages = storages_of(nodes)
+    without = never_materialised(nodes) if subgraph.fuses else set()
     last: dict[StorageKey, int] = {}
     first: dict[StorageKey, int] = {}
     for number, node in enumerate(nodes):
@@ -134,7 +136,7 @@ def _workspace_bytes(subgraph: Subgraph, symbols: cost.Symbols) -> int:
     outputs = {storages[n] for n in nodes[-1].args[0]}
     change = [0] * (len(nodes) + 1)
     for key in first:
-        if key[0].op == "call_function" and key not in outputs:
+        if key[0].op == "call_function" and key not in outputs and key not in without:
             size = storage_size(key, first, symbols)  # of several results, what no node takes lives until the others are taken
             change[first[key[0], ()]] += size
             change[last[key] + 1] -= size

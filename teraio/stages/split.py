@@ -23,6 +23,7 @@ class Subgraph:
     inputs, outputs: nodes of the graph that was split. mutated: the inputs that it writes in place.
     key: equal for subgraphs that may share one compiled function.
     path: the modules that it came from, for names (`layers.3.attn`).
+    fuses: it is compiled to fused kernels; otherwise each of its operators makes its result.
     """
 
     module: GraphModule
@@ -31,18 +32,19 @@ class Subgraph:
     mutated: tuple[Node, ...]
     key: str
     path: str
+    fuses: bool
 
 
-def split(gm: GraphModule, stage_of: Mapping[Node, int]) -> list[Subgraph]:
-    """Return the subgraphs of `gm` in the order of execution. Does not change `gm`."""
+def split(gm: GraphModule, stage_of: Mapping[Node, int], *, fuses: bool = False) -> list[Subgraph]:
+    """Return the subgraphs of `gm` in the order of execution. Does not change `gm`. fuses: see `Subgraph`."""
     members: dict[int, list[Node]] = {}
     for node in gm.graph.nodes:
         if node in stage_of:
             members.setdefault(stage_of[node], []).append(node)
-    return [_subgraph(gm, members[stage]) for stage in sorted(members)]
+    return [_subgraph(gm, members[stage], fuses) for stage in sorted(members)]
 
 
-def _subgraph(gm: GraphModule, nodes: list[Node]) -> Subgraph:
+def _subgraph(gm: GraphModule, nodes: list[Node], fuses: bool) -> Subgraph:
     inside = set(nodes)
     sizes = _sizes_needed(nodes, inside)
     inputs: dict[Node, None] = {}
@@ -70,6 +72,7 @@ def _subgraph(gm: GraphModule, nodes: list[Node]) -> Subgraph:
         mutated=tuple(n for n in inputs if _is_written(copies[n])),
         key=_key(module),
         path=_path(nodes),
+        fuses=fuses,
     )
 
 

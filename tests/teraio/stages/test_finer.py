@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from runtime.execution import Program, run_plain
+from runtime.execution import Program, Stage, run_plain
 from teraio.stages import CutPolicy, StageCompiler
+from teraio.stages.compile import Codegen, eager_codegen
 
 from .graphs import Captured, capture, clones, features, transformer, with_loss
 
@@ -18,8 +19,8 @@ FINE = CutPolicy(shortest_seconds=1e-9)
 LOGITS_BYTES = 4 * 16 * 512 * 4
 
 
-def programs(graphs: Sequence[Captured], policy: CutPolicy) -> list[Program]:
-    compiler = StageCompiler(codegen="eager", policy=policy)
+def programs(graphs: Sequence[Captured], policy: CutPolicy, codegen: str | Codegen = "eager") -> list[Program]:
+    compiler = StageCompiler(codegen=codegen, policy=policy)
     return [compiler.compile(g.fresh(), phase=g.phase, options={}) for g in graphs]
 
 
@@ -71,6 +72,29 @@ def test_a_long_chain_of_elementwise_operators_is_cut() -> None:
     for captured, program in zip(graphs, programs(graphs, FINE), strict=True):
         results = run_plain(program, clones(captured.arguments[0]))
         assert all(torch.equal(a, b) for a, b in zip(results, captured.results[0], strict=True) if isinstance(a, Tensor))
+
+
+def test_what_a_compiler_fuses_stays_whole() -> None:
+    """Inside a kernel nothing is materialised: a cut there would cost memory, time and one more compilation."""
+
+    class Activation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+            self.up, self.down = nn.Linear(32, 512), nn.Linear(512, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(nn.functional.gelu(self.up(self.layers(x))))
+
+    forward, _ = capture(Activation(), features(256))
+
+    def stages(policy: CutPolicy, codegen: str | Codegen) -> list[Stage]:
+        return list(programs([forward], policy, codegen)[0].stages)
+
+    fused, whole = stages(FINE, eager_codegen), stages(HEAVY, "eager")
+    assert len(fused) == len(whole) < len(stages(FINE, "eager"))
+    (up,) = (number for number, stage in enumerate(whole) if stage.workspace_bytes > 256 * 512 * 4)
+    assert fused[up].workspace_bytes < 64 << 10, "what is estimated follows"
 
 
 def test_backward_is_not_cut_below_what_its_forward_graph_needs() -> None:
