@@ -1,7 +1,7 @@
 """How fast a device computes and moves its memory, as far as that is known without measuring.
 
-Only the places of cuts depend on it: a stage should last as long as wanted. The numbers are constants. What is measured varies, so
-that each run would have other stages, which no plan from a file fits.
+Only the places of cuts depend on it: a stage should last as long as wanted. The numbers are constants. What is measured varies,
+so that each run would have other stages, which no plan from a file fits.
 """
 
 from __future__ import annotations
