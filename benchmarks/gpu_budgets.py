@@ -34,13 +34,10 @@ def sizes(scale: LlamaScale) -> tuple[str, ...]:
 
 
 def _of_size(runner: Runner, size: str) -> Iterator[Figure]:
-    base = runner.plain(size, "inductor")
-    yield from plain_figures(f"{size}, Inductor", base, base)
-    peak = unconstrained_peak(runner, size)
+    base, peak, figures = unconstrained(runner, size)
+    yield from figures
     if isinstance(peak, Missing):
-        yield Figure(name=f"{size}: unconstrained peak", value=None, unit="", note=peak.reason)
         return
-    yield Figure(name=f"{size}: unconstrained peak", value=peak / GIB, unit="GiB")
     for percent in PERCENTS:
         for tiers in TIERS:
             outcome = budgeted(runner, size, peak, percent, tiers)
@@ -52,6 +49,15 @@ def _of_size(runner: Runner, size: str) -> Iterator[Figure]:
             saved = runner.run(name, runner.scale.setting(size, "eager", save_on_cpu=True))
             yield from plain_figures(name, saved, base)
             yield from plain_figures(f"{size}, eager", runner.plain(size, "eager"), base)
+
+
+def unconstrained(runner: Runner, size: str) -> tuple[Outcome, int | Missing, tuple[Figure, ...]]:
+    """Return the training by plain Inductor, the peak bytes without a budget, and the figures of both."""
+    base, peak = runner.plain(size, "inductor"), unconstrained_peak(runner, size)
+    name, figures = f"{size}: unconstrained peak", plain_figures(f"{size}, Inductor", base, base)
+    if isinstance(peak, Missing):
+        return base, peak, (*figures, Figure(name=name, value=None, unit="", note=peak.reason))
+    return base, peak, (*figures, Figure(name=name, value=peak / GIB, unit="GiB"))
 
 
 def unconstrained_peak(runner: Runner, size: str) -> int | Missing:

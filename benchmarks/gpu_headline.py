@@ -6,7 +6,7 @@ Three trainings, which the other parts share.
 from collections.abc import Iterator
 
 from benchmarks.alone import Missing, Runner
-from benchmarks.gpu_budgets import GIB, budget_figures, budgeted, plain_figures, sizes, unconstrained_peak
+from benchmarks.gpu_budgets import budget_figures, budgeted, sizes, unconstrained
 from benchmarks.results import Figure
 
 PERCENTS = (50, 30)
@@ -19,13 +19,10 @@ def measure(runner: Runner) -> tuple[Figure, ...]:
 
 
 def _of_size(runner: Runner, size: str) -> Iterator[Figure]:
-    base = runner.plain(size, "inductor")
-    yield from plain_figures(f"{size}, Inductor", base, base)
-    peak = unconstrained_peak(runner, size)
+    base, peak, figures = unconstrained(runner, size)
+    yield from figures
     if isinstance(peak, Missing):
-        yield Figure(name=f"{size}: unconstrained peak", value=None, unit="", note=peak.reason)
         return
-    yield Figure(name=f"{size}: unconstrained peak", value=peak / GIB, unit="GiB")
     for percent in PERCENTS:
         outcome = budgeted(runner, size, peak, percent, TIERS)
         yield from budget_figures(f"{size}, {percent} %, {TIERS}", outcome, peak * percent // 100, base)

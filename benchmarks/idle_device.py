@@ -29,6 +29,9 @@ class IdleEvent:
     def wait(self) -> None:
         self._device.marks = max(self._device.marks, self._at)
 
+    def seconds_since(self, earlier: IdleEvent) -> float:
+        return 1e-3
+
 
 class IdleMark:
     """A point in time, like all others."""
@@ -85,9 +88,9 @@ class IdleDevice:
     def wait(self, lane: Lane, event: Event) -> None:
         self.calls += 1
 
-    def mark_lane(self, lane: Lane) -> IdleMark:
+    def mark_lane(self, lane: Lane) -> IdleEvent:
         self.calls += 1
-        return IdleMark()
+        return IdleEvent(self)
 
     def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
         """Make tensors over both ends, as for a GPU, and copy nothing."""

@@ -31,7 +31,7 @@ class IdleStages:
         made = [make(t, name=f"b{n}", kind="parameter", user_visible=True) for n, t in enumerate(self._tensors)]
         self._reads = [[made[number] for number in read] for read in reads]
         until = used // _READS  # stages until a block is used again
-        self._next_uses = [dict.fromkeys(read, until) for read in self._reads]
+        self._next_uses = [[(block, until) for block in read] for read in self._reads]
         self._fetch = [[made[m.block] for m in self.moves if m.fetch % STAGES == stage] for stage in range(STAGES)]
         self._leave = [[made[m.block] for m in self.moves if m.after == stage] for stage in range(STAGES)]
         self.pager.enter_region()

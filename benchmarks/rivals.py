@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.alone import LlamaScale, Missing, Outcome, Runner, speed
-from benchmarks.gpu_budgets import GIB, budgeted, peak_figure, plain_figures, sizes, unconstrained_peak
+from benchmarks.gpu_budgets import budgeted, peak_figure, sizes, unconstrained
 from benchmarks.results import Figure
 from benchmarks.rival_training import RivalSetting
 from examples.llama import SIZES
@@ -36,13 +36,10 @@ def measure(runner: Runner) -> tuple[Figure, ...]:
 
 
 def _of_size(runner: Runner, size: str) -> Iterator[Figure]:
-    base = runner.plain(size, "inductor")
-    yield from plain_figures(f"{size}, Inductor", base, base)
-    peak = unconstrained_peak(runner, size)
+    base, peak, figures = unconstrained(runner, size)
+    yield from figures
     if isinstance(peak, Missing):
-        yield Figure(name=f"{size}: unconstrained peak", value=None, unit="", note=peak.reason)
         return
-    yield Figure(name=f"{size}: unconstrained peak", value=peak / GIB, unit="GiB")
     for percent in PERCENTS:
         limit = peak * percent // 100
         own = budgeted(runner, size, peak, percent, "host")

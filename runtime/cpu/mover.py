@@ -61,7 +61,7 @@ class CpuMover:
     def has_room(self, block: Block, tier: WaitingTier) -> bool:
         return self._tiers.has_room(block, _span(block).length_bytes, tier)
 
-    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
+    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
         span = _span(block)
         place = self._tiers.place(block, span.length_bytes, tier)
         if self._debug is not None:
@@ -69,6 +69,7 @@ class CpuMover:
         if block.slot is not None:
             place.threads().watch(block.slot, unchanged=block.assumed_written)
         self._transfers.write(place, block, span.address, done)
+        return False
 
     def finished(self, block: Block) -> bool:
         return True
@@ -95,7 +96,7 @@ class CpuMover:
     def drop_copy(self, block: Block) -> None:
         self._tiers.free(block)
 
-    def copy_in(self, block: Block, done: Done) -> None:
+    def copy_in(self, block: Block, done: Done) -> bool:
         if block.user_visible:  # user code may have written to it through the mapping, even before `invalidate_mapping`
             self._distrust(block)
 
@@ -114,6 +115,7 @@ class CpuMover:
         except BaseException:
             self._memory.drop_pages(self._arrived.pop(block))
             raise
+        return False
 
     def install(self, block: Block) -> None:
         self._memory.install_pages(self._arrived.pop(block), _span(block))

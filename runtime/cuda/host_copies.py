@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.device import Event, Lane, Mark, Streams
+from runtime.device import Event, Lane, Streams, TimedEvent
 from runtime.storage import Extent, Slot
 from runtime.system import annotate
 
@@ -20,9 +20,8 @@ class _Copy(NamedTuple):
 
     link: str
     size_bytes: int
-    begin: Mark
-    end: Mark
-    event: Event
+    begin: TimedEvent
+    end: TimedEvent
 
 
 class HostCopies:
@@ -41,22 +40,22 @@ class HostCopies:
 
     def queue(self, lane: Lane, slot: Slot, size_bytes: int, address: int) -> Event:
         """Queue a copy of a slot's first `size_bytes` to or from the device memory at `address`. Return the event of its end."""
-        before, link = self._streams.mark_lane(lane), _LINKS[lane]
-        begin = 0
+        streams, link, begin = self._streams, _LINKS[lane], 0
+        before = streams.mark_lane(lane)
         with annotate("copy", lambda: f"{slot.name} {link}"):
             for extent in slot.extents:
                 size = min(extent.length_bytes, size_bytes - begin)  # slots are rounded up, blocks are not
                 on_device, on_host = address + begin, self._host_address(extent)
                 target, source = (on_host, on_device) if lane is Lane.OUTWARD else (on_device, on_host)
-                self._streams.copy(lane, target=target, source=source, size_bytes=size)
+                streams.copy(lane, target=target, source=source, size_bytes=size)
                 begin += size
-        after, event = self._streams.mark_lane(lane), self._streams.record(lane)
-        self._copies.append(_Copy(link, size_bytes, before, after, event))
-        return event
+        after = streams.mark_lane(lane)
+        self._copies.append(_Copy(link, size_bytes, before, after))
+        return after
 
     def count(self) -> None:
         """Count the copies that have ended since the last call."""
-        while self._copies and self._copies[0].event.done():
+        while self._copies and self._copies[0].end.done():
             copy = self._copies.popleft()
             self.moved_bytes[copy.link] += copy.size_bytes
             self.busy_seconds[copy.link] += copy.end.seconds_since(copy.begin)

@@ -7,8 +7,8 @@ the slot through the bus. User code that touches a block on a drive gets an erro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ from runtime.storage import Extent, RangeCopy, Slot, contiguous_address, slot_ra
 from runtime.system import storage_swap
 
 
-@dataclass(frozen=True, slots=True)
-class _Queued:
+class _Queued(NamedTuple):
     """A copy out or in that the device may not have ended yet. It keeps the storage alive (rule 5)."""
 
     event: Event
@@ -99,7 +98,7 @@ class StreamMover:
     def has_room(self, block: Block, tier: WaitingTier) -> bool:
         return self._tiers.has_room(block, block.size_bytes, tier)
 
-    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
+    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
         self._join([block])
         if block.kind == "gradient":
             tier = None  # user code clips gradients or adds to them before the step: prefer the tier where it can touch them
@@ -110,20 +109,19 @@ class StreamMover:
             self._debug.leaves(block, self._streams.read(Lane.OUTWARD, block.address, block.size_bytes))
         if place.engine is not None:
             self._transfers.write(place, block, block.address, done, ready=computed.wait)
-            return
+            return False
         self._streams.wait(Lane.OUTWARD, computed)
         copied = self._copies.queue(Lane.OUTWARD, _slot(block), block.size_bytes, block.address)
         self._out.pop(block, None)  # its last copy: `_out` and `_in` have the order in which the device ends the copies
         self._out[block] = _Queued(copied, _storage(block))
-        done(None)
+        return True
 
     def finished(self, block: Block) -> bool:
         leaving = self._out.get(block)
         return leaving is None or leaving.event.done()
 
     def release(self, block: Block) -> None:
-        storage = self._leave(block)
-        stand_in = self._stand_in(block)
+        storage, stand_in = self._leave(block), self.host_address(block) if self._in_reach else None
         block.address = stand_in or 0
         if stand_in is None:
             storage_swap.discard(storage, _not_here(block))
@@ -136,7 +134,8 @@ class StreamMover:
         What user code allocated goes back to the pool of its own stream, where nothing waits for computation. So the host
         waits (rule 6): once for each such block, since it comes back in memory of the lane of computation.
         """
-        self._join([block])
+        if block in self._in:
+            self._join([block])
         leaving = self._out.pop(block, None)
         if leaving is not None:
             self._streams.wait(Lane.COMPUTE, leaving.event)
@@ -172,10 +171,6 @@ class StreamMover:
         if not self._streams.in_region:  # user code may get this memory, and does not wait for the lane of computation
             self._streams.record(Lane.COMPUTE).wait()
 
-    def _stand_in(self, block: Block) -> int | None:
-        """Return where user code can use the block's copy. None: it is on a drive, not contiguous, or out of reach of kernels."""
-        return self.host_address(block) if self._in_reach else None
-
     def host_address(self, block: Block) -> int | None:
         if self._tiers.of(block).engine is not None:
             return None
@@ -183,23 +178,24 @@ class StreamMover:
 
     # -- in
 
-    def copy_in(self, block: Block, done: Done) -> None:
+    def copy_in(self, block: Block, done: Done) -> bool:
         place = self._tiers.of(block)
         area = self._streams.allocate(block.size_bytes)
         address = area.data_ptr()
         self._fresh[block] = area
-        lanes = (Lane.COMPUTE,) if self._streams.in_region else (Lane.COMPUTE, Lane.USER)
-        before = [self._streams.record(lane) for lane in lanes]
+        before: list[Event] = [self._streams.record(Lane.COMPUTE)]
+        if not self._streams.in_region:
+            before.append(self._streams.record(Lane.USER))
         if self._debug is not None:
             before = [self._poison_arriving(address, block.size_bytes, before)]
         if place.engine is not None:
             self._read(place, block, address, before, done)
-            return
+            return False
         for event in before:
             self._streams.wait(Lane.INWARD, event)
         copied = self._copies.queue(Lane.INWARD, _slot(block), block.size_bytes, address)
         self._in[block] = _Queued(copied, _storage(block))
-        done(None)
+        return True
 
     def _poison_arriving(self, address: int, size_bytes: int, before: Sequence[Event]) -> Event:
         """Fill memory with poison after `before`. Return the event that the copy in waits for instead."""
@@ -242,6 +238,8 @@ class StreamMover:
             self._debug.check(blocks, lambda block: self._streams.read(Lane.COMPUTE, block.address, block.size_bytes))
 
     def _join(self, blocks: Sequence[Block]) -> None:
+        if not self._in:
+            return
         for block in blocks:
             arriving = self._in.pop(block, None)
             if arriving is not None:
@@ -281,11 +279,10 @@ class StreamMover:
         self._transfers.check()
 
     def poll(self) -> None:
-        for block in list(takewhile(lambda block: self._in[block].event.done(), self._in)):
-            del self._in[block]
-        for block in list(takewhile(lambda block: self._out[block].event.done(), self._out)):
-            del self._out[block]
-        self._of_forgotten = [leaving for leaving in self._of_forgotten if not leaving.event.done()]
+        _drop_ended(self._in)
+        _drop_ended(self._out)
+        if self._of_forgotten:
+            self._of_forgotten = [leaving for leaving in self._of_forgotten if not leaving.event.done()]
         self._copies.count()
 
     def invalidate_mapping(self, block: Block) -> None:
@@ -310,6 +307,11 @@ class StreamMover:
             self._streams.record(lane).wait()
         self._of_forgotten.clear()
         self._ownership.give_up_all(self)
+
+
+def _drop_ended(copies: dict[Block, _Queued]) -> None:
+    for block in list(takewhile(lambda block: copies[block].event.done(), copies)):
+        del copies[block]
 
 
 def _storage(block: Block) -> torch.UntypedStorage:

@@ -38,6 +38,9 @@ class CudaMark:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> None:
         self.event.synchronize()
 
@@ -103,7 +106,7 @@ class CudaStreams:
         return CudaEvent(self._streams[lane])
 
     def wait(self, lane: Lane, event: Event) -> None:
-        self._streams[lane].wait_event(cast(CudaEvent, event).event)
+        self._streams[lane].wait_event(cast(CudaEvent | CudaMark, event).event)
 
     def mark_lane(self, lane: Lane) -> CudaMark:
         return CudaMark(self._streams[lane])

@@ -3,7 +3,7 @@
 from runtime.device.device import CpuDevice, Device, Mark, WallMark
 from runtime.device.device_bytes import DeviceBytes
 from runtime.device.span import MIN_MOVED_BYTES, Span
-from runtime.device.streams import Event, Lane, Streams
+from runtime.device.streams import Event, Lane, Streams, TimedEvent
 
 __all__ = [
     "CpuDevice",
@@ -15,5 +15,6 @@ __all__ = [
     "Mark",
     "Span",
     "Streams",
+    "TimedEvent",
     "WallMark",
 ]

@@ -56,6 +56,10 @@ class Event(Protocol):
         """Wait until the device has passed it."""
 
 
+class TimedEvent(Event, Mark, Protocol):
+    """A point in a lane, with the moment at which the device passes it."""
+
+
 class Streams(Protocol):
     """The lanes of one device, and its memory. All calls except `Event.wait` and `read` return at once."""
 
@@ -76,7 +80,7 @@ class Streams(Protocol):
     def wait(self, lane: Lane, event: Event) -> None:
         """Make what is queued in `lane` from now on wait for `event`."""
 
-    def mark_lane(self, lane: Lane) -> Mark:
+    def mark_lane(self, lane: Lane) -> TimedEvent:
         """Return the moment when the device reaches what is queued in `lane` next."""
 
     def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from runtime.execution.program import Stage
@@ -26,6 +27,7 @@ class MeasuredMemory(Protocol):
 
 
 _Key = tuple[int, int, int]
+_NOTHING = contextlib.nullcontext()
 
 
 class WorkspaceMeter:
@@ -62,18 +64,19 @@ class WorkspaceMeter:
         """Return the bytes beyond inputs and outputs: measured, or estimated if the stage has not run yet."""
         return self._measured.get(_key(stage), stage.workspace_bytes)
 
-    @contextlib.contextmanager
-    def watching(self, stage: Stage) -> Iterator[None]:
+    def watching(self, stage: Stage) -> AbstractContextManager[None]:
         """Measure the run of `stage` inside this context."""
-        key = _key(stage)
-        if self._memory is None or not self._is_due(key):
-            yield
-            return
+        if self._memory is None or not self._is_due(key := _key(stage)):
+            return _NOTHING
+        return self._measuring(self._memory, key, stage.output_bytes)
+
+    @contextlib.contextmanager
+    def _measuring(self, memory: MeasuredMemory, key: _Key, output_bytes: int) -> Iterator[None]:
         moves = self._moves()
-        self._memory.reset_peak()
-        before = self._memory.allocated_bytes
+        memory.reset_peak()
+        before = memory.allocated_bytes
         yield
-        beyond = max(0, self._memory.peak_bytes - before - stage.output_bytes)
+        beyond = max(0, memory.peak_bytes - before - output_bytes)
         if self._moves() != moves:
             return
         self._counts[key] += 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,6 +25,16 @@ class State(enum.Enum):
     PREFETCHING = enum.auto()
     UPDATING = enum.auto()
     DROPPED = enum.auto()
+
+
+class Source(Protocol):
+    """What makes blocks anew. seconds: for which its stage ran; None if that is not known."""
+
+    seconds: float | None
+
+    @property
+    def read(self) -> Sequence[Block]:
+        """What it needs."""
 
 
 class Block:
@@ -102,7 +112,7 @@ class Block:
         self.held_back = False
         self.version = 0
         self.updates = 0
-        self.source: object | None = None
+        self.source: Source | None = None
         self.born = 0
 
     def __repr__(self) -> str:

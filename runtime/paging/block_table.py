@@ -62,7 +62,7 @@ class BlockTable:
 
     def is_current(self, block: Block) -> bool:
         """Whether the block is in the table and its storage is alive."""
-        return self.holds(block) and not block.dead
+        return self._blocks.get(block.key) is block and block.storage() is not None
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
         """Whether the storage has the size and the memory that the block was last seen with, or was moved to."""

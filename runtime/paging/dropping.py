@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from runtime.paging.account import MemoryAccount
 from runtime.paging.block import Block, State
-
-
-@runtime_checkable
-class Source(Protocol):
-    """What makes blocks anew. seconds: for which its stage ran; None if that is not known. read: what it needs."""
-
-    seconds: float | None
-
-    @property
-    def read(self) -> Sequence[Block]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +30,7 @@ class DropChoice:
         re-run must do.
         """
         source, rates = block.source, self.rates
-        if rates is None or not block.can_be_dropped or block.copy_is_valid or not isinstance(source, Source):
+        if rates is None or source is None or not block.can_be_dropped or block.copy_is_valid:
             return False
         if source.seconds is None or any(each.state is State.DROPPED for each in source.read):
             return False

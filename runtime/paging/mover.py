@@ -14,7 +14,7 @@ from runtime.paging.block import Block
 from runtime.storage import RangeCopy
 
 Done = Callable[[StorageError | None], None]
-"""Called once, when a copy has ended or is in the device's queues, see [Note: Two kinds of time]; with its error if it failed."""
+"""Called once, in any thread, when a copy that threads make has ended; with its error if it failed."""
 
 
 def dropped_message(block: Block) -> str:
@@ -32,8 +32,9 @@ class Mover(Protocol):
 
     [Note: Two kinds of time]
     A copy that threads make has ended when its `Done` is called. A copy that the device makes by itself, in the order of its
-    queues, is only queued then. `finished` returns whether it has ended. Whoever needs its result makes the device wait for it,
-    not the host: `wait_resident` for copies in, `release` for copies out.
+    queues, is only queued when `copy_out` or `copy_in` returns True, and there is no `Done`. `finished` returns whether it has
+    ended. Whoever needs its result makes the device wait for it, not the host: `wait_resident` for copies in, `release` for
+    copies out.
     """
 
     @property
@@ -58,14 +59,15 @@ class Mover(Protocol):
     def has_room(self, block: Block, tier: WaitingTier) -> bool:
         """Whether the block has a slot in the tier, or could get one."""
 
-    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
+    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
         """Begin to copy a block to a slot in `tier`; in the first tier with room if `tier` is full or None.
 
-        Raises StorageFullError if no tier has room, StorageError if the copy cannot begin.
+        Returns whether the device makes the copy by itself. Raises StorageFullError if no tier has room, StorageError if the copy
+        cannot begin.
         """
 
     def finished(self, block: Block) -> bool:
-        """Whether a copy out whose `Done` was called has ended. Never waits. Such copies end in the order in which they began."""
+        """Whether the device has ended a copy out. Never waits. Such copies end in the order in which they began."""
 
     def release(self, block: Block) -> None:
         """Free the memory of a block whose slot is valid. From now on the slot stands in for it."""
@@ -79,8 +81,11 @@ class Mover(Protocol):
     def drop_copy(self, block: Block) -> None:
         """Free the slot of a block that is on the device, and whose copy in has ended."""
 
-    def copy_in(self, block: Block, done: Done) -> None:
-        """Begin to copy a block from its slot into new memory. `install` gives that memory to the block's storage."""
+    def copy_in(self, block: Block, done: Done) -> bool:
+        """Begin to copy a block from its slot into new memory. `install` gives that memory to the block's storage.
+
+        Returns whether the device makes the copy by itself. Raises StorageError if the copy cannot begin.
+        """
 
     def install(self, block: Block) -> None:
         """Give the block's storage the memory that `copy_in` fills."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
+class _Claim(NamedTuple):
     """storage: while this reference is held, no other storage gets the key, even if the owner never gives up a dead storage."""
 
     storage: StorageWeakRef

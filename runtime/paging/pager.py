@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -239,12 +239,12 @@ class Pager:
         """Number of stages and regions that have begun, or ended, since the start; `Block.next_use` refers to it."""
         return self._eviction.clock
 
-    def advance_clock(self, next_uses: Mapping[Block, int] | None = None) -> None:
+    def advance_clock(self, next_uses: Iterable[tuple[Block, int]] = ()) -> None:
         """One stage has passed, or a region begins. next_uses: after how many more stages each block is expected to be used."""
         with self._lock:
-            self._eviction.clock += 1
-            for block, stages in (next_uses or {}).items():
-                block.next_use = self._eviction.clock + stages
+            self._eviction.clock = clock = self._eviction.clock + 1
+            for block, stages in next_uses:
+                block.next_use = clock + stages
 
     # -- around a stage
 

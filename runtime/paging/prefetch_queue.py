@@ -30,7 +30,7 @@ class PrefetchQueue:
 
     def ask_for(self, blocks: Sequence[Block]) -> None:
         """Add prefetches of those blocks that are not on the device, and begin those that have room."""
-        asked = [b for b in blocks if not (b.state is State.ON_DEVICE or b.state in _NOT_FETCHED)]
+        asked = [block for block in blocks if block.state not in _NOT_FETCHED]
         self._waiting.extend(asked)
         self.begin_ready()
         for block in asked:
@@ -53,21 +53,21 @@ class PrefetchQueue:
 
     def _begin_first(self) -> bool:
         """Begin or drop the first prefetch in the queue, or take one obstacle away. False if it has to wait."""
-        block = self._waiting[0]
+        block, transitions = self._waiting[0], self._transitions
         if not self._table.is_current(block) or block.state in _NOT_FETCHED:
             self._waiting.popleft()
             return True
-        if block in self._transitions.reserved_for_host:
+        if block in transitions.reserved_for_host:
             return False
-        if block in self._transitions.queued_offloads and self._account.free_bytes >= 0:
-            self._transitions.keep(block)  # nobody needs its memory: it need not leave
+        if block in transitions.queued_offloads and self._account.free_bytes >= 0:
+            transitions.keep(block)  # nobody needs its memory: it need not leave
             return True
-        if block.state in (State.OFFLOADING, State.UPDATING) or (self.in_user_code and block.user_visible):
+        if block.state is not State.OFFLOADED or (self.in_user_code and block.user_visible):
             return False
         if not self._has_room(block.size_bytes):
             return False
         self._waiting.popleft()
-        self._transitions.begin_prefetch(block)
+        transitions.begin_prefetch(block)
         return True
 
     def _has_room(self, size_bytes: int) -> bool:

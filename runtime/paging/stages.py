@@ -39,20 +39,30 @@ class Stages:
         try:
             checkpoint()
             away = [block for block in blocks if block.state is not State.ON_DEVICE]
-            while any(block.state is State.UPDATING for block in away):
-                self._signal.wait(lambda: awaited([block for block in away if block.state is State.UPDATING]))
-            self._room.make_room(away, new_bytes, what)
-            coming = [block for block in away if block.state is State.PREFETCHING and not block.held_back]
-            self._begin_missing(away, new_bytes)
-            if then_fetch:
-                self._prefetches.ask_for(then_fetch)
             if away:
-                self._wait_for(away, coming)
+                self._bring(away, new_bytes, what, then_fetch)
+            else:
+                self._room.make_room(away, new_bytes, what)
+                self._account.reserved_bytes = new_bytes
+                self._account.note_peak()
+                if then_fetch:
+                    self._prefetches.ask_for(then_fetch)
             if self._mover is not None:
                 self._mover.wait_resident(blocks)
         except BaseException:
             self._release(blocks)
             raise
+
+    def _bring(self, away: Sequence[Block], new_bytes: int, what: str, then_fetch: Sequence[Block]) -> None:
+        """Reserve the memory of a stage, and bring the blocks to the device that were not there. Waits until they are."""
+        while any(block.state is State.UPDATING for block in away):
+            self._signal.wait(lambda: awaited([block for block in away if block.state is State.UPDATING]))
+        self._room.make_room(away, new_bytes, what)
+        coming = [block for block in away if block.state is State.PREFETCHING and not block.held_back]
+        self._begin_missing(away, new_bytes)
+        if then_fetch:
+            self._prefetches.ask_for(then_fetch)
+        self._wait_for(away, coming)
 
     def _wait_for(self, away: Sequence[Block], coming: list[Block]) -> None:
         """Wait until those that were not on the device are there. coming: those whose copy in had begun; some may be late."""

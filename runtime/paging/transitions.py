@@ -5,6 +5,7 @@ case         state        memory    slot     who moves it on   event            
 -----------  -----------  --------  -------  ----------------  ---------------------------------------  -----------
 dirty        ON_DEVICE    held      invalid  any thread        begin_offload                            offloading
              .                               any thread        begin_offload, but no copy can begin     dirty
+             .                               any thread        begin_offload, the device copies         queued
 clean        ON_DEVICE    held      valid    any thread        begin_offload                            offloaded
              .                               training thread   write: by a stage or by user code        dirty
              .                               any thread        its slot goes to another block           dirty
@@ -14,12 +15,12 @@ queued
 offloading   OFFLOADING   held      filling  thread of a copy  copy has ended                           offloaded
              .                               thread of a copy  copy has ended, but a stage holds it     clean
              .                               thread of a copy  copy failed, or block was written        dirty
-             .                               training thread   the device will make the copy            queued
 queued       OFFLOADING   held      filling  any thread        keep: a stage or a prefetch needs it     clean
              .                               any thread        take_memory                              offloaded
              .                               any thread        take_memory, but a stage holds it        clean
              .                               any thread        take_memory, but it was written          dirty
 offloaded    OFFLOADED    none      valid    any thread        begin_prefetch                           prefetching
+             .                               any thread        begin_prefetch, the device copies        clean
              .                               who borrows it    begin_update                             updating
 prefetching  PREFETCHING  reserved  valid    thread of a copy  copy has ended                           clean
              .                               thread of a copy  copy failed, or cannot begin             offloaded
@@ -111,8 +112,9 @@ class BlockTransitions:
 
     def pin(self, blocks: Sequence[Block]) -> None:
         """Hold blocks for a stage: those on the device stay there."""
-        for block in blocks:
-            self.keep(block)
+        if self.queued_offloads:
+            for block in blocks:
+                self.keep(block)
         for block in blocks:
             block.pins += 1
 
@@ -149,10 +151,15 @@ class BlockTransitions:
             return
         self._account.begin_offload(block)
         try:
-            self._copy_out(block, tier, partial(self._after_copy, block, partial(self._copied_out, block, block.version)))
+            done = partial(self._after_copy, block, partial(self._copied_out, block, block.version))
+            queued = self._copy_out(block, tier, done)
+            if queued:
+                self.queued_offloads[block], block.copy_is_valid = None, True
         except BaseException:
             self._account.end_offload(block)
             raise
+        if queued:
+            self._begin_waiting()
 
     def _after_copy(self, block: Block, end: Callable[[StorageError | None], None], error: StorageError | None) -> None:
         """A copy has ended: call `end`, in the thread of the copy. Whatever fails there, the training thread hears of it."""
@@ -162,11 +169,15 @@ class BlockTransitions:
             except Exception as failure:
                 self._signal.fail(failure)
                 self._settle(block)
-            try:
-                self._copy_ended()
-            except Exception as failure:
-                self._signal.fail(failure)
+            self._begin_waiting()
             self._signal.notify()
+
+    def _begin_waiting(self) -> None:
+        """Memory may be free now: begin prefetches that wait for it. The training thread hears of what fails."""
+        try:
+            self._copy_ended()
+        except Exception as failure:
+            self._signal.fail(failure)
 
     def _settle(self, block: Block) -> None:
         """The copy of a block has ended, but what should have followed has failed: the block stays where it was."""
@@ -182,14 +193,7 @@ class BlockTransitions:
             raise error
         block.copy_is_valid = block.version == version
         if block.copy_is_valid and not block.pins:
-            self._finish_or_queue(block)
-
-    def _finish_or_queue(self, block: Block) -> None:
-        if self.need_mover().finished(block):
             self._finish_offload(block)
-        else:
-            self.queued_offloads[block] = None
-            self._account.begin_offload(block)
 
     def _finish_offload(self, block: Block) -> None:
         held = block.storage()  # its memory must not be freed and used again while other pages are put in its place
@@ -226,7 +230,7 @@ class BlockTransitions:
 
     # -- slots of blocks on the device
 
-    def _copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
+    def _copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
         mover = self.need_mover()
         if tier is not None and not mover.has_room(block, tier):
             self._drop_spare_copies(block, tier)
@@ -273,13 +277,22 @@ class BlockTransitions:
         self._account.begin_prefetch(block)
         try:
             self._account.note_peak()
-            self.need_mover().copy_in(block, done)
+            if self.need_mover().copy_in(block, done):
+                self._arrive(block)
         except StorageError as failure:
             done(failure)  # not raised: this may be an I/O thread that has ended another copy
         except BaseException:
             self._account.end_prefetch(block)
             self._account.remove(block)
             raise
+
+    def _arrive(self, block: Block) -> None:
+        """The device copies a block in by itself, before anything that it does later."""
+        try:
+            self._copied_in(block, None)
+        except Exception as failure:
+            self._signal.fail(failure)
+            self._settle(block)
 
     def _copied_in(self, block: Block, error: StorageError | None) -> None:
         self._account.end_prefetch(block)

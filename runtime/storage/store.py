@@ -122,6 +122,8 @@ def alternate(lists: Iterable[Sequence[_Item]]) -> Iterator[_Item]:
 def contiguous_address(slot: Slot, address_of: Callable[[Extent], int]) -> int | None:
     """Return where a slot begins in memory, None if its extents do not lie directly behind each other there."""
     begin = end = address_of(slot.extents[0])
+    if len(slot.extents) == 1:
+        return begin
     for extent in slot.extents:
         if address_of(extent) != end:
             return None

@@ -29,7 +29,7 @@ from teraio.options import Options
 from teraio.phases import Phase, ProfilePhase
 from teraio.profiling import Profile
 from teraio.registry import REGISTRY
-from teraio.stages import eager_codegen, kernels_of, workspace_bytes
+from teraio.stages import eager_codegen, kernels_and_workspace
 from teraio.training_run import TrainingRun
 
 Step = Callable[[], object]
@@ -76,8 +76,8 @@ class _Capture:
 
     def _codegen(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> StageFunction:
         run = eager_codegen(module, inputs, options)
-        seconds = sum(map(self._description.seconds, kernels_of(module.graph)))
-        workspace = workspace_bytes(module.graph)
+        kernels, workspace = kernels_and_workspace(module.graph)
+        seconds = sum(map(self._description.seconds, kernels))
 
         def stage(values: list[Any]) -> Sequence[Any]:
             before = {tensor.untyped_storage()._cdata for tensor in values if isinstance(tensor, torch.Tensor)}

@@ -96,7 +96,7 @@ class ResidentMover:
     def has_room(self, block: Block, tier: WaitingTier) -> bool:
         return True
 
-    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
+    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
         _refuse(block)
 
     def release(self, block: Block) -> None:
@@ -111,7 +111,7 @@ class ResidentMover:
     def drop_copy(self, block: Block) -> None:
         _refuse(block)
 
-    def copy_in(self, block: Block, done: Done) -> None:
+    def copy_in(self, block: Block, done: Done) -> bool:
         _refuse(block)
 
     def install(self, block: Block) -> None:

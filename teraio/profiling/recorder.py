@@ -39,6 +39,7 @@ class IterationRecorder:
         self._pager = pager
         self._schedule: StageSchedule | None = None
         self._by_id: dict[int, Block] = {}
+        self._next_uses: dict[int, Sequence[int]] = {}  # by position in the plan
         self._cursor = 0
         self._in_step = False
         self._previous: Iteration | None = None
@@ -112,6 +113,7 @@ class IterationRecorder:
     def follow(self, schedule: StageSchedule | None, blocks: dict[int, Block]) -> None:
         """Apply a plan from the next region on; None for no plan. blocks: the persistent blocks by their trace id."""
         self._schedule, self._by_id, self._cursor = schedule, dict(blocks), 0
+        self._next_uses.clear()
         self._pager.assign_trace_ids({block: trace_id for trace_id, block in blocks.items()})
 
     def change(self, schedule: StageSchedule, *, due: Sequence[int]) -> None:
@@ -120,6 +122,7 @@ class IterationRecorder:
         due: trace ids of the blocks that the new plan prefetches before the coming iteration begins. They are prefetched now.
         """
         self._schedule, self._cursor = schedule, 0
+        self._next_uses.clear()
         for block in [self._by_id[i] for i in due if i in self._by_id]:
             self._pager.prefetch(block)
 
@@ -211,7 +214,7 @@ class IterationRecorder:
         if run.made:
             self._recognise(run.made, region)
             region.made.extend(run.made)
-        self._pager.advance_clock(self._until_next_uses(run, position))
+        self._pager.advance_clock(zip((*run.read, *run.made), self._until_next_uses(run, position), strict=False))
         if self._in_step:
             self._leave(self._position)
             self._position += 1
@@ -258,24 +261,38 @@ class IterationRecorder:
                 self._pager.assign_trace_ids(known)
                 self._by_id.update((i, block) for block, i in known.items())
 
-    def _until_next_uses(self, run: StageRun, position: int) -> dict[Block, int]:
-        """Return the number of stages until the next use of each block that a stage has used.
+    def _until_next_uses(self, run: StageRun, position: int) -> Sequence[int]:
+        """Return the number of stages until the next use of each block that a stage has read, then of each that it has made.
+
+        They stay the same from one planned iteration to the next, and are kept.
+        """
+        if not self._in_step:
+            self._next_uses.clear()
+        elif (known := self._next_uses.get(self._position)) is not None:
+            return known
+        until = self._find_next_uses(run, position)
+        if self._in_step and self._previous is not None:
+            self._next_uses[self._position] = until
+        return until
+
+    def _find_next_uses(self, run: StageRun, position: int) -> list[int]:
+        """Return what `_until_next_uses` does.
 
         It is known within the region; after that, the previous iteration tells. Without one, blocks are taken to be used in
         reverse order, as by a backward pass: as many stages after the end of the region as the stage is before it.
         """
         mirrored = 2 * (self._stage_count - len(self._region.stages) + 2)
         count = self._previous.stage_count if self._previous is not None else 0
-        until = {}
+        until = []
         for block in (*run.read, *run.made):
             within = run.next_uses.get(block)
             if within is not None:
-                until[block] = within
+                until.append(within)
             elif block.uses and count:
                 index = bisect_right(block.uses, position)
-                until[block] = (block.uses[index] if index < len(block.uses) else block.uses[0] + count) - position
+                until.append((block.uses[index] if index < len(block.uses) else block.uses[0] + count) - position)
             else:
-                until[block] = mirrored
+                until.append(mirrored)
         return until
 
     def region_ended(self) -> None:

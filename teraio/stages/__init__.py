@@ -3,7 +3,7 @@
 from teraio.stages.compile import Codegen, StageCompiler, eager_codegen
 from teraio.stages.cut import CutPolicy
 from teraio.stages.floor import Need, largest_of, need_of
-from teraio.stages.kernels import Kernel, kernels_of, operator_kernel, workspace_bytes
+from teraio.stages.kernels import Kernel, kernels_and_workspace, operator_kernel
 
 __all__ = [
     "Codegen",
@@ -12,9 +12,8 @@ __all__ = [
     "Need",
     "StageCompiler",
     "eager_codegen",
-    "kernels_of",
+    "kernels_and_workspace",
     "largest_of",
     "need_of",
     "operator_kernel",
-    "workspace_bytes",
 ]

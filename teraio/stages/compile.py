@@ -13,11 +13,12 @@ from torch.fx import GraphModule, Node
 
 from runtime.execution import Constant, Kind, Phase, Program, Stage, StageFunction
 from teraio.stages import cost
-from teraio.stages.cut import CutPolicy, assign, can_cut
+from teraio.stages.cut import GPU_POLICY, CutPolicy, assign, can_cut
 from teraio.stages.memory import Resizer, distinct_bytes, is_symbolic, small, stage_bytes, waiting_at
 from teraio.stages.random_state import describe
 from teraio.stages.recompute import reasons_against
 from teraio.stages.sizes import compute_sizes
+from teraio.stages.speed import speed_of
 from teraio.stages.split import Subgraph, split
 from teraio.stages.storages import storages_of
 from teraio.stages.tuning import tuned_within_budget
@@ -70,7 +71,7 @@ class StageCompiler:
     """Compiles graphs to programs and remembers compiled stages by structure, for as long as it lives.
 
     codegen, mode: the options of that name; `codegen` may also be a function. fuses: its stages fuse operators, and keep the
-        seeds of random numbers, as Inductor's do; by default all but "eager" does.
+        seeds of random numbers, as Inductor's do; by default all but "eager" does. policy: default: by the device.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class StageCompiler:
         known: dict[str, Codegen] = {"inductor": partial(inductor_codegen, mode=mode), "eager": eager_codegen}
         self._codegen = known[codegen] if isinstance(codegen, str) else codegen
         self._fuses = codegen != "eager" if fuses is None else fuses
-        self._policy = policy or CutPolicy()
+        self._policy = policy
         self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0
         self._forward_bytes = 0
@@ -133,8 +134,9 @@ class StageCompiler:
         operators = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
         if can_cut(gm.graph) is not None:
             return split(gm, dict.fromkeys(operators, 0), fuses=self._fuses)
-        device_type, fuses = _device_type(gm), self._fuses
-        stage_of = assign(gm.graph, device_type=device_type, policy=self._policy, floor_bytes=floor_bytes, fuses=fuses)
+        device, fuses = _device(gm), self._fuses
+        policy = self._policy or (CutPolicy() if device.type == "cpu" else GPU_POLICY)
+        stage_of = assign(gm.graph, speed=speed_of(device), policy=policy, floor_bytes=floor_bytes, fuses=fuses)
         return split(gm, stage_of, fuses=fuses)
 
     def _function(self, subgraph: Subgraph, options: dict[str, Any]) -> StageFunction:
@@ -152,12 +154,12 @@ class StageCompiler:
         return self._compiled[key][0]
 
 
-def _device_type(gm: GraphModule) -> str:
+def _device(gm: GraphModule) -> torch.device:
     for node in gm.graph.nodes:
         for tensor in cost.fake_tensors(node.meta.get("val")):
             if tensor.device.type != "cpu":
-                return tensor.device.type
-    return "cpu"
+                return tensor.device
+    return torch.device("cpu")
 
 
 def _written_later(placeholders: list[Node]) -> list[Node]:

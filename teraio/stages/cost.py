@@ -1,6 +1,6 @@
 """Estimate the seconds of a graph node from its floating-point operations and the bytes that it reads and writes.
 
-Only ratios matter: they decide where graphs are cut and how stages are named. Measured times replace the estimates.
+They decide where graphs are cut and how stages are named. Measured times replace the estimates.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from teraio.stages.random_state import unwrapped
+from teraio.stages.speed import Speed
 
 _log = logging.getLogger("teraio")
 
-_SECONDS_PER_FLOP = {"cpu": 1e-11, "cuda": 4e-15}
-_SECONDS_PER_BYTE = {"cpu": 1e-10, "cuda": 5e-13}
 _VIEW_NAMES = frozenset(
     "view reshape _unsafe_view permute t transpose unsqueeze squeeze expand slice select as_strided alias detach "
     "unbind split split_with_sizes diagonal unfold".split()
@@ -116,27 +115,35 @@ def is_creation(node: Node) -> bool:
 
 
 def flops(node: Node) -> float:
-    """Return the floating-point operations of a matmul, a convolution or attention; 0 for every other node.
+    """Return the floating-point operations of a matmul, a convolution or attention; 0 for every other node."""
+    target, arguments, named = unwrapped(node)
+    if not isinstance(target, torch._ops.OpOverload) or not (_is_attention(target) or target._overloadpacket in flop_registry):
+        return 0.0
+    args, kwargs = torch.fx.node.map_arg((tuple(arguments), dict(named)), _value)
+    return operator_flops(target, cast(Any, args), cast(Any, kwargs), node.meta.get("val"))
+
+
+def operator_flops(target: torch._ops.OpOverload, arguments: Sequence[Any], named: Mapping[str, Any], result: Any) -> float:
+    """Return the floating-point operations of one call of an operator. arguments, named, result: fake tensors, and others.
 
     PyTorch has formulas for them. Attention is counted here: its formulas in PyTorch 2.11 refuse fewer heads of keys than of
     queries, and do not know the CPU's kernel. An operator whose formula fails counts two operations for each element of its
     results, so that it still has arithmetic.
     """
-    target, arguments, named = unwrapped(node)
-    if not isinstance(target, torch._ops.OpOverload):
-        return 0.0
-    name = _base_name(target)
-    if name.startswith("_scaled_dot_product"):
-        return _attention_flops(name, arguments)
+    if _is_attention(target):
+        return _attention_flops(_base_name(target), arguments)
     formula = flop_registry.get(target._overloadpacket)
     if formula is None:
         return 0.0
-    args, kwargs = torch.fx.node.map_arg((tuple(arguments), dict(named)), _value)
     try:
-        return float(_number(cast(Any, formula)(*args, **kwargs, out_val=node.meta.get("val"))))
+        return float(_number(cast(Any, formula)(*arguments, **named, out_val=result)))
     except Exception as error:  # an estimate must not stop training, and formulas fail in ways of their own
         _log.debug("PyTorch cannot count the operations of %s: %r", target, error)
-        return 2.0 * sum(_number(t.numel()) for t in fake_tensors(node.meta.get("val")))
+        return 2.0 * sum(_number(t.numel()) for t in fake_tensors(result))
+
+
+def _is_attention(target: torch._ops.OpOverload) -> bool:
+    return _base_name(target).startswith("_scaled_dot_product")
 
 
 def _attention_flops(name: str, arguments: Sequence[Any]) -> float:
@@ -145,7 +152,7 @@ def _attention_flops(name: str, arguments: Sequence[Any]) -> float:
     The backward pass has the gradient of the results as its first argument. It makes the scores again, and four products.
     """
     backward = "backward" in name
-    query, key = (_value(argument) for argument in arguments[backward : backward + 2])
+    query, key = arguments[backward : backward + 2]
     forward = 4.0 * math.prod(_number(s) for s in query.shape) * _number(key.shape[-2])
     return 2.5 * forward if backward else forward
 
@@ -154,19 +161,16 @@ def _value(argument: Any) -> Any:
     return argument.meta.get("val") if isinstance(argument, Node) else argument
 
 
-def seconds(node: Node, device_type: str) -> float:
-    """Return the estimated duration of `node` on `device_type` ("cpu" or "cuda"), by a simple roofline model."""
+def seconds(node: Node, speed: Speed) -> float:
+    """Return the estimated duration of `node`, by a simple roofline model."""
     if node.op != "call_function" or is_view(node) or is_getitem(node):
         return 0.0
-    device = _rates(device_type)
     touched = output_bytes(node) + sum(output_bytes(n) for n in node.all_input_nodes)
-    return max(flops(node) * _SECONDS_PER_FLOP[device], touched * _SECONDS_PER_BYTE[device])
+    rate = speed.short_flops_per_second if _is_short(node) else speed.flops_per_second
+    return max(flops(node) / rate, touched / speed.bytes_per_second)
 
 
-def bytes_touched(duration_seconds: float, device_type: str) -> int:
-    """Return the bytes that an operator without arithmetic reads and writes in that time, by the same model."""
-    return int(duration_seconds / _SECONDS_PER_BYTE[_rates(device_type)])
-
-
-def _rates(device_type: str) -> str:
-    return device_type if device_type in _SECONDS_PER_FLOP else "cuda"
+def _is_short(node: Node) -> bool:
+    """Return whether the first input with floating-point numbers has 16 bits or less for each."""
+    tensors = (tensor for source in node.all_input_nodes for tensor in fake_tensors(source.meta.get("val")))
+    return next((tensor.element_size() <= 2 for tensor in tensors if tensor.dtype.is_floating_point), False)

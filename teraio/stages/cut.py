@@ -19,6 +19,7 @@ from teraio.stages.finer import cut_finer
 from teraio.stages.random_numbers import draws, draws_seeds, looks_up_seed, uses_seed
 from teraio.stages.random_state import carries_random_state
 from teraio.stages.sizes import is_read_off
+from teraio.stages.speed import Speed
 
 _STAGES_PER_LAYER = 6
 _SMALL_BYTES = 1 << 20
@@ -29,13 +30,25 @@ class CutPolicy:
     """How fine a graph is cut.
 
     shortest_seconds: the least estimated duration of a stage.
+    wanted_seconds: the same in a graph that is long enough for `many_stages` such stages.
     max_stages: the most stages of one graph.
     far_above: a stage that needs so many times the memory of the median stage is cut further, where that lowers the floor.
     """
 
     shortest_seconds: float = 1e-3
+    wanted_seconds: float = 0.0
+    many_stages: int = 32
     max_stages: int = 192
     far_above: float = 3.0
+
+    def shortest(self, graph_seconds: float) -> float:
+        """Return the least duration of a stage of a graph that takes so long."""
+        wanted = min(self.wanted_seconds, graph_seconds / self.many_stages)
+        return max(self.shortest_seconds, wanted, graph_seconds / self.max_stages)
+
+
+GPU_POLICY = CutPolicy(shortest_seconds=5e-4, wanted_seconds=2e-3)
+"""The host takes some 0.1 ms for each stage, while the GPU works: its stages are packed until they are much longer than that."""
 
 
 def module_path(node: Node) -> str:
@@ -71,7 +84,7 @@ def can_cut(graph: Graph) -> str | None:
     return None
 
 
-def assign(graph: Graph, *, device_type: str, policy: CutPolicy, floor_bytes: int = 0, fuses: bool = False) -> dict[Node, int]:
+def assign(graph: Graph, *, speed: Speed, policy: CutPolicy, floor_bytes: int = 0, fuses: bool = False) -> dict[Node, int]:
     """Return the number of the stage of every operator node of `graph`, ascending in the order of the graph.
 
     floor_bytes: what other graphs need in any case: stages that need no more are not cut for the sake of memory.
@@ -80,9 +93,10 @@ def assign(graph: Graph, *, device_type: str, policy: CutPolicy, floor_bytes: in
     Changes `graph` in one respect: constants (`full`, `iota`, ...) are repeated beside their users, so that none crosses a cut.
     """
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    stage_of = _walk(nodes, device_type, policy)
+    stage_of = _walk(nodes, speed, policy)
     _hoist_small(nodes, stage_of)
-    _cut_finer(nodes, stage_of, policy, max(floor_bytes, cost.bytes_touched(policy.shortest_seconds, device_type)), fuses=fuses)
+    usual_bytes = int(policy.shortest_seconds * speed.bytes_per_second)
+    _cut_finer(nodes, stage_of, policy, max(floor_bytes, usual_bytes), fuses=fuses)
     sink_updates(stage_of, small_bytes=_SMALL_BYTES)
     _repeat_constants(graph, stage_of)
     _set_seeds_apart(stage_of)
@@ -102,14 +116,14 @@ def _set_seeds_apart(stage_of: dict[Node, int]) -> None:
             return
 
 
-def _walk(nodes: list[Node], device_type: str, policy: CutPolicy) -> dict[Node, int]:
-    seconds = {n: cost.seconds(n, device_type) for n in nodes}
+def _walk(nodes: list[Node], speed: Speed, policy: CutPolicy) -> dict[Node, int]:
+    seconds = {n: cost.seconds(n, speed) for n in nodes}
     heavy = {n for n in nodes if cost.flops(n) > 0}
     layer_seconds: dict[str, float] = {}
     for node in nodes:
         layer = layer_of(module_path(node))
         layer_seconds[layer] = layer_seconds.get(layer, 0.0) + seconds[node]
-    shortest = max(policy.shortest_seconds, sum(seconds.values()) / policy.max_stages)
+    shortest = policy.shortest(sum(seconds.values()))
     stage_of: dict[Node, int] = {}
     current, since_cut, layer = 0, 0.0, ""
     for index, node in enumerate(nodes):

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils.flop_counter import flop_registry
 
 from teraio.stages import cost
 from teraio.stages.storages import StorageKey, bytes_at, storages_of
@@ -32,22 +31,17 @@ class Kernel:
     touched_bytes: int
 
 
-def kernels_of(graph: Graph) -> list[Kernel]:
-    """Return the kernels of a subgraph, whose nodes have fake values in `meta["val"]`."""
-    storages = storages_of(list(graph.nodes))
-    return [
-        _kernel(group, storages)
-        for group in fused(list(graph.nodes))
-        if not all(cost.is_view(n) or cost.is_getitem(n) for n in group)
-    ]
+def kernels_and_workspace(graph: Graph) -> tuple[list[Kernel], int]:
+    """Return the kernels of a subgraph, whose nodes have fake values in `meta["val"]`, and the peak bytes of what they hand to
+    each other, without the inputs and outputs of the subgraph."""
+    storages, groups = storages_of(list(graph.nodes)), fused(list(graph.nodes))
+    kernels = [_kernel(group, storages) for group in groups if not all(cost.is_view(n) or cost.is_getitem(n) for n in group)]
+    return kernels, _workspace_bytes(graph, groups, storages)
 
 
-def workspace_bytes(graph: Graph) -> int:
-    """Return the peak bytes of what kernels hand to each other, without the inputs and outputs of the subgraph."""
-    storages = storages_of(list(graph.nodes))
+def _workspace_bytes(graph: Graph, groups: Sequence[Sequence[Node]], storages: Mapping[Node, StorageKey]) -> int:
     (output,) = (node for node in graph.nodes if node.op == "output")
     kept = {storages[result] for result in output.args[0]} | {storages[n] for n in graph.nodes if n.op == "placeholder"}
-    groups = fused(list(graph.nodes))
     number = {node: position for position, group in enumerate(groups) for node in group}
     first: dict[StorageKey, int] = {}
     last: dict[StorageKey, int] = {}
@@ -163,7 +157,6 @@ def operator_kernel(operator: torch._ops.OpOverload, arguments: Mapping[str, Any
         return None
     changed = [arguments.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     written = [*(t for t in made if t.untyped_storage()._cdata not in storages), *cost.fake_tensors(changed)]
-    formula: Any = flop_registry.get(operator._overloadpacket)
-    flops = float(formula(*arguments.values(), out_val=result)) if formula is not None else 0.0
+    flops = cost.operator_flops(operator, list(arguments.values()), {}, result)
     dtype = next((t.dtype for t in (*read, *made) if t.dtype.is_floating_point), torch.float32)
     return Kernel(flops, dtype, sum(cost.storage_bytes(tensor) for tensor in (*read, *written)))

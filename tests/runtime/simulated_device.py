@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from planner.errors import BudgetError
-from runtime.device.device import WallMark
 from runtime.device.streams import Lane
 
 POISON = 0xEE
@@ -32,11 +31,19 @@ class SimulatedEvent:
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.passed = False
+        self.at_step = 0
         self._device = device
 
     def done(self) -> bool:
         self._device.go_on(self._device.pace)
         return self.passed
+
+    def reached(self) -> None:
+        self.passed, self.at_step = True, self._device.steps
+
+    def seconds_since(self, earlier: SimulatedEvent) -> float:
+        self.wait()
+        return float(self.at_step - earlier.at_step)
 
     def wait(self) -> None:
         while not self.passed:
@@ -169,14 +176,14 @@ class SimulatedDevice:
 
     def record(self, lane: Lane) -> SimulatedEvent:
         event = SimulatedEvent(self)
-        self.queue(lane, lambda: setattr(event, "passed", True))
+        self.queue(lane, event.reached)
         return event
 
     def wait(self, lane: Lane, event: SimulatedEvent) -> None:
         self.lanes[lane].append((event, lambda: None))
 
-    def mark_lane(self, lane: Lane) -> WallMark:
-        return WallMark(float(self.steps))
+    def mark_lane(self, lane: Lane) -> SimulatedEvent:
+        return self.record(lane)
 
     def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
         half = size_bytes // 2

@@ -271,14 +271,11 @@ def no_hold(machine: SimulatedMachine) -> None:
     """A copy in does not keep its storage alive."""
     copy_in = machine.mover.copy_in
 
-    def careless(block: Block, done: Callable[[Any], None]) -> None:
-        def then(error: Any) -> None:
-            if block in machine.mover._in:
-                event = machine.mover._in[block].event
-                machine.mover._in[block] = _Queued(event, torch.UntypedStorage(0))
-            done(error)
-
-        copy_in(block, then)
+    def careless(block: Block, done: Callable[[Any], None]) -> bool:
+        queued = copy_in(block, done)
+        if queued:
+            machine.mover._in[block] = _Queued(machine.mover._in[block].event, torch.UntypedStorage(0))
+        return queued
 
     machine.mover.copy_in = careless  # type: ignore[method-assign]
 
@@ -287,13 +284,11 @@ def no_hold_on_the_way_out(machine: SimulatedMachine) -> None:
     """A copy out does not keep its storage alive."""
     copy_out = machine.mover.copy_out
 
-    def careless(block: Block, tier: Any, done: Callable[[Any], None]) -> None:
-        def then(error: Any) -> None:
-            event = machine.mover._out[block].event
-            machine.mover._out[block] = _Queued(event, torch.UntypedStorage(0))
-            done(error)
-
-        copy_out(block, tier, then)
+    def careless(block: Block, tier: Any, done: Callable[[Any], None]) -> bool:
+        queued = copy_out(block, tier, done)
+        if queued:
+            machine.mover._out[block] = _Queued(machine.mover._out[block].event, torch.UntypedStorage(0))
+        return queued
 
     machine.mover.copy_out = careless  # type: ignore[method-assign]
 

@@ -56,7 +56,7 @@ class Program:
     def _stage(self, read: list[Block], written: list[Block] | None = None, then_fetch: list[Block] | None = None) -> None:
         self.pager.acquire(read, 2 * UNIT, "stage", then_fetch=then_fetch or ())
         try:
-            self.pager.advance_clock({read[0]: 2})
+            self.pager.advance_clock([(read[0], 2)])
         finally:
             self.pager.retire(read, written or [])
 

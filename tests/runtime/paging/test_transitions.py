@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
+from planner.schema.plan import WaitingTier
 from runtime.paging.account import MemoryAccount
 from runtime.paging.block import Block, State
 from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
+from runtime.paging.mover import Done
 from runtime.paging.transitions import BlockTransitions
 from runtime.storage.store import Slot
 
@@ -21,9 +23,22 @@ SIZE = 2 * UNIT
 
 
 class QueueingMover(MemoryMover):
-    """Copies out whose `Done` was called have ended only once `device_copies` is False."""
+    """While `device_copies`, the device makes the copies by itself. Those out have ended only once that is False."""
 
     device_copies = False
+
+    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
+        super().copy_out(block, tier, done)
+        if self.device_copies:
+            self.slots[block] = self.flying.pop().content()
+        return self.device_copies
+
+    def copy_in(self, block: Block, done: Done) -> bool:
+        super().copy_in(block, done)
+        if self.device_copies:
+            self.flying.pop()
+            self.arrived[block] = self.slots[block]
+        return self.device_copies
 
     def finished(self, block: Block) -> bool:
         return not self.device_copies
@@ -57,7 +72,6 @@ class Rig:
     def queued(self) -> None:
         self.mover.device_copies = True
         self.offloading()
-        self.mover.finish()
 
     def offloaded(self) -> None:
         self.offloading()
@@ -130,9 +144,13 @@ class Rig:
         with pytest.raises(StorageIOError):
             self.signal.raise_failure()
 
-    def device_will_copy(self) -> None:
+    def begin_offload_by_device(self) -> None:
         self.mover.device_copies = True
-        self.mover.finish()
+        self.transitions.begin_offload(self.block)
+
+    def begin_prefetch_by_device(self) -> None:
+        self.mover.device_copies = True
+        self.transitions.begin_prefetch(self.block)
 
     def keep(self) -> None:
         self.transitions.keep(self.block)
@@ -201,6 +219,7 @@ Step = Callable[[Rig], None]
 ROWS: list[tuple[Step, Step, str]] = [
     (Rig.dirty, Rig.begin_offload, "offloading"),
     (Rig.dirty, Rig.begin_offload_refused, "dirty"),
+    (Rig.dirty, Rig.begin_offload_by_device, "queued"),
     (Rig.clean, Rig.begin_offload, "offloaded"),
     (Rig.clean, Rig.write, "dirty"),
     (Rig.clean, Rig.slot_needed, "dirty"),
@@ -208,7 +227,6 @@ ROWS: list[tuple[Step, Step, str]] = [
     (Rig.offloading, Rig.pinned_copy_ends, "clean"),
     (Rig.offloading, Rig.copy_fails, "dirty"),
     (Rig.offloading, Rig.written_copy_ends, "dirty"),
-    (Rig.offloading, Rig.device_will_copy, "queued"),
     (Rig.queued, Rig.keep, "clean"),
     (Rig.queued, Rig.take_memory, "offloaded"),
     (Rig.queued, Rig.device_has_copied, "offloaded"),
@@ -216,6 +234,7 @@ ROWS: list[tuple[Step, Step, str]] = [
     (Rig.queued, Rig.take_memory_written, "dirty"),
     (Rig.offloaded, Rig.begin_prefetch, "prefetching"),
     (Rig.offloaded, Rig.begin_prefetch_refused, "offloaded"),
+    (Rig.offloaded, Rig.begin_prefetch_by_device, "clean"),
     (Rig.offloaded, Rig.begin_update, "updating"),
     (Rig.prefetching, Rig.copy_ends, "clean"),
     (Rig.prefetching, Rig.copy_fails, "offloaded"),

@@ -11,6 +11,8 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import bmm_flop, flop_registry
 
 from teraio.stages import cost
+from teraio.stages.kernels import operator_kernel
+from teraio.stages.speed import CPU
 
 ATEN = torch.ops.aten
 BATCH, HEADS, QUERIES, KEYS, WIDTH = 2, 8, 16, 32, 4
@@ -68,7 +70,7 @@ def test_attention_of_several_results_is_arithmetic_with_a_duration() -> None:
     query, key = shape(BATCH, HEADS, QUERIES, WIDTH), shape(BATCH, 1, KEYS, WIDTH)
     results = (query, shape(BATCH, HEADS, QUERIES))
     node = called(ATEN._scaled_dot_product_flash_attention.default, query, key, key, result=results)
-    assert cost.seconds(node, "cuda") > 0
+    assert cost.seconds(node, CPU) > 0
 
 
 def test_an_operator_whose_formula_fails_still_has_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +84,11 @@ def test_an_operator_whose_formula_fails_still_has_arithmetic(monkeypatch: pytes
 def test_a_product_is_counted_by_pytorch_and_other_operators_have_no_arithmetic() -> None:
     assert cost.flops(called(ATEN.mm.default, shape(3, 5), shape(5, 7), result=shape(3, 7))) == 2 * 3 * 5 * 7
     assert cost.flops(called(ATEN.add.Tensor, shape(3, 5), shape(3, 5))) == 0
+
+
+def test_attention_outside_of_graphs_is_counted_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = ATEN._scaled_dot_product_flash_attention.default
+    monkeypatch.setitem(flop_registry, forward._overloadpacket, formula_of_2_11("query"))
+    query, key = shape(BATCH, HEADS, QUERIES, WIDTH), shape(BATCH, 1, KEYS, WIDTH)
+    kernel = operator_kernel(forward, {"query": query, "key": key, "value": key}, (shape(BATCH, HEADS, QUERIES, WIDTH),))
+    assert kernel is not None and kernel.flops == FORWARD

@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from teraio.stages import cost
 from teraio.stages.cut import CutPolicy, assign, can_cut, layer_of, module_path
+from teraio.stages.speed import CPU
 
 from .graphs import MODELS, Captured, Transformer, capture, constants, features, tokens, transformer
 
@@ -30,7 +31,7 @@ def operators(graph: Graph) -> list[Node]:
 
 
 def stages(graph: GraphModule, policy: CutPolicy = FINE) -> dict[Node, int]:
-    return assign(graph.graph, device_type="cpu", policy=policy)
+    return assign(graph.graph, speed=CPU, policy=policy)
 
 
 def test_every_operator_is_in_one_stage_and_after_what_it_needs(graphs: list[Captured]) -> None:

@@ -17,6 +17,7 @@ from teraio.stages.cut import CutPolicy, assign
 from teraio.stages.random_numbers import draws_seeds
 from teraio.stages.random_state import describe
 from teraio.stages.recompute import reasons_against
+from teraio.stages.speed import CPU
 from teraio.stages.split import Subgraph, split
 
 from .graphs import Captured, ConvNet, Layer, capture, features, images, transformer
@@ -66,7 +67,7 @@ def forward(make: type[nn.Module], *arguments: float) -> Captured:
 
 def pieces(graph: GraphModule) -> list[Subgraph]:
     describe(graph.graph)
-    return split(graph, assign(graph.graph, device_type="cpu", policy=FINE))
+    return split(graph, assign(graph.graph, speed=CPU, policy=FINE))
 
 
 def reasons(captured: Captured, *, keeps_seeds: bool = False, visible: Sequence[Node] = ()) -> list[str]:

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from teraio.stages import cost
 from teraio.stages.cut import CutPolicy, assign
+from teraio.stages.speed import CPU
 from teraio.stages.split import Subgraph, split
 
 from .graphs import MODELS, Captured, capture, clones, constants, features, transformer, transformer_of_any_size
@@ -23,7 +24,7 @@ FREE = CutPolicy(shortest_seconds=1e-9, max_stages=1 << 20)
 def pieces_of(captured: Captured, policy: CutPolicy = FINE) -> tuple[Any, list[Subgraph]]:
     """A copy of the graph and its pieces."""
     graph = captured.fresh()
-    return graph, split(graph, assign(graph.graph, device_type="cpu", policy=policy))
+    return graph, split(graph, assign(graph.graph, speed=CPU, policy=policy))
 
 
 def run(graph: Any, pieces: list[Subgraph], arguments: list[Any]) -> list[Any]:
@@ -91,7 +92,7 @@ def test_all_outputs_of_a_piece_keep_their_strides(graphs: list[Captured]) -> No
 def test_splitting_changes_nothing() -> None:
     for captured in constants():
         graph = captured.fresh()
-        stage_of = assign(graph.graph, device_type="cpu", policy=FINE)
+        stage_of = assign(graph.graph, speed=CPU, policy=FINE)
         before = str(graph.graph)
         split(graph, stage_of)
         assert str(graph.graph) == before
