@@ -25,7 +25,7 @@ _SECONDS_PER_FLOP = {"cpu": 1e-11, "cuda": 4e-15}
 _SECONDS_PER_BYTE = {"cpu": 1e-10, "cuda": 5e-13}
 _VIEW_NAMES = frozenset(
     "view reshape _unsafe_view permute t transpose unsqueeze squeeze expand slice select as_strided alias detach "
-    "unbind split split_with_sizes diagonal unfold".split()
+    "unbind split split_with_sizes diagonal unfold wait_tensor".split()
 )
 _CREATION_NAMES = frozenset("full scalar_tensor iota arange zeros ones empty".split())
 
