@@ -14,11 +14,10 @@ def holder_of(tensor: torch.Tensor) -> torch.Tensor:
 
     The result of a collective that still runs is waited for: nobody may move or free what the collective works on.
     """
-    found: Any = tensor
-    while type(found) not in _PLAIN:
-        wait = getattr(found, "trigger_wait", None)
-        inner = wait() if wait is not None else getattr(found, "_local_tensor", None)
+    while type(tensor) not in _PLAIN:
+        wait = getattr(tensor, "trigger_wait", None)
+        inner: Any = wait() if wait is not None else getattr(tensor, "_local_tensor", None)
         if not isinstance(inner, torch.Tensor):
             break
-        found = inner
-    return found
+        tensor = inner
+    return tensor

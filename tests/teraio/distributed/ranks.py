@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import multiprocessing
 import os
 import time
@@ -102,3 +103,4 @@ def _serve(rank: int, store: str, connection: Connection) -> None:
             answer = (True, traceback.format_exc())
         connection.send(answer)
         forget()
+        gc.collect()  # what is left of the case: the buckets of a DistributedDataParallel count as long as it lives

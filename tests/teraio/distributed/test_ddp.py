@@ -17,7 +17,7 @@ from ...training import MIB, compiled
 from .ranks import Ranks
 from .trainings import ROWS, WIDTH, Found, Made, Stack, differences, train
 
-BUDGET = 26 * MIB
+BUDGET = 28 * MIB
 """Parameters, gradients, momenta and buckets are 8 MiB each, and a rank holds 32 MiB of them without a budget."""
 
 

@@ -59,7 +59,9 @@ def sharded(options: dict[str, Any] | None, **settings: Any) -> nn.Module:
 def offloaded(folder: str) -> str:
     """Return the error that a training with FSDP's own offloading ends with."""
     try:
-        run({"memory_budget": BUDGET, "storage": folder}, settings={"offload_policy": CPUOffloadPolicy(pin_memory=False)}, steps=1)
+        run(
+            {"memory_budget": BUDGET, "storage": folder}, settings={"offload_policy": CPUOffloadPolicy(pin_memory=False)}, steps=1
+        )
     except UnsupportedError as error:
         return str(error)
     return ""
