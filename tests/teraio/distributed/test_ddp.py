@@ -53,12 +53,16 @@ CASES = {
     "inside": {"around": False},
     "views of buckets": {"settings": {"gradient_as_bucket_view": True}},
     "static graph": {"settings": {"static_graph": True}},
+    "reduced by Python": {"optimize_ddp": "python_reducer"},
     "unused parameters": {"settings": {"find_unused_parameters": True}, "unused": True},
     "several passes and clipping": {"passes": 2, "clip": True, "no_sync": no_sync},
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = {"around, not split", "inside", "static graph", "reduced by Python", "unused parameters"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES])
 def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_path: Path, case: str) -> None:
     expected = ranks.run(run, None, **CASES[case])
     found = ranks.run(run, {"memory_budget": BUDGET, "storage": str(tmp_path)}, **CASES[case])
@@ -97,6 +101,7 @@ def overlapped(options: dict[str, Any]) -> Found:
     return run({**options, "overlap_step": True}, same_rows=True)
 
 
+@pytest.mark.long
 def test_no_update_runs_before_gradients_were_reduced(ranks: Ranks, tmp_path: Path) -> None:
     """Rows are the same in all ranks, so that reducing gradients changes nothing, as in the first steps of a trial."""
     expected = ranks.run(run, None, same_rows=True)

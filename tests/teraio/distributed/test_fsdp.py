@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 import teraio
 from planner.errors import UnsupportedError
 
+from ...thoroughness import every_other
 from ...training import MIB, forget
 from .ranks import COUNT, Ranks
 from .trainings import ROWS, WIDTH, Found, Made, Stack, differences, full, train
@@ -76,7 +77,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = {"whole", "kept gathered", "mixed precision"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES])
 def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_path: Path, case: str) -> None:
     budget = BUDGET + 4 * MIB if case == "kept gathered" else BUDGET
     expected = ranks.run(run, None, **CASES[case])
@@ -122,7 +126,7 @@ def continued(first: dict[str, Any] | None, then: dict[str, Any] | None, folder:
     return found
 
 
-@pytest.mark.parametrize("managed_first", [True, False])
+@pytest.mark.parametrize("managed_first", every_other(True, False))
 def test_checkpoints_go_both_ways(ranks: Ranks, tmp_path: Path, managed_first: bool) -> None:
     managed = {"memory_budget": BUDGET, "storage": str(tmp_path)}
     pair = (managed, None) if managed_first else (None, managed)

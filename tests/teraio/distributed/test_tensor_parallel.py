@@ -89,7 +89,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long) if case == "with sequences" else case for case in CASES]
+)
 def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_path: Path, case: str) -> None:
     run, settings = CASES[case]
     budget = BUDGET + 8 * MIB if run is gathered_in_the_graph else BUDGET
