@@ -2,12 +2,16 @@
 
     python -m examples.train_llama --size llama-3.2-1b --device cuda --dtype bfloat16 --memory-budget 12GiB --storage /mnt/nvme
 
+    torchrun --nproc-per-node 2 -m examples.train_llama --fsdp --memory-budget 96MiB --storage /tmp
+
 Token ids are bytes, so only 256 of a vocabulary of 128256 occur. That changes neither memory nor time, but the loss cannot be
 compared with a loss over words.
 """
 
 import dataclasses
+import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +21,7 @@ from rich.console import Console
 
 from examples.llama import SIZES
 from examples.report import mebibytes
+from examples.sharding import ranks
 from examples.training import Report, Setting, Step, Training
 from planner.errors import TeraioError
 
@@ -66,6 +71,7 @@ def main(
     storage: Annotated[list[Path] | None, typer.Option(help="Folder for spill files. May be repeated.")] = None,
     backend: Annotated[str, typer.Option(help="teraio, inductor or eager.")] = "teraio",
     codegen: Annotated[str | None, typer.Option(help="How teraio compiles stages: inductor (default) or eager.")] = None,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="Shard over the ranks of torchrun; budgets are per rank.")] = False,
 ) -> None:
     """Train a Llama on the sources of Python's standard library. Exit status 1 if teraio raises an error."""
     folders = [str(path) for path in storage or ()]
@@ -73,15 +79,22 @@ def main(
     options = {name: value for name, value in given.items() if value}
     if options and backend != "teraio":
         raise typer.BadParameter(f"{', '.join(options)}: only the backend teraio has these options, not {backend}")
-    setting = setting_for(size, context, options, device=device, dtype=dtype, batch=batch, backend=backend)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    setting = setting_for(size, context, options, device=device, dtype=dtype, batch=batch, backend=backend, fsdp=fsdp)
+    if fsdp and "LOCAL_RANK" not in os.environ:
+        raise typer.BadParameter("--fsdp needs several ranks: torchrun --nproc-per-node 2 -m examples.train_llama --fsdp")
+    with ranks(device) if fsdp else nullcontext(0) as rank:
+        train(setting, steps, Console(highlight=False, markup=False, soft_wrap=True, quiet=rank > 0))
+
+
+def train(setting: Setting, steps: int, console: Console) -> None:
+    """Take so many steps and print a line for each, and the summary. Ends the process with status 1 if teraio raises an error."""
     try:
         training = Training(setting)
         for number in range(1, steps + 1):
             console.print(step_line(number, training.step()))
         console.print(summary(training.finish()))
     except TeraioError as error:
-        console.print(f"{type(error).__name__}: {error}")
+        typer.echo(f"{type(error).__name__}: {error}")
         sys.exit(1)
 
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -14,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from examples.gpt import GPT, GPTConfig
 from examples.llama import LlamaConfig, llama
 from examples.memory import give_free_memory_back, reset_peak, resident_bytes
+from examples.sharding import shard
 from examples.text import batches, standard_library_text
 
 Device = Literal["cpu", "cuda"]
@@ -47,6 +49,8 @@ class Setting(BaseModel):
     """Use only deterministic operators. Without it, the order of sums in an embedding's gradient varies on CPU."""
     fused: bool | None = None
     """Use the fused optimizer. None: on a GPU only, where the default one would need memory for copies of all parameters."""
+    fsdp: bool = False
+    """Shard the parameters over all ranks of the process group, which trains on other text in each rank."""
     ready_compiler: bool = False
     """Compile a trivial function first, so that the first step does not include the start of the compiler."""
 
@@ -104,8 +108,11 @@ class Training:
         text = standard_library_text(setting.text_bytes)
         self._setting = setting
         self._on_gpu = setting.device == "cuda"
-        self._batches = batches(text, batch=setting.batch, context=setting.model.context, seed=setting.seed)
+        rank = dist.get_rank() if setting.fsdp else 0
+        self._batches = batches(text, batch=setting.batch, context=setting.model.context, seed=setting.seed + rank)
         self._model = make_model(setting)
+        if setting.fsdp:
+            shard(self._model, setting.device)
         self._run, self._optimizer = self._prepared(self._model, setting)
         self.reset_peak()
 
@@ -228,7 +235,8 @@ class Training:
         self._optimizer.state.clear()
         for parameter in self._model.parameters():
             parameter.grad = None
-            parameter.data = torch.empty(0, device=self._setting.device)
+            if not self._setting.fsdp:
+                parameter.data = torch.empty(0, device=self._setting.device)
         give_free_memory_back()
 
     def _status(self) -> dict[str, Any] | None:

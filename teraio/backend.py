@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.errors import BudgetError, TeraioError
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Kind, Phase, Program
+from runtime.paging import holder_of
 from teraio import registry
 from teraio.options import Options, parse_options
 from teraio.training_run import TrainingRun
@@ -56,7 +58,7 @@ def _with_immovable(error: BudgetError, arguments: Sequence[Any]) -> BudgetError
     storages = {
         storage._cdata: storage.nbytes()
         for value in tensors
-        if value.device.type == "cpu" and (storage := value.untyped_storage()).nbytes() >= MIN_MOVED_BYTES
+        if value.device.type == "cpu" and (storage := holder_of(value).untyped_storage()).nbytes() >= MIN_MOVED_BYTES
         # Other tensors were made before teraio's allocator; parameters and buffers get memory of it.
         if storage.is_shared()
         or not storage.resizable()
@@ -71,6 +73,7 @@ def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Opt
     from torch._inductor.compile_fx import compile_fx
 
     inputs = _describe_inputs(gm, example_inputs)
+    parts = [part for each, value in zip(inputs, example_inputs, strict=False) for part in _parts(each, value)]
     parameters = _parameters(inputs, example_inputs)
     run = registry.REGISTRY.run_for(options, _device(example_inputs), tuple(parameters.values()))
     registry.REGISTRY.leave_given_away(parameters)
@@ -78,7 +81,7 @@ def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Opt
 
     def compile_graph(graph: GraphModule, fake_inputs: Sequence[Any], **settings: Any) -> Callable[[list[Any]], Any]:
         _donate_nothing()
-        program = _compile(run, graph, inputs, settings)
+        program = _compile(run, graph, parts, settings)
         programs.append(program)
         return run.callable(program)
 
@@ -134,6 +137,17 @@ def _describe_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[tup
                 kind = "buffer"
             described.append((_readable(node.name), kind))
     return described
+
+
+def _parts(described: tuple[str, Kind], value: Any) -> Iterator[tuple[str, Kind]]:
+    """Yield names and kinds of what AOTAutograd gives to a graph for an input: for a DTensor its local tensor and its mesh."""
+    name, kind = described
+    if not is_traceable_wrapper_subclass(value):
+        yield (name, kind) if isinstance(value, torch.Tensor) else (name, "activation")
+        return
+    attributes, _ = value.__tensor_flatten__()
+    for attribute in attributes:
+        yield from _parts(described, getattr(value, attribute))
 
 
 def _readable(name: str) -> str:

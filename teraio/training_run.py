@@ -19,6 +19,7 @@ from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import Program, Reruns, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Block, CopyRates, Pager
 from runtime.system import uninterrupted
+from teraio.distributed import ShardedParameters
 from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine
 from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes
@@ -90,6 +91,7 @@ class TrainingRun:
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
         self._findings = Findings()
         self._needs = GraphNeeds(self._pager, machine, self._findings)
+        self._sharded = ShardedParameters(self._pager)
         self._steps = self._optimizer_steps(options, subgroups, host_rates)
         self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job)
         self._context = RunContext(
@@ -125,6 +127,7 @@ class TrainingRun:
             overlap=options.overlap_step,
             rates=rates or self._host_rates(options),
             sizes=subgroups,
+            sharded=self._sharded,
         )
 
     def _host_rates(self, options: Options) -> HostRates | None:
@@ -160,7 +163,7 @@ class TrainingRun:
 
         call._boxed_call = True  # type: ignore[attr-defined]
         self._stages += len(program.stages)
-        self._compiled_now = True
+        self._compiled_now = self._steps.buckets_due = True
         self._phase = self._phase.graphs_changed()
         return call
 
@@ -176,6 +179,8 @@ class TrainingRun:
 
     def _run_managed(self, program: Program, arguments: list[Any]) -> list[Any]:
         self._steps.between_regions()
+        if program.phase == "forward":
+            self._sharded.note(value for value, kind in zip(arguments, program.slot_kinds, strict=False) if kind == "parameter")
         overlap = self._steps.overlap
         interleaved = overlap.interleaved(program, arguments) if overlap is not None else None
         try:

@@ -55,6 +55,9 @@ class CpuMover:
         if not self._ownership.stays(storage):
             self._memory.adopt(storage)
 
+    def leave(self, storage: torch.UntypedStorage) -> None:
+        self._ownership.leave(storage)
+
     def trim(self, spare_bytes: int) -> None:
         self._memory.trim(spare_bytes)
 

@@ -90,6 +90,9 @@ class StreamMover:
     def adopt(self, storage: torch.UntypedStorage) -> None:
         """Do nothing: all of the device's own memory can be given back."""
 
+    def leave(self, storage: torch.UntypedStorage) -> None:
+        self._ownership.leave(storage)
+
     def trim(self, spare_bytes: int) -> None:
         self._streams.trim(spare_bytes)
 

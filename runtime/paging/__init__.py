@@ -5,6 +5,7 @@ from runtime.paging.block_transfers import BlockTransfers
 from runtime.paging.debug import POISON, Debug
 from runtime.paging.dropping import CopyRates
 from runtime.paging.given_away import given_away
+from runtime.paging.holder import holder_of
 from runtime.paging.mover import Done, Mover, dropped_message
 from runtime.paging.ownership import StorageOwnership
 from runtime.paging.pager import Pager
@@ -25,4 +26,5 @@ __all__ = [
     "Tiers",
     "dropped_message",
     "given_away",
+    "holder_of",
 ]

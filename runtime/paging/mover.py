@@ -53,6 +53,9 @@ class Mover(Protocol):
     def adopt(self, storage: torch.UntypedStorage) -> None:
         """Move the data of `storage` to memory that it can leave the device from, unless it is there or must stay where it is."""
 
+    def leave(self, storage: torch.UntypedStorage) -> None:
+        """Let the storage stay where it is for good: its memory is another library's."""
+
     def trim(self, spare_bytes: int) -> None:
         """Free memory that is kept for reuse, but for `spare_bytes`: so much of the budget is not in use."""
 

@@ -22,6 +22,7 @@ from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
 from runtime.paging.dropping import CopyRates, DropChoice
 from runtime.paging.eviction import EvictionPolicy
+from runtime.paging.holder import holder_of
 from runtime.paging.lending import Lending
 from runtime.paging.mover import Mover
 from runtime.paging.prefetch_queue import PrefetchQueue
@@ -173,8 +174,11 @@ class Pager:
         return self._mover is not None
 
     def block_of(self, tensor: torch.Tensor, *, name: str, kind: str, user_visible: bool) -> Block:
-        """Return the block of `tensor`'s storage; a storage that is seen for the first time becomes one. Never waits."""
-        storage = tensor.untyped_storage()
+        """Return the block of `tensor`'s storage; a storage that is seen for the first time becomes one.
+
+        The storage of a tensor that wraps another one is that of the inner tensor, see `holder_of`.
+        """
+        storage = holder_of(tensor).untyped_storage()
         block = self.table.find(storage)
         if block is None or not self.table.is_same(block, storage):
             with self._lock:
@@ -197,17 +201,22 @@ class Pager:
 
     def known_block(self, tensor: torch.Tensor) -> Block | None:
         """Return the block of `tensor`'s storage, if it has one; a sparse tensor never has."""
-        return self.table.find(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+        return self.table.find(holder_of(tensor).untyped_storage()) if tensor.layout is torch.strided else None
 
     def make_movable(self, tensor: torch.Tensor) -> None:
         """Move the data of a tensor that is not a block yet to memory that it can leave, if that is allowed. Waits for it."""
         if self._mover is not None and tensor.layout is torch.strided and self.known_block(tensor) is None:
-            self._mover.adopt(tensor.untyped_storage())
+            self._mover.adopt(holder_of(tensor).untyped_storage())
 
     def can_leave(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's data is in memory that it can leave; moves it there first, see `make_movable`."""
         self.make_movable(tensor)
-        return self._mover is not None and self._mover.span(tensor.untyped_storage()) is not None
+        return self._mover is not None and self._mover.span(holder_of(tensor).untyped_storage()) is not None
+
+    def leave(self, tensor: torch.Tensor) -> None:
+        """Let the memory of a tensor that is not a block yet stay on the device for good: it counts, but others own it."""
+        if self._mover is not None and self.known_block(tensor) is None:
+            self._mover.leave(holder_of(tensor).untyped_storage())
 
     def forget_dead(self) -> None:
         """Drop all blocks whose storage nobody holds any more, and free their slots."""

@@ -10,6 +10,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_iter
 
+from runtime.paging import holder_of
+from teraio.distributed import rank_count
+
 _ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split())
 """Their update computes each element from the same element of gradient and states."""
 _FUSED_ON_CPU = frozenset("Adagrad Adam AdamW SGD".split())
@@ -69,6 +72,8 @@ def reason_against_host(optimizer: Optimizer) -> str | None:
     """Return why a subgroup cannot be updated on the host's processor; None if it can."""
     if not is_elementwise(optimizer):
         return "its update does not compute each element by itself"
+    if rank_count() > 1:  # see [Note: Several ranks]
+        return "several ranks train together, and what one of them rounds differently would make their parameters drift apart"
     if any(group.get("capturable") for group in optimizer.param_groups):
         return "it is capturable: its settings and counters are on the device"
     settings = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
@@ -166,4 +171,4 @@ def temporary_bytes(optimizer: Optimizer, parameters: Sequence[tuple[str, int]])
 
 def bytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes of the tensor's storage, however much of it the tensor shows."""
-    return tensor.untyped_storage().nbytes()
+    return holder_of(tensor).untyped_storage().nbytes()

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from runtime.device import MIN_MOVED_BYTES
-from runtime.paging import Block, Pager
+from runtime.paging import Block, Pager, holder_of
+from teraio.distributed import GradientBuckets, ShardedParameters
 from teraio.optimizer.capabilities import bytes_of, keeps_masters, reason_to_stay_whole, state_sizes, states_per_parameter
 from teraio.optimizer.masters import lacks_master, master_bytes
 from teraio.optimizer.parameters import OwnedParameter, ParameterGroups, ParameterUpdate, PendingStep, owned_parameters
@@ -25,14 +26,26 @@ from teraio.profiling import IterationRecorder
 class ManagedOptimizer:
     """One optimizer of the process. Keeps neither the optimizer nor, outside of a step, a tensor of it alive.
 
-    states: its states as blocks. subgroups: how its parameters are cut.
+    states: its states as blocks. subgroups: how its parameters are cut. buckets, sharded: what other libraries hold of its
+    gradients and parameters.
     chosen: whether the user gave it to `teraio.manage_optimizer`.
     adoption_due: whether user code may have given it states that are no blocks yet.
     """
 
-    def __init__(self, optimizer: Optimizer, pager: Pager, *, states: OptimizerStates, subgroups: Subgroups) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        pager: Pager,
+        *,
+        states: OptimizerStates,
+        subgroups: Subgroups,
+        buckets: GradientBuckets,
+        sharded: ShardedParameters,
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._pager = pager
+        self._buckets = buckets
+        self._sharded = sharded
         self.states = states
         self.subgroups = subgroups
         self.chosen = False
@@ -55,8 +68,9 @@ class ManagedOptimizer:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether a parameter of it is a block."""
-        return any(self._pager.known_block(owned.tensor) is not None for owned in owned_parameters(self.optimizer))
+        """Whether a parameter of it is a block, or a shard of one that a graph takes."""
+        own = (owned.tensor for owned in owned_parameters(self.optimizer))
+        return any(self._pager.known_block(parameter) is not None or parameter in self._sharded for parameter in own)
 
     @property
     def keeps_masters(self) -> bool:
@@ -113,7 +127,8 @@ class ManagedOptimizer:
         gradient = parameter.grad
         if gradient is None:
             return ParameterUpdate(total_bytes=total_bytes)
-        dense = gradient.layout is torch.strided
+        others = self._buckets.hold(parameter) or (parameter in self._sharded and self._sharded.stay)
+        own = gradient.layout is torch.strided and not others
         state_bytes = state_sizes(optimizer, parameter, updated)
         fresh_master = master if lacks_master(optimizer, parameter) else 0
         return ParameterUpdate(
@@ -122,11 +137,11 @@ class ManagedOptimizer:
             master_bytes=master,
             device=parameter.device.type,
             dtype=parameter.dtype,
-            elements=parameter.numel(),
+            elements=holder_of(parameter).numel(),
             fresh_bytes=fresh_master + (0 if self.states.exist(parameter) else sum(state_bytes)),
             state_bytes=max((*state_bytes, fresh_master), default=0),
             parameter=self._block(parameter, f"optimizer/parameter.{number}", "parameter"),
-            gradient=self._block(gradient, f"optimizer/gradient.{number}", "gradient") if dense else None,
+            gradient=self._block(gradient, f"optimizer/gradient.{number}", "gradient") if own else None,
             states=tuple(self.states.blocks(owned)),
         )
 
@@ -147,14 +162,25 @@ class ManagedOptimizer:
 
 
 class ManagedOptimizers:
-    """The `ManagedOptimizer` of each optimizer of the process. Keeps no optimizer alive."""
+    """The `ManagedOptimizer` of each optimizer of the process. Keeps no optimizer alive.
+
+    buckets, sharded: see `ManagedOptimizer`.
+    """
 
     def __init__(
-        self, pager: Pager, recorder: IterationRecorder, sizes: SubgroupSizes, *, min_moved_bytes: int = MIN_MOVED_BYTES
+        self,
+        pager: Pager,
+        recorder: IterationRecorder,
+        sizes: SubgroupSizes,
+        *,
+        sharded: ShardedParameters | None = None,
+        min_moved_bytes: int = MIN_MOVED_BYTES,
     ) -> None:
         self._pager = pager
         self._recorder = recorder
         self.sizes = sizes
+        self.buckets = GradientBuckets()
+        self._sharded = sharded or ShardedParameters(pager)
         self._min_moved_bytes = min_moved_bytes
         self._managed: weakref.WeakKeyDictionary[Optimizer, ManagedOptimizer] = weakref.WeakKeyDictionary()
 
@@ -174,9 +200,16 @@ class ManagedOptimizers:
                 min_moved_bytes=self._min_moved_bytes,
             )
             subgroups = Subgroups(self._pager, self.sizes, min_moved_bytes=self._min_moved_bytes)
-            managed = self._managed[optimizer] = ManagedOptimizer(optimizer, self._pager, states=states, subgroups=subgroups)
+            managed = self._managed[optimizer] = ManagedOptimizer(
+                optimizer, self._pager, states=states, subgroups=subgroups, buckets=self.buckets, sharded=self._sharded
+            )
         return managed
 
+    def look_for_buckets(self) -> None:
+        """Count the buckets of gradients that there are by now."""
+        self.buckets.look()
+        self._count_small_states()
+
     def _count_small_states(self) -> None:
-        """States that are no blocks stay on the device, of all optimizers together."""
-        self._pager.fixed_bytes = sum(managed.states.small_bytes for managed in self)
+        """States that are no blocks stay on the device, of all optimizers together, and so do buckets of gradients."""
+        self._pager.fixed_bytes = sum(managed.states.small_bytes for managed in self) + self.buckets.size_bytes

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
 from runtime.device import MIN_MOVED_BYTES
-from runtime.paging import Block, Pager
+from runtime.paging import Block, Pager, holder_of
+from teraio.optimizer.capabilities import bytes_of
 from teraio.optimizer.parameters import OwnedParameter, owned_parameters
 from teraio.profiling import IterationRecorder
 
@@ -60,7 +61,7 @@ class OptimizerStates:
         """
         found = []
         for name, ordinal, tensor in _tensors(self._all_states(), owned.tensor):
-            if tensor.untyped_storage().nbytes() < self._min_moved_bytes:
+            if bytes_of(tensor) < self._min_moved_bytes:
                 continue
             self._pager.make_movable(tensor)
             full_name = self.name(owned, name) + (f".{ordinal}" if ordinal else "")
@@ -119,8 +120,9 @@ class OptimizerStates:
     def _is_immovable(self, value: Any) -> bool:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or self._pager.known_block(value) is not None:
             return False
-        storage = value.untyped_storage()
-        whole = value.nbytes == storage.nbytes() >= self._min_moved_bytes
+        held = holder_of(value)
+        storage = held.untyped_storage()
+        whole = held.nbytes == storage.nbytes() >= self._min_moved_bytes
         return whole and not storage.resizable() and not storage.is_shared() and not self._pager.can_leave(value)
 
     def count(self) -> None:
@@ -130,7 +132,7 @@ class OptimizerStates:
         for parameter in list(states):
             for _, _, tensor in _tensors(states, parameter):
                 if self._pager.known_block(tensor) is None:
-                    storage = tensor.untyped_storage()
+                    storage = holder_of(tensor).untyped_storage()
                     storages[storage._cdata] = storage.nbytes()
         self.small_bytes = sum(storages.values())
         self._changed()

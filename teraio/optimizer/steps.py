@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Pager
 from runtime.system import forget_undo, undo_if_interrupted, uninterrupted
+from teraio.distributed import ShardedParameters, optimizer_inside
 from teraio.optimizer.capabilities import OwnHooks, StepArguments, after_closure, calls_closure_first, closure_of
 from teraio.optimizer.host_rates import HostRates
 from teraio.optimizer.in_backward import OverlappedSteps
@@ -40,7 +41,8 @@ class OptimizerSteps(OwnHooks):
     an optimizer makes states, with the bytes of all states that it will have; may raise StorageFullError. rates: of updates on
     the host, None if there is no host tier. sizes: chooses how large subgroups are. min_moved_bytes: smaller tensors stay on the
     device. overlap: update parameters inside the backward pass where possible; the attribute `overlap` is then the interface of
-    that option for compiled graphs, else None.
+    that option for compiled graphs, else None. sharded: shards of the parameters that the graphs take.
+    buckets_due: whether there may be buckets of gradients that are not counted yet.
     """
 
     def __init__(
@@ -56,15 +58,19 @@ class OptimizerSteps(OwnHooks):
         sizes: SubgroupSizes | None = None,
         min_moved_bytes: int = MIN_MOVED_BYTES,
         overlap: bool = False,
+        sharded: ShardedParameters | None = None,
     ) -> None:
         self._active = active
         self._step_done = step_done
         self._automatic = automatic
-        self._optimizers = ManagedOptimizers(pager, recorder, sizes or SubgroupSizes(), min_moved_bytes=min_moved_bytes)
+        self._optimizers = ManagedOptimizers(
+            pager, recorder, sizes or SubgroupSizes(), sharded=sharded, min_moved_bytes=min_moved_bytes
+        )
         self._subgroups = SubgroupSteps(pager, recorder, rates=rates, ensure_room=ensure_room, min_moved_bytes=min_moved_bytes)
         self._whole = WholeSteps(pager, recorder)
         self.overlap = OverlappedSteps(pager, recorder, self._optimizers) if overlap else None
         self._reads_where_it_waits = not pager.device.asynchronous  # so a step can do without having its states brought in
+        self.buckets_due = True
         self._said: set[str] = set()
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
@@ -82,7 +88,7 @@ class OptimizerSteps(OwnHooks):
 
     def manage(self, optimizer: Optimizer) -> None:
         """Manage this optimizer, whatever `automatic` says. Its states become blocks as soon as one of its parameters is one."""
-        managed = self._optimizers.of(optimizer)
+        managed = self._optimizers.of(optimizer_inside(optimizer) or optimizer)
         managed.chosen = managed.adoption_due = True
         self.between_regions()
 
@@ -102,6 +108,9 @@ class OptimizerSteps(OwnHooks):
     def between_regions(self) -> None:
         """Catch up with user code: a step that failed, states that it has given or loaded. May wait while states are copied."""
         self._whole.give_up()
+        if self.buckets_due:
+            self.buckets_due = False
+            self._optimizers.look_for_buckets()
         for managed in self._optimizers:
             if managed.adoption_due and self._active() and managed.has_blocks:
                 managed.adopt(self._loaded)
@@ -115,6 +124,8 @@ class OptimizerSteps(OwnHooks):
     # -- around a step
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+        if optimizer_inside(optimizer) is not None:  # its step is the one that counts
+            return None
         with uninterrupted():
             self._optimizers.of(optimizer).step_ended()  # if the step before failed
         if closure_of(args, kwargs) is not None and calls_closure_first(optimizer):
@@ -156,6 +167,8 @@ class OptimizerSteps(OwnHooks):
             logger.info("%s", message)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if optimizer_inside(optimizer) is not None:
+            return
         with uninterrupted():
             self._end(self._optimizers.of(optimizer))
 

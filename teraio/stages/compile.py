@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from runtime.execution import Constant, Kind, Phase, Program, Stage, StageFunction
 from teraio.stages import cost
+from teraio.stages.collectives import wait_for_all
 from teraio.stages.cut import GPU_POLICY, CutPolicy, assign, can_cut
 from teraio.stages.memory import Resizer, distinct_bytes, is_symbolic, small, stage_bytes, waiting_at
 from teraio.stages.random_state import describe
@@ -108,6 +109,7 @@ class StageCompiler:
         prefix = phase if identity < 2 else f"{phase}#{identity}"
         describe(gm.graph)
         compute_sizes(gm.graph)
+        wait_for_all(gm.graph)
         subgraphs = self._subgraphs(gm, floor_bytes=self._forward_bytes if phase == "backward" else 0)
         reasons = self._reasons(gm, subgraphs, inputs) if phase == "forward" else [""] * len(subgraphs)
         functions = [self._function(subgraph, options) for subgraph in subgraphs]

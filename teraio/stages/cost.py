@@ -24,7 +24,7 @@ _log = logging.getLogger("teraio")
 
 _VIEW_NAMES = frozenset(
     "view reshape _unsafe_view permute t transpose unsqueeze squeeze expand slice select as_strided alias detach "
-    "unbind split split_with_sizes diagonal unfold".split()
+    "unbind split split_with_sizes diagonal unfold wait_tensor".split()
 )
 _CREATION_NAMES = frozenset("full scalar_tensor iota arange zeros ones empty".split())
 

@@ -6,6 +6,7 @@ import torch
 from torch.fx import Node
 
 from teraio.stages import cost
+from teraio.stages.collectives import is_launch, is_wait
 
 
 def sink_updates(stage_of: dict[Node, int], *, small_bytes: int) -> None:
@@ -30,5 +31,7 @@ def _writes_an_input(node: Node) -> bool:
 
 def _is_small_work(node: Node, small_bytes: int) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable or cost.flops(node) > 0:
+        return False
+    if is_launch(node) or is_wait(node):
         return False
     return all(cost.output_bytes(each) < small_bytes for each in (node, *node.all_input_nodes))

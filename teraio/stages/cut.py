@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from teraio.stages import cost
+from teraio.stages.collectives import is_launch, is_wait, launch_of
 from teraio.stages.counters import sink_updates
 from teraio.stages.finer import cut_finer
 from teraio.stages.random_numbers import draws, draws_seeds, looks_up_seed, uses_seed
@@ -153,14 +154,18 @@ def _take_back_views(nodes: list[Node], index: int, stage_of: dict[Node, int], s
 def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
     """Move cheap nodes with small results (bias gradients, statistics) into the stage that computed their input.
 
-    There they fuse with the producer of the input, and the large input need not be kept or read again.
+    There they fuse with the producer of the input, and the large input need not be kept or read again. Collectives stay, and are
+    waited for in the stage that launches them, see [Note: Collectives].
     """
     for node in nodes:
         if cost.is_getitem(node):
             stage_of[node] = stage_of[node.all_input_nodes[0]]
             continue
+        if is_wait(node):
+            stage_of[node] = stage_of.get(launch_of(node), stage_of[node])
+            continue
         sources = [stage_of[n] for n in node.all_input_nodes if n in stage_of]
-        if not sources or max(sources) >= stage_of[node] or not isinstance(node.target, torch._ops.OpOverload):
+        if not sources or max(sources) >= stage_of[node] or not isinstance(node.target, torch._ops.OpOverload) or is_launch(node):
             continue
         if cost.flops(node) > 0 or node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
             continue

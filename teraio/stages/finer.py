@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from teraio.stages import cost
+from teraio.stages.collectives import is_wait, launch_of
 from teraio.stages.kernels import never_materialised
 from teraio.stages.storages import StorageKey, storage_size, storages_of
 
@@ -116,14 +117,22 @@ class _Chain:
         return held + max(itertools.accumulate(change))
 
     def places(self) -> list[int]:
-        """Return positions before which the chain can be cut, at most `_MOST_PLACES`: those that little memory crosses."""
+        """Return positions before which the chain can be cut, at most `_MOST_PLACES`: those that little memory crosses.
+
+        No collective is in flight there, see [Note: Collectives].
+        """
         crossing = [0] * len(self.nodes)
         for storage in self._storages:
             if not storage.repeated:
                 for i in range(storage.made + 1, storage.touched[-1] + 1):
                     crossing[i] += storage.size_bytes
+        position = {node: i for i, node in enumerate(self.nodes)}
+        waits = [(position[launch], i) for i, n in enumerate(self.nodes) if is_wait(n) and (launch := launch_of(n)) in position]
+        in_flight = {i for launch, wait in waits for i in range(launch + 1, wait + 1)}
         allowed = [
-            i for i, n in enumerate(self.nodes) if i and not (cost.is_getitem(n) or cost.is_view(n) or cost.is_creation(n))
+            i
+            for i, n in enumerate(self.nodes)
+            if i and i not in in_flight and not (cost.is_getitem(n) or cost.is_view(n) or cost.is_creation(n))
         ]
         length = max(1, -(-len(allowed) // _MOST_PLACES))
         groups = (allowed[i : i + length] for i in range(0, len(allowed), length))

@@ -30,7 +30,7 @@ from .pages import CONTRIBUTING, DOCS, PAGES, README, ROOT, TRACES, Page
 
 TOP_LEVEL = ("planner", "runtime", "teraio", "tests", "traces", "benchmarks", "examples", "docs", "tools")
 MADE_LATER = {"benchmarks/out"}
-FOREIGN = {"GradScaler"}
+FOREIGN = {"DistributedDataParallel", "GradScaler", "ZeroRedundancyOptimizer"}
 FORMATS = {"teraio.trace", "teraio.plan"}
 
 

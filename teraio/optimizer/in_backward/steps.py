@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import InterleavedStages, Program
 from runtime.paging import Block, Pager
+from teraio.distributed import rank_count
 from teraio.optimizer.capabilities import reason_to_stay_whole, states_per_parameter
 from teraio.optimizer.in_backward.autograd import Leaf, leaf_problem, leaves, pass_problem
 from teraio.optimizer.in_backward.records import FinalGradient, Settings, UpdateEligibility, WatchedRun, settings_of
@@ -124,6 +125,8 @@ class OverlappedSteps:
         return _Chosen(leaf, final, eligibility, optimizer)
 
     def _problem(self, chosen: _Chosen) -> str | None:
+        if rank_count() > 1 or self._optimizers.buckets.have(chosen.leaf.parameter):  # see [Note: Several ranks]
+            return "its gradient is final only when the ranks have reduced it, after backward"
         if chosen.eligibility.forwards > 1:
             return "several forward passes used it before a step"
         optimizer, parameter = chosen.optimizer, chosen.leaf.parameter

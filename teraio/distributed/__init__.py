@@ -1,0 +1,7 @@
+"""What other ranks and PyTorch's parallel libraries have to do with parameters and gradients."""
+
+from teraio.distributed.ranks import optimizer_inside, rank_count
+from teraio.distributed.replicated import GradientBuckets
+from teraio.distributed.sharded import ShardedParameters
+
+__all__ = ["GradientBuckets", "ShardedParameters", "optimizer_inside", "rank_count"]

@@ -1,0 +1,60 @@
+"""DistributedDataParallel: which gradients lie in its buckets, and how large these are.
+
+[Note: Buckets]
+DistributedDataParallel copies gradients to buckets, which the ranks reduce, and copies the results back to `.grad`. With
+`gradient_as_bucket_view`, `.grad` is a view of the bucket. Buckets are its own: it writes to them when it wants. They count
+against the budget, and never move; gradients in them are no blocks. All other gradients are blocks as ever.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class GradientBuckets:
+    """Knows the parameters of all `DistributedDataParallel` modules of this process. Keeps none of them alive.
+
+    size_bytes: of all buckets that were there at the last `look`.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: Any = WeakTensorKeyDictionary()  # whether the gradient is a view of a bucket; None: not in a module
+        self.size_bytes = 0
+
+    def have(self, parameter: Tensor) -> bool:
+        """Return whether the parameter's gradient passes through a bucket."""
+        return self._find(parameter) is not None
+
+    def hold(self, parameter: Tensor) -> bool:
+        """Return whether the parameter's gradient is a view of a bucket."""
+        return bool(self._find(parameter))
+
+    def _find(self, parameter: Tensor) -> bool | None:
+        if parameter not in self._parameters:
+            self.look()
+            self._parameters.setdefault(parameter, None)
+        found: bool | None = self._parameters[parameter]
+        return found
+
+    def look(self) -> None:
+        """Look for buckets. Looks at all objects of Python, if there is a process group."""
+        self.size_bytes = 0
+        if not dist.is_available() or not dist.is_initialized():
+            return
+        for module in _modules():
+            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            for parameter in trained:
+                self._parameters[parameter] = module.gradient_as_bucket_view
+            self.size_bytes += sum(parameter.nbytes for parameter in trained)
+
+
+def _modules() -> Iterator[DistributedDataParallel]:
+    """PyTorch has no list of them."""
+    return (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))

@@ -1,0 +1,96 @@
+"""Parameters that `torch.distributed.fsdp.fully_shard` (FSDP2) has sharded.
+
+[Note: Shards]
+`fully_shard` replaces each parameter by this rank's shard, a DTensor. The optimizer updates shards. Before a module runs, FSDP
+gathers its parameters into storages of its own, which it empties when the module has run. Compiled graphs take these.
+* Gathered parameters are FSDP's. They count against the budget while they are there, and never move.
+* Shards, and the optimizer's states for them, are blocks. On CPU they and their gradients move. On a GPU, shards and gradients
+  stay on the device: FSDP reads and writes them in streams of its own, which nothing orders against copies. States move.
+FSDP has no public interface that tells which storages are whose; the names below are those of torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from planner.errors import UnsupportedError
+from runtime.paging import Pager, holder_of
+
+_STATES = "torch.distributed._composable_state"
+_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_state"
+
+
+class ShardedParameters:
+    """The shards of those parameters that the graphs of one training run have taken. Keeps none of them alive."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self._shards: Any = WeakTensorKeyDictionary()
+        self._gathered: dict[int, StorageWeakRef] = {}
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return len(self._shards) > 0 and parameter in self._shards
+
+    @property
+    def stay(self) -> bool:
+        """Whether shards and their gradients have to stay on the device, see [Note: Shards]."""
+        return self._pager.device.asynchronous
+
+    def note(self, parameters: Iterable[Any]) -> None:
+        """A graph is about to take these parameters. Lets those stay where they are that FSDP has gathered.
+
+        Raises UnsupportedError if FSDP itself moves shards between device and host.
+        """
+        if _STATES not in sys.modules or not sys.modules[_STATES]._module_state_mapping:
+            return
+        tensors = [each for each in parameters if isinstance(each, Tensor) and each.layout is torch.strided]
+        new = {_key(each) for each in tensors if self._pager.known_block(each) is None}
+        new -= self._gathered.keys()
+        if not new:
+            return
+        for parameter in _sharded():
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if gathered is not None and _key(gathered) in new:
+                self._take(parameter, gathered)
+
+    def _take(self, parameter: Any, gathered: Tensor) -> None:
+        if parameter.offload_to_cpu:
+            raise UnsupportedError(
+                "found fully_shard with CPUOffloadPolicy, which moves shards and updates them on the host by itself; leave out "
+                "its argument offload_policy: teraio moves what does not fit, within the memory_budget"
+            )
+        storage = holder_of(gathered).untyped_storage()
+        self._gathered[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._shards[parameter.sharded_param] = True
+        self._pager.leave(gathered)
+        if self.stay:
+            self._pager.leave(parameter.sharded_param)
+        else:
+            self._pager.make_movable(parameter.sharded_param)
+
+
+def _key(tensor: Tensor) -> int:
+    key: int = holder_of(tensor).untyped_storage()._cdata
+    return key
+
+
+def _sharded() -> Iterator[Any]:
+    """Yield FSDP's records of all parameters that this process has sharded."""
+    fsdp = sys.modules.get(_FSDP)
+    if fsdp is None:
+        return
+    states = {id(s): s for ref in list(sys.modules[_STATES]._module_state_mapping.values()) if (s := ref()) is not None}
+    for state in states.values():
+        if isinstance(state, fsdp.FSDPState):
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:
+                groups = [state._fsdp_param_group]  # torch < 2.13
+            for group in groups:
+                yield from group.fsdp_params if group is not None else ()

@@ -1,0 +1,118 @@
+"""DistributedDataParallel: the model compiled inside or around it, its ways to reduce gradients, and what its buckets forbid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import teraio
+
+from ...training import MIB, compiled
+from .ranks import Ranks
+from .trainings import ROWS, WIDTH, Found, Made, Stack, differences, train
+
+BUDGET = 28 * MIB
+"""Parameters, gradients, momenta and buckets are 8 MiB each, and a rank holds 32 MiB of them without a budget."""
+
+
+def run(
+    options: dict[str, Any] | None,
+    *,
+    around: bool = True,
+    optimize_ddp: Any = True,
+    unused: bool = False,
+    settings: dict[str, Any] | None = None,
+    **training: Any,
+) -> Found:
+    """Train with DistributedDataParallel. around: it is what is compiled, not what is inside."""
+
+    def make(prepare: Any) -> Made:
+        module = Stack(unused=unused)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        if around:
+            return prepare(DistributedDataParallel(module, bucket_cap_mb=5, **(settings or {}))), module, optimizer
+        return DistributedDataParallel(prepare(module), bucket_cap_mb=5, **(settings or {})), module, optimizer
+
+    with torch._dynamo.config.patch(optimize_ddp=optimize_ddp):
+        return train(make, options, **training)
+
+
+def no_sync(model: Any) -> Any:
+    return getattr(model, "_orig_mod", model).no_sync()
+
+
+CASES = {
+    "around": {},
+    "around, not split": {"optimize_ddp": False},
+    "inside": {"around": False},
+    "views of buckets": {"settings": {"gradient_as_bucket_view": True}},
+    "static graph": {"settings": {"static_graph": True}},
+    "reduced by Python": {"optimize_ddp": "python_reducer"},
+    "unused parameters": {"settings": {"find_unused_parameters": True}, "unused": True},
+    "several passes and clipping": {"passes": 2, "clip": True, "no_sync": no_sync},
+}
+
+
+LONG = {"around, not split", "inside", "static graph", "reduced by Python", "unused parameters"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES])
+def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    expected = ranks.run(run, None, **CASES[case])
+    found = ranks.run(run, {"memory_budget": BUDGET, "storage": str(tmp_path)}, **CASES[case])
+    for one, other in zip(found, expected, strict=True):
+        assert max(differences(one, other).values(), default=0.0) < 1e-4
+        assert one.phase == "planned", one.waiting_for
+        assert one.peak <= BUDGET
+        assert one.moved["storage->device"] > 0
+        assert all(one.movable["parameter"])
+        assert all(one.movable["gradient"]) and bool(one.movable["gradient"]) == (case != "views of buckets")
+    assert not [name for name in differences(*found) if name.startswith("parameter")]
+
+
+def joined(options: dict[str, Any] | None) -> Found:
+    """Train with twice as many batches in rank 0 as in rank 1."""
+    module = Stack()
+    model = DistributedDataParallel(compiled(module, options) if options is not None else module, bucket_cap_mb=5)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    with Join([model]):
+        for _ in range(4 if dist.get_rank() == 0 else 2):
+            model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    teraio.reset()
+    return Found(values={f"parameter {name}": value.detach().clone() for name, value in module.named_parameters()})
+
+
+def test_ranks_may_have_different_numbers_of_batches(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks.run(joined, None)
+    found = ranks.run(joined, {"memory_budget": BUDGET, "storage": str(tmp_path)})
+    assert max(differences(found[0], expected[0]).values(), default=0.0) < 1e-4
+    assert not differences(*found)
+
+
+def overlapped(options: dict[str, Any]) -> Found:
+    return run({**options, "overlap_step": True}, same_rows=True)
+
+
+@pytest.mark.long
+def test_no_update_runs_before_gradients_were_reduced(ranks: Ranks, tmp_path: Path) -> None:
+    """Rows are the same in all ranks, so that reducing gradients changes nothing, as in the first steps of a trial."""
+    expected = ranks.run(run, None, same_rows=True)
+    found = ranks.run(overlapped, {"memory_budget": BUDGET, "storage": str(tmp_path)})
+    for one, other in zip(found, expected, strict=True):
+        assert max(differences(one, other).values(), default=0.0) < 1e-4
+        assert one.movable["gradient"], "gradients were not there at the step"
+
+
+def test_replicas_stay_the_same_where_a_plan_could_update_on_the_host(ranks: Ranks, tmp_path: Path) -> None:
+    tiers = {"memory_budget": BUDGET, "host_budget": 64 * MIB}
+    found = ranks.run(run, tiers)
+    assert [one.phase for one in found] == ["planned"] * 2
+    assert not [name for name in differences(*found) if name.startswith("parameter")]

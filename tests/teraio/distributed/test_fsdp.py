@@ -1,0 +1,134 @@
+"""FSDP2: shards, their gradients and states are blocks; what FSDP gathers is its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import teraio
+from planner.errors import UnsupportedError
+
+from ...thoroughness import every_other
+from ...training import MIB, forget
+from .ranks import COUNT, Ranks
+from .trainings import ROWS, WIDTH, Found, Made, Stack, differences, full, train
+
+BUDGET = 16 * MIB
+"""A rank holds 4 MiB of shards, 8 MiB of momenta of Adam and up to 4 MiB of gradients, and gathers 4 or 8 MiB."""
+
+
+def run(
+    options: dict[str, Any] | None,
+    *,
+    whole: bool = False,
+    settings: dict[str, Any] | None = None,
+    halves: bool = False,
+    **training: Any,
+) -> Found:
+    """Train with `fully_shard` for each block and the root. whole: the model is compiled, not each block."""
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if halves else {}
+
+    def make(prepare: Any) -> Made:
+        module = sharded(None if whole else options, **policy, **(settings or {}))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-3)
+        return prepare(module) if whole else module, module, optimizer
+
+    return train(make, options, **training)
+
+
+def sharded(options: dict[str, Any] | None, **settings: Any) -> nn.Module:
+    """Blocks that are sharded one by one, and compiled one by one with these options."""
+    mesh = init_device_mesh("cpu", (COUNT,))
+    module = Stack()
+    for block in module.blocks:
+        if options is not None:
+            block.compile(backend="teraio", options={"codegen": "eager", "profile_iterations": 1, **options})
+        fully_shard(block, mesh=mesh, **settings)
+    fully_shard(module, mesh=mesh, **settings)
+    return module
+
+
+def offloaded(folder: str) -> str:
+    """Return the error that a training with FSDP's own offloading ends with."""
+    try:
+        run(
+            {"memory_budget": BUDGET, "storage": folder}, settings={"offload_policy": CPUOffloadPolicy(pin_memory=False)}, steps=1
+        )
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "each block": {},
+    "whole": {"whole": True},
+    "kept gathered": {"settings": {"reshard_after_forward": False}},
+    "mixed precision": {"halves": True},
+    "several passes and clipping": {"passes": 2, "clip": True},
+}
+
+
+LONG = {"whole", "kept gathered", "mixed precision"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES])
+def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    budget = BUDGET + 4 * MIB if case == "kept gathered" else BUDGET
+    expected = ranks.run(run, None, **CASES[case])
+    found = ranks.run(run, {"memory_budget": budget, "storage": str(tmp_path)}, **CASES[case])
+    for one, other in zip(found, expected, strict=True):
+        assert max(differences(one, other).values(), default=0.0) < (2e-2 if case == "mixed precision" else 1e-4)
+        assert one.phase == "planned", one.waiting_for
+        assert one.peak <= budget
+        assert one.moved["storage->device"] > 0
+        assert all(one.movable["parameter"]) and one.movable["parameter"]
+        assert all(one.movable["gradient"]) and one.movable["gradient"]
+        assert len(one.states) == 8
+    assert not [name for name in differences(*found) if name.startswith("parameter")]
+
+
+def test_offloading_by_fsdp_itself_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    assert all("leave out its argument offload_policy" in message for message in ranks.run(offloaded, str(tmp_path)))
+
+
+def continued(first: dict[str, Any] | None, then: dict[str, Any] | None, folder: str) -> list[Found]:
+    """Train, save, and train on; then load into a training with other options, and do the same. Return what both come to."""
+    found = []
+    for options in (first, then):
+        forget()
+        torch.manual_seed(0 if options is first else 1)
+        module = sharded(options)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-3)
+        batches = torch.randn(5, ROWS, WIDTH, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
+        for number, batch in enumerate(batches):
+            if number == 3:
+                model_state, optimizer_state = get_state_dict(module, optimizer)
+                state = {"model": model_state, "optimizer": optimizer_state}
+                if options is first:
+                    dcp.save(state, checkpoint_id=folder)
+                else:
+                    dcp.load(state, checkpoint_id=folder)
+                    set_state_dict(module, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+            module(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(Found(values={name: full(value).detach().clone() for name, value in module.named_parameters()}))
+        teraio.reset()
+    return found
+
+
+@pytest.mark.parametrize("managed_first", every_other(True, False))
+def test_checkpoints_go_both_ways(ranks: Ranks, tmp_path: Path, managed_first: bool) -> None:
+    managed = {"memory_budget": BUDGET, "storage": str(tmp_path)}
+    pair = (managed, None) if managed_first else (None, managed)
+    for saved, loaded in ranks.run(continued, *pair, str(tmp_path / "checkpoint")):
+        assert max(differences(loaded, saved).values(), default=0.0) < 1e-4

@@ -1,0 +1,57 @@
+"""What is known of ranks, buckets and inner optimizers, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from teraio.distributed import GradientBuckets, optimizer_inside, rank_count
+from teraio.optimizer import reason_against_host
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """Two ranks, of which the other one does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_alone_an_update_may_run_on_the_host() -> None:
+    assert rank_count() == 1
+    assert reason_against_host(torch.optim.SGD([torch.ones(1)], lr=0.1)) is None
+
+
+def test_several_ranks_do_not_update_on_the_host(group: None) -> None:
+    assert rank_count() == 2
+    reason = reason_against_host(torch.optim.SGD([torch.ones(1)], lr=0.1))
+    assert reason is not None and "drift apart" in reason
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_buckets_count_as_much_as_all_gradients(group: None, views: bool) -> None:
+    inside, outside = nn.Linear(8, 4), nn.Linear(8, 4)
+    module = DistributedDataParallel(inside, gradient_as_bucket_view=views)
+    buckets = GradientBuckets()
+    assert buckets.have(inside.weight) and not buckets.have(outside.weight)
+    assert buckets.hold(inside.weight) == views and not buckets.hold(outside.weight)
+    assert buckets.size_bytes == sum(parameter.nbytes for parameter in module.parameters())
+
+
+def test_without_a_group_there_are_no_buckets() -> None:
+    buckets = GradientBuckets()
+    buckets.look()
+    assert not buckets.have(torch.ones(2)) and buckets.size_bytes == 0
+
+
+def test_the_optimizer_inside_is_the_one_that_updates(group: None) -> None:
+    outer = ZeroRedundancyOptimizer(nn.Linear(8, 4).parameters(), torch.optim.AdamW)
+    assert optimizer_inside(outer) is outer.optim
+    assert optimizer_inside(outer.optim) is None

@@ -1,0 +1,107 @@
+"""Tensor parallelism: parameters are DTensors, and collectives are operators of the graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ...training import MIB
+from .ranks import COUNT, Ranks
+from .trainings import Found, Made, Stack, differences, train
+
+BUDGET = 10 * MIB
+"""A rank holds 4 MiB each of parameters, gradients and momenta."""
+
+
+def tensor_parallel(options: dict[str, Any] | None, *, sequence: bool, **training: Any) -> Found:
+    """Each block's first weight is cut by columns and its second by rows. sequence: so is the norm, by rows of the input."""
+
+    def make(prepare: Any) -> Made:
+        mesh = init_device_mesh("cpu", (COUNT,))
+        module = Stack()
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        if sequence:
+            plan = {
+                "norm": SequenceParallel(sequence_dim=0),
+                "up": ColwiseParallel(input_layouts=Shard(0)),
+                "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+            }
+        for block in module.blocks:
+            parallelize_module(block, mesh, plan)
+
+        def whole(model: Any) -> Any:
+            def call(x: Tensor) -> Tensor:
+                result = model(distribute_tensor(x, mesh, [Shard(0)]) if sequence else x)
+                return result.full_tensor() if isinstance(result, DTensor) else result
+
+            return call
+
+        return whole(prepare(module)), module, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+    return train(make, options, same_rows=True, **training)
+
+
+class Gathering(nn.Module):
+    """A block whose weights are gathered in the graph from their shards, as SimpleFSDP does by parametrizations."""
+
+    def __init__(self, inner: nn.Module, mesh: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        for module in list(inner.modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                shard = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+                module.register_parameter(name, shard)
+                nn.utils.parametrize.register_parametrization(module, name, _Gathered(), unsafe=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class _Gathered(nn.Module):
+    def forward(self, shard: DTensor) -> Tensor:
+        return shard.redistribute(placements=[Replicate()]).to_local()
+
+
+def gathered_in_the_graph(options: dict[str, Any] | None, **training: Any) -> Found:
+    def make(prepare: Any) -> Made:
+        module = Gathering(Stack(), init_device_mesh("cpu", (COUNT,)))
+        return prepare(module), module, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+    return train(make, options, same_rows=True, **training)
+
+
+CASES = {
+    "columns and rows": (tensor_parallel, {"sequence": False}),
+    "with sequences": (tensor_parallel, {"sequence": True}),
+    "gathered in the graph": (gathered_in_the_graph, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long) if case == "with sequences" else case for case in CASES]
+)
+def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    run, settings = CASES[case]
+    budget = BUDGET + 8 * MIB if run is gathered_in_the_graph else BUDGET
+    expected = ranks.run(run, None, **settings)
+    found = ranks.run(run, {"memory_budget": budget, "storage": str(tmp_path)}, **settings)
+    for one, other in zip(found, expected, strict=True):
+        assert max(differences(one, other).values(), default=0.0) < 1e-4
+        assert one.phase == "planned", one.waiting_for
+        assert one.peak <= budget
+        assert one.moved["storage->device"] > 0
+        assert all(one.movable["parameter"]) and one.movable["parameter"]
+        assert len(one.states) == 4
+    assert not [name for name in differences(*found) if name.startswith("parameter")]

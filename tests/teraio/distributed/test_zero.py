@@ -1,0 +1,38 @@
+"""ZeroRedundancyOptimizer: the optimizer inside it updates the parameters of one rank, and ends the iteration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from ...training import MIB
+from .ranks import Ranks
+from .trainings import Found, Made, Stack, differences, train
+
+BUDGET = 28 * MIB
+
+
+def run(options: dict[str, Any] | None) -> Found:
+    def make(prepare: Any) -> Made:
+        module = Stack()
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3, eps=1e-3)
+        return prepare(DistributedDataParallel(module, bucket_cap_mb=5)), module, optimizer
+
+    return train(make, options)
+
+
+def test_follows_a_plan_and_trains_as_without_teraio(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks.run(run, None)
+    found = ranks.run(run, {"memory_budget": BUDGET, "storage": str(tmp_path)})
+    for one, other in zip(found, expected, strict=True):
+        assert max(differences(one, other).values(), default=0.0) < 1e-4
+        assert one.phase == "planned", one.waiting_for
+        assert one.peak <= BUDGET
+        assert one.moved["storage->device"] > 0
+        assert one.states
+    assert len(found[0].states) + len(found[1].states) == 8
+    assert not [name for name in differences(*found) if name.startswith("parameter")]
