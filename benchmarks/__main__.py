@@ -27,6 +27,7 @@ from benchmarks import (
     optimizer,
     planner,
     planner_policies,
+    planner_ranks,
     planner_recompute,
     recompute,
     rivals,
@@ -72,6 +73,7 @@ def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
         "planner": lambda: planner.measure(scale),
         "planner_policies": lambda: planner_policies.measure(scale),
         "planner_recompute": lambda: planner_recompute.measure(scale),
+        "planner_ranks": lambda: planner_ranks.measure(scale),
     }
 
 

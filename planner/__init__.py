@@ -2,13 +2,14 @@
 
 Rooms, each of which imports only those below it:
 
+* `ranks`: plans for all ranks of a machine together
 * `policies`: the ways to make a plan, and `plan` itself
 * `schedule`: from decisions to exact moves
 * `bound`: a lower bound on the iteration time
 * `simulator`: the replay of a plan
 * `ilp`, `lp`: the integer program, and what it shares with the bound
 * `problem`: what follows from a trace and budgets
-* `schema`: the trace and plan files
+* `schema`: the files: traces, plans and nodes
 """
 
 from planner.errors import (
@@ -17,6 +18,7 @@ from planner.errors import (
     InfeasiblePlanError,
     OptionsError,
     PlanError,
+    RankError,
     SolverError,
     StorageError,
     StorageFullError,
@@ -27,12 +29,15 @@ from planner.errors import (
 )
 from planner.policies import plan
 from planner.problem import InactivePeriod, floor, inactive_periods, recomputed
+from planner.ranks import NodePlans, divided_budgets, node_of, plan_node
 from planner.schema import (
     Block,
     Budgets,
     Hardware,
     Link,
     Move,
+    Node,
+    NodeRate,
     NotRecomputed,
     Offload,
     Plan,
@@ -44,7 +49,7 @@ from planner.schema import (
     Subgroup,
     Trace,
 )
-from planner.simulator import HostUpdate, StageTimes, Timeline, Transfer, simulate
+from planner.simulator import HostUpdate, NodeTimeline, StageTimes, Timeline, Transfer, simulate, simulate_node
 from planner.subgroup_size import Station, stations_of_step, step_seconds, subgroup_bytes
 
 __all__ = [
@@ -58,12 +63,17 @@ __all__ = [
     "InfeasiblePlanError",
     "Link",
     "Move",
+    "Node",
+    "NodePlans",
+    "NodeRate",
+    "NodeTimeline",
     "NotRecomputed",
     "Offload",
     "OptionsError",
     "Plan",
     "PlanError",
     "Prefetch",
+    "RankError",
     "Recompute",
     "RecomputeGroup",
     "SharedRate",
@@ -81,11 +91,15 @@ __all__ = [
     "TraceError",
     "Transfer",
     "UnsupportedError",
+    "divided_budgets",
     "floor",
     "inactive_periods",
+    "node_of",
     "plan",
+    "plan_node",
     "recomputed",
     "simulate",
+    "simulate_node",
     "stations_of_step",
     "step_seconds",
     "subgroup_bytes",

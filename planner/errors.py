@@ -6,6 +6,7 @@
     ├── OptionsError             an option is unknown, ill-typed or contradicts another
     ├── BudgetError              the device budget is below what one stage needs
     ├── UnsupportedError         the program uses something that teraio cannot manage
+    ├── RankError                another rank of the machine failed, or does not answer
     ├── FileFormatError          a trace or plan file is damaged, or of a wrong format or version
     │   ├── TraceError           ... a trace
     │   └── PlanError            ... a plan, or a plan that belongs to another trace
@@ -32,6 +33,7 @@ __all__ = [
     "InfeasiblePlanError",
     "OptionsError",
     "PlanError",
+    "RankError",
     "SolverError",
     "StorageError",
     "StorageFullError",
@@ -106,6 +108,10 @@ def _rebuild_budget_error(
 
 class UnsupportedError(TeraioError):
     """The program does something that teraio cannot manage. The message says what to do instead."""
+
+
+class RankError(TeraioError):
+    """Another rank of the machine cannot train, or has not answered in time. The message names it."""
 
 
 class FileFormatError(TeraioError):

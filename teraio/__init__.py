@@ -32,6 +32,7 @@ from planner.errors import (  # noqa: E402
     ChecksumError,
     OptionsError,
     PlanError,
+    RankError,
     StorageError,
     StorageFullError,
     StorageIOError,
@@ -51,6 +52,7 @@ __all__ = [
     "ChecksumError",
     "OptionsError",
     "PlanError",
+    "RankError",
     "Status",
     "StorageError",
     "StorageFullError",
@@ -62,6 +64,7 @@ __all__ = [
     "capture",
     "compile",
     "manage_optimizer",
+    "node_status",
     "on_device",
     "reset",
     "status",
@@ -135,6 +138,17 @@ def status() -> tuple[Status, ...]:
     from teraio import registry
 
     return registry.REGISTRY.status()
+
+
+def node_status() -> dict[int, tuple[Status, ...]]:
+    """Return what the training runs of every rank of this machine are doing, by rank. Never waits.
+
+    Of other ranks it is what they told last, at the end of an iteration. A rank that has told nothing yet is missing. Only this
+    rank is there if it is the only one, or if there was no process group of torch.distributed at the first compiled call.
+    """
+    from teraio import registry
+
+    return registry.REGISTRY.node_status()
 
 
 def step_done() -> None:

@@ -69,13 +69,24 @@ def _with_immovable(error: BudgetError, arguments: Sequence[Any]) -> BudgetError
 
 
 def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    from torch._functorch import config as functorch_config
-    from torch._inductor.compile_fx import compile_fx
-
     inputs = _describe_inputs(gm, example_inputs)
     parts = [part for each, value in zip(inputs, example_inputs, strict=False) for part in _parts(each, value)]
     parameters = _parameters(inputs, example_inputs)
     run = registry.REGISTRY.run_for(options, _device(example_inputs), tuple(parameters.values()))
+    with run.agreeing():
+        return _compile_for(run, gm, example_inputs, inputs, parameters)
+
+
+def _compile_for(
+    run: TrainingRun,
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    inputs: list[tuple[str, Kind]],
+    parameters: Mapping[str, torch.Tensor],
+) -> Callable[..., Any]:
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
     registry.REGISTRY.leave_given_away(parameters)
     programs: list[Program] = []
 

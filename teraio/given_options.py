@@ -31,4 +31,6 @@ class GivenOptions(TypedDict, total=False):
     overlap_step: bool | None
     host_updates: bool | None
     recompute: Literal["auto", "off"] | None
+    local_ranks: int | None
+    rank_timeout: float | None
     solver_time_limit: float | None

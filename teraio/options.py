@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from planner.errors import OptionsError
+from teraio.rank_place import rank_place
 from teraio.settings import settings
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -49,7 +50,8 @@ class Options:
     """One directory or a list of directories for spill files; blocks are striped over all of them.
     Default: none, so that nothing can move to a drive.
 
-    The directories should lie on different drives."""
+    The directories should lie on different drives. `{rank}` and `{local_rank}` stand for the numbers that torchrun gave this
+    process."""
 
     storage_budget: int | None = None
     """Largest size of the spill files in bytes, all directories together. Default: the space that is free."""
@@ -104,6 +106,7 @@ class Options:
     """A plan file to follow; no other plan is made. It must come from a trace of the same program.
     Default: a plan is made from what is measured.
 
+    `{rank}` and `{local_rank}` stand for the numbers that torchrun gave this process.
     Optimizers are cut into subgroups of the size that the plan names."""
 
     replan: bool = True
@@ -113,10 +116,14 @@ class Options:
     A plan given by the option `plan` is never changed."""
 
     trace_out: Path | None = None
-    """File to write the trace to, compressed if the name ends in .gz. Default: not written."""
+    """File to write the trace to, compressed if the name ends in .gz. Default: not written.
+
+    With several processes, `{rank}` or `{local_rank}` in the name stands for the number of each."""
 
     plan_out: Path | None = None
-    """File to write the plan to, compressed if the name ends in .gz. Default: not written."""
+    """File to write the plan to, compressed if the name ends in .gz. Default: not written.
+
+    With several processes, `{rank}` or `{local_rank}` in the name stands for the number of each."""
 
     codegen: Literal["inductor", "eager"] = "inductor"
     """How stages are compiled. `"eager"` runs them operator by operator, which is slow, for debugging."""
@@ -153,6 +160,17 @@ class Options:
     Results stay the same bits. A tensor that a graph takes and that your code changes between the forward and the backward pass
     then stops training with UnsupportedError, if a stage that runs again reads it. With overlap_step, nothing is recomputed."""
 
+    local_ranks: int = 1
+    """How many processes of this machine divide its memory, drives and cores: what no other option says is divided by this
+    number. Default: as many as torchrun has started on this machine. `1`: this process takes what it would take alone.
+
+    Budgets that are given are those of each process; their sum is checked. With the number that torchrun has started, the
+    processes also wait for each other at the start, so that links are measured while all copy, and fail together."""
+
+    rank_timeout: float = 600.0
+    """Seconds after which a process of this machine that has not answered the others counts as gone. Training then ends with
+    RankError, which names it. Only for several processes that torchrun has started."""
+
     solver_time_limit: float = 30.0
     """Seconds that the solver may take, in the background. After that, the best plan found so far is used."""
 
@@ -169,7 +187,8 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
             options |= _checked(values)
         except OptionsError as error:
             raise OptionsError(f"{source}: {error}") from None
-    parsed = Options(**options | _checked(given or {}))
+    place = rank_place()
+    parsed = Options(**{"local_ranks": place.local_world_size} | options | _checked(given or {}))
     if parsed.codegen == "eager" and parsed.mode != "default":
         raise OptionsError(f"option mode: {parsed.mode!r} is for codegen='inductor'; leave out one of them")
     return parsed
@@ -226,7 +245,7 @@ def _directories(name: str, value: Any) -> tuple[Path, ...]:
 
 def _path(name: str, value: Any) -> Path:
     if isinstance(value, (str, os.PathLike)) and os.fspath(value):
-        return Path(cast(Any, value)).expanduser()
+        return Path(rank_place().fill(str(os.fspath(cast(Any, value))))).expanduser()
     raise OptionsError(f"option {name}: found {value!r}, wanted a path")
 
 
@@ -323,5 +342,7 @@ _CHECKS: dict[str, Any] = {
     "overlap_step": _switch,
     "host_updates": _switch,
     "recompute": _recompute,
+    "local_ranks": _count,
+    "rank_timeout": _seconds,
     "solver_time_limit": _seconds,
 }

@@ -22,6 +22,8 @@ from runtime.system import uninterrupted
 from teraio.machine import Machine, MeasuredPaths
 from teraio.optimizer import ProcessSteps, keep_masters
 from teraio.options import Options
+from teraio.rank_place import rank_place
+from teraio.ranks import divided_alone, divided_among, only_first_rank_informs, open_group
 from teraio.status import Status
 from teraio.training_run import TrainingRun
 
@@ -61,11 +63,22 @@ class Registry:
             key = (options, device)
             if key not in self._runs:
                 _show_messages()
-                open_machine = functools.partial(self.open_machine, measured=self.measured, ownership=self._ownership)
-                self._runs[key] = self.new_run(options, device, open_machine=open_machine)
+                self._runs[key] = self._new_run(options, device)
                 for optimizer in self._optimizers:
                     self._runs[key].manage_optimizer(optimizer)
             return self._runs[key]
+
+    def _new_run(self, options: Options, device: torch.device) -> TrainingRun:
+        """Make a run. Several ranks of a machine divide it first and wait for each other; see `teraio.ranks`."""
+        parts: dict[str, object] = {"measured": self.measured, "ownership": self._ownership}
+        ranks = open_group(options)
+        if ranks is None:
+            options = divided_alone(options, device)
+            return self.new_run(options, device, open_machine=functools.partial(self.open_machine, **parts))
+        with ranks.failing_together():
+            options = divided_among(options, device, ranks)
+            open_machine = functools.partial(self.open_machine, **parts, ranks=ranks)
+            return self.new_run(options, device, open_machine=open_machine, ranks=ranks)
 
     def _end_others(self, key: tuple[Options, torch.device], parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
         """End the runs under other options that manage all of `parameters`. Return the optimizers that they managed."""
@@ -128,6 +141,16 @@ class Registry:
         """Return what every run is doing, in order of creation. See `teraio.status`."""
         return tuple(run.status() for run in self.runs())
 
+    def node_status(self) -> dict[int, tuple[Status, ...]]:
+        """Return what the runs of every rank of this machine are doing, by rank. See `teraio.node_status`."""
+        found = {rank_place().rank: self.status()}
+        for run in self.runs():
+            for rank in set(run.ranks) - {rank_place().rank}:
+                told = run.told_by(rank)
+                if told is not None:
+                    found[rank] = (*found.get(rank, ()), told)
+        return dict(sorted(found.items()))
+
     def wait_for_plan(self, timeout_seconds: float | None = None) -> bool:
         """Wait until no plan is being made, or until the time is over. See `teraio.wait_for_plan`."""
         return all(run.wait_for_plan(timeout_seconds) for run in self.runs())
@@ -184,6 +207,7 @@ def _show_messages() -> None:
         handler.setFormatter(logging.Formatter("teraio: %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+    only_first_rank_informs(logger, rank_place())
 
 
 REGISTRY = Registry()

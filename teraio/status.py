@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 RunPhase = Literal["profile", "planning", "planned", "fits", "demand"]
@@ -63,3 +64,13 @@ class Status:
     spill_directories: tuple[str, ...]
     stages: int
     distinct_stages: int
+
+    def as_text(self) -> str:
+        """Return it as text for another process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_text(cls, text: str) -> Status:
+        """Return what `as_text` wrote."""
+        content = json.loads(text)
+        return cls(**{**content, "spill_directories": tuple(content["spill_directories"])})

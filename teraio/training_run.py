@@ -15,22 +15,25 @@ import torch
 from torch.optim import Optimizer
 
 import planner
-from planner.errors import BudgetError, UnsupportedError
+from planner.errors import BudgetError, RankError, UnsupportedError
 from runtime.execution import Program, Reruns, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Block, CopyRates, Pager
 from runtime.system import uninterrupted
 from teraio.distributed import ShardedParameters
 from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine
-from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes
+from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes, host_threads
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext, why_no_reruns
 from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
 from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch, RerunRecord
+from teraio.ranks import RankGroup
 from teraio.stages import Codegen, CutPolicy, StageCompiler
 from teraio.status import Status
 
 logger = logging.getLogger("teraio")
+
+_STATUS = "status"
 
 OpenMachine = Callable[[Options, torch.device], Machine]
 
@@ -48,7 +51,7 @@ class TrainingRun:
     open_machine, start_job, new_pager: make the parts; tests and benchmarks give others. cut_policy: where graphs are cut into
     stages. codegen: compiles stages, instead of what the option says. host_rates: rates of updates on the host, instead of
     measured ones. subgroup_bytes: size of optimizer subgroups; default: that of the given plan, else what was measured decides.
-    first_phase: makes the phase in which the run begins.
+    first_phase: makes the phase in which the run begins. ranks: those of this machine that train together, None if there is one.
     Raises PlanError if the plan file is damaged, UnsupportedError, StorageError, StorageFullError.
     """
 
@@ -65,7 +68,9 @@ class TrainingRun:
         host_rates: HostRates | None = None,
         subgroup_bytes: int | None = None,
         first_phase: Callable[[RunContext], Phase] = ProfilePhase,
+        ranks: RankGroup | None = None,
     ) -> None:
+        self._ranks, self._agreed = ranks, ranks is None
         given = planner.Plan.load(options.plan) if options.plan is not None else None
         self._machine = machine = open_machine(options, device)
         self._pager = new_pager(
@@ -93,7 +98,7 @@ class TrainingRun:
         self._needs = GraphNeeds(self._pager, machine, self._findings)
         self._sharded = ShardedParameters(self._pager)
         self._steps = self._optimizer_steps(options, subgroups, host_rates)
-        self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job)
+        self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job, ranks=ranks)
         self._context = RunContext(
             options=options,
             machine=machine,
@@ -139,7 +144,8 @@ class TrainingRun:
             self._machine.device.mark().wait()  # the device may still read from there
             return self._machine.host_scratch(size_bytes)
 
-        return HostRates(scratch, shared=not self._machine.device.asynchronous)
+        threads = host_threads(options.local_ranks)
+        return HostRates(scratch, shared=not self._machine.device.asynchronous, threads=threads)
 
     # -- compiled graphs
 
@@ -192,6 +198,20 @@ class TrainingRun:
         """See `GraphNeeds.check`."""
         self._needs.check(programs)
 
+    @contextlib.contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Compile within the block. The first time, all ranks of the machine wait here until each has done so, or all fail.
+
+        Raises RankError if another rank fails, or does not come in time.
+        """
+        if self._ranks is None or self._agreed:
+            yield
+            return
+        with self._ranks.failing_together():
+            yield
+        self._ranks.gather("compiling the first graph")
+        self._agreed = True
+
     # -- steps of optimizers
 
     @property
@@ -241,6 +261,27 @@ class TrainingRun:
             self._late_seconds = ended.iteration.waited_seconds
             self._reruns = tuple(ended.iteration.reruns)
             self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
+            self._tell_status()
+
+    def _tell_status(self) -> None:
+        """Tell the other ranks of this machine what the run is doing. If that fails, training will tell why soon enough."""
+        if self._ranks is None:
+            return
+        try:
+            self._ranks.tell(_STATUS, self.status().as_text())
+        except RankError as error:
+            self._ranks = None
+            logger.warning("the other ranks of this machine are told no status any more: %s", error)
+
+    def told_by(self, rank: int) -> Status | None:
+        """Return what another rank of this machine has told of its run; None if it has told nothing. Raises RankError."""
+        text = None if self._ranks is None else self._ranks.told(_STATUS, rank)
+        return None if text is None else Status.of_text(text)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this machine; none if this is the only one, or if they do not hear of each other."""
+        return () if self._ranks is None else self._ranks.ranks
 
     # -- from outside
 

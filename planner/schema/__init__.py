@@ -4,6 +4,7 @@ from planner.schema.json_file import read_format, read_model, write_atomic
 from planner.schema.limits import MAX_NUMBER
 from planner.schema.messages import printable
 from planner.schema.models import FrozenModel
+from planner.schema.node import MAX_RANKS, Node, NodeRate
 from planner.schema.plan import (
     Budgets,
     Move,
@@ -28,7 +29,10 @@ __all__ = [
     "Hardware",
     "Link",
     "MAX_NUMBER",
+    "MAX_RANKS",
     "Move",
+    "Node",
+    "NodeRate",
     "NotRecomputed",
     "Offload",
     "Phase",

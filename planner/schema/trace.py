@@ -32,22 +32,29 @@ SubgroupBytes = Annotated[int, Field(gt=0)]
 class Link(GrownModel):
     """One direction between two tiers; `from` and `to` in the file. It carries one block at a time, in queue order.
 
-    path: how the bytes get there where there are several ways ("posix", "kvikio"); for people. Left out of the file and of the
-    fingerprint where it is empty.
+    path: how the bytes get there where there are several ways ("posix", "kvikio"); for people. alone_bytes_per_second: the rate
+    while the other ranks of the machine were idle, where `bytes_per_second` was measured while all were busy. Both are left out
+    of the file and of the fingerprint where they are not given.
     """
 
-    added_later = ("path",)
+    added_later = ("path", "alone_bytes_per_second")
 
     from_tier: Tier = Field(validation_alias="from", serialization_alias="from")
     to_tier: Tier = Field(validation_alias="to", serialization_alias="to")
     bytes_per_second: Rate
     latency_seconds: Seconds = 0.0
     path: str = ""
+    alone_bytes_per_second: Rate | None = None
 
     @property
     def name(self) -> str:
         """`"device->storage"` and the like; a key of `moved_bytes`."""
         return f"{self.from_tier}->{self.to_tier}"
+
+    @property
+    def own_bytes_per_second(self) -> float:
+        """The rate while the other ranks of the machine are idle, as far as it is known."""
+        return self.bytes_per_second if self.alone_bytes_per_second is None else self.alone_bytes_per_second
 
     def seconds(self, size_bytes: int) -> float:
         """Return the time that a block of `size_bytes` occupies the link."""

@@ -1,12 +1,14 @@
 """The replay of a plan on its trace, which does not depend on how the plan was made."""
 
 from planner.simulator.critical_path import STAGES, CriticalPath, PathSegment, critical_path
+from planner.simulator.node import NodeTimeline, simulate_node
 from planner.simulator.simulate import simulate
 from planner.simulator.timeline import HostUpdate, StageTimes, Timeline, Transfer
 
 __all__ = [
     "CriticalPath",
     "HostUpdate",
+    "NodeTimeline",
     "PathSegment",
     "STAGES",
     "StageTimes",
@@ -14,4 +16,5 @@ __all__ = [
     "Transfer",
     "critical_path",
     "simulate",
+    "simulate_node",
 ]

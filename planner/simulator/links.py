@@ -1,4 +1,4 @@
-"""Links in a replay: each serves its queue in order, and links that share a rate divide it."""
+"""Links in a replay: each serves its queue in order, and links that share a rate divide it, also those of several ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from planner.problem import max_min_rates
-from planner.schema import Hardware, Link
+from planner.schema import Hardware, Link, NodeRate
 
 __all__ = ["Channel", "QueuedTransfer", "Links"]
 
@@ -27,13 +27,16 @@ class QueuedTransfer:
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """A link and its queue. `event`: when the transfer under way, or its latency, ends; infinite if there is none.
+    """A link of one rank and its queue. `event`: when the transfer under way, or its latency, ends; infinite if there is none.
 
-    A link that shares a rate with others has `left` bytes to move at `rate`, from the time `since` on.
+    A link that shares a rate with others has `left` bytes to move at `rate`, from the time `since` on. Rates are divided anew
+    among `company`: all links with shared rates of the ranks that share anything with this one.
     """
 
     link: Link
-    shares: bool
+    rank: int
+    shares: bool = False
+    company: list[Channel] = field(default_factory=list)
     queue: deque[QueuedTransfer] = field(default_factory=deque)
     active: QueuedTransfer | None = None
     began: float = 0.0
@@ -46,19 +49,39 @@ class Channel:
 
 
 class Links:
-    """All links of a machine. A transfer takes latency + size / rate; it takes longer where a shared rate is used up."""
+    """All links of all ranks of a machine; one rank if nothing else is said.
 
-    def __init__(self, hardware: Hardware) -> None:
-        sharing = {name for shared in hardware.shared for name in shared.links}
-        self.channels = {link.name: Channel(link, link.name in sharing) for link in hardware.links}
-        self._shared = [(shared.bytes_per_second, [self.channels[name] for name in shared.links]) for shared in hardware.shared]
+    A transfer takes latency + size / rate; it takes longer where a shared rate is used up. `hardware`: by rank. `shared`: what
+    links of several ranks share, beyond what the hardware says of each rank's own. `channels`: by rank and name of the link.
+    """
+
+    def __init__(self, hardware: Sequence[Hardware], shared: Sequence[NodeRate] = ()) -> None:
+        self.channels = [{link.name: Channel(link, rank) for link in each.links} for rank, each in enumerate(hardware)]
+        self._all = [channel for channels in self.channels for channel in channels.values()]
+        self._shared = [
+            (rate.bytes_per_second, [self.channels[rank][name] for name in rate.links])
+            for rank, each in enumerate(hardware)
+            for rate in each.shared
+        ]
+        for rate in shared:
+            self._shared.append((rate.bytes_per_second, self._members(rate)))
+        for _, members in self._shared:
+            for channel in members:
+                channel.shares = True
+        company = _companies(len(hardware), [{channel.rank for channel in members} for _, members in self._shared])
+        for channel in self._all:
+            channel.company = [other for other in self._all if other.shares and company[other.rank] == company[channel.rank]]
         self._rates: dict[tuple[Channel, ...], list[float]] = {}
         self._begun = 0
+
+    def _members(self, rate: NodeRate) -> list[Channel]:
+        mine = [self.channels[rank] for rank in rate.members(len(self.channels))]
+        return [channels[name] for channels in mine for name in rate.links if name in channels]
 
     def next(self) -> Channel | None:
         """Return the link with the next event; of several at the same time, the one that began first. None if all are idle."""
         first: Channel | None = None
-        for channel in self.channels.values():
+        for channel in self._all:
             if channel.active is not None and (first is None or (channel.event, channel.order) < (first.event, first.order)):
                 first = channel
         return first
@@ -82,12 +105,12 @@ class Links:
         else:
             channel.moving, channel.since, channel.rate = True, now, 0.0
         if channel.shares:
-            self._divide(now)
+            self._divide(channel.company, now)
         return ended
 
-    def _divide(self, now: float) -> None:
+    def _divide(self, company: Sequence[Channel], now: float) -> None:
         """Divide the shared rates again, since a transfer has joined or left."""
-        moving = [channel for channel in self.channels.values() if channel.shares and channel.moving]
+        moving = [channel for channel in company if channel.moving]
         for channel, rate in zip(moving, self._fair_rates(moving), strict=True):
             channel.left = max(channel.left - channel.rate * (now - channel.since), 0.0)
             channel.since, channel.rate = now, rate
@@ -100,3 +123,12 @@ class Links:
             groups = [(rate, [n for n, channel in enumerate(moving) if channel in members]) for rate, members in self._shared]
             self._rates[key] = max_min_rates([channel.link.bytes_per_second for channel in moving], groups)
         return self._rates[key]
+
+
+def _companies(ranks: int, sharing: Sequence[set[int]]) -> list[int]:
+    """For each rank, a number that ranks have in common if they share something, also through others. sharing: sets of ranks."""
+    company = list(range(ranks))
+    for members in sharing:
+        joined = {company[rank] for rank in members}
+        company = [min(joined) if each in joined else each for each in company]
+    return company

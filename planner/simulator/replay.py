@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 from typing import Literal
 
@@ -19,16 +20,18 @@ __all__ = ["Replay"]
 class Replay:
     """State of one replay, by the rules of [Note: execution semantics] in `planner.simulator.simulate`.
 
-    A block is on the device, leaving, coming or away.
+    A block is on the device, leaving, coming or away. `links`: of all ranks; the replay uses those of `rank`. One rank alone is
+    replayed by `one_iteration`. Several are by a driver that calls `arrive`, `begin`, `run`, `complete_transfer` and so on.
     """
 
-    def __init__(self, trace: Trace, plan: Plan, program: ReplayProgram) -> None:
+    def __init__(self, trace: Trace, plan: Plan, program: ReplayProgram, links: Links, rank: int = 0) -> None:
         self.source = trace
         self.trace = program.trace
         self.plan = plan
         self.program = program
         self.device_budget = plan.budgets.device_bytes
-        self.links = Links(trace.hardware)
+        self.links = links
+        self.channels = links.channels[rank]
         self.state: list[Literal["device", "leaving", "coming", "away"]] = ["away"] * len(trace.blocks)
         self.copies: list[set[str]] = [set() for _ in trace.blocks]
         self.dead: set[int] = set()  # blocks that died while they were leaving
@@ -45,9 +48,9 @@ class Replay:
         self.transfers: list[Transfer] = []
         self.updated: list[HostUpdate] = []
         self.moved: dict[str, int] = {}
-        self._begin()
+        self._place_persistent()
 
-    def _begin(self) -> None:
+    def _place_persistent(self) -> None:
         """Put every persistent block into the tier where the plan says that it waits."""
         for block in self.trace.blocks:
             if not block.persistent:
@@ -67,17 +70,48 @@ class Replay:
         self.peak = self.used
 
     def one_iteration(self) -> Timeline:
-        """Replay one iteration. Its times count from the end of the iteration before."""
+        """Replay one iteration of this rank alone. Its times count from the end of the iteration before."""
+        self.arrive()
+        self.begin()
+        for until in self.run():
+            if until < inf:
+                while self._proceed(until):
+                    pass
+                self.now = until
+            elif not self._proceed(inf):
+                raise self.stuck()
+        return self.timeline()
+
+    def arrive(self) -> None:
+        """Reach the first stage of the next iteration. Copies may begin from now on; the stage runs after `begin`."""
+        self._reach(0)
+
+    def begin(self) -> None:
+        """Begin an iteration now; what comes is recorded for its timeline."""
         self.times, self.transfers, self.updated, self.moved = [], [], [], {}
-        began = self.now
-        self.iteration_began = began
+        self.iteration_began = self.reached_at = self.now
+
+    def run(self) -> Iterator[float]:
+        """Run all stages. Yields the time at which the stage that runs ends, and infinity while a stage waits.
+
+        Whoever iterates carries out what links and processor do until then, and sets `now`. While a stage waits, it is asked
+        again after each event.
+        """
         for stage in range(len(self.trace.stages)):
-            self._reach(stage)
+            if stage:
+                self._reach(stage)
             while not self._can_start(stage):
-                self._next_event(stage)
-            self._run_stage(stage)
+                yield inf
+            start = self.now
+            self._take_device(self.waiting_bytes)
+            self.waiting_bytes = 0
+            yield start + self.trace.stages[stage].duration_seconds
+            self._end_stage(stage, start)
+
+    def timeline(self) -> Timeline:
+        """Return the iteration that ends now."""
         return Timeline(
-            iteration_seconds=self.now - began,
+            iteration_seconds=self.now - self.iteration_began,
             stages=tuple(self.times),
             transfers=tuple(self.transfers),
             updates=tuple(self.updated),
@@ -110,23 +144,16 @@ class Replay:
             return False
         return all(self.state[other] in ("device", "coming") for other in self.program.inputs[self.stage])
 
-    def _run_stage(self, stage: int) -> None:
-        """Run the stage and, meanwhile, the links; then do everything that happens at its end.
+    def _end_stage(self, stage: int, start: float) -> None:
+        """Do everything that happens at the end of a stage that began at `start` and ends now.
 
         The copies that are queued here begin when the next stage has been reached, since only then its need for room is known.
         """
-        start = self.now
-        self._take_device(self.waiting_bytes)
-        self.waiting_bytes = 0
-        end = start + self.trace.stages[stage].duration_seconds
-        while self._proceed(end):
-            pass
-        self.now = end
         self.times.append(
             StageTimes(
                 reached_seconds=self.reached_at - self.iteration_began,
                 start_seconds=start - self.iteration_began,
-                end_seconds=end - self.iteration_began,
+                end_seconds=self.now - self.iteration_began,
             )
         )
         for block in self.program.born[stage]:
@@ -177,7 +204,7 @@ class Replay:
             queued=self.now,
         )
         name = f"{move.tier}->device" if inward else f"device->{move.tier}"
-        self.links.channels[name].queue.append(job)
+        self.channels[name].queue.append(job)
         if not inward:
             self.state[move.block] = "leaving"
             self.visible_copies += move.block in self.program.visible
@@ -185,7 +212,7 @@ class Replay:
     def _dispatch(self) -> None:
         """Let the host's processor, and every idle link, begin the head of its queue if it can."""
         self.processor.begin(self.now)
-        for channel in self.links.channels.values():
+        for channel in self.channels.values():
             if channel.active is not None or not channel.queue:
                 continue
             job = channel.queue[0]
@@ -210,21 +237,24 @@ class Replay:
             self.now = channel.event
             job = self.links.proceed(channel)
             if job is not None:
-                self._complete_transfer(channel, job)
+                self.complete_transfer(channel, job)
             return True
         if self.processor.event > limit or self.processor.event == inf:
             return False
         self.now = self.processor.event
-        self._complete_update(self.processor.end(self.iteration_began))
+        self.complete_update()
         return True
 
-    def _complete_update(self, update: HostUpdate) -> None:
+    def complete_update(self) -> None:
+        """End the update on the host that ends now."""
+        update = self.processor.end(self.iteration_began)
         for block in self.program.parameters[update.subgroup]:
             self.copies[block] = {"host"}
         self.updated.append(update)
         self._dispatch()
 
-    def _complete_transfer(self, channel: Channel, job: QueuedTransfer) -> None:
+    def complete_transfer(self, channel: Channel, job: QueuedTransfer) -> None:
+        """End the transfer that ends now."""
         name = channel.link.name
         self.moved[name] = self.moved.get(name, 0) + job.size
         self.visible_copies -= job.block in self.program.visible
@@ -252,13 +282,12 @@ class Replay:
         )
         self._dispatch()
 
-    def _next_event(self, stage: int) -> None:
-        if self._proceed(inf):
-            return
-        missing = [block for block in self.program.inputs[stage] if self.state[block] != "device"]
-        name = self.trace.stages[stage].name
+    def stuck(self) -> InfeasiblePlanError:
+        """Return the error of a stage that waits for ever."""
+        missing = [block for block in self.program.inputs[self.stage] if self.state[block] != "device"]
+        name = self.trace.stages[self.stage].name
         waits = f"for block {self.trace.blocks[missing[0]].name!r}" if missing else f"for {self.waiting_bytes:,} bytes"
-        raise InfeasiblePlanError(
+        return InfeasiblePlanError(
             f"stage {name!r} waits for ever {waits}: {self.used:,} of {self.device_budget:,} "
             "device bytes are taken and no transfer is under way: move more blocks, or prefetch later",
             stage=name,

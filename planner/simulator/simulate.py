@@ -21,6 +21,8 @@
 * The iteration is cyclic. Times are those of the steady state: iterations are replayed until two in a row agree in the time of
   every stage, transfer and update. After MAX_ITERATIONS the last one counts (a link may lag behind only slightly in each, or two
   states may alternate).
+* Several ranks of a machine (`planner.simulator.node`) follow these rules each for itself. They begin an iteration together: the
+  first stage starts when every rank has reached it. Links of several ranks may share a rate, too.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from dataclasses import replace
 from planner.errors import PlanError
 from planner.problem import spelled_out
 from planner.schema import Plan, Trace
+from planner.simulator.links import Links
 from planner.simulator.program import compile_program
 from planner.simulator.replay import Replay
 from planner.simulator.timeline import Timeline, agree
 
-__all__ = ["simulate"]
+__all__ = ["MAX_ITERATIONS", "as_planned", "replay_of", "simulate"]
 
 MAX_ITERATIONS = 32
 
@@ -48,17 +51,27 @@ def simulate(trace: Trace, plan: Plan) -> Timeline:
     InfeasiblePlanError, naming stage and block, when a move or an update does not fit the trace, a budget is exceeded, the
     iteration is not cyclic, or stages and links wait for each other for ever.
     """
-    if plan.trace_fingerprint != trace.fingerprint:
-        raise PlanError(f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: plan again")
-    given, (trace, plan) = plan, spelled_out(trace, plan)
-    replay = Replay(trace, plan, compile_program(trace, plan))
+    replay = replay_of(trace, plan, Links([trace.hardware]))
     previous: Timeline | None = None
     for _ in range(MAX_ITERATIONS):
         timeline = replay.one_iteration()
         if previous is not None and agree(previous, timeline):
             break
         previous = timeline
-    if given.recompute:
-        named = tuple(replace(transfer, block=given.moves[transfer.move].block) for transfer in timeline.transfers)
-        return replace(timeline, transfers=named)
-    return timeline
+    return as_planned(plan, timeline)
+
+
+def replay_of(trace: Trace, plan: Plan, links: Links, rank: int = 0) -> Replay:
+    """Return a replay that has not begun. Raises as `simulate` does."""
+    if plan.trace_fingerprint != trace.fingerprint:
+        raise PlanError(f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: plan again")
+    trace, plan = spelled_out(trace, plan)
+    return Replay(trace, plan, compile_program(trace, plan), links, rank)
+
+
+def as_planned(plan: Plan, timeline: Timeline) -> Timeline:
+    """Return the timeline with the blocks that the plan names, where it runs groups again."""
+    if not plan.recompute:
+        return timeline
+    named = tuple(replace(transfer, block=plan.moves[transfer.move].block) for transfer in timeline.transfers)
+    return replace(timeline, transfers=named)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -25,13 +26,30 @@ from teraio.advice import Case
 from teraio.advice import advise as advice_of
 from teraio.cli import arguments
 from teraio.cli.advice_tables import advice_tables
-from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, with_solver_options
+from teraio.cli.arguments import (
+    AsJson,
+    Device,
+    Host,
+    NodeFile,
+    Policy,
+    Ranks,
+    Rows,
+    Shared,
+    Storage,
+    TraceAndPlan,
+    TraceFile,
+    TraceFiles,
+    with_solver_options,
+)
 from teraio.cli.capture import captured
 from teraio.cli.comparison import compare_policies, sweep_budgets
 from teraio.cli.comparison_tables import comparison_tables, sweep_tables
 from teraio.cli.doctor import doctor_tables, examined
+from teraio.cli.node_summary import summarise_node, summarise_node_replay
+from teraio.cli.node_tables import node_replay_tables, node_tables
 from teraio.cli.plan_summary import summarise_plan
 from teraio.cli.plan_tables import plan_tables, replay_tables
+from teraio.cli.ranks import RankFiles, plan_paths
 from teraio.cli.replay_summary import summarise_replay
 from teraio.cli.tables import Page, show
 from teraio.cli.trace_summary import summarise_trace
@@ -52,13 +70,15 @@ FORMATS: dict[str, type[planner.Trace] | type[planner.Plan]] = {
     "teraio.trace": planner.Trace,
     "teraio.plan": planner.Plan,
 }
+SCHEMAS: dict[str, type[FrozenModel]] = {"trace": planner.Trace, "plan": planner.Plan, "node": planner.Node}
 
 
 class FileKind(StrEnum):
-    """The two file formats."""
+    """The file formats."""
 
     TRACE = "trace"
     PLAN = "plan"
+    NODE = "node"
 
 
 def main() -> NoReturn:
@@ -90,22 +110,32 @@ def _teraio(
 @app.command()
 @with_solver_options
 def plan(
-    trace: TraceFile,
+    traces: TraceFiles,
     device: Device,
     host: Host = None,
     storage: Storage = None,
     policy: Policy = "ilp",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where to write the plan. With --ranks, a name with {rank} if they differ."),
+    ] = None,
+    ranks: Ranks = False,
+    node: NodeFile = None,
+    shared: Shared = None,
     as_json: AsJson = False,
     rows: Rows = 10,
     *,
     settings: SolverSettings,
 ) -> None:
-    """Make a plan for TRACE under the budgets and show it. --json prints the plan itself."""
+    """Make a plan for TRACE under the budgets and show it. --json prints the plan itself. With --ranks, plan the ranks of a
+    machine together; budgets are those of each rank."""
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
     if output is not None and not output.parent.is_dir():
         raise planner.OptionsError(f"option --output: there is no directory {output.parent}; create it first")
-    loaded = planner.Trace.load(trace)
+    if ranks:
+        _plan_ranks(RankFiles.read(traces, node, shared or ()), budgets, policy, output, settings, as_json=as_json)
+        return
+    loaded = planner.Trace.load(*arguments.only("TRACE", traces, node, shared))
     with Console(stderr=True).status("planning"):
         made = planner.plan(loaded, budgets, policy=policy, **asdict(settings))
     if output is not None:
@@ -182,10 +212,47 @@ def advise(
         raise typer.Exit(1)
 
 
+def _plan_ranks(
+    files: RankFiles,
+    budgets: planner.Budgets,
+    policy: str,
+    output: Path | None,
+    settings: SolverSettings,
+    *,
+    as_json: bool,
+) -> None:
+    files.refuse_plans()
+    plan_paths(output, files.traces)  # refuses before the planning
+
+    def make(trace: planner.Trace, each: planner.Budgets, known: Sequence[planner.Plan]) -> planner.Plan:
+        return planner.plan(trace, each, policy=policy, incumbents=known, **asdict(settings))
+
+    with Console(stderr=True).status("planning") as status:
+        found = planner.plan_node(files.node, files.traces, [budgets] * files.node.ranks, make=make, progress=status.update)
+    for path, made in zip(plan_paths(output, files.traces), found.plans, strict=False):
+        _save(made, path)
+    summary = summarise_node_replay(files.node, files.traces, found.plans, found.timeline, found)
+    _show(summary, node_replay_tables(summary), as_json=as_json)
+
+
 @app.command()
-def simulate(trace: TraceFile, plan: PlanFile, as_json: AsJson = False, rows: Rows = 10) -> None:
+def simulate(
+    files: TraceAndPlan,
+    ranks: Ranks = False,
+    node: NodeFile = None,
+    shared: Shared = None,
+    as_json: AsJson = False,
+    rows: Rows = 10,
+) -> None:
     """Replay PLAN on TRACE in the simulator. Shows iteration time, stalls, peak memory, the work of each link and of the host's
-    processor, and the critical path."""
+    processor, and the critical path. With --ranks, replay the plans of the ranks of a machine together."""
+    if ranks:
+        found = RankFiles.read(files, node, shared or ())
+        timeline = planner.simulate_node(found.node, found.traces, found.needed_plans())
+        node_summary = summarise_node_replay(found.node, found.traces, found.needed_plans(), timeline)
+        _show(node_summary, node_replay_tables(node_summary), as_json=as_json)
+        return
+    trace, plan = arguments.only("TRACE PLAN", files, node, shared)
     loaded, decided = planner.Trace.load(trace), planner.Plan.load(plan)
     summary = summarise_replay(loaded, decided, planner.simulate(loaded, decided))
     _show(summary, replay_tables(summary, rows), as_json=as_json)
@@ -246,18 +313,32 @@ def sweep(
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace or a plan.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE", help="A trace or a plan. With --ranks, the traces of all ranks.")
+    ],
     trace: Annotated[Path | None, typer.Option(help="The trace of the plan, for names, sizes and stalls.")] = None,
     tbw: Annotated[
         str | None,
         typer.Option(help="Rated bytes written of the drives (TBW), such as 600TB. Shows how long they last."),
     ] = None,
+    ranks: Ranks = False,
+    node: NodeFile = None,
+    shared: Shared = None,
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
     """Show what a trace or a plan contains. A trace: stages, memory over time, idle blocks, updates that can run on the host, the
     smallest budget. A plan: moves, updates on the host, predictions; with --trace also why each block moves and why the iteration
-    takes as long as it does."""
+    takes as long as it does. With --ranks: the traces of a machine's ranks side by side, and what they share."""
+    if ranks:
+        if trace is not None or tbw is not None:
+            raise planner.OptionsError("options --trace and --tbw are for one plan: leave them out, or leave --ranks out")
+        found = RankFiles.read(files, node, shared or ())
+        found.refuse_plans()
+        node_summary = summarise_node(found.node, found.traces)
+        _show(node_summary, node_tables(node_summary), as_json=as_json)
+        return
+    (file,) = arguments.only("FILE", files, node, shared)
     loaded = _load(file)
     if isinstance(loaded, planner.Plan):
         plan_summary = summarise_plan(
@@ -300,8 +381,7 @@ def doctor(
 @app.command()
 def schema(kind: Annotated[FileKind, typer.Argument(help="The file format.")]) -> None:
     """Print the JSON Schema of a file format."""
-    model = FORMATS[f"teraio.{kind.value}"]
-    print(json.dumps(model.model_json_schema(), indent=1))
+    print(json.dumps(SCHEMAS[kind.value].model_json_schema(), indent=1))
 
 
 def _load(path: Path) -> planner.Trace | planner.Plan:

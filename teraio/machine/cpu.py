@@ -15,7 +15,7 @@ from runtime.paging import Debug, StorageOwnership, Tiers
 from runtime.storage import HostStore, Store
 from runtime.system import host_limits
 from runtime.transfer import Engine, cpu_candidates
-from teraio.machine.tiers import MachineTiers, MeasuredPaths, OpenTier, open_storage
+from teraio.machine.tiers import MachineTiers, MeasuredPaths, OpenTier, io_threads, open_storage
 from teraio.options import Options, Share
 
 _RESERVE = 0.1
@@ -85,7 +85,13 @@ def _open_tiers(options: Options, measured: MeasuredPaths, undo: ExitStack) -> l
         unchanged: bool | Literal["verify"] = options.user_writes == "detect" and (not options.debug or "verify")
 
         def open_engine(store: Store) -> Engine:
-            return Engine(store, checksums=options.checksums, unchanged=unchanged, stuck_after_seconds=options.storage_timeout)
+            return Engine(
+                store,
+                checksums=options.checksums,
+                unchanged=unchanged,
+                threads=io_threads(options),
+                stuck_after_seconds=options.storage_timeout,
+            )
 
         candidates = cpu_candidates(options.storage, budget_bytes=options.storage_budget)
         tiers.append(open_storage(options, candidates, open_engine, "cpu", measured, undo))

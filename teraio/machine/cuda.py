@@ -16,7 +16,7 @@ from runtime.storage import Extent, HostStore, Store
 from runtime.system import CudaPinner, pci_address, processors_near
 from runtime.transfer import Engine, LinkRates, TorchMemory
 from teraio.machine.reserve import Reserve
-from teraio.machine.tiers import MachineTiers, MeasuredPaths, OpenTier, open_storage
+from teraio.machine.tiers import MachineTiers, MeasuredPaths, OpenTier, io_threads, open_storage
 from teraio.options import Options, Share
 
 _RESERVE = 0.1
@@ -112,6 +112,7 @@ def _host_tier(streams: CudaStreams, store: HostStore, mover: StreamMover) -> Op
     return OpenTier(
         tier=Tier(name="host", store=store, engine=None),
         rates=measure_host_links(streams, store),
+        measure=lambda: measure_host_links(streams, store),
         path=f"copies by the GPU, {'pinned' if store.pinned else 'pageable'} memory",
         moved_bytes=lambda: mover.moved_bytes,
         busy_seconds=lambda: mover.busy_seconds,
@@ -169,7 +170,7 @@ def _open_storage(options: Options, device: torch.device, measured: MeasuredPath
 
     def open_engine(store: Store) -> Engine:
         memory = TorchMemory(device, load=lambda: computing(device))
-        return Engine(store, memory=memory, stuck_after_seconds=options.storage_timeout)
+        return Engine(store, memory=memory, threads=io_threads(options), stuck_after_seconds=options.storage_timeout)
 
     return open_storage(options, candidates, open_engine, str(device), measured, undo)
 

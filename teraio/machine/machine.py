@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +17,9 @@ from teraio.machine.cpu import open_cpu
 from teraio.machine.cuda import open_cuda
 from teraio.machine.tiers import MachineTiers, MeasuredPaths, OpenTier
 from teraio.options import Options
+from teraio.ranks import RankGroup
+
+logger = logging.getLogger("teraio")
 
 _INDEPENDENT = 0.95
 """Two links are independent if together they carry at least this share of the sum of what each carries alone."""
@@ -41,6 +46,8 @@ class Machine:
     device: where stages run. budget_bytes: the device budget; None if there is no limit. mover: None if there is no lower tier.
     memory: the memory that stages allocate from; None if it cannot be measured. measured_runs: in how many of its runs a stage is
     measured there; None for all. allocator: of the device, None on the CPU. reserve: see `Reserve`; None without a hard limit.
+    ranks: those of this machine that open theirs at the same time: links are measured alone, one rank after the other, and then
+    by all together. Plans use the second rates.
     The arguments `measured` and `ownership` are shared by all machines of a process; default: new ones. `open_tiers`: for tests.
     Raises OptionsError, UnsupportedError, StorageError, StorageFullError.
     """
@@ -53,8 +60,16 @@ class Machine:
         measured: MeasuredPaths | None = None,
         ownership: StorageOwnership | None = None,
         open_tiers: OpenTiers = open_tiers,
+        ranks: RankGroup | None = None,
     ) -> None:
-        self._opened = open_tiers(options, device, measured or MeasuredPaths(), ownership or StorageOwnership())
+        with ranks.turn("opening the tiers") if ranks is not None else contextlib.nullcontext():
+            self._opened = open_tiers(options, device, measured or MeasuredPaths(), ownership or StorageOwnership())
+        if ranks is not None:
+            try:
+                self._opened = replace(self._opened, tiers=_measured_together(self._opened.tiers, ranks))
+            except BaseException:
+                self.close()
+                raise
         self.device = self._opened.device
         self.budget_bytes = self._opened.budget_bytes
         self.mover = self._opened.mover
@@ -132,6 +147,24 @@ class Machine:
         Waits until copies in flight have ended. Raises StorageError if a drive no longer answers.
         """
         self._opened.undo.close()
+
+
+def _measured_together(tiers: Sequence[OpenTier], ranks: RankGroup) -> list[OpenTier]:
+    """Return the tiers with the rates that all ranks reach when they copy at the same time."""
+    found = []
+    for each in tiers:
+        ranks.gather(f"measuring the links to the {each.tier.name} tier")
+        together = each.measure()
+        found.append(replace(each, rates=together, alone=each.rates))
+        logger.info(
+            "rates to and from the %s tier with all %d ranks of this machine, GB/s: %.2f and %.2f; alone %.2f and %.2f",
+            each.tier.name,
+            len(ranks.ranks),
+            *(rate / 1e9 for rate in (together.write_bytes_per_second, together.read_bytes_per_second)),
+            *(rate / 1e9 for rate in (each.rates.write_bytes_per_second, each.rates.read_bytes_per_second)),
+        )
+    ranks.gather("measuring links")
+    return found
 
 
 def _shared(tier: OpenTier) -> tuple[planner.SharedRate, ...]:

@@ -17,6 +17,14 @@ from runtime.transfer import Engine, LinkRates, OpenEngine, PathCandidate, Stora
 from teraio.machine.reserve import Allocator, Reserve
 from teraio.options import Options
 
+_IO_THREADS = 4
+"""I/O threads for each direction of a drive, of all ranks together."""
+
+
+def io_threads(options: Options) -> int:
+    """Return how many I/O threads this rank has for each direction of a drive."""
+    return max(_IO_THREADS // options.local_ranks, 1)
+
 
 @dataclass(slots=True)
 class MeasuredPaths:
@@ -34,12 +42,16 @@ class MeasuredPaths:
 class OpenTier:
     """An open lower tier.
 
-    path: how blocks are copied there, in a word or two. moved_bytes, busy_seconds: return the totals since the start, by link.
+    path: how blocks are copied there, in a word or two. measure: measures the rates again, which waits for that.
+    alone: rates while the other ranks of the machine were idle, where `rates` are those with all busy.
+    moved_bytes, busy_seconds: return the totals since the start, by link.
     """
 
     tier: Tier
     rates: LinkRates
     path: str
+    measure: Callable[[], LinkRates]
+    alone: LinkRates | None = None
     moved_bytes: Callable[[], Mapping[str, int]]
     busy_seconds: Callable[[], Mapping[str, float]]
 
@@ -50,13 +62,14 @@ class OpenTier:
             tier=Tier(name=name, store=store, engine=engine),
             rates=rates,
             path=path,
+            measure=engine.measure,
             moved_bytes=lambda: {link: each.moved_bytes for link, each in engine.links.items()},
             busy_seconds=lambda: {link: each.busy_seconds for link, each in engine.links.items()},
         )
 
     def links(self) -> tuple[planner.Link, planner.Link]:
         """Return the link to the tier and the link back, for the trace."""
-        name, rates = self.tier.name, self.rates
+        name, rates, alone = self.tier.name, self.rates, self.alone
         return (
             planner.Link(
                 from_tier="device",
@@ -64,6 +77,7 @@ class OpenTier:
                 path=self.path,
                 bytes_per_second=rates.write_bytes_per_second,
                 latency_seconds=rates.write_latency_seconds,
+                alone_bytes_per_second=None if alone is None else alone.write_bytes_per_second,
             ),
             planner.Link(
                 from_tier=name,
@@ -71,6 +85,7 @@ class OpenTier:
                 path=self.path,
                 bytes_per_second=rates.read_bytes_per_second,
                 latency_seconds=rates.read_latency_seconds,
+                alone_bytes_per_second=None if alone is None else alone.read_bytes_per_second,
             ),
         )
 

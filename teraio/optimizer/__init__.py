@@ -2,6 +2,7 @@
 
 from teraio.optimizer.capabilities import USUAL_STATES, reason_against_host
 from teraio.optimizer.host_rates import HostRates
+from teraio.optimizer.host_threads import host_threads
 from teraio.optimizer.master_hooks import keep_masters
 from teraio.optimizer.process import ProcessSteps
 from teraio.optimizer.steps import OptimizerSteps
@@ -13,6 +14,7 @@ __all__ = [
     "OptimizerSteps",
     "ProcessSteps",
     "SubgroupSizes",
+    "host_threads",
     "keep_masters",
     "reason_against_host",
 ]

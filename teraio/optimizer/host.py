@@ -30,6 +30,7 @@ from runtime.device import MIN_MOVED_BYTES, Mark
 from runtime.paging import Block, Pager
 from runtime.system import annotate, first_of
 from teraio.optimizer.capabilities import bytes_of, fused_on_host, keeps_masters, reason_against_host, states_per_parameter
+from teraio.optimizer.host_threads import compute_pool
 from teraio.optimizer.masters import lacks_master, update_replicas
 from teraio.optimizer.parameters import OwnedParameter
 from teraio.optimizer.replica import Replica, by_group
@@ -122,12 +123,14 @@ class HostUpdate:
 class HostUpdates:
     """Runs updates in one thread, in the order in which they are begun, see [Note: Updates on the host].
 
-    min_moved_bytes: smaller states are on the device, and are copied to main memory for the update.
+    min_moved_bytes: smaller states are on the device, and are copied to main memory for the update. threads: that compute an
+    update; None: as many as PyTorch uses.
     """
 
-    def __init__(self, pager: Pager, *, min_moved_bytes: int = MIN_MOVED_BYTES) -> None:
+    def __init__(self, pager: Pager, *, min_moved_bytes: int = MIN_MOVED_BYTES, threads: int | None = None) -> None:
         self._pager = pager
         self._min_moved_bytes = min_moved_bytes
+        self._threads = threads
         self._thread: ThreadPoolExecutor | None = None
         self._counters = HostCounters()
 
@@ -139,7 +142,7 @@ class HostUpdates:
         if reason_against_host(optimizer) is not None:
             return None
         if self._thread is None:  # which starts its thread at the first update
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="teraio-host-update")
+            self._thread = compute_pool(1, self._threads, "teraio-host-update")
         update = HostUpdate(optimizer, self.members(optimizer, parameters), self._pager, self._counters)
         return update if update.begin(self._thread) else None
 

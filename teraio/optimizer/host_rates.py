@@ -7,7 +7,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from runtime.storage import align_up
 from teraio.optimizer.capabilities import fused_on_host, keeps_masters, reason_against_host, states_per_parameter
 from teraio.optimizer.host import tensor_at
+from teraio.optimizer.host_threads import compute_pool
 from teraio.optimizer.masters import update_replicas
 from teraio.optimizer.replica import Replica, by_group
 
@@ -36,11 +36,14 @@ class HostRates:
     """Seconds to update one element, by kind of optimizer and precision. Each is measured once.
 
     shared: whether the device computes on the same processor; then an update is measured while another one runs.
-    max_elements: of a measured update.
+    max_elements: of a measured update. threads: that compute an update; None: as many as PyTorch uses.
     """
 
-    def __init__(self, scratch: Scratch, *, shared: bool, max_elements: int = MAX_ELEMENTS) -> None:
+    threads: int | None = None
+
+    def __init__(self, scratch: Scratch, *, shared: bool, max_elements: int = MAX_ELEMENTS, threads: int | None = None) -> None:
         self._scratch = scratch
+        self.threads = threads
         self._max_elements = max_elements
         self._copies = 2 if shared else 1
         self._seconds: dict[object, float] = {}
@@ -69,7 +72,7 @@ class HostRates:
                 updates = [last.enter_context(self._update(optimizer, dtype, count)) for _ in range(self._copies)]
                 ready = [update for update in updates if update is not None]
                 if len(ready) == len(updates):
-                    return _seconds_together(ready) / count
+                    return _seconds_together(ready, self.threads) / count
             count //= 4
         return None
 
@@ -105,7 +108,7 @@ def _like(state: Tensor, count: int) -> Tensor:
     return torch.empty(count, dtype=state.dtype, device="meta")
 
 
-def _seconds_together(updates: list[Callable[[], None]]) -> float:
+def _seconds_together(updates: list[Callable[[], None]], compute_threads: int | None) -> float:
     """Return the shortest time in which updates that begin together all end. Raises what one raised, after all have ended."""
     begin = threading.Barrier(len(updates))
 
@@ -115,7 +118,6 @@ def _seconds_together(updates: list[Callable[[], None]]) -> float:
         update()
         return time.perf_counter() - began
 
-    with ThreadPoolExecutor(
-        len(updates)
-    ) as threads:  # the same threads for all runs: torch gives each of them threads of its own
+    each = None if compute_threads is None else compute_threads * len(updates)
+    with compute_pool(len(updates), each) as threads:  # the same for all runs: torch gives each of them threads of its own
         return min(max(threads.map(run, updates)) for _ in range(_RUNS))

@@ -46,7 +46,7 @@ class SubgroupSteps:
         self.pager = pager
         self.recorder = recorder
         self.rates = rates
-        self.host = HostUpdates(pager, min_moved_bytes=min_moved_bytes)
+        self.host = HostUpdates(pager, min_moved_bytes=min_moved_bytes, threads=None if rates is None else rates.threads)
         self._ensure_room = ensure_room
 
     def close(self) -> None:

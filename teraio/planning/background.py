@@ -9,7 +9,9 @@ from runtime.paging import Pager
 from teraio.machine import Machine
 from teraio.options import Options
 from teraio.planning.job import Job, PlanningJob, StartJob
+from teraio.planning.rank_plan import RankPlan, signature_of
 from teraio.profiling import Profile, states_that_stay
+from teraio.ranks import RankGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +25,28 @@ class PlanMade:
 class BackgroundPlanner:
     """Makes plans while training goes on, at most one at a time.
 
-    start_job: starts a job; tests give one that plans at once. All calls are for the training thread, but `wait` is for any.
+    start_job: starts a job; tests give one that plans at once. ranks: of this machine; equal ones get one plan, which one of them
+    makes. All calls are for the training thread, but `wait` is for any.
     """
 
-    def __init__(self, options: Options, machine: Machine, pager: Pager, *, start_job: StartJob = PlanningJob) -> None:
+    def __init__(
+        self,
+        options: Options,
+        machine: Machine,
+        pager: Pager,
+        *,
+        start_job: StartJob = PlanningJob,
+        ranks: RankGroup | None = None,
+    ) -> None:
         self._options = options
         self._machine = machine
         self._pager = pager
         self._start_job = start_job
         self._job: Job | None = None
         self._trace: planner.Trace | None = None
+        self._ranks = ranks
+        self._shared: RankPlan | None = None
+        self._asked: dict[str, int] = {}
 
     def budgets(self, profile: Profile) -> planner.Budgets:
         """Return what a plan for this profile may use of each tier.
@@ -50,12 +64,37 @@ class BackgroundPlanner:
     @property
     def busy(self) -> bool:
         """True from `start` until the plan is taken or the job is cancelled."""
-        return self._job is not None
+        return self._job is not None or self._shared is not None
+
+    def start_with_ranks(self, trace: planner.Trace, budgets: planner.Budgets) -> None:
+        """Start to plan for `trace`, once for all equal ranks of this machine. Without other ranks, the same as `start`.
+
+        `take` has to be called at the end of each iteration then: it tells and asks the others.
+        """
+        self.cancel()
+        if self._ranks is None:
+            self.start(trace, budgets)
+            return
+        signature = signature_of(trace, budgets)
+        number = self._asked[signature] = self._asked.get(signature, 0) + 1
+        self._trace = trace
+        self._shared = RankPlan(
+            self._ranks,
+            trace,
+            budgets,
+            name=f"plan {number} of {signature}",
+            start=lambda: self._start_job_for(trace, budgets),
+            take=self._take_job,
+            timeout_seconds=self._options.rank_timeout,
+        )
 
     def start(self, trace: planner.Trace, budgets: planner.Budgets) -> None:
-        """Start to plan for `trace`. Never waits for the plan. Cancels a job that has not been taken."""
+        """Start to plan for `trace`, on this rank. Never waits for the plan. Cancels a job that has not been taken."""
         self.cancel()
         self._trace = trace
+        self._start_job_for(trace, budgets)
+
+    def _start_job_for(self, trace: planner.Trace, budgets: planner.Budgets) -> None:
         self._job = self._start_job(trace, budgets, time_limit_seconds=self._options.solver_time_limit)
 
     def take(self) -> PlanMade | None:
@@ -63,19 +102,34 @@ class BackgroundPlanner:
 
         Raises the TeraioError that planning ended with.
         """
-        job, trace = self._job, self._trace
-        if job is None or trace is None or not job.done:
+        trace = self._trace
+        try:
+            plan = self._take_job() if self._shared is None else self._shared.plan(self._pager.iteration)
+        except planner.TeraioError:
+            self._shared = self._trace = None
+            raise
+        if plan is None or trace is None:
             return None
-        self._job = self._trace = None
-        return PlanMade(trace=trace, plan=job.result())
+        self._shared = self._trace = None
+        return PlanMade(trace=trace, plan=plan)
+
+    def _take_job(self) -> planner.Plan | None:
+        """Return the plan of this rank's job if it is ready; there is no job then. Raises as `take` does."""
+        job = self._job
+        if job is None or not job.done:
+            return None
+        self._job = None
+        return job.result()
 
     def wait(self, timeout_seconds: float | None) -> bool:
-        """Wait until no plan is being made, or until the time is over. Return whether none is. For any thread."""
+        """Wait until no plan is being made on this rank, or until the time is over. Return whether none is. For any thread."""
         job = self._job
         return True if job is None else job.wait(timeout_seconds)
 
     def cancel(self) -> None:
         """End the job, if there is one. Waits until its solver has ended."""
+        if self._shared is not None:
+            self._shared.cancel()
         if self._job is not None:
             self._job.cancel()
-        self._job = self._trace = None
+        self._job = self._trace = self._shared = None

@@ -517,7 +517,7 @@ def test_a_terminal_that_lacks_characters(tmp_path: Path) -> None:
 # schema, help, version
 
 
-@pytest.mark.parametrize("kind", ["trace", "plan"])
+@pytest.mark.parametrize("kind", ["trace", "plan", "node"])
 def test_schema_prints_the_published_one(run: Run, kind: str) -> None:
     assert run("schema", kind).json == json.loads((TRACES / f"{kind}.schema.json").read_text())
 

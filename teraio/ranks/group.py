@@ -1,0 +1,159 @@
+"""What the ranks of one machine tell each other: short texts in the store of torch.distributed.
+
+No collectives, which would have to be in the same order everywhere. No call waits inside the store either: others use the same
+connection. A rank that waits looks again and again, and gives up after a time with the numbers of those that it waits for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from planner.errors import RankError
+from teraio.options import Options
+from teraio.rank_place import RankPlace, rank_place
+
+__all__ = ["RankGroup", "Store", "open_group"]
+
+logger = logging.getLogger("teraio")
+
+_PREFIX = "teraio"
+_LOOK_SECONDS = 0.02
+_FAILED = "failed"
+_MAX_MESSAGE = 2000
+_groups = itertools.count()
+"""Each group of a process has keys of its own. All ranks make their groups in the same order."""
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that is used."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def add(self, key: str, amount: int) -> int: ...
+
+
+class RankGroup:
+    """The ranks of this machine that train together. For the training thread.
+
+    `ranks`: their numbers, this one's among them. timeout_seconds: after which a rank that is waited for counts as gone.
+    """
+
+    def __init__(self, store: Store, place: RankPlace, *, timeout_seconds: float) -> None:
+        self._store = store
+        self._timeout_seconds = timeout_seconds
+        self.rank = place.rank
+        self.ranks = tuple(place.neighbours)
+
+    # -- without waiting
+
+    def tell(self, what: str, text: str) -> None:
+        """Tell the others something; replaces what was told under this name before. Raises RankError if the store is gone."""
+        self._asked(lambda: self._store.set(f"{what}/{self.rank}", text))
+
+    def told(self, what: str, rank: int) -> str | None:
+        """Return what a rank has told under a name; None if it has not. Raises RankError if the store is gone."""
+        key = f"{what}/{rank}"
+        if not self._asked(lambda: self._store.check([key])):
+            return None
+        return bytes(self._asked(lambda: self._store.get(key))).decode()
+
+    def first(self, what: str) -> bool:
+        """Return whether this rank is the first one that asks for `what`. Raises RankError if the store is gone."""
+        return bool(self._asked(lambda: self._store.add(f"first/{what}", 1)) == 1)
+
+    def fail(self, problem: str) -> None:
+        """Tell the others that this rank cannot go on, so that none waits for it."""
+        try:
+            self.tell(_FAILED, problem[:_MAX_MESSAGE])
+        except RankError as error:
+            logger.warning("the other ranks could not be told of a failure: %s", error)
+
+    # -- with waiting
+
+    def gather(self, what: str, text: str = "") -> dict[int, str]:
+        """Tell something and wait until all ranks have told theirs. Return all texts, by rank.
+
+        Raises RankError if a rank fails, or does not come in time.
+        """
+        self.tell(what, text)
+        return {rank: self._wait_for(what, rank) for rank in self.ranks}
+
+    @contextmanager
+    def turn(self, what: str) -> Iterator[None]:
+        """Let the ranks run the block one after the other. Raises RankError as `gather` does."""
+        for rank in self.ranks[: self.ranks.index(self.rank)]:
+            self._wait_for(what, rank)
+        yield
+        self.tell(what, "")
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """If the block raises, tell the others, so that they fail as well instead of waiting."""
+        try:
+            yield
+        except RankError:
+            raise  # they know
+        except BaseException as error:
+            self.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def _wait_for(self, what: str, rank: int) -> str:
+        ends = time.monotonic() + self._timeout_seconds
+        while (text := self.told(what, rank)) is None:
+            self._check_failures()
+            if time.monotonic() > ends:
+                missing = [other for other in self.ranks if self.told(what, other) is None]
+                raise RankError(
+                    f"rank {self.rank} has waited {self._timeout_seconds:.0f} s for {_numbers(missing)} of this machine "
+                    f"({what}): look at the output of these processes; if they train without teraio, give local_ranks=1"
+                )
+            time.sleep(_LOOK_SECONDS)
+        return text
+
+    def _check_failures(self) -> None:
+        for rank in self.ranks:
+            if rank != self.rank and (problem := self.told(_FAILED, rank)) is not None:
+                raise RankError(f"rank {rank} of this machine cannot train, so rank {self.rank} does not either: {problem}")
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except RuntimeError as error:  # of torch.distributed, such as DistNetworkError
+            raise RankError(
+                f"rank {self.rank} lost the store of torch.distributed, which another process held: {error}; look at "
+                "the output of that process"
+            ) from error
+
+
+def open_group(options: Options) -> RankGroup | None:
+    """Return the group of the ranks that torchrun has started on this machine.
+
+    None if there is only this one, or if `local_ranks` says another number. Also if torch.distributed has no process group yet:
+    nothing is agreed on then, and the log says so.
+    """
+    place = rank_place()
+    if place.local_world_size == 1 or options.local_ranks != place.local_world_size:
+        return None
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        logger.warning(
+            "torch.distributed has no process group, so the %d ranks of this machine cannot agree on anything; call "
+            "torch.distributed.init_process_group before the first call of a compiled model",
+            place.local_world_size,
+        )
+        return None
+    from torch.distributed import distributed_c10d  # not every build of torch has it
+
+    store = distributed_c10d.PrefixStore(f"{_PREFIX}/{next(_groups)}/", distributed_c10d._get_default_store())
+    return RankGroup(store, place, timeout_seconds=options.rank_timeout)
+
+
+def _numbers(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

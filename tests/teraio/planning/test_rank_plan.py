@@ -1,0 +1,127 @@
+"""One plan for equal ranks: who makes it, from when on all follow it, what happens if that fails. Two ranks in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import planner
+from planner import Budgets, SolverError, Trace
+from teraio.planning.rank_plan import RankPlan, signature_of
+from teraio.rank_place import RankPlace
+from teraio.ranks import RankGroup
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+
+CHAIN = Trace.load(Path(__file__).parents[3] / "traces" / "hand" / "chain.json")
+BUDGETS = Budgets(device_bytes=10)
+
+
+class Rank:
+    """A rank with a planner whose plan is ready when the test says so."""
+
+    def __init__(self, store: dist.Store, rank: int, trace: Trace = CHAIN, timeout_seconds: float = 60.0) -> None:
+        place = RankPlace(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+        self.started, self.ready = False, None
+        self.trace = trace
+        self.plan = RankPlan(
+            RankGroup(store, place, timeout_seconds=timeout_seconds),
+            trace,
+            BUDGETS,
+            name="plan",
+            start=self._start,
+            take=self._take,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def _start(self) -> None:
+        assert not self.started
+        self.started = True
+
+    def _take(self) -> planner.Plan | None:
+        if isinstance(self.ready, Exception):
+            raise self.ready
+        return self.ready
+
+    ready: planner.Plan | Exception | None
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+def slower(trace: Trace) -> Trace:
+    return trace.rebuilt(stages=[stage.model_copy(update={"duration_seconds": 2.0}) for stage in trace.stages])
+
+
+def plan_of(trace: Trace) -> planner.Plan:
+    return planner.plan(trace, BUDGETS, policy="teraio", lower_bound=False)
+
+
+def test_the_slowest_makes_the_plan_and_all_follow_it_from_one_iteration_on(store: dist.Store) -> None:
+    one, two = Rank(store, 0), Rank(store, 1, slower(CHAIN))
+    assert one.plan.plan(5) is None and two.plan.plan(5) is None
+    assert (one.started, two.started) == (False, True)
+    two.ready = plan_of(two.trace)
+    assert one.plan.plan(6) is None and two.plan.plan(6) is None
+    assert one.plan.plan(7) is None and two.plan.plan(7) is None
+    followed, made = one.plan.plan(8), two.plan.plan(8)
+    assert followed is not None and made is not None
+    assert followed.moves == made.moves and followed.trace_fingerprint == CHAIN.fingerprint
+
+
+def test_of_equal_ranks_the_first_makes_it_also_if_the_other_comes_late(store: dist.Store) -> None:
+    one = Rank(store, 0)
+    for iteration in range(3):
+        assert one.plan.plan(iteration) is None
+    assert one.started
+    one.ready = plan_of(CHAIN)
+    one.plan.plan(3)
+    two = Rank(store, 1)
+    assert two.plan.plan(9) is not None and not two.started
+    assert one.plan.plan(4) is None and one.plan.plan(5) is not None
+
+
+def test_a_plan_that_cannot_be_made_is_made_nowhere(store: dist.Store) -> None:
+    one, two = Rank(store, 0), Rank(store, 1)
+    one.plan.plan(1), two.plan.plan(1)
+    one.ready = SolverError("no room")
+    with pytest.raises(SolverError, match="^no room$"):
+        one.plan.plan(2)
+    with pytest.raises(SolverError, match="rank 0 planned for all: no room"):
+        two.plan.plan(2)
+
+
+def test_a_rank_plans_for_itself_if_the_other_gives_up_or_is_silent(store: dist.Store) -> None:
+    one, two = Rank(store, 0), Rank(store, 1)
+    one.plan.plan(1), two.plan.plan(1)
+    one.plan.cancel()
+    two.plan.plan(2)
+    assert two.started
+    two.ready = plan_of(CHAIN)
+    assert two.plan.plan(3) is not None
+
+    other = dist.HashStore()
+    one, two = Rank(other, 0), Rank(other, 1, timeout_seconds=0.0)
+    one.plan.plan(1), two.plan.plan(1)
+    two.plan.plan(2)
+    assert two.started
+
+
+def test_a_plan_that_does_not_fit_here_is_not_followed(store: dist.Store) -> None:
+    one, two = Rank(store, 0), Rank(store, 1)
+    one.plan.plan(1), two.plan.plan(1)
+    made = plan_of(CHAIN)
+    one.ready = made.model_copy(update={"moves": made.moves[:1]})
+    one.plan.plan(2), two.plan.plan(2)
+    assert two.started
+
+
+def test_times_and_rates_make_no_difference_to_who_is_equal() -> None:
+    assert signature_of(CHAIN, BUDGETS) == signature_of(slower(CHAIN), Budgets(device_bytes=10))
+    larger = CHAIN.rebuilt(blocks=[block.model_copy(update={"size_bytes": 11}) for block in CHAIN.blocks])
+    assert len({signature_of(trace, BUDGETS) for trace in (CHAIN, larger)}) == 2
+    assert signature_of(CHAIN, BUDGETS) != signature_of(CHAIN, Budgets(device_bytes=20))

@@ -1,0 +1,93 @@
+"""What ranks tell each other, in threads over one store: waiting, turns, failures, time-outs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from planner import RankError
+from teraio.rank_place import RankPlace
+from teraio.ranks import RankGroup
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+
+
+def groups(count: int, *, timeout_seconds: float = 30.0) -> list[RankGroup]:
+    store = dist.HashStore()
+    places = [RankPlace(rank=rank, world_size=count, local_rank=rank, local_world_size=count) for rank in range(count)]
+    return [RankGroup(store, place, timeout_seconds=timeout_seconds) for place in places]
+
+
+def in_threads(work: Callable[[RankGroup], Any], ranks: list[RankGroup]) -> list[Any]:
+    """Run the work of each rank in a thread; an error is its result."""
+    found: list[Any] = [None] * len(ranks)
+
+    def run(number: int) -> None:
+        try:
+            found[number] = work(ranks[number])
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_all_hear_what_all_tell() -> None:
+    found = in_threads(lambda ranks: ranks.gather("numbers", str(10 * ranks.rank)), groups(3))
+    assert found == [{0: "0", 1: "10", 2: "20"}] * 3
+
+
+def test_turns_are_in_the_order_of_the_ranks() -> None:
+    order: list[int] = []
+
+    def work(ranks: RankGroup) -> None:
+        with ranks.turn("opening"):
+            order.append(ranks.rank)
+
+    in_threads(work, groups(4))
+    assert order == [0, 1, 2, 3]
+
+
+def test_one_rank_is_first() -> None:
+    assert sorted(in_threads(lambda ranks: ranks.first("plan"), groups(3))) == [False, False, True]
+
+
+def test_a_failure_reaches_those_who_wait() -> None:
+    def work(ranks: RankGroup) -> None:
+        with ranks.failing_together():
+            if ranks.rank == 1:
+                raise ValueError("no room")
+            ranks.gather("opening")
+
+    one, two, three = in_threads(work, groups(3))
+    assert isinstance(two, ValueError)
+    for error in (one, three):
+        assert isinstance(error, RankError) and "rank 1 of this machine cannot train" in str(error)
+        assert "ValueError: no room" in str(error)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    first, second, *_ = groups(4, timeout_seconds=0.1)
+    second.tell("opening", "")
+    with pytest.raises(RankError, match=r"rank 0 has waited 0 s for ranks 2, 3 of this machine \(opening\)"):
+        first.gather("opening")
+
+
+def test_a_store_that_is_gone_is_an_error_of_the_ranks() -> None:
+    class Gone:
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("connection reset")
+
+    place = RankPlace(rank=1, world_size=2, local_rank=1, local_world_size=2)
+    ranks = RankGroup(Gone(), place, timeout_seconds=1.0)  # type: ignore[arg-type]
+    with pytest.raises(RankError, match="rank 1 lost the store of torch.distributed.*connection reset"):
+        ranks.tell("status", "")
+    ranks.fail("nobody hears it")  # a failure on the way out hides no other one
