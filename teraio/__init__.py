@@ -99,6 +99,8 @@ def capture(
     hardware: str | PathLike[str] = "h100",
     name: str | None = None,
     subgroup_bytes: int | None = None,
+    calibrate: str | PathLike[str] | None = None,
+    smaller: Callable[[], Callable[[], object]] | None = None,
 ) -> planner.Trace:
     """Return the trace of one training step as it would run on `hardware`, without its memory. Computes nothing.
 
@@ -113,6 +115,8 @@ def capture(
     itself, or its attribute `loss`.
     hardware: "h100", "h200", "a100", "rtx4090", "rtx5090", "laptop", or a file that describes a machine. name: of the trace.
     subgroup_bytes: how much of the optimizer is updated at once, parameters, gradients and states together.
+    calibrate: a trace that was measured on the hardware (option `trace_out`), of a training of a smaller size; efficiencies are
+    fitted to its times. smaller: that training, a function as above; default: the training that is captured.
 
     Waits until the step has run some times: seconds for small models, minutes for large ones. Raises UnsupportedError if the step
     depends on values of tensors, does not repeat, or if teraio is training in this process; OptionsError for unknown hardware.
@@ -127,6 +131,8 @@ def capture(
         hardware=hardware,
         name=name,
         subgroup_bytes=subgroup_bytes,
+        calibrate=calibrate,
+        smaller=smaller,
     )
 
 

@@ -11,7 +11,7 @@ from planner.simulator.host_processor import HostProcessor
 from planner.simulator.links import Channel, Links, QueuedTransfer
 from planner.simulator.program import ReplayProgram
 from planner.simulator.tier_usage import TierUsage
-from planner.simulator.timeline import HostUpdate, StageTimes, Timeline, Transfer
+from planner.simulator.timeline import HostUpdate, MemoryChange, MemoryKind, StageTimes, Timeline, Transfer
 
 __all__ = ["Replay"]
 
@@ -45,6 +45,7 @@ class Replay:
         self.transfers: list[Transfer] = []
         self.updated: list[HostUpdate] = []
         self.moved: dict[str, int] = {}
+        self.memory: list[MemoryChange] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -71,6 +72,7 @@ class Replay:
         self.times, self.transfers, self.updated, self.moved = [], [], [], {}
         began = self.now
         self.iteration_began = began
+        self.memory = self._held()
         for stage in range(len(self.trace.stages)):
             self._reach(stage)
             while not self._can_start(stage):
@@ -81,10 +83,19 @@ class Replay:
             stages=tuple(self.times),
             transfers=tuple(self.transfers),
             updates=tuple(self.updated),
+            memory=tuple(self.memory),
             peak_bytes={"device": self.peak, **self.tier_usage.peak_bytes},
             moved_bytes=dict(self.moved),
             storage_written_bytes=sum(size for name, size in self.moved.items() if name.endswith("->storage")),
         )
+
+    def _held(self) -> list[MemoryChange]:
+        """What is on the device now, by kind, as the changes that an iteration begins with."""
+        held: dict[MemoryKind, int] = {}
+        for block, state in zip(self.trace.blocks, self.state, strict=True):
+            if state != "away":
+                held[block.kind] = held.get(block.kind, 0) + block.size_bytes
+        return [MemoryChange(0.0, kind, size) for kind, size in held.items() if size]
 
     def _reach(self, stage: int) -> None:
         self.stage, self.reached_at = stage, self.now
@@ -116,7 +127,9 @@ class Replay:
         The copies that are queued here begin when the next stage has been reached, since only then its need for room is known.
         """
         start = self.now
-        self._take_device(self.waiting_bytes)
+        for block in self.program.born[stage]:
+            self._take_device(self.trace.blocks[block].size_bytes, self.trace.blocks[block].kind)
+        self._take_device(self.trace.stages[stage].workspace_bytes, "workspace")
         self.waiting_bytes = 0
         end = start + self.trace.stages[stage].duration_seconds
         while self._proceed(end):
@@ -133,7 +146,7 @@ class Replay:
             self.state[block] = "device"
         for block in self.program.written[stage]:
             self.copies[block].clear()
-        self.used -= self.trace.stages[stage].workspace_bytes
+        self._free_device(self.trace.stages[stage].workspace_bytes, "workspace")
         for block in self.program.dying[stage]:
             self._die(block)
         for index in self.program.drops[stage]:
@@ -146,7 +159,7 @@ class Replay:
             self.dead.add(block)
             return
         if self.state[block] == "device":
-            self.used -= self.trace.blocks[block].size_bytes
+            self._free_device(self.trace.blocks[block].size_bytes, self.trace.blocks[block].kind)
         self.state[block] = "away"
         self.tier_usage.give_back(block)
         self.copies[block].clear()
@@ -162,7 +175,7 @@ class Replay:
                 block=block.name,
             )
         self.state[block.id] = "away"
-        self.used -= block.size_bytes
+        self._free_device(block.size_bytes, block.kind)
         if index in self.program.awaiting:  # it cannot come back before the update has written it
             self.processor.stale.add(block.id)
 
@@ -194,7 +207,7 @@ class Replay:
                     continue
                 if self.used + self.waiting_bytes + job.size > self.device_budget:
                     continue
-                self._take_device(job.size)
+                self._take_device(job.size, self.trace.blocks[job.block].kind)
                 self.state[job.block] = "coming"
                 self.visible_copies += job.block in self.program.visible
             else:
@@ -232,7 +245,7 @@ class Replay:
             self.state[job.block] = "device"
         else:
             self.state[job.block] = "away"
-            self.used -= job.size
+            self._free_device(job.size, self.trace.blocks[job.block].kind)
             self.copies[job.block].add(job.tier)
             if self.plan.moves[job.move].prefetch is None:
                 self.processor.landed.add(job.block)
@@ -265,6 +278,15 @@ class Replay:
             block=self.trace.blocks[missing[0]].name if missing else None,
         )
 
-    def _take_device(self, size: int) -> None:
+    def _take_device(self, size: int, kind: MemoryKind) -> None:
         self.used += size
         self.peak = max(self.peak, self.used)
+        self._note_memory(kind, size)
+
+    def _free_device(self, size: int, kind: MemoryKind) -> None:
+        self.used -= size
+        self._note_memory(kind, -size)
+
+    def _note_memory(self, kind: MemoryKind, size: int) -> None:
+        if size:
+            self.memory.append(MemoryChange(self.now - self.iteration_began, kind, size))
