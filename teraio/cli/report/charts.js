@@ -88,6 +88,7 @@ class Chart {
 
   draw() {
     this.width = this.box.clientWidth;
+    if (!this.width) return;
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
     this.svg.replaceChildren();
     this.paint();
@@ -96,9 +97,12 @@ class Chart {
 
   paint() {
     const paths = new Map();
+    let end = -10;
     for (const item of this.visible()) {
       const left = Math.max(this.x(item.from), -2);
-      const width = Math.max(Math.min(this.x(item.to), this.width + 2) - left, 0.6);
+      const least = left - end > 0.6 ? 0.6 : 0.05; // what stands alone is always seen; what is dense keeps its share of the colour
+      const width = Math.max(Math.min(this.x(item.to), this.width + 2) - left, least);
+      end = left + width;
       const path = paths.get(item.look) || [];
       path.push(`M${left.toFixed(2)} 2h${width.toFixed(2)}v${this.height - 4}h${(-width).toFixed(2)}z`);
       paths.set(item.look, path);
@@ -184,7 +188,10 @@ class Chart {
       End: () => this.choose(this.items.length - 1),
       "+": () => zoom(0.5, around),
       "-": () => zoom(2, around),
-      Escape: () => show(0, whole),
+      Escape: () => {
+        document.getElementById("details").classList.remove("shown");
+        show(0, whole);
+      },
     };
     if (!acts[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
@@ -193,7 +200,7 @@ class Chart {
 }
 
 class Memory extends Chart {
-  constructor(parent, name, note, rows, budget, top) {
+  constructor(parent, name, note, rows, budget) {
     const items = rows.points.map((point, index) => ({
       from: point[0],
       to: index + 1 < rows.points.length ? rows.points[index + 1][0] : rows.seconds,
@@ -207,7 +214,8 @@ class Memory extends Chart {
       ],
     }));
     super(parent, name, note, items, 190);
-    Object.assign(this, { rows, budget, top });
+    this.most = Math.max(...items.map((item) => item.total), 0);
+    Object.assign(this, { rows, budget, top: 1.08 * Math.max(this.most, budget) });
   }
 
   y(size) {
@@ -248,8 +256,7 @@ class Memory extends Chart {
     const line = this.y(this.budget);
     svg("line", { class: "budget", x1: 0, x2: this.width, y1: line, y2: line }, this.svg);
     svg("text", { x: 6, y: line - 5 }, this.svg).textContent = `budget ${bytes(this.budget)}`;
-    const most = Math.max(...this.items.map((item) => item.total), 0);
-    svg("text", { x: this.width - 6, y: 14, "text-anchor": "end" }, this.svg).textContent = `peak ${bytes(most)}`;
+    svg("text", { x: this.width - 6, y: 14, "text-anchor": "end" }, this.svg).textContent = `peak ${bytes(this.most)}`;
   }
 
   mark() {
@@ -268,9 +275,10 @@ class Axis {
 
   draw() {
     const width = this.svg.parentElement.clientWidth;
+    if (!width) return;
     this.svg.setAttribute("viewBox", `0 0 ${width} 22`);
     this.svg.replaceChildren();
-    for (const time of ticks(view.from, view.to, width / 110)) {
+    for (const time of ticks(view.from, view.to, width / 85)) {
       const place = ((time - view.from) / (view.to - view.from)) * width;
       svg("line", { class: "grid", x1: place, x2: place, y1: 0, y2: 5 }, this.svg);
       const anchor = place < 20 ? "start" : place > width - 30 ? "end" : "middle";
@@ -291,6 +299,7 @@ function ticks(from, to, count) {
 function tell([title, ...facts]) {
   const panel = document.getElementById("details");
   panel.replaceChildren();
+  panel.classList.add("shown");
   html("b", {}, panel, title);
   for (const [label, value] of facts) if (value !== "") html("span", {}, panel, `${label}: ${value}`);
 }

@@ -13,7 +13,7 @@ from teraio.cli.trace_summary import BlockSummary, idlest_blocks, summarise_trac
 
 __all__ = ["Report", "TraceFacts", "report_of"]
 
-_ROWS = 20
+_ROWS = 12
 """Stalls and idle blocks of which a report has the first ones."""
 
 

@@ -40,7 +40,8 @@ _PAGE = """<!doctype html>
 """
 
 _MEMORY = """<section id="memory"><h2>Device memory over the iteration</h2>
-<p class="faint">Predicted by the simulator. Both charts have the same scales.</p>
+<p class="faint">Predicted by the simulator. Time has the same scale in both charts, memory has not: the dashed line is the
+budget in both.</p>
 <ul class="legend">{legend}</ul>
 <div id="memory-charts"></div></section>"""
 
@@ -56,7 +57,7 @@ use the arrow keys; + and - zoom, Escape shows all. Drag to move.</p>
 <span class="faint" id="window"></span></div>
 <ul class="legend">{legend}</ul>
 <div id="lanes"></div>
-<div id="details" role="status" aria-live="polite">Nothing chosen yet.</div></section>
+<div id="details" role="status" aria-live="polite"></div></section>
 <noscript><p>The charts need JavaScript. The tables do not.</p></noscript>"""
 
 
@@ -100,12 +101,15 @@ def _tiles(report: Report) -> str:
     if facts is not None:
         tiles.append(("needed if nothing moves", format_bytes(facts.peak_bytes)))
         tiles.append(("smallest budget", format_bytes(facts.floor_bytes)))
-    tiles.append(("host, storage budget", f"{_limit(report.budgets.host_bytes)}, {_limit(report.budgets.storage_bytes)}"))
+    tiles += [("host budget", _limit(report.budgets.host_bytes)), ("storage budget", _limit(report.budgets.storage_bytes))]
     if predicted is not None:
         tiles += [
             ("iteration (predicted)", format_seconds(predicted.iteration_seconds)),
             ("without waiting", format_seconds(predicted.ideal_seconds)),
-            ("no plan is faster than", format_seconds(predicted.lower_bound_seconds)),
+            (
+                "no plan is faster than",
+                format_seconds(predicted.lower_bound_seconds) if predicted.lower_bound_seconds else "unknown",
+            ),
             (
                 "waits",
                 f"{format_seconds(predicted.stall_seconds)}, {share(predicted.stall_seconds, predicted.iteration_seconds)}",
@@ -152,7 +156,7 @@ def _legend(entries: Iterable[tuple[str, str]]) -> str:
 def _critical(facts: TraceFacts) -> str:
     whole = sum(facts.critical.values())
     rows = [
-        [_text("computing" if resource == STAGES else resource), format_seconds(time), share(time, whole), _bar(time, whole)]
+        ["computing" if resource == STAGES else _link(resource), format_seconds(time), share(time, whole), _bar(time, whole)]
         for resource, time in facts.critical.items()
     ]
     told = "The iteration takes as long as these, one after another. To make it shorter, one of them must get shorter."
@@ -163,7 +167,7 @@ def _links(report: Report, facts: TraceFacts) -> str:
     seconds = facts.timeline.seconds
     rows = [
         [
-            _text(link.link),
+            _link(link.link),
             str(link.transfers),
             format_bytes(link.size_bytes),
             format_seconds(link.busy_seconds),
@@ -172,6 +176,10 @@ def _links(report: Report, facts: TraceFacts) -> str:
         for link in facts.links
     ]
     return _section("links", "Links", "Predicted, for one iteration.", ["link", ">copies", ">bytes", ">busy", ">share"], rows)
+
+
+def _link(name: str) -> str:
+    return _text(name).replace("-&gt;", " → ")
 
 
 def _stalls(facts: TraceFacts) -> str:
@@ -285,9 +293,7 @@ def _section(name: str, title: str, told: str, columns: Sequence[str], rows: Seq
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Cells are HTML. A leading ">" aligns a column to the right."""
-    classes = [
-        "number" if name.startswith(">") else "note" if name == "note" else "name" if name == "name" else "" for name in columns
-    ]
+    classes = ["number" if name.startswith(">") else name if name in ("link", "name", "note", "on") else "" for name in columns]
     head = "".join(
         f'<th scope="col" class="{look}">{_text(name.lstrip(">"))}</th>' for name, look in zip(columns, classes, strict=True)
     )

@@ -50,10 +50,8 @@ function busy(items) {
 
 function drawLanes() {
   const memory = document.getElementById("memory-charts");
-  const top = 1.06 * Math.max(timeline.budget_bytes, ...[timeline.unplanned, timeline.memory].flatMap((rows) =>
-    rows.points.map((point) => point.slice(1).reduce((sum, size) => sum + size, 0))));
-  new Memory(memory, "Nothing moves", "as if the device were large enough", timeline.unplanned, timeline.budget_bytes, top);
-  new Memory(memory, "With the plan", "blocks leave and come back", timeline.memory, timeline.budget_bytes, top);
+  new Memory(memory, "Nothing moves", "as if the device were large enough", timeline.unplanned, timeline.budget_bytes);
+  new Memory(memory, "With the plan", "blocks leave and come back", timeline.memory, timeline.budget_bytes);
   new Axis(memory);
   const lanes = document.getElementById("lanes");
   const rerun = (stage) => stage.phase === "recompute";
@@ -61,7 +59,7 @@ function drawLanes() {
   new Chart(lanes, "compute", busy(compute), compute, 34);
   if (timeline.stages.some(rerun)) {
     const again = stageItems(rerun);
-    new Chart(lanes, "recompute", `${again.filter((item) => item.look === "recompute").length} stages run again, ${busy(again)}`, again, 34);
+    new Chart(lanes, "recompute", `${timeline.stages.filter(rerun).length} re-runs, ${busy(again)}`, again, 34);
   }
   for (const link of timeline.links) {
     const items = copyItems(link);
@@ -93,6 +91,7 @@ class Sweep {
   draw() {
     const { points, ideal_seconds: ideal } = report.sweep;
     const [width, height, left, bottom] = [this.parent.clientWidth, 260, 8, 234];
+    if (!width) return;
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.replaceChildren();
     const sizes = points.map((point) => point.device_bytes);

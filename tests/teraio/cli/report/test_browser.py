@@ -34,7 +34,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small page with everything, and one with about a thousand stages and thousands of copies."""
+    """A small page with sweep and policies, one with copies, and one with about a thousand stages and thousands of copies."""
     folder = tmp_path_factory.mktemp("pages")
     trace_path, plan_path = planned(folder, "recompute", 50)
     trace, plan = Trace.load(trace_path), Plan.load(plan_path)
@@ -42,13 +42,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     sweep = sweep_budgets(trace, [30, 40, 50, 60, 70], plan.budgets, "ilp", **settings)
     comparison = compare_policies(trace, plan.budgets, ["ilp", "teraio", "zero-infinity"], **settings)
     (folder / "small.html").write_text(html_page(report_of(plan, trace, sweep=sweep, comparison=comparison)))
+    trace_path, plan_path = planned(folder, "chain", 10)
+    (folder / "copies.html").write_text(html_page(report_of(Plan.load(plan_path), Trace.load(trace_path))))
     large = WORKLOADS["Llama-3-70B"].trace()
     made = planner.plan(large, Budgets(device_bytes=94_000_000_000), policy="zero-infinity", lower_bound=False)
     report = report_of(made, large)
     assert report.facts is not None
     assert len(report.facts.timeline.stages) > 900 and len(report.facts.timeline.copies) > 4000
     (folder / "large.html").write_text(html_page(report))
-    return {name: folder / f"{name}.html" for name in ("small", "large")}
+    return {name: folder / f"{name}.html" for name in ("small", "copies", "large")}
 
 
 @pytest.fixture(params=["light", "dark"])
@@ -94,7 +96,7 @@ def test_charts_are_drawn_and_nothing_is_wider_than_the_screen(name: str, size: 
         assert page.locator("#sweep-chart .gap").count() == 2 and page.locator("#sweep-chart .dot").count() == 3
 
 
-@pytest.mark.parametrize("name", ["small", "large"])
+@pytest.mark.parametrize("name", ["copies", "large"])
 def test_the_keyboard_chooses_and_zooms(name: str, opened: Any, pages: dict[str, Path]) -> None:
     page = opened(pages[name], "desktop")
     lane = page.locator("#lanes .lane[aria-label^='device → ']").first
