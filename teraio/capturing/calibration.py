@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner import Trace
 from planner.errors import OptionsError
@@ -91,5 +90,5 @@ class _Fit:
 
     def _error(self, factors: tuple[float, float]) -> float:
         seconds = np.maximum(np.maximum(self._arithmetic / factors[0], self._traffic / factors[1]), self._launch)
-        estimated: NDArray[np.float64] = np.bincount(self._stage, weights=seconds, minlength=len(self._measured))
+        estimated = np.bincount(self._stage, weights=seconds, minlength=len(self._measured))
         return float(np.abs(estimated - self._measured).sum())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Iterable
 from importlib import resources
 
-from planner.schema import printable
 from planner.simulator import STAGES
 from teraio.cli.report.content import Report, TraceFacts
+from teraio.cli.report.markup import bar, section, table, text
 from teraio.cli.report.measured import MeasuredRun
 from teraio.cli.tables import exact_bytes, format_bytes, format_seconds, share
 
@@ -65,7 +64,7 @@ def html_page(report: Report) -> str:
     """Return the page. Names from files are shown as text, whatever they contain."""
     name = report.facts.name if report.facts is not None else report.trace_fingerprint
     sections = [
-        f"<h1>Plan for {_text(name)}</h1>",
+        f"<h1>Plan for {text(name)}</h1>",
         _origin(report),
         _tiles(report),
         *(_of_trace(report, report.facts) if report.facts is not None else [_without_trace()]),
@@ -76,23 +75,19 @@ def html_page(report: Report) -> str:
     room = resources.files("teraio.cli.report")
     return _PAGE.format(
         policy=_POLICY,
-        title=f"Plan for {_text(name)}",
+        title=f"Plan for {text(name)}",
         css=room.joinpath("report.css").read_text("utf-8"),
-        js="\n".join(room.joinpath(name).read_text("utf-8") for name in ("charts.js", "report.js")),
+        js="\n".join(room.joinpath(name).read_text("utf-8") for name in ("basics.js", "charts.js", "report.js")),
         body="\n".join(section for section in sections if section),
         data=report.model_dump_json().replace("<", "\\u003c"),
     )
 
 
-def _text(value: str) -> str:
-    return escape(printable(value))
-
-
 def _origin(report: Report) -> str:
     facts = report.facts
-    hardware = "" if facts is None else f" Hardware: {_text(facts.hardware)}."
-    made = "" if facts is None or not facts.created_by else f" The trace was made by {_text(facts.created_by)}."
-    return f'<p class="faint">Policy {_text(report.policy)}.{hardware}{made}</p>'
+    hardware = "" if facts is None else f" Hardware: {text(facts.hardware)}."
+    made = "" if facts is None or not facts.created_by else f" The trace was made by {text(facts.created_by)}."
+    return f'<p class="faint">Policy {text(report.policy)}.{hardware}{made}</p>'
 
 
 def _tiles(report: Report) -> str:
@@ -122,7 +117,7 @@ def _tiles(report: Report) -> str:
         tiles.append(("stages run again", str(report.reruns)))
     if report.host_updates:
         tiles.append(("updates on the host", str(report.host_updates)))
-    entries = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in tiles)
+    entries = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in tiles)
     return f'<dl class="tiles">{entries}</dl>'
 
 
@@ -150,17 +145,17 @@ def _of_trace(report: Report, facts: TraceFacts) -> list[str]:
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    return "".join(f'<li><i class="{look}"></i>{_text(name)}</li>' for look, name in entries)
+    return "".join(f'<li><i class="{look}"></i>{text(name)}</li>' for look, name in entries)
 
 
 def _critical(facts: TraceFacts) -> str:
     whole = sum(facts.critical.values())
     rows = [
-        ["computing" if resource == STAGES else _link(resource), format_seconds(time), share(time, whole), _bar(time, whole)]
+        ["computing" if resource == STAGES else _link(resource), format_seconds(time), share(time, whole), bar(time, whole)]
         for resource, time in facts.critical.items()
     ]
     told = "The iteration takes as long as these, one after another. To make it shorter, one of them must get shorter."
-    return _section("critical", "What holds it up", told, ["on", ">time", ">share", ""], rows)
+    return section("critical", "What holds it up", told, ["on", ">time", ">share", ""], rows)
 
 
 def _links(report: Report, facts: TraceFacts) -> str:
@@ -175,27 +170,27 @@ def _links(report: Report, facts: TraceFacts) -> str:
         ]
         for link in facts.links
     ]
-    return _section("links", "Links", "Predicted, for one iteration.", ["link", ">copies", ">bytes", ">busy", ">share"], rows)
+    return section("links", "Links", "Predicted, for one iteration.", ["link", ">copies", ">bytes", ">busy", ">share"], rows)
 
 
 def _link(name: str) -> str:
-    return _text(name).replace("-&gt;", " → ")
+    return text(name).replace("-&gt;", " → ")
 
 
 def _stalls(facts: TraceFacts) -> str:
     if not facts.stalls:
         return '<section id="stalls"><h2>Stalls</h2><p>No stage waits.</p></section>'
-    rows = [[str(stall.stage), _text(stall.name), format_seconds(stall.stall_seconds)] for stall in facts.stalls]
+    rows = [[str(stall.stage), text(stall.name), format_seconds(stall.stall_seconds)] for stall in facts.stalls]
     told = f"Stages that wait for a copy or for room, the longest first: {len(rows)} of {facts.stall_count}."
-    return _section("stalls", "Stalls", told, [">stage", "name", ">waits"], rows)
+    return section("stalls", "Stalls", told, [">stage", "name", ">waits"], rows)
 
 
 def _idle(facts: TraceFacts) -> str:
     rows = [
         [
             str(block.block),
-            _text(block.name),
-            _text(block.kind.replace("_", " ")),
+            text(block.name),
+            text(block.kind.replace("_", " ")),
             format_bytes(block.size_bytes),
             format_seconds(block.longest_idle_seconds),
             format_seconds(block.idle_seconds),
@@ -205,7 +200,7 @@ def _idle(facts: TraceFacts) -> str:
     ]
     told = f"By size and longest idle time, in an iteration that never waits: {len(rows)} of {facts.idle_count}."
     columns = [">block", "name", "kind", ">size", ">longest idle", ">idle in all", ">leaves"]
-    return _section("idle", "Idlest blocks", told, columns, rows)
+    return section("idle", "Idlest blocks", told, columns, rows)
 
 
 def _sweep(report: Report) -> str:
@@ -216,7 +211,7 @@ def _sweep(report: Report) -> str:
     for point in sweep.points:
         predicted = point.predicted
         if predicted is None:
-            rows.append([exact_bytes(point.device_bytes), "no plan", "", "", f'<span class="faint">{_text(point.error)}</span>'])
+            rows.append([exact_bytes(point.device_bytes), "no plan", "", "", f'<span class="faint">{text(point.error)}</span>'])
             continue
         over = f"{predicted.iteration_seconds / sweep.ideal_seconds - 1:.1%}" if sweep.ideal_seconds else ""
         smaller = point.planned_for_bytes is not None and point.planned_for_bytes < point.device_bytes
@@ -224,12 +219,12 @@ def _sweep(report: Report) -> str:
         cells = [format_seconds(predicted.iteration_seconds), over, format_seconds(predicted.stall_seconds), note]
         rows.append([exact_bytes(point.device_bytes), *cells])
     told = (
-        f"Predicted, each budget planned anew with the policy {_text(sweep.policy)}. Dotted: without waiting. Shaded: no plan. "
+        f"Predicted, each budget planned anew with the policy {text(sweep.policy)}. Dotted: without waiting. Shaded: no plan. "
         "The ring is this plan."
     )
-    table = _table([">device budget", ">iteration", ">over the ideal", ">waits", "note"], rows)
+    shown = table([">device budget", ">iteration", ">over the ideal", ">waits", "note"], rows)
     return f"""<section id="sweep"><h2>Time against budget</h2><p class="faint">{told}</p>
-<div id="sweep-chart"></div>{table}</section>"""
+<div id="sweep-chart"></div>{shown}</section>"""
 
 
 def _policies(report: Report) -> str:
@@ -241,16 +236,16 @@ def _policies(report: Report) -> str:
     for verdict in comparison.verdicts:
         predicted = verdict.predicted
         if predicted is None:
-            rows.append([_text(verdict.policy), "no plan", "", "", "", f'<span class="faint">{_text(verdict.error)}</span>'])
+            rows.append([text(verdict.policy), "no plan", "", "", "", f'<span class="faint">{text(verdict.error)}</span>'])
             continue
         bound = comparison.lower_bound_seconds
         over = f"{predicted.iteration_seconds / bound - 1:.1%}" if bound else ""
         cells = [format_seconds(predicted.stall_seconds), format_bytes(predicted.storage_written_bytes)]
-        bar = _bar(predicted.iteration_seconds, slowest)
-        rows.append([_text(verdict.policy), format_seconds(predicted.iteration_seconds), over, *cells, bar])
+        length = bar(predicted.iteration_seconds, slowest)
+        rows.append([text(verdict.policy), format_seconds(predicted.iteration_seconds), over, *cells, length])
     told = "Predicted, all under the budgets of this plan."
     columns = ["policy", ">iteration", ">over the bound", ">waits", ">written to drives", ""]
-    return _section("policies", "Policies compared", told, columns, rows)
+    return section("policies", "Policies compared", told, columns, rows)
 
 
 def _measured(report: Report) -> str:
@@ -258,20 +253,24 @@ def _measured(report: Report) -> str:
     if run is None:
         return ""
     rows = [
-        ["iteration", _seconds(predicted and predicted.iteration_seconds), _seconds(run.measured_iteration_seconds)],
-        ["waiting", _seconds(predicted and predicted.stall_seconds), f"{format_seconds(run.late_seconds)} (last iteration)"],
-        ["re-runs", _seconds(predicted and predicted.recompute_seconds), format_seconds(run.recompute_seconds)],
+        ["iteration", _seconds(predicted.iteration_seconds if predicted else None), _seconds(run.measured_iteration_seconds)],
+        [
+            "waiting",
+            _seconds(predicted.stall_seconds if predicted else None),
+            f"{format_seconds(run.late_seconds)} (last iteration)",
+        ],
+        ["re-runs", _seconds(predicted.recompute_seconds if predicted else None), format_seconds(run.recompute_seconds)],
         [
             "peak of the device",
             "" if predicted is None else exact_bytes(predicted.peak_bytes.get("device", 0)),
             f"{exact_bytes(run.device_peak_bytes)} (since the start)",
         ],
     ]
-    return _section("measured", "Predicted and measured", _told(run), ["", ">predicted", ">measured"], rows)
+    return section("measured", "Predicted and measured", _told(run), ["", ">predicted", ">measured"], rows)
 
 
 def _told(run: MeasuredRun) -> str:
-    told = f"Measured by a run in phase {_text(run.phase)}, after {run.iterations} iterations."
+    told = f"Measured by a run in phase {text(run.phase)}, after {run.iterations} iterations."
     if run.phase != "planned":
         return f"{told} It follows no plan, so its times are not those of this plan."
     if run.replans:
@@ -281,25 +280,3 @@ def _told(run: MeasuredRun) -> str:
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else format_seconds(value)
-
-
-def _bar(part: float, whole: float) -> str:
-    return f'<meter-bar><i style="width:{100 * part / whole if whole else 0:.1f}%"></i></meter-bar>'
-
-
-def _section(name: str, title: str, told: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return f'<section id="{name}"><h2>{title}</h2><p class="faint">{told}</p>{_table(columns, rows)}</section>'
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML. A leading ">" aligns a column to the right."""
-    classes = ["number" if name.startswith(">") else name if name in ("link", "name", "note", "on") else "" for name in columns]
-    head = "".join(
-        f'<th scope="col" class="{look}">{_text(name.lstrip(">"))}</th>' for name, look in zip(columns, classes, strict=True)
-    )
-    lines = (
-        "<tr>" + "".join(f'<td class="{look}">{cell}</td>' for cell, look in zip(row, classes, strict=True)) + "</tr>"
-        for row in rows
-    )
-    body = "\n".join(lines)
-    return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from teraio.cli.report.timeline import TimelineRows
@@ -24,8 +25,8 @@ def chrome_trace(name: str, rows: TimelineRows) -> dict[str, Any]:
         lane = _RECOMPUTE if stage.phase == "recompute" else _STAGES
         events.append(_span(stage.name, stage.phase, numbers[lane], stage.start, stage.end))
         if stage.start > stage.reached:
-            told = {"stage": stage.name, "until": stage.waits_for}
-            events.append(_span("stall", "stall", numbers[_STALLS], stage.reached, stage.start, told))
+            stall = {"stage": stage.name, "until": stage.waits_for}
+            events.append(_span("stall", "stall", numbers[_STALLS], stage.reached, stage.start, stall))
     for copy in rows.copies:
         told = {"block": copy.block, "kind": copy.kind, "size_bytes": copy.size_bytes, "why": copy.why}
         events.append(_span(copy.name, "copy", numbers[copy.link], copy.start, copy.end, told))
@@ -42,8 +43,8 @@ def _named(what: str, thread: int, name: str) -> dict[str, Any]:
 
 
 def _span(
-    name: str, category: str, thread: int, start: float, end: float, told: dict[str, object] | None = None
+    name: str, category: str, thread: int, start: float, end: float, told: Mapping[str, object] | None = None
 ) -> dict[str, Any]:
     """A complete event. A copy that began in the iteration before has a negative time, as in the simulator."""
     times = {"ts": start * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS}
-    return {"ph": "X", "pid": 1, "tid": thread, "name": name, "cat": category, **times, "args": told or {}}
+    return {"ph": "X", "pid": 1, "tid": thread, "name": name, "cat": category, **times, "args": dict(told or {})}
