@@ -1,6 +1,6 @@
 """Plans the traces of `traces/captured` and writes the page about them, `docs/captured.md`.
 
-python -m tools.captured_page      plans what `docs/captured.json` does not have yet; the largest trace takes minutes
+python -m tools.captured_page [NAME ...]     all traces by default; what `docs/captured.json` has already is not planned again
 
 A test compares the page with what this program would write.
 """
@@ -8,6 +8,7 @@ A test compares the page with what this program would write.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -169,17 +170,15 @@ def _gb(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.1f} GB"
 
 
-def main() -> None:
-    """Plan what is new, and rewrite results and page. What was planned is kept at once."""
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results: dict[str, Any] = {}
+def main(names: list[str]) -> None:
+    """Plan what is new of these traces, and rewrite results and page after each."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for capture in CAPTURES:
-        if capture.path.exists():
-            results[capture.name] = found(capture, known.get(capture.name))
-            RESULTS.write_text(json.dumps({**known, **results}, indent=1) + "\n")
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    PAGE.write_text(page(results))
+        if not names or capture.name in names:
+            results[capture.name] = found(capture, results.get(capture.name))
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            PAGE.write_text(page(results))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
