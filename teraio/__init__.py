@@ -41,20 +41,24 @@ from planner.errors import (  # noqa: E402
 )
 from teraio.given_options import GivenOptions  # noqa: E402
 from teraio.status import Status  # noqa: E402
-
-__version__ = "0.1.0"
+from teraio.version import __version__  # noqa: E402
+from teraio.watching import CsvWriter, IterationStats, Stats, TensorBoardWriter  # noqa: E402
 
 _Compiled = TypeVar("_Compiled", bound=Callable[..., Any])
 
 __all__ = [
     "BudgetError",
     "ChecksumError",
+    "CsvWriter",
+    "IterationStats",
     "OptionsError",
     "PlanError",
+    "Stats",
     "Status",
     "StorageError",
     "StorageFullError",
     "StorageIOError",
+    "TensorBoardWriter",
     "TeraioError",
     "TraceError",
     "UnsupportedError",
@@ -63,7 +67,9 @@ __all__ = [
     "compile",
     "manage_optimizer",
     "on_device",
+    "on_iteration",
     "reset",
+    "stats",
     "status",
     "step_done",
     "wait_for_plan",
@@ -141,6 +147,27 @@ def status() -> tuple[Status, ...]:
     from teraio import registry
 
     return registry.REGISTRY.status()
+
+
+def stats(model: torch.nn.Module) -> Stats:
+    """Return what the run that trains this model is doing, and what its latest iterations took. Never waits.
+
+    model: compiled or not. Raises UnsupportedError if no run manages its parameters, as before the first step.
+    """
+    from teraio import registry
+
+    return registry.REGISTRY.stats(model)
+
+
+def on_iteration(watcher: Callable[[IterationStats], None]) -> Callable[[], None]:
+    """Call `watcher` after each iteration of every training run of this process. Return a function that ends this.
+
+    watcher: such as `teraio.CsvWriter("run.csv")`. Training waits for it, and what it raises, the training loop raises. On a GPU
+    it is called one iteration late, when the times are known.
+    """
+    from teraio import registry
+
+    return registry.REGISTRY.on_iteration(watcher)
 
 
 def step_done() -> None:

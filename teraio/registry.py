@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import weakref
@@ -24,6 +25,7 @@ from teraio.optimizer import ProcessSteps, keep_masters
 from teraio.options import Options
 from teraio.status import Status
 from teraio.training_run import TrainingRun
+from teraio.watching import IterationStats, Stats
 
 logger = logging.getLogger("teraio")
 
@@ -41,6 +43,8 @@ class Registry:
         self._ownership = StorageOwnership()
         self._lock = threading.Lock()
         self._runs: dict[tuple[Options, torch.device], TrainingRun] = {}
+        self._numbers = itertools.count()
+        self._watchers: list[Callable[[IterationStats], None]] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # given to manage_optimizer; for later runs too
 
     def run_for(self, options: Options, device: torch.device, parameters: Sequence[torch.Tensor] = ()) -> TrainingRun:
@@ -63,6 +67,7 @@ class Registry:
                 _show_messages()
                 open_machine = functools.partial(self.open_machine, measured=self.measured, ownership=self._ownership)
                 self._runs[key] = self.new_run(options, device, open_machine=open_machine)
+                self._runs[key].number, self._runs[key].on_iteration = next(self._numbers), self._tell
                 for optimizer in self._optimizers:
                     self._runs[key].manage_optimizer(optimizer)
             return self._runs[key]
@@ -127,6 +132,27 @@ class Registry:
     def status(self) -> tuple[Status, ...]:
         """Return what every run is doing, in order of creation. See `teraio.status`."""
         return tuple(run.status() for run in self.runs())
+
+    def stats(self, model: torch.nn.Module) -> Stats:
+        """Return the run that trains the model. See `teraio.stats`."""
+        parameters = list(model.parameters())
+        counts = [(run.count_managed(parameters), run) for run in self.runs()]
+        most, found = max(counts, key=lambda pair: pair[0], default=(0, None))
+        if found is None or not most:
+            raise UnsupportedError(
+                "stats: no run of teraio manages a parameter of this model; compile the model with teraio and train for a step "
+                "first"
+            )
+        return found.stats()
+
+    def on_iteration(self, watcher: Callable[[IterationStats], None]) -> Callable[[], None]:
+        """Call `watcher` with each iteration. See `teraio.on_iteration`."""
+        self._watchers.append(watcher)
+        return lambda: self._watchers.remove(watcher) if watcher in self._watchers else None
+
+    def _tell(self, stats: IterationStats) -> None:
+        for watcher in tuple(self._watchers):
+            watcher(stats)
 
     def wait_for_plan(self, timeout_seconds: float | None = None) -> bool:
         """Wait until no plan is being made, or until the time is over. See `teraio.wait_for_plan`."""
