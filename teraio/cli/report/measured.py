@@ -2,54 +2,56 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
-from typing import Annotated
-
-from pydantic import ConfigDict, Field, ValidationError
+import statistics
+from collections.abc import Sequence
 
 from planner.errors import FileFormatError
 from planner.schema import FrozenModel
+from teraio.watching import IterationStats, read_csv
 
 __all__ = ["MeasuredRun"]
 
-_MOST_BYTES = 1 << 20
-Amount = Annotated[float, Field(ge=0)]
-
 
 class MeasuredRun(FrozenModel):
-    """The fields of `teraio.Status` that a plan also predicts, or that say what the figures are worth.
+    """The latest run in a file of `teraio.CsvWriter`: medians over the iterations that followed a plan.
 
-    A file of a run is `json.dumps(dataclasses.asdict(teraio.status()[0]))`; other fields in it are not read.
+    planned, iterations: how many did, and how many there are. predicted_seconds: by the plan that the last of them followed.
+    moved_bytes, busy_seconds: of an iteration, by link. If none followed a plan, all figures are None or empty.
     """
 
-    model_config = ConfigDict(extra="ignore")
-
-    phase: str
-    iterations: int = 0
-    measured_iteration_seconds: Amount | None = None
-    predicted_iteration_seconds: Amount | None = None
-    late_seconds: Amount = 0.0
-    recompute_seconds: Amount = 0.0
-    device_peak_bytes: int = 0
-    drift: float | None = None
-    deviations: int = 0
-    replans: int = 0
+    planned: int
+    iterations: int
+    predicted_seconds: float | None = None
+    seconds: float | None = None
+    waited_seconds: float | None = None
+    recompute_seconds: float | None = None
+    moved_bytes: dict[str, float] = {}
+    busy_seconds: dict[str, float] = {}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> MeasuredRun:
-        """Read a file. Raises FileFormatError with the file and what is wrong."""
-        remedy = "write it with json.dumps(dataclasses.asdict(teraio.status()[0]))"
-        try:
-            with Path(path).open("rb") as stream:
-                content = json.loads(stream.read(_MOST_BYTES))
-            return cls.model_validate(content)
-        except OSError as error:
-            raise FileFormatError(f"{path}: cannot be read: {error.strerror}") from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "the file"
-            raise FileFormatError(f"{path}: not the status of a run: {place}: {first['msg']}; {remedy}") from error
-        except (ValueError, RecursionError) as error:
-            raise FileFormatError(f"{path}: not the status of a run, in JSON: {error}; {remedy}") from error
+        """Read the file. Raises FileFormatError with the file, the line and what is wrong."""
+        found = read_csv(path)
+        if not found:
+            raise FileFormatError(f"{path}: no iteration is in it; give the file of a run that has ended some")
+        last = max(each.run for each in found)
+        return cls.of([each for each in found if each.run == last])
+
+    @classmethod
+    def of(cls, iterations: Sequence[IterationStats]) -> MeasuredRun:
+        """Return the medians over these iterations of one run."""
+        planned = [each for each in iterations if each.phase == "planned"]
+        if not planned:
+            return cls(planned=0, iterations=len(iterations))
+        links = dict.fromkeys(link for each in planned for link in each.moved_bytes)
+        return cls(
+            planned=len(planned),
+            iterations=len(iterations),
+            predicted_seconds=planned[-1].predicted_seconds,
+            seconds=statistics.median(each.seconds for each in planned),
+            waited_seconds=statistics.median(each.waited_seconds for each in planned),
+            recompute_seconds=statistics.median(each.recompute_seconds for each in planned),
+            moved_bytes={link: statistics.median(each.moved_bytes.get(link, 0) for each in planned) for link in links},
+            busy_seconds={link: statistics.median(each.busy_seconds.get(link, 0.0) for each in planned) for link in links},
+        )

@@ -8,7 +8,6 @@ from importlib import resources
 from planner.simulator import STAGES
 from teraio.cli.report.content import Report, TraceFacts
 from teraio.cli.report.markup import bar, section, table, text
-from teraio.cli.report.measured import MeasuredRun
 from teraio.cli.tables import exact_bytes, format_bytes, format_seconds, share
 
 __all__ = ["html_page"]
@@ -252,30 +251,24 @@ def _measured(report: Report) -> str:
     run, predicted = report.measured, report.predicted
     if run is None:
         return ""
+    if not run.planned:
+        told = f"None of the {run.iterations} iterations of the run followed a plan, so that none can stand beside this one."
+        return f'<section id="measured"><h2>Predicted and measured</h2><p>{told}</p></section>'
     rows = [
-        ["iteration", _seconds(predicted.iteration_seconds if predicted else None), _seconds(run.measured_iteration_seconds)],
-        [
-            "waiting",
-            _seconds(predicted.stall_seconds if predicted else None),
-            f"{format_seconds(run.late_seconds)} (last iteration)",
-        ],
-        ["re-runs", _seconds(predicted.recompute_seconds if predicted else None), format_seconds(run.recompute_seconds)],
-        [
-            "peak of the device",
-            "" if predicted is None else exact_bytes(predicted.peak_bytes.get("device", 0)),
-            f"{exact_bytes(run.device_peak_bytes)} (since the start)",
-        ],
+        ["iteration", _seconds(predicted.iteration_seconds if predicted else None), _seconds(run.seconds)],
+        ["waits", _seconds(predicted.stall_seconds if predicted else None), _seconds(run.waited_seconds)],
+        ["re-runs", _seconds(predicted.recompute_seconds if predicted else None), _seconds(run.recompute_seconds)],
     ]
-    return section("measured", "Predicted and measured", _told(run), ["", ">predicted", ">measured"], rows)
-
-
-def _told(run: MeasuredRun) -> str:
-    told = f"Measured by a run in phase {text(run.phase)}, after {run.iterations} iterations."
-    if run.phase != "planned":
-        return f"{told} It follows no plan, so its times are not those of this plan."
-    if run.replans:
-        told += f" It has replaced its plan {run.replans} times since, so that this plan may not be the one that it follows."
-    return told
+    busy = {link.link: link.busy_seconds for link in report.facts.links} if report.facts is not None else {}
+    for link, size in run.moved_bytes.items():
+        moved = format_bytes(predicted.moved_bytes.get(link, 0)) if predicted else ""
+        rows.append([f"{_link(link)}, bytes", moved, format_bytes(size)])
+        rows.append([f"{_link(link)}, busy", _seconds(busy.get(link)), _seconds(run.busy_seconds.get(link))])
+    told = f"Measured: medians over {run.planned} planned iterations of {run.iterations}."
+    seconds = run.predicted_seconds
+    if predicted and seconds is not None and abs(seconds - predicted.iteration_seconds) > 0.01 * predicted.iteration_seconds:
+        told += f" The run follows another plan by now: that one predicts {format_seconds(seconds)} for an iteration."
+    return section("measured", "Predicted and measured", told, ["on", ">predicted", ">measured"], rows)
 
 
 def _seconds(value: float | None) -> str:

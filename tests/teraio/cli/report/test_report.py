@@ -20,7 +20,8 @@ from planner.problem import live_bytes
 from planner.simulator import critical_path
 from teraio.cli.commands import app
 from teraio.cli.report.timeline import timeline_rows
-from teraio.status import Status
+from teraio.status import RunPhase
+from teraio.watching import CsvWriter, IterationStats
 from tests.teraio.cli.report.pages import HAND, PLANNED, planned
 
 
@@ -166,36 +167,53 @@ def test_a_plan_alone(chain: tuple[Path, Path], tmp_path: Path) -> None:
     assert any("--trace" in text for text in page.texts["p"])
 
 
-def status(**changes: object) -> dict[str, object]:
-    fields = {field.name: None for field in dataclasses.fields(Status)}
-    numbers = {
-        "iterations": 12,
-        "late_seconds": 0.5,
-        "recompute_seconds": 0.0,
-        "device_peak_bytes": 9,
-        "deviations": 0,
-        "replans": 0,
-    }
-    return {**fields, **numbers, "phase": "planned", "measured_iteration_seconds": 11.5, **changes}
+def run_file(folder: Path, *, phase: RunPhase = "planned", predicted: float = 10.0, run: int = 0) -> Path:
+    """The file of a run of five iterations; the first two are profiled."""
+    writer = CsvWriter(folder / "run.csv")
+    for number, seconds in enumerate((30.0, 20.0, 11.0, 11.5, 14.0)):
+        writer(
+            IterationStats(
+                run=run,
+                iteration=number,
+                phase="profile" if number < 2 else phase,
+                seconds=seconds,
+                waited_seconds=seconds - 6.0,
+                recompute_seconds=0.0,
+                predicted_seconds=predicted,
+                tier_bytes={"device": 9},
+                moved_bytes={"device->storage": 20, "storage->device": 20},
+                busy_seconds={"device->storage": 2.5, "storage->device": 2.0},
+            )
+        )
+    writer.close()
+    return folder / "run.csv"
+
+
+def measured_page(plan: Path, trace: Path, folder: Path, **run: Any) -> Page:
+    measured = run_file(folder, **run)
+    report(plan, "--trace", trace, "--measured", measured, "-o", folder / "a.html", "--points", 0, "--no-compare")
+    return Page((folder / "a.html").read_text())
 
 
 def test_predicted_beside_measured(chain: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps(status()))
-    report(chain[1], "--measured", tmp_path / "run.json", "-o", tmp_path / "a.html")
-    page = Page((tmp_path / "a.html").read_text())
-    cells = page.texts["td"]
-    assert cells[:3] == ["iteration", "10.0 s", "11.5 s"]
-    assert any("in phase planned, after 12 iterations" in text for text in page.texts["p"])
-    (tmp_path / "run.json").write_text(json.dumps(status(phase="demand")))
-    report(chain[1], "--measured", tmp_path / "run.json", "-o", tmp_path / "a.html")
-    assert "not those of this plan" in (tmp_path / "a.html").read_text()
+    page = measured_page(chain[1], chain[0], tmp_path)
+    cells = page.texts["td"][page.texts["td"].index("iteration") :]
+    assert cells[:6] == ["iteration", "10.0 s", "11.5 s", "waits", "4.00 s", "5.50 s"]
+    assert cells[9:15] == ["device → storage, bytes", "20 B", "20 B", "device → storage, busy", "2.00 s", "2.50 s"]
+    assert any("medians over 3 planned iterations of 5" in text for text in page.texts["p"])
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"phase": 3}', '{"phase": "planned", "late_seconds": -1}'])
-def test_a_file_that_is_no_run(content: str, chain: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(content)
-    with pytest.raises(teraio.TeraioError, match="not the status of a run.*dataclasses.asdict"):
-        report(chain[1], "--measured", tmp_path / "run.json", "-o", tmp_path / "a.html")
+def test_a_run_that_follows_no_plan_or_another_one(chain: tuple[Path, Path], tmp_path: Path) -> None:
+    none = measured_page(chain[1], chain[0], tmp_path, phase="demand")
+    assert any("None of the 5 iterations of the run followed a plan" in text for text in none.texts["p"])
+    other = measured_page(chain[1], chain[0], tmp_path, predicted=8.0)
+    assert any("follows another plan by now: that one predicts 8.00 s" in text for text in other.texts["p"])
+
+
+def test_a_file_without_iterations(chain: tuple[Path, Path], tmp_path: Path) -> None:
+    CsvWriter(tmp_path / "empty.csv").close()
+    with pytest.raises(teraio.TeraioError, match="no iteration is in it"):
+        report(chain[1], "--measured", tmp_path / "empty.csv", "-o", tmp_path / "a.html")
 
 
 def test_the_timeline_for_perfetto(chain: tuple[Path, Path], tmp_path: Path) -> None:
