@@ -5,6 +5,7 @@
 # NO_VENV=1       install nothing: run in PYTHON's own environment, which already has torch
 # WHEELS=...      with NO_VENV=1: a folder of wheels for what PYTHON lacks besides torch
 # PIP_ARGS=...    handed to pip install
+# CHROMIUM=...    a Chromium for make test-browser                     (default: Playwright's, which it downloads)
 # WORKERS=...     processes that make test runs the tests in, 0 for none beside itself  (default: 2)
 # ARGS=...        handed to the demo, to pytest (make test, make soak, make test-gpu) or to the benchmark
 SHELL := /bin/bash
@@ -13,6 +14,7 @@ VENV ?= .venv
 NO_VENV ?=
 WHEELS ?=
 PIP_ARGS ?=
+CHROMIUM ?=
 WORKERS ?= 2
 ARGS ?=
 TORCH := torch==2.13.0
@@ -26,10 +28,10 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-models soak coverage check lint types imports docs wheel bench require-gpu test-gpu bench-gpu clean
+.PHONY: help setup demo test test-long test-models test-browser soak coverage check lint types imports docs wheel bench require-gpu test-gpu bench-gpu clean
 
 help:  ## say what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@sed -n 's/^# \([A-Z_]*=\)/    \1/p' Makefile
 
 setup: $(READY)  ## build the environment (every other target does this by itself)
@@ -61,6 +63,11 @@ test-models: $(READY)  ## train real models (transformers, diffusers, peft, timm
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONPATH=build/timm $(RUN) -m pytest tests/models --timeout=1200 \
 	  -n $(WORKERS) --dist worksteal --models-out docs/models.json $(ARGS)
 	$(RUN) -m tools.models_page
+
+test-browser: $(READY)  ## open the page of `teraio report` in a headless Chromium (CHROMIUM=... for one that is installed)
+	$(RUN) -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev,plot]' playwright
+	test -n "$(CHROMIUM)" || $(RUN) -m playwright install chromium
+	CHROMIUM="$(CHROMIUM)" $(RUN) -m pytest tests/teraio/cli/report --timeout=600 $(ARGS)
 
 soak: $(READY)  ## train for thousands of iterations, train 50 times, read 10,000 damaged files, and print what the process holds
 	TEST_PROFILE=$${TEST_PROFILE:-long} OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest tests/soak -p no:logging --timeout=7200 $(ARGS)

@@ -32,6 +32,7 @@ from benchmarks import (
     recompute,
     rivals,
     stage_overhead,
+    warm_start,
 )
 from benchmarks.alone import LlamaScale, Runner, append
 from benchmarks.optimizer import LossesDiffer
@@ -70,6 +71,7 @@ def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
         "recompute": lambda: recompute.measure(scale),
         "compile_time": lambda: compile_time.measure(scale),
         "engine": lambda: engine.measure(scale),
+        "warm_start": lambda: warm_start.measure(scale),
         "planner": lambda: planner.measure(scale),
         "planner_policies": lambda: planner_policies.measure(scale),
         "planner_recompute": lambda: planner_recompute.measure(scale),
@@ -158,6 +160,7 @@ def main(
     each: Annotated[float | None, typer.Option(help="Minutes after which a training of gpu_... is stopped.", min=0)] = None,
 ) -> None:
     """Measure teraio, print a table and write a JSON file. Exit status 1 if a part could not be measured."""
+    os.environ.setdefault("TERAIO_PLAN_CACHE", "off")  # trainings that are compared do not find each other's plans
     console = Console() if sys.stdout.isatty() else Console(width=150)
     one_of("device", [device], tuple(DEFAULT))
     one_of("size", size or [], tuple(SIZES))

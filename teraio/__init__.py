@@ -42,21 +42,25 @@ from planner.errors import (  # noqa: E402
 )
 from teraio.given_options import GivenOptions  # noqa: E402
 from teraio.status import Status  # noqa: E402
-
-__version__ = "0.1.0"
+from teraio.version import __version__  # noqa: E402
+from teraio.watching import CsvWriter, IterationStats, Stats, TensorBoardWriter  # noqa: E402
 
 _Compiled = TypeVar("_Compiled", bound=Callable[..., Any])
 
 __all__ = [
     "BudgetError",
     "ChecksumError",
+    "CsvWriter",
+    "IterationStats",
     "OptionsError",
     "PlanError",
     "RankError",
+    "Stats",
     "Status",
     "StorageError",
     "StorageFullError",
     "StorageIOError",
+    "TensorBoardWriter",
     "TeraioError",
     "TraceError",
     "UnsupportedError",
@@ -66,7 +70,9 @@ __all__ = [
     "manage_optimizer",
     "node_status",
     "on_device",
+    "on_iteration",
     "reset",
+    "stats",
     "status",
     "step_done",
     "wait_for_plan",
@@ -102,6 +108,8 @@ def capture(
     hardware: str | PathLike[str] = "h100",
     name: str | None = None,
     subgroup_bytes: int | None = None,
+    calibrate: str | PathLike[str] | None = None,
+    smaller: Callable[[], Callable[[], object]] | None = None,
 ) -> planner.Trace:
     """Return the trace of one training step as it would run on `hardware`, without its memory. Computes nothing.
 
@@ -116,6 +124,8 @@ def capture(
     itself, or its attribute `loss`.
     hardware: "h100", "h200", "a100", "rtx4090", "rtx5090", "laptop", or a file that describes a machine. name: of the trace.
     subgroup_bytes: how much of the optimizer is updated at once, parameters, gradients and states together.
+    calibrate: a trace that was measured on the hardware (option `trace_out`), of a training of a smaller size; efficiencies are
+    fitted to its times. smaller: that training, a function as above; default: the training that is captured.
 
     Waits until the step has run some times: seconds for small models, minutes for large ones. Raises UnsupportedError if the step
     depends on values of tensors, does not repeat, or if teraio is training in this process; OptionsError for unknown hardware.
@@ -130,6 +140,8 @@ def capture(
         hardware=hardware,
         name=name,
         subgroup_bytes=subgroup_bytes,
+        calibrate=calibrate,
+        smaller=smaller,
     )
 
 
@@ -149,6 +161,27 @@ def node_status() -> dict[int, tuple[Status, ...]]:
     from teraio import registry
 
     return registry.REGISTRY.node_status()
+
+
+def stats(model: torch.nn.Module) -> Stats:
+    """Return what the run that trains this model is doing, and what its latest iterations took. Never waits.
+
+    model: compiled or not. Raises UnsupportedError if no run manages its parameters, as before the first step.
+    """
+    from teraio import registry
+
+    return registry.REGISTRY.stats(model)
+
+
+def on_iteration(watcher: Callable[[IterationStats], None]) -> Callable[[], None]:
+    """Call `watcher` after each iteration of every training run of this process. Return a function that ends this.
+
+    watcher: such as `teraio.CsvWriter("run.csv")`. Training waits for it, and what it raises, the training loop raises. On a GPU
+    it is called one iteration late, when the times are known.
+    """
+    from teraio import registry
+
+    return registry.REGISTRY.on_iteration(watcher)
 
 
 def step_done() -> None:

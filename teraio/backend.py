@@ -70,7 +70,6 @@ def _with_immovable(error: BudgetError, arguments: Sequence[Any]) -> BudgetError
 
 def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     inputs = _describe_inputs(gm, example_inputs)
-    parts = [part for each, value in zip(inputs, example_inputs, strict=False) for part in _parts(each, value)]
     parameters = _parameters(inputs, example_inputs)
     run = registry.REGISTRY.run_for(options, _device(example_inputs), tuple(parameters.values()))
     with run.agreeing():
@@ -88,6 +87,7 @@ def _compile_for(
     from torch._inductor.compile_fx import compile_fx
 
     registry.REGISTRY.leave_given_away(parameters)
+    parts = [part for each, value in zip(inputs, example_inputs, strict=False) for part in _parts(each, value)]
     programs: list[Program] = []
 
     def compile_graph(graph: GraphModule, fake_inputs: Sequence[Any], **settings: Any) -> Callable[[list[Any]], Any]:

@@ -23,8 +23,11 @@ class GivenOptions(TypedDict, total=False):
     profile_iterations: int | None
     plan: str | PathLike[str] | None
     replan: bool | None
+    plan_cache: Literal["read-write", "read", "off"] | None
+    plan_cache_folder: str | PathLike[str] | None
     trace_out: str | PathLike[str] | None
     plan_out: str | PathLike[str] | None
+    live: bool | None
     codegen: Literal["inductor", "eager"] | None
     mode: Literal["default", "max-autotune-no-cudagraphs"] | None
     optimizer: Literal["auto", "off"] | None

@@ -115,6 +115,19 @@ class Options:
 
     A plan given by the option `plan` is never changed."""
 
+    plan_cache: Literal["read-write", "read", "off"] = "read-write"
+    """Keep plans for later starts of the same training, which then follow their plan from the second iteration on: nothing is
+    profiled and nothing is solved. `"read"`: use kept plans, but keep none. `"off"`: neither.
+
+    The same training: the same graphs and sizes, budgets, options and versions, on a machine with links of similar rates. A kept
+    plan that does not fit is ignored. One whose times turn out to be wrong is replaced, see `replan`."""
+
+    plan_cache_folder: Path | None = None
+    """The folder of the kept plans. It may be copied to another machine, and shared by several processes.
+    Default: `~/.cache/teraio/plans`, or the same below `XDG_CACHE_HOME`.
+
+    It is made when the first plan is kept. The oldest of more than 500 plans are removed."""
+
     trace_out: Path | None = None
     """File to write the trace to, compressed if the name ends in .gz. Default: not written.
 
@@ -124,6 +137,12 @@ class Options:
     """File to write the plan to, compressed if the name ends in .gz. Default: not written.
 
     With several processes, `{rank}` or `{local_rank}` in the name stands for the number of each."""
+
+    live: bool = False
+    """Show what each iteration takes in one line of the terminal: time, waiting, bytes in each tier, rates of the links. Nothing
+    is shown where standard error is no terminal.
+
+    `teraio.stats` returns the same as data, and `teraio.on_iteration` takes writers for CSV files and TensorBoard."""
 
     codegen: Literal["inductor", "eager"] = "inductor"
     """How stages are compiled. `"eager"` runs them operator by operator, which is slow, for debugging."""
@@ -308,6 +327,12 @@ def _user_writes(name: str, value: Any) -> str:
     raise OptionsError(f"option {name}: found {value!r}, wanted 'detect' or 'assume'")
 
 
+def _plan_cache(name: str, value: Any) -> str:
+    if value in ("read-write", "read", "off"):
+        return str(value)
+    raise OptionsError(f"option {name}: found {value!r}, wanted 'read-write', 'read' or 'off'")
+
+
 def _recompute(name: str, value: Any) -> str:
     if value in ("auto", "off"):
         return str(value)
@@ -334,8 +359,11 @@ _CHECKS: dict[str, Any] = {
     "profile_iterations": _count,
     "plan": _file_to_read,
     "replan": _switch,
+    "plan_cache": _plan_cache,
+    "plan_cache_folder": _path,
     "trace_out": _file_to_write,
     "plan_out": _file_to_write,
+    "live": _switch,
     "codegen": _codegen,
     "mode": _mode,
     "optimizer": _optimizer,

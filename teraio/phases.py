@@ -2,7 +2,8 @@
 
 [Note: Phases]
 phase     stages run  blocks move   next phase
-profile   managed     on demand     fits      when nothing had to move
+profile   managed     on demand     planned   when an iteration has run as in an earlier start, see [Note: Warm starts]
+                                    fits      when nothing had to move
                                     planning  when blocks had to move; the solver starts
                                     planned   likewise, if the user gave a plan
 planning  managed     on demand     planned   at the end of the iteration in which the plan is ready
@@ -34,12 +35,13 @@ import torch
 
 import planner
 from planner.errors import TeraioError
+from runtime.execution import Program
 from runtime.paging import Pager
 from teraio.graph_breaks import graph_break_reasons
 from teraio.machine import Machine
 from teraio.optimizer import SubgroupSizes
 from teraio.options import Options
-from teraio.planning import BackgroundPlanner, PlanFollower, fit_given_plan, save
+from teraio.planning import BackgroundPlanner, PlanFollower, WarmStart, fit_given_plan, save
 from teraio.profiling import Iteration, IterationRecorder, PeakWatch, Profile, build_profile
 from teraio.status import RunPhase
 
@@ -68,7 +70,11 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What the phases of a run share. given: the plan that the user gave. peaks: None if peaks of memory cannot be watched."""
+    """What the phases of a run share.
+
+    given: the plan that the user gave. peaks: None if peaks of memory cannot be watched. warm: plans of earlier starts; None if
+    there can be none.
+    """
 
     options: Options
     machine: Machine
@@ -79,6 +85,7 @@ class RunContext:
     given: planner.Plan | None
     peaks: PeakWatch | None
     findings: Findings
+    warm: WarmStart | None = None
 
     def managed_bytes(self) -> int:
         """Return the device bytes that teraio knows of."""
@@ -121,6 +128,9 @@ class Phase:
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
         return self
 
+    def graph_begins(self, program: Program) -> None:
+        """A graph is about to run managed."""
+
     def graphs_changed(self) -> Phase:
         """Return the phase from now on, after a graph was compiled or before one runs with larger sizes than ever."""
         return self
@@ -145,7 +155,16 @@ class ProfilePhase(Phase):
         so_far = f"{wanted} iterations in a row that run the same graphs ({len(self._recorded)} so far)"
         return so_far if self._problem is None else f"{so_far}; the last ones did not count, since {self._problem}"
 
+    def graph_begins(self, program: Program) -> None:
+        if self._run.warm is not None:
+            self._run.warm.graph_begins(program)
+
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
+        kept = self._run.warm.plan_for(iteration) if self._run.warm is not None else None
+        if kept is not None:
+            self._note(kept[0])
+            self._note_floor(kept[0].trace)
+            return PlannedPhase(self._run, *kept, kept=True)
         self._problem = self._problem_of(iteration, compiled)
         if self._problem is not None:
             self._recorded.clear()
@@ -182,17 +201,24 @@ class ProfilePhase(Phase):
             no_reruns=why_no_reruns(run.options),
         )
         trace = profile.trace.model_copy(update={"subgroup_bytes": run.subgroups.used_bytes})
-        run.findings.profile = dataclasses.replace(profile, trace=trace)
-        run.findings.trace_path = save(trace, run.options.trace_out)
-        return run.findings.profile
+        return dataclasses.replace(profile, trace=trace)
+
+    def _note(self, profile: Profile) -> None:
+        """Note what is known from now on, and write the trace if the user wants it."""
+        self._run.findings.profile = profile
+        self._run.findings.trace_path = save(profile.trace, self._run.options.trace_out)
+
+    def _note_floor(self, trace: planner.Trace) -> None:
+        smallest, stage = planner.floor(trace)
+        self._run.findings.floor = (smallest, trace.stages[stage].name)
 
     def _decide(self, profile: Profile) -> Phase:
         run = self._run
+        self._note(profile)
         if run.pager.evictions == 0:
             return FitsPhase(run)
+        self._note_floor(profile.trace)
         _tell_of_time_outside(profile.trace)
-        smallest, stage = planner.floor(profile.trace)
-        run.findings.floor = (smallest, profile.trace.stages[stage].name)
         if run.given is None:
             return PlanningPhase(run, profile)
         plan = fit_given_plan(run.given, profile.trace, run.background.budgets(profile), run.options.plan)
@@ -262,10 +288,15 @@ class PlannedPhase(Phase):
 
     name = "planned"
 
-    def __init__(self, run: RunContext, profile: Profile, plan: planner.Plan) -> None:
+    def __init__(self, run: RunContext, profile: Profile, plan: planner.Plan, *, kept: bool = False) -> None:
+        """kept: the plan was made by an earlier start."""
         super().__init__(run)
         run.findings.plan_path = save(plan, run.options.plan_out)
-        self.follower: PlanFollower = PlanFollower(run.options, run.machine, run.recorder, run.background, profile, plan)
+        if not kept:
+            self._keep(profile.trace, plan)
+        self.follower: PlanFollower = PlanFollower(
+            run.options, run.machine, run.recorder, run.background, profile, plan, keep=self._keep
+        )
         self._planned = profile.iteration.signature
         self._unplanned = 0
         if run.machine.reserve is not None:
@@ -297,6 +328,10 @@ class PlannedPhase(Phase):
             logger.info("the last %d iterations were not those that were planned: profiling again", self._unplanned)
         self.end()
         return ProfilePhase(self._run)
+
+    def _keep(self, trace: planner.Trace, plan: planner.Plan) -> None:
+        if self._run.warm is not None:
+            self._run.warm.keep(trace, plan)
 
     def end(self) -> None:
         self.follower.stop()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import weakref
@@ -26,6 +27,7 @@ from teraio.rank_place import rank_place
 from teraio.ranks import divided_alone, divided_among, only_first_rank_informs, open_group
 from teraio.status import Status
 from teraio.training_run import TrainingRun
+from teraio.watching import IterationStats, Stats
 
 logger = logging.getLogger("teraio")
 
@@ -43,6 +45,8 @@ class Registry:
         self._ownership = StorageOwnership()
         self._lock = threading.Lock()
         self._runs: dict[tuple[Options, torch.device], TrainingRun] = {}
+        self._numbers = itertools.count()
+        self._watchers: list[Callable[[IterationStats], None]] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # given to manage_optimizer; for later runs too
 
     def run_for(self, options: Options, device: torch.device, parameters: Sequence[torch.Tensor] = ()) -> TrainingRun:
@@ -64,6 +68,7 @@ class Registry:
             if key not in self._runs:
                 _show_messages()
                 self._runs[key] = self._new_run(options, device)
+                self._runs[key].number, self._runs[key].on_iteration = next(self._numbers), self._tell
                 for optimizer in self._optimizers:
                     self._runs[key].manage_optimizer(optimizer)
             return self._runs[key]
@@ -150,6 +155,27 @@ class Registry:
                 if told is not None:
                     found[rank] = (*found.get(rank, ()), told)
         return dict(sorted(found.items()))
+
+    def stats(self, model: torch.nn.Module) -> Stats:
+        """Return the run that trains the model. See `teraio.stats`."""
+        parameters = list(model.parameters())
+        counts = [(run.count_managed(parameters), run) for run in self.runs()]
+        most, found = max(counts, key=lambda pair: pair[0], default=(0, None))
+        if found is None or not most:
+            raise UnsupportedError(
+                "stats: no run of teraio manages a parameter of this model; compile the model with teraio and train for a step "
+                "first"
+            )
+        return found.stats()
+
+    def on_iteration(self, watcher: Callable[[IterationStats], None]) -> Callable[[], None]:
+        """Call `watcher` with each iteration. See `teraio.on_iteration`."""
+        self._watchers.append(watcher)
+        return lambda: self._watchers.remove(watcher) if watcher in self._watchers else None
+
+    def _tell(self, stats: IterationStats) -> None:
+        for watcher in tuple(self._watchers):
+            watcher(stats)
 
     def wait_for_plan(self, timeout_seconds: float | None = None) -> bool:
         """Wait until no plan is being made, or until the time is over. See `teraio.wait_for_plan`."""

@@ -1,4 +1,7 @@
-"""Options that are not given in code: from environment variables and a TOML file. Nothing else in teraio reads such variables."""
+"""Options that are not given in code: from environment variables and a TOML file; the user's cache folder.
+
+Nothing else in teraio reads environment variables.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,12 @@ CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
 def variable_of(option: str) -> str:
     """Return the name of the environment variable of an option."""
     return f"{_PREFIX}{option.upper()}"
+
+
+def cache_folder() -> Path:
+    """Return the folder in which teraio may keep files for later runs of this user. It need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "teraio"
 
 
 def settings() -> Iterator[tuple[str, dict[str, Any]]]:

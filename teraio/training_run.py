@@ -25,11 +25,12 @@ from teraio.machine import Machine
 from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes, host_threads
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext, why_no_reruns
-from teraio.planning import BackgroundPlanner, PlanningJob, StartJob
+from teraio.planning import BackgroundPlanner, PlanCache, PlanningJob, StartJob, WarmStart
 from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch, RerunRecord
 from teraio.ranks import RankGroup
 from teraio.stages import Codegen, CutPolicy, StageCompiler
 from teraio.status import Status
+from teraio.watching import History, IterationStats, LiveLine, Stats
 
 logger = logging.getLogger("teraio")
 
@@ -52,6 +53,7 @@ class TrainingRun:
     stages. codegen: compiles stages, instead of what the option says. host_rates: rates of updates on the host, instead of
     measured ones. subgroup_bytes: size of optimizer subgroups; default: that of the given plan, else what was measured decides.
     first_phase: makes the phase in which the run begins. ranks: those of this machine that train together, None if there is one.
+    number: of this run in the process. on_iteration: is called with each iteration that has ended, in the training thread.
     Raises PlanError if the plan file is damaged, UnsupportedError, StorageError, StorageFullError.
     """
 
@@ -109,8 +111,13 @@ class TrainingRun:
             given=given,
             peaks=_peak_watch(machine),
             findings=self._findings,
+            warm=self._warm_start(options, device, subgroups) if given is None else None,
         )
         self._phase: Phase = first_phase(self._context)
+        self.number = 0
+        self.on_iteration: Callable[[IterationStats], None] = lambda stats: None
+        self._history = History(machine, self._pager)
+        self._live = LiveLine() if options.live else None
         self._border = IterationBorder()
         self._sizes = LargestSizes()
         self._stages = 0
@@ -120,6 +127,12 @@ class TrainingRun:
         self._late_seconds = 0.0
         self._reruns: Sequence[RerunRecord] = ()
         self._replaced = False
+
+    def _warm_start(self, options: Options, device: torch.device, subgroups: SubgroupSizes) -> WarmStart | None:
+        if options.plan_cache == "off" or not self.is_limited:
+            return None
+        cache = PlanCache(options, device)
+        return WarmStart(cache, self._machine, self._pager, self._recorder, self._background, subgroups)
 
     def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes, rates: HostRates | None) -> OptimizerSteps:
         return OptimizerSteps(
@@ -176,11 +189,12 @@ class TrainingRun:
     def _note_call(self, program: Program, arguments: list[Any]) -> Program:
         """A graph is about to run. Returns its program for the sizes of these arguments."""
         self._note_pass(program)
-        if program.resize is None:
-            return program
-        sized = program.resize(program, arguments)
-        if self._sizes.grow(program.identity, sized):
-            self._phase = self._phase.graphs_changed()
+        sized = program
+        if program.resize is not None:
+            sized = program.resize(program, arguments)
+            if self._sizes.grow(program.identity, sized):
+                self._phase = self._phase.graphs_changed()
+        self._phase.graph_begins(sized)
         return sized
 
     def _run_managed(self, program: Program, arguments: list[Any]) -> list[Any]:
@@ -260,6 +274,7 @@ class TrainingRun:
             self._finished += 1
             self._late_seconds = ended.iteration.waited_seconds
             self._reruns = tuple(ended.iteration.reruns)
+            self._tell(ended.iteration)
             self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
             self._tell_status()
 
@@ -282,6 +297,14 @@ class TrainingRun:
     def ranks(self) -> tuple[int, ...]:
         """The ranks of this machine; none if this is the only one, or if they do not hear of each other."""
         return () if self._ranks is None else self._ranks.ranks
+
+    def _tell(self, iteration: Iteration) -> None:
+        follower = self._phase.follower
+        predicted = follower.predicted_seconds if follower is not None else None
+        stats = self._history.note(iteration, self._phase.name, predicted, run=self.number, number=self._finished - 1)
+        if self._live is not None:
+            self._live(stats)
+        self.on_iteration(stats)
 
     # -- from outside
 
@@ -351,6 +374,10 @@ class TrainingRun:
             distinct_stages=self.stage_compiler.distinct_stages,
         )
 
+    def stats(self) -> Stats:
+        """Return a snapshot with the latest iterations. Never waits. For any thread."""
+        return Stats(status=self.status(), iterations=self._history.latest)
+
     @contextlib.contextmanager
     def on_device(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Keep those of `tensors` that are blocks on the device within the `with` block. Raises BudgetError."""
@@ -379,6 +406,8 @@ class TrainingRun:
             self._close()
 
     def _close(self) -> None:
+        if self._live is not None:
+            self._live.close()
         self._steps.close()
         ending, self._phase = self._phase, ClosedPhase(self._context)
         ending.end()

@@ -1,5 +1,7 @@
 """How thorough the tests are: `TEST_PROFILE=ci`, the default, or `long`. Nothing else in the tests reads that variable.
 
+Trainings do not find the plans of others, also those in other processes: `plan_cache` is off unless a test asks for it.
+
 ci: what `make test` runs. long: more examples, more steps and the tests with the mark `long`, as `make test-long` does.
 """
 
@@ -9,6 +11,8 @@ import os
 
 import pytest
 from hypothesis import settings
+
+os.environ["TERAIO_PLAN_CACHE"] = "off"
 
 settings.register_profile("ci", max_examples=25, deadline=None)
 settings.register_profile("long", max_examples=300, deadline=None)

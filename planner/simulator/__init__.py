@@ -3,11 +3,13 @@
 from planner.simulator.critical_path import STAGES, CriticalPath, PathSegment, critical_path
 from planner.simulator.node import NodeTimeline, simulate_node
 from planner.simulator.simulate import simulate
-from planner.simulator.timeline import HostUpdate, StageTimes, Timeline, Transfer
+from planner.simulator.timeline import HostUpdate, MemoryChange, MemoryKind, StageTimes, Timeline, Transfer
 
 __all__ = [
     "CriticalPath",
     "HostUpdate",
+    "MemoryChange",
+    "MemoryKind",
     "NodeTimeline",
     "PathSegment",
     "STAGES",

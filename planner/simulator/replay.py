@@ -12,7 +12,7 @@ from planner.simulator.host_processor import HostProcessor
 from planner.simulator.links import Channel, Links, QueuedTransfer
 from planner.simulator.program import ReplayProgram
 from planner.simulator.tier_usage import TierUsage
-from planner.simulator.timeline import HostUpdate, StageTimes, Timeline, Transfer
+from planner.simulator.timeline import HostUpdate, MemoryChange, MemoryKind, StageTimes, Timeline, Transfer
 
 __all__ = ["Replay"]
 
@@ -48,6 +48,7 @@ class Replay:
         self.transfers: list[Transfer] = []
         self.updated: list[HostUpdate] = []
         self.moved: dict[str, int] = {}
+        self.memory: list[MemoryChange] = []
         self._place_persistent()
 
     def _place_persistent(self) -> None:
@@ -90,6 +91,7 @@ class Replay:
         """Begin an iteration now; what comes is recorded for its timeline."""
         self.times, self.transfers, self.updated, self.moved = [], [], [], {}
         self.iteration_began = self.reached_at = self.now
+        self.memory = self._held()
 
     def run(self) -> Iterator[float]:
         """Run all stages. Yields the time at which the stage that runs ends, and infinity while a stage waits.
@@ -103,7 +105,9 @@ class Replay:
             while not self._can_start(stage):
                 yield inf
             start = self.now
-            self._take_device(self.waiting_bytes)
+            for block in self.program.born[stage]:
+                self._take_device(self.trace.blocks[block].size_bytes, self.trace.blocks[block].kind)
+            self._take_device(self.trace.stages[stage].workspace_bytes, "workspace")
             self.waiting_bytes = 0
             yield start + self.trace.stages[stage].duration_seconds
             self._end_stage(stage, start)
@@ -115,10 +119,19 @@ class Replay:
             stages=tuple(self.times),
             transfers=tuple(self.transfers),
             updates=tuple(self.updated),
+            memory=tuple(self.memory),
             peak_bytes={"device": self.peak, **self.tier_usage.peak_bytes},
             moved_bytes=dict(self.moved),
             storage_written_bytes=sum(size for name, size in self.moved.items() if name.endswith("->storage")),
         )
+
+    def _held(self) -> list[MemoryChange]:
+        """What is on the device now, by kind, as the changes that an iteration begins with."""
+        held: dict[MemoryKind, int] = {}
+        for block, state in zip(self.trace.blocks, self.state, strict=True):
+            if state != "away":
+                held[block.kind] = held.get(block.kind, 0) + block.size_bytes
+        return [MemoryChange(0.0, kind, size) for kind, size in held.items() if size]
 
     def _reach(self, stage: int) -> None:
         self.stage, self.reached_at = stage, self.now
@@ -160,7 +173,7 @@ class Replay:
             self.state[block] = "device"
         for block in self.program.written[stage]:
             self.copies[block].clear()
-        self.used -= self.trace.stages[stage].workspace_bytes
+        self._free_device(self.trace.stages[stage].workspace_bytes, "workspace")
         for block in self.program.dying[stage]:
             self._die(block)
         for index in self.program.drops[stage]:
@@ -173,7 +186,7 @@ class Replay:
             self.dead.add(block)
             return
         if self.state[block] == "device":
-            self.used -= self.trace.blocks[block].size_bytes
+            self._free_device(self.trace.blocks[block].size_bytes, self.trace.blocks[block].kind)
         self.state[block] = "away"
         self.tier_usage.give_back(block)
         self.copies[block].clear()
@@ -189,7 +202,7 @@ class Replay:
                 block=block.name,
             )
         self.state[block.id] = "away"
-        self.used -= block.size_bytes
+        self._free_device(block.size_bytes, block.kind)
         if index in self.program.awaiting:  # it cannot come back before the update has written it
             self.processor.stale.add(block.id)
 
@@ -221,7 +234,7 @@ class Replay:
                     continue
                 if self.used + self.waiting_bytes + job.size > self.device_budget:
                     continue
-                self._take_device(job.size)
+                self._take_device(job.size, self.trace.blocks[job.block].kind)
                 self.state[job.block] = "coming"
                 self.visible_copies += job.block in self.program.visible
             else:
@@ -262,7 +275,7 @@ class Replay:
             self.state[job.block] = "device"
         else:
             self.state[job.block] = "away"
-            self.used -= job.size
+            self._free_device(job.size, self.trace.blocks[job.block].kind)
             self.copies[job.block].add(job.tier)
             if self.plan.moves[job.move].prefetch is None:
                 self.processor.landed.add(job.block)
@@ -294,6 +307,15 @@ class Replay:
             block=self.trace.blocks[missing[0]].name if missing else None,
         )
 
-    def _take_device(self, size: int) -> None:
+    def _take_device(self, size: int, kind: MemoryKind) -> None:
         self.used += size
         self.peak = max(self.peak, self.used)
+        self._note_memory(kind, size)
+
+    def _free_device(self, size: int, kind: MemoryKind) -> None:
+        self.used -= size
+        self._note_memory(kind, -size)
+
+    def _note_memory(self, kind: MemoryKind, size: int) -> None:
+        if size:
+            self.memory.append(MemoryChange(self.now - self.iteration_began, kind, size))

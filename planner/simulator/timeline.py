@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-__all__ = ["HostUpdate", "StageTimes", "Timeline", "Transfer", "agree"]
+from planner.schema import BlockKind
+
+__all__ = ["HostUpdate", "MemoryChange", "MemoryKind", "StageTimes", "Timeline", "Transfer", "agree"]
 
 _SAME = 1e-9
+
+MemoryKind = BlockKind | Literal["workspace"]
+"""What takes room on the device: blocks of a kind, or the workspace of the stage that runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +55,21 @@ class HostUpdate:
     end_seconds: float
 
 
+class MemoryChange(NamedTuple):
+    """The device's memory takes or loses bytes, `seconds` after the end of the iteration before."""
+
+    seconds: float
+    kind: MemoryKind
+    size_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """What a plan does in one iteration of the steady state.
 
-    Keys of `peak_bytes` are tiers; keys of `moved_bytes` are links (`"device->storage"` and the like).
+    Keys of `peak_bytes` are tiers; keys of `moved_bytes` are links (`"device->storage"` and the like). `memory`: the changes of
+    the device's memory in order. They begin with what is there when the iteration begins, so that the sum up to any change is
+    what is on the device then.
     """
 
     iteration_seconds: float
@@ -63,6 +79,7 @@ class Timeline:
     moved_bytes: dict[str, int]
     storage_written_bytes: int
     updates: tuple[HostUpdate, ...] = ()
+    memory: tuple[MemoryChange, ...] = ()
 
     @property
     def stall_seconds(self) -> float:

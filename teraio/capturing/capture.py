@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 import planner
 from planner.errors import OptionsError, UnsupportedError
 from runtime.execution import StageFunction
+from teraio.capturing.calibration import calibrated, matched
 from teraio.capturing.eager_work import EagerWork
 from teraio.capturing.hardware import MachineDescription
 from teraio.capturing.modelled_device import ModelledDevice
@@ -29,7 +30,7 @@ from teraio.options import Options
 from teraio.phases import Phase, ProfilePhase
 from teraio.profiling import Profile
 from teraio.registry import REGISTRY
-from teraio.stages import eager_codegen, kernels_and_workspace
+from teraio.stages import Kernel, eager_codegen, kernels_and_workspace
 from teraio.training_run import TrainingRun
 
 Step = Callable[[], object]
@@ -55,6 +56,8 @@ class _Capture:
         self._device = ModelledDevice()
         self.work = EagerWork(lambda kernel: self._device.advance(description.seconds(kernel)))
         self._phases: list[_CapturePhase] = []
+        self.executed: list[Sequence[Kernel]] = []
+        """The kernels of each stage of a compiled graph that has run, in order."""
 
     def new_run(self, options: Options, device: torch.device, **_: Any) -> TrainingRun:
         """Return a run without a budget, whatever the options say, on the modelled machine."""
@@ -87,6 +90,7 @@ class _Capture:
             new = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in before}
             self._device.allocate(sum(new.values()) + workspace)
             self._device.advance(seconds)
+            self.executed.append(kernels)
             return made
 
         return stage
@@ -113,12 +117,31 @@ def capture(
     hardware: str | os.PathLike[str] | MachineDescription = "h100",
     name: str | None = None,
     subgroup_bytes: int | None = None,
+    calibrate: str | os.PathLike[str] | planner.Trace | None = None,
+    smaller: Callable[[], Step] | None = None,
 ) -> planner.Trace:
-    """See `teraio.capture`. hardware: may be a description, too."""
+    """See `teraio.capture`. hardware: may be a description, too. calibrate: may be a trace, too."""
     if REGISTRY.runs():
         raise UnsupportedError("teraio is training in this process; capture in another process, or call teraio.reset() first")
     training = _training(model_or_training, inputs, optimizer or torch.optim.AdamW, loss)
     description = hardware if isinstance(hardware, MachineDescription) else MachineDescription.load(hardware)
+    if calibrate is not None:
+        measured = calibrate if isinstance(calibrate, planner.Trace) else planner.Trace.load(calibrate)
+        trace, executed = _run(smaller or training, description, measured.subgroup_bytes)
+        description = calibrated(description, matched(trace, executed, measured))
+    elif smaller is not None:
+        raise OptionsError("capture: smaller is the training of a measured trace; give that trace as calibrate")
+    trace, _ = _run(training, description, subgroup_bytes)
+    created_by = f"teraio, torch {torch.__version__}, captured for {description.hardware.name}"
+    if calibrate is not None:
+        created_by += f", with efficiencies {description.matmul_efficiency:.2f} and {description.memory_efficiency:.2f} fitted"
+    return trace.rebuilt(name=name or getattr(training, "__name__", "capture"), created_by=created_by)
+
+
+def _run(
+    training: Callable[[], Step], description: MachineDescription, subgroup_bytes: int | None
+) -> tuple[planner.Trace, list[Sequence[Kernel]]]:
+    """Run the training until its trace is there. Returns the kernels of all stages that ran, too."""
     captured = _Capture(description, subgroup_bytes)
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fake.allow_scalar_outputs = True
@@ -134,9 +157,7 @@ def capture(
         profile = captured.profile
         if profile is None:
             raise UnsupportedError(f"after {_MOST_STEPS} steps there is no trace yet: it waits for {captured.waiting_for}")
-    created_by = f"teraio, torch {torch.__version__}, captured for {description.hardware.name}"
-    named = name or getattr(training, "__name__", "capture")
-    return profile.trace.rebuilt(name=named, created_by=created_by)
+    return profile.trace, captured.executed
 
 
 def _training(

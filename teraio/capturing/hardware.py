@@ -53,9 +53,13 @@ class MachineDescription(FrozenModel):
 
     def seconds(self, kernel: Kernel) -> float:
         """Return the estimated duration of a kernel: that of its arithmetic or of its memory traffic, whichever is longer."""
+        return max(*self.costs(kernel), self.launch_seconds)
+
+    def costs(self, kernel: Kernel) -> tuple[float, float]:
+        """Return the seconds that the arithmetic of a kernel takes, and those of its memory traffic."""
         arithmetic = kernel.flops / (self._peak(kernel.dtype) * self.matmul_efficiency)
         traffic = kernel.touched_bytes / (self.memory_bytes_per_second * self.memory_efficiency)
-        return max(arithmetic, traffic, self.launch_seconds)
+        return arithmetic, traffic
 
     def _peak(self, dtype: torch.dtype) -> float:
         name = str(dtype).removeprefix("torch.")

@@ -29,6 +29,7 @@ class SharedTier(StrEnum):
 
 
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file, as the option trace_out writes it.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
 TraceFiles = Annotated[
     list[Path],
     typer.Argument(metavar="TRACE", help="A trace file, as the option trace_out writes it. With --ranks, one for each rank."),

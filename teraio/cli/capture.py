@@ -6,17 +6,32 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import planner
 
 
-def captured(target: str, hardware: str, name: str | None, subgroup_bytes: int | None) -> planner.Trace:
+def captured(
+    target: str,
+    hardware: str,
+    name: str | None,
+    subgroup_bytes: int | None,
+    calibrate: Path | None,
+    smaller: str | None,
+) -> planner.Trace:
     """Return the trace of the training that `MODULE:FUNCTION` names. Raises OptionsError and what `teraio.capture` raises."""
     training = function_of(target)
     from teraio.capturing import capture
 
-    return capture(training, hardware=hardware, name=name, subgroup_bytes=subgroup_bytes)
+    return capture(
+        training,
+        hardware=hardware,
+        name=name,
+        subgroup_bytes=subgroup_bytes,
+        calibrate=calibrate,
+        smaller=None if smaller is None else function_of(smaller),
+    )
 
 
 def function_of(target: str) -> Callable[[], Any]:

@@ -51,6 +51,7 @@ from teraio.cli.plan_summary import summarise_plan
 from teraio.cli.plan_tables import plan_tables, replay_tables
 from teraio.cli.ranks import RankFiles, plan_paths
 from teraio.cli.replay_summary import summarise_replay
+from teraio.cli.report.command import report
 from teraio.cli.tables import Page, show
 from teraio.cli.trace_summary import summarise_trace
 from teraio.cli.trace_tables import trace_tables
@@ -157,6 +158,14 @@ def capture(
     subgroup: Annotated[
         str | None, typer.Option(help="How much of the optimizer is updated at once, such as 256MiB.", show_default="chosen")
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="A trace measured on the machine, of a training of a smaller size: times are fitted to it."),
+    ] = None,
+    smaller: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="The training of that trace.", show_default="the one that is captured"),
+    ] = None,
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
@@ -165,7 +174,7 @@ def capture(
         raise planner.OptionsError(f"option --output: there is no directory {output.parent}; create it first")
     size = None if subgroup is None else arguments.size("--subgroup", subgroup)
     with Console(stderr=True).status("capturing"):
-        trace = captured(target, hardware, name, size)
+        trace = captured(target, hardware, name, size, calibrate, smaller)
     _save(trace, output)
     summary = summarise_trace(trace)
     _show(summary, trace_tables(summary, rows), as_json=as_json)
@@ -354,6 +363,9 @@ def inspect(
         raise planner.OptionsError(f"option --tbw: {file} is a trace; only a plan tells what is written")
     trace_summary = summarise_trace(loaded)
     _show(trace_summary, trace_tables(trace_summary, rows), as_json=as_json)
+
+
+app.command()(with_solver_options(report))
 
 
 @app.command()

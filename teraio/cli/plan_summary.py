@@ -10,7 +10,7 @@ from planner.schema import FrozenModel, Predicted, SolverReport
 from teraio.cli.recompute_summary import RerunSummary, summarise_reruns
 from teraio.cli.replay_summary import CriticalSummary, LinkSummary, ProcessorSummary, StallSummary, summarise_replay
 
-__all__ = ["HostUpdateSummary", "MoveSummary", "PlanSummary", "summarise_plan"]
+__all__ = ["HostUpdateSummary", "MoveSummary", "PlanSummary", "summarise_moves", "summarise_plan"]
 
 
 class MoveSummary(FrozenModel):
@@ -94,7 +94,7 @@ def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, ra
         _check_belongs(plan, trace)
         replay = summarise_replay(trace, plan, planner.simulate(trace, plan))
         derived = planner.recomputed(trace, plan.recompute)
-    moves = _moves(plan, derived)
+    moves = summarise_moves(plan, derived)
     return PlanSummary(
         policy=plan.policy,
         trace_fingerprint=plan.trace_fingerprint,
@@ -131,7 +131,8 @@ def _check_belongs(plan: planner.Plan, trace: planner.Trace) -> None:
             )
 
 
-def _moves(plan: planner.Plan, trace: planner.Trace | None) -> list[MoveSummary]:
+def summarise_moves(plan: planner.Plan, trace: planner.Trace | None) -> list[MoveSummary]:
+    """Return the moves in the order of the plan. trace: with the plan's re-runs (`planner.recomputed`), for names and reasons."""
     excess = () if trace is None else [size - plan.budgets.device_bytes for size in live_bytes(trace)]
     updated = {block: subgroup for subgroup in _on_host(plan, trace) for block in subgroup.blocks}
     return [_move(move, trace, excess, updated.get(move.block)) for move in plan.moves]

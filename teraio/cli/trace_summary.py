@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import planner
@@ -10,7 +10,7 @@ from planner.problem import BlockActivity, block_activities, host_updatable, liv
 from planner.schema import BlockKind, FrozenModel, Phase
 from teraio.cli.recompute_summary import RecomputeSummary, summarise_groups
 
-__all__ = ["BlockSummary", "TraceSummary", "summarise_trace"]
+__all__ = ["BlockSummary", "TraceSummary", "idlest_blocks", "summarise_trace"]
 
 
 class PhaseSummary(FrozenModel):
@@ -125,6 +125,12 @@ def summarise_trace(trace: planner.Trace) -> TraceSummary:
         ),
         blocks=tuple(sorted(blocks, key=lambda block: (-block.size_bytes, block.id))),
     )
+
+
+def idlest_blocks(blocks: Sequence[BlockSummary]) -> list[BlockSummary]:
+    """Return the movable blocks that are idle for some time, sorted by size times length of the longest inactive period."""
+    idle = [block for block in blocks if block.movable and block.size_bytes and block.longest_idle_seconds]
+    return sorted(idle, key=lambda block: -block.size_bytes * block.longest_idle_seconds)
 
 
 def _block(block: planner.Block, found: BlockActivity) -> BlockSummary:

@@ -10,7 +10,7 @@ from rich.text import Text
 from planner.schema import Hardware
 from teraio.cli.recompute_summary import RecomputeSummary
 from teraio.cli.tables import Page, exact_bytes, facts, format_bytes, format_seconds, plain, section, table_of
-from teraio.cli.trace_summary import BlockSummary, TraceSummary, UpdateSummary
+from teraio.cli.trace_summary import BlockSummary, TraceSummary, UpdateSummary, idlest_blocks
 
 __all__ = ["trace_tables"]
 
@@ -137,9 +137,8 @@ def _bars(columns: Sequence[Sequence[int]], full: int) -> str:
 
 
 def _idlest(blocks: Sequence[BlockSummary], rows: int) -> Group:
-    """Return the movable blocks, sorted by size times length of the longest inactive period."""
-    idle = [block for block in blocks if block.movable and block.size_bytes and block.longest_idle_seconds]
-    idle.sort(key=lambda block: -block.size_bytes * block.longest_idle_seconds)
+    """Return the movable blocks that are idle the most."""
+    idle = idlest_blocks(blocks)
     table = table_of(">block", "name", "kind", ">size", ">longest idle", ">idle in all", "copy")
     for block in idle[:rows]:
         table.add_row(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import planner
@@ -66,6 +67,7 @@ class _InForce:
 class PlanFollower:
     """Follows a plan for `profile` from the next region on, and its successors, see [Note: Planning again].
 
+    keep: takes each successor, with the trace that it is for.
     All calls are for the training thread. They wait for the replay of two plans at most; `stop` also waits for a solver to end.
     Raises UnsupportedError, InfeasiblePlanError if the plan cannot be followed.
     """
@@ -78,8 +80,11 @@ class PlanFollower:
         background: BackgroundPlanner,
         profile: Profile,
         plan: planner.Plan,
+        *,
+        keep: Callable[[planner.Trace, planner.Plan], None] = lambda trace, plan: None,
     ) -> None:
         self._options = options
+        self._keep = keep
         self._machine = machine
         self._recorder = recorder
         self._background = background
@@ -205,6 +210,7 @@ class PlanFollower:
         self._enforce(after)
         save(after.profile.trace, self._options.trace_out)
         save(after.plan, self._options.plan_out)
+        self._keep(after.profile.trace, after.plan)
         return better
 
     def _tell(self, promised: planner.Timeline, kept: planner.Timeline | None, *, better: bool) -> None:

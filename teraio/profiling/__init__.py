@@ -4,6 +4,7 @@ from teraio.profiling.border import IterationBorder
 from teraio.profiling.iteration import Iteration, RerunRecord
 from teraio.profiling.peaks import LargestSizes, PeakWatch
 from teraio.profiling.profiler import Profile, build_profile, states_that_stay
+from teraio.profiling.recognition import recognise
 from teraio.profiling.recorder import IterationRecorder
 from teraio.profiling.reruns_by_stage import RerunsByStage
 from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
@@ -20,5 +21,6 @@ __all__ = [
     "IterationRecorder",
     "build_profile",
     "lay_out_plan",
+    "recognise",
     "states_that_stay",
 ]

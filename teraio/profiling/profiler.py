@@ -13,6 +13,9 @@ from runtime.paging import Block
 from teraio.profiling.groups import recompute_groups
 from teraio.profiling.iteration import Iteration, StageRecord
 
+FIXED_NAME = "small optimizer states"
+"""The name of the block that stands for all that stays on the device without being a block."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
@@ -155,7 +158,7 @@ def _fixed_block(number: int, size_bytes: int, phases: Sequence[str]) -> planner
     steps = tuple(i for i, phase in enumerate(phases) if phase == "optimizer") or (len(phases) - 1,)
     return planner.Block(
         id=number,
-        name="small optimizer states",
+        name=FIXED_NAME,
         kind="optimizer_state",
         size_bytes=size_bytes,
         persistent=True,

@@ -70,6 +70,11 @@ class IterationRecorder:
         return self._iteration.number
 
     @property
+    def iteration_begins(self) -> bool:
+        """Whether no region of the current iteration has begun."""
+        return not self._iteration.regions
+
+    @property
     def in_step(self) -> bool:
         """Whether the plan expects the region that runs now, see [Note: Positions]."""
         return self._in_step

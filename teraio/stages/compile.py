@@ -28,17 +28,25 @@ Codegen = Callable[[GraphModule, Sequence[Any], dict[str, Any]], StageFunction]
 """Compiles one subgraph: takes its module, fake inputs and compile options, returns a boxed function."""
 
 
+_CACHE_TAG = "teraio stage 1"
+"""Part of the keys of Inductor's cache. A stage keeps the strides of all its outputs; the keys do not say which a graph keeps."""
+
+
 def inductor_codegen(
     module: GraphModule, inputs: Sequence[Any], options: dict[str, Any], *, mode: str = "default"
 ) -> StageFunction:
     """Compile a subgraph with Inductor, by `torch._inductor.compile_fx.compile_fx_inner`. Takes seconds.
 
+    What was compiled before comes from Inductor's cache, also in another process.
     mode: the mode of `torch.compile` whose settings of Inductor hold. On a GPU see [Note: Tuning within a budget].
     """
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch.compiler import config as compiler_config
 
-    with _fresh_tracing_context(), config.patch(list_mode_options(mode)):
+    tagged: Any = compiler_config
+    tag = f"{tagged.cache_key_tag} {_CACHE_TAG}".strip()
+    with _fresh_tracing_context(), config.patch(list_mode_options(mode)), tagged.patch(cache_key_tag=tag):
         compiled = cast(StageFunction, compile_fx_inner(module, inputs, **options))
     on_gpu = any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs)
     return tuned_within_budget(compiled) if on_gpu else compiled

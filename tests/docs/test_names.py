@@ -31,7 +31,7 @@ from .pages import CONTRIBUTING, DOCS, PAGES, README, ROOT, TRACES, Page
 TOP_LEVEL = ("planner", "runtime", "teraio", "tests", "traces", "benchmarks", "examples", "docs", "tools")
 MADE_LATER = {"benchmarks/out"}
 FOREIGN = {"DistributedDataParallel", "GradScaler", "ZeroRedundancyOptimizer"}
-FORMATS = {"teraio.trace", "teraio.plan"}
+FORMATS = {"teraio.trace", "teraio.plan", "teraio.kept_plan"}
 
 
 def by_name(page: Page) -> str:

@@ -14,6 +14,13 @@ from teraio.options import Options, Share, parse_bytes, parse_options
 
 NAMES = [field.name for field in fields(Options)]
 
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests switch an option off by its variable."""
+    monkeypatch.delenv("TERAIO_PLAN_CACHE")
+
+
 GOOD: list[tuple[str, Any, Any]] = [
     ("memory_budget", 1, 1),
     ("memory_budget", "24GiB", 24 << 30),
@@ -28,6 +35,9 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("storage_budget", "1.5 TiB", 3 << 39),
     ("profile_iterations", 1, 1),
     ("plan", __file__, Path(__file__)),
+    *(("plan_cache", name, name) for name in ("read-write", "read", "off")),
+    ("plan_cache_folder", "/tmp/plans", Path("/tmp/plans")),
+    ("live", True, True),
     ("replan", True, True),
     ("replan", False, False),
     ("trace_out", "/tmp/trace.json", Path("/tmp/trace.json")),
@@ -117,6 +127,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("recompute", False, "found False, wanted 'auto' or 'off'"),
     ("overlap_step", 1, "found 1, wanted True or False"),
     ("overlap_step", "auto", "found 'auto', wanted True or False"),
+    ("live", "yes", "found 'yes', wanted True or False"),
+    ("plan_cache", "write", "found 'write', wanted 'read-write', 'read' or 'off'"),
+    ("plan_cache", True, "found True, wanted 'read-write', 'read' or 'off'"),
+    ("plan_cache_folder", 3, "found 3, wanted a path"),
     ("solver_time_limit", 0, "found 0, wanted a positive number of seconds"),
     ("solver_time_limit", float("nan"), "found nan, wanted a positive number of seconds"),
     ("solver_time_limit", float("inf"), "found inf, wanted a positive number of seconds"),

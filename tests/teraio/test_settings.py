@@ -9,6 +9,12 @@ from planner import OptionsError
 from teraio.options import Options, Share, parse_options
 
 
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests switch an option off by its variable."""
+    monkeypatch.delenv("TERAIO_PLAN_CACHE")
+
+
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that TERAIO_CONFIG names; the test writes it."""

@@ -12,8 +12,11 @@ from typer.testing import CliRunner
 
 import planner
 import teraio
-from teraio.capturing import MachineDescription, known_machines
+from teraio.capturing import MachineDescription, capture, known_machines
+from teraio.capturing.calibration import calibrated
 from teraio.cli.commands import app
+from teraio.stages import Kernel
+from tests.teraio.capturing import trainings
 from tests.teraio.capturing.trainings import Transformer, compiles_nothing, loss_of, reads_the_loss, training
 
 MIB = 1 << 20
@@ -88,13 +91,42 @@ def test_times_come_from_the_machine() -> None:
             "launch_seconds": 2 * description.launch_seconds,
         }
     )
-    from teraio.capturing import capture
-
     fast, twice = (capture(training, hardware=each) for each in (description, slow))
     assert all(stage.duration_seconds > 0 for stage in fast.stages)
     for one, other in zip(fast.stages, twice.stages, strict=True):
         assert other.duration_seconds == pytest.approx(2 * one.duration_seconds)
     assert fast.hardware == description.hardware
+
+
+def test_efficiencies_are_fitted_to_a_measured_trace_of_a_smaller_size() -> None:
+    """The "measured" trace is itself a capture, for a machine whose efficiencies are known; other figures are as assumed."""
+    assumed = MachineDescription.load("rtx4090")
+    true = assumed.model_copy(update={"matmul_efficiency": 0.31, "memory_efficiency": 0.57})
+    measured = capture(trainings.training, hardware=true)
+    fitted = capture(trainings.larger, hardware=assumed, calibrate=measured, smaller=trainings.training)
+    wanted = capture(trainings.larger, hardware=true)
+    assert fitted.ideal_seconds == pytest.approx(wanted.ideal_seconds, rel=0.02)
+    assert "with efficiencies 0.31 and 0.57 fitted" in fitted.created_by
+
+
+def test_a_machine_that_is_faster_than_its_peak_gets_a_higher_peak() -> None:
+    kernels = [
+        Kernel(flops=1e12, dtype=torch.float32, touched_bytes=1),
+        Kernel(flops=0.0, dtype=torch.float32, touched_bytes=10**9),
+    ]
+    assumed = MachineDescription.load("rtx4090")
+    twice = calibrated(assumed, [(assumed.seconds(kernel) / 2, [kernel]) for kernel in kernels])
+    assert twice.matmul_efficiency == 1.0 and twice.memory_efficiency == 1.0
+    for kernel in kernels:
+        assert twice.seconds(kernel) == pytest.approx(assumed.seconds(kernel) / 2, rel=0.01)
+
+
+def test_a_trace_of_another_training_calibrates_nothing() -> None:
+    other = planner.Trace.load(Path(__file__).parents[3] / "traces" / "hand" / "chain.json")
+    with pytest.raises(teraio.OptionsError, match="has 6 stages of compiled graphs, and the training .* has 0 of them"):
+        capture(trainings.training, calibrate=other)
+    with pytest.raises(teraio.OptionsError, match="give that trace as calibrate"):
+        capture(trainings.training, smaller=trainings.training)
 
 
 def test_all_known_machines_are_whole() -> None:

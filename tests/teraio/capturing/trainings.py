@@ -60,6 +60,10 @@ def training(options: Mapping[str, Any] | None = None, *, width: int = 512) -> C
     return step
 
 
+def larger() -> Callable[[], object]:
+    return training(width=1024)
+
+
 def reads_the_loss() -> Callable[[], object]:
     model = torch.compile(nn.Linear(4, 4), backend="teraio")
 

@@ -1,0 +1,115 @@
+"""The command `teraio report`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import planner
+from planner.policies import POLICIES
+from planner.problem import SolverSettings, live_bytes
+from planner.schema import Plan, Trace, write_atomic
+from teraio.cli.arguments import AsJson, PlanFile
+from teraio.cli.comparison import Comparison, Sweep, compare_policies, sweep_budgets
+from teraio.cli.report.content import Report, report_of
+from teraio.cli.report.measured import MeasuredRun
+from teraio.cli.report.page import html_page
+from teraio.cli.report.perfetto import chrome_trace
+from teraio.cli.report.picture import draw
+
+__all__ = ["report"]
+
+_COMPARED = ("ilp", "offload-only", "teraio", "g10", "zero-infinity", "belady")
+
+_BELOW_FLOOR = 0.8
+"""Where a sweep begins, as a share of the smallest budget that works: it shows that there is no plan below."""
+
+
+def report(
+    plan: PlanFile,
+    trace: Annotated[Path | None, typer.Option(help="The trace of the plan. Most of the report needs it.")] = None,
+    measured: Annotated[Path | None, typer.Option(help="What a run measured: the file of teraio.CsvWriter.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the page (HTML).")] = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for ui.perfetto.dev (JSON).")] = None,
+    png: Annotated[Path | None, typer.Option(help="Where to write a picture (PNG). Needs matplotlib.")] = None,
+    points: Annotated[int, typer.Option(min=0, max=100, help="Device budgets to plan for the sweep; 0 for no sweep.")] = 8,
+    compare: Annotated[bool, typer.Option(help="Plan with other policies, to compare them.")] = True,
+    as_json: AsJson = False,
+    *,
+    settings: SolverSettings,
+) -> None:
+    """Show PLAN as one page: memory over the iteration, every copy and why, stalls, idle blocks, time against budget, policies.
+    Plans anew for the last two."""
+    outputs = {"--output": output, "--perfetto": perfetto, "--png": png}
+    _check(outputs, trace, as_json=as_json)
+    decided = Plan.load(plan)
+    loaded = None if trace is None else Trace.load(trace)
+    run = None if measured is None else MeasuredRun.load(measured)
+    needed = as_json or output is not None
+    made = report_of(
+        decided,
+        loaded,
+        sweep=_sweep(decided, loaded, points, settings) if loaded is not None and points and needed else None,
+        comparison=_comparison(decided, loaded, settings) if loaded is not None and compare and needed else None,
+        measured=run,
+    )
+    _write(made, output, perfetto, png)
+    if as_json:
+        print(made.model_dump_json(by_alias=True, indent=1))
+    for path in outputs.values():
+        if path is not None and not as_json:
+            print(f"written: {path}")
+
+
+def _check(outputs: dict[str, Path | None], trace: Path | None, *, as_json: bool) -> None:
+    """Raise OptionsError if nothing is to be written, or if that cannot work."""
+    if not as_json and all(path is None for path in outputs.values()):
+        raise planner.OptionsError("report: found no place to write to, wanted --output, --perfetto, --png or --json")
+    for option, path in outputs.items():
+        if path is not None and not path.parent.is_dir():
+            raise planner.OptionsError(f"option {option}: there is no directory {path.parent}; create it first")
+        if path is not None and option != "--output" and trace is None:
+            raise planner.OptionsError(f"option {option}: a timeline needs the trace of the plan; give --trace")
+
+
+def _write(made: Report, output: Path | None, perfetto: Path | None, png: Path | None) -> None:
+    if output is not None:
+        _write_text(output, html_page(made))
+    if made.facts is None:
+        return
+    if perfetto is not None:
+        _write_text(perfetto, json.dumps(chrome_trace(made.facts.name, made.facts.timeline)))
+    if png is not None:
+        draw(f"plan for {made.facts.name} (predicted)", made.facts.timeline, png)
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise planner.TeraioError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _sweep(plan: Plan, trace: Trace, points: int, settings: SolverSettings) -> Sweep:
+    lowest = int(_BELOW_FLOOR * planner.floor(trace)[0])
+    highest = max(*live_bytes(trace), plan.budgets.device_bytes)
+    sizes = {lowest + (highest - lowest) * number // max(points - 1, 1) for number in range(points)}
+    policy = plan.policy if plan.policy in POLICIES else "ilp"
+    with Console(stderr=True).status("planning") as status:
+        return sweep_budgets(
+            trace,
+            sorted(sizes | {plan.budgets.device_bytes}),
+            plan.budgets,
+            policy,
+            settings=settings,
+            progress=status.update,
+        )
+
+
+def _comparison(plan: Plan, trace: Trace, settings: SolverSettings) -> Comparison:
+    with Console(stderr=True).status("planning") as status:
+        return compare_policies(trace, plan.budgets, _COMPARED, settings=settings, progress=status.update)

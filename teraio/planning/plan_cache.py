@@ -1,0 +1,185 @@
+"""Plans of earlier starts, in a folder: a second start of the same training finds its plan there and solves nothing.
+
+[Note: Warm starts]
+A plan is kept with its trace in a file of its own. The file's name is a key: a hash of the graph that begins the iteration (its
+stages, blocks and sizes), of the options that plans depend on, and of versions. So it is known before the first graph runs
+which plan may fit. Whether it does is decided when the first iteration has ended: all its stages and blocks must be those of the
+kept trace, see `teraio.profiling.recognise`. Budgets are part of the key as the user gave them. A share of the memory is a
+little different in each start; so the plan is replayed with the budgets of this start, and refused if it does not come to an end.
+
+Rates are measured anew at each start, and measurements vary. A plan is refused if a rate differs by more than `_RATES_DIFFER`
+from that of the start that made the plan. Smaller differences are noticed by [Note: Planning again], which replaces the plan.
+
+Nothing depends on a kept plan but time: the pager is right with any plan. A file that is damaged, or of another program, is
+ignored. Files are replaced as a whole, so that several processes can share the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import fields
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import planner
+from planner.errors import FileFormatError, PlanError, TeraioError
+from planner.schema import FrozenModel, read_model, write_atomic
+from runtime.execution import Program, Stage
+from teraio.options import Options
+from teraio.settings import cache_folder
+from teraio.version import __version__
+
+logger = logging.getLogger("teraio")
+
+FORMAT = "teraio.kept_plan"
+VERSION = 1
+_RATES_DIFFER = 4.0
+"""A plan is refused if a link is faster or slower by this factor than when the plan was made."""
+_LARGER = 1.1
+"""A plan is refused if the device budget has grown by more than this factor: a new one may use it."""
+_MOST_FILES = 500
+"""The oldest files beyond this number are removed."""
+_OPTIONS = (
+    "memory_budget",
+    "host_budget",
+    "storage_budget",
+    "user_writes",
+    "checksums",
+    "debug",
+    "codegen",
+    "mode",
+    "optimizer",
+    "overlap_step",
+    "host_updates",
+    "recompute",
+    "solver_time_limit",
+)
+"""The options that plans depend on."""
+
+
+class KeptPlan(FrozenModel):
+    """What is in a file: a plan and the trace that it was made for.
+
+    key: hash of `made_for`. hardware: as measured when the run began that made the plan; the trace has what was measured since.
+    """
+
+    format: Literal["teraio.kept_plan"] = "teraio.kept_plan"
+    version: Literal[1] = 1
+    key: str
+    made_for: dict[str, str]
+    hardware: planner.Hardware
+    trace: planner.Trace
+    plan: planner.Plan
+
+
+class PlanCache:
+    """The plans of one training run. All calls wait for the file system; a failure is a warning and ends nothing.
+
+    device: where stages run.
+    """
+
+    def __init__(self, options: Options, device: torch.device) -> None:
+        self._folder = options.plan_cache_folder or cache_folder() / "plans"
+        self._reads, self._writes = options.plan_cache != "off", options.plan_cache == "read-write"
+        self._made_for = {
+            "teraio": __version__,
+            "torch": torch.__version__,
+            "device": device.type,
+            **{name: str(getattr(options, name)) for name in _OPTIONS},
+        }
+        self._unusable: set[Path] = set()
+
+    def find(self, program: Program) -> KeptPlan | None:
+        """Return the plan for iterations that begin with `program`, if there is one. Warns of a file that is no such plan."""
+        if not self._reads:
+            return None
+        key = self._key(program)
+        path = self._path(key)
+        if not path.exists() or path in self._unusable:
+            return None
+        try:
+            found = read_model(path, KeptPlan, format_name=FORMAT, version=VERSION, error=PlanError)
+            _check(path, found, key)
+        except FileFormatError as error:
+            self._unusable.add(path)
+            logger.warning("a kept plan is ignored, and replaced by the next plan: %s", error)
+            return None
+        return found
+
+    def keep(self, program: Program, hardware: planner.Hardware, trace: planner.Trace, plan: planner.Plan) -> None:
+        """Write the plan for later starts. If that fails, a warning says why."""
+        if not self._writes:
+            return
+        made_for, key = self._described(program), self._key(program)
+        kept = KeptPlan(key=key, made_for=made_for, hardware=hardware, trace=trace, plan=plan)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._path(key), json.dumps(kept.model_dump(mode="json", by_alias=True)) + "\n")
+            self._remove_oldest()
+        except OSError as error:
+            self._writes = False
+            logger.warning("the plan could not be kept in %s: %s; the next start has to make it again", self._folder, error)
+
+    def _described(self, program: Program) -> dict[str, str]:
+        return {"first graph": _digest(program), **self._made_for}
+
+    def _key(self, program: Program) -> str:
+        return _hash(json.dumps(self._described(program), sort_keys=True))
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key[:32]}.json.gz"
+
+    def _remove_oldest(self) -> None:
+        files = sorted(self._folder.glob("*.json.gz"), key=lambda path: path.stat().st_mtime)
+        for path in files[:-_MOST_FILES]:
+            path.unlink(missing_ok=True)
+
+
+def refit(kept: KeptPlan, hardware: planner.Hardware, budgets: planner.Budgets) -> planner.Plan | str:
+    """Return the plan for the budgets of this start, or why it cannot be used, in plain words.
+
+    hardware: as measured at this start. Waits for a replay of the plan.
+    """
+    before = {link.name: link.bytes_per_second for link in kept.hardware.links}
+    now = {link.name: link.bytes_per_second for link in hardware.links}
+    if before.keys() != now.keys():
+        return f"it is for the links {', '.join(before)}, and this machine has {', '.join(now)}"
+    for link, rate in now.items():
+        if not 1 / _RATES_DIFFER <= rate / before[link] <= _RATES_DIFFER:
+            return f"{link} carries {rate / 1e9:.2f} GB/s, and carried {before[link] / 1e9:.2f} GB/s when it was made"
+    if budgets.device_bytes > _LARGER * kept.plan.budgets.device_bytes:
+        return f"it is for {kept.plan.budgets.device_bytes:,} bytes on the device, and there are {budgets.device_bytes:,} now"
+    plan = kept.plan.model_copy(update={"budgets": budgets})
+    try:
+        planner.simulate(kept.trace, plan)
+    except TeraioError as error:
+        return str(error)
+    return plan
+
+
+def _check(path: Path, kept: KeptPlan, key: str) -> None:
+    """Raise PlanError unless the file is what its name says."""
+    if kept.key != key or _hash(json.dumps(kept.made_for, sort_keys=True)) != key:
+        raise PlanError(
+            f"{path}: it was made for another training, machine or version; leave the names of these files as they are"
+        )
+    if kept.plan.trace_fingerprint != kept.trace.fingerprint:
+        raise PlanError(f"{path}: its plan was made for another trace; it was changed after it was written: remove it")
+
+
+def _digest(program: Program) -> str:
+    """Return a hash of the stages of a graph, its blocks and their sizes. The same in every process."""
+    stages = [_values(stage, without=("run", "never_again")) for stage in program.stages]
+    return _hash(repr((_values(program, without=("identity", "stages", "resize", "sizes")), stages)))
+
+
+def _values(of: Program | Stage, *, without: tuple[str, ...]) -> list[tuple[str, object]]:
+    return [(field.name, getattr(of, field.name)) for field in fields(of) if field.name not in without]
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

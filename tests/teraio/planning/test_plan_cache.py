@@ -1,0 +1,219 @@
+"""The folder of kept plans: what is found there, what is refused and why, and that nothing there ends a training."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import planner
+from planner import Budgets, Link, Plan, Trace
+from runtime.execution import Program, Stage
+from teraio.options import Options
+from teraio.planning.plan_cache import KeptPlan, PlanCache, refit
+
+HAND = Path(__file__).parents[3] / "traces" / "hand"
+TRACE = Trace.load(HAND / "chain.json")
+PLAN = planner.plan(TRACE, Budgets(device_bytes=20), policy="belady", lower_bound=False)
+CPU = torch.device("cpu")
+
+
+def nothing(values: list[Any]) -> Sequence[Any]:
+    return ()
+
+
+def program(**changed: Any) -> Program:
+    stage = Stage(
+        name="forward/0",
+        phase="forward",
+        run=nothing,
+        inputs=(0,),
+        outputs=(1,),
+        frees=(),
+        next_uses=(-1, -1),
+        input_bytes=10,
+        output_bytes=10,
+        workspace_bytes=0,
+    )
+    whole = Program(
+        identity=0,
+        name="forward",
+        phase="forward",
+        stages=(replace(stage, **changed),),
+        input_count=1,
+        slot_names=("weight", "output"),
+        slot_kinds=("parameter", "activation"),
+        results=(1,),
+        user_results=(0,),
+        kept_bytes=10,
+        small_bytes=0,
+    )
+    return whole
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Callable[..., PlanCache]:
+    return lambda **options: PlanCache(Options(plan_cache_folder=tmp_path / "new" / "plans", **options), CPU)
+
+
+def keep(cache: PlanCache, kept: Program, plan: Plan = PLAN) -> None:
+    cache.keep(kept, TRACE.hardware, TRACE, plan)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted((folder / "new" / "plans").glob("*"))
+
+
+def test_what_is_kept_is_found_by_another_process_of_the_same_training(cache: Callable[..., PlanCache]) -> None:
+    """Its graphs have other identities and functions there."""
+    assert cache().find(program()) is None
+    keep(cache(), program())
+    found = cache().find(replace(program(run=lambda values: ()), identity=7))
+    assert found is not None and (found.trace, found.plan, found.hardware) == (TRACE, PLAN, TRACE.hardware)
+    assert found.made_for["torch"] == torch.__version__ and found.made_for["memory_budget"] == "None"
+
+
+@pytest.mark.parametrize(
+    ("other", "options"),
+    [
+        (program(name="forward/1"), {}),
+        (program(output_bytes=11), {}),
+        (program(mutates=(0,)), {}),
+        (program(), {"memory_budget": 1 << 20}),
+        (program(), {"recompute": "off"}),
+        (program(), {"solver_time_limit": 60.0}),
+    ],
+)
+def test_other_trainings_have_other_plans(cache: Callable[..., PlanCache], other: Program, options: dict[str, Any]) -> None:
+    keep(cache(), program())
+    assert cache(**options).find(other) is None
+    assert cache(plan_out=Path("elsewhere"), replan=False).find(program()) is not None, "no plan depends on these"
+
+
+def test_reading_only_and_off(cache: Callable[..., PlanCache], tmp_path: Path) -> None:
+    keep(cache(plan_cache="read"), program())
+    keep(cache(plan_cache="off"), program())
+    assert not files(tmp_path)
+    keep(cache(), program())
+    assert cache(plan_cache="read").find(program()) is not None and cache(plan_cache="off").find(program()) is None
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> bytes:
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    change(content)
+    return gzip.compress(json.dumps(content).encode())
+
+
+def test_files_that_are_no_plan_for_this_training_are_ignored_and_replaced(
+    cache: Callable[..., PlanCache], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep(cache(), program(name="forward/1"))
+    (foreign,) = files(tmp_path)
+    keep(cache(), program())
+    (path,) = set(files(tmp_path)) - {foreign}
+    good = path.read_bytes()
+    cases = {
+        good[: len(good) // 2]: "not a whole gzip file",
+        b"": "malformed JSON",
+        gzip.compress(b'{"format": "teraio.plan"}'): "this reader takes 'teraio.kept_plan' only",
+        foreign.read_bytes(): "it was made for another training, machine or version",
+        changed(path, lambda content: content["made_for"].update(torch="1.0")): "it was made for another training",
+        changed(path, lambda content: content["trace"]["stages"][0].update(duration_seconds=9.0)): "made for another trace",
+        changed(path, lambda content: content.update(version=2)): "version 2 is not known",
+    }
+    for content, message in cases.items():
+        caplog.clear()
+        path.write_bytes(content)
+        damaged = cache()
+        assert damaged.find(program()) is None and damaged.find(program()) is None
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert warning.startswith(f"a kept plan is ignored, and replaced by the next plan: {path}: ") and message in warning
+        keep(damaged, program())
+        assert cache().find(program()) is not None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written(
+    cache: Callable[..., PlanCache], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o500)
+    keep(cache(), program())
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_a_file_in_the_place_of_the_folder(
+    cache: Callable[..., PlanCache], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "new").write_text("")
+    without = cache()
+    assert without.find(program()) is None
+    keep(without, program())
+    keep(without, program())  # warns once
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"the plan could not be kept in {tmp_path / 'new' / 'plans'}: ")
+
+
+def test_the_oldest_files_go(cache: Callable[..., PlanCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("teraio.planning.plan_cache._MOST_FILES", 2)
+    for number in range(4):
+        keep(cache(), program(name=f"forward/{number}"))
+        newest = max(files(tmp_path), key=lambda path: path.stat().st_mtime_ns)
+        os.utime(newest, (number, number))
+    found = [cache().find(program(name=f"forward/{number}")) is not None for number in range(4)]
+    assert found == [False, False, True, True]
+
+
+def test_writers_at_the_same_time_leave_a_whole_file(cache: Callable[..., PlanCache], tmp_path: Path) -> None:
+    """Each has a cache of its own, as in two processes. Whoever reads meanwhile finds the plan of one of them."""
+
+    def keep_often(seconds: float) -> None:
+        plan = PLAN.model_copy(update={"solver": PLAN.solver.model_copy(update={"build_seconds": seconds})})
+        for _ in range(20):
+            keep(cache(), program(), plan)
+
+    keep(cache(), program())
+    with ThreadPoolExecutor() as writers:
+        writing = [writers.submit(keep_often, seconds) for seconds in (1.0, 2.0)]
+        while not all(each.done() for each in writing):
+            assert cache().find(program()) is not None
+    assert [each.result() for each in writing] == [None, None]
+    found = cache().find(program())
+    assert found is not None and found.plan.solver.build_seconds in (1.0, 2.0) and len(files(tmp_path)) == 1
+
+
+# -- whether a plan fits this start
+
+
+def kept(plan: Plan = PLAN) -> KeptPlan:
+    return KeptPlan(key="", made_for={}, hardware=TRACE.hardware, trace=TRACE, plan=plan)
+
+
+def scaled(factor: float) -> planner.Hardware:
+    links = tuple(link.model_copy(update={"bytes_per_second": factor * link.bytes_per_second}) for link in TRACE.hardware.links)
+    return TRACE.hardware.model_copy(update={"links": links})
+
+
+def test_rates_may_vary_from_start_to_start() -> None:
+    for factor in (1.0, 0.3, 3.0):
+        found = refit(kept(), scaled(factor), PLAN.budgets)
+        assert isinstance(found, Plan) and found.moves == PLAN.moves
+    for factor in (0.1, 10.0):
+        assert " GB/s when it was made" in str(refit(kept(), scaled(factor), PLAN.budgets))
+    other = Link(from_tier="device", to_tier="host", bytes_per_second=1.0)
+    assert "it is for the links" in str(refit(kept(), scaled(1.0).model_copy(update={"links": (other,)}), PLAN.budgets))
+
+
+def test_budgets_may_be_a_little_different() -> None:
+    found = refit(kept(), TRACE.hardware, Budgets(device_bytes=21))
+    assert isinstance(found, Plan) and found.budgets.device_bytes == 21
+    assert refit(kept(), TRACE.hardware, Budgets(device_bytes=40)) == "it is for 20 bytes on the device, and there are 40 now"
+    assert isinstance(refit(kept(), TRACE.hardware, Budgets(device_bytes=5)), str)
