@@ -15,9 +15,11 @@ from planner.policies.registry import POLICIES
 from planner.problem.lifetimes import live_bytes
 from planner.problem.problem import Problem
 from planner.problem.user_code import user_stages
+from planner.schema import Stage
 
 from ...thoroughness import by_profile
 from .. import exhaustive
+from ..recompute_traces import layers
 from ..strategies import hardware, problems, transformer_trace
 
 HAND = Path(__file__).parents[3] / "traces" / "hand"
@@ -68,6 +70,31 @@ def test_no_plan_with_recomputation_beats_the_bound() -> None:
             close += bounds[0] >= 0.9 * best
     assert helped >= GROUPS // 6
     assert close >= 0.4 * stalling
+
+
+def test_the_time_of_a_rerun_is_not_hidden_in_the_stalls_of_the_optimizer() -> None:
+    """The optimizer's state leaves no room for it before: 20 s in and 20 s out. Making a0 anew in the backward pass takes 1 s."""
+    trace = layers(3, rate=1.0)
+    update = Stage(id=6, name="optimizer/w", phase="optimizer", duration_seconds=1.0)
+    state = trace.blocks[3].model_copy(update={"id": 4, "name": "state", "size_bytes": 20, "reads": (6,), "writes": (6,)})
+    trace = trace.rebuilt(stages=(*trace.stages, update), blocks=(*trace.blocks, state))
+    made = plan(trace, Budgets(device_bytes=31))
+    assert made.predicted is not None and [(each.group, each.at) for each in made.recompute] == [(0, 5)]
+    assert made.predicted.iteration_seconds == pytest.approx(48.0)
+    assert made.predicted.lower_bound_seconds == pytest.approx(48.0, rel=2e-6)
+
+
+def test_a_rerun_may_end_the_life_of_a_block_that_outlives_its_last_use() -> None:
+    """a0 has no use after stage 1, but lives on. If groups 0 and 1 run again before stage 4, it dies early and is made anew."""
+    trace = layers(3, rate=1.0)
+    outliving = trace.blocks[0].model_copy(update={"reads": (1,), "dies_after": 5})
+    trace = trace.rebuilt(blocks=(outliving, *trace.blocks[1:]))
+    made = {"trace_fingerprint": trace.fingerprint, "policy": "by hand", "budgets": Budgets(device_bytes=31), "moves": []}
+    again = [{"group": 0, "at": 4}, {"group": 1, "at": 4}]
+    seconds = simulate(trace, Plan.model_validate({**made, "recompute": again})).iteration_seconds
+    assert seconds == pytest.approx(8.0)
+    for whole in (NOTHING_WHOLE, MAX_WHOLE):
+        assert lower_bound_seconds(Problem.of(trace, Budgets(device_bytes=31)), max_whole=whole) <= seconds * SAME
 
 
 def test_no_plan_with_updates_on_the_host_beats_the_bound() -> None:
