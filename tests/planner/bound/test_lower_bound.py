@@ -115,6 +115,39 @@ def test_no_plan_with_updates_on_the_host_beats_the_bound() -> None:
     assert close >= TRAININGS // 2
 
 
+def test_half_an_update_on_the_host_and_the_other_half_of_its_states_there_take_a_whole_place() -> None:
+    """Both states of 20 bytes are away in the forward pass, and host memory holds one of them. The other one goes to the drive and
+    back at 1 byte/s."""
+    phases = ["forward", "forward", "backward", "backward", "optimizer", "optimizer"]
+    stages = [
+        {"id": s, "name": f"{phase}/{s}", "phase": phase, "duration_seconds": 1.0, "workspace_bytes": 20 * (s == 0)}
+        for s, phase in enumerate(phases)
+    ]
+    blocks: list[dict[str, object]] = []
+    subgroups = []
+    for part in range(2):
+        update = 4 + part
+        for kind, size, reads, writes in (
+            ("parameter", 1, [part, 3 - part, update], [update]),
+            ("gradient", 1, [update], [3 - part]),
+            ("optimizer_state", 20, [update], [update]),
+        ):
+            of_block = {"id": len(blocks), "name": f"{kind}{part}", "kind": kind, "persistent": kind != "gradient"}
+            blocks.append({**of_block, "size_bytes": size, "reads": reads, "writes": writes})
+        times = {"device_seconds": 1.0, "host_seconds": 1.0}
+        subgroups.append({"id": part, "stage": update, "blocks": [3 * part, 3 * part + 1, 3 * part + 2], "elements": 1, **times})
+    pairs = [("device", "host", 100.0), ("host", "device", 100.0), ("device", "storage", 1.0), ("storage", "device", 1.0)]
+    links = [{"from": a, "to": b, "bytes_per_second": rate} for a, b, rate in pairs]
+    machine = {"name": "slow drive", "device_memory_bytes": 1000, "links": links}
+    fields = {"hardware": machine, "stages": stages, "blocks": blocks, "subgroups": subgroups}
+    trace = Trace.model_validate({"name": "halves", **fields})
+    budgets = Budgets(device_bytes=24, host_bytes=22)
+    bound = lower_bound_seconds(Problem.of(trace, budgets), max_whole=NOTHING_WHOLE)
+    made = plan(trace, budgets)
+    assert made.predicted is not None
+    assert 25.0 < bound <= made.predicted.iteration_seconds * SAME
+
+
 @pytest.mark.parametrize("path", sorted(HAND.glob("*.json")), ids=lambda path: path.stem)
 def test_no_policy_beats_the_bound(path: Path) -> None:
     trace = Trace.load(path)
