@@ -10,7 +10,7 @@ from math import inf
 from planner.bound.host_updates import UpdateClass
 from planner.bound.limits import add_link_time, add_memory, add_places, add_updates
 from planner.bound.model import BoundModel, CopyVariables, add_use
-from planner.bound.recompute import RerunClass, add_anew, add_rerun_time
+from planner.bound.recompute import RerunClass, add_reruns, made_anew
 from planner.bound.windows import CopyClass, CopyWindow, Instants
 from planner.lp import Program, Terms, Variable, add_host_update, byte_scale
 from planner.problem import Problem, Route
@@ -49,7 +49,7 @@ def build_bound(
     model.updates = [
         add_host_update(program, each.windows, problem.route("host"), count=len(instants), whole=whole) for each in updates
     ]
-    model.again = [model.variable(whole=True) for _ in reruns]
+    add_reruns(model, reruns)
     cost: Terms = [(stall, 1.0) for stall in model.stall if stall is not None]
     cost += [(update.chosen, -update.windows.device_seconds) for update in model.updates]
     program.minimise(cost)
@@ -59,7 +59,6 @@ def build_bound(
     add_memory(problem, model)
     add_places(problem, model)
     add_link_time(model)
-    add_rerun_time(model, reruns)
     return program
 
 
@@ -71,20 +70,21 @@ def _add_class(problem: Problem, model: BoundModel, block_class: CopyClass) -> N
     if block_class.update is not None:
         chosen = [(model.updates[block_class.update].chosen, 1.0)]
         made["host"] += chosen  # the update writes a valid copy of a parameter there
-        if block_class.persistent:
-            kept = _add_kept(problem, model, block_class, chosen[0][0])
+        if block_class.persistent and not block_class.read_only:
+            kept = _add_kept(problem, model, block_class)
     final = len(block_class.windows) - 1
-    anew = add_anew(model, block_class)
     for rank, window in enumerate(block_class.windows):
         waiting: Terms = []
-        absent: dict[int, Terms] = {k: list(anew[rank]) for k in window.inside}
+        absent = {k: list(terms) for k, terms in made_anew(model, block_class, window).items()}
         for route in problem.routes:
             if window.adjacent:
                 made[route.tier].append((_add_adjacent(problem, model, block_class, window, route), 1.0))
                 continue
-            copies = _copies(model, block_class, window, route, kept=kept, first=rank == 0, last=rank == final)
+            copies = _copies(model, block_class, window, route, first=rank == 0, last=rank == final)
             _add_order(model, copies, made[route.tier])
             _add_shares(problem, model, copies, absent)
+            around = rank in block_class.around_update and not window.visited
+            _add_place(problem, model, copies, kept, chosen, around=around)
             waiting += copies.waiting
             made[route.tier] += [(variable, 1.0) for variable in copies.out[-1:]]
         _add_absent(problem, model, block_class, window, absent)
@@ -95,10 +95,9 @@ def _add_class(problem: Problem, model: BoundModel, block_class: CopyClass) -> N
             model.program.at_most([*waiting, *own], 1)
 
 
-def _add_kept(problem: Problem, model: BoundModel, block_class: CopyClass, chosen: Variable) -> Variable:
-    """z ≥ h, and z ≥ d + O for every window in the host tier: a persistent block of an update has one place there for good."""
+def _add_kept(problem: Problem, model: BoundModel, block_class: CopyClass) -> Variable:
+    """Add x, the place in the host tier of a persistent block, for good, beyond what its update there takes."""
     kept = model.variable()
-    model.program.at_least([(kept, 1.0), (chosen, -1.0)], 0)
     for row in model.places["host"]:
         row.append((kept, block_class.size_bytes / byte_scale(problem)))
     return kept
@@ -110,7 +109,6 @@ def _copies(
     window: CopyWindow,
     route: Route,
     *,
-    kept: Variable | None,
     first: bool,
     last: bool,
 ) -> CopyVariables:
@@ -123,7 +121,6 @@ def _copies(
         found=model.variable(whole=True) if block_class.read_only or not first else None,
         out=[model.variable(whole=k == window.end) for k in ends],
         into=[] if window.final else [model.variable() for _ in window.inside],
-        kept=kept,
     )
 
 
@@ -169,25 +166,43 @@ def _add_absent(
 
 def _add_shares(problem: Problem, model: BoundModel, copies: CopyVariables, gone: dict[int, Terms]) -> None:
     """Add d + O_k − I_k (with whole blocks: a_k, at most that) to `gone`, and the steps of O and I to the rows."""
-    count, window = len(model.instants), copies.window
-    share = copies.block_class.size_bytes / byte_scale(problem)
+    window = copies.window
     for position, k in enumerate(window.inside):
-        left = copies.left(position)
-        absent = [*left, *((variable, -1.0) for variable in copies.into[position:][:1])]
+        absent = [*copies.left(position), *((variable, -1.0) for variable in copies.into[position:][:1])]
         if model.whole:
             away = model.variable(whole=True)
             model.program.at_least([*absent, (away, -1.0)], 0)
             absent = [(away, 1.0)]
         gone[k] += absent
-        if copies.block_class.update is None or copies.route.tier != "host":
-            model.places[copies.route.tier][k % count] += [(variable, share) for variable, _ in left]
-        elif copies.kept is not None:
-            model.program.at_least([(copies.kept, 1.0), *((variable, -1.0) for variable, _ in left)], 0)
     out: list[Terms] = [[(variable, 1.0)] for variable in copies.out]
     into: list[Terms] = [[(variable, 1.0)] for variable in copies.into]
     _add_steps(problem, model, copies, copies.route.outward, out)
     if not window.final:
         _add_steps(problem, model, copies, copies.route.inward, [*into, copies.waiting])
+
+
+def _add_place(
+    problem: Problem, model: BoundModel, copies: CopyVariables, kept: Variable | None, chosen: Terms, *, around: bool
+) -> None:
+    """Count d + O_k in the tier's rows. A persistent block of an update has one place in the host tier: x ≥ d + O_end − h.
+
+    Around the update's stage, a block moves only if not h, so that both count in full. For other windows of other blocks,
+    nothing counts beyond h.
+    """
+    if copies.block_class.update is not None and copies.route.tier == "host":
+        if kept is not None:
+            model.program.at_least([(kept, 1.0), *_minus(copies.waiting), *([] if around else chosen)], 0)
+            return
+        if not around:
+            return
+    share = copies.block_class.size_bytes / byte_scale(problem)
+    for position, k in enumerate(copies.window.inside):
+        row = model.places[copies.route.tier][k % len(model.instants)]
+        row += [(variable, share) for variable, _ in copies.left(position)]
+
+
+def _minus(terms: Terms) -> Terms:
+    return [(variable, -factor) for variable, factor in terms]
 
 
 def _add_steps(problem: Problem, model: BoundModel, copies: CopyVariables, link: Link, cumulative: list[Terms]) -> None:

@@ -32,10 +32,8 @@ def add_updates(problem: Problem, model: BoundModel) -> None:
                     row += [(variable, size * seconds) for variable, size in terms]
         for chain in update.windows.chains:
             _add_chain(model, update, chain)
-    limit = next((route.budget_bytes for route in problem.routes if route.tier == "host"), None)
-    if model.updates and limit is not None:
-        held: Terms = [(update.chosen, update.windows.host_bytes / scale) for update in model.updates]
-        model.program.at_most(held, limit / scale)
+        for row in model.places["host"]:
+            row.append((update.chosen, update.windows.host_bytes / scale))
 
 
 def _add_chain(model: BoundModel, update: HostUpdateVariables, chain: UpdateChain) -> None:
@@ -56,7 +54,10 @@ def add_memory(problem: Problem, model: BoundModel) -> None:
 
 
 def add_places(problem: Problem, model: BoundModel) -> None:
-    """Σ size · (d + O_k) ≤ the lower tier's budget. A copy has its place from its start until the block dies."""
+    """Σ size · (d + O_k) + Σ host_bytes of g · h_g ≤ the lower tier's budget.
+
+    A copy has its place from its start until the block dies. Blocks of updates on the host have theirs for good.
+    """
     for route in problem.routes:
         for row in model.places[route.tier]:
             if row and route.budget_bytes is not None:

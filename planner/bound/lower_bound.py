@@ -31,10 +31,11 @@ following.
    together between two instants is at most (durations + δ) times a point of the convex hull of these rates: [Note: links that
    share rates] in `planner.problem.shared_limits`.
 6. *Recomputation* ([Note: recomputation] in `planner.problem.recompute`). Stages, instants, uses and live bytes are those of the
-   source trace, and δ is all time beyond its stages, re-runs included; so Σ δ is at least the time of all re-runs. A block that a
-   re-run makes anew is away between its last use before the re-run and the re-run, which both lie in one p. Let z say that this
-   happens in p, and count the block as absent in all of p. Then Σ_p z ≤ r, where r says whether the group runs again. Absent is
-   at most z + d + O − I, where O and I are of the new block, and at most 1. A re-run may also use blocks inside a p. A block then
+   source trace, and δ is all time beyond its stages, re-runs included. A group runs again before a backward stage, and no later
+   than the last use of what it makes, by a stage or by another re-run. Let R_k say whether it does so between the instants k and
+   k + 1; these re-runs take no more than δ_k. A block that a re-run makes anew is away between its last use before the re-run and
+   the re-run, which both lie in one p. So at an instant k in p it is absent for that reason only if the re-run comes later in p:
+   absent is at most ΣR over the spans of p from k on, + d + O − I, where O and I are of the new block, and at most 1. A re-run may also use blocks inside a p. A block then
    may go and come more than once, in several tiers. For each tier, let d and O be those of the first time that it goes and I that
    of the last time that it comes back: absent is at most their sum over the tiers. So for such a p the row of one tier at a time
    is left out. All else that a re-run needs (its inputs, blocks that live on, workspace) only makes a plan slower.

@@ -5,7 +5,7 @@ Symbols: instants k; spans from k to k + 1 with τ_k seconds of stages and a sta
 * O_{p,t,k}, I_{p,t,k} ∈ [0, 1]: the shares of the window's copy out and copy in that are done by k.
 * d_{p,t} ∈ [0, 1]: the block is dropped, since a copy from an earlier window is still valid.
 * g_{p,t} ∈ [0, 1]: the block goes out and in again between adjacent uses, for the copy that stays behind.
-* r_c, z_p of what is made anew: see `planner.bound.recompute`.
+* R_{c,k} of what runs again: see `planner.bound.recompute`.
 * h_g, U, O and I of updates on the host: see `planner.lp.host_update`.
 * a_{p,t,k} ∈ {0, 1}, only with whole blocks: the block is absent at k. Then d, g and the final O that later windows use are
   whole.
@@ -28,7 +28,8 @@ class BoundModel:
     """The program and the rows that every class adds terms to.
 
     By instant: `memory`, and `places` by tier. By span: `links`, by name of the link or shared rate. `whole`: blocks are absent
-    as a whole or not at all. `stall`: None for a span that cannot stall. `again`: r of each class of recompute groups.
+    as a whole or not at all. `stall`: None for a span that cannot stall. `again`: R of each class of recompute groups, by
+    span.
     """
 
     program: Program
@@ -39,7 +40,7 @@ class BoundModel:
     places: dict[str, list[Terms]] = field(default_factory=dict)
     links: dict[str, list[Terms]] = field(default_factory=dict)
     updates: list[HostUpdateVariables] = field(default_factory=list)
-    again: list[Variable] = field(default_factory=list)
+    again: list[dict[int, Variable]] = field(default_factory=list)
 
     def variable(self, *, whole: bool = False) -> Variable:
         """Add a share in [0, 1]. `whole`: it is 0 or 1 where the model is one of whole blocks."""
@@ -50,7 +51,7 @@ class BoundModel:
 class CopyVariables:
     """Variables of one class, window and tier. `out[i]` and `into[i]` are for instant `window.begin` + 1 + i.
 
-    `found`: d. `kept`: the place of a persistent block whose update may run on the host, see `planner.bound.formulation`.
+    `found`: d.
     """
 
     block_class: CopyClass
@@ -59,7 +60,6 @@ class CopyVariables:
     found: Variable | None
     out: list[Variable]
     into: list[Variable]
-    kept: Variable | None
 
     def left(self, position: int) -> Terms:
         """d + O at one position of `out`: the share that lies in the tier."""

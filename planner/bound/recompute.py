@@ -2,38 +2,41 @@
 
 Symbols as in `planner.bound.model`, and
 
-* r_c ∈ [0, 1]: how much of the groups of class c runs again; d_c: the seconds of all of them.
-* z_{p} ∈ [0, 1]: the share of a class of blocks that is made anew in window p.
+* R_{c,k} ∈ [0, 1]: how much of the groups of class c runs again in span k; d_c: the seconds of all of them.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from planner.bound.model import BoundModel
-from planner.bound.windows import CopyClass, Instants
+from planner.bound.windows import CopyClass, CopyWindow, Instants
 from planner.lp import Terms
 from planner.problem import InactivePeriod, Problem, made_bytes
 from planner.schema import RecomputeGroup, Trace
 
-__all__ = ["RerunClass", "add_anew", "add_rerun_time", "made_by", "recreatable_bytes", "rerun_classes", "visits"]
+__all__ = ["RerunClass", "add_reruns", "made_anew", "made_by", "recreatable_bytes", "rerun_classes", "visits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerunClass:
     """Groups (ids) whose blocks have the same windows, and sizes and times in the same proportions.
 
-    `seconds`: at most those of all their re-runs.
+    `spans`: those in which one of them may run again, over the iteration's end perhaps. `seconds`: at most those of all their
+    re-runs.
     """
 
     groups: tuple[int, ...]
+    spans: range
     seconds: float
 
 
 def rerun_classes(problem: Problem, instants: Instants, *, apart: bool, unit_seconds: float) -> tuple[RerunClass, ...]:
     """Return the groups of the trace; like ones form one class, unless all are kept `apart`. Times are in `unit_seconds`."""
     found: dict[tuple[object, ...], list[RecomputeGroup]] = {}
+    latest = _latest_places(problem.source)
     for group in problem.source.recompute:
         if made_bytes(problem.source, group):
             key = (group.id,) if apart else _likeness(problem.source, instants, group)
@@ -42,8 +45,35 @@ def rerun_classes(problem: Problem, instants: Instants, *, apart: bool, unit_sec
     for groups in found.values():
         sizes = [made_bytes(problem.source, group) for group in groups]
         per_byte = min(group.duration_seconds / size for group, size in zip(groups, sizes, strict=True))
-        classes.append(RerunClass(groups=tuple(group.id for group in groups), seconds=per_byte * sum(sizes) / unit_seconds))
+        spans = [_spans(problem.source, instants, group, latest[group.id]) for group in groups]
+        classes.append(
+            RerunClass(
+                groups=tuple(group.id for group in groups),
+                spans=range(min(each.start for each in spans), max(each.stop for each in spans)),
+                seconds=per_byte * sum(sizes) / unit_seconds,
+            )
+        )
     return tuple(classes)
+
+
+def _spans(trace: Trace, instants: Instants, group: RecomputeGroup, last: int) -> range:
+    """The spans in which a group may run again: before the first backward stage after its own at the earliest, before stage
+    `last` at the latest.
+    """
+    later = range(group.stage + 1, last + 1)
+    first = next((stage for stage in later if trace.stages[stage].phase == "backward"), None)
+    return range(0) if first is None else range(instants.end_of(first - 1), instants.start_of(last))
+
+
+def _latest_places(trace: Trace) -> dict[int, int]:
+    """By group, the last stage before which it may run again: the last use of what it makes, by a stage or by a re-run."""
+    places: dict[int, int] = {}
+    read: dict[int, int] = {}  # by block, until when a group that reads it may run again
+    for group in sorted(trace.recompute, key=lambda group: -group.stage):
+        places[group.id] = max(max(trace.blocks[block].uses[-1], read.get(block, 0)) for block in group.blocks)
+        for block in group.reads:
+            read[block] = max(places[group.id], read.get(block, 0))
+    return places
 
 
 def made_by(problem: Problem, classes: Sequence[RerunClass]) -> dict[int, int]:
@@ -57,13 +87,11 @@ def visits(trace: Trace) -> dict[int, list[range]]:
 
     A group runs again after its stage, and not after the last use of what it makes.
     """
-    latest: dict[int, int] = {}  # by block, until when a group that reads it may run again
+    latest = _latest_places(trace)
     found: dict[int, list[range]] = {}
-    for group in sorted(trace.recompute, key=lambda group: -group.stage):
-        last = max(max(trace.blocks[block].uses[-1], latest.get(block, 0)) for block in group.blocks)
+    for group in trace.recompute:
         for block in group.reads:
-            latest[block] = max(last, latest.get(block, 0))
-            found.setdefault(block, []).append(range(group.stage + 1, last + 1))
+            found.setdefault(block, []).append(range(group.stage + 1, latest[group.id] + 1))
     return found
 
 
@@ -73,26 +101,35 @@ def recreatable_bytes(problem: Problem, periods: Iterable[InactivePeriod]) -> in
     return sum(period.size_bytes for period in periods if period.block in made)
 
 
-def add_anew(model: BoundModel, block_class: CopyClass) -> list[Terms]:
-    """z_p for each window of a class, as terms; Σ_p z_p ≤ r_c."""
-    if block_class.rerun is None:
-        return [[] for _ in block_class.windows]
-    anew: list[Terms] = []
-    for window in block_class.windows:
-        inside = window.inside and not window.final
-        anew.append([(model.variable(whole=True), 1.0)] if inside else [])
-    used = [term for terms in anew for term in terms]
-    if used:
-        model.program.at_most([*used, (model.again[block_class.rerun], -1.0)], 0)
+def add_reruns(model: BoundModel, classes: Sequence[RerunClass]) -> None:
+    """Add R: Σ_k R_{c,k} ≤ 1, and Σ_c d_c R_{c,k} ≤ δ_k, since re-runs take time beyond the stages."""
+    taken: dict[int, Terms] = defaultdict(list)
+    for each in classes:
+        spans = {k % len(model.instants) for k in each.spans}
+        shares = {k: model.variable(whole=True) for k in sorted(spans) if model.stall[k] is not None}
+        model.again.append(shares)
+        if len(shares) > 1:
+            model.program.at_most([(share, 1.0) for share in shares.values()], 1)
+        for k, share in shares.items():
+            taken[k].append((share, each.seconds))
+    for k, terms in taken.items():
+        stall = model.stall[k]
+        assert stall is not None  # otherwise nothing runs again there
+        model.program.at_most([*terms, (stall, -1.0)], 0)
+
+
+def made_anew(model: BoundModel, block_class: CopyClass, window: CopyWindow) -> dict[int, Terms]:
+    """Σ R_c over the spans of the window from k on, by instant k inside it: the share that is absent until it is made anew."""
+    anew: dict[int, Terms] = {k: [] for k in window.inside}
+    if block_class.rerun is None or (window.final and not window.visited):
+        return anew
+    shares, count = model.again[block_class.rerun], len(model.instants)
+    later: Terms = []
+    for k in reversed(window.inside):
+        if k % count in shares:
+            later = [(shares[k % count], 1.0), *later]
+        anew[k] = later
     return anew
-
-
-def add_rerun_time(model: BoundModel, classes: Sequence[RerunClass]) -> None:
-    """Σ δ_k ≥ Σ d_c r_c: what runs again takes time beyond the stages."""
-    row: Terms = [(share, -each.seconds) for each, share in zip(classes, model.again, strict=True) if each.seconds]
-    if row:
-        row += [(stall, 1.0) for stall in model.stall if stall is not None]
-        model.program.at_least(row, 0)
 
 
 def _likeness(trace: Trace, instants: Instants, group: RecomputeGroup) -> tuple[object, ...]:

@@ -108,7 +108,7 @@ def _keep(times: list[float], live: list[int], total: float, most: int) -> list[
 
     worths = [worth(number) for number in range(len(kept))]
     while len(kept) > most:
-        least = min(range(len(kept)), key=worths.__getitem__)
+        least = worths.index(min(worths))
         del kept[least], worths[least]
         for number in {(least - 1) % len(kept), least % len(kept)}:
             worths[number] = worth(number)

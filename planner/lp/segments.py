@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from planner.problem import Problem, stage_floors
 
@@ -71,13 +72,14 @@ def segments_of(problem: Problem, max_segments: int) -> tuple[Segment, ...]:
     fixed = {i for i in range(1, len(stages)) if phases[i] != phases[i - 1]}
     if len(fixed) >= max_segments // 2:
         fixed = set()
+    together = [inf] + [inf if i in fixed else weights[i - 1] + weights[i] for i in range(1, len(stages))]
     while len(firsts) > max_segments:
-        best = min(
-            (i for i in range(1, len(firsts)) if firsts[i] not in fixed),
-            key=lambda i: weights[i - 1] + weights[i],
-        )
+        best = together.index(min(together))
         weights[best - 1] += weights.pop(best)
-        firsts.pop(best)
+        del firsts[best], together[best]
+        for i in (best - 1, best):
+            if i < len(firsts) and together[i] < inf:
+                together[i] = weights[i - 1] + weights[i]
     borders = [*firsts, len(stages)]
     needed = stage_floors(problem.trace)
     return tuple(

@@ -15,9 +15,11 @@ from planner.policies.registry import POLICIES
 from planner.problem.lifetimes import live_bytes
 from planner.problem.problem import Problem
 from planner.problem.user_code import user_stages
+from planner.schema import Stage
 
 from ...thoroughness import by_profile
 from .. import exhaustive
+from ..recompute_traces import layers
 from ..strategies import hardware, problems, transformer_trace
 
 HAND = Path(__file__).parents[3] / "traces" / "hand"
@@ -70,6 +72,31 @@ def test_no_plan_with_recomputation_beats_the_bound() -> None:
     assert close >= 0.4 * stalling
 
 
+def test_the_time_of_a_rerun_is_not_hidden_in_the_stalls_of_the_optimizer() -> None:
+    """The optimizer's state leaves no room for it before: 20 s in and 20 s out. Making a0 anew in the backward pass takes 1 s."""
+    trace = layers(3, rate=1.0)
+    update = Stage(id=6, name="optimizer/w", phase="optimizer", duration_seconds=1.0)
+    state = trace.blocks[3].model_copy(update={"id": 4, "name": "state", "size_bytes": 20, "reads": (6,), "writes": (6,)})
+    trace = trace.rebuilt(stages=(*trace.stages, update), blocks=(*trace.blocks, state))
+    made = plan(trace, Budgets(device_bytes=31))
+    assert made.predicted is not None and [(each.group, each.at) for each in made.recompute] == [(0, 5)]
+    assert made.predicted.iteration_seconds == pytest.approx(48.0)
+    assert made.predicted.lower_bound_seconds == pytest.approx(48.0, rel=2e-6)
+
+
+def test_a_rerun_may_end_the_life_of_a_block_that_outlives_its_last_use() -> None:
+    """a0 has no use after stage 1, but lives on. If groups 0 and 1 run again before stage 4, it dies early and is made anew."""
+    trace = layers(3, rate=1.0)
+    outliving = trace.blocks[0].model_copy(update={"reads": (1,), "dies_after": 5})
+    trace = trace.rebuilt(blocks=(outliving, *trace.blocks[1:]))
+    made = {"trace_fingerprint": trace.fingerprint, "policy": "by hand", "budgets": Budgets(device_bytes=31), "moves": []}
+    again = [{"group": 0, "at": 4}, {"group": 1, "at": 4}]
+    seconds = simulate(trace, Plan.model_validate({**made, "recompute": again})).iteration_seconds
+    assert seconds == pytest.approx(8.0)
+    for whole in (NOTHING_WHOLE, MAX_WHOLE):
+        assert lower_bound_seconds(Problem.of(trace, Budgets(device_bytes=31)), max_whole=whole) <= seconds * SAME
+
+
 def test_no_plan_with_updates_on_the_host_beats_the_bound() -> None:
     rng = random.Random(21)
     close = on_host = user_code = 0
@@ -86,6 +113,39 @@ def test_no_plan_with_updates_on_the_host_beats_the_bound() -> None:
     assert TRAININGS // 5 <= on_host <= TRAININGS * 4 // 5
     assert user_code >= TRAININGS // 4
     assert close >= TRAININGS // 2
+
+
+def test_half_an_update_on_the_host_and_the_other_half_of_its_states_there_take_a_whole_place() -> None:
+    """Both states of 20 bytes are away in the forward pass, and host memory holds one of them. The other one goes to the drive and
+    back at 1 byte/s."""
+    phases = ["forward", "forward", "backward", "backward", "optimizer", "optimizer"]
+    stages = [
+        {"id": s, "name": f"{phase}/{s}", "phase": phase, "duration_seconds": 1.0, "workspace_bytes": 20 * (s == 0)}
+        for s, phase in enumerate(phases)
+    ]
+    blocks: list[dict[str, object]] = []
+    subgroups = []
+    for part in range(2):
+        update = 4 + part
+        for kind, size, reads, writes in (
+            ("parameter", 1, [part, 3 - part, update], [update]),
+            ("gradient", 1, [update], [3 - part]),
+            ("optimizer_state", 20, [update], [update]),
+        ):
+            of_block = {"id": len(blocks), "name": f"{kind}{part}", "kind": kind, "persistent": kind != "gradient"}
+            blocks.append({**of_block, "size_bytes": size, "reads": reads, "writes": writes})
+        times = {"device_seconds": 1.0, "host_seconds": 1.0}
+        subgroups.append({"id": part, "stage": update, "blocks": [3 * part, 3 * part + 1, 3 * part + 2], "elements": 1, **times})
+    pairs = [("device", "host", 100.0), ("host", "device", 100.0), ("device", "storage", 1.0), ("storage", "device", 1.0)]
+    links = [{"from": a, "to": b, "bytes_per_second": rate} for a, b, rate in pairs]
+    machine = {"name": "slow drive", "device_memory_bytes": 1000, "links": links}
+    fields = {"hardware": machine, "stages": stages, "blocks": blocks, "subgroups": subgroups}
+    trace = Trace.model_validate({"name": "halves", **fields})
+    budgets = Budgets(device_bytes=24, host_bytes=22)
+    bound = lower_bound_seconds(Problem.of(trace, budgets), max_whole=NOTHING_WHOLE)
+    made = plan(trace, budgets)
+    assert made.predicted is not None
+    assert 25.0 < bound <= made.predicted.iteration_seconds * SAME
 
 
 @pytest.mark.parametrize("path", sorted(HAND.glob("*.json")), ids=lambda path: path.stem)
