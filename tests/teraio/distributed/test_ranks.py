@@ -40,6 +40,7 @@ def test_buckets_count_as_much_as_all_gradients(group: None, views: bool) -> Non
     inside, outside = nn.Linear(8, 4), nn.Linear(8, 4)
     module = DistributedDataParallel(inside, gradient_as_bucket_view=views)
     buckets = GradientBuckets()
+    buckets.look()
     assert buckets.have(inside.weight) and not buckets.have(outside.weight)
     assert buckets.hold(inside.weight) == views and not buckets.hold(outside.weight)
     assert buckets.size_bytes == sum(parameter.nbytes for parameter in module.parameters())

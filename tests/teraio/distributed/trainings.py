@@ -19,8 +19,8 @@ from runtime.paging import holder_of
 from ...training import MIB, PLAN_SECONDS, blocks, forget, known_blocks, require
 
 ROWS, WIDTH, WIDE = 8, 512, 1024
-STEPS = 6
-"""Compile (1), profile (1), then a plan; gradients that outlive a step change once more what the first iterations were."""
+STEPS = 10
+"""Compile (1), profile (1), hear of other ranks (3), follow their plan (2); gradients that outlive a step change once more what the first iterations were."""
 
 
 class Block(nn.Module):
