@@ -26,19 +26,22 @@ following.
    next use. Where user code follows, U has ended when it starts ([Note: user code] in `planner.problem.user_code`; the rest of
    that note only makes plans slower). The host's processor behaves like a link. The stage, and so the iteration, is shorter by
    the update's time on the device. Moves to or from that stage need 1 − h. If h, a valid copy of the parameters is in the host
-   tier, and all blocks have their place there.
+   tier, and all blocks have their place there for good. So these places count h, and what other moves of the blocks need comes on
+   top where they exclude h.
 5. *Shared rates.* At any instant, the rates of all links are those of some set of busy links, or less. So what links carry
    together between two instants is at most (durations + δ) times a point of the convex hull of these rates: [Note: links that
    share rates] in `planner.problem.shared_limits`.
-6. *Recomputation* ([Note: recomputation] in `planner.problem.recompute`). Stages, instants, uses and live bytes are those of the
-   source trace, and δ is all time beyond its stages, re-runs included. A group runs again before a backward stage, and no later
-   than the last use of what it makes, by a stage or by another re-run. Let R_k say whether it does so between the instants k and
-   k + 1; these re-runs take no more than δ_k. A block that a re-run makes anew is away between its last use before the re-run and
-   the re-run, which both lie in one p. So at an instant k in p it is absent for that reason only if the re-run comes later in p:
-   absent is at most ΣR over the spans of p from k on, + d + O − I, where O and I are of the new block, and at most 1. A re-run may also use blocks inside a p. A block then
-   may go and come more than once, in several tiers. For each tier, let d and O be those of the first time that it goes and I that
-   of the last time that it comes back: absent is at most their sum over the tiers. So for such a p the row of one tier at a time
-   is left out. All else that a re-run needs (its inputs, blocks that live on, workspace) only makes a plan slower.
+6. *Recomputation* ([Note: recomputation] in `planner.problem.recompute`). Stages, instants, uses and live bytes are those of
+   the source trace, and δ is all time beyond its stages, re-runs included. A group runs again before a backward stage, and no
+   later than the last use of what it makes, by a stage or by another re-run. Let R_k say whether it does so between the
+   instants k and k + 1; these re-runs take no more than δ_k. A block that a re-run makes anew is away between its last use
+   before the re-run and the re-run, which both lie in one p. So at an instant k in p it is absent for that reason only if the
+   re-run comes later in p: absent is at most ΣR over the spans of p from k on, + d + O − I, where O and I are of the new block,
+   and at most 1. A re-run may also use blocks inside a p. A block then may go and come more than once, in several tiers. For
+   each tier, let d and O be those of the first time that it goes and I that of the last time that it comes back: absent is at
+   most their sum over the tiers. So for such a p the row of one tier at a time is left out. A block with `dies_after` may die
+   at its last use instead, if a re-run that reads it later makes it anew: so a p that ends with a death counts too, where a
+   re-run may use the block. All else that a re-run needs (its inputs, blocks that live on, workspace) only makes a plan slower.
 
 All of this is linear, and the iteration time is Σ durations + Σ δ. So the minimum is a bound. (A plan without a steady state is
 covered too: the rows are linear, so they hold for the mean over many iterations.) Some steps make the program smaller. Each of
@@ -68,6 +71,7 @@ rounding.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from planner.bound.formulation import build_bound
 from planner.bound.host_updates import update_classes
@@ -81,6 +85,7 @@ from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units, 
 __all__ = ["lower_bound_seconds"]
 
 _INSTANTS = 16
+_INSTANTS_FIRST = 8  # for long iterations: a fifth of the time of 16, and often as good
 _INSTANTS_SHORT = 32  # for iterations of at most _SHORT_STAGES stages: there they cost little time, and 16 give a weak bound
 _SHORT_STAGES = 64
 _MARGIN = 1e-6
@@ -97,25 +102,37 @@ def lower_bound_seconds(
     max_whole: int = MAX_WHOLE,
     time_limit_seconds: float = 10.0,
     threads: int = DEFAULT_THREADS,
+    enough_seconds: float = inf,
 ) -> float:
     """Return the seconds that an iteration takes at least, under any plan; see [Note: why it is a bound].
 
     `max_instants`: number of instants of the iteration to consider. More instants may raise the bound and take longer. None: 32
-    for short iterations, 16 for others. `max_whole`: up to how many stages of idle blocks, summed over blocks and tiers, blocks
-    count as whole.
+    for short iterations; for others 8 and, if the bound is below `enough_seconds` then, 16. `max_whole`: up to how many stages of
+    idle blocks, summed over blocks and tiers, blocks count as whole.
 
-    Waits for at most about `time_limit_seconds`. The simple bound holds where the solver fails, is missing or does not finish:
-    the sum of the stage durations, and the time to move over the links what must cross them.
+    Waits for at most about `time_limit_seconds` for each number of instants. The simple bound holds where the solver fails, is
+    missing or does not finish: the sum of the stage durations, and the time to move over the links what must cross them.
     """
     updatable = host_update_candidates(problem)
     saved = sum(subgroup.device_seconds for subgroup in updatable)
-    simple = max(problem.trace.ideal_seconds - saved, 0.0) if updatable else _simple_seconds(problem)
+    best = max(problem.trace.ideal_seconds - saved, 0.0) if updatable else _simple_seconds(problem)
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=0.0, threads=threads)
     if not updatable and (not problem.routes or problem.everything_fits):
-        return simple
+        return best
+    tried = (_INSTANTS_SHORT,) if problem.stage_count <= _SHORT_STAGES else (_INSTANTS_FIRST, _INSTANTS)
+    for most in tried if max_instants is None else (max_instants,):
+        try:
+            best = max(best, _proved_seconds(problem, most, max_whole, settings))
+        except SolverError:
+            break
+        if best >= enough_seconds:
+            break
+    return best
+
+
+def _proved_seconds(problem: Problem, max_instants: int, max_whole: int, settings: SolverSettings) -> float:
+    """The bound with so many instants. Raises SolverError where the solver fails, is missing or does not finish."""
     unit = solver_unit(problem)
-    if max_instants is None:
-        max_instants = _INSTANTS_SHORT if problem.stage_count <= _SHORT_STAGES else _INSTANTS
     instants = Instants.of(problem, max_instants)
     idle = sum(period.gap for period in problem.periods) * len(problem.routes)
     whole = idle <= max_whole
@@ -137,11 +154,8 @@ def lower_bound_seconds(
         reruns,
         whole=whole,
     )
-    try:
-        stall = least_stall(program, whole=whole, settings=settings)
-    except SolverError:
-        return simple
-    return max(simple, (problem.trace.ideal_seconds + stall * unit) * (1 - _MARGIN))
+    stall = least_stall(program, whole=whole, settings=settings)
+    return (problem.trace.ideal_seconds + stall * unit) * (1 - _MARGIN)
 
 
 def _simple_seconds(problem: Problem) -> float:

@@ -29,6 +29,9 @@ __all__ = ["optimise"]
 
 _CLOSE = 1.005
 """A long iteration's plan within this factor of the lower bound is good enough."""
+_CLOSE_VERY_LONG = 1.01
+_VERY_LONG_STAGES = 500
+"""Above this, programs take long, and find little that is better within that factor."""
 _BETTER = 0.9999
 _MAX_ROUNDS = 3
 """How often a schedule is made again by the clock of its replay."""
@@ -65,18 +68,20 @@ def optimise(
     settings: SolverSettings,
     on_host: Collection[int] | None = None,
     integer: bool = True,
+    known_bound: float = 0.0,
 ) -> Plan:
     """Return the plan of the integer program, made exact, or that of a rival policy where it is better.
 
     on_host: the subgroups that update on the host, if the program need not decide that. The host tier must have room for them.
-    integer: solve an integer program where it is small; otherwise only its relaxation, which is faster.
+    integer: solve an integer program where it is small; otherwise only its relaxation, which is faster. known_bound: seconds that
+    no plan can beat, if that is known; without rivals, no other bound is worked out.
     Where any plan exists, one is found. Up to the default weight of writes, the plan is never slower than a rival's. Raises
     InfeasiblePlanError where the lower tiers are too small.
     """
     if problem.everything_fits and not (host_update_candidates(problem) if on_host is None else on_host):
         return with_predictions(problem, build_plan(problem, {}, policy=policy))
     others = _rival_candidates(problem, rivals, settings.write_weight)
-    bound = _Bound(problem, settings, wanted=integer and bool(rivals))
+    bound = _Bound(problem, settings, wanted=integer and bool(rivals), seconds=known_bound)
     own: list[_ReplayedPlan] = []
     reports: list[SolverReport] = []
     too_full: InfeasiblePlanError | None = None
@@ -105,19 +110,21 @@ def optimise(
 class _Bound:
     """Tells when no further search is worth its time, if that is `wanted`.
 
-    `seconds`: the lower bound, 0 as long as nobody needed it.
+    `seconds`: the lower bound; 0 if it is not known and nobody needed it so far.
     """
 
-    def __init__(self, problem: Problem, settings: SolverSettings, *, wanted: bool) -> None:
+    def __init__(self, problem: Problem, settings: SolverSettings, *, wanted: bool, seconds: float) -> None:
         self._problem, self._threads, self._wanted = problem, settings.threads, wanted
-        self.seconds = 0.0
+        self._close = _CLOSE if problem.stage_count <= _VERY_LONG_STAGES else _CLOSE_VERY_LONG
+        self.seconds = seconds
 
     def is_close(self, found: Sequence[_ReplayedPlan]) -> bool:
-        """Whether some plan takes at most _CLOSE times the lower bound."""
+        """Whether some plan takes little longer than the lower bound."""
         least = min((each.timeline.iteration_seconds for each in found), default=inf)
         if self._wanted and least < inf and self.seconds == 0.0:
-            self.seconds = lower_bound_seconds(self._problem, threads=self._threads)
-        return least <= self.seconds * _CLOSE
+            enough = least / self._close
+            self.seconds = lower_bound_seconds(self._problem, threads=self._threads, enough_seconds=enough)
+        return least <= self.seconds * self._close
 
 
 def _starts(

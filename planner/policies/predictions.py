@@ -11,6 +11,9 @@ from planner.simulator import Timeline, simulate
 
 __all__ = ["with_lower_bound", "with_predictions", "without_lower_bound"]
 
+_TIGHT = 1e-3
+"""A bound that is within this share of the plan is not worth more time."""
+
 
 def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = None, *, lower_bound_seconds: float = 0.0) -> Plan:
     """Add the simulator's predictions and, for each offload, the stage by whose end the copy is out.
@@ -42,7 +45,8 @@ def with_lower_bound(plan: Plan, trace: Trace, budgets: Budgets, *, threads: int
     if plan.predicted.lower_bound_seconds:
         return plan
     try:
-        bound = lower_bound_seconds(Problem.of(trace, budgets), threads=threads)
+        enough = plan.predicted.iteration_seconds * (1 - _TIGHT)
+        bound = lower_bound_seconds(Problem.of(trace, budgets), threads=threads, enough_seconds=enough)
     except BudgetError:  # only plans with re-runs fit, and no tier can be used
         bound = trace.ideal_seconds
     return _with_bound(plan, bound)

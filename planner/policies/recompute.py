@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import cached_property
 
 from planner.bound import lower_bound_seconds
 from planner.errors import BudgetError, InfeasiblePlanError, PlanError, SolverError
@@ -32,10 +33,16 @@ from planner.schema import Budgets, Plan, Recompute, Trace
 __all__ = ["best_recomputation", "checkpointed"]
 
 Planner = Callable[[Problem], Plan]
+BoundedPlanner = Callable[[Problem, float], Plan]
+"""Is given seconds that no plan can beat, so that it knows when to stop."""
 
 _HARDLY = 1e-3
 """Share of the iteration that must be stalls for re-runs to be worth a look."""
 _CLOSE = 1.002
+_CLOSE_DRAFT = 1.004
+"""A draft within this factor of the bound is good enough."""
+_CLOSE_LONG = 1.01
+"""For more than _LONG_STAGES stages, where it takes longest to see what re-runs are worth."""
 _BETTER = 0.9999
 _SHORT_STAGES = 32
 """Up to this many stages a plan takes a fraction of a second, so that many sets can be tried."""
@@ -48,7 +55,7 @@ _MAX_CHANGES = 24
 
 
 def best_recomputation(
-    trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner, refine: Planner, draft: Planner
+    trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner, refine: BoundedPlanner, draft: Planner
 ) -> Plan:
     """Return the best plan, with or without re-runs. plan: plans an iteration well; refine: the same, but does not compare with
     other policies; draft: faster, to compare sets of groups.
@@ -61,17 +68,20 @@ def best_recomputation(
         sets = {search.places.of(groups): None for groups in _proposals(search)}
         for chosen in sets if len(sets) > 1 else ():
             search.try_plan(chosen)
-        search.finish(refine, *sets)
+        if sets and not search.is_close():
+            search.finish(lambda problem: refine(problem, search.bound_seconds), *sets)
         if not search.surely_better():
             search.without(plan)
         return search.made()
     search.without(plan)
-    if search.places.usable and (search.best is None or _stalls(search.best)):
+    close = _CLOSE if len(trace.stages) <= _LONG_STAGES else _CLOSE_LONG
+    if search.places.usable and (search.best is None or _stalls(search.best, close=close)):
         for groups in _proposals(search):
             search.try_plan(search.places.of(groups))
         if len(trace.stages) <= _SHORT_STAGES:
             search.improve()
-        search.finish(plan if len(trace.stages) <= MAX_INTEGER_STAGES else refine)
+        short = len(trace.stages) <= MAX_INTEGER_STAGES
+        search.finish(plan if short else lambda problem: refine(problem, search.bound_seconds))
     return search.made()
 
 
@@ -96,11 +106,11 @@ def _with_reruns(trace: Trace, error: BudgetError) -> BudgetError:
     return BudgetError(smallest_bytes=least, budget_bytes=error.budget_bytes, stage=trace.stages[stage].name)
 
 
-def _stalls(made: Plan) -> bool:
-    """Whether stages wait, and the plan is not close to the bound, if that is known (it holds with re-runs, too)."""
+def _stalls(made: Plan, *, close: float) -> bool:
+    """Whether stages wait, and the plan takes more than `close` times the bound, if that is known (it holds for re-runs, too)."""
     assert made.predicted is not None  # every plan is replayed
     seconds, bound = made.predicted.iteration_seconds, made.predicted.lower_bound_seconds
-    return made.predicted.stall_seconds > _HARDLY * seconds and not 0 < seconds <= bound * _CLOSE
+    return made.predicted.stall_seconds > _HARDLY * seconds and not 0 < seconds <= bound * close
 
 
 class _Search:
@@ -132,17 +142,32 @@ class _Search:
             return False
         alone = self.trace.model_copy(update={"recompute": ()})
         try:
-            bound = lower_bound_seconds(Problem.of(alone, self.budgets), threads=self.settings.threads)
+            problem, cost = Problem.of(alone, self.budgets), self._cost(self.best)
         except BudgetError:
             return True  # there is none
-        return self._cost(self.best) <= bound
+        return cost <= lower_bound_seconds(problem, threads=self.settings.threads, enough_seconds=cost)
+
+    def is_close(self) -> bool:
+        """Whether the best plan is close to the lower bound."""
+        return self.best is not None and self._cost(self.best) <= self.bound_seconds * _CLOSE_DRAFT
+
+    @cached_property
+    def bound_seconds(self) -> float:
+        """The lower bound on all plans, with re-runs or without; 0 where only plans with re-runs fit."""
+        try:
+            return lower_bound_seconds(Problem.of(self.trace, self.budgets), threads=self.settings.threads)
+        except BudgetError:
+            return 0.0
 
     def made(self) -> Plan:
         """Return the best plan. Raises BudgetError or InfeasiblePlanError where there is none."""
         if self.best is None:
             assert self._refusal is not None  # either there is a plan, or there is a reason
             raise self._refusal
-        return self.best
+        if "bound_seconds" not in vars(self) or self.best.predicted is None:
+            return self.best
+        predicted = self.best.predicted.model_copy(update={"lower_bound_seconds": self.bound_seconds})
+        return self.best.model_copy(update={"predicted": predicted})
 
     @property
     def chosen(self) -> dict[int, int]:

@@ -88,7 +88,7 @@ def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         budgets,
         settings,
         plan=_optimised("ilp", settings),
-        refine=partial(optimise, policy="ilp", rivals=(), settings=settings),
+        refine=lambda problem, bound: optimise(problem, policy="ilp", rivals=(), settings=settings, known_bound=bound),
         draft=partial(optimise, policy="ilp", rivals=(), settings=settings, integer=False),
     )
 

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from hypothesis import given
@@ -29,6 +30,8 @@ GROUPS = by_profile(ci=12, long=160)
 TRAININGS = by_profile(ci=25, long=160)
 BUDGETS = by_profile(ci=5, long=1000)
 NOTHING_WHOLE = -1
+WORST_WITH_GROUPS, MEAN_WITH_GROUPS = 1.25, 1.03
+"""Times of plans over those of the best plans, for the traces of this file."""
 
 
 def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close() -> None:
@@ -51,9 +54,10 @@ def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close() -> None:
     assert close >= 0.65 * stalling
 
 
-def test_no_plan_with_recomputation_beats_the_bound() -> None:
+def test_no_plan_with_recomputation_beats_the_bound_and_plans_are_near_the_best_of_all() -> None:
     rng = random.Random(22)
     close = helped = stalling = 0
+    ratios = []
     for number in range(GROUPS):
         problem = exhaustive.small_with_groups(rng, most_combinations=400)
         without = exhaustive.best_seconds(problem)
@@ -63,13 +67,15 @@ def test_no_plan_with_recomputation_beats_the_bound() -> None:
         which = f"trace {number}: {problem.source.model_dump_json()} {problem.budgets}"
         assert max(bounds) <= best * SAME, which
         made = plan(problem.source, problem.budgets)
-        assert simulate(problem.source, made).iteration_seconds >= best / SAME, which
+        ratios.append(simulate(problem.source, made).iteration_seconds / best)
+        assert ratios[-1] >= 1 / SAME, which
         helped += best < without / SAME
         if best > problem.trace.ideal_seconds * SAME:
             stalling += 1
             close += bounds[0] >= 0.9 * best
     assert helped >= GROUPS // 6
     assert close >= 0.4 * stalling
+    assert max(ratios) <= WORST_WITH_GROUPS and mean(ratios) <= MEAN_WITH_GROUPS
 
 
 def test_the_time_of_a_rerun_is_not_hidden_in_the_stalls_of_the_optimizer() -> None:
@@ -116,8 +122,7 @@ def test_no_plan_with_updates_on_the_host_beats_the_bound() -> None:
 
 
 def test_half_an_update_on_the_host_and_the_other_half_of_its_states_there_take_a_whole_place() -> None:
-    """Both states of 20 bytes are away in the forward pass, and host memory holds one of them. The other one goes to the drive and
-    back at 1 byte/s."""
+    """Both states of 20 bytes are away in the forward pass. Host memory holds one of them, the other one goes to a slow drive."""
     phases = ["forward", "forward", "backward", "backward", "optimizer", "optimizer"]
     stages = [
         {"id": s, "name": f"{phase}/{s}", "phase": phase, "duration_seconds": 1.0, "workspace_bytes": 20 * (s == 0)}
