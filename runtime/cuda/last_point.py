@@ -8,9 +8,9 @@ from runtime.device import Event, Lane, Streams
 class LastPoint:
     """The latest point in the lane of computation. As a context: copies begin together, and share one point.
 
-    Within the context the calling thread holds the pager's lock and queues no stage, and no other thread queues computation. Where
-    the mover lets computation wait for a copy, it says so by `passed`: memory that is freed after that wait may serve the next copy
-    in (rules 2 and 4). shares: False keeps a point for each copy.
+    Only the training thread enters the context, with the lock of the pager held, and queues no stage within it. So nothing comes
+    into the lane of computation meanwhile, but for the mover's own waits for copies. It tells of them by `passed`: memory that
+    is freed after such a wait may serve the next copy in (rules 2 and 4). shares: False takes a point for each copy.
     """
 
     def __init__(self, streams: Streams, *, shares: bool = True) -> None:
