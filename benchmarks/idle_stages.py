@@ -56,6 +56,5 @@ class IdleStages:
                 pager.device.mark()
                 pager.retire(read, read)
                 pager.advance_clock(self._next_uses[number])
-                for block in self._leave[number]:
-                    pager.offload(block, "host")
+                pager.offload_all([(block, "host") for block in self._leave[number]])
             pager.leave_region()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -60,6 +61,9 @@ class CpuMover:
 
     def trim(self, spare_bytes: int) -> None:
         self._memory.trim(spare_bytes)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def has_room(self, block: Block, tier: WaitingTier) -> bool:
         return self._tiers.has_room(block, _span(block).length_bytes, tier)

@@ -15,6 +15,7 @@ import torch
 from planner.errors import StorageError
 from planner.schema import WaitingTier
 from runtime.cuda.host_copies import HostCopies, QueuedRange
+from runtime.cuda.last_point import LastPoint
 from runtime.device import Event, Lane, Span, Streams
 from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tier, Tiers, dropped_message
 from runtime.storage import Extent, RangeCopy, Slot, contiguous_address, slot_range
@@ -60,6 +61,7 @@ class StreamMover:
         self._of_forgotten: list[_Queued] = []
         self._in: dict[Block, _Queued] = {}
         self._copies = HostCopies(streams, host_address)
+        self._computed = LastPoint(streams, shares=debug is None)  # the debug mode fills memory in the lane of computation
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
@@ -96,6 +98,9 @@ class StreamMover:
     def trim(self, spare_bytes: int) -> None:
         self._streams.trim(spare_bytes)
 
+    def together(self) -> LastPoint:
+        return self._computed
+
     # -- out
 
     def has_room(self, block: Block, tier: WaitingTier) -> bool:
@@ -106,14 +111,14 @@ class StreamMover:
         if block.kind == "gradient":
             tier = None  # user code clips gradients or adds to them before the step: prefer the tier where it can touch them
         place = self._tiers.place(block, block.size_bytes, tier)
-        computed = self._streams.record(Lane.COMPUTE)
+        computed = self._computed.event()
         if self._debug is not None:
             self._streams.wait(Lane.OUTWARD, computed)
             self._debug.leaves(block, self._streams.read(Lane.OUTWARD, block.address, block.size_bytes))
         if place.engine is not None:
             self._transfers.write(place, block, block.address, done, ready=computed.wait)
             return False
-        self._streams.wait(Lane.OUTWARD, computed)
+        self._computed.hold(Lane.OUTWARD, computed)
         copied = self._copies.queue(Lane.OUTWARD, _slot(block), block.size_bytes, block.address)
         self._out.pop(block, None)  # its last copy: `_out` and `_in` have the order in which the device ends the copies
         self._out[block] = _Queued(copied, _storage(block))
@@ -142,6 +147,7 @@ class StreamMover:
         leaving = self._out.pop(block, None)
         if leaving is not None:
             self._streams.wait(Lane.COMPUTE, leaving.event)
+            self._computed.passed()
         storage = _storage(block)
         if self._debug is not None:
             self._poison_left(block)
@@ -186,7 +192,7 @@ class StreamMover:
         area = self._streams.allocate(block.size_bytes)
         address = area.data_ptr()
         self._fresh[block] = area
-        before: list[Event] = [self._streams.record(Lane.COMPUTE)]
+        before = [self._computed.event()]
         if not self._streams.in_region:
             before.append(self._streams.record(Lane.USER))
         if self._debug is not None:
@@ -195,7 +201,7 @@ class StreamMover:
             self._read(place, block, address, before, done)
             return False
         for event in before:
-            self._streams.wait(Lane.INWARD, event)
+            self._computed.hold(Lane.INWARD, event)
         copied = self._copies.queue(Lane.INWARD, _slot(block), block.size_bytes, address)
         self._in[block] = _Queued(copied, _storage(block))
         return True
@@ -247,6 +253,7 @@ class StreamMover:
             arriving = self._in.pop(block, None)
             if arriving is not None:
                 self._streams.wait(Lane.COMPUTE, arriving.event)
+                self._computed.passed()
 
     # -- ranges of slots
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -58,6 +59,9 @@ class Mover(Protocol):
 
     def trim(self, spare_bytes: int) -> None:
         """Free memory that is kept for reuse, but for `spare_bytes`: so much of the budget is not in use."""
+
+    def together(self) -> AbstractContextManager[object]:
+        """Return a context for copies that the training thread lets begin together: the device computes nothing new meanwhile."""
 
     def has_room(self, block: Block, tier: WaitingTier) -> bool:
         """Whether the block has a slot in the tier, or could get one."""

@@ -7,6 +7,7 @@ early or wrong: that costs time, but never correctness and never the budget.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -291,13 +292,18 @@ class Pager:
 
         The block stays if the lower tiers have no room for it. See [Note: Why a block leaves] for what happens then.
         """
-        with self._lock:
-            idle = block.state is State.ON_DEVICE and not block.pins and block.span is not None
-            if idle and self.table.is_current(block):
-                try:
-                    self._transitions.begin_offload(block, tier)
-                except StorageFullError:
-                    pass
+        self.offload_all([(block, tier)])
+
+    def offload_all(self, leaving: Sequence[tuple[Block, WaitingTier | None]]) -> None:
+        """Do what `offload` does for blocks and their tiers, in this order."""
+        if self._mover is None:
+            return
+        with self._lock, self._mover.together():
+            for block, tier in leaving:
+                idle = block.state is State.ON_DEVICE and not block.pins and block.span is not None
+                if idle and self.table.is_current(block):
+                    with contextlib.suppress(StorageFullError):
+                        self._transitions.begin_offload(block, tier)
 
     def drop(self, block: Block) -> None:
         """Free the memory of a block that is on the device and that its `source` can make anew; others stay. Never waits."""

@@ -45,8 +45,7 @@ class Stages:
                 self._room.make_room(away, new_bytes, what)
                 self._account.reserved_bytes = new_bytes
                 self._account.note_peak()
-                if then_fetch:
-                    self._prefetches.ask_for(then_fetch)
+                self._fetch(then_fetch)
             if self._mover is not None:
                 self._mover.wait_resident(blocks)
         except BaseException:
@@ -60,9 +59,13 @@ class Stages:
         self._room.make_room(away, new_bytes, what)
         coming = [block for block in away if block.state is State.PREFETCHING and not block.held_back]
         self._begin_missing(away, new_bytes)
-        if then_fetch:
-            self._prefetches.ask_for(then_fetch)
+        self._fetch(then_fetch)
         self._wait_for(away, coming)
+
+    def _fetch(self, blocks: Sequence[Block]) -> None:
+        if blocks and self._mover is not None:
+            with self._mover.together():
+                self._prefetches.ask_for(blocks)
 
     def _wait_for(self, away: Sequence[Block], coming: list[Block]) -> None:
         """Wait until those that were not on the device are there. coming: those whose copy in had begun; some may be late."""

@@ -95,6 +95,9 @@ class ResidentMover:
 
     def close(self) -> None: ...
 
+    def together(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def has_room(self, block: Block, tier: WaitingTier) -> bool:
         return True
 

@@ -194,10 +194,9 @@ class IterationRecorder:
             dropped = self._by_id.get(trace_id)
             if dropped is not None:
                 self._pager.drop(dropped)
-        for trace_id, tier in self._schedule.leave_after[position]:
-            leaving = self._by_id.get(trace_id)
-            if leaving is not None:
-                self._pager.offload(leaving, tier)
+        known = ((self._by_id.get(trace_id), tier) for trace_id, tier in self._schedule.leave_after[position])
+        if leaving := [(block, tier) for block, tier in known if block is not None]:
+            self._pager.offload_all(leaving)
 
     def stage_ended(self, run: StageRun) -> None:
         region = self._region

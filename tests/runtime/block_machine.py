@@ -199,11 +199,13 @@ class Machine(ABC):
             self.pager.give_back([block])
 
     def hint(self) -> None:
-        for block in self.pick(2):
-            if self.draw.random() < 0.5:
-                self.pager.offload(block, self.draw.choice((None, *self.tiers)))
+        leaving = []
+        for block in self.pick(3):
+            if self.draw.random() < 0.6:
+                leaving.append((block, self.draw.choice((None, *self.tiers))))
             else:
                 self.pager.prefetch(block)
+        self.pager.offload_all(leaving)
 
     def die(self) -> None:
         arriving = [block for block in list(self.mover._in) if block in self.tensors]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 import threading
@@ -77,6 +78,9 @@ class MemoryMover:
 
     def trim(self, spare_bytes: int) -> None:
         self.spare_bytes = spare_bytes
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def has_room(self, block: Block, tier: WaitingTier) -> bool:
         return True

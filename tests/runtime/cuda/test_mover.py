@@ -267,6 +267,11 @@ def no_wait_to_release(machine: SimulatedMachine) -> None:
     machine.mover.release = hasty  # type: ignore[method-assign]
 
 
+def point_is_kept(machine: SimulatedMachine) -> None:
+    """Copies that begin together share a point of computation, although computation has waited for another copy since."""
+    machine.mover.together().passed = lambda: None  # type: ignore[method-assign]
+
+
 def no_hold(machine: SimulatedMachine) -> None:
     """A copy in does not keep its storage alive."""
     copy_in = machine.mover.copy_in
@@ -340,6 +345,7 @@ def any_sequence(seed: int, prepare: Callable[[SimulatedMachine], None], *, debu
         pytest.param(any_sequence, no_wait(Lane.OUTWARD), id="rule 1"),
         pytest.param(any_sequence, no_wait(Lane.INWARD), id="rule 2"),
         pytest.param(arrives_while_user_code_runs, no_user, id="rule 2, user code"),
+        pytest.param(any_sequence, point_is_kept, id="rules 2 and 4, copies that begin together"),
         pytest.param(any_sequence, no_landing, id="rule 3"),
         pytest.param(any_sequence, no_wait_to_release, id="rule 4"),
         pytest.param(dies_while_it_arrives, no_hold, id="rule 5"),

@@ -33,8 +33,8 @@ class NotingPager(Pager):
         super().__init__(mover=None, budget_bytes=None)
         self.asked: list[str] = []
 
-    def offload(self, block: Block, tier: WaitingTier | None = None) -> None:
-        self.asked.append(f"out {block.name}")
+    def offload_all(self, leaving: Sequence[tuple[Block, WaitingTier | None]]) -> None:
+        self.asked += [f"out {block.name}" for block, _ in leaving]
 
     def prefetch(self, block: Block) -> None:
         self.asked.append(f"in {block.name}")
