@@ -3,7 +3,8 @@
 [Note: Several ranks]
 Ranks that hold the same parameter must change it by the same arithmetic: a difference in the last bit grows from step to step.
 What each rank decides for itself, from its own times and its own memory, may change when things happen, never how they round.
-So no update runs on the host's processor, which rounds differently, and none before gradients were reduced.
+So no update runs on the host's processor, which rounds differently, and none before gradients were reduced. The optimizer inside
+a `ZeroRedundancyOptimizer` is free to: other ranks get its parameters by a broadcast.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class ShardedParameters:
 
         Raises UnsupportedError if FSDP itself moves shards between device and host.
         """
-        if _STATES not in sys.modules or not sys.modules[_STATES]._module_state_mapping:
+        if not _states():
             return
         tensors = [each for each in parameters if isinstance(each, Tensor) and each.layout is torch.strided]
         new = {_key(each) for each in tensors if self._pager.known_block(each) is None}
@@ -81,13 +81,18 @@ def _key(tensor: Tensor) -> int:
     return key
 
 
+def _states() -> Any:
+    """PyTorch's states of modules, by module: of FSDP and others, each behind a weak reference. Empty if nothing has any."""
+    return getattr(sys.modules.get(_STATES), "_module_state_mapping", {})
+
+
 def _sharded() -> Iterator[Any]:
     """Yield FSDP's records of all parameters that this process has sharded."""
     fsdp = sys.modules.get(_FSDP)
     if fsdp is None:
         return
-    states = {id(s): s for ref in list(sys.modules[_STATES]._module_state_mapping.values()) if (s := ref()) is not None}
-    for state in states.values():
+    found = {id(state): state for reference in list(_states().values()) if (state := reference()) is not None}
+    for state in found.values():
         if isinstance(state, fsdp.FSDPState):
             groups = getattr(state, "_fsdp_param_groups", None)
             if groups is None:

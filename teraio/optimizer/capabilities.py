@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_iter
+from torch.utils.hooks import RemovableHandle
 
 from runtime.paging import holder_of
 from teraio.distributed import rank_count
@@ -33,15 +34,48 @@ class OwnHooks:
     """Base of the classes whose step hooks belong to teraio. They leave gradients as they are.
 
     keeps_masters: whether an optimizer that has these hooks keeps masters, see [Note: Master copies].
+    updates_alone: whether no other rank updates the parameters of an optimizer that has these hooks, see [Note: Several ranks].
     """
 
     keeps_masters = False
+    updates_alone = False
+
+
+class OwnerHooks(OwnHooks):
+    """Marks optimizers whose parameters no other rank updates: those inside a `ZeroRedundancyOptimizer`."""
+
+    updates_alone = True
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def mark(self, optimizer: Optimizer) -> None:
+        """Mark the optimizer, unless it is marked."""
+        if not updates_alone(optimizer):
+            self._handles.append(optimizer.register_step_pre_hook(self._before))
+
+    def close(self) -> None:
+        """Remove the marks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do nothing: that the hook is there says enough."""
 
 
 def keeps_masters(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's half-precision parameters are updated over copies in fp32."""
+    return any(hooks.keeps_masters for hooks in _own_hooks(optimizer))
+
+
+def updates_alone(optimizer: Optimizer) -> bool:
+    """Return whether no other rank updates the same parameters, so that they may be rounded in any way."""
+    return rank_count() == 1 or any(hooks.updates_alone for hooks in _own_hooks(optimizer))
+
+
+def _own_hooks(optimizer: Optimizer) -> list[OwnHooks]:
     owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
-    return any(isinstance(owner, OwnHooks) and owner.keeps_masters for owner in owners)
+    return [owner for owner in owners if isinstance(owner, OwnHooks)]
 
 
 def reason_to_stay_whole(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
@@ -72,7 +106,7 @@ def reason_against_host(optimizer: Optimizer) -> str | None:
     """Return why a subgroup cannot be updated on the host's processor; None if it can."""
     if not is_elementwise(optimizer):
         return "its update does not compute each element by itself"
-    if rank_count() > 1:  # see [Note: Several ranks]
+    if not updates_alone(optimizer):  # see [Note: Several ranks]
         return "several ranks train together, and what one of them rounds differently would make their parameters drift apart"
     if any(group.get("capturable") for group in optimizer.param_groups):
         return "it is capturable: its settings and counters are on the device"

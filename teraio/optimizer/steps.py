@@ -20,7 +20,7 @@ from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Pager
 from runtime.system import forget_undo, undo_if_interrupted, uninterrupted
 from teraio.distributed import ShardedParameters, optimizer_inside
-from teraio.optimizer.capabilities import OwnHooks, StepArguments, after_closure, calls_closure_first, closure_of
+from teraio.optimizer.capabilities import OwnerHooks, OwnHooks, StepArguments, after_closure, calls_closure_first, closure_of
 from teraio.optimizer.host_rates import HostRates
 from teraio.optimizer.in_backward import OverlappedSteps
 from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
@@ -71,6 +71,7 @@ class OptimizerSteps(OwnHooks):
         self.overlap = OverlappedSteps(pager, recorder, self._optimizers) if overlap else None
         self._reads_where_it_waits = not pager.device.asynchronous  # so a step can do without having its states brought in
         self.buckets_due = True
+        self._owners = OwnerHooks()
         self._said: set[str] = set()
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
@@ -81,6 +82,7 @@ class OptimizerSteps(OwnHooks):
         """Remove the hooks. Waits until no update runs any more."""
         self._whole.give_up()
         self._subgroups.close()
+        self._owners.close()
         for handle in self._handles:
             handle.remove()
         for managed in self._optimizers:
@@ -124,7 +126,9 @@ class OptimizerSteps(OwnHooks):
     # -- around a step
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
-        if optimizer_inside(optimizer) is not None:  # its step is the one that counts
+        inside = optimizer_inside(optimizer)
+        if inside is not None:  # its step is the one that counts
+            self._owners.mark(inside)
             return None
         with uninterrupted():
             self._optimizers.of(optimizer).step_ended()  # if the step before failed

@@ -59,7 +59,7 @@ CASES = {
 }
 
 
-LONG = {"around, not split", "inside", "static graph", "reduced by Python", "unused parameters"}
+LONG = CASES.keys() - {"views of buckets", "several passes and clipping"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES])

@@ -77,7 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-LONG = {"whole", "kept gathered", "mixed precision"}
+LONG = CASES.keys() - {"several passes and clipping"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES])

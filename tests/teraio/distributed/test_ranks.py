@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from teraio.distributed import GradientBuckets, optimizer_inside, rank_count
 from teraio.optimizer import reason_against_host
+from teraio.optimizer.capabilities import OwnerHooks
 
 
 @pytest.fixture
@@ -56,3 +57,14 @@ def test_the_optimizer_inside_is_the_one_that_updates(group: None) -> None:
     outer = ZeroRedundancyOptimizer(nn.Linear(8, 4).parameters(), torch.optim.AdamW)
     assert optimizer_inside(outer) is outer.optim
     assert optimizer_inside(outer.optim) is None
+
+
+def test_the_optimizer_inside_may_update_on_the_host(group: None) -> None:
+    inside = ZeroRedundancyOptimizer(nn.Linear(8, 4).parameters(), torch.optim.AdamW, lr=0.1).optim
+    hooks = OwnerHooks()
+    hooks.mark(inside)
+    hooks.mark(inside)
+    assert reason_against_host(inside) is None
+    assert len(inside._optimizer_step_pre_hooks) == 1
+    hooks.close()
+    assert reason_against_host(inside) is not None

@@ -20,7 +20,7 @@ from ...training import MIB, PLAN_SECONDS, blocks, forget, known_blocks, require
 
 ROWS, WIDTH, WIDE = 8, 512, 1024
 STEPS = 10
-"""Compile (1), profile (1), hear of other ranks (3), follow their plan (2); gradients that outlive a step change once more what the first iterations were."""
+"""Enough to compile (1), profile (1), hear of other ranks (3), and follow their plan (2)."""
 
 
 class Block(nn.Module):
@@ -36,8 +36,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks one after the other. unused: a weight that no forward pass uses. skipped: the last block is left out if the sum of
-    the rows is odd."""
+    """Blocks one after the other. unused: with a weight that no forward pass uses."""
 
     def __init__(self, count: int = 2, *, unused: bool = False) -> None:
         super().__init__()
@@ -53,10 +52,10 @@ class Stack(nn.Module):
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """What one rank has found. values: losses, full parameters. local: this rank's parameters, as they are.
+    """What one rank has found. values: losses, norms and full parameters, by name.
 
-    phase, peak, budget, moved: of teraio's status at the end. movable: whether the blocks of parameters, gradients and optimizer
-    states can move, of those that are there at the end of the last step.
+    phase, waiting_for, peak, moved: of teraio's status at the end. movable: by kind, whether the block of each large parameter or
+    gradient can move, after the last step. states: names of the optimizer states that can move.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -64,7 +63,6 @@ class Found:
     waiting_for: str | None = None
     peak: int = 0
     moved: dict[str, int] = field(default_factory=dict)
-    deviations: int = 0
     movable: dict[str, list[bool]] = field(default_factory=dict)
     states: set[str] = field(default_factory=set)
 
@@ -125,7 +123,7 @@ def full(value: Tensor) -> Tensor:
 def _note_status(found: Found) -> None:
     (status,) = teraio.status()
     found.phase, found.waiting_for, found.peak = status.phase, status.waiting_for, status.device_peak_bytes
-    found.moved, found.deviations = dict(status.moved_bytes), status.deviations
+    found.moved = dict(status.moved_bytes)
 
 
 def _note_blocks(found: Found, module: nn.Module, optimizer: Optimizer) -> None:
