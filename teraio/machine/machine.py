@@ -152,8 +152,8 @@ class Machine:
 def _measured_together(tiers: Sequence[OpenTier], ranks: RankGroup) -> list[OpenTier]:
     """Return the tiers with the rates that all ranks reach when they copy at the same time."""
     found = []
+    ranks.gather("opening all tiers")
     for each in tiers:
-        ranks.gather(f"measuring the links to the {each.tier.name} tier")
         together = each.measure()
         found.append(replace(each, rates=together, alone=each.rates))
         logger.info(
