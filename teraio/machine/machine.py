@@ -46,8 +46,8 @@ class Machine:
     device: where stages run. budget_bytes: the device budget; None if there is no limit. mover: None if there is no lower tier.
     memory: the memory that stages allocate from; None if it cannot be measured. measured_runs: in how many of its runs a stage is
     measured there; None for all. allocator: of the device, None on the CPU. reserve: see `Reserve`; None without a hard limit.
-    ranks: those of this machine that open theirs at the same time: links are measured alone, one rank after the other, and then
-    by all together. Plans use the second rates.
+    ranks: those of this machine that open theirs at the same time: links are measured once more, by one rank after the other and
+    then by all together. Plans use the last rates.
     The arguments `measured` and `ownership` are shared by all machines of a process; default: new ones. `open_tiers`: for tests.
     Raises OptionsError, UnsupportedError, StorageError, StorageFullError.
     """
@@ -62,11 +62,10 @@ class Machine:
         open_tiers: OpenTiers = open_tiers,
         ranks: RankGroup | None = None,
     ) -> None:
-        with ranks.turn("opening the tiers") if ranks is not None else contextlib.nullcontext():
-            self._opened = open_tiers(options, device, measured or MeasuredPaths(), ownership or StorageOwnership())
+        self._opened = open_tiers(options, device, measured or MeasuredPaths(), ownership or StorageOwnership())
         if ranks is not None:
             try:
-                self._opened = replace(self._opened, tiers=_measured_together(self._opened.tiers, ranks))
+                self._opened = replace(self._opened, tiers=_measured_by_all(self._opened.tiers, ranks))
             except BaseException:
                 self.close()
                 raise
@@ -149,21 +148,21 @@ class Machine:
         self._opened.undo.close()
 
 
-def _measured_together(tiers: Sequence[OpenTier], ranks: RankGroup) -> list[OpenTier]:
-    """Return the tiers with the rates that all ranks reach when they copy at the same time."""
-    found = []
-    for each in tiers:
-        ranks.gather(f"measuring the links to the {each.tier.name} tier")
-        together = each.measure()
-        found.append(replace(each, rates=together, alone=each.rates))
+def _measured_by_all(tiers: Sequence[OpenTier], ranks: RankGroup) -> list[OpenTier]:
+    """Return the tiers with the rates that all ranks reach when they copy at the same time, and those of each rank alone."""
+    with ranks.turn("measuring its links alone"):
+        alone = [each.measure() for each in tiers]
+    ranks.gather("measuring all links")
+    found = [replace(each, rates=each.measure(), alone=rates) for each, rates in zip(tiers, alone, strict=True)]
+    ranks.gather("ending the measurement")
+    for each, rates in zip(found, alone, strict=True):
         logger.info(
             "rates to and from the %s tier with all %d ranks of this machine, GB/s: %.2f and %.2f; alone %.2f and %.2f",
             each.tier.name,
             len(ranks.ranks),
-            *(rate / 1e9 for rate in (together.write_bytes_per_second, together.read_bytes_per_second)),
             *(rate / 1e9 for rate in (each.rates.write_bytes_per_second, each.rates.read_bytes_per_second)),
+            *(rate / 1e9 for rate in (rates.write_bytes_per_second, rates.read_bytes_per_second)),
         )
-    ranks.gather("measuring links")
     return found
 
 

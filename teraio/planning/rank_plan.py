@@ -1,8 +1,8 @@
 """One plan for all ranks of a machine that run the same iteration: one makes it, all follow it from the same iteration on.
 
-The slowest rank plans, with what it has measured itself. The others get its plan if their iterations have the same stages and
-blocks and nearly the same budgets; a rank with other ones plans for itself. Everything is told through the store, at the ends of
-iterations, so no rank waits for another one.
+The rank with the slowest stages plans, with what it has measured itself: it waits least for others. These get its plan if
+their iterations have the same stages and blocks and nearly the same budgets; a rank with other ones plans for itself. Everything is told
+through the store, at the ends of iterations, so no rank waits for another one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class RankPlan:
         self._looks = 0
         self._made: planner.Plan | None = None
         self._from = 0
-        self._safely(lambda: ranks.tell(f"asks for {name}", repr(trace.ideal_seconds)))
+        # Without user code, in which ranks wait for slower ones.
+        seconds = sum(stage.duration_seconds for stage in trace.stages if stage.phase != "user")
+        self._safely(lambda: ranks.tell(f"asks for {name}", repr(seconds)))
 
     def plan(self, iteration: int) -> planner.Plan | None:
         """Return the plan if it is to be followed after this iteration, which has ended. Never waits.

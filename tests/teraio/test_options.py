@@ -58,6 +58,8 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("solver_time_limit", 5, 5.0),
     ("solver_time_limit", 0.25, 0.25),
     ("storage_timeout", 600, 600.0),
+    ("rank_timeout", 30, 30.0),
+    ("local_ranks", 8, 8),
     *(("storage_path", name, name) for name in ("auto", "posix", "buffered", "kvikio", "staged")),
     ("checksums", True, True),
     ("unlink_spill_files", True, True),
@@ -135,6 +137,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("solver_time_limit", float("nan"), "found nan, wanted a positive number of seconds"),
     ("solver_time_limit", float("inf"), "found inf, wanted a positive number of seconds"),
     ("solver_time_limit", "30s", "found '30s', wanted a positive number of seconds"),
+    ("rank_timeout", 0, "found 0, wanted a positive number of seconds"),
+    ("local_ranks", 0, "found 0, wanted a whole number of at least 1"),
+    ("local_ranks", "2", "found '2', wanted a whole number of at least 1"),
     ("solver_time_limit", True, "found True, wanted a positive number of seconds"),
 ]
 

@@ -63,7 +63,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
-    return {"memory_budget": 16 * MIB, "storage": str(tmp_path), "rank_timeout": 60.0}
+    return {"memory_budget": 16 * MIB, "storage": str(tmp_path), "rank_timeout": 280.0}
 
 
 def infos(answer: Answer) -> list[str]:
@@ -89,10 +89,11 @@ def test_ranks_divide_the_machine_and_follow_one_plan(pair: Pair, options: dict[
     node_of(traces)  # what they share can be told from what they measured
 
 
-def test_the_slower_rank_plans_for_both(pair: Pair, options: dict[str, Any]) -> None:
+def test_a_slower_rank_gets_the_same_plan(pair: Pair, options: dict[str, Any]) -> None:
     answers = pair.run("trained", options=[options] * 2, pause=[0.0, 0.05])
     assert [answer["status"]["phase"] for answer in answers] == ["planned", "planned"]
-    assert [answer["made"] for answer in answers] == [0, 1]
+    assert sum(answer["made"] for answer in answers) == 1
+    assert answers[0]["moves"] == answers[1]["moves"] != []
 
 
 def test_plans_may_arrive_at_different_times(pair: Pair, options: dict[str, Any]) -> None:
