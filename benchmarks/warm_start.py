@@ -21,6 +21,8 @@ from examples.worker import EXACT_MEMORY, Worker
 
 AIM = "<= 0.25"
 _MOST_STEPS = 60
+_PATIENCE_SECONDS = 1800.0
+"""A cold start compiles for minutes on a machine that does much else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ def setting(scale: Scale) -> Setting:
 def start(training: Setting, log: Path, environment: dict[str, str]) -> Start:
     """Train in a process of its own until an iteration has followed a plan. Raises WorkerFailed."""
     before, began = _processor_seconds(), time.perf_counter()
-    with Worker(training, log, {**EXACT_MEMORY, **environment}) as worker:
+    with Worker(training, log, {**EXACT_MEMORY, **environment}, _PATIENCE_SECONDS) as worker:
         iterations, step_began = 0, time.perf_counter()
         while worker.step().phase != "planned" and iterations < _MOST_STEPS:
             iterations, step_began = iterations + 1, time.perf_counter()

@@ -8,6 +8,7 @@ far more memory than the others are then cut anywhere, see `cut_finer`.
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,16 +64,47 @@ def module_path(node: Node) -> str:
     return ".".join(parts)
 
 
-def layer_of(path: str) -> str:
+def layer_of(path: str, lists: Container[str] | None = None) -> str:
     """Return the repeated layer of a module path: up to its first index (`layers.3` for `layers.3.mlp.up`).
 
-    Layers right inside a layer count by themselves: `stages.0.blocks.3` for `stages.0.blocks.3.mlp.fc1`.
+    Layers right inside a layer count by themselves: `stages.0.blocks.3` for `stages.0.blocks.3.mlp.fc1`. lists: paths of the
+    lists whose items are such layers (`stages.0.blocks`); default: all.
     """
     parts = path.split(".")
-    end = next((position + 1 for position, part in enumerate(parts) if part.isdigit()), 1)
+    end = _end_of_layer(parts)
+    for inner in _ends_inside(parts, end):
+        if lists is not None and ".".join(parts[: inner - 1]) not in lists:
+            break
+        end = inner
+    return ".".join(parts[:end])
+
+
+def _end_of_layer(parts: Sequence[str]) -> int:
+    return next((position + 1 for position, part in enumerate(parts) if part.isdigit()), 1)
+
+
+def _ends_inside(parts: Sequence[str], end: int) -> Iterator[int]:
+    """Yield where the items end that are right inside the layer that ends at `end`, right inside such an item, and so on."""
     while end > 1 and end + 1 < len(parts) and not parts[end].isdigit() and parts[end + 1].isdigit():
         end += 2
-    return ".".join(parts[:end])
+        yield end
+
+
+def _lists_of_layers(paths: Iterable[str]) -> set[str]:
+    """Return the lists of modules right inside layers whose items are layers: they have modules of their own, or are many.
+
+    paths: of the modules that do the work. The steps of an `nn.Sequential`, as in many an MLP, are parts of the layer around it.
+    """
+    items: dict[str, set[str]] = {}
+    found = set()
+    for path in paths:
+        parts = path.split(".")
+        for end in _ends_inside(parts, _end_of_layer(parts)):
+            name = ".".join(parts[: end - 1])
+            items.setdefault(name, set()).add(parts[end - 1])
+            if end < len(parts):
+                found.add(name)
+    return found | {name for name, numbers in items.items() if len(numbers) > _STAGES_PER_LAYER}
 
 
 def can_cut(graph: Graph) -> str | None:
@@ -120,16 +152,17 @@ def _set_seeds_apart(stage_of: dict[Node, int]) -> None:
 def _walk(nodes: list[Node], speed: Speed, policy: CutPolicy) -> dict[Node, int]:
     seconds = {n: cost.seconds(n, speed) for n in nodes}
     heavy = {n for n in nodes if cost.flops(n) > 0}
+    lists = _lists_of_layers(module_path(node) for node in heavy)
     layer_seconds: dict[str, float] = {}
     for node in nodes:
-        layer = layer_of(module_path(node))
+        layer = layer_of(module_path(node), lists)
         layer_seconds[layer] = layer_seconds.get(layer, 0.0) + seconds[node]
     shortest = policy.shortest(sum(seconds.values()))
     stage_of: dict[Node, int] = {}
     current, since_cut, layer = 0, 0.0, ""
     for index, node in enumerate(nodes):
         if node in heavy:
-            here = layer_of(module_path(node)) or layer
+            here = layer_of(module_path(node), lists) or layer
             # Where no module is known, one layer cannot be told from the next: such a graph may hold many.
             new_layer = here != layer or not here
             wanted = shortest if new_layer else max(shortest, layer_seconds.get(here, 0.0) / _STAGES_PER_LAYER)

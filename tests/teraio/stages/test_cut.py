@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -183,6 +184,29 @@ def test_random_numbers_stay_in_order() -> None:
     seeded = [n for n in graph.graph.nodes if "rand" in str(n.target)]
     found = [stage_of[n] for n in seeded]
     assert len(found) >= 4 and found == sorted(found)
+
+
+def test_the_steps_of_a_sequential_inside_a_layer_are_no_layers() -> None:
+    """An MLP is cut at the same places whether its steps have names or numbers."""
+
+    class Layer(nn.Module):
+        def __init__(self, numbered: bool) -> None:
+            super().__init__()
+            self.attention = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("q", "k", "v", "out", "gate")})
+            steps = [nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)]
+            self.mlp = nn.Sequential(*steps) if numbered else nn.Sequential(OrderedDict(zip("abc", steps, strict=True)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for each in self.attention.values():
+                x = torch.tanh(each(x))
+            return self.mlp(x)
+
+    def cuts(numbered: bool) -> list[list[int]]:
+        torch.manual_seed(0)
+        graphs = capture(nn.Sequential(*[Layer(numbered) for _ in range(3)]), features())
+        return [list(stages(graph.fresh(), HEAVY).values()) for graph in graphs]
+
+    assert cuts(numbered=True) == cuts(numbered=False)
 
 
 # -- names
