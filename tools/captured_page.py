@@ -51,8 +51,8 @@ DIFFERENCES = """\
 What differs, so that the columns are no race:
 
 * TERAIO's figures are measured, on two GPUs with eight drives. These are predictions, for one GPU with its four drives.
-* The batches are ours: each brings the peak into the published range. With more tokens an iteration computes for longer,
-  and the same copies hide behind it more easily.
+* The batches are ours, chosen so that generated traces have a peak in the published range; captured ones need more. With
+  more tokens an iteration computes for longer, and the same copies hide behind it more easily.
 * The ideal here is estimated: plain fp32 at 80 % of the data sheet's peak. If a GPU computes faster than that, more of the
   copies show.
 * TERAIO may use host memory once the drives are busy. The columns say what each plan may use. `teraio` is its greedy policy,
