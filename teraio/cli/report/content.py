@@ -18,7 +18,10 @@ _ROWS = 12
 
 
 class IdleBlock(FrozenModel):
-    """A block and how long it is idle in an iteration that never waits. `moves`: how often the plan lets it leave."""
+    """A block and how long it is idle in an iteration that never waits.
+
+    `moves`: how often the plan lets it leave. `remade`: whether the plan makes it anew by a re-run.
+    """
 
     block: int
     name: str
@@ -27,6 +30,7 @@ class IdleBlock(FrozenModel):
     longest_idle_seconds: float
     idle_seconds: float
     moves: int
+    remade: bool
 
 
 class TraceFacts(FrozenModel):
@@ -99,6 +103,7 @@ def _facts(plan: Plan, trace: planner.Trace) -> TraceFacts:
     leaves: dict[int, int] = {}
     for move in plan.moves:
         leaves[move.block] = leaves.get(move.block, 0) + 1
+    remade = {block for each in plan.recompute for block in trace.recompute[each.group].blocks}
     return TraceFacts(
         name=trace.name,
         created_by=trace.created_by,
@@ -109,13 +114,13 @@ def _facts(plan: Plan, trace: planner.Trace) -> TraceFacts:
         critical=summary.critical.seconds,
         stalls=summary.stalls[:_ROWS],
         stall_count=len(summary.stalls),
-        idle=tuple(_idle(block, leaves.get(block.id, 0)) for block in idle[:_ROWS]),
+        idle=tuple(_idle(block, leaves.get(block.id, 0), remade=block.id in remade) for block in idle[:_ROWS]),
         idle_count=len(idle),
         timeline=timeline_rows(plan, trace),
     )
 
 
-def _idle(block: BlockSummary, moves: int) -> IdleBlock:
+def _idle(block: BlockSummary, moves: int, *, remade: bool) -> IdleBlock:
     return IdleBlock(
         block=block.id,
         name=block.name,
@@ -124,4 +129,5 @@ def _idle(block: BlockSummary, moves: int) -> IdleBlock:
         longest_idle_seconds=block.longest_idle_seconds,
         idle_seconds=block.idle_seconds,
         moves=moves,
+        remade=remade,
     )

@@ -193,12 +193,12 @@ def _idle(facts: TraceFacts) -> str:
             format_bytes(block.size_bytes),
             format_seconds(block.longest_idle_seconds),
             format_seconds(block.idle_seconds),
-            str(block.moves) if block.moves else "stays",
+            "made anew" if block.remade else f"leaves {block.moves} times" if block.moves else "stays",
         ]
         for block in facts.idle
     ]
     told = f"By size and longest idle time, in an iteration that never waits: {len(rows)} of {facts.idle_count}."
-    columns = [">block", "name", "kind", ">size", ">longest idle", ">idle in all", ">leaves"]
+    columns = [">block", "name", "kind", ">size", ">longest idle", ">idle in all", "with the plan"]
     return section("idle", "Idlest blocks", told, columns, rows)
 
 

@@ -122,8 +122,10 @@ class Sweep {
     const here = report.budgets.device_bytes;
     if (report.predicted && here >= low && here <= high)
       svg("circle", { class: "here", cx: x(here), cy: y(report.predicted.iteration_seconds), r: 9 }, this.svg);
-    const shown = width < 500 ? [0, points.length - 1] : points.map((_, index) => index);
-    for (const index of shown) {
+    let end = -100;
+    for (const index of points.keys()) {
+      if (x(sizes[index]) - end < 90 || (index + 1 < points.length && x(high) - x(sizes[index]) < 120)) continue;
+      end = x(sizes[index]);
       const anchor = index === 0 ? "start" : index === points.length - 1 ? "end" : "middle";
       svg("text", { x: x(sizes[index]), y: 252, "text-anchor": anchor }, this.svg).textContent = bytes(sizes[index]);
     }
