@@ -156,7 +156,8 @@ def node_status() -> dict[int, tuple[Status, ...]]:
     """Return what the training runs of every rank of this machine are doing, by rank. Never waits.
 
     Of other ranks it is what they told last, at the end of an iteration. A rank that has told nothing yet is missing. Only this
-    rank is there if it is the only one, or if there was no process group of torch.distributed at the first compiled call.
+    rank is there if it is the only one, or if there was no process group of torch.distributed at the first compiled call. Raises
+    RankError if the store through which ranks talk is gone.
     """
     from teraio import registry
 

@@ -1,8 +1,8 @@
 """One plan for all ranks of a machine that run the same iteration: one makes it, all follow it from the same iteration on.
 
-The rank with the slowest stages plans, with what it has measured itself: it waits least for others. These get its plan if their
-iterations have the same stages and blocks and nearly the same budgets; a rank with other ones plans for itself. Everything is
-told through the store, at the ends of iterations, so no rank waits for another one.
+The rank with the slowest stages plans, with what it has measured itself, since it waits least for others. These get its plan if
+their iterations have the same stages and blocks and nearly the same budgets; a rank with other ones plans for itself. All is told
+through the store, at the ends of iterations, so no rank waits for another one.
 """
 
 from __future__ import annotations
