@@ -23,8 +23,8 @@ def evict_furthest(problem: Problem, decisions: Decisions, *, early: bool, sprea
     result = dict(decisions)
     room = TierCapacity(problem, result)
     occupied = problem.occupancy(result)
-    budget = problem.budgets.device_bytes
-    for stage in range(problem.stage_count):
+    budget, stages = problem.budgets.device_bytes, problem.stage_count
+    for stage in range(stages):
         if occupied[stage] <= budget:
             continue
         for index, position in _furthest_first(problem, result, stage):
@@ -39,7 +39,7 @@ def evict_furthest(problem: Problem, decisions: Decisions, *, early: bool, sprea
             end = old.leave + 1 if old else period.before
             result[index] = Decision(tier=tier, leave=leave, start=old.start if old else period.before)
             for freed in range(leave + 1, end):
-                occupied[freed % problem.stage_count] -= period.size_bytes
+                occupied[freed % stages] -= period.size_bytes
             if occupied[stage] <= budget:
                 break
         else:
@@ -72,10 +72,10 @@ def prune(problem: Problem, decisions: Decisions, cost: dict[int, float]) -> Dec
     """Take back moves that neither the budget nor an update on the host needs, the most expensive first (`cost` by period)."""
     result = dict(decisions)
     occupied = problem.occupancy(result)
-    budget = problem.budgets.device_bytes
+    budget, count = problem.budgets.device_bytes, problem.stage_count
     for index in sorted(decisions.keys() - problem.updated.keys(), key=lambda i: (-cost[i], i)):
         decision, size = result[index], problem.periods[index].size_bytes
-        stages = [stage % problem.stage_count for stage in range(decision.leave + 1, decision.start)]
+        stages = [stage % count for stage in range(decision.leave + 1, decision.start)]
         if all(occupied[stage] + size <= budget for stage in stages):
             del result[index]
             for stage in stages:

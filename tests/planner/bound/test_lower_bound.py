@@ -30,8 +30,8 @@ GROUPS = by_profile(ci=12, long=160)
 TRAININGS = by_profile(ci=25, long=160)
 BUDGETS = by_profile(ci=5, long=1000)
 NOTHING_WHOLE = -1
-WORST_WITH_GROUPS, MEAN_WITH_GROUPS = 1.25, 1.03
-"""Times of plans over those of the best plans, for the traces of this file."""
+WORST_WITH_GROUPS, MEAN_WITH_GROUPS = 1.1, 1.01
+"""Times of plans over those of the best plans. The first 60 random traces with groups all get a best plan."""
 
 
 def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close() -> None:
@@ -226,6 +226,9 @@ def test_on_a_large_trace_the_bound_tells_a_stall_and_grows_with_the_instants() 
     problem = Problem.of(trace, budgets)
     bounds = [lower_bound_seconds(problem, max_instants=most) for most in (4, 16, 32)]
     assert bounds == sorted(bounds)
+    few, most_instants = (lower_bound_seconds(problem, max_instants=most) for most in (8, 16))
+    assert lower_bound_seconds(problem, enough_seconds=few) == few
+    assert lower_bound_seconds(problem) == max(few, most_instants)
     predicted = plan(trace, budgets, policy="belady", lower_bound=False).predicted
     assert predicted is not None
     assert trace.ideal_seconds * 1.2 < bounds[-1] <= predicted.iteration_seconds
