@@ -200,8 +200,8 @@ class Machine(ABC):
 
     def hint(self) -> None:
         leaving = []
-        for block in self.pick(3):
-            if self.draw.random() < 0.6:
+        for block in self.pick(2):
+            if self.draw.random() < 0.5:
                 leaving.append((block, self.draw.choice((None, *self.tiers))))
             else:
                 self.pager.prefetch(block)
