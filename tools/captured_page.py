@@ -167,7 +167,7 @@ def _other_table(names: list[str], results: Mapping[str, Any]) -> str:
 
 def _of_ideal(plan: Mapping[str, Any] | None) -> str:
     if plan is None:
-        return "not planned yet"
+        return "not planned"
     seconds = plan["iteration_seconds"]
     return f"{seconds:.2f} s, {plan['ideal_seconds'] / seconds:.1%} of the ideal"
 
