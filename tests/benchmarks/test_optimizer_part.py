@@ -117,6 +117,7 @@ def train(setting: Setting, count: int = 6) -> tuple[list[Step], Report]:
     return steps, training.finish()
 
 
+@pytest.mark.long
 def test_layer_by_layer_the_copies_of_subgroups_do_not_overlap_and_the_losses_are_the_same(
     limited: Setting, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_training_under_a_budget_gives_its_trace_and_what_it_moved(first: Run)
     assert figures["x: use of storage->device"].value is not None
 
 
+@pytest.mark.long
 def test_a_plan_made_offline_is_followed_by_a_training(runner: Runner, first: Run, options: dict[str, Any]) -> None:
     assert first.trace is not None
     outcome = followed(runner, "tiny", "zero-infinity", first.trace, options)

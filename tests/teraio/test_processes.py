@@ -103,6 +103,7 @@ def test_what_a_killed_training_leaves_is_gone_when_the_next_one_trains(start: S
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_killed_training_leaves_nothing_if_its_files_have_no_name(start: Start, tmp_path: Path) -> None:
     process = start(FOR_EVER, "unlink")
     wait_until_it_trains(process)

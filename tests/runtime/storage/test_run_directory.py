@@ -159,6 +159,7 @@ time.sleep(60)
     assert left(tmp_path) == []
 
 
+@pytest.mark.long
 def test_many_that_start_at_once_do_not_remove_each_others(tmp_path: Path) -> None:
     code = (
         PRELUDE

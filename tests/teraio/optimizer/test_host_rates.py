@@ -90,6 +90,7 @@ def test_an_update_that_fails_while_it_is_measured_says_so(which: int, monkeypat
     assert still_there and set(still_there) == {2} and room.held == 0
 
 
+@pytest.mark.long
 def test_a_host_tier_that_blocks_fill_on_demand(tmp_path: Path) -> None:
     """What they left behind there when they came back makes room."""
     case = Case(make=one(torch.optim.AdamW), steps=5, layers=4)

@@ -112,6 +112,7 @@ def test_weights_that_are_tied_across_a_graph_break(tmp_path: Path) -> None:
     assert overlapped(check(case, tmp_path, states=1, fraction=0.5, overlap_step=True), left=1)
 
 
+@pytest.mark.long
 def test_the_smallest_budgets(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The one that the errors name is no larger with the option: where there is no room for a whole update, the step does it,
     by slices. With what the log asks for, all are updated inside; on demand and by a plan.

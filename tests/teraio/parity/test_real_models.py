@@ -14,6 +14,10 @@ from ...models.parity import case_of, check_half, of_libraries  # noqa: E402
 pytestmark = [pytest.mark.usefixtures("fine_and_quick"), *of_libraries]
 
 
-@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.core])
+CORE = [name for name, model in MODELS.items() if model.core]
+LONG = "T5"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name == LONG else name for name in CORE])
 def test_half_of_the_memory(name: str, tmp_path: Path) -> None:
     check_half(case_of(MODELS[name], steps=3), tmp_path)

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from teraio.stages import cost
 from teraio.stages.collectives import is_launch, is_wait, launch_of, wait_for_all
 from teraio.stages.cut import CutPolicy, assign
+from teraio.stages.speed import CPU
 from teraio.stages.split import split
 
 from .graphs import capture
@@ -83,7 +84,7 @@ def test_ranks_with_other_sizes_launch_collectives_in_the_same_order(policy: Cut
     orders = []
     for rows in (600, 500):  # results of more than 1 MiB, and of less
         module = graph(two, rows)
-        stage_of = assign(module.graph, device_type="cpu", policy=policy)
+        stage_of = assign(module.graph, speed=CPU, policy=policy)
         assert len(set(stage_of.values())) >= 3
         orders.append(order(module, stage_of))
     assert orders == [["sum", "max"]] * 2
@@ -92,7 +93,7 @@ def test_ranks_with_other_sizes_launch_collectives_in_the_same_order(policy: Cut
 @pytest.mark.parametrize("policy", [FINE, FINEST])
 def test_a_collective_is_waited_for_in_the_stage_that_launches_it(policy: CutPolicy) -> None:
     module = graph(overlapped, 600)
-    stage_of = assign(module.graph, device_type="cpu", policy=policy)
+    stage_of = assign(module.graph, speed=CPU, policy=policy)
     (wait,) = (node for node in module.graph.nodes if is_wait(node))
     assert len(set(stage_of.values())) >= 3
     assert stage_of[wait] == stage_of[launch_of(wait)]
