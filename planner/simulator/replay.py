@@ -49,6 +49,7 @@ class Replay:
         self.updated: list[HostUpdate] = []
         self.moved: dict[str, int] = {}
         self.memory: list[MemoryChange] = []
+        self._arrived_at_change: int | None = None
         self._place_persistent()
 
     def _place_persistent(self) -> None:
@@ -85,6 +86,7 @@ class Replay:
 
     def arrive(self) -> None:
         """Reach the first stage of the next iteration. Copies may begin from now on; the stage runs after `begin`."""
+        self._arrived_at_change = len(self.memory)
         self._reach(0)
 
     def begin(self) -> None:
@@ -92,6 +94,7 @@ class Replay:
         self.times, self.transfers, self.updated, self.moved = [], [], [], {}
         self.iteration_began = self.reached_at = self.now
         self.memory = self._held()
+        self._arrived_at_change = None
 
     def run(self) -> Iterator[float]:
         """Run all stages. Yields the time at which the stage that runs ends, and infinity while a stage waits.
@@ -114,12 +117,16 @@ class Replay:
 
     def timeline(self) -> Timeline:
         """Return the iteration that ends now."""
+        seconds, arrived = self.now - self.iteration_began, self._arrived_at_change
+        memory = self.memory[:arrived]  # the rest is from waiting for other ranks; what happens when the wait ends comes next
+        if arrived is not None:
+            memory += [change for change in self.memory[arrived:] if change.seconds < seconds]
         return Timeline(
-            iteration_seconds=self.now - self.iteration_began,
+            iteration_seconds=seconds,
             stages=tuple(self.times),
             transfers=tuple(self.transfers),
             updates=tuple(self.updated),
-            memory=tuple(self.memory),
+            memory=tuple(memory),
             peak_bytes={"device": self.peak, **self.tier_usage.peak_bytes},
             moved_bytes=dict(self.moved),
             storage_written_bytes=sum(size for name, size in self.moved.items() if name.endswith("->storage")),

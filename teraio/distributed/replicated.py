@@ -41,10 +41,12 @@ class GradientBuckets:
         return found
 
     def look(self) -> None:
-        """Look for buckets. Looks at all objects of Python if there is a process group, which takes a tenth of a second or so."""
+        """Look for buckets. If there is a process group, collects garbage and looks at all objects of Python, which takes a tenth
+        of a second or so. Modules of earlier trainings that are garbage would count, and hold the memory of their buckets."""
         self.size_bytes = 0
         if not dist.is_available() or not dist.is_initialized():
             return
+        gc.collect()
         for module in _modules():
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
             for parameter in trained:

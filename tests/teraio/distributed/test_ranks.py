@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -45,6 +46,19 @@ def test_buckets_count_as_much_as_all_gradients(group: None, views: bool) -> Non
     assert buckets.have(inside.weight) and not buckets.have(outside.weight)
     assert buckets.hold(inside.weight) == views and not buckets.hold(outside.weight)
     assert buckets.size_bytes == sum(parameter.nbytes for parameter in module.parameters())
+
+
+def test_modules_that_are_garbage_do_not_count(group: None) -> None:
+    module = DistributedDataParallel(nn.Linear(8, 4))
+    module.itself = [module]  # a cycle, as in real modules with hooks
+    gc.disable()
+    try:
+        del module
+        buckets = GradientBuckets()
+        buckets.look()
+        assert buckets.size_bytes == 0
+    finally:
+        gc.enable()
 
 
 def test_without_a_group_there_are_no_buckets() -> None:
