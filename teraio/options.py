@@ -220,6 +220,12 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _CHECKS[name](name, value) for name, value in given.items() if value is not None}
 
 
+def require_directory(name: str, directory: Path) -> None:
+    """Raise OptionsError unless the directory that the option `name` needs is there."""
+    if not directory.is_dir():
+        raise OptionsError(f"option {name}: there is no directory {directory}; create it first")
+
+
 def parse_bytes(name: str, value: Any) -> int:
     """Return bytes from a number or from text such as "24GiB" or "1.5 GB".
 
@@ -277,8 +283,7 @@ def _file_to_read(name: str, value: Any) -> Path:
 
 def _file_to_write(name: str, value: Any) -> Path:
     path = _path(name, value)
-    if not path.parent.is_dir():
-        raise OptionsError(f"option {name}: there is no directory {path.parent}; create it first")
+    require_directory(name, path.parent)
     return path
 
 

@@ -94,6 +94,19 @@ def compiled(what: Any, options: Mapping[str, Any], *, backend: str = "teraio", 
     return what if parts else torch.compile(what, **arguments)
 
 
+class Chain(nn.Module):
+    """Six weights of 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
 def weights_of_1_mib(options: Mapping[str, Any], *, count: int = 24, **sgd: Any) -> Training:
     """Begin to train so many weights of 1 MiB by SGD with those settings, on `random_rows`, by `mean_square_step`."""
     return begin(

@@ -130,15 +130,6 @@ class Pager:
             kept = sum(block.size_bytes for block in self.table if block.span is None and not block.dead)
             return kept + self.unmoved_bytes
 
-    def bytes_by_tier(self) -> dict[str, int]:
-        """Return what is in each tier: all that counts on the device; in lower tiers, the slots of blocks. For any thread."""
-        with self._lock:
-            found = {"device": self.used_bytes + self.unmoved_bytes}
-            for block in self.table:
-                if block.slot is not None and block.tier is not None:
-                    found[block.tier] = found.get(block.tier, 0) + block.slot.size_bytes
-            return found
-
     @property
     def peak_bytes(self) -> int:
         """The most bytes that have counted against the budget at once."""

@@ -55,6 +55,7 @@ from teraio.cli.report.command import report
 from teraio.cli.tables import Page, show
 from teraio.cli.trace_summary import summarise_trace
 from teraio.cli.trace_tables import trace_tables
+from teraio.options import require_directory
 
 app = typer.Typer(
     name="teraio",
@@ -131,8 +132,8 @@ def plan(
     """Make a plan for TRACE under the budgets and show it. --json prints the plan itself. With --ranks, plan the ranks of a
     machine together; budgets are those of each rank."""
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
-    if output is not None and not output.parent.is_dir():
-        raise planner.OptionsError(f"option --output: there is no directory {output.parent}; create it first")
+    if output is not None:
+        require_directory("--output", output.parent)
     if ranks:
         _plan_ranks(RankFiles.read(traces, node, shared or ()), budgets, policy, output, settings, as_json=as_json)
         return
@@ -170,8 +171,7 @@ def capture(
     rows: Rows = 10,
 ) -> None:
     """Capture a training step for a machine without running it: no memory, no GPU. Needs torch."""
-    if not output.parent.is_dir():
-        raise planner.OptionsError(f"option --output: there is no directory {output.parent}; create it first")
+    require_directory("--output", output.parent)
     size = None if subgroup is None else arguments.size("--subgroup", subgroup)
     with Console(stderr=True).status("capturing"):
         trace = captured(target, hardware, name, size, calibrate, smaller)
@@ -196,8 +196,8 @@ def advise(
 ) -> None:
     """Say whether TRACE fits, how fast it is, what holds it up, and what would change that: more memory, one more drive, a larger
     batch, more accumulation, smaller states. Exit code 1 if it does not fit."""
-    if plans is not None and not plans.is_dir():
-        raise planner.OptionsError(f"option --plans: there is no directory {plans}; create it first")
+    if plans is not None:
+        require_directory("--plans", plans)
     loaded = planner.Trace.load(trace)
 
     def keep(case: Case, made: planner.Plan) -> None:
@@ -379,8 +379,8 @@ def doctor(
 ) -> None:
     """Look at this machine: software, memory, drives. Says what is missing or slow, what follows, and what to do. Needs torch.
     Exit code 1 if something is missing."""
-    if hardware_out is not None and not hardware_out.parent.is_dir():
-        raise planner.OptionsError(f"option --hardware-out: there is no directory {hardware_out.parent}; create it first")
+    if hardware_out is not None:
+        require_directory("--hardware-out", hardware_out.parent)
     with Console(stderr=True).status("looking at this machine"):
         found, described = examined(storage or [], device, describe=hardware_out is not None)
     if hardware_out is not None and described is not None:

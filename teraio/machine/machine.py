@@ -128,6 +128,11 @@ class Machine:
             shared=(*(rate for each in tiers for rate in _shared(each)), *self._opened.shared),
         )
 
+    def used_bytes(self) -> dict[str, int]:
+        """Return the bytes of the slots in each lower tier that has any."""
+        used = {each.tier.name: each.tier.store.used_bytes for each in self._opened.tiers}
+        return {name: size_bytes for name, size_bytes in used.items() if size_bytes}
+
     def moved_bytes(self) -> dict[str, int]:
         """Return the bytes moved since the start, by link."""
         return {link: size for each in self._opened.tiers for link, size in each.moved_bytes().items()}

@@ -36,7 +36,7 @@ class History:
     def note(
         self, iteration: Iteration, phase: RunPhase, predicted_seconds: float | None, *, run: int, number: int
     ) -> IterationStats:
-        """Take in an iteration that has ended, and whose times are known. Looks once at each block.
+        """Take in an iteration that has ended, and whose times are known.
 
         run, number: of the run and of the iteration, for `IterationStats`.
         """
@@ -49,7 +49,7 @@ class History:
             waited_seconds=iteration.waited_seconds,
             recompute_seconds=sum(rerun.seconds for rerun in iteration.reruns),
             predicted_seconds=predicted_seconds,
-            tier_bytes=self._pager.bytes_by_tier(),
+            tier_bytes={"device": self._pager.used_bytes + self._pager.unmoved_bytes, **self._machine.used_bytes()},
             moved_bytes={link: value - self._moved_bytes.get(link, 0) for link, value in moved_bytes.items()},
             busy_seconds={link: value - self._busy_seconds.get(link, 0.0) for link, value in busy_seconds.items()},
         )

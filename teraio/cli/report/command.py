@@ -20,6 +20,7 @@ from teraio.cli.report.measured import MeasuredRun
 from teraio.cli.report.page import html_page
 from teraio.cli.report.perfetto import chrome_trace
 from teraio.cli.report.picture import draw
+from teraio.options import require_directory
 
 __all__ = ["report"]
 
@@ -70,9 +71,10 @@ def _check(outputs: dict[str, Path | None], trace: Path | None, *, as_json: bool
     if not as_json and all(path is None for path in outputs.values()):
         raise planner.OptionsError("report: found no place to write to, wanted --output, --perfetto, --png or --json")
     for option, path in outputs.items():
-        if path is not None and not path.parent.is_dir():
-            raise planner.OptionsError(f"option {option}: there is no directory {path.parent}; create it first")
-        if path is not None and option != "--output" and trace is None:
+        if path is None:
+            continue
+        require_directory(option, path.parent)
+        if option != "--output" and trace is None:
             raise planner.OptionsError(f"option {option}: a timeline needs the trace of the plan; give --trace")
 
 

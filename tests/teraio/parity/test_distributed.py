@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import teraio
 
-from ...training import MIB, compiled, forget, require, unequal
+from ...training import MIB, Chain, compiled, forget, require, unequal
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed"),
@@ -27,19 +27,6 @@ def group_of_one(tmp_path: Path) -> Iterator[None]:
     yield
     forget()
     dist.destroy_process_group()
-
-
-class Chain(nn.Module):
-    """Six weights of 1 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
 
 
 def trained(tmp_path: Path, *, budget: int | None, managed: bool = True, steps: int = 4) -> list[Tensor]:

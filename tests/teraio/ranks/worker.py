@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import teraio
 from planner import Budgets, Trace
@@ -27,7 +26,7 @@ from teraio.machine import Machine
 from teraio.ranks import RankGroup
 from teraio.registry import REGISTRY
 from tests.teraio.in_process import InProcessJob
-from tests.training import MIB, forget
+from tests.training import MIB, Chain, forget
 
 RANK = int(os.environ["RANK"])
 CASES: dict[str, Callable[..., dict[str, Any]]] = {}
@@ -41,19 +40,6 @@ class Job(InProcessJob):
     def __init__(self, trace: Trace, budgets: Budgets, *, time_limit_seconds: float) -> None:
         Job.made += 1
         super().__init__(trace, budgets, time_limit_seconds=time_limit_seconds)
-
-
-class Chain(nn.Module):
-    """Six weights of 1 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
 
 
 class Lines(logging.Handler):
