@@ -24,15 +24,19 @@ class DriveQueue:
         self.submitted = threading.Condition(lock)
 
     def take(self) -> tuple[Transfer, Chunk] | None:
-        """Take the next chunk, None if nothing is waiting. Never waits."""
+        """Take the next chunk, None if nothing is waiting. Never waits. If it raises MemoryError, nothing was taken."""
         if self.current is None and not self.queue:
             return None
-        transfer = self.current or self.queue.popleft()
-        transfer.begun = True
+        transfer = self.current or self.queue[0]
         chunks = transfer.waiting[self.number]
-        chunk = chunks.popleft()
-        self.current = transfer if chunks else None
-        return transfer, chunk
+        taken = transfer, chunks[0]
+        transfer.begun = True
+        if self.current is None:
+            self.current = self.queue.popleft()
+        chunks.popleft()
+        if not chunks:
+            self.current = None
+        return taken
 
 
 class DriveQueues:
@@ -72,15 +76,15 @@ class DriveQueues:
         return bool(queues)
 
     def drop_rest(self, transfer: Transfer) -> None:
-        """Drop the chunks of a transfer that have not begun. Those that move are not touched."""
-        for number, chunks in transfer.waiting.items():
-            drive = self._drives[number]
-            transfer.unfinished -= len(chunks)
+        """Drop the chunks of a transfer that have not begun. Those that move are not touched. May be called again."""
+        for drive in self:
             if drive.current is transfer:
                 drive.current = None
-            elif transfer in drive.queue:  # not so after `drop_queued`
+            elif transfer in drive.queue:
                 drive.queue.remove(transfer)
-        transfer.waiting.clear()
+        unfinished = transfer.unfinished - sum(len(chunks) for chunks in transfer.waiting.values())
+        transfer.waiting = {}
+        transfer.unfinished = unfinished
 
     def drop_queued(self) -> list[Transfer]:
         """Drop all transfers that have not begun. Return those that have begun and have chunks left to start."""

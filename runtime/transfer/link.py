@@ -18,6 +18,10 @@ the link nor as a drive that does not answer.
 A call to a drive that no longer answers (a dead disk, a network file system without its server) never returns, and nothing
 can interrupt it. So a thread that waits for a transfer calls `check` again and again, which raises if a chunk takes too long.
 `close` then leaves the I/O thread behind. It is a daemon thread, which does not keep the process alive.
+
+[Note: I/O threads without memory]
+An I/O thread that ended because memory ran out would leave transfers that never end. So each of its steps can be done again:
+it changes nothing until nothing more can fail, and the thread repeats it. A chunk that is copied twice has the same bytes.
 """
 
 from __future__ import annotations
@@ -77,7 +81,7 @@ class Link:
         self._lock = threading.Lock()
         self._queues = DriveQueues(drives, self._lock)
         self._closed = False
-        self._failure: StorageError | None = None
+        self._failed: Transfer | None = None
         self._stuck_after_seconds = stuck_after_seconds
         self._meter = LinkMeter()
         threads = max(1, min(threads, MAX_THREADS // len(self._queues)))
@@ -126,9 +130,9 @@ class Link:
             )
         transfer = Transfer(self, slot, address, cut_slot(slot, self._chunk_bytes_of(slot)), on_done, ready)
         with self._lock:
-            if self._failure is not None:
-                failure, self._failure = self._failure, None
-                raise failure
+            if self._failed is not None:
+                failed, self._failed = self._failed, None
+                raise failed.failure_after()
             if self._closed:
                 raise StorageError(f"the link {self.name} is closed: block {slot.name!r} cannot move any more")
             try:
@@ -176,9 +180,9 @@ class Link:
             if thread is not threading.current_thread():
                 self._join(thread, timeout_seconds)
         with self._lock:
-            failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+            failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed.failure_after()
 
     def cancel(self, transfer: Transfer) -> bool:
         """See `Transfer.cancel`."""
@@ -218,12 +222,20 @@ class Link:
     # -- the I/O threads
 
     def _serve(self, drive: DriveQueue) -> None:
-        while (taken := self._take(drive)) is not None:
-            transfer, chunk = taken
-            moved, error = self._move_when_ready(transfer, chunk)
-            if self._finish(transfer, chunk, moved, error):
-                self._deliver(transfer)
-            del taken, transfer, chunk, error  # an idle thread must not keep a block alive
+        taken = outcome = is_last = None
+        while True:
+            try:
+                taken = taken or self._take(drive)
+                if taken is None:
+                    return
+                outcome = outcome or self._move_when_ready(*taken)
+                if is_last is None:
+                    is_last = self._finish(*taken, *outcome)
+                if is_last:
+                    self._deliver(taken[0])
+            except MemoryError:
+                continue  # see [Note: I/O threads without memory]
+            taken = outcome = is_last = None  # an idle thread must not keep a block alive
 
     def _take(self, drive: DriveQueue) -> tuple[Transfer, Chunk] | None:
         """Wait for the next chunk of a drive. Return None if the link is closed and nothing is left to begin there."""
@@ -232,9 +244,6 @@ class Link:
                 if self._closed:
                     return None
                 drive.submitted.wait()
-            transfer, chunk = taken
-            if transfer.ready is None:
-                self._meter.start(transfer, chunk)
             return taken
 
     def _move_when_ready(self, transfer: Transfer, chunk: Chunk) -> tuple[bool, StorageError | None]:
@@ -244,8 +253,8 @@ class Link:
             if transfer.ready is not None:
                 transfer.ready()
                 waits_for_memory = False
-                with self._lock:
-                    self._meter.start(transfer, chunk)
+            with self._lock:
+                self._meter.start(transfer, chunk)
             with annotate("copy", lambda: f"{transfer.slot.name} {self.name}"):
                 if self._is_there is not None and self._is_there(transfer.slot, chunk, transfer.address):
                     return False, None
@@ -256,6 +265,8 @@ class Link:
             why = "this is a bug in teraio, please report it"
             if waits_for_memory:
                 why = "its memory did not become ready: look for the first error of the device, which this one follows"
+            if isinstance(failure, MemoryError):
+                why = "the process has no memory left"
             error = StorageError(f"{transfer} failed: {failure!r}; {why}")
             error.__cause__ = failure
             return False, error
@@ -265,10 +276,10 @@ class Link:
         """Note that a chunk has moved, was there already, or failed. Return whether it was the last one of the transfer."""
         with self._lock:
             self._meter.stop(transfer, chunk, moved=moved)
-            transfer.unfinished -= 1
             if error is not None and transfer.error is None:
-                transfer.error = error
                 self._queues.drop_rest(transfer)
+                transfer.error = error
+            transfer.unfinished -= 1
             if transfer.unfinished:
                 return False
             transfer.ready = None  # it may keep memory alive
@@ -276,15 +287,14 @@ class Link:
             return True
 
     def _deliver(self, transfer: Transfer) -> None:
+        on_done, transfer.on_done = transfer.on_done, None
         try:
-            transfer.on_done(transfer)
+            if on_done is not None:
+                on_done(transfer)
         except Exception as error:
-            failure = StorageError(f"what follows {transfer} failed: {error!r}; please report it")
-            failure.__cause__ = error
-            transfer.error = transfer.error or failure
+            transfer.error_after = error
             with self._lock:
-                self._failure = self._failure or failure
+                self._failed = self._failed or transfer
             here = threading.current_thread()
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, here)))
-        finally:
-            transfer.ended.set()
+        transfer.ended.set()

@@ -34,9 +34,9 @@ class LinkMeter:
         now = time.perf_counter()
         if not self.moving:
             self._busy_since = now
-        self.moving[transfer, chunk] = now
         if transfer.begun_at is None:
             transfer.begun_at = now
+        self.moving[transfer, chunk] = now
 
     def stop(self, transfer: Transfer, chunk: Chunk, *, moved: bool) -> None:
         """Note that a chunk has moved; if not `moved`, it was there already, or it failed, perhaps before it began to move."""

@@ -32,6 +32,7 @@ class Transfer:
 
     slot, address: what is copied. The caller owns the memory and keeps it alive until the transfer has ended.
     error: why the transfer failed. None if it has not failed, or has not ended.
+    error_after: what `on_done` has raised.
     seconds: from the start of the first chunk to the end of the last one so far. 0 until a chunk has ended.
 
     All other attributes belong to the link and need its lock. `waiting` holds the chunks that have not begun, by drive.
@@ -45,6 +46,7 @@ class Transfer:
         "done",
         "ended",
         "error",
+        "error_after",
         "link",
         "on_done",
         "ready",
@@ -68,20 +70,23 @@ class Transfer:
         self.done = False
         self.cancelled = False
         self.error: StorageError | None = None
+        self.error_after: Exception | None = None
         self.seconds = 0.0
         self.link = link
         self.waiting: dict[int, deque[Chunk]] = {}
         for chunk in chunks:
             self.waiting.setdefault(chunk.extent.drive, deque()).append(chunk)
         self.unfinished = len(chunks)
-        self.on_done = on_done
+        self.on_done: OnDone | None = on_done  # None when it has been called
         self.ready = ready
         self.begun = False
         self.begun_at: float | None = None
         self.ended = threading.Event()
 
     def __repr__(self) -> str:
-        state = "cancelled" if self.cancelled else "failed" if self.error else "done" if self.done else "pending"
+        state = (
+            "cancelled" if self.cancelled else "failed" if self.error or self.error_after else "done" if self.done else "pending"
+        )
         return f"<Transfer {self.link.name} {self.slot.name} {self.bytes} bytes {state}>"
 
     @property
@@ -103,6 +108,14 @@ class Transfer:
             raise StorageError(f"{self} was cancelled before it began; submit it again")
         if self.error is not None:
             raise self.error
+        if self.error_after is not None:
+            raise self.failure_after()
+
+    def failure_after(self) -> StorageError:
+        """Return the error that says that `on_done` has raised."""
+        failure = StorageError(f"what follows {self} failed: {self.error_after!r}; please report it")
+        failure.__cause__ = self.error_after
+        return failure
 
     def cancel(self) -> bool:
         """Remove the transfer from all queues, if it has not begun. Return whether it was removed.
