@@ -172,7 +172,7 @@ for _ in range(30):
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    outcomes = [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
+    outcomes = [(process.communicate(timeout=240)[1], process.returncode) for process in processes]
     assert outcomes == [("", 0)] * 4
     assert left(tmp_path) == []
 
