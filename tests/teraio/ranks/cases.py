@@ -1,7 +1,4 @@
-"""One of two ranks under gloo: runs the cases that it is told on standard input, and answers each with a line of JSON.
-
-Started by `test_two_ranks.py` with the environment variables of torchrun.
-"""
+"""What each of two ranks runs for `test_two_ranks.py`: it trains with teraio, and answers with what came of it."""
 
 from __future__ import annotations
 
@@ -11,35 +8,24 @@ import json
 import logging
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import teraio
 from planner import Budgets, Trace
-from runtime.transfer.engine import Engine
 from teraio.machine import Machine
 from teraio.ranks import RankGroup
 from teraio.registry import REGISTRY
-from tests.teraio.in_process import InProcessJob
-from tests.training import MIB, Chain, forget
 
-RANK = int(os.environ["RANK"])
-CASES: dict[str, Callable[..., dict[str, Any]]] = {}
+from ...training import Chain
+from ..in_process import InProcessJob
 
-
-class Job(InProcessJob):
-    """Counts the plans that this rank makes."""
-
-    made = 0
-
-    def __init__(self, trace: Trace, budgets: Budgets, *, time_limit_seconds: float) -> None:
-        Job.made += 1
-        super().__init__(trace, budgets, time_limit_seconds=time_limit_seconds)
+Answer = dict[str, Any]
 
 
 class Lines(logging.Handler):
@@ -53,9 +39,35 @@ class Lines(logging.Handler):
         self.lines.append((record.levelname, record.getMessage()))
 
 
+@contextlib.contextmanager
+def logged() -> Iterator[list[tuple[str, str]]]:
+    """Give the list of what teraio logs in the block, with levels."""
+    logger, lines = logging.getLogger("teraio"), Lines()
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines.lines
+    finally:
+        logger.removeHandler(lines)
+
+
+def answering(case: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Have a case answer with the error of teraio that it ended with, if any, and with what teraio has logged."""
+
+    @functools.wraps(case)
+    def run(*arguments: Any, **named: Any) -> Answer:
+        with logged() as lines:
+            try:
+                answer = case(*arguments, **named)
+            except teraio.TeraioError as error:
+                answer = {"error": type(error).__name__, "message": str(error)}
+        return {**answer, "log": list(lines)}
+
+    return run
+
+
 def train(steps: int, *, together: bool = True, pause: float = 0.0, **options: Any) -> None:
     """Train with codegen="eager"; together: with a collective in each step."""
-    torch.manual_seed(0)
     module = Chain()
     model = teraio.compile(module, codegen="eager", **options)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
@@ -68,22 +80,24 @@ def train(steps: int, *, together: bool = True, pause: float = 0.0, **options: A
         optimizer.step()
 
 
-def case(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    CASES[run.__name__] = run
-    return run
-
-
-@case
-def trained(options: list[dict[str, Any]], steps: int = 14, pause: list[float] | None = None) -> dict[str, Any]:
+@answering
+def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, float] = (0.0, 0.0)) -> Answer:
     """Train and tell what came of it. options, pause: by rank."""
-    torch.set_num_threads(1)
-    train(steps, pause=0.0 if pause is None else pause[RANK], **options[RANK])
+    made: list[Trace] = []
+
+    def start_job(trace: Trace, budgets: Budgets, *, time_limit_seconds: float) -> InProcessJob:
+        made.append(trace)
+        return InProcessJob(trace, budgets, time_limit_seconds=time_limit_seconds)
+
+    rank = dist.get_rank()
+    with mock.patch.object(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=start_job)):
+        train(steps, pause=pause[rank], **options[rank])
     (run,) = REGISTRY.runs()
     machine = run._machine
     (tier,) = (each.tier for each in machine._opened.tiers)
     found = {
         "status": json.loads(run.status().as_text()),
-        "made": Job.made,
+        "made": len(made),
         "storage_bytes": tier.store.limit_bytes,
         "threads": tier.engine._threads if tier.engine is not None else None,
         "links": [link.model_dump(mode="json") for link in machine.hardware().links],
@@ -98,18 +112,19 @@ def trained(options: list[dict[str, Any]], steps: int = 14, pause: list[float] |
     return found
 
 
-@case
-def alone(options: dict[str, Any]) -> dict[str, Any]:
+@answering
+def alone(options: dict[str, Any]) -> Answer:
     """Only rank 0 trains."""
-    if RANK == 0:
+    if dist.get_rank() == 0:
         train(3, together=False, **options)
     return {"ranks": list(teraio.node_status())}
 
 
-@case
-def killed(options: list[dict[str, Any]]) -> dict[str, Any]:
+@answering
+def killed(options: list[dict[str, Any]]) -> Answer:
     """Rank 1 dies while rank 0 waits for it."""
-    if RANK == 1:
+    rank = dist.get_rank()
+    if rank == 1:
 
         def open_and_die(*arguments: Any, ranks: RankGroup, **parts: Any) -> Machine:
             Machine(*arguments, **parts)
@@ -117,31 +132,5 @@ def killed(options: list[dict[str, Any]]) -> dict[str, Any]:
             raise AssertionError
 
         REGISTRY.open_machine = open_and_die
-    train(2, together=False, **options[RANK])
+    train(2, together=False, **options[rank])
     return {}
-
-
-def main() -> None:
-    Engine.measure = functools.partialmethod(Engine.measure, MIB)  # type: ignore[assignment]
-    REGISTRY.new_run = functools.partial(REGISTRY.new_run, start_job=Job)
-    logger, lines = logging.getLogger("teraio"), Lines()
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
-    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=RANK, world_size=2)
-    for line in sys.stdin:
-        told = json.loads(line)
-        lines.lines.clear()
-        Job.made = 0
-        answer: dict[str, Any] = {}
-        try:
-            answer = CASES[told["case"]](**told["arguments"])
-        except teraio.TeraioError as error:
-            answer = {"error": type(error).__name__, "message": str(error)}
-        answer["log"] = list(lines.lines)
-        with contextlib.suppress(teraio.TeraioError):
-            forget()
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()
