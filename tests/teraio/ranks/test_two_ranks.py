@@ -14,7 +14,7 @@ from runtime.storage.run_directory import remove_leftovers
 
 from ...training import MIB
 from ..distributed.ranks import Ranks
-from .cases import Answer, alone, killed, trained
+from .cases import Answer, alone, drifted, killed, trained
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
@@ -61,6 +61,15 @@ def test_plans_may_arrive_at_different_times(ranks: Ranks, options: dict[str, An
     assert [answer["status"]["phase"] for answer in answers] == ["planned", "planned"]
     assert [answer["made"] for answer in answers] == [1, 0]
     assert any("ranks 1 have not asked for the same plan" in text for _, text in answers[0]["log"])
+
+
+def test_all_plan_again_if_one_drifts(ranks: Ranks, options: dict[str, Any]) -> None:
+    answers = ranks.run(drifted, options)
+    assert [answer["status"]["phase"] for answer in answers] == ["planned", "planned"], answers
+    assert [answer["asked"] for answer in answers] == [[2], [2]]
+    assert sum(answer["made"] for answer in answers) == 2
+    assert answers[0]["moves"] == answers[1]["moves"] != []
+    assert any("planned again, as the last 2 iterations differ" in text for text in infos(answers[0]))
 
 
 def test_ranks_with_other_budgets_plan_for_themselves(ranks: Ranks, options: dict[str, Any]) -> None:
