@@ -165,6 +165,7 @@ class PlanFollower:
             waited_seconds=iteration.waited_seconds,
             stage_seconds=tuple(stage.seconds for stage in iteration.stages),
             rerun_seconds=sum(each.seconds for each in iteration.reruns),
+            collective_seconds=tuple(stage.collective_seconds for stage in iteration.stages),
             moved_bytes={link: value - self._moved_bytes.get(link, 0) for link, value in moved_bytes.items()},
             busy_seconds={link: value - self._busy_seconds.get(link, 0.0) for link, value in busy_seconds.items()},
             host_seconds={i: s.host_seconds for i, s in enumerate(iteration.stages) if s.on_host and s.host_seconds is not None},

@@ -55,8 +55,9 @@ class RankPlan:
         self._looks = 0
         self._made: planner.Plan | None = None
         self._from = 0
-        # Without user code, in which ranks wait for slower ones.
-        seconds = sum(stage.duration_seconds for stage in trace.stages if stage.phase != "user")
+        # Without user code and collectives, in which ranks wait for slower ones.
+        stages = [stage for stage in trace.stages if stage.phase != "user"]
+        seconds = sum(stage.duration_seconds - stage.collective_seconds for stage in stages)
         self._safely(lambda: self._ask(repr(seconds)))
 
     def plan(self, iteration: int) -> planner.Plan | None:
