@@ -29,7 +29,7 @@ from planner.errors import (
 )
 from planner.policies import plan
 from planner.problem import InactivePeriod, floor, inactive_periods, recomputed
-from planner.ranks import NodePlans, divided_budgets, node_of, plan_node
+from planner.ranks import NodePlans, divided_budgets, node_of, plan_node, waited_for_ranks
 from planner.schema import (
     Block,
     Budgets,
@@ -103,4 +103,5 @@ __all__ = [
     "stations_of_step",
     "step_seconds",
     "subgroup_bytes",
+    "waited_for_ranks",
 ]

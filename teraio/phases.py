@@ -255,7 +255,7 @@ class PlanningPhase(Phase):
     def __init__(self, run: RunContext, profile: Profile) -> None:
         super().__init__(run)
         self._profile = profile
-        run.background.start_with_ranks(profile.trace, run.background.budgets(profile))
+        run.background.start(profile.trace, run.background.budgets(profile))
 
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
         try:

@@ -25,7 +25,7 @@ from teraio.optimizer import ProcessSteps, keep_masters
 from teraio.options import Options
 from teraio.rank_place import rank_place
 from teraio.ranks import divided_alone, divided_among, only_first_rank_informs, open_group
-from teraio.status import Status
+from teraio.status import Status, with_waiting
 from teraio.training_run import TrainingRun
 from teraio.watching import IterationStats, Stats
 
@@ -148,12 +148,12 @@ class Registry:
 
     def node_status(self) -> dict[int, tuple[Status, ...]]:
         """Return what the runs of every rank of this machine are doing, by rank. See `teraio.node_status`."""
-        found = {rank_place().rank: self.status()}
+        own = rank_place().rank
+        found: dict[int, tuple[Status, ...]] = {own: ()}
         for run in self.runs():
-            for rank in set(run.ranks) - {rank_place().rank}:
-                told = run.told_by(rank)
-                if told is not None:
-                    found[rank] = (*found.get(rank, ()), told)
+            told = {rank: run.status() if rank == own else run.told_by(rank) for rank in sorted({own, *run.ranks})}
+            for rank, status in with_waiting({rank: each for rank, each in told.items() if each is not None}).items():
+                found[rank] = (*found.get(rank, ()), status)
         return dict(sorted(found.items()))
 
     def stats(self, model: torch.nn.Module) -> Stats:

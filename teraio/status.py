@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
+
+import planner
 
 RunPhase = Literal["profile", "planning", "planned", "fits", "demand"]
 
@@ -28,6 +31,9 @@ class Status:
     late_seconds: time in the last iteration spent waiting for copies and room; on a GPU, between stages.
     recomputed_stages, recomputed_bytes, recompute_seconds: forward stages that ran again in the last iteration, what they made
     anew, and how long they took.
+    collective_seconds: seconds of the last iteration in collectives inside of graphs, by stage: their work, and waiting for other
+    ranks. Empty on a GPU, where the host does not wait. waited_for_ranks_seconds: what of them was waiting for the slowest rank;
+    only in `teraio.node_status()`, and only if all ranks of the machine have the same stages with collectives; else None.
     reserved_bytes: what PyTorch's allocator has taken from the GPU, handed out or not. allocator_retries: how often so far it had
     to wait for the GPU and take free memory away. reserve_bytes: the part of the budget that is left to the gaps between blocks.
     None on CPU.
@@ -55,6 +61,8 @@ class Status:
     recomputed_stages: int
     recomputed_bytes: int
     recompute_seconds: float
+    collective_seconds: dict[str, float]
+    waited_for_ranks_seconds: float | None
     reserved_bytes: int | None
     allocator_retries: int | None
     reserve_bytes: int | None
@@ -74,3 +82,12 @@ class Status:
         """Return what `as_text` wrote."""
         content = json.loads(text)
         return cls(**{**content, "spill_directories": tuple(content["spill_directories"])})
+
+
+def with_waiting(statuses: Mapping[int, Status]) -> dict[int, Status]:
+    """Return what the ranks of one training have told, by rank, with `waited_for_ranks_seconds`."""
+    waited = planner.waited_for_ranks([status.collective_seconds for status in statuses.values()])
+    if waited is None:
+        return dict(statuses)
+    pairs = zip(statuses.items(), waited, strict=True)
+    return {rank: replace(status, waited_for_ranks_seconds=seconds) for (rank, status), seconds in pairs}

@@ -126,6 +126,7 @@ class TrainingRun:
         self._ended: _Ended | None = None
         self._late_seconds = 0.0
         self._reruns: Sequence[RerunRecord] = ()
+        self._collective_seconds: dict[str, float] = {}
         self._replaced = False
 
     def _warm_start(self, options: Options, device: torch.device, subgroups: SubgroupSizes) -> WarmStart | None:
@@ -274,6 +275,7 @@ class TrainingRun:
             self._finished += 1
             self._late_seconds = ended.iteration.waited_seconds
             self._reruns = tuple(ended.iteration.reruns)
+            self._collective_seconds = ended.iteration.collective_seconds
             self._tell(ended.iteration)
             self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
             self._tell_status()
@@ -363,6 +365,8 @@ class TrainingRun:
             recomputed_stages=len(reruns),
             recomputed_bytes=sum(rerun.made_bytes for rerun in reruns),
             recompute_seconds=sum(rerun.seconds for rerun in reruns),
+            collective_seconds=self._collective_seconds,
+            waited_for_ranks_seconds=None,
             reserved_bytes=allocator.reserved_bytes if allocator is not None else None,
             allocator_retries=allocator.retries if allocator is not None else None,
             reserve_bytes=self._machine.reserve.size_bytes if self._machine.reserve is not None else None,

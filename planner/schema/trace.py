@@ -113,14 +113,29 @@ class Hardware(FrozenModel):
         return None
 
 
-class Stage(FrozenModel):
-    """One planned unit of execution. `workspace_bytes`: peak memory inside the stage beyond its inputs and outputs."""
+class Stage(GrownModel):
+    """One planned unit of execution. `workspace_bytes`: peak memory inside the stage beyond its inputs and outputs.
+
+    `collective_seconds`: the part of its duration in collectives, waiting for other ranks as well. Left out of the file and of
+    the fingerprint where it is 0: there are none, or it cannot be told, as on a GPU.
+    """
+
+    added_later = ("collective_seconds",)
 
     id: Id
     name: str
     phase: Phase
     duration_seconds: Seconds
     workspace_bytes: Bytes = 0
+    collective_seconds: Seconds = 0.0
+
+    @model_validator(mode="after")
+    def _part_of_the_duration(self) -> Self:
+        if self.collective_seconds > self.duration_seconds:
+            raise ValueError(
+                f"stage {self.id} lasts {self.duration_seconds} s, but spends {self.collective_seconds} s in collectives"
+            )
+        return self
 
 
 class Block(GrownModel):

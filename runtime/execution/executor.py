@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from runtime.device import Mark
+from runtime.execution.collective_clock import CollectiveClock
 from runtime.execution.observer import InterleavedStages, Observer, StageRun
 from runtime.execution.program import Constant, Program, Stage
 from runtime.execution.rerun import Rerun, Reruns, kept_for_nothing, why_no_reruns
@@ -103,7 +105,8 @@ class _ManagedRun:
         pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=self._observer.stage_reached())
         try:
             rerun = self._rerun(stage) if number in self._kept else None
-            with self._meter.watching(stage):
+            clock = CollectiveClock() if stage.has_collectives and not pager.device.asynchronous else None
+            with self._meter.watching(stage), clock or nullcontext():
                 begin = pager.device.mark()
                 _run_stage(stage, self._slots)
                 end = pager.device.mark()
@@ -128,6 +131,7 @@ class _ManagedRun:
                 written=written,
                 next_uses=_next_uses(stage, number, blocks),
                 never_again=stage.never_again or self._no_reruns,
+                collective_seconds=clock.seconds if clock is not None else 0.0,
             )
         )
         for i in stage.frees:

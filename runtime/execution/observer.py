@@ -20,6 +20,8 @@ class StageRun(NamedTuple):
     never_again: see `Stage`.
     elements: number of parameter elements that it updates. host_seconds: seconds that the same update takes on the host's
     processor; None if it cannot run there.
+    collective_seconds: the part of its time in collectives, waiting for other ranks as well; 0 where that cannot be told, as on
+    a GPU.
     """
 
     name: str
@@ -34,6 +36,7 @@ class StageRun(NamedTuple):
     never_again: str = ""
     elements: int = 0
     host_seconds: float | None = None
+    collective_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ class Stage:
     waiting_bytes: what was made before it, is needed after it and is too small to move, without results of the graph, estimated.
     mutates: slots among `inputs` that the stage writes in place, such as batch norm's running statistics.
     reads_lasting: whether it reads only what is kept until the backward pass in any case, or is too small to move.
+    has_collectives: whether it begins collectives, or waits for some.
     never_again: of a forward stage: why it must not run again in the backward pass, in plain words; "" if it may.
     """
 
@@ -41,6 +42,7 @@ class Stage:
     waiting_bytes: int = 0
     mutates: tuple[int, ...] = ()
     reads_lasting: bool = False
+    has_collectives: bool = False
     never_again: str = ""
 
     @property

@@ -9,6 +9,7 @@ from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
 from runtime.system.interrupts import checkpoint, current_handler, forget_undo, undo_if_interrupted, uninterrupted
 from runtime.system.numa import on_processors, pci_address, processors_near
 from runtime.system.pinning import PIN_CHUNK_BYTES, CudaPinner, Pinner
+from runtime.system.processors import machine_cores
 
 __all__ = [
     "CudaPinner",
@@ -23,6 +24,7 @@ __all__ = [
     "first_of",
     "forget_undo",
     "host_limits",
+    "machine_cores",
     "on_processors",
     "pci_address",
     "processors_near",

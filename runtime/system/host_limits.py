@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import psutil
 
 from planner.errors import StorageFullError
+from runtime.system.control_groups import control_groups, number_in
 
 _LOWER = "lower host_budget"
 
@@ -31,7 +32,7 @@ def host_limits(root: Path = Path("/"), *, available_bytes: int | None = None) -
 
     available_bytes: memory that the machine has for new programs without swapping, by default as psutil reports it.
     The page cache of a control group counts as available, because the kernel frees it on demand. All ancestors of a control
-    group count too. Both versions of the interface are read (Linux, admin-guide/cgroup-v2 and cgroup-v1/memory).
+    group count too. Both versions of the interface are read.
     """
     if available_bytes is None:
         available_bytes = int(psutil.virtual_memory().available)
@@ -53,57 +54,29 @@ def check_host_memory(size_bytes: int, limits: Sequence[HostLimit]) -> None:
 
 
 def _group_limits(root: Path) -> Iterator[HostLimit]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # no control groups, or no /proc
-        return
-    groups = root / "sys/fs/cgroup"
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            yield from _limits_along(groups, path, _version_2)
-        elif "memory" in controllers.split(","):
-            yield from _limits_along(groups / "memory", path, _version_1)
-
-
-def _limits_along(mount: Path, path: str, read: Callable[[Path], int | None]) -> Iterator[HostLimit]:
-    """Yield the limits of a group and its ancestors. In a container the mount may begin at the group itself; files that are
-    missing there do not count."""
-    parts = PurePosixPath(path).parts[1:]
-    if ".." in parts:  # outside the groups that this process sees
-        parts = ()
-    for depth in range(len(parts), -1, -1):
-        available = read(mount.joinpath(*parts[:depth]))
+    for group in control_groups(root, "memory"):
+        available = _version_2(group.folder) if group.version == 2 else _version_1(group.folder)
         if available is not None:
             yield HostLimit(
-                what=f"the memory limit of the control group {'/' + '/'.join(parts[:depth])} leaves",
+                what=f"the memory limit of the control group {group.name} leaves",
                 available_bytes=max(available, 0),
                 remedy=f"{_LOWER}, or raise the limit of the container or job",
             )
 
 
 def _version_2(group: Path) -> int | None:
-    limits = [limit for name in ("memory.max", "memory.high") if (limit := _number(group / name)) is not None]
-    used = _number(group / "memory.current")
+    limits = [limit for name in ("memory.max", "memory.high") if (limit := number_in(group / name)) is not None]
+    used = number_in(group / "memory.current")
     if not limits or used is None:
         return None
     return min(limits) - used + _statistics(group, "inactive_file", "active_file")
 
 
 def _version_1(group: Path) -> int | None:
-    limit, used = _number(group / "memory.limit_in_bytes"), _number(group / "memory.usage_in_bytes")
+    limit, used = number_in(group / "memory.limit_in_bytes"), number_in(group / "memory.usage_in_bytes")
     if limit is None or used is None:
         return None
     return limit - used + _statistics(group, "total_inactive_file", "total_active_file")
-
-
-def _number(file: Path) -> int | None:
-    """Read the number in a file. Return None if there is no such file or the number is "max"."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
-    return None if text == "max" else int(text)
 
 
 def _statistics(group: Path, *names: str) -> int:

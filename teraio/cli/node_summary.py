@@ -15,13 +15,17 @@ __all__ = ["NodeReplaySummary", "NodeSummary", "summarise_node", "summarise_node
 class RankTraceSummary(FrozenModel):
     """The trace of one rank. `peak_bytes`: if no block ever leaves. `floor_bytes`: the smallest device budget.
 
-    `link_bytes_per_second`: the rate of each link while the other ranks are idle.
+    `collective_seconds`: the part of `ideal_seconds` in collectives. `waited_for_ranks_seconds`: the part of that in which it
+    waited for slower ranks; None if the ranks have not the same collectives. `link_bytes_per_second`: the rate of each link
+    while the other ranks are idle.
     """
 
     rank: int
     trace: str
     stages: int
     ideal_seconds: float
+    collective_seconds: float
+    waited_for_ranks_seconds: float | None
     peak_bytes: int
     floor_bytes: int
     link_bytes_per_second: dict[str, float]
@@ -82,6 +86,8 @@ class NodeReplaySummary(FrozenModel):
 
 def summarise_node(node: planner.Node, traces: Sequence[planner.Trace]) -> NodeSummary:
     """Return the ranks' traces in numbers. `traces`: by rank."""
+    collectives = [_collectives(trace) for trace in traces]
+    waited = planner.waited_for_ranks(collectives) or [None] * len(traces)
     return NodeSummary(
         name=node.name,
         host_memory_bytes=node.host_memory_bytes,
@@ -92,6 +98,8 @@ def summarise_node(node: planner.Node, traces: Sequence[planner.Trace]) -> NodeS
                 trace=trace.name,
                 stages=len(trace.stages),
                 ideal_seconds=trace.ideal_seconds,
+                collective_seconds=sum(collectives[rank].values()),
+                waited_for_ranks_seconds=waited[rank],
                 peak_bytes=max(live_bytes(trace)),
                 floor_bytes=planner.floor(trace)[0],
                 link_bytes_per_second={link.name: link.own_bytes_per_second for link in trace.hardware.links},
@@ -100,6 +108,10 @@ def summarise_node(node: planner.Node, traces: Sequence[planner.Trace]) -> NodeS
         ),
         shared=tuple(_resource(node, rate) for rate in node.shared),
     )
+
+
+def _collectives(trace: planner.Trace) -> dict[tuple[int, str], float]:
+    return {(stage.id, stage.name): stage.collective_seconds for stage in trace.stages if stage.collective_seconds}
 
 
 def summarise_node_replay(

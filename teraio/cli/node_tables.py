@@ -46,7 +46,8 @@ def node_replay_tables(replay: NodeReplaySummary) -> Page:
 
 def _traces(ranks: Sequence[RankTraceSummary]) -> Table:
     links = list(dict.fromkeys(link for rank in ranks for link in rank.link_bytes_per_second))
-    columns = (f">{link}" for link in links)
+    collectives = any(rank.collective_seconds for rank in ranks)
+    columns = (*([">in collectives", ">of that waiting"] if collectives else []), *(f">{link}" for link in links))
     table = table_of(">rank", "trace", ">stages", ">without waiting", ">peak", ">smallest budget", *columns)
     for rank in ranks:
         rates = rank.link_bytes_per_second
@@ -57,9 +58,14 @@ def _traces(ranks: Sequence[RankTraceSummary]) -> Table:
             format_seconds(rank.ideal_seconds),
             format_bytes(rank.peak_bytes),
             format_bytes(rank.floor_bytes),
+            *([format_seconds(rank.collective_seconds), _seconds(rank.waited_for_ranks_seconds)] if collectives else []),
             *(f"{format_bytes(rates[link])}/s" if link in rates else "" for link in links),
         )
     return table
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else format_seconds(seconds)
 
 
 def _replays(ranks: Sequence[RankReplaySummary]) -> Table:

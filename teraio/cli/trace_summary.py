@@ -33,13 +33,14 @@ class KindSummary(FrozenModel):
 class StageSummary(FrozenModel):
     """One stage. `live_bytes`: bytes on the device while it runs if no block ever leaves, with the workspace.
 
-    `bytes_by_kind`: the same by kind of block, without the workspace.
+    `bytes_by_kind`: the same by kind of block, without the workspace. `collective_seconds`: see `planner.Stage`.
     """
 
     id: int
     name: str
     phase: Phase
     duration_seconds: float
+    collective_seconds: float
     workspace_bytes: int
     live_bytes: int
     bytes_by_kind: dict[BlockKind, int]
@@ -68,7 +69,9 @@ class UpdateSummary(FrozenModel):
 
 
 class TraceSummary(FrozenModel):
-    """A trace. `floor_bytes`, `floor_stage`: the smallest device budget that works, and the stage that needs it.
+    """A trace. `collective_seconds`: the part of `ideal_seconds` in collectives.
+
+    `floor_bytes`, `floor_stage`: the smallest device budget that works, and the stage that needs it.
 
     `peak_bytes`, `peak_stage`: the most bytes on the device if no block ever leaves, and the stage in which that is.
     `mean_active_fraction`: average share of the movable bytes that is in use. `updates`: on the device (all subgroups), then on
@@ -80,6 +83,7 @@ class TraceSummary(FrozenModel):
     fingerprint: str
     hardware: planner.Hardware
     ideal_seconds: float
+    collective_seconds: float
     peak_bytes: int
     peak_stage: str
     floor_bytes: int
@@ -106,6 +110,7 @@ def summarise_trace(trace: planner.Trace) -> TraceSummary:
         fingerprint=trace.fingerprint,
         hardware=trace.hardware,
         ideal_seconds=trace.ideal_seconds,
+        collective_seconds=sum(stage.collective_seconds for stage in trace.stages),
         peak_bytes=live[peak_stage],
         peak_stage=trace.stages[peak_stage].name,
         floor_bytes=floor_bytes,

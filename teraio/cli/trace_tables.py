@@ -29,6 +29,7 @@ def trace_tables(trace: TraceSummary, rows: int) -> Page:
         ("fingerprint", trace.fingerprint),
         ("hardware", trace.hardware.name),
         ("iteration without waiting", format_seconds(trace.ideal_seconds)),
+        ("of that in collectives", format_seconds(trace.collective_seconds) if trace.collective_seconds else ""),
         ("peak if nothing moves", f"{exact_bytes(trace.peak_bytes)}, in {trace.peak_stage}"),
         ("floor (smallest budget)", f"{exact_bytes(trace.floor_bytes)}, set by {trace.floor_stage}"),
         ("can be recomputed", _recompute(trace.recompute)),

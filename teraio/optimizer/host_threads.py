@@ -11,14 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from runtime.system import machine_cores
+
 __all__ = ["compute_pool", "host_threads"]
 
 
 def host_threads(local_ranks: int) -> int | None:
-    """Return this rank's share of the machine's cores; None if PyTorch's own number of compute threads is as large."""
+    """Return this rank's share of the cores that control groups leave; None if PyTorch has as many compute threads itself."""
     if local_ranks == 1:
         return None
-    cores = max(min((os.cpu_count() or 1) // local_ranks, len(os.sched_getaffinity(0))), 1)
+    cores = max(min(int(machine_cores() / local_ranks), len(os.sched_getaffinity(0))), 1)
     return cores if cores > torch.get_num_threads() else None
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import planner
+from planner.errors import RankError
 from runtime.paging import Pager
 from teraio.machine import Machine
 from teraio.options import Options
@@ -13,6 +16,11 @@ from teraio.planning.rank_plan import RankPlan, signature_of
 from teraio.profiling import Profile, states_that_stay
 from teraio.ranks import RankGroup
 
+logger = logging.getLogger("teraio")
+
+Choose = Callable[[planner.Plan], planner.Plan]
+"""Takes a plan that was made, and returns the one to follow. May raise a TeraioError."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanMade:
@@ -20,6 +28,10 @@ class PlanMade:
 
     trace: planner.Trace
     plan: planner.Plan
+
+
+def _as_made(plan: planner.Plan) -> planner.Plan:
+    return plan
 
 
 class BackgroundPlanner:
@@ -47,6 +59,8 @@ class BackgroundPlanner:
         self._ranks = ranks
         self._shared: RankPlan | None = None
         self._asked: dict[str, int] = {}
+        self._signed: tuple[planner.Trace, str] | None = None
+        self._choose: Choose = _as_made
 
     def budgets(self, profile: Profile) -> planner.Budgets:
         """Return what a plan for this profile may use of each tier.
@@ -66,33 +80,46 @@ class BackgroundPlanner:
         """True from `start` until the plan is taken or the job is cancelled."""
         return self._job is not None or self._shared is not None
 
-    def start_with_ranks(self, trace: planner.Trace, budgets: planner.Budgets) -> None:
-        """Start to plan for `trace`, once for all equal ranks of this machine. Without other ranks, the same as `start`.
+    def start(self, trace: planner.Trace, budgets: planner.Budgets, choose: Choose = _as_made) -> None:
+        """Start to plan for `trace`, once for all equal ranks of this machine. Cancels a job that has not been taken.
 
-        `take` has to be called at the end of each iteration then: it tells and asks the others.
+        Never waits for the plan. `take` has to be called at the end of each iteration then: it tells and asks the other ranks.
+        choose: decides on the rank that plans, for all of them.
         """
         self.cancel()
+        self._trace, self._choose = trace, choose
         if self._ranks is None:
-            self.start(trace, budgets)
+            self._start_job_for(trace, budgets)
             return
-        signature = signature_of(trace, budgets)
-        number = self._asked[signature] = self._asked.get(signature, 0) + 1
-        self._trace = trace
+        name, signature = self._next_name(trace, budgets)
+        self._asked[signature] = self._asked.get(signature, 0) + 1
         self._shared = RankPlan(
             self._ranks,
             trace,
             budgets,
-            name=f"plan {number} of {signature}",
+            name=name,
             start=lambda: self._start_job_for(trace, budgets),
             take=self._take_job,
             timeout_seconds=self._options.rank_timeout,
         )
 
-    def start(self, trace: planner.Trace, budgets: planner.Budgets) -> None:
-        """Start to plan for `trace`, on this rank. Never waits for the plan. Cancels a job that has not been taken."""
-        self.cancel()
-        self._trace = trace
-        self._start_job_for(trace, budgets)
+    def wanted(self, trace: planner.Trace, budgets: planner.Budgets) -> bool:
+        """Return whether another rank that runs the same iteration has started to plan, and this one has not. Never waits."""
+        if self._ranks is None or self.busy:
+            return False
+        try:
+            return self._ranks.called(self._next_name(trace, budgets)[0])
+        except RankError as error:
+            self._ranks = None
+            logger.warning("this rank plans for itself from now on: %s", error)
+            return False
+
+    def _next_name(self, trace: planner.Trace, budgets: planner.Budgets) -> tuple[str, str]:
+        """Return the name of the next plan for such iterations, the same on all ranks that run them, and their signature."""
+        if self._signed is None or self._signed[0] is not trace:
+            self._signed = (trace, signature_of(trace, budgets))
+        signature = self._signed[1]
+        return f"plan {self._asked.get(signature, 0) + 1} of {signature}", signature
 
     def _start_job_for(self, trace: planner.Trace, budgets: planner.Budgets) -> None:
         self._job = self._start_job(trace, budgets, time_limit_seconds=self._options.solver_time_limit)
@@ -119,7 +146,7 @@ class BackgroundPlanner:
         if job is None or not job.done:
             return None
         self._job = None
-        return job.result()
+        return self._choose(job.result())
 
     def wait(self, timeout_seconds: float | None) -> bool:
         """Wait until no plan is being made on this rank, or until the time is over. Return whether none is. For any thread."""

@@ -34,6 +34,7 @@ class Observation:
 
     waited_seconds: time in which nothing ran because blocks or room were missing; not part of `stage_seconds`.
     host_seconds: by stage, of the updates that ran on the host's processor. rerun_seconds: of all stages that ran again.
+    collective_seconds: by position, the part of `stage_seconds` in collectives; empty if there are none.
     """
 
     iteration_seconds: float
@@ -43,6 +44,7 @@ class Observation:
     busy_seconds: dict[str, float]
     host_seconds: dict[int, float] = field(default_factory=dict)
     rerun_seconds: float = 0.0
+    collective_seconds: tuple[float, ...] = ()
 
     @property
     def working_seconds(self) -> float:
@@ -120,6 +122,7 @@ def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequen
     expected: what the plan that was followed on `trace` promised. A link that moved nothing keeps its rate.
     """
     measured = [statistics.median(times) for times in zip(*(o.stage_seconds for o in observations), strict=True)]
+    inside = [statistics.median(times) for times in zip(*(o.collective_seconds for o in observations), strict=True)]
     working = statistics.median(o.working_seconds - o.rerun_seconds for o in observations)
     between = max(working - sum(measured), 0.0) / len(measured)
     on_host = _host_seconds(observations)
@@ -133,7 +136,8 @@ def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequen
         created_by=trace.created_by,
         hardware=_remeasured_hardware(trace.hardware, expected, observations),
         stages=tuple(
-            stage.model_copy(update={"duration_seconds": now}) for stage, now in zip(trace.stages, seconds, strict=True)
+            stage.model_copy(update={"duration_seconds": now, "collective_seconds": min(part, now)})
+            for stage, now, part in zip(trace.stages, seconds, inside or [0.0] * len(seconds), strict=True)
         ),
         blocks=trace.blocks,
         subgroups=tuple(

@@ -10,6 +10,9 @@ over if it beats the old one, both replayed on that trace. Otherwise the old pla
 replay says. After each attempt twice as many iterations have to pass before the next one. So a machine whose times vary does
 not keep a solver busy. A plan that the user gave is never replaced, nor any plan with the option replan=False; the log then
 reports the drift.
+When one rank of a machine plans again, all that run the same iteration do, each with a trace of its own. The slowest one makes
+the plan and decides whether it beats the old one. All follow what it has decided from the same iteration on, see
+`teraio.planning.rank_plan`.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ class PlanFollower:
     """Follows a plan for `profile` from the next region on, and its successors, see [Note: Planning again].
 
     keep: takes each successor, with the trace that it is for.
-    All calls are for the training thread. They wait for the replay of two plans at most; `stop` also waits for a solver to end.
+    All calls are for the training thread. They wait for the replay of four plans at most; `stop` also waits for a solver to end.
     Raises UnsupportedError, InfeasiblePlanError if the plan cannot be followed.
     """
 
@@ -94,7 +97,7 @@ class PlanFollower:
         self._busy_seconds: dict[str, float] = {}
         self._wait = _FIRST_WAIT
         self._since = 0
-        self._drift_found: Drift | None = None
+        self._why = ""
         self._enforce(_InForce.of(profile, plan, planner.simulate(profile.trace, plan)))
         recorder.follow(self._now.hints, {number: b for b, number in profile.ids.items() if not b.dead})
 
@@ -142,6 +145,8 @@ class PlanFollower:
             return False
         if made is not None:
             return self._decide(made)
+        if self._adaptive and self._background.wanted(self._now.profile.trace, self._now.plan.budgets):
+            self._plan_again("another rank of this machine plans again")
         if not as_planned:
             self._unsettled = iteration.number + 1  # the next one begins in another state than the plan's
         if iteration.number <= self._unsettled:
@@ -160,6 +165,7 @@ class PlanFollower:
             waited_seconds=iteration.waited_seconds,
             stage_seconds=tuple(stage.seconds for stage in iteration.stages),
             rerun_seconds=sum(each.seconds for each in iteration.reruns),
+            collective_seconds=tuple(stage.collective_seconds for stage in iteration.stages),
             moved_bytes={link: value - self._moved_bytes.get(link, 0) for link, value in moved_bytes.items()},
             busy_seconds={link: value - self._busy_seconds.get(link, 0.0) for link, value in busy_seconds.items()},
             host_seconds={i: s.host_seconds for i, s in enumerate(iteration.stages) if s.on_host and s.host_seconds is not None},
@@ -178,52 +184,80 @@ class PlanFollower:
     # -- planning again
 
     def _look_for_drift(self) -> None:
-        now, drift = self._now, drift_of(self._now.expected, self._observations)
+        drift = drift_of(self._now.expected, self._observations)
         if not drift.found:
             return
-        self._since, self._wait, self._drift_found = 0, 2 * self._wait, drift
+        why = f"the last {_WINDOW} iterations differ from what the plan predicts"
         if self._adaptive:
-            self._background.start(remeasured(now.profile.trace, now.expected, self._observations), now.plan.budgets)
+            self._plan_again(f"{why} ({drift})")
         else:
-            logger.info("the last %d iterations differ from what the plan predicts: %s; the plan stays as it is", _WINDOW, drift)
+            self._since, self._wait = 0, 2 * self._wait
+            logger.info("%s: %s; the plan stays as it is", why, drift)
+
+    def _plan_again(self, why: str) -> None:
+        now, trace = self._now, self._now.profile.trace
+        self._since, self._wait, self._why = 0, 2 * self._wait, why
+        if self._observations:
+            trace = remeasured(trace, now.expected, self._observations)
+        self._background.start(trace, now.plan.budgets, lambda new: self._better(trace, new))
+
+    def _old_plan_for(self, trace: planner.Trace) -> planner.Plan:
+        return self._now.plan.model_copy(update={"trace_fingerprint": trace.fingerprint})
+
+    def _better(self, trace: planner.Trace, new: planner.Plan) -> planner.Plan:
+        """Return the new plan if it beats the one in force, both replayed on `trace`; else that one, with new promises."""
+        promised = planner.simulate(trace, new)
+        old = self._old_plan_for(trace)
+        kept = _replay(trace, old)
+        if kept is None or promised.iteration_seconds < kept.iteration_seconds * (1 - _WORTHWHILE):
+            return new
+        return _promise(old, new, trace, kept)
 
     def _decide(self, made: PlanMade) -> bool:
-        """Follow the new plan if it is better than the one in force. Return whether it is."""
-        now, trace, new = self._now, made.trace, made.plan
+        """Follow the plan that was chosen, on this rank or for all of them. Return whether it is another one than before."""
+        now, trace, plan = self._now, made.trace, made.plan
         self._since = 0
         try:
-            promised = planner.simulate(trace, new)
+            promised = planner.simulate(trace, plan)
         except TeraioError as error:
             logger.warning("no new plan could be made, the old one stays in force: %s", error)
             return False
         profile = replace(now.profile, trace=trace)
-        old = now.plan.model_copy(update={"trace_fingerprint": trace.fingerprint})
-        kept = _replay(trace, old)
-        better = kept is None or promised.iteration_seconds < kept.iteration_seconds * (1 - _WORTHWHILE)
-        self._tell(promised, kept, better=better)
-        if kept is None or better:
-            after = _InForce.of(profile, new, promised)
-            self._recorder.change(after.hints, due=planned_starts(new.moves, after.hints.reruns.count).due)
+        another = _decisions(plan) != _decisions(now.plan)
+        self._tell(promised, _replay(trace, self._old_plan_for(trace)), another=another)
+        if another:
+            after = _InForce.of(profile, plan, promised)
+            self._recorder.change(after.hints, due=planned_starts(plan.moves, after.hints.reruns.count).due)
         else:
-            expected = Expectation.of(trace, kept)
-            after = replace(now, profile=profile, plan=_promise(old, new, trace, kept), expected=expected)
+            after = replace(now, profile=profile, plan=plan, expected=Expectation.of(trace, promised))
         self._enforce(after)
         save(after.profile.trace, self._options.trace_out)
         save(after.plan, self._options.plan_out)
         self._keep(after.profile.trace, after.plan)
-        return better
+        return another
 
-    def _tell(self, promised: planner.Timeline, kept: planner.Timeline | None, *, better: bool) -> None:
+    def _tell(self, promised: planner.Timeline, old: planner.Timeline | None, *, another: bool) -> None:
         """Log, in one line, why a plan was made again and which plan is followed."""
+        if not another:
+            logger.info(
+                "planned again, as %s: with the measured times no plan was found that is clearly faster than the old one, which "
+                "is followed (%.3f s an iteration)",
+                self._why,
+                promised.iteration_seconds,
+            )
+            return
         logger.info(
-            "planned again, as the last %d iterations differ from what the plan predicts (%s): with the measured times the new "
-            "plan takes %.3f s an iteration, the old one %s: the %s one is followed",
-            _WINDOW,
-            self._drift_found,
+            "planned again, as %s: with the measured times the new plan takes %.3f s an iteration, the old one %s: the new one "
+            "is followed",
+            self._why,
             promised.iteration_seconds,
-            "does not come to an end" if kept is None else f"{kept.iteration_seconds:.3f} s",
-            "new" if better else "old",
+            "does not come to an end" if old is None else f"{old.iteration_seconds:.3f} s",
         )
+
+
+def _decisions(plan: planner.Plan) -> tuple[object, ...]:
+    """Return what a plan decides, without what it was made for and what it promises."""
+    return plan.moves, plan.initial, plan.updates, plan.recompute
 
 
 def _replay(trace: planner.Trace, plan: planner.Plan) -> planner.Timeline | None:

@@ -55,9 +55,10 @@ class RankPlan:
         self._looks = 0
         self._made: planner.Plan | None = None
         self._from = 0
-        # Without user code, in which ranks wait for slower ones.
-        seconds = sum(stage.duration_seconds for stage in trace.stages if stage.phase != "user")
-        self._safely(lambda: ranks.tell(f"asks for {name}", repr(seconds)))
+        # Without user code and collectives, in which ranks wait for slower ones.
+        stages = [stage for stage in trace.stages if stage.phase != "user"]
+        seconds = sum(stage.duration_seconds - stage.collective_seconds for stage in stages)
+        self._safely(lambda: self._ask(repr(seconds)))
 
     def plan(self, iteration: int) -> planner.Plan | None:
         """Return the plan if it is to be followed after this iteration, which has ended. Never waits.
@@ -72,6 +73,10 @@ class RankPlan:
         """Give up. If others wait for this rank's plan, they plan for themselves."""
         if self._state == "leading" and self._made is None:
             self._safely(lambda: self._give(None, 0))
+
+    def _ask(self, seconds: str) -> None:
+        self._ranks.tell(f"asks for {self._name}", seconds)
+        self._ranks.call(self._name)
 
     def _safely(self, talk: Callable[[], None]) -> None:
         """Plan alone from now on if the others can no longer be talked to."""

@@ -18,6 +18,7 @@ class StageRecord:
     host_seconds: duration of the update on the host's processor: measured if it ran there (`on_host`), otherwise estimated;
     None if it cannot run there.
     read, made, written: the blocks that it used, created and changed.
+    collective_seconds: the part of its time in collectives, waiting for other ranks as well; 0 where that cannot be told.
     never_again: why it must not run again; "" if it may.
     late: trace ids of the prefetched blocks that it had to wait for, each with the seconds from the start of the wait to its
     arrival.
@@ -30,6 +31,7 @@ class StageRecord:
     elements: int = 0
     host_seconds: float | None = None
     on_host: bool = False
+    collective_seconds: float = 0.0
     read: tuple[Block, ...] = ()
     made: tuple[Block, ...] = ()
     written: tuple[Block, ...] = ()
@@ -115,6 +117,15 @@ class Iteration:
     def stage_count(self) -> int:
         """Number of recorded stages: the position of the next one."""
         return self.regions[-1].first + len(self.regions[-1].stages) if self.regions else 0
+
+    @property
+    def collective_seconds(self) -> dict[str, float]:
+        """Seconds in collectives by the name of the stage, of the stages that have some."""
+        seconds: dict[str, float] = {}
+        for stage in self.stages:
+            if stage.collective_seconds:
+                seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.collective_seconds
+        return seconds
 
     @property
     def stages(self) -> list[StageRecord]:

@@ -44,7 +44,8 @@ def build_profile(
     """
     last = iterations[-1]
     stages = last.stages
-    times = [statistics.median(seconds) for seconds in zip(*([s.seconds for s in i.stages] for i in iterations), strict=True)]
+    times = _medians([stage.seconds for stage in i.stages] for i in iterations)
+    collectives = _medians([stage.collective_seconds for stage in i.stages] for i in iterations)
     uses = _Uses.of(last)
     blocks = [_block(last, uses, block, number, survivors) for block, number in uses.ids.items()]
     if fixed_bytes:
@@ -55,8 +56,15 @@ def build_profile(
         created_by=created_by,
         hardware=hardware,
         stages=tuple(
-            planner.Stage(id=position, name=s.name, phase=s.phase, duration_seconds=seconds, workspace_bytes=s.workspace_bytes)
-            for position, (s, seconds) in enumerate(zip(stages, times, strict=True))
+            planner.Stage(
+                id=position,
+                name=s.name,
+                phase=s.phase,
+                duration_seconds=seconds,
+                workspace_bytes=s.workspace_bytes,
+                collective_seconds=min(inside, seconds),
+            )
+            for position, (s, seconds, inside) in enumerate(zip(stages, times, collectives, strict=True))
         ),
         blocks=tuple(blocks),
         subgroups=_subgroups(stages, times, uses.ids),
@@ -64,6 +72,11 @@ def build_profile(
         not_recomputed=not_recomputed,
     )
     return Profile(trace=trace, iteration=last, ids=uses.ids)
+
+
+def _medians(iterations: Iterable[Sequence[float]]) -> list[float]:
+    """Return the median of each stage's values. iterations: the values of all stages, for each iteration."""
+    return [statistics.median(values) for values in zip(*iterations, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,6 +207,7 @@ class IterationRecorder:
             workspace_bytes=run.workspace_bytes,
             elements=run.elements,
             host_seconds=run.host_seconds,
+            collective_seconds=run.collective_seconds,
             read=tuple(run.read),
             made=tuple(run.made),
             written=tuple(run.written),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,8 @@ from teraio.ranks.group import RankGroup
 
 __all__ = ["DrivesAndMemory", "divided", "divided_alone", "divided_among", "drives_and_memory"]
 
+logger = logging.getLogger("teraio")
+
 _RESERVE = 0.1
 """Share of the available memory that is left free if the options give no budget."""
 _HOST_SHARE = 0.5
@@ -28,14 +31,15 @@ class DrivesAndMemory:
     """What one rank sees of the machine and asks of it. All sizes in bytes.
 
     `drives`: numbers of the devices under its storage directories. `free`: what is free on them. `available`: main memory that
-    its control groups leave. `resident`: main memory that it has. `host_budget`, `storage_budget`: as given; None if not.
-    `outputs`: files that it writes.
+    its control groups leave. `resident`: main memory that it has. `memory_budget`, `host_budget`, `storage_budget`: as given in
+    bytes; None if not. `outputs`: files that it writes.
     """
 
     drives: tuple[int, ...] = ()
     free: int = 0
     available: int = 0
     resident: int = 0
+    memory_budget: int | None = None
     host_budget: int | None = None
     storage_budget: int | None = None
     outputs: tuple[str, ...] = ()
@@ -59,6 +63,7 @@ def drives_and_memory(options: Options) -> DrivesAndMemory:
         free=sum(shutil.disk_usage(path).free for path in by_drive.values()),
         available=min(limit.available_bytes for limit in host_limits()),
         resident=psutil.Process().memory_info().rss,
+        memory_budget=options.memory_budget if isinstance(options.memory_budget, int) else None,
         host_budget=options.host_budget,
         storage_budget=options.storage_budget,
         outputs=tuple(str(path.absolute()) for path in (options.trace_out, options.plan_out) if path is not None),
@@ -115,6 +120,8 @@ def divided(options: Options, rank: int, seen: Mapping[int, DrivesAndMemory], *,
             taken = sum(each.storage_budget or 0 for each in beside)
             changed["storage_budget"] = max((mine.free - taken) // sum(each.storage_budget is None for each in beside), 1)
     if on_cpu:
+        if rank == min(seen):
+            _warn_of_memory(list(seen.values()), available)
         changed |= _memory_on_cpu(options, seen, available)
     elif options.memory_budget is not None and options.host_budget is None and not options.storage:
         changed["host_budget"] = int(available * _HOST_SHARE) // count
@@ -135,6 +142,20 @@ def _memory_on_cpu(options: Options, seen: Mapping[int, DrivesAndMemory], availa
             f"{len(seen)} ranks has; lower it, or give a memory_budget"
         )
     return {"memory_budget": budget}
+
+
+def _warn_of_memory(seen: list[DrivesAndMemory], available: int) -> None:
+    """Warn if the ranks may fill more main memory than there is. A budget is no error: what trains may need less."""
+    asked = sum((each.memory_budget or 0) + (each.host_budget or 0) for each in seen)
+    everything = available + sum(each.resident for each in seen)
+    if any(each.memory_budget is not None for each in seen) and asked > everything:
+        logger.warning(
+            "option memory_budget: with host_budget, %d ranks of this machine may fill %s bytes of main memory together, but "
+            "have %s; lower it (it is that of each rank)",
+            len(seen),
+            f"{asked:,}",
+            f"{everything:,}",
+        )
 
 
 def _check_sum(name: str, given: list[int | None], limit: int, what: str) -> None:

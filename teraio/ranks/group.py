@@ -69,6 +69,14 @@ class RankGroup:
         """Return whether this rank is the first one that asks for `what`. Raises RankError if the store is gone."""
         return bool(self._asked(lambda: self._store.add(f"first/{what}", 1)) == 1)
 
+    def call(self, what: str) -> None:
+        """Let the others find `what` with `called`. Raises RankError if the store is gone."""
+        self._asked(lambda: self._store.set(f"called/{what}", ""))
+
+    def called(self, what: str) -> bool:
+        """Return whether a rank, perhaps this one, has called for `what`. Raises RankError if the store is gone."""
+        return bool(self._asked(lambda: self._store.check([f"called/{what}"])))
+
     def fail(self, problem: str) -> None:
         """Tell the others that this rank cannot go on, so that none waits for it."""
         try:

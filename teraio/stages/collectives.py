@@ -30,6 +30,11 @@ def is_launch(node: Node) -> bool:
     return _is_distributed(node) and cost.packet_name(node) != _WAIT and _has_tensors(node)
 
 
+def has_collectives(graph: Graph) -> bool:
+    """Return whether the graph begins collectives, or waits for some."""
+    return any(is_wait(node) or is_launch(node) for node in graph.nodes)
+
+
 def launch_of(wait: Node) -> Node:
     """Return the node whose results `wait` waits for: the one that begins the collective, or an input of the graph."""
     source = wait.all_input_nodes[0]

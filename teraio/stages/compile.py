@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from runtime.execution import Constant, Kind, Phase, Program, Stage, StageFunction
 from teraio.stages import cost
-from teraio.stages.collectives import wait_for_all
+from teraio.stages.collectives import has_collectives, wait_for_all
 from teraio.stages.cut import GPU_POLICY, CutPolicy, assign, can_cut
 from teraio.stages.memory import Resizer, distinct_bytes, is_symbolic, small, stage_bytes, waiting_at
 from teraio.stages.random_state import describe
@@ -247,6 +247,7 @@ def _lay_out(
             **stage_bytes(subgraph, waiting[number], {}),
             mutates=tuple(slots[n] for n in subgraph.mutated),
             reads_lasting=all(storages[node] in lasting or small([node], {}) for node in subgraph.inputs),
+            has_collectives=has_collectives(subgraph.module.graph),
             never_again=reasons[number],
         )
 

@@ -15,6 +15,7 @@ from runtime.transfer.engine import Engine
 from teraio.registry import REGISTRY
 
 from ..training import MIB, forget
+from .distributed.ranks import Ranks
 from .in_process import InProcessJob
 from .optimizer.managed_training import TieredTraining, Training
 
@@ -37,6 +38,14 @@ def planning_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """Make plans in this process, except in tests with the mark `planning_process`: each process imports for seconds."""
     if request.node.get_closest_marker("planning_process") is None:
         monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=InProcessJob))
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """One pair of ranks for all tests that need one."""
+    pair = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield pair
+    pair.close()
 
 
 @pytest.fixture

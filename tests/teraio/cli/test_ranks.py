@@ -109,3 +109,22 @@ def test_files_that_do_not_fit_are_refused(run: Run, traces: list[Path], tmp_pat
     code, _, err = run("plan", *traces, node, "--ranks", "--device", "10")
     assert code == 1 and "--ranks takes traces and plans" in err
     assert run("plan", *traces, "--ranks", "--node", node, "--shared", "host", "--device", "10")[0] == 2
+
+
+def test_the_time_in_collectives_is_told_apart(run: Run, traces: list[Path]) -> None:
+    """Rank 1 comes first and waits for 0.25 s, in the first stage."""
+    for path, seconds in zip(traces, (0.125, 0.375), strict=True):
+        trace = Trace.load(path)
+        first, *others = trace.stages
+        trace.rebuilt(stages=[first.model_copy(update={"collective_seconds": seconds}), *others]).save(path)
+    ranks = as_json(run, "inspect", *traces, "--ranks")["ranks"]
+    assert [(each["collective_seconds"], each["waited_for_ranks_seconds"]) for each in ranks] == [(0.125, 0.0), (0.375, 0.25)]
+    _, out, _ = run("inspect", *traces, "--ranks")
+    assert "of that waiting" in out and "250 ms" in out
+    _, out, _ = run("inspect", traces[1])
+    assert "of that in collectives" in out and "375 ms" in out
+    assert as_json(run, "inspect", traces[1])["collective_seconds"] == 0.375
+
+
+def test_without_collectives_there_is_no_word_of_them(run: Run, traces: list[Path]) -> None:
+    assert "collectives" not in run("inspect", *traces, "--ranks")[1] + run("inspect", traces[0])[1]

@@ -1,4 +1,4 @@
-"""Two processes that form a gloo group, for many cases one after the other: to start them takes longer than a case."""
+"""Processes that form a gloo group, for many cases one after the other: to start them takes longer than a case."""
 
 from __future__ import annotations
 
@@ -29,40 +29,51 @@ _SECONDS = 280.0
 
 
 class Ranks:
-    """`COUNT` processes. They start at the first case, and anew after a case that failed."""
+    """`count` processes with the environment that torchrun gives them. They start at the first case, and anew after a failure."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, count: int = COUNT) -> None:
         self._folder = folder
+        self._count = count
         self._starts = 0
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
     def run(self, case: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
         """Call `case` in each rank and return its results, by rank. Raises AssertionError with the traceback if a rank raises."""
+        return self._results(case, arguments, named, dying=())
+
+    def run_killing(self, dying: int, case: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
+        """As `run`, but the process of rank `dying` ends in the case: its result is None. The others end as well, afterwards."""
+        results = self._results(case, arguments, named, dying=(dying,))
+        self.close()
+        return results
+
+    def _results(self, case: Any, arguments: Any, named: Any, dying: tuple[int, ...]) -> list[Any]:
         if not self._processes:
             self._start()
         for connection in self._connections:
             connection.send((case, arguments, named))
         results: dict[int, Any] = {}
         until = time.monotonic() + _SECONDS
-        while len(results) < COUNT:
+        while len(results) < self._count:
             for rank, connection in enumerate(self._connections):
                 if rank not in results and connection.poll(0.02):
-                    failed, results[rank] = connection.recv()
-                    if failed:
+                    failed, results[rank] = _received(connection)
+                    if failed != (rank in dying):
                         self.close()
-                        raise AssertionError(f"rank {rank} failed:\n{results[rank]}")
+                        raise AssertionError(f"rank {rank} {'failed' if failed else 'lives'}:\n{results[rank]}")
             if time.monotonic() > until:
                 self.close()
                 raise AssertionError(f"only the ranks {sorted(results)} ended within {_SECONDS} s")
-        return [results[rank] for rank in range(COUNT)]
+        return [results[rank] for rank in range(self._count)]
 
     def _start(self) -> None:
         self._starts += 1
+        store = str(self._folder / f"store{self._starts}")
         context = multiprocessing.get_context("spawn")
-        for rank in range(COUNT):
+        for rank in range(self._count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, str(self._folder / f"store{self._starts}"), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self._count, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -79,16 +90,22 @@ class Ranks:
         self._processes, self._connections = [], []
 
 
-def _serve(rank: int, store: str, connection: Connection) -> None:
+def _received(connection: Connection) -> tuple[bool, Any]:
+    """Return whether the rank failed, and its result or its traceback; None if its process has ended."""
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionResetError):
+        return True, None
+
+
+def _serve(rank: int, count: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = (
-        str(rank),
-        str(COUNT),
-    )
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    os.environ |= {name: str(number) for name, number in place.items()}
     REGISTRY.new_run = functools.partial(REGISTRY.new_run, start_job=InProcessJob)
     Engine.measure = functools.partialmethod(Engine.measure, MIB)  # type: ignore[assignment]
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, COUNT), rank=rank, world_size=COUNT, timeout=datetime.timedelta(seconds=_SECONDS)
+        "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count, timeout=datetime.timedelta(seconds=_SECONDS)
     )
     while True:
         try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -17,6 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import teraio
+from planner import Trace, waited_for_ranks
+
 from ...training import MIB
 from .ranks import COUNT, Ranks
 from .trainings import Found, Made, Stack, differences, train
@@ -25,8 +31,13 @@ BUDGET = 10 * MIB
 """A rank holds 4 MiB each of parameters, gradients and momenta."""
 
 
-def tensor_parallel(options: dict[str, Any] | None, *, sequence: bool, **training: Any) -> Found:
-    """Each block's first weight is cut by columns and its second by rows. sequence: so is the norm, by rows of the input."""
+def tensor_parallel(
+    options: dict[str, Any] | None, *, sequence: bool, around: Callable[[Any], Any] = lambda model: model, **training: Any
+) -> Found:
+    """Each block's first weight is cut by columns and its second by rows. sequence: so is the norm, by rows of the input.
+
+    around: returns what is called instead of the model.
+    """
 
     def make(prepare: Any) -> Made:
         mesh = init_device_mesh("cpu", (COUNT,))
@@ -48,9 +59,42 @@ def tensor_parallel(options: dict[str, Any] | None, *, sequence: bool, **trainin
 
             return call
 
-        return whole(prepare(module)), module, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        return around(whole(prepare(module))), module, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
 
     return train(make, options, same_rows=True, **training)
+
+
+LATE = 0.25
+"""Seconds that rank 1 comes later to each forward pass."""
+
+
+def waiting(options: dict[str, Any]) -> list[dict[int, float | None]]:
+    """Train while rank 1 is late. Return what the ranks have waited for each other, by rank, in each of the last iterations."""
+    seen: list[dict[int, float | None]] = []
+
+    def late(model: Any) -> Any:
+        def call(x: Tensor) -> Tensor:
+            dist.barrier()  # both have told of the iteration before, and begin another one only together
+            seen.append({rank: each[0].waited_for_ranks_seconds for rank, each in teraio.node_status().items() if each})
+            time.sleep(LATE * dist.get_rank())
+            return model(x)
+
+        return call
+
+    tensor_parallel(options, sequence=False, around=late, steps=6)
+    return seen[-3:]
+
+
+def test_waiting_for_another_rank_is_told_apart_from_collectives(ranks: Ranks, tmp_path: Path) -> None:
+    options = {"memory_budget": BUDGET, "storage": str(tmp_path), "trace_out": str(tmp_path / "trace-{rank}.json")}
+    found = ranks.run(waiting, options)
+    for waited in (*found[0], *found[1]):
+        assert waited[0] is not None and waited[1] is not None
+        assert waited[0] > 0.8 * LATE and waited[0] > waited[1]
+    seconds = [Trace.load(tmp_path / f"trace-{rank}.json").stages for rank in range(COUNT)]
+    assert all(0.0 < sum(stage.collective_seconds for stage in stages) for stages in seconds)
+    waited = waited_for_ranks([{stage.name: stage.collective_seconds for stage in stages} for stages in seconds])
+    assert waited is not None and waited[0] > 0.8 * LATE
 
 
 class Gathering(nn.Module):
@@ -95,9 +139,10 @@ CASES = {
 def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_path: Path, case: str) -> None:
     run, settings = CASES[case]
     budget = BUDGET + 8 * MIB if run is gathered_in_the_graph else BUDGET
-    expected = ranks.run(run, None, **settings)
+    expected, free = (ranks.run(run, options, **settings) for options in (None, {}))
     found = ranks.run(run, {"memory_budget": budget, "storage": str(tmp_path)}, **settings)
-    for one, other in zip(found, expected, strict=True):
+    for one, other, unlimited in zip(found, expected, free, strict=True):
+        assert not differences(one, unlimited)
         assert max(differences(one, other).values(), default=0.0) < 1e-4
         assert one.phase == "planned", one.waiting_for
         assert one.peak <= budget

@@ -26,21 +26,21 @@ STEPS = 10
 class Block(nn.Module):
     """[rows, width] to the same, through two weights of 2 MiB each: the half of one is still large enough to move."""
 
-    def __init__(self) -> None:
+    def __init__(self, wide: int = WIDE) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Stack(nn.Module):
-    """Blocks one after the other. unused: with a weight that no forward pass uses."""
+    """Blocks one after the other. unused: with a weight that no forward pass uses. wide: of what is inside of the blocks."""
 
-    def __init__(self, count: int = 2, *, unused: bool = False) -> None:
+    def __init__(self, count: int = 2, *, unused: bool = False, wide: int = WIDE) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(count))
+        self.blocks = nn.ModuleList(Block(wide) for _ in range(count))
         if unused:
             self.unused = nn.Linear(WIDTH, WIDE, bias=False)
 

@@ -185,3 +185,12 @@ def test_reruns_are_not_spread_over_the_stages() -> None:
     again = replace(AS_EXPECTED, iteration_seconds=6.0, rerun_seconds=1.0)
     after = remeasured(trace(), EXPECTED, [again])
     assert [stage.duration_seconds for stage in after.stages] == pytest.approx([1.0, 3.0])
+
+
+def test_the_time_in_collectives_is_measured_again() -> None:
+    """Half of the first stage was; now it is most of it, and never more than the stage takes."""
+    stages = (trace().stages[0].model_copy(update={"collective_seconds": 0.5}), trace().stages[1])
+    before = trace().rebuilt(stages=stages)
+    again = [replace(AS_EXPECTED, collective_seconds=(inside, 0.0)) for inside in (0.25, 0.75, 9.0)]
+    assert [stage.collective_seconds for stage in remeasured(before, EXPECTED, again).stages] == [0.75, 0.0]
+    assert remeasured(before, EXPECTED, again[2:]).stages[0].collective_seconds == pytest.approx(1.0)

@@ -55,10 +55,30 @@ def test_budgets_that_are_given_must_fit_together() -> None:
         divided(Options(storage=(DRIVE,), host_budget=460), 0, seen(2, host_budget=460), on_cpu=True)
 
 
+def test_memory_budgets_on_cpu_that_do_not_fit_together_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """1000 bytes are available, and each rank has 100 already."""
+    options = Options(storage=(DRIVE,), memory_budget=600)
+    for rank in range(2):
+        assert divided(options, rank, seen(2, memory_budget=600), on_cpu=True).memory_budget == 600
+    assert not caplog.records
+    divided(options, 1, seen(2, memory_budget=601), on_cpu=True)
+    divided(options, 0, seen(2, memory_budget=601), on_cpu=False)
+    assert not caplog.records, "rank 0 tells, and on a GPU they are budgets of other memory"
+    divided(options, 0, seen(2, memory_budget=601), on_cpu=True)
+    divided(options, 0, seen(2, memory_budget=590, host_budget=20), on_cpu=True)
+    told = [record.message for record in caplog.records]
+    assert [text.split("may fill ")[1].split("; ")[0] for text in told] == [
+        "1,202 bytes of main memory together, but have 1,200",
+        "1,220 bytes of main memory together, but have 1,200",
+    ]
+
+
 def test_io_threads_are_divided() -> None:
     assert [io_threads(Options(local_ranks=count)) for count in (1, 2, 8)] == [4, 2, 1]
 
 
 def test_what_a_rank_sees_survives_the_way_to_the_others() -> None:
-    one = DrivesAndMemory(drives=(3, 4), free=5, available=6, resident=7, host_budget=None, storage_budget=8, outputs=("/a",))
+    one = DrivesAndMemory(
+        drives=(3, 4), free=5, available=6, resident=7, memory_budget=9, host_budget=None, storage_budget=8, outputs=("/a",)
+    )
     assert DrivesAndMemory.of_text(one.as_text()) == one

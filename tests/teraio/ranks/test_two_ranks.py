@@ -1,15 +1,8 @@
-"""Two ranks under gloo on this machine: budgets divided, one plan, and what happens when one of them fails.
-
-One pair of processes runs all cases; see `worker.py`.
-"""
+"""Two ranks under gloo on this machine: budgets divided, one plan, and what happens when one of them fails."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +12,11 @@ import torch.distributed as dist
 from planner import Trace, node_of
 from runtime.storage.run_directory import remove_leftovers
 
-ROOT = Path(__file__).parents[3]
-MIB = 1 << 20
-Answer = dict[str, Any]
+from ...training import MIB
+from ..distributed.ranks import Ranks
+from .cases import Answer, alone, drifted, killed, trained
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
-
-
-class Pair:
-    """Two processes with the environment that torchrun gives them."""
-
-    def __init__(self, store: Path) -> None:
-        self.ranks = [self._start(store, rank) for rank in range(2)]
-
-    @staticmethod
-    def _start(store: Path, rank: int) -> subprocess.Popen[str]:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        environment |= {name: str(number) for name, number in place.items()}
-        command = [sys.executable, str(Path(__file__).with_name("worker.py")), str(store)]
-        return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def run(self, case: str, **arguments: Any) -> list[Answer]:
-        """Run a case on both; a rank that dies answers nothing."""
-        for rank in self.ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
-            rank.stdin.flush()
-        return [json.loads(rank.stdout.readline() or "{}") for rank in self.ranks if rank.stdout is not None]
-
-    def end(self) -> None:
-        for rank in self.ranks:
-            rank.kill()
-            rank.communicate()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    both = Pair(tmp_path_factory.mktemp("ranks") / "store")
-    yield both
-    both.end()
 
 
 @pytest.fixture
@@ -70,9 +28,9 @@ def infos(answer: Answer) -> list[str]:
     return [text for level, text in answer["log"] if level == "INFO"]
 
 
-def test_ranks_divide_the_machine_and_follow_one_plan(pair: Pair, options: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_divide_the_machine_and_follow_one_plan(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
     files = {"trace_out": str(tmp_path / "trace-{rank}.json"), "plan_out": str(tmp_path / "plan-{local_rank}.json")}
-    answers = pair.run("trained", options=[{**options, **files}] * 2)
+    answers = ranks.run(trained, options=[{**options, **files}] * 2)
     assert [answer.get("error") for answer in answers] == [None, None], answers
     assert [answer["status"]["phase"] for answer in answers] == ["planned", "planned"]
     assert sum(answer["made"] for answer in answers) == 1
@@ -82,67 +40,77 @@ def test_ranks_divide_the_machine_and_follow_one_plan(pair: Pair, options: dict[
         sum(answer["storage_bytes"] for answer in answers) <= os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize * 1.1
     )
     assert all(link["alone_bytes_per_second"] for answer in answers for link in answer["links"])
-    assert [answer["node"] for answer in answers] == [{"0": ["planned"], "1": ["planned"]}] * 2
+    assert [answer["node"] for answer in answers] == [{0: ["planned"], 1: ["planned"]}] * 2
     assert infos(answers[0]) and not infos(answers[1])
     traces = [Trace.load(tmp_path / f"trace-{rank}.json") for rank in range(2)]
     assert all((tmp_path / f"plan-{rank}.json").exists() for rank in range(2))
     node_of(traces)  # what they share can be told from what they measured
 
 
-def test_a_slower_rank_gets_the_same_plan(pair: Pair, options: dict[str, Any]) -> None:
-    answers = pair.run("trained", options=[options] * 2, pause=[0.0, 0.05])
+def test_a_slower_rank_gets_the_same_plan(ranks: Ranks, options: dict[str, Any]) -> None:
+    answers = ranks.run(trained, options=[options] * 2, pause=(0.0, 0.05))
     assert [answer["status"]["phase"] for answer in answers] == ["planned", "planned"]
     assert sum(answer["made"] for answer in answers) == 1
     assert answers[0]["moves"] == answers[1]["moves"] != []
 
 
-def test_plans_may_arrive_at_different_times(pair: Pair, options: dict[str, Any]) -> None:
+def test_plans_may_arrive_at_different_times(ranks: Ranks, options: dict[str, Any]) -> None:
     """Rank 1 profiles for five iterations more, and gets the plan that rank 0 has made meanwhile."""
     longer = {**options, "profile_iterations": 8}
-    answers = pair.run("trained", options=[options, longer], steps=18)
+    answers = ranks.run(trained, options=[options, longer], steps=18)
     assert [answer["status"]["phase"] for answer in answers] == ["planned", "planned"]
     assert [answer["made"] for answer in answers] == [1, 0]
     assert any("ranks 1 have not asked for the same plan" in text for _, text in answers[0]["log"])
 
 
-def test_ranks_with_other_budgets_plan_for_themselves(pair: Pair, options: dict[str, Any]) -> None:
-    answers = pair.run("trained", options=[options, {**options, "memory_budget": 12 * MIB}])
+def test_all_plan_again_if_one_drifts(ranks: Ranks, options: dict[str, Any]) -> None:
+    answers = ranks.run(drifted, options)
+    assert [answer["status"]["phase"] for answer in answers] == ["planned", "planned"], answers
+    assert [answer["asked"] for answer in answers] == [[2], [2]]
+    assert sum(answer["made"] for answer in answers) == 2
+    assert answers[0]["moves"] == answers[1]["moves"] != []
+    assert any("planned again, as the last 2 iterations differ" in text for text in infos(answers[0]))
+
+
+def test_ranks_with_other_budgets_plan_for_themselves(ranks: Ranks, options: dict[str, Any]) -> None:
+    answers = ranks.run(trained, options=[options, {**options, "memory_budget": 12 * MIB}])
     assert [answer["status"]["phase"] for answer in answers] == ["planned", "planned"]
     assert [answer["made"] for answer in answers] == [1, 1]
     warnings = [text for level, text in answers[1]["log"] if level == "WARNING"]
     assert warnings and all(text.startswith("rank 1: ") for text in warnings)
 
 
-def test_a_rank_without_room_ends_both(pair: Pair, options: dict[str, Any]) -> None:
-    answers = pair.run("trained", options=[options, {**options, "memory_budget": MIB}])
+def test_a_rank_without_room_ends_both(ranks: Ranks, options: dict[str, Any]) -> None:
+    answers = ranks.run(trained, options=[options, {**options, "memory_budget": MIB}])
     assert [answer["error"] for answer in answers] == ["RankError", "BudgetError"]
     assert "rank 1 of this machine cannot train, so rank 0 does not either: BudgetError: " in answers[0]["message"]
 
 
-def test_files_and_budgets_of_all_ranks_are_checked(pair: Pair, options: dict[str, Any], tmp_path: Path) -> None:
-    same = pair.run("trained", options=[{**options, "trace_out": str(tmp_path / "trace.json")}] * 2)
+def test_files_and_budgets_of_all_ranks_are_checked(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
+    same = ranks.run(trained, options=[{**options, "trace_out": str(tmp_path / "trace.json")}] * 2)
     assert [answer["error"] for answer in same] == ["OptionsError"] * 2
     assert f"ranks 0 and 1 of this machine both write {tmp_path / 'trace.json'}; put {{rank}}" in same[0]["message"]
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    much = pair.run("trained", options=[{**options, "storage_budget": int(free * 0.7)}] * 2)
+    much = ranks.run(trained, options=[{**options, "storage_budget": int(free * 0.7)}] * 2)
     assert [answer["error"] for answer in much] == ["OptionsError"] * 2
     assert "option storage_budget: 2 ranks of this machine ask for" in much[1]["message"]
 
 
-def test_a_rank_that_trains_alone_waits_for_none(pair: Pair, options: dict[str, Any]) -> None:
-    answers = pair.run("alone", options={**options, "local_ranks": 1})
+def test_a_rank_that_trains_alone_waits_for_none(ranks: Ranks, options: dict[str, Any]) -> None:
+    answers = ranks.run(alone, options={**options, "local_ranks": 1})
     assert [answer.get("error") for answer in answers] == [None, None]
     assert [answer["ranks"] for answer in answers] == [[0], [1]]
 
 
-def test_a_killed_rank_is_named_and_its_files_are_removed(pair: Pair, options: dict[str, Any], tmp_path: Path) -> None:
-    """The last case: one process is gone."""
+def test_a_killed_rank_is_named_and_its_files_are_removed(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
     storage = tmp_path / "1"
     storage.mkdir()
     (tmp_path / "0").mkdir()
-    killed, nothing = pair.run("killed", options=[{**options, "storage": str(tmp_path / "{rank}"), "rank_timeout": 2.0}] * 2)
-    assert nothing == {}
-    assert killed["error"] == "RankError"
-    assert "rank 0 has waited 2 s for rank 1 of this machine" in killed["message"]
-    assert len(list(storage.iterdir())) == 1  # what the killed rank has left
+    found, nothing = ranks.run_killing(
+        1, killed, options=[{**options, "storage": str(tmp_path / "{rank}"), "rank_timeout": 2.0}] * 2
+    )
+    assert nothing is None
+    assert found["error"] == "RankError"
+    assert "rank 0 has waited 2 s for rank 1 of this machine" in found["message"]
+    assert len(list(storage.iterdir())) == 1  # what rank 1 has left
     assert len(remove_leftovers(storage)) == 1 and not list(storage.iterdir())

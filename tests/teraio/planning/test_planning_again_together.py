@@ -1,0 +1,209 @@
+"""When one rank of a machine plans again, all do, and follow one plan from the same iteration on. Two ranks in virtual time."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from planner import SolverError
+from runtime.device import device as device_module
+from teraio.options import parse_options
+from teraio.planning.background import BackgroundPlanner
+from teraio.planning.follower import PlanFollower
+from teraio.rank_place import RankPlace
+from teraio.ranks import RankGroup
+
+from ..virtual import IN, STAGES, VirtualTraining, plan_for
+from .instant_jobs import InstantJob, InstantJobs
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+
+SLOW = 9.0
+"""Seconds of a copy that no correction makes up for."""
+
+
+class PendingJobs(InstantJobs):
+    """Its jobs go on until the test says that they have ended."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> InstantJob:
+        job = super().__call__(*arguments, **named)
+        job.done = False
+        return job
+
+
+class Rank:
+    """A rank that follows a plan by which weights 2 and 3 leave, although all have room. followed: when another plan came."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: dist.Store, rank: int) -> None:
+        self._monkeypatch = monkeypatch
+        self.training = VirtualTraining(monkeypatch)
+        self.jobs = InstantJobs()
+        place = RankPlace(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+        given, machine = parse_options({}), self.training.mover
+        profile = self.training.profile()
+        self.background = BackgroundPlanner(
+            given,
+            machine,  # type: ignore[arg-type]
+            self.training.pager,
+            start_job=self.jobs,
+            ranks=RankGroup(store, place, timeout_seconds=1.0),
+        )
+        plan = plan_for(profile.trace, (2, 2), (3, 3))
+        self.follower = PlanFollower(
+            given,
+            machine,  # type: ignore[arg-type]
+            self.training.recorder,
+            self.background,
+            profile,
+            plan,
+        )
+        self.followed: list[int] = []
+
+    def run(self) -> None:
+        clock = SimpleNamespace(perf_counter=self.training.mover.perf_counter)
+        self._monkeypatch.setattr(device_module, "time", clock)
+        iteration = self.training.iteration()
+        if self.follower.iteration_ended(iteration, as_planned=True):
+            self.followed.append(iteration.number)
+
+    @property
+    def moves(self) -> tuple[Any, ...]:
+        return self.follower._now.plan.moves
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> list[Rank]:
+    """Two ranks. The copies of rank 1 get slow, those of rank 0 stay as they are."""
+    both = [Rank(monkeypatch, store, rank) for rank in range(2)]
+    both[1].training.mover.seconds[IN] = SLOW
+    return both
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_all_follow_the_new_plan_from_one_iteration_on(pair: list[Rank], order: tuple[int, int]) -> None:
+    """Rank 0 alone would plan as before: nothing of it has drifted."""
+    pair[1].jobs.answers = [None]
+    pair[1].training.stage_seconds = [1.001] * STAGES  # so that this rank is the slowest
+    for _ in range(20):
+        for rank in order:
+            pair[rank].run()
+    assert [len(rank.jobs.asked) for rank in pair] == [0, 1]
+    assert pair[0].followed == pair[1].followed and len(pair[0].followed) == 1
+    assert pair[0].moves == pair[1].moves == ()
+
+
+def test_a_rank_that_is_behind_follows_it_from_the_same_iteration_on(pair: list[Rank]) -> None:
+    """Rank 0 is an iteration behind, as far as ranks with collectives can be apart."""
+    pair[1].jobs.answers = [None]
+    pair[1].training.stage_seconds = [1.001] * STAGES
+    pair[1].run()
+    for _ in range(20):
+        pair[0].run()
+        pair[1].run()
+    assert [len(rank.jobs.asked) for rank in pair] == [0, 1]
+    assert pair[0].followed == pair[1].followed and len(pair[0].followed) == 1
+
+
+def test_a_plan_that_takes_long_is_waited_for_by_all(pair: list[Rank]) -> None:
+    """The rank whose times drift is not the one that plans: the slowest does. Both go on by the old plan meanwhile."""
+    pair[0].background._start_job = jobs = PendingJobs()
+    jobs.answers = [None]
+    pair[0].training.stage_seconds = [1.001] * STAGES
+    for number in range(40):
+        for job in jobs.started:
+            job.done = number == 30
+        for rank in pair:
+            rank.run()
+        assert not pair[0].followed or number > 30
+    assert len(jobs.asked) == 1 and not pair[1].jobs.asked
+    assert pair[0].followed == pair[1].followed
+
+
+def test_the_old_plan_stays_everywhere_if_the_new_one_is_not_better(pair: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+    pair[1].jobs.answers = [pair[1].follower._now.plan]
+    pair[1].training.stage_seconds = [1.001] * STAGES
+    with caplog.at_level(logging.INFO, logger="teraio"):
+        for _ in range(18):
+            for rank in pair:
+                rank.run()
+    assert [rank.followed for rank in pair] == [[], []]
+    assert pair[0].moves == pair[1].moves != ()
+    assert [rank.follower._wait for rank in pair] == [20, 20]
+    told = [record.message for record in caplog.records if "the old one, which is followed" in record.message]
+    assert len(told) == 2 and any("as another rank of this machine plans again" in text for text in told)
+
+
+def test_a_rank_that_is_killed_while_it_plans_holds_nobody_up(pair: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 1 leads and says nothing more. Rank 0 goes on by its plan, and plans for itself in the end."""
+    pair[1].background._start_job = jobs = PendingJobs()
+    jobs.answers = [None]
+    pair[1].training.stage_seconds = [1.001] * STAGES
+    while not jobs.started:
+        for rank in pair:
+            rank.run()
+    pair[0].jobs.answers = [None]
+    pair[0].run()
+    shared = pair[0].background._shared
+    assert shared is not None and not pair[0].jobs.asked
+    shared._ends = 0.0  # the time is over
+    for _ in range(3):
+        pair[0].run()
+    assert len(pair[0].jobs.asked) == 1 and not pair[0].background.busy
+    assert any("no other rank has made the plan in time" in record.message for record in caplog.records)
+
+
+def test_a_rank_that_is_killed_before_it_answers_is_not_waited_for(pair: list[Rank]) -> None:
+    """Only rank 1 still runs."""
+    pair[1].jobs.answers = [None]
+    for _ in range(20):
+        pair[1].run()
+    assert len(pair[1].jobs.asked) == 1 and len(pair[1].followed) == 1
+
+
+def test_a_plan_that_cannot_be_made_leaves_the_old_one_everywhere(pair: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+    pair[1].jobs.answers = [SolverError("out of luck")]
+    pair[1].training.stage_seconds = [1.001] * STAGES
+    for _ in range(18):
+        for rank in pair:
+            rank.run()
+    assert [rank.followed for rank in pair] == [[], []] and not any(rank.background.busy for rank in pair)
+    told = [record.message for record in caplog.records]
+    assert any(text.endswith("old one stays in force: out of luck") for text in told)
+    assert any(text.endswith("rank 1 planned for all: out of luck") for text in told)
+
+
+def test_a_rank_that_runs_other_iterations_is_left_alone(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> None:
+    one, two = (Rank(monkeypatch, store, rank) for rank in range(2))
+    plan = two.follower._now.plan
+    changed = plan.budgets.model_copy(update={"device_bytes": plan.budgets.device_bytes * 2})
+    two.follower._now = replace(two.follower._now, plan=plan.model_copy(update={"budgets": changed}))
+    two.training.mover.seconds[IN] = SLOW
+    two.jobs.answers = [None]
+    for _ in range(20):
+        one.run()
+        two.run()
+    assert not one.jobs.asked and not one.followed and len(two.followed) == 1
+
+
+def test_without_the_store_a_rank_plans_for_itself(
+    pair: list[Rank], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(*arguments: object) -> None:
+        raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(pair[1].background._ranks, "_store", SimpleNamespace(check=gone, set=gone, get=gone, add=gone))
+    pair[1].jobs.answers = [None]
+    for _ in range(20):
+        pair[1].run()
+    assert len(pair[1].followed) == 1
+    assert len([r for r in caplog.records if "this rank plans for itself from now on" in r.message]) == 1

@@ -1,0 +1,156 @@
+"""What each of two ranks runs for `test_two_ranks.py`: it trains with teraio, and answers with what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import teraio
+from planner import Budgets, Trace
+from teraio.machine import Machine
+from teraio.ranks import RankGroup
+from teraio.registry import REGISTRY
+
+from ...training import Chain
+from ..in_process import InProcessJob
+
+Answer = dict[str, Any]
+
+
+class Lines(logging.Handler):
+    """Keeps what teraio logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[tuple[str, str]]]:
+    """Give the list of what teraio logs in the block, with levels."""
+    logger, lines = logging.getLogger("teraio"), Lines()
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines.lines
+    finally:
+        logger.removeHandler(lines)
+
+
+def answering(case: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Have a case answer with the error of teraio that it ended with, if any, and with what teraio has logged."""
+
+    @functools.wraps(case)
+    def run(*arguments: Any, **named: Any) -> Answer:
+        with logged() as lines:
+            try:
+                answer = case(*arguments, **named)
+            except teraio.TeraioError as error:
+                answer = {"error": type(error).__name__, "message": str(error)}
+        return {**answer, "log": list(lines)}
+
+    return run
+
+
+def train(steps: int, *, together: bool = True, pause: float = 0.0, **options: Any) -> None:
+    """Train with codegen="eager"; together: with a collective in each step."""
+    module = Chain()
+    model = teraio.compile(module, codegen="eager", **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, 512)).square().mean().backward()
+        time.sleep(pause)
+        if together:
+            dist.all_reduce(torch.ones(1))
+        optimizer.step()
+
+
+@contextlib.contextmanager
+def drifting(always: bool) -> Iterator[None]:
+    """Find drift after four planned iterations, and not again before eight more; or find none."""
+    with (
+        mock.patch("teraio.planning.drift.DRIFT_LIMIT", -1.0 if always else 1e9),
+        mock.patch("teraio.planning.follower._FIRST_WAIT", 4),
+        mock.patch("teraio.planning.follower._WINDOW", 2),
+    ):
+        yield
+
+
+@answering
+def drifted(options: dict[str, Any]) -> Answer:
+    """Only the times of rank 0 drift."""
+    with drifting(dist.get_rank() == 0):
+        answer = trained.__wrapped__([options] * 2, steps=20)  # type: ignore[attr-defined]
+    (run,) = REGISTRY.runs()
+    return {**answer, "asked": list(run._background._asked.values())}
+
+
+@answering
+def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, float] = (0.0, 0.0)) -> Answer:
+    """Train and tell what came of it. options, pause: by rank."""
+    made: list[Trace] = []
+
+    def start_job(trace: Trace, budgets: Budgets, *, time_limit_seconds: float) -> InProcessJob:
+        made.append(trace)
+        return InProcessJob(trace, budgets, time_limit_seconds=time_limit_seconds)
+
+    rank = dist.get_rank()
+    with mock.patch.object(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=start_job)):
+        train(steps, pause=pause[rank], **options[rank])
+    (run,) = REGISTRY.runs()
+    machine = run._machine
+    (tier,) = (each.tier for each in machine._opened.tiers)
+    found = {
+        "status": json.loads(run.status().as_text()),
+        "made": len(made),
+        "storage_bytes": tier.store.limit_bytes,
+        "threads": tier.engine._threads if tier.engine is not None else None,
+        "links": [link.model_dump(mode="json") for link in machine.hardware().links],
+        "devices": run._pager.budget_bytes,
+    }
+    follower = run._phase.follower
+    if follower is not None:
+        found["moves"] = [move.model_dump(mode="json") for move in follower._now.plan.moves]
+    dist.barrier()
+    found["node"] = {rank: [each.phase for each in told] for rank, told in teraio.node_status().items()}
+    dist.barrier()
+    return found
+
+
+@answering
+def alone(options: dict[str, Any]) -> Answer:
+    """Only rank 0 trains."""
+    if dist.get_rank() == 0:
+        train(3, together=False, **options)
+    return {"ranks": list(teraio.node_status())}
+
+
+@answering
+def killed(options: list[dict[str, Any]]) -> Answer:
+    """Rank 1 dies while rank 0 waits for it."""
+    rank = dist.get_rank()
+    if rank == 1:
+
+        def open_and_die(*arguments: Any, ranks: RankGroup, **parts: Any) -> Machine:
+            Machine(*arguments, **parts)
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError
+
+        REGISTRY.open_machine = open_and_die
+    train(2, together=False, **options[rank])
+    return {}
