@@ -16,6 +16,7 @@ from runtime.device import MIN_MOVED_BYTES, Mark
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager, State
 from runtime.system import annotate
+from teraio.optimizer.capabilities import updates_alone
 from teraio.optimizer.gradients import GradientVersions
 from teraio.optimizer.host import HostUpdate, HostUpdates
 from teraio.optimizer.host_rates import HostRates
@@ -215,6 +216,10 @@ class _SubgroupStep:
             return None
         if subgroup.slicing is not None and not self._pager.waits_in_host_tier(subgroup.states):
             return None  # no plan would move its states there
+        shared = [each.tensor for each in self._step.owned(subgroup.numbers) if not updates_alone(self._step.optimizer, each.tensor)]
+        blocks = [self._pager.known_block(tensor) for tensor in shared]
+        if any(block is not None and block.span is not None for block in blocks):
+            return None  # other ranks update the same, and large enough to be updated there
         return self._rates.seconds(self._step.optimizer, subgroup.dtype, subgroup.elements)
 
 
