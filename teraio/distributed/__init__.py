@@ -1,8 +1,16 @@
 """What other ranks and PyTorch's parallel libraries have to do with parameters and gradients."""
 
 from teraio.distributed.group_stages import GroupStages
-from teraio.distributed.ranks import is_sharded_over_all, optimizer_inside, rank_count
+from teraio.distributed.ranks import is_sharded_over_all, optimizer_inside, rank_count, refuse_overlapping
 from teraio.distributed.replicated import GradientBuckets
 from teraio.distributed.sharded import ShardedParameters
 
-__all__ = ["GradientBuckets", "GroupStages", "ShardedParameters", "is_sharded_over_all", "optimizer_inside", "rank_count"]
+__all__ = [
+    "GradientBuckets",
+    "GroupStages",
+    "ShardedParameters",
+    "is_sharded_over_all",
+    "optimizer_inside",
+    "rank_count",
+    "refuse_overlapping",
+]

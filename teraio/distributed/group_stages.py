@@ -3,8 +3,8 @@
 [Note: Gathering as a stage]
 `fully_shard` makes groups of parameters. Before a group's module runs, and again before its backward pass, FSDP gathers: it reads
 all shards of the group. After the backward pass it reduces: it reads whole gradients, and makes those of the shards, or adds to
-them. Both happen in hooks, between compiled graphs. Here each is a region with one stage. So shards come to the device before they
-are read, a plan sees when that is and brings them in time, and sharded gradients are blocks as soon as there are any.
+them. Both happen in hooks, between compiled graphs. Here each is a region with one stage. So shards come to the device before
+they are read, a plan sees when that is and brings them in time, and sharded gradients are blocks as soon as there are any.
 * The stage ends when FSDP's call returns. From then on FSDP has copied the shards to memory of its own.
 * Its time has that of the collective in it, with the wait for other ranks. Copies of blocks go on meanwhile.
 * What FSDP copies shards and gradients to does not count, see `docs/distributed.md`, until it is a parameter or gradient.

@@ -29,7 +29,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from runtime.device import MIN_MOVED_BYTES, Mark
 from runtime.paging import Block, Pager, holder_of
 from runtime.system import annotate, first_of
-from teraio.optimizer.capabilities import bytes_of, fused_on_host, keeps_masters, reason_against_host, states_per_parameter, updates_alone
+from teraio.optimizer.capabilities import (
+    bytes_of,
+    fused_on_host,
+    keeps_masters,
+    reason_against_host,
+    states_per_parameter,
+    updates_alone,
+)
 from teraio.optimizer.host_threads import compute_pool
 from teraio.optimizer.masters import lacks_master, update_replicas
 from teraio.optimizer.parameters import OwnedParameter

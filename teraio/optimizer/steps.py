@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Pager
 from runtime.system import forget_undo, undo_if_interrupted, uninterrupted
-from teraio.distributed import ShardedParameters, optimizer_inside
+from teraio.distributed import ShardedParameters, optimizer_inside, refuse_overlapping
 from teraio.optimizer.capabilities import OwnerHooks, OwnHooks, StepArguments, after_closure, calls_closure_first, closure_of
 from teraio.optimizer.host_rates import HostRates
 from teraio.optimizer.in_backward import OverlappedSteps
@@ -126,6 +126,7 @@ class OptimizerSteps(OwnHooks):
     # -- around a step
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+        refuse_overlapping(optimizer)
         inside = optimizer_inside(optimizer)
         if inside is not None:  # its step is the one that counts
             self._owners.mark(inside)

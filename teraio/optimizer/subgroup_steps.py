@@ -216,7 +216,9 @@ class _SubgroupStep:
             return None
         if subgroup.slicing is not None and not self._pager.waits_in_host_tier(subgroup.states):
             return None  # no plan would move its states there
-        shared = [each.tensor for each in self._step.owned(subgroup.numbers) if not updates_alone(self._step.optimizer, each.tensor)]
+        shared = [
+            each.tensor for each in self._step.owned(subgroup.numbers) if not updates_alone(self._step.optimizer, each.tensor)
+        ]
         blocks = [self._pager.known_block(tensor) for tensor in shared]
         if any(block is not None and block.span is not None for block in blocks):
             return None  # other ranks update the same, and large enough to be updated there
