@@ -32,6 +32,9 @@ WAYS = ("zero", "fsdp")
 OURS, *OTHERS = POLICIES = ("ilp", "stride-2", "host-updates", "device-updates")
 TOLERANCE = 1e-4
 """Relative tolerance of losses: updates on the host round differently."""
+OPTIONS = {"codegen": "eager", "profile_iterations": 2, "replan": False}
+"""The optimizer's step is not compiled, so stages need not be. Plans are not corrected, because the pauses between turns would
+count as waiting."""
 WARM_STEPS = 5
 MIB = 2**20
 
@@ -46,8 +49,7 @@ def measure(
     figures: list[Figure] = []
     samples: dict[str, list[float]] = {}
     for way in WAYS:
-        # Plans are not corrected, because the pauses between turns would count as waiting.
-        given = {"profile_iterations": 2, "replan": False, **(options or {})}
+        given = {**OPTIONS, **(options or {})}
         setting = Setting(model=model, batch=BATCH, device=scale.device, fused=True, options=given, **{way: True})
         measured = _Way(way, setting, scale)
         figures += measured.figures()
