@@ -23,9 +23,9 @@ from examples.llama import LlamaConfig
 from examples.training import Report, Setting, Step
 from planner import Plan, TeraioError, Trace, plan
 
-MODEL = LlamaConfig(layers=4, width=1024, heads=16, key_value_heads=8, feed_forward=2816, vocabulary=256, tied=True, context=128)
-"""48 million parameters. Half of the smallest matrix has 1 MiB, so that all shards but those of norms move."""
-BATCH = 2
+MODEL = LlamaConfig(layers=2, width=1024, heads=16, key_value_heads=8, feed_forward=2816, vocabulary=256, tied=True, context=32)
+"""24 million parameters, and so few tokens that the update takes much of an iteration. Half of the smallest matrix has 1 MiB, so that all shards but those of norms move."""
+BATCH = 1
 PERCENT = 60
 """Of a rank's peak. With ZeRO-1, parameters, gradients and DDP's buckets are whole in each rank."""
 WAYS = ("zero", "fsdp")
@@ -129,7 +129,7 @@ class _Way:
         self.samples[f"{full}, iteration"] = seconds = [step.seconds for step in steps]
         self.samples[f"{full}, optimizer step"] = updating = [step.optimizer_seconds for step in steps]
         on_host = " and ".join(f"{sum(u.where == 'host' for u in each.updates)} of {len(each.updates)}" for each in plans)
-        predicted = max(each.predicted.iteration_seconds for each in plans)
+        predicted = max(each.predicted.iteration_seconds for each in plans if each.predicted is not None)
         yield Figure(
             name=f"{full}: iteration",
             value=median(seconds),

@@ -120,7 +120,7 @@ class Training:
 
     def _prepared(self, model: nn.Module, setting: Setting) -> tuple[Any, Any]:
         """Return what takes tokens and targets and returns the loss, and the optimizer."""
-        settings = {"lr": setting.learning_rate, "fused": self._fused()}
+        settings: dict[str, Any] = {"lr": setting.learning_rate, "fused": self._fused()}
         optimizer: torch.optim.Optimizer
         if setting.zero:
             model, optimizer = with_zero(model, torch.optim.AdamW, settings)
