@@ -24,7 +24,8 @@ from examples.training import Report, Setting, Step
 from planner import Plan, TeraioError, Trace, plan
 
 MODEL = LlamaConfig(layers=2, width=1024, heads=16, key_value_heads=8, feed_forward=2816, vocabulary=256, tied=True, context=32)
-"""24 million parameters, and so few tokens that the update takes much of an iteration. Half of the smallest matrix has 1 MiB, so that all shards but those of norms move."""
+"""24 million parameters, and so few tokens that the update takes much of an iteration. Half of the smallest matrix has 1 MiB, so
+that all shards but those of norms move."""
 BATCH = 1
 PERCENT = 60
 """Of a rank's peak. With ZeRO-1, parameters, gradients and DDP's buckets are whole in each rank."""

@@ -66,7 +66,12 @@ class OptimizerSteps(OwnHooks):
         self._step_done = step_done
         self._automatic = automatic
         self._optimizers = ManagedOptimizers(
-            pager, recorder, sizes or SubgroupSizes(), sharded=sharded, min_moved_bytes=min_moved_bytes
+            pager,
+            recorder,
+            sizes or SubgroupSizes(),
+            sharded=sharded,
+            min_moved_bytes=min_moved_bytes,
+            on_host=rates is not None,
         )
         self._subgroups = SubgroupSteps(pager, recorder, rates=rates, ensure_room=ensure_room, min_moved_bytes=min_moved_bytes)
         self._whole = WholeSteps(pager, recorder)

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from torch import Tensor
+
 from runtime.device import MIN_MOVED_BYTES, Mark
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager, State
@@ -216,13 +218,14 @@ class _SubgroupStep:
             return None
         if subgroup.slicing is not None and not self._pager.waits_in_host_tier(subgroup.states):
             return None  # no plan would move its states there
-        shared = [
-            each.tensor for each in self._step.owned(subgroup.numbers) if not updates_alone(self._step.optimizer, each.tensor)
-        ]
-        blocks = [self._pager.known_block(tensor) for tensor in shared]
-        if any(block is not None and block.span is not None for block in blocks):
-            return None  # other ranks update the same, and large enough to be updated there
+        if any(self._stays_on_device(each.tensor) for each in self._step.owned(subgroup.numbers)):
+            return None
         return self._rates.seconds(self._step.optimizer, subgroup.dtype, subgroup.elements)
+
+    def _stays_on_device(self, parameter: Tensor) -> bool:
+        """Whether a parameter would be updated on the host, by its size, but other ranks update it too."""
+        block = self._pager.known_block(parameter)
+        return block is not None and block.span is not None and not updates_alone(self._step.optimizer, parameter)
 
 
 def _stage_name(number: int) -> str:

@@ -76,11 +76,15 @@ class _Cut:
 class Subgroups:
     """The subgroups of one optimizer: the same in every iteration, as long as its parameters and the budget stay the same.
 
-    Keeps neither the optimizer nor a parameter alive. min_moved_bytes: smaller states stay on the device.
+    Keeps neither the optimizer nor a parameter alive. min_moved_bytes: smaller states stay on the device. on_host: whether
+    subgroups may be updated on the host, so that gradients in one block should be in one subgroup.
     """
 
-    def __init__(self, pager: Pager, sizes: SubgroupSizes, *, min_moved_bytes: int = MIN_MOVED_BYTES) -> None:
+    def __init__(
+        self, pager: Pager, sizes: SubgroupSizes, *, min_moved_bytes: int = MIN_MOVED_BYTES, on_host: bool = False
+    ) -> None:
         self._pager = pager
+        self._on_host = on_host
         self._sizes = sizes
         self._min_moved_bytes = min_moved_bytes
         self._cut: _Cut | None = None
@@ -173,7 +177,7 @@ class Subgroups:
     def _cut_anew(self, step: PendingStep, subgroup_bytes: int) -> _Cut:
         """Cut between parameters; and into slices inside a parameter, where that saves memory and is possible."""
         sliced = frozenset(self._slicings(step, self._large(step)))
-        joined = _joined(step, self._room_bytes()) if subgroup_bytes else frozenset()
+        joined = _joined(step, self._room_bytes()) if self._on_host and subgroup_bytes else frozenset()
         ranges = tuple(cut(step.sizes, subgroup_bytes, alone=sliced, joined=joined))
         return _Cut(sizes=step.sizes, ranges=ranges, sliced=sliced)
 
