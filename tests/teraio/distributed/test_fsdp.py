@@ -118,15 +118,17 @@ def test_what_fsdp_does_between_graphs_is_in_the_trace(ranks: Ranks, tmp_path: P
             assert gradient.movable and gradient.size_bytes >= 2 * MIB and made.stages[gradient.reads[0]].phase == "optimizer"
 
 
-def updated_on_host(folder: str, **training: Any) -> tuple[Found, int]:
-    """Train by a plan that updates all that it can on the host. Return what was found and how many updates ran there."""
-    updates = 0
+def updated_on_host(folder: str, **training: Any) -> tuple[Found, list[Found], list[int]]:
+    """Train by a plan that updates all that it can on the host; then train again, save, and load into a plain training.
+
+    Return what was found, what both of the second part come to, and how many updates ran there in each part.
+    """
+    updates = [0]
     run_update = HostUpdate.run
 
     def counting(self: HostUpdate, *arguments: Any) -> float | None:
-        nonlocal updates
         seconds = run_update(self, *arguments)
-        updates += seconds is not None
+        updates[-1] += seconds is not None
         return seconds
 
     trace, plan = (str(Path(folder) / f"{what}{dist.get_rank()}.json") for what in ("trace", "plan"))
@@ -136,7 +138,9 @@ def updated_on_host(folder: str, **training: Any) -> tuple[Found, int]:
     planner.plan(planner.Trace.load(trace), budgets, policy="host-updates").save(plan)
     HostUpdate.run = counting  # type: ignore[method-assign]
     try:
-        return run({**tiers, "plan": plan}, **training), updates
+        found = run({**tiers, "plan": plan}, **training)
+        updates.append(0)
+        return found, continued({**tiers, "plan": plan}, None, str(Path(folder) / "checkpoint")), updates
     finally:
         HostUpdate.run = run_update  # type: ignore[method-assign]
 
@@ -144,9 +148,11 @@ def updated_on_host(folder: str, **training: Any) -> tuple[Found, int]:
 def test_shards_are_updated_on_the_host_as_on_the_device(ranks: Ranks, tmp_path: Path) -> None:
     """Each rank has elements of its own, so that what it rounds differently no other rank has to follow."""
     expected = ranks.run(run, None, clip=True)
-    for (one, updates), other in zip(ranks.run(updated_on_host, str(tmp_path), clip=True), expected, strict=True):
+    found = ranks.run(updated_on_host, str(tmp_path), clip=True)
+    for (one, (saved, loaded), updates), other in zip(found, expected, strict=True):
         assert one.phase == "planned", one.waiting_for
-        assert updates >= 4, "two groups in at least two steps"
+        assert min(updates) >= 4, "two groups in at least two steps"
+        assert max(differences(loaded, saved).values(), default=0.0) < 1e-4
         assert max(differences(one, other).values(), default=0.0) < 1e-4
         assert one.peak <= HOST_BUDGET
 
@@ -163,9 +169,9 @@ def continued(first: dict[str, Any] | None, then: dict[str, Any] | None, folder:
         torch.manual_seed(0 if options is first else 1)
         module = sharded(options)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-3)
-        batches = torch.randn(5, ROWS, WIDTH, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
+        batches = torch.randn(8, ROWS, WIDTH, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
         for number, batch in enumerate(batches):
-            if number == 3:
+            if number == 6:
                 model_state, optimizer_state = get_state_dict(module, optimizer)
                 state = {"model": model_state, "optimizer": optimizer_state}
                 if options is first:
