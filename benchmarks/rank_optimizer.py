@@ -18,18 +18,20 @@ from benchmarks.optimizer import LossesDiffer
 from benchmarks.ranks import RANKS, Ranks
 from benchmarks.results import Figure
 from benchmarks.turns import Scale, ratios, spread, take_turns, warm_up
-from benchmarks.variants import budgets_for, peak_bytes
-from examples.llama import LlamaConfig
+from benchmarks.variants import budgets_for
+from examples.llama import LlamaConfig, llama
 from examples.training import Report, Setting, Step
 from planner import Plan, TeraioError, Trace, plan
 
-MODEL = LlamaConfig(layers=2, width=1024, heads=16, key_value_heads=8, feed_forward=2816, vocabulary=256, tied=True, context=32)
-"""24 million parameters, and so few tokens that the update takes much of an iteration. Half of the smallest matrix has 1 MiB, so
-that all shards but those of norms move."""
+MODEL = LlamaConfig(layers=4, width=768, heads=12, key_value_heads=12, feed_forward=2048, vocabulary=256, tied=True, context=32)
+"""29 million parameters, and so few tokens that the update takes much of an iteration. Half of the smallest matrix has 1.1 MiB:
+all shards but those of norms move."""
 BATCH = 1
 PERCENT = 60
-"""Of a rank's peak. With ZeRO-1, parameters, gradients and DDP's buckets are whole in each rank."""
-WAYS = ("zero", "fsdp")
+"""Of what a rank holds."""
+BYTES_EACH = {"zero": 12 + 8 // RANKS, "fsdp": 16 // RANKS + 4}
+"""What a rank holds for each parameter, in fp32. ZeRO-1: parameter, gradient and DDP's bucket, and its share of AdamW's two
+states. FSDP2: its share of all, and what is gathered."""
 OURS, *OTHERS = POLICIES = ("ilp", "stride-2", "host-updates", "device-updates")
 TOLERANCE = 1e-4
 """Relative tolerance of losses: updates on the host round differently."""
@@ -41,40 +43,36 @@ MIB = 2**20
 
 
 def measure(
-    scale: Scale, model: LlamaConfig = MODEL, options: Mapping[str, Any] | None = None
+    scale: Scale, way: str, model: LlamaConfig = MODEL, options: Mapping[str, Any] | None = None
 ) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
-    """Return all figures, and the seconds of iterations and steps by way and policy. options: of teraio, but no budgets or files.
+    """Return all figures, and the seconds of iterations and steps by policy. options: of teraio, but no budgets or files.
 
-    Raises LossesDiffer, WorkerFailed, TeraioError.
+    way: a name in BYTES_EACH. Raises LossesDiffer, WorkerFailed, TeraioError.
     """
-    figures: list[Figure] = []
-    samples: dict[str, list[float]] = {}
-    for way in WAYS:
-        given = {**OPTIONS, **(options or {})}
-        setting = Setting(model=model, batch=BATCH, device=scale.device, fused=True, options=given, **{way: True})
-        measured = _Way(way, setting, scale)
-        figures += measured.figures()
-        samples |= measured.samples
-    return tuple(figures), samples
+    given = {**OPTIONS, **(options or {})}
+    setting = Setting(model=model, batch=BATCH, device=scale.device, fused=True, options=given, **{way: True})
+    trained = _Way(way, model, setting, scale)
+    return tuple(trained.figures()), trained.samples
 
 
 class _Way:
     """All trainings of one way to shard. samples: seconds, once `figures` has run."""
 
-    def __init__(self, way: str, setting: Setting, scale: Scale) -> None:
+    def __init__(self, way: str, model: LlamaConfig, setting: Setting, scale: Scale) -> None:
         self._way = way
         self._setting = setting
+        self._model = model
         self._scale = scale
         self.samples: dict[str, list[float]] = {}
 
     def figures(self) -> Iterator[Figure]:
         """Train by each policy in turns, and yield what was measured."""
-        peak = max(peak_bytes(trace) for trace in self._traces("free", {}))
-        budget = peak * PERCENT // 100
-        tiers = {"memory_budget": budget, "host_budget": 2 * peak}
-        traces = self._traces("trace", tiers)
-        yield Figure(name=f"{self._way}: unconstrained peak of a rank", value=peak / MIB, unit="MiB")
-        yield Figure(name=f"{self._way}: budget of a rank", value=budget / MIB, unit="MiB")
+        held = sum(each.numel() for each in llama(self._model, device="meta").parameters()) * BYTES_EACH[self._way]
+        budget = held * PERCENT // 100
+        tiers = {"memory_budget": budget, "host_budget": 2 * held}
+        traces = self._traces(tiers)
+        yield Figure(name="a rank holds", value=held / MIB, unit="MiB")
+        yield Figure(name="budget of a rank", value=budget / MIB, unit="MiB")
         plans, refused = self._plans(traces, budget)
         yield from refused
         taken, reports = self._train({name: {**tiers, "plan": str(self._path(name))} for name in plans})
@@ -93,12 +91,12 @@ class _Way:
         setting = self._setting.model_copy(update={"options": {**self._setting.options, **options}})
         return Ranks(setting, self._scale.output / f"rank_optimizer-{self._way}-{name}-{{rank}}.log")
 
-    def _traces(self, name: str, tiers: Mapping[str, Any]) -> list[Trace]:
+    def _traces(self, tiers: Mapping[str, Any]) -> list[Trace]:
         """Train until there is a trace of each rank, and return these."""
-        files = [Path(str(self._path(name)).format(rank=rank)) for rank in range(RANKS)]
+        files = [Path(str(self._path("trace")).format(rank=rank)) for rank in range(RANKS)]
         for file in files:
             file.unlink(missing_ok=True)
-        with self._ranks(name, {**tiers, "trace_out": str(self._path(name))}) as ranks:
+        with self._ranks("trace", {**tiers, "trace_out": str(self._path("trace"))}) as ranks:
             warm_up(ranks, WARM_STEPS)
         return [Trace.load(file) for file in files]
 
@@ -110,7 +108,7 @@ class _Way:
                 made = [plan(trace, budgets_for(trace, budget), policy=policy) for trace in traces]
             except TeraioError as error:
                 reason = f"no plan: {type(error).__name__}: {error}"
-                refused.append(Figure(name=f"{self._way}, {policy}: iteration", value=None, unit="s", note=reason))
+                refused.append(Figure(name=f"{policy}: iteration", value=None, unit="s", note=reason))
                 continue
             for rank, each in enumerate(made):
                 each.save(Path(str(self._path(policy)).format(rank=rank)))
@@ -126,29 +124,28 @@ class _Way:
             return taken, {name: ranks.finish() for name, ranks in running.items()}
 
     def _policy(self, name: str, steps: list[Step], plans: list[Plan], reports: list[Report], budget: int) -> Iterator[Figure]:
-        full = f"{self._way}, {name}"
-        self.samples[f"{full}, iteration"] = seconds = [step.seconds for step in steps]
-        self.samples[f"{full}, optimizer step"] = updating = [step.optimizer_seconds for step in steps]
+        self.samples[f"{name}, iteration"] = seconds = [step.seconds for step in steps]
+        self.samples[f"{name}, optimizer step"] = updating = [step.optimizer_seconds for step in steps]
         on_host = " and ".join(f"{sum(u.where == 'host' for u in each.updates)} of {len(each.updates)}" for each in plans)
         predicted = max(each.predicted.iteration_seconds for each in plans if each.predicted is not None)
         yield Figure(
-            name=f"{full}: iteration",
+            name=f"{name}: iteration",
             value=median(seconds),
             unit="s",
             note=f"{steps[-1].phase}, {len(steps)} iterations; predicted {predicted:.3g} s",
         )
         yield Figure(
-            name=f"{full}: optimizer step", value=median(updating), unit="s", note=f"updates on the host, by rank: {on_host}"
+            name=f"{name}: optimizer step", value=median(updating), unit="s", note=f"updates on the host, by rank: {on_host}"
         )
         peak = max((report.status or {})["device_peak_bytes"] for report in reports)
-        yield Figure(name=f"{full}: peak / budget", value=peak / budget, unit="", aim="<= 1")
+        yield Figure(name=f"{name}: peak / budget", value=peak / budget, unit="", aim="<= 1")
 
     def _ratio(self, name: str, ours: list[Step], others: list[Step]) -> Iterator[Figure]:
         for what, part in (("iteration", "seconds"), ("optimizer step", "optimizer_seconds")):
             over, under = ([getattr(step, part) for step in steps] for steps in (ours, others))
             by_round = ratios(over, under)
             note = spread(by_round)
-            yield Figure(name=f"{self._way}, {OURS} / {name}: {what}", value=median(by_round), unit="", aim="<= 1", note=note)
+            yield Figure(name=f"{OURS} / {name}: {what}", value=median(by_round), unit="", aim="<= 1", note=note)
 
 
 def _same_losses(taken: Mapping[str, list[Step]]) -> None:

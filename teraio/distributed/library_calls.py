@@ -60,12 +60,15 @@ class LibraryCalls:
         self._changed.clear()
 
     @contextmanager
-    def region(self, identity: Hashable, stage_count: int) -> Iterator[None]:
-        """Within, `stage` is called so many times. Waits at the end until no block that user code can reach is being copied."""
+    def region(self, identity: Hashable, stage_count: int, *, step_goes_on: bool = False) -> Iterator[None]:
+        """Within, `stage` is called so many times. Waits at the end until no block that user code can reach is being copied.
+
+        step_goes_on: see `IterationRecorder.region_begins`.
+        """
         with uninterrupted(), self.pager.device.region():
             self.pager.enter_region()
             try:
-                self._recorder.region_begins(identity, stage_count)
+                self._recorder.region_begins(identity, stage_count, step_goes_on=step_goes_on)
                 yield
             finally:
                 self._recorder.region_ended()

@@ -47,7 +47,7 @@ class UpdateBroadcasts:
         if not any(blocks):
             type(optimizer)._sync_params(optimizer)
             return
-        with self._calls.region(("broadcast", id(optimizer)), len(shares)):
+        with self._calls.region(("broadcast", id(optimizer)), len(shares), step_goes_on=True):
             for number, ((rank, share), own) in enumerate(zip(shares, blocks, strict=True)):
 
                 def broadcast(rank: int = rank, share: Sequence[Tensor] = share) -> Sequence[Block]:

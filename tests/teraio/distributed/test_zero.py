@@ -55,6 +55,10 @@ def test_parameters_are_on_the_device_when_they_are_sent_and_received(ranks: Ran
         assert len(sent) > 4 and max(sent) < min(s.id for s in trace.stages if s.phase == "forward" and s.id not in sent)
         large = [block for block in trace.blocks if block.kind == "parameter" and block.size_bytes >= 2 * MIB]
         assert len(large) == 4 and all(block.reads[0] in sent and block.movable for block in large)
+        gradients = [block for block in trace.blocks if block.kind == "gradient" and block.size_bytes >= 2 * MIB]
+        assert len(gradients) == 4 and not any(block.persistent for block in gradients), (
+            "user code ends them after the broadcasts"
+        )
         own = {block.name for block in large if block.writes[0] in sent}
         assert not received & own
         received |= own
