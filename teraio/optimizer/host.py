@@ -185,6 +185,8 @@ class HostUpdates:
         blocks = [(block, t) for t in large if (block := self._pager.known_block(t)) is not None and block.span is not None]
         if len(blocks) < len(large) or any(t.is_conj() or t.is_neg() for t in large):
             return None
+        if holder_of(parameter.grad).size() != holder_of(parameter).size():
+            return None  # a DTensor that is sharded in another way: the update on the device redistributes it
         small = tuple((t, self._counters.here(t)) for t in tensors if bytes_of(t) < self._min_moved_bytes)
         return HostMember(owned=owned, blocks=tuple(blocks), state=state, small=small)
 
