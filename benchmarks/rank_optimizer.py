@@ -76,7 +76,7 @@ class _Way:
         plans, refused = self._plans(traces, budget)
         yield from refused
         taken, reports = self._train({name: {**tiers, "plan": str(self._path(name))} for name in plans})
-        _same_losses(taken)
+        same_losses(taken)
         for name, steps in taken.items():
             yield from self._policy(name, steps, plans[name], reports[name], budget)
         for name in OTHERS if OURS in taken else ():
@@ -148,7 +148,7 @@ class _Way:
             yield Figure(name=f"{OURS} / {name}: {what}", value=median(by_round), unit="", aim="<= 1", note=note)
 
 
-def _same_losses(taken: Mapping[str, list[Step]]) -> None:
+def same_losses(taken: Mapping[str, list[Step]]) -> None:
     """Raise LossesDiffer unless all policies have the same losses within TOLERANCE."""
     base, *others = taken
     for name in others:
