@@ -38,7 +38,7 @@ TOLERANCE = 1e-4
 OPTIONS = {"codegen": "eager", "profile_iterations": 2, "replan": False}
 """The optimizer's step is not compiled, so stages need not be. Plans are not corrected, because the pauses between turns would
 count as waiting."""
-WARM_STEPS = 5
+WARM_STEPS = 9
 MIB = 2**20
 
 
