@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Protocol
 
 from examples.gpt import GPTConfig
 from examples.training import Setting, Step
@@ -37,6 +38,16 @@ class Scale:
         return Setting.model_validate({"backend": backend, "model": model, "batch": self.batch, "device": self.device})
 
 
+class Stepping(Protocol):
+    """A training that takes a step at a time: a worker, or several ranks."""
+
+    def step(self) -> Step:
+        """Take one step."""
+
+    def wait_for_plan(self) -> None:
+        """Wait until no plan is being made."""
+
+
 @contextmanager
 def workers(
     settings: Mapping[str, Setting],
@@ -59,7 +70,7 @@ def log_name(worker: str) -> str:
     return f"{re.sub('[ /]', '-', worker)}.log"
 
 
-def warm_up(worker: Worker, steps: int) -> str:
+def warm_up(worker: Stepping, steps: int) -> str:
     """Take `steps` steps, wait for the plan, take two more steps, and return the phase."""
     for _ in range(steps):
         worker.step()
@@ -68,7 +79,7 @@ def warm_up(worker: Worker, steps: int) -> str:
     return worker.step().phase
 
 
-def take_turns(running: Mapping[str, Worker], rounds: int, turn: int = 3) -> dict[str, list[Step]]:
+def take_turns(running: Mapping[str, Stepping], rounds: int, turn: int = 3) -> dict[str, list[Step]]:
     """Let each worker take `turn` steps in turn, `rounds` times. The first step of each turn is not returned."""
     taken: dict[str, list[Step]] = {name: [] for name in running}
     for _ in range(rounds):

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from examples.gpt import GPT, GPTConfig
 from examples.llama import LlamaConfig, llama
 from examples.memory import give_free_memory_back, reset_peak, resident_bytes
-from examples.sharding import shard
+from examples.sharding import shard, with_zero
 from examples.text import batches, standard_library_text
 
 Device = Literal["cpu", "cuda"]
@@ -51,6 +51,8 @@ class Setting(BaseModel):
     """Use the fused optimizer. None: on a GPU only, where the default one would need memory for copies of all parameters."""
     fsdp: bool = False
     """Shard the parameters over all ranks of the process group, which trains on other text in each rank."""
+    zero: bool = False
+    """Keep the parameters in all ranks of the process group, and each optimizer state in one of them (ZeRO-1)."""
     ready_compiler: bool = False
     """Compile a trivial function first, so that the first step does not include the start of the compiler."""
 
@@ -108,7 +110,7 @@ class Training:
         text = standard_library_text(setting.text_bytes)
         self._setting = setting
         self._on_gpu = setting.device == "cuda"
-        rank = dist.get_rank() if setting.fsdp else 0
+        rank = dist.get_rank() if setting.fsdp or setting.zero else 0
         self._batches = batches(text, batch=setting.batch, context=setting.model.context, seed=setting.seed + rank)
         self._model = make_model(setting)
         if setting.fsdp:
@@ -118,7 +120,12 @@ class Training:
 
     def _prepared(self, model: nn.Module, setting: Setting) -> tuple[Any, Any]:
         """Return what takes tokens and targets and returns the loss, and the optimizer."""
-        optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate, fused=self._fused())
+        settings: dict[str, Any] = {"lr": setting.learning_rate, "fused": self._fused()}
+        optimizer: torch.optim.Optimizer
+        if setting.zero:
+            model, optimizer = with_zero(model, torch.optim.AdamW, settings)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), **settings)
         if setting.backend == "eager":
             return model, optimizer
         return torch.compile(model, backend=setting.backend, options=setting.options or None), optimizer
@@ -235,7 +242,7 @@ class Training:
         self._optimizer.state.clear()
         for parameter in self._model.parameters():
             parameter.grad = None
-            if not self._setting.fsdp:
+            if not (self._setting.fsdp or self._setting.zero):
                 parameter.data = torch.empty(0, device=self._setting.device)
         give_free_memory_back()
 

@@ -19,7 +19,7 @@ from planner.errors import BudgetError, RankError, UnsupportedError
 from runtime.execution import Program, Reruns, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Block, CopyRates, Pager
 from runtime.system import uninterrupted
-from teraio.distributed import ShardedParameters
+from teraio.distributed import GroupStages, LibraryCalls, ShardedParameters, UpdateBroadcasts
 from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine
 from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes, host_threads
@@ -98,7 +98,8 @@ class TrainingRun:
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
         self._findings = Findings()
         self._needs = GraphNeeds(self._pager, machine, self._findings)
-        self._sharded = ShardedParameters(self._pager)
+        self._calls = LibraryCalls(self._pager, self._recorder, active=lambda: self._phase.managed)
+        self._sharded = ShardedParameters(self._pager, GroupStages(self._calls))
         self._steps = self._optimizer_steps(options, subgroups, host_rates)
         self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job, ranks=ranks)
         self._context = RunContext(
@@ -147,6 +148,7 @@ class TrainingRun:
             rates=rates or self._host_rates(options),
             sizes=subgroups,
             sharded=self._sharded,
+            broadcasts=UpdateBroadcasts(self._calls),
         )
 
     def _host_rates(self, options: Options) -> HostRates | None:
@@ -413,6 +415,7 @@ class TrainingRun:
         if self._live is not None:
             self._live.close()
         self._steps.close()
+        self._calls.close()
         ending, self._phase = self._phase, ClosedPhase(self._context)
         ending.end()
         self._machine.lift_limit()

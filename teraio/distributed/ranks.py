@@ -3,8 +3,9 @@
 [Note: Several ranks]
 Ranks that hold the same parameter must change it by the same arithmetic: a difference in the last bit grows from step to step.
 What each rank decides for itself, from its own times and its own memory, may change when things happen, never how they round.
-So no update runs on the host's processor, which rounds differently, and none before gradients were reduced. The optimizer inside
-a `ZeroRedundancyOptimizer` is free to: other ranks get its parameters by a broadcast.
+So no update runs on the host's processor, which rounds differently, and none before gradients were reduced. Two kinds of
+parameters are free to: those of the optimizer inside a `ZeroRedundancyOptimizer`, which other ranks get by a broadcast, and
+DTensors that are sharded over all ranks, of whose elements no other rank has a copy.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from __future__ import annotations
 import sys
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
+
+from planner.errors import UnsupportedError
 
 
 def rank_count() -> int:
@@ -20,10 +24,29 @@ def rank_count() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def is_sharded_over_all(tensor: Tensor) -> bool:
+    """Return whether each element of `tensor` is in one rank only: a DTensor over all ranks, replicated over none of its axes."""
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
+    if mesh is None or mesh.size() != rank_count():
+        return False
+    return not any(each.is_replicate() or each.is_partial() for axis, each in enumerate(placements) if mesh.size(axis) > 1)
+
+
+def refuse_overlapping(optimizer: object) -> None:
+    """Raise UnsupportedError for a `ZeroRedundancyOptimizer` that updates inside DistributedDataParallel's communication."""
+    if _is_zero(optimizer) and getattr(optimizer, "_overlap_with_ddp", False):
+        raise UnsupportedError(
+            "found a ZeroRedundancyOptimizer with overlap_with_ddp=True, whose updates run while gradients are reduced, where "
+            "teraio cannot bring states to the device; leave out overlap_with_ddp, and call its step() after backward"
+        )
+
+
 def optimizer_inside(optimizer: Optimizer) -> Optimizer | None:
     """Return the optimizer that a `ZeroRedundancyOptimizer` has inside, over the parameters of this rank; None for others."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
-        return None
-    inner = getattr(optimizer, "optim", None)
+    inner = getattr(optimizer, "optim", None) if _is_zero(optimizer) else None
     return inner if isinstance(inner, Optimizer) else None
+
+
+def _is_zero(thing: object) -> bool:
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and issubclass(type(thing), module.ZeroRedundancyOptimizer)

@@ -9,13 +9,15 @@ against the budget, and never move; gradients in them are no blocks. All other g
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from teraio.distributed.ranks import refuse_overlapping
 
 
 class GradientBuckets:
@@ -42,18 +44,24 @@ class GradientBuckets:
 
     def look(self) -> None:
         """Look for buckets. If there is a process group, collects garbage and looks at all objects of Python, which takes a tenth
-        of a second or so. Modules of earlier trainings that are garbage would count, and hold the memory of their buckets."""
+        of a second or so. Modules of earlier trainings that are garbage would count, and hold the memory of their buckets.
+
+        Raises UnsupportedError if an optimizer updates parameters while gradients are reduced.
+        """
         self.size_bytes = 0
         if not dist.is_available() or not dist.is_initialized():
             return
         gc.collect()
-        for module in _modules():
+        objects = gc.get_objects()
+        for each in objects:  # nobody has to call its step, so nothing else would show it
+            refuse_overlapping(each)
+        for module in _modules(objects):
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
             for parameter in trained:
                 self._parameters[parameter] = module.gradient_as_bucket_view
             self.size_bytes += sum(parameter.nbytes for parameter in trained)
 
 
-def _modules() -> Iterator[DistributedDataParallel]:
+def _modules(objects: Iterable[Any]) -> Iterator[DistributedDataParallel]:
     """PyTorch has no list of them."""
-    return (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+    return (each for each in objects if issubclass(type(each), DistributedDataParallel))

@@ -4,8 +4,9 @@
 `fully_shard` replaces each parameter by this rank's shard, a DTensor. The optimizer updates shards. Before a module runs, FSDP
 gathers its parameters into storages of its own, which it empties when the module has run. Compiled graphs take these.
 * Gathered parameters are FSDP's. They count against the budget while they are there, and never move.
-* Shards, and the optimizer's states for them, are blocks. On CPU they and their gradients move. On a GPU, shards and gradients
-  stay on the device: FSDP reads and writes them in streams of its own, which nothing orders against copies. States move.
+* Shards, and the optimizer's states for them, are blocks. On CPU they and their gradients move, and what FSDP does with them is a
+  stage: [Note: Gathering as a stage]. On a GPU, shards and gradients stay on the device: FSDP reads and writes them in streams of
+  its own, which nothing orders against copies. States move.
 FSDP has no public interface that tells which storages are whose; the names below are those of torch 2.11 to 2.13.
 """
 
@@ -22,16 +23,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from planner.errors import UnsupportedError
 from runtime.paging import Pager, holder_of
+from teraio.distributed.group_stages import GroupStages
 
 _STATES = "torch.distributed._composable_state"
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 
 class ShardedParameters:
-    """The shards of those parameters that the graphs of one training run have taken. Keeps none of them alive."""
+    """The shards of those parameters that the graphs of one training run have taken. Keeps none of them alive.
 
-    def __init__(self, pager: Pager) -> None:
+    groups: makes stages of what FSDP does with shards between graphs; None: they are no stages.
+    """
+
+    def __init__(self, pager: Pager, groups: GroupStages | None = None) -> None:
         self._pager = pager
+        self._groups = groups
         self._shards: Any = WeakTensorKeyDictionary()
         self._gathered: dict[int, StorageWeakRef] = {}
 
@@ -55,10 +61,12 @@ class ShardedParameters:
         new -= self._gathered.keys()
         if not new:
             return
-        for parameter in _sharded():
+        for group, parameter in _sharded():
             gathered = getattr(parameter, "_unsharded_param", None)
             if gathered is not None and _key(gathered) in new:
                 self._take(parameter, gathered)
+                if self._groups is not None and not self.stay:
+                    self._groups.watch(group)
 
     def _take(self, parameter: Any, gathered: Tensor) -> None:
         if parameter.offload_to_cpu:
@@ -86,8 +94,8 @@ def _states() -> Any:
     return getattr(sys.modules.get(_STATES), "_module_state_mapping", {})
 
 
-def _sharded() -> Iterator[Any]:
-    """Yield FSDP's records of all parameters that this process has sharded."""
+def _sharded() -> Iterator[tuple[Any, Any]]:
+    """Yield FSDP's records of all parameters that this process has sharded, each with that of its group."""
     fsdp = sys.modules.get(_FSDP)
     if fsdp is None:
         return
@@ -98,4 +106,4 @@ def _sharded() -> Iterator[Any]:
             if groups is None:
                 groups = [state._fsdp_param_group]  # torch < 2.13
             for group in groups:
-                yield from group.fsdp_params if group is not None else ()
+                yield from ((group, each) for each in group.fsdp_params) if group is not None else ()

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
 from runtime.paging import holder_of
-from teraio.distributed import rank_count
+from teraio.distributed import is_sharded_over_all, rank_count
 
 _ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split())
 """Their update computes each element from the same element of gradient and states."""
@@ -51,7 +51,7 @@ class OwnerHooks(OwnHooks):
 
     def mark(self, optimizer: Optimizer) -> None:
         """Mark the optimizer, unless it is marked."""
-        if not updates_alone(optimizer):
+        if not is_marked(optimizer):
             self._handles.append(optimizer.register_step_pre_hook(self._before))
 
     def close(self) -> None:
@@ -68,9 +68,14 @@ def keeps_masters(optimizer: Optimizer) -> bool:
     return any(hooks.keeps_masters for hooks in _own_hooks(optimizer))
 
 
-def updates_alone(optimizer: Optimizer) -> bool:
-    """Return whether no other rank updates the same parameters, so that they may be rounded in any way."""
-    return rank_count() == 1 or any(hooks.updates_alone for hooks in _own_hooks(optimizer))
+def updates_alone(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """Return whether no other rank updates the same elements of the parameter, so that they may be rounded in any way."""
+    return rank_count() == 1 or is_marked(optimizer) or is_sharded_over_all(parameter)
+
+
+def is_marked(optimizer: Optimizer) -> bool:
+    """Return whether no other rank updates any parameter of the optimizer, see `OwnerHooks`."""
+    return any(hooks.updates_alone for hooks in _own_hooks(optimizer))
 
 
 def _own_hooks(optimizer: Optimizer) -> list[OwnHooks]:
@@ -103,10 +108,11 @@ def reason_to_stay_whole(optimizer: Optimizer, args: Sequence[Any], kwargs: dict
 
 
 def reason_against_host(optimizer: Optimizer) -> str | None:
-    """Return why a subgroup cannot be updated on the host's processor; None if it can."""
+    """Return why no subgroup can be updated on the host's processor; None if some can, see also `updates_alone`."""
     if not is_elementwise(optimizer):
         return "its update does not compute each element by itself"
-    if not updates_alone(optimizer):  # see [Note: Several ranks]
+    if not any(updates_alone(optimizer, each) for group in optimizer.param_groups for each in group["params"]):
+        # see [Note: Several ranks]
         return "several ranks train together, and what one of them rounds differently would make their parameters drift apart"
     if any(group.get("capturable") for group in optimizer.param_groups):
         return "it is capturable: its settings and counters are on the device"

@@ -27,9 +27,16 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from runtime.device import MIN_MOVED_BYTES, Mark
-from runtime.paging import Block, Pager
+from runtime.paging import Block, Pager, holder_of
 from runtime.system import annotate, first_of
-from teraio.optimizer.capabilities import bytes_of, fused_on_host, keeps_masters, reason_against_host, states_per_parameter
+from teraio.optimizer.capabilities import (
+    bytes_of,
+    fused_on_host,
+    keeps_masters,
+    reason_against_host,
+    states_per_parameter,
+    updates_alone,
+)
 from teraio.optimizer.host_threads import compute_pool
 from teraio.optimizer.masters import lacks_master, update_replicas
 from teraio.optimizer.parameters import OwnedParameter
@@ -167,6 +174,8 @@ class HostUpdates:
     def _member(self, optimizer: Optimizer, owned: OwnedParameter) -> HostMember | None:
         parameter = owned.tensor
         state = optimizer.state.get(parameter, {})
+        if not updates_alone(optimizer, parameter):  # see [Note: Several ranks]
+            return None
         if parameter.grad is None or (not state and states_per_parameter(optimizer)) or lacks_master(optimizer, parameter):
             return None
         tensors = [value for value in state.values() if isinstance(value, Tensor)]
@@ -176,6 +185,8 @@ class HostUpdates:
         blocks = [(block, t) for t in large if (block := self._pager.known_block(t)) is not None and block.span is not None]
         if len(blocks) < len(large) or any(t.is_conj() or t.is_neg() for t in large):
             return None
+        if holder_of(parameter.grad).size() != holder_of(parameter).size():
+            return None  # a DTensor that is sharded in another way: the update on the device redistributes it
         small = tuple((t, self._counters.here(t)) for t in tensors if bytes_of(t) < self._min_moved_bytes)
         return HostMember(owned=owned, blocks=tuple(blocks), state=state, small=small)
 
@@ -193,7 +204,11 @@ def _find(value: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
 
 
 def tensor_at(address: int, like: Tensor) -> Tensor:
-    """Return a tensor of main memory with the shape, strides and type of `like`, whose storage begins at `address`."""
+    """Return a tensor of main memory with the shape, strides and type of `like`, whose storage begins at `address`.
+
+    Of a DTensor, those of its local part.
+    """
+    like = holder_of(like)
     size_bytes = bytes_of(like)
     memory = (ctypes.c_char * size_bytes).from_address(address)
     flat = torch.frombuffer(memory, dtype=like.dtype, count=size_bytes // like.element_size())

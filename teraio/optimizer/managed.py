@@ -164,7 +164,7 @@ class ManagedOptimizer:
 class ManagedOptimizers:
     """The `ManagedOptimizer` of each optimizer of the process. Keeps no optimizer alive.
 
-    buckets, sharded: see `ManagedOptimizer`.
+    buckets, sharded: see `ManagedOptimizer`. on_host: whether subgroups may be updated on the host.
     """
 
     def __init__(
@@ -175,9 +175,11 @@ class ManagedOptimizers:
         *,
         sharded: ShardedParameters | None = None,
         min_moved_bytes: int = MIN_MOVED_BYTES,
+        on_host: bool = False,
     ) -> None:
         self._pager = pager
         self._recorder = recorder
+        self._on_host = on_host
         self.sizes = sizes
         self.buckets = GradientBuckets()
         self._sharded = sharded or ShardedParameters(pager)
@@ -199,7 +201,7 @@ class ManagedOptimizers:
                 changed=self._count_small_states,
                 min_moved_bytes=self._min_moved_bytes,
             )
-            subgroups = Subgroups(self._pager, self.sizes, min_moved_bytes=self._min_moved_bytes)
+            subgroups = Subgroups(self._pager, self.sizes, min_moved_bytes=self._min_moved_bytes, on_host=self._on_host)
             managed = self._managed[optimizer] = ManagedOptimizer(
                 optimizer, self._pager, states=states, subgroups=subgroups, buckets=self.buckets, sharded=self._sharded
             )

@@ -92,4 +92,5 @@ def _is_dense(replica: Replica) -> bool:
     parameter, gradient = replica.parameter, replica.parameter.grad
     states = [v for v in replica.state.values() if isinstance(v, Tensor) and v.size() == parameter.size() and v.dim()]
     tensors = [parameter, *([gradient] if gradient is not None else []), *states]
-    return all(t.nbytes == t.untyped_storage().nbytes() and t.stride() == parameter.stride() for t in tensors)
+    dense = (t.is_contiguous() or t.nbytes == t.untyped_storage().nbytes() for t in tensors)
+    return all(dense) and all(t.stride() == parameter.stride() for t in tensors)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Pager
 from runtime.system import forget_undo, undo_if_interrupted, uninterrupted
-from teraio.distributed import ShardedParameters, optimizer_inside
+from teraio.distributed import ShardedParameters, UpdateBroadcasts, optimizer_inside, refuse_overlapping
 from teraio.optimizer.capabilities import OwnerHooks, OwnHooks, StepArguments, after_closure, calls_closure_first, closure_of
 from teraio.optimizer.host_rates import HostRates
 from teraio.optimizer.in_backward import OverlappedSteps
@@ -42,6 +42,7 @@ class OptimizerSteps(OwnHooks):
     the host, None if there is no host tier. sizes: chooses how large subgroups are. min_moved_bytes: smaller tensors stay on the
     device. overlap: update parameters inside the backward pass where possible; the attribute `overlap` is then the interface of
     that option for compiled graphs, else None. sharded: shards of the parameters that the graphs take.
+    broadcasts: makes stages of what `ZeroRedundancyOptimizer` sends.
     buckets_due: whether there may be buckets of gradients that are not counted yet.
     """
 
@@ -59,18 +60,25 @@ class OptimizerSteps(OwnHooks):
         min_moved_bytes: int = MIN_MOVED_BYTES,
         overlap: bool = False,
         sharded: ShardedParameters | None = None,
+        broadcasts: UpdateBroadcasts | None = None,
     ) -> None:
         self._active = active
         self._step_done = step_done
         self._automatic = automatic
         self._optimizers = ManagedOptimizers(
-            pager, recorder, sizes or SubgroupSizes(), sharded=sharded, min_moved_bytes=min_moved_bytes
+            pager,
+            recorder,
+            sizes or SubgroupSizes(),
+            sharded=sharded,
+            min_moved_bytes=min_moved_bytes,
+            on_host=rates is not None,
         )
         self._subgroups = SubgroupSteps(pager, recorder, rates=rates, ensure_room=ensure_room, min_moved_bytes=min_moved_bytes)
         self._whole = WholeSteps(pager, recorder)
         self.overlap = OverlappedSteps(pager, recorder, self._optimizers) if overlap else None
         self._reads_where_it_waits = not pager.device.asynchronous  # so a step can do without having its states brought in
         self.buckets_due = True
+        self._broadcasts = broadcasts
         self._owners = OwnerHooks()
         self._said: set[str] = set()
         self._handles = [
@@ -126,9 +134,12 @@ class OptimizerSteps(OwnHooks):
     # -- around a step
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+        refuse_overlapping(optimizer)
         inside = optimizer_inside(optimizer)
         if inside is not None:  # its step is the one that counts
             self._owners.mark(inside)
+            if self._broadcasts is not None:
+                self._broadcasts.watch(optimizer)
             return None
         with uninterrupted():
             self._optimizers.of(optimizer).step_ended()  # if the step before failed

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from torch import Tensor
+
 from runtime.device import MIN_MOVED_BYTES, Mark
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager, State
 from runtime.system import annotate
+from teraio.optimizer.capabilities import updates_alone
 from teraio.optimizer.gradients import GradientVersions
 from teraio.optimizer.host import HostUpdate, HostUpdates
 from teraio.optimizer.host_rates import HostRates
@@ -215,7 +218,14 @@ class _SubgroupStep:
             return None
         if subgroup.slicing is not None and not self._pager.waits_in_host_tier(subgroup.states):
             return None  # no plan would move its states there
+        if any(self._stays_on_device(each.tensor) for each in self._step.owned(subgroup.numbers)):
+            return None
         return self._rates.seconds(self._step.optimizer, subgroup.dtype, subgroup.elements)
+
+    def _stays_on_device(self, parameter: Tensor) -> bool:
+        """Whether a parameter would be updated on the host, by its size, but other ranks update it too."""
+        block = self._pager.known_block(parameter)
+        return block is not None and block.span is not None and not updates_alone(self._step.optimizer, parameter)
 
 
 def _stage_name(number: int) -> str:

@@ -20,6 +20,9 @@ from teraio.optimizer.subgroup_sizes import SubgroupSizes
 _COUNTERS_BYTES = 16
 """Bytes reserved for a parameter's step counter and similar scalars."""
 
+_PARTS = 2
+"""Parameters whose gradients are in one block are one subgroup if they take at most the room divided by this."""
+
 Ranges = tuple[tuple[int, int], ...]
 """The parameters of a subgroup: for each group, the first position and the one after the last. Keeps no parameter alive."""
 
@@ -73,11 +76,15 @@ class _Cut:
 class Subgroups:
     """The subgroups of one optimizer: the same in every iteration, as long as its parameters and the budget stay the same.
 
-    Keeps neither the optimizer nor a parameter alive. min_moved_bytes: smaller states stay on the device.
+    Keeps neither the optimizer nor a parameter alive. min_moved_bytes: smaller states stay on the device. on_host: whether
+    subgroups may be updated on the host, so that gradients in one block should be in one subgroup.
     """
 
-    def __init__(self, pager: Pager, sizes: SubgroupSizes, *, min_moved_bytes: int = MIN_MOVED_BYTES) -> None:
+    def __init__(
+        self, pager: Pager, sizes: SubgroupSizes, *, min_moved_bytes: int = MIN_MOVED_BYTES, on_host: bool = False
+    ) -> None:
         self._pager = pager
+        self._on_host = on_host
         self._sizes = sizes
         self._min_moved_bytes = min_moved_bytes
         self._cut: _Cut | None = None
@@ -170,7 +177,9 @@ class Subgroups:
     def _cut_anew(self, step: PendingStep, subgroup_bytes: int) -> _Cut:
         """Cut between parameters; and into slices inside a parameter, where that saves memory and is possible."""
         sliced = frozenset(self._slicings(step, self._large(step)))
-        return _Cut(sizes=step.sizes, ranges=tuple(cut(step.sizes, subgroup_bytes, alone=sliced)), sliced=sliced)
+        joined = _joined(step, self._room_bytes()) if self._on_host and subgroup_bytes else frozenset()
+        ranges = tuple(cut(step.sizes, subgroup_bytes, alone=sliced, joined=joined))
+        return _Cut(sizes=step.sizes, ranges=ranges, sliced=sliced)
 
     def _large(self, step: PendingStep) -> frozenset[int]:
         """Return the numbers of parameters whose update takes most of the room; none if all fit at once."""
@@ -249,11 +258,35 @@ def _sliced(
     )
 
 
-def cut(sizes: Iterable[Sequence[int]], subgroup_bytes: int, *, alone: Container[int] = ()) -> Iterator[Ranges]:
+def _joined(step: PendingStep, room_bytes: int | None) -> frozenset[int]:
+    """Return the numbers of parameters that should be in the subgroup of the one before: their gradients are in one block.
+
+    FSDP reduces the gradients of a group to one storage. Only a subgroup that has all of them can be updated on the host. None
+    of a run of such parameters that would take more than half of the room: the next ones have to come in meanwhile.
+    """
+    joined: set[int] = set()
+    run: list[int] = []
+    size = 0
+    before: Block | None = None
+    updates = step.in_order
+    for number, update in enumerate((*updates, ParameterUpdate(total_bytes=0))):
+        if update.gradient is None or update.gradient is not before:
+            if room_bytes is None or _PARTS * size <= room_bytes:
+                joined.update(run[1:])
+            run, size = [], 0
+        run.append(number)
+        size, before = size + update.total_bytes, update.gradient
+    return frozenset(joined)
+
+
+def cut(
+    sizes: Iterable[Sequence[int]], subgroup_bytes: int, *, alone: Container[int] = (), joined: Container[int] = ()
+) -> Iterator[Ranges]:
     """Yield subgroups of about `subgroup_bytes` in the order of the parameters; 0: one parameter each.
 
     sizes: bytes of each parameter, by group. A subgroup is larger than `subgroup_bytes` only where one parameter is, together
-    with small ones before it. alone: numbers of parameters that are a subgroup by themselves.
+    with small ones before it. alone: numbers of parameters that are a subgroup by themselves. joined: numbers of parameters that
+    are in the subgroup of the one before.
     """
     groups = list(sizes)
     begins = [0] * len(groups)
@@ -263,8 +296,9 @@ def cut(sizes: Iterable[Sequence[int]], subgroup_bytes: int, *, alone: Container
         for parameter_bytes in group:
             full = size + parameter_bytes > subgroup_bytes and 2 * size >= subgroup_bytes
             apart = number in alone or number - 1 in alone
+            together = number in joined
             number += 1
-            if (full or apart) and begins != ends:
+            if (apart or (full and not together)) and begins != ends:
                 yield tuple(zip(begins, ends, strict=True))
                 begins, size = list(ends), 0
             ends[index] += 1

@@ -76,7 +76,7 @@ class Iteration:
     waited_seconds: the part of them spent waiting for copies, for room and for updates on the host. On an asynchronous device it
     includes the time in which the device waited for the host.
     survivors: (number of the region, ordinal in it) of the blocks that were made in this iteration and still alive when the
-    first region of the next one began, such as gradients that are not set to None before the forward pass.
+    first region of the next one began after user code, such as gradients that are not set to None before the forward pass.
     held: the blocks that were used in this iteration and still alive at its end, such as gradients that are set to None after the
     step.
     reruns: what ran again. They are no stages: a trace and its numbers leave them out.

@@ -48,6 +48,7 @@ class IterationRecorder:
         self._stage_count = 0
         self._recording = False
         self._inference_regions = 0
+        self._survivors_due = False
         self._position = 0
         self._due: int | None = None
         self._device = pager.device
@@ -133,7 +134,10 @@ class IterationRecorder:
 
     # -- calls of the executor and of optimizer steps, see `Observer`
 
-    def region_begins(self, identity: Hashable, stage_count: int, *, is_inference: bool = False) -> None:
+    def region_begins(
+        self, identity: Hashable, stage_count: int, *, is_inference: bool = False, step_goes_on: bool = False
+    ) -> None:
+        """See `Observer`. step_goes_on: user code has not run yet since the step that ended the iteration before."""
         region = Region(identity=identity, first=self._iteration.stage_count)
         waited = self._host_waited() - self._waited_at_user_code  # while the previous region ended
         user = StageRecord(name="user", phase="user", seconds=-waited)
@@ -146,8 +150,8 @@ class IterationRecorder:
         if self._recording:
             self._iteration.untimed.append((user, self._user_code_began, self._last_end))
             self._iteration.regions.append(region)
-            if len(self._iteration.regions) == 1 and self._previous is not None:
-                self._previous.survivors = _survivors(self._previous)
+            if self._survivors_due and not step_goes_on and self._previous is not None:
+                self._previous.survivors, self._survivors_due = _survivors(self._previous), False
         self._pager.advance_clock()
         self._find_step(identity)
 
@@ -336,7 +340,7 @@ class IterationRecorder:
                 uses.setdefault(block, []).append(position)
         self._pager.record_uses({block: tuple(positions) for block, positions in uses.items()})
         done.held = frozenset(block for block in uses if not block.dead)
-        self._previous = done
+        self._previous, self._survivors_due = done, True
         self._iteration = Iteration(number=done.number + 1)
         self._pager.iteration = self._iteration.number
         self._cursor = 0

@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+import planner
 import teraio
 from planner.errors import UnsupportedError
+from teraio.optimizer.host import HostUpdate
 
 from ...thoroughness import every_other
 from ...training import MIB, forget
@@ -24,6 +26,8 @@ from .trainings import ROWS, WIDTH, Found, Made, Stack, differences, full, train
 
 BUDGET = 16 * MIB
 """A rank holds 4 MiB of shards, 8 MiB of momenta of Adam and up to 4 MiB of gradients, and gathers 4 or 8 MiB."""
+HOST_BUDGET = 20 * MIB
+"""Half of it has room for all that one group's update needs, 8 MiB, so that this is one subgroup."""
 
 
 def run(
@@ -97,6 +101,63 @@ def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_
     assert not [name for name in differences(*found) if name.startswith("parameter")]
 
 
+def test_what_fsdp_does_between_graphs_is_in_the_trace(ranks: Ranks, tmp_path: Path) -> None:
+    """Twice a step FSDP gathers the shards of a block and once it makes their gradients. A plan sees these uses."""
+    trace = tmp_path / "trace{rank}.json"
+    found = ranks.run(run, {"memory_budget": BUDGET, "storage": str(tmp_path), "trace_out": str(trace)}, steps=4)
+    assert all(one.peak <= BUDGET for one in found)
+    for rank in range(COUNT):
+        made = planner.Trace.load(tmp_path / f"trace{rank}.json")
+        stages = {stage.name: stage for stage in made.stages}
+        for block in ("blocks.0", "blocks.1"):
+            forward, backward = stages[f"forward/{block}.gather"], stages[f"backward/{block}.gather"]
+            reduced = stages[f"backward/{block}.reduce"]
+            (shard,) = [each for each in made.blocks if each.name == f"{block}.up.weight"]
+            assert shard.size_bytes == MIB and shard.persistent and shard.movable
+            assert shard.reads[:2] == (forward.id, backward.id) and min(shard.writes) > reduced.id
+            (gradient, *_) = [each for each in made.blocks if each.kind == "gradient" and each.writes == (reduced.id,)]
+            assert gradient.movable and gradient.size_bytes >= 2 * MIB and made.stages[gradient.reads[0]].phase == "optimizer"
+
+
+def updated_on_host(folder: str, **training: Any) -> tuple[Found, list[Found], list[int]]:
+    """Train by a plan that updates all that it can on the host; then train again, save, and load into a plain training.
+
+    Return what was found, what both of the second part come to, and how many updates ran there in each part.
+    """
+    updates = [0]
+    run_update = HostUpdate.run
+
+    def counting(self: HostUpdate, *arguments: Any) -> float | None:
+        seconds = run_update(self, *arguments)
+        updates[-1] += seconds is not None
+        return seconds
+
+    trace, plan = (str(Path(folder) / f"{what}{dist.get_rank()}.json") for what in ("trace", "plan"))
+    tiers = {"memory_budget": HOST_BUDGET, "host_budget": 64 * MIB}
+    run({**tiers, "trace_out": trace}, steps=4)
+    budgets = planner.Budgets(device_bytes=HOST_BUDGET, host_bytes=64 * MIB)
+    planner.plan(planner.Trace.load(trace), budgets, policy="host-updates").save(plan)
+    HostUpdate.run = counting  # type: ignore[method-assign]
+    try:
+        found = run({**tiers, "plan": plan}, **training)
+        updates.append(0)
+        return found, continued({**tiers, "plan": plan}, None, str(Path(folder) / "checkpoint")), updates
+    finally:
+        HostUpdate.run = run_update  # type: ignore[method-assign]
+
+
+def test_shards_are_updated_on_the_host_as_on_the_device(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank has elements of its own, so that what it rounds differently no other rank has to follow."""
+    expected = ranks.run(run, None, clip=True)
+    found = ranks.run(updated_on_host, str(tmp_path), clip=True)
+    for (one, (saved, loaded), updates), other in zip(found, expected, strict=True):
+        assert one.phase == "planned", one.waiting_for
+        assert min(updates) >= 4, "two groups in at least two steps"
+        assert max(differences(loaded, saved).values(), default=0.0) < 1e-4
+        assert max(differences(one, other).values(), default=0.0) < 1e-4
+        assert one.peak <= HOST_BUDGET
+
+
 def test_offloading_by_fsdp_itself_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     assert all("leave out its argument offload_policy" in message for message in ranks.run(offloaded, str(tmp_path)))
 
@@ -109,9 +170,9 @@ def continued(first: dict[str, Any] | None, then: dict[str, Any] | None, folder:
         torch.manual_seed(0 if options is first else 1)
         module = sharded(options)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-3)
-        batches = torch.randn(5, ROWS, WIDTH, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
+        batches = torch.randn(8, ROWS, WIDTH, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
         for number, batch in enumerate(batches):
-            if number == 3:
+            if number == 6:
                 model_state, optimizer_state = get_state_dict(module, optimizer)
                 state = {"model": model_state, "optimizer": optimizer_state}
                 if options is first:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from teraio.distributed import GradientBuckets, optimizer_inside, rank_count
+from planner.errors import UnsupportedError
+from teraio.distributed import GradientBuckets, is_sharded_over_all, optimizer_inside, rank_count
 from teraio.optimizer import reason_against_host
 from teraio.optimizer.capabilities import OwnerHooks
 
@@ -71,6 +76,32 @@ def test_the_optimizer_inside_is_the_one_that_updates(group: None) -> None:
     outer = ZeroRedundancyOptimizer(nn.Linear(8, 4).parameters(), torch.optim.AdamW)
     assert optimizer_inside(outer) is outer.optim
     assert optimizer_inside(outer.optim) is None
+
+
+def test_updates_inside_the_communication_are_refused_though_nobody_calls_step(group: None) -> None:
+    outer = ZeroRedundancyOptimizer(nn.Linear(8, 4).parameters(), torch.optim.AdamW, overlap_with_ddp=True)
+    with pytest.raises(UnsupportedError, match="leave out overlap_with_ddp"):
+        GradientBuckets().look()
+    del outer
+    GradientBuckets().look()
+
+
+@pytest.mark.parametrize(
+    ("axes", "placements", "alone"),
+    [
+        ((2,), [Shard(0)], True),
+        ((2,), [Replicate()], False),
+        ((2, 1), [Shard(1), Replicate()], True),
+        ((1, 2), [Shard(0), Replicate()], False),
+        ((1,), [Shard(0)], False),
+    ],
+)
+def test_shards_over_all_ranks_have_one_owner(group: None, axes: tuple[int, ...], placements: list[Any], alone: bool) -> None:
+    """A mesh of fewer ranks may have its like on other ranks."""
+    mesh = DeviceMesh("cpu", torch.arange(math.prod(axes)).reshape(axes))
+    parameter = DTensor.from_local(torch.ones(4, 4), mesh, placements, run_check=False)
+    assert is_sharded_over_all(parameter) == alone
+    assert (reason_against_host(torch.optim.SGD([parameter], lr=0.1)) is None) == alone
 
 
 def test_the_optimizer_inside_may_update_on_the_host(group: None) -> None:

@@ -58,4 +58,6 @@ def test_where_parameters_are_cut() -> None:
     assert list(cut(sizes, 16)) == [((0, 2), (0, 2))]
     assert list(cut(sizes, 0)) == [((0, 1), (0, 0)), ((1, 2), (0, 0)), ((2, 2), (0, 1)), ((2, 2), (1, 2))]
     assert list(cut(sizes, 16, alone={1})) == [((0, 1), (0, 0)), ((1, 2), (0, 0)), second]
+    assert list(cut(sizes, 0, joined={1})) == [first, ((2, 2), (0, 1)), ((2, 2), (1, 2))]
+    assert list(cut(sizes, 8, joined={2})) == [((0, 2), (0, 1)), ((2, 2), (1, 2))]
     assert list(cut([[]], 8)) == []
