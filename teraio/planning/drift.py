@@ -24,6 +24,10 @@ import planner
 
 DRIFT_LIMIT = 0.1
 """Planning starts again if the relative drift is larger."""
+_PLAINLY_OFF = 0.3
+"""Stages are plainly off beyond this relative drift."""
+_ALIKE = 1.1
+"""Iterations are alike if the longest takes no more than so many times the shortest."""
 _CONTENDED = 1.05
 """A link counts as slowed down by others if it takes longer than alone by this factor."""
 
@@ -112,6 +116,19 @@ def drift_of(expected: Expectation, observations: Sequence[Observation]) -> Drif
         stages=_relative(statistics.median(o.working_seconds for o in observations), expected.ideal_seconds),
         links={link: slowdown - 1.0 for link, slowdown in slowdowns.items()},
     )
+
+
+def stages_plainly_off(expected: Expectation, observations: Sequence[Observation]) -> bool:
+    """Return whether iterations are alike, and each of their stages' sums is far from what the plan promises.
+
+    The time between stages counts neither for nor against: a plan may promise it or not, see [Note: What is compared].
+    """
+    stages = [sum(o.stage_seconds) + o.rerun_seconds for o in observations]
+    working = [o.working_seconds for o in observations]
+    if max(working) > _ALIKE * min(working):
+        return False
+    ideal = expected.ideal_seconds
+    return min(stages) > (1 + _PLAINLY_OFF) * ideal > 0 or max(working) < (1 - _PLAINLY_OFF) * ideal
 
 
 def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequence[Observation]) -> planner.Trace:

@@ -8,7 +8,13 @@ When the latest iterations drift from what the plan predicts (see `teraio.planni
 made, and a plan for it in the background; training goes on by the old plan. At the end of an iteration the new plan takes
 over if it beats the old one, both replayed on that trace. Otherwise the old plan stays, and promises from now on what its own
 replay says. After each attempt twice as many iterations have to pass before the next one. So a machine whose times vary does
-not keep a solver busy. A plan that the user gave is never replaced, nor any plan with the option replan=False; the log then
+not keep a solver busy.
+
+A first plan may come from iterations that were all disturbed, or from another start. If, among the first iterations under it,
+three in a row are alike and their stages take plainly other times than it says, planning starts again at once. This happens once,
+and does not count as an attempt.
+
+A plan that the user gave is never replaced, nor any plan with the option replan=False; the log then
 reports the drift.
 """
 
@@ -16,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import planner
@@ -25,7 +31,7 @@ from teraio.machine import Machine
 from teraio.options import Options
 from teraio.planning.background import BackgroundPlanner, PlanMade
 from teraio.planning.corrections import Corrections, planned_starts
-from teraio.planning.drift import Drift, Expectation, Observation, drift_of, remeasured
+from teraio.planning.drift import Drift, Expectation, Observation, drift_of, remeasured, stages_plainly_off
 from teraio.planning.saving import save
 from teraio.planning.structured_trace import record_plan
 from teraio.profiling import Iteration, IterationRecorder, Profile, RerunsByStage, StageSchedule, lay_out_plan
@@ -36,6 +42,8 @@ _WINDOW = 8
 """Drift is computed from the medians of this many iterations."""
 _FIRST_WAIT = 10
 """Iterations under a plan before planning may start again for the first time."""
+_FIRST_LOOK = 3
+"""Iterations under a first plan that show whether its stage times are plainly wrong."""
 _WORTHWHILE = 0.01
 """Share by which a new plan must be better: a change costs one iteration, which begins with blocks in the wrong tiers."""
 
@@ -94,7 +102,8 @@ class PlanFollower:
         self._busy_seconds: dict[str, float] = {}
         self._wait = _FIRST_WAIT
         self._since = 0
-        self._drift_found: Drift | None = None
+        self._first = True
+        self._reason = ""
         self._enforce(_InForce.of(profile, plan, planner.simulate(profile.trace, plan)))
         recorder.follow(self._now.hints, {number: b for b, number in profile.ids.items() if not b.dead})
 
@@ -147,7 +156,7 @@ class PlanFollower:
         if iteration.number <= self._unsettled:
             return False
         self._observations.append(observation)
-        if not self._background.busy and self._since >= self._wait and len(self._observations) == _WINDOW:
+        if not self._background.busy:
             self._look_for_drift()
         if self._adaptive:
             self._correct(iteration, observation)
@@ -178,14 +187,26 @@ class PlanFollower:
     # -- planning again
 
     def _look_for_drift(self) -> None:
-        now, drift = self._now, drift_of(self._now.expected, self._observations)
-        if not drift.found:
-            return
-        self._since, self._wait, self._drift_found = 0, 2 * self._wait, drift
+        if self._since >= self._wait and len(self._observations) == _WINDOW:
+            if drift_of(self._now.expected, self._observations).found:
+                self._wait *= 2
+                self._plan_again(self._observations)
+        elif self._adaptive and self._first and _FIRST_LOOK <= len(self._observations) < _WINDOW:
+            latest = tuple(self._observations)[-_FIRST_LOOK:]
+            if stages_plainly_off(self._now.expected, latest):
+                self._plan_again(latest)
+
+    def _plan_again(self, observations: Sequence[Observation]) -> None:
+        """Start to plan with what these iterations show. If the plan is to stay, only tell."""
+        now, count = self._now, len(observations)
+        drift = drift_of(now.expected, observations)
+        self._since, self._first = 0, False
+        self._reason = f"the last {count} iterations differ from what the plan predicts"
         if self._adaptive:
-            self._background.start(remeasured(now.profile.trace, now.expected, self._observations), now.plan.budgets)
+            self._reason += f" ({drift})"
+            self._background.start(remeasured(now.profile.trace, now.expected, observations), now.plan.budgets)
         else:
-            logger.info("the last %d iterations differ from what the plan predicts: %s; the plan stays as it is", _WINDOW, drift)
+            logger.info("%s: %s; the plan stays as it is", self._reason, drift)
 
     def _decide(self, made: PlanMade) -> bool:
         """Follow the new plan if it is better than the one in force. Return whether it is."""
@@ -216,10 +237,9 @@ class PlanFollower:
     def _tell(self, promised: planner.Timeline, kept: planner.Timeline | None, *, better: bool) -> None:
         """Log, in one line, why a plan was made again and which plan is followed."""
         logger.info(
-            "planned again, as the last %d iterations differ from what the plan predicts (%s): with the measured times the new "
-            "plan takes %.3f s an iteration, the old one %s: the %s one is followed",
-            _WINDOW,
-            self._drift_found,
+            "planned again, as %s: with the measured times the new plan takes %.3f s an iteration, the old one %s: the %s one "
+            "is followed",
+            self._reason,
             promised.iteration_seconds,
             "does not come to an end" if kept is None else f"{kept.iteration_seconds:.3f} s",
             "new" if better else "old",

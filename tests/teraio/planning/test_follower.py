@@ -199,20 +199,61 @@ def test_what_the_new_plan_should_have_asked_for_already_is_asked_for_at_once(mo
         running.run()
     before = len(running.waited)
     running.run(5)
-    assert running.waited[before - 5 : before] == [1.0] * 5 and running.waited[before:] == [0.0] * 5
+    assert running.waited[before - 3 : before] == [1.0] * 3 and running.waited[before:] == [0.0] * 5
 
 
 def test_a_solver_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     training = VirtualTraining(monkeypatch)
     running = Following(training, (6, 6))
-    running.jobs.answers = [SolverError("out of luck")] * 3
+    running.jobs.answers = [SolverError("out of luck")] * 4
     training.stage_seconds = [2.0] * STAGES
     before = running.follower.trace
     with caplog.at_level(logging.WARNING, logger="teraio"):
         running.run(80)
     assert running.replans == 0 and running.follower.trace is before and running.asked_for(6) == [6]
     assert said(caplog)[0] == "no new plan could be made, the old one stays in force: out of luck"
-    assert len(running.jobs.asked) == 3, "after 10, 20 and 40 iterations"
+    assert len(running.jobs.asked) == 4, "at once, and after 10, 20 and 40 iterations more"
+
+
+@pytest.mark.parametrize("factor", [2.5, 0.4])
+def test_a_first_plan_from_plainly_wrong_times_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """All that was profiled was disturbed, or nothing is as it was. Later plans are given more time."""
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (6, 6))
+    running.jobs.answers = [None, None]
+    training.stage_seconds = [factor] * STAGES
+    running.run(4)
+    assert [trace.ideal_seconds for trace in running.jobs.asked] == pytest.approx([8 * factor])
+    running.run()
+    assert running.replans == (factor < 1) and running.predicted == pytest.approx(8 * factor)
+    training.stage_seconds = [3 * factor] * STAGES
+    running.run(9)
+    assert len(running.jobs.asked) == 1
+    running.run()
+    assert len(running.jobs.asked) == 2 and running.jobs.asked[1].ideal_seconds == pytest.approx(24 * factor)
+
+
+def test_one_disturbed_iteration_does_not_replace_a_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even two, nor three that were disturbed differently."""
+    for disturbed in ([1.0, 9.0, 1.0, 9.0, 9.0], [9.0, 5.0, 2.0, 1.0, 1.0]):
+        training = VirtualTraining(monkeypatch)
+        running = Following(training, (6, 6))
+        for factor in (1.0, *disturbed, 1.0, 1.0, 1.0):
+            training.stage_seconds = [factor] * STAGES
+            running.run()
+        assert running.jobs.asked == []
+
+
+def test_later_on_three_iterations_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (6, 6))
+    running.run(30)
+    training.stage_seconds = [3.0] * STAGES
+    running.run(3)
+    assert running.jobs.asked == []
+    running.jobs.answers = [None]
+    running.run()
+    assert len(running.jobs.asked) == 1, "the median of eight iterations has changed"
 
 
 def test_a_noisy_iteration_does_not_lead_to_planning(monkeypatch: pytest.MonkeyPatch) -> None:
