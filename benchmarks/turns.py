@@ -12,6 +12,10 @@ from examples.training import Setting, Step
 from examples.worker import EXACT_MEMORY, Worker
 
 
+_MORE_STEPS = 4
+"""Steps beyond those asked for that a worker may take to come to its plan."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """The size of the measured models, and the output folder."""
@@ -60,9 +64,13 @@ def log_name(worker: str) -> str:
 
 
 def warm_up(worker: Worker, steps: int) -> str:
-    """Take `steps` steps, wait for the plan, take two more steps, and return the phase."""
-    for _ in range(steps):
-        worker.step()
+    """Take `steps` steps, wait for the plan, take two more steps, and return the phase.
+
+    Takes up to four steps more if these do not suffice: those of a GPU are looked at later, those of a disturbed machine disagree.
+    """
+    phases = [worker.step().phase for _ in range(steps)]
+    while phases[-1:] == ["profile"] and len(phases) < steps + _MORE_STEPS:
+        phases.append(worker.step().phase)
     worker.wait_for_plan()
     worker.step()
     return worker.step().phase
