@@ -11,7 +11,6 @@ from examples.gpt import GPTConfig
 from examples.training import Setting, Step
 from examples.worker import EXACT_MEMORY, Worker
 
-
 _MORE_STEPS = 4
 """Steps beyond those asked for that a worker may take to come to its plan."""
 
@@ -66,7 +65,7 @@ def log_name(worker: str) -> str:
 def warm_up(worker: Worker, steps: int) -> str:
     """Take `steps` steps, wait for the plan, take two more steps, and return the phase.
 
-    Takes up to four steps more if these do not suffice: those of a GPU are looked at later, those of a disturbed machine disagree.
+    Takes some steps more if these do not suffice: on a disturbed machine, more iterations are profiled.
     """
     phases = [worker.step().phase for _ in range(steps)]
     while phases[-1:] == ["profile"] and len(phases) < steps + _MORE_STEPS:
