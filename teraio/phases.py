@@ -196,6 +196,8 @@ class ProfilePhase(Phase):
             return "the last one was too long to be recorded"
         if not iteration.complete:
             return "a stage of the last one failed"
+        if not iteration.timed:
+            return "the stages of the last one were not timed"
         return "graphs are still being compiled, or updates are about to move into the backward pass" if compiled else None
 
     def _profile_of(self, recorded: list[Iteration]) -> Profile:

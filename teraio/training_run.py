@@ -124,7 +124,7 @@ class TrainingRun:
         self._finished = 0
         self._compiled_now = True
         self._ended: _Ended | None = None
-        self._late_seconds = 0.0
+        self._late_seconds = self._recompute_seconds = 0.0
         self._reruns: Sequence[RerunRecord] = ()
         self._replaced = False
 
@@ -272,8 +272,10 @@ class TrainingRun:
         if ended is not None:
             ended.iteration.read_times()
             self._finished += 1
-            self._late_seconds = ended.iteration.waited_seconds
             self._reruns = tuple(ended.iteration.reruns)
+            if ended.iteration.timed:
+                self._late_seconds = ended.iteration.waited_seconds
+                self._recompute_seconds = sum(rerun.seconds for rerun in ended.iteration.reruns)
             self._tell(ended.iteration)
             self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
             self._tell_status()
@@ -362,7 +364,7 @@ class TrainingRun:
             late_seconds=self._late_seconds,
             recomputed_stages=len(reruns),
             recomputed_bytes=sum(rerun.made_bytes for rerun in reruns),
-            recompute_seconds=sum(rerun.seconds for rerun in reruns),
+            recompute_seconds=self._recompute_seconds,
             reserved_bytes=allocator.reserved_bytes if allocator is not None else None,
             allocator_retries=allocator.retries if allocator is not None else None,
             reserve_bytes=self._machine.reserve.size_bytes if self._machine.reserve is not None else None,

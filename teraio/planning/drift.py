@@ -17,7 +17,7 @@ All are medians over the latest iterations, so a few outliers change nothing.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import planner
@@ -116,6 +116,11 @@ def drift_of(expected: Expectation, observations: Sequence[Observation]) -> Drif
         stages=_relative(statistics.median(o.working_seconds for o in observations), expected.ideal_seconds),
         links={link: slowdown - 1.0 for link, slowdown in slowdowns.items()},
     )
+
+
+def iterations_drift(expected: Expectation, seconds: Collection[float]) -> bool:
+    """Return whether whole iterations of these `seconds` have drifted by themselves."""
+    return abs(_relative(statistics.median(seconds), expected.iteration_seconds)) > DRIFT_LIMIT
 
 
 def stages_plainly_off(expected: Expectation, observations: Sequence[Observation]) -> bool:

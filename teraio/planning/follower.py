@@ -14,6 +14,9 @@ A first plan may come from iterations that were all disturbed, or from another s
 three in a row are alike and their stages take plainly other times than it says, planning starts again at once. This happens once,
 and does not count as an attempt.
 
+Where stages are timed in some iterations only (see [Note: Sampled times] in `teraio.profiling.recorder`), these are compared. If
+the time of whole iterations drifts, and planning may start, stages are timed in all iterations until there are enough.
+
 A plan that the user gave is never replaced, nor any plan with the option replan=False; the log then
 reports the drift.
 """
@@ -31,15 +34,16 @@ from teraio.machine import Machine
 from teraio.options import Options
 from teraio.planning.background import BackgroundPlanner, PlanMade
 from teraio.planning.corrections import Corrections, planned_starts
-from teraio.planning.drift import Drift, Expectation, Observation, drift_of, remeasured, stages_plainly_off
+from teraio.planning.drift import Drift, Expectation, Observation, drift_of, iterations_drift, remeasured, stages_plainly_off
 from teraio.planning.saving import save
 from teraio.planning.structured_trace import record_plan
 from teraio.profiling import Iteration, IterationRecorder, Profile, RerunsByStage, StageSchedule, lay_out_plan
 
 logger = logging.getLogger("teraio")
 
-_WINDOW = 8
-"""Drift is computed from the medians of this many iterations."""
+_WINDOW = 9
+"""Drift is computed from the medians of this many iterations. An odd number: no median lies between the times before and after a
+change."""
 _FIRST_WAIT = 10
 """Iterations under a plan before planning may start again for the first time."""
 _FIRST_LOOK = 3
@@ -98,6 +102,7 @@ class PlanFollower:
         self._background = background
         self._adaptive = options.replan and options.plan is None
         self._observations: deque[Observation] = deque(maxlen=_WINDOW)
+        self._seconds: deque[float] = deque(maxlen=_WINDOW)
         self._moved_bytes: dict[str, int] = {}
         self._busy_seconds: dict[str, float] = {}
         self._wait = _FIRST_WAIT
@@ -115,6 +120,8 @@ class PlanFollower:
     def _enforce(self, now: _InForce) -> None:
         self._now = now
         self._observations.clear()
+        self._seconds.clear()
+        self._recorder.times_wanted = True
         self._unsettled = self._recorder.iteration_number
         record_plan(now.plan, now.profile.trace)
 
@@ -155,12 +162,22 @@ class PlanFollower:
             self._unsettled = iteration.number + 1  # the next one begins in another state than the plan's
         if iteration.number <= self._unsettled:
             return False
-        self._observations.append(observation)
-        if not self._background.busy:
-            self._look_for_drift()
-        if self._adaptive:
-            self._correct(iteration, observation)
+        self._seconds.append(iteration.seconds)
+        if iteration.timed:
+            self._observations.append(observation)
+            if not self._background.busy:
+                self._look_for_drift()
+            if self._adaptive:
+                self._correct(iteration, observation)
+        self._recorder.times_wanted = self._wants_times()
         return False
+
+    def _wants_times(self) -> bool:
+        """Return whether stages are to be timed in the next iterations: if the plan is new, or if drift is to be looked at."""
+        if len(self._observations) < _WINDOW:
+            return True
+        due = not self._background.busy and self._since + _WINDOW >= self._wait
+        return due and iterations_drift(self._now.expected, self._seconds)
 
     def _observe(self, iteration: Iteration) -> Observation:
         moved_bytes, busy_seconds = self._machine.moved_bytes(), self._machine.busy_seconds()
