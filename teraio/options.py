@@ -100,7 +100,10 @@ class Options:
     parameters and gradients give up goes back to the system as it is."""
 
     profile_iterations: int = 3
-    """Iterations that are measured before a plan is made, not counting the first one. At least 1."""
+    """Iterations that are measured before a plan is made, not counting the first one. At least 1.
+
+    Of 3 or more, those count in which nothing else slowed the machine down. If too few agree, up to twice as many are
+    measured."""
 
     plan: Path | None = None
     """A plan file to follow; no other plan is made. It must come from a trace of the same program.

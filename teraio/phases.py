@@ -42,13 +42,15 @@ from teraio.machine import Machine
 from teraio.optimizer import SubgroupSizes
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner, PlanFollower, WarmStart, fit_given_plan, save
-from teraio.profiling import Iteration, IterationRecorder, PeakWatch, Profile, build_profile
+from teraio.profiling import Iteration, IterationRecorder, PeakWatch, Profile, build_profile, times_agree
 from teraio.status import RunPhase
 
 logger = logging.getLogger("teraio")
 
 _RECENT = 8
 """Iterations whose median time is reported."""
+_LONGEST = 2
+"""So many times the iterations that the options ask for are profiled at most, if stages take very different times in them."""
 _OUTSIDE_SECONDS = 0.1
 """Seconds of an iteration outside of compiled graphs that are worth a warning."""
 
@@ -153,6 +155,8 @@ class ProfilePhase(Phase):
     def waiting_for(self) -> str:
         wanted = self._run.options.profile_iterations + 1
         so_far = f"{wanted} iterations in a row that run the same graphs ({len(self._recorded)} so far)"
+        if len(self._recorded) >= wanted:
+            return f"{so_far}, since stages took very different times in them"
         return so_far if self._problem is None else f"{so_far}; the last ones did not count, since {self._problem}"
 
     def graph_begins(self, program: Program) -> None:
@@ -174,8 +178,13 @@ class ProfilePhase(Phase):
             self._problem = "other graphs ran in them"
         self._recorded.append(iteration)
         # The iteration before the last tells which blocks outlive it, so one more is recorded than the options ask for.
-        if len(self._recorded) <= self._run.options.profile_iterations:
+        measured, wanted = self._recorded[1:], self._run.options.profile_iterations
+        if len(measured) < wanted:
             return self
+        if not times_agree(measured):
+            if len(measured) < _LONGEST * wanted:
+                return self
+            logger.info("stages took very different times in %d profiled iterations: the first plan may be poor", len(measured))
         recorded, self._recorded = self._recorded, []
         return self._decide(self._profile_of(recorded))
 
@@ -187,6 +196,8 @@ class ProfilePhase(Phase):
             return "the last one was too long to be recorded"
         if not iteration.complete:
             return "a stage of the last one failed"
+        if not iteration.timed:
+            return "the stages of the last one were not timed"
         return "graphs are still being compiled, or updates are about to move into the backward pass" if compiled else None
 
     def _profile_of(self, recorded: list[Iteration]) -> Profile:

@@ -28,7 +28,8 @@ class Status:
     ideal_iteration_seconds: the sum of all stages of the trace, as if memory had no limit.
     floor_bytes: the smallest budget that would do. deviations: number of regions that ran otherwise than planned.
     drift: median time of the latest planned iterations over the predicted time, less 1; None while it is not known.
-    late_seconds: time in the last iteration spent waiting for copies and room; on a GPU, between stages.
+    late_seconds: time in the last iteration spent waiting for copies and room; on a GPU, between stages, in the last one that was
+    timed.
     recomputed_stages, recomputed_bytes, recompute_seconds: forward stages that ran again in the last iteration, what they made
     anew, and how long they took.
     collective_seconds: seconds of the last iteration in collectives inside of graphs, by stage: their work, and waiting for other

@@ -125,7 +125,7 @@ class TrainingRun:
         self._finished = 0
         self._compiled_now = True
         self._ended: _Ended | None = None
-        self._late_seconds = 0.0
+        self._late_seconds = self._recompute_seconds = 0.0
         self._reruns: Sequence[RerunRecord] = ()
         self._collective_seconds: dict[str, float] = {}
         self._replaced = False
@@ -275,9 +275,11 @@ class TrainingRun:
         if ended is not None:
             ended.iteration.read_times()
             self._finished += 1
-            self._late_seconds = ended.iteration.waited_seconds
             self._reruns = tuple(ended.iteration.reruns)
-            self._collective_seconds = ended.iteration.collective_seconds
+            if ended.iteration.timed:
+                self._late_seconds = ended.iteration.waited_seconds
+                self._recompute_seconds = sum(rerun.seconds for rerun in ended.iteration.reruns)
+                self._collective_seconds = ended.iteration.collective_seconds
             self._tell(ended.iteration)
             self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
             self._tell_status()
@@ -366,7 +368,7 @@ class TrainingRun:
             late_seconds=self._late_seconds,
             recomputed_stages=len(reruns),
             recomputed_bytes=sum(rerun.made_bytes for rerun in reruns),
-            recompute_seconds=sum(rerun.seconds for rerun in reruns),
+            recompute_seconds=self._recompute_seconds,
             collective_seconds=self._collective_seconds,
             waited_for_ranks_seconds=None,
             reserved_bytes=allocator.reserved_bytes if allocator is not None else None,

@@ -107,9 +107,9 @@ class _ManagedRun:
             rerun = self._rerun(stage) if number in self._kept else None
             clock = CollectiveClock() if stage.has_collectives and not pager.device.asynchronous else None
             with self._meter.watching(stage), clock or nullcontext():
-                begin = pager.device.mark()
+                begin = self._observer.mark()
                 _run_stage(stage, self._slots)
-                end = pager.device.mark()
+                end = self._observer.mark()
             for i in stage.outputs:
                 blocks[i] = self._block(i, user_visible=False)
             if rerun is not None:

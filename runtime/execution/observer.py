@@ -58,6 +58,12 @@ class Observer(Protocol):
         is_inference: no backward pass will follow.
         """
 
+    def mark(self) -> Mark:
+        """Return the present point of the device's work, for the begin or the end of a `StageRun` or a `StageRerun`.
+
+        Where no times are wanted, it is one that is at hand.
+        """
+
     def kept_stages(self) -> Collection[int] | None:
         """Return the numbers of the stages of the region that began last that a plan runs again; None if no plan applies."""
 

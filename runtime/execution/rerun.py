@@ -153,10 +153,10 @@ class Reruns:
         pager.acquire(read, stage.output_bytes + workspace_bytes, f"recompute/{stage.name}", then_fetch=then_fetch)
         try:
             with self._meter.watching(stage), torch.no_grad(), torch._C._DisableAutocast():
-                begin = pager.device.mark()
+                begin = self._observer.mark()
                 with annotate("stage", f"recompute/{stage.name}"):
                     made = stage.run(rerun.values())
-                end = pager.device.mark()
+                end = self._observer.mark()
             fresh = _storages(made, {b: position for b, position in rerun.made.items() if b.state is State.DROPPED})
             del made
             pager.renew(fresh)

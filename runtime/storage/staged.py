@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from runtime.storage.store import Chunk, ChunkIO, Slot, Store, align_up, content_bytes_of, cut_chunk
+from runtime.system import short_turns
 
 
 class PendingCopy(Protocol):
@@ -51,7 +52,7 @@ class StagedStore:
     begins; it has been read or written when the call returns.
 
     chunk_io: copies the parts to and from the slots of `inner`, `Checksums` for example. By default `inner` does.
-    `close` closes `inner` too.
+    `close` closes `inner` too. Until then, all threads of the process take short turns, see [Note: Short turns].
     """
 
     def __init__(self, inner: Store, copier: Copier, *, buffer_bytes: int = 4 << 20, chunk_io: ChunkIO | None = None) -> None:
@@ -62,6 +63,8 @@ class StagedStore:
         self._lock = threading.Lock()
         self._idle: list[tuple[HostBuffer, HostBuffer]] = []
         self._staging_bytes = 0
+        self._closed = False
+        short_turns.begin()
 
     @property
     def staging_bytes(self) -> int:
@@ -137,6 +140,9 @@ class StagedStore:
         with self._lock:
             self._idle.clear()
             self._staging_bytes = 0
+            closed, self._closed = self._closed, True
+        if not closed:
+            short_turns.end()
         self._inner.close()
 
     @contextmanager

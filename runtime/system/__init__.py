@@ -3,7 +3,7 @@
 And, by native code, other memory for tensors.
 """
 
-from runtime.system import storage_swap
+from runtime.system import short_turns, storage_swap
 from runtime.system.annotation import Name, annotate, first_of
 from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
 from runtime.system.interrupts import checkpoint, current_handler, forget_undo, undo_if_interrupted, uninterrupted
@@ -28,6 +28,7 @@ __all__ = [
     "on_processors",
     "pci_address",
     "processors_near",
+    "short_turns",
     "storage_swap",
     "undo_if_interrupted",
     "uninterrupted",

@@ -94,10 +94,10 @@ class LibraryCalls:
         fetch = self._recorder.stage_reached()
         pager.acquire(read, made_bytes + workspace_bytes, name, then_fetch=fetch)
         try:
-            begin = pager.device.mark()
+            begin = self._recorder.mark()
             with annotate("stage", name):
                 made = call()
-            end = pager.device.mark()
+            end = self._recorder.mark()
         finally:
             pager.retire(read, written, last_used=freed)
         self._recorder.stage_ended(

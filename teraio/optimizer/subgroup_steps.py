@@ -192,7 +192,7 @@ class _SubgroupStep:
         try:
             try:
                 self._pager.evict_until_free(sum(block.size_bytes for block in missing), keep=following)
-                begin = self._pager.device.mark()
+                begin = self._recorder.mark()
                 self._groups.narrow(subgroup.chosen)
                 gradients = GradientVersions(optimizer)
                 with annotate("update", name):
@@ -200,7 +200,7 @@ class _SubgroupStep:
                         slices.run()
                     else:
                         run_step(optimizer)
-                end = self._pager.device.mark()
+                end = self._recorder.mark()
             finally:
                 self._groups.restore()
                 # Before the pager takes back what was reserved for new states.

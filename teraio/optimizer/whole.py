@@ -58,7 +58,7 @@ class WholeSteps:
                 self._pager.acquire(subgroup.read, subgroup.workspace_bytes, _NAME, then_fetch=fetch)
             finally:
                 self._pager.leave_region()
-        annotation, begin = annotate("update", _NAME), self._pager.device.mark()
+        annotation, begin = annotate("update", _NAME), self._recorder.mark()
         self._running = _RunningStep(managed=managed, subgroup=subgroup, begin=begin, annotation=annotation)
         annotation.__enter__()
 
@@ -79,7 +79,7 @@ class WholeSteps:
         if running is None or running.managed is not managed:
             return False
         self._running = None
-        subgroup, end = running.subgroup, self._pager.device.mark()
+        subgroup, end = running.subgroup, self._recorder.mark()
         running.annotation.__exit__(None, None, None)
         with self._pager.device.region():
             try:

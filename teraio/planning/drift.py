@@ -17,13 +17,17 @@ All are medians over the latest iterations, so a few outliers change nothing.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import planner
 
 DRIFT_LIMIT = 0.1
 """Planning starts again if the relative drift is larger."""
+_PLAINLY_OFF = 0.3
+"""Stages are plainly off beyond this relative drift."""
+_ALIKE = 1.1
+"""Iterations are alike if the longest takes no more than so many times the shortest."""
 _CONTENDED = 1.05
 """A link counts as slowed down by others if it takes longer than alone by this factor."""
 
@@ -114,6 +118,24 @@ def drift_of(expected: Expectation, observations: Sequence[Observation]) -> Drif
         stages=_relative(statistics.median(o.working_seconds for o in observations), expected.ideal_seconds),
         links={link: slowdown - 1.0 for link, slowdown in slowdowns.items()},
     )
+
+
+def iterations_drift(expected: Expectation, seconds: Collection[float]) -> bool:
+    """Return whether whole iterations of these `seconds` have drifted by themselves."""
+    return abs(_relative(statistics.median(seconds), expected.iteration_seconds)) > DRIFT_LIMIT
+
+
+def stages_plainly_off(expected: Expectation, observations: Sequence[Observation]) -> bool:
+    """Return whether iterations are alike, and each of their stages' sums is far from what the plan promises.
+
+    The time between stages counts neither for nor against: a plan may promise it or not, see [Note: What is compared].
+    """
+    stages = [sum(o.stage_seconds) + o.rerun_seconds for o in observations]
+    working = [o.working_seconds for o in observations]
+    if max(working) > _ALIKE * min(working):
+        return False
+    ideal = expected.ideal_seconds
+    return min(stages) > (1 + _PLAINLY_OFF) * ideal > 0 or max(working) < (1 - _PLAINLY_OFF) * ideal
 
 
 def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequence[Observation]) -> planner.Trace:

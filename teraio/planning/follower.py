@@ -8,7 +8,16 @@ When the latest iterations drift from what the plan predicts (see `teraio.planni
 made, and a plan for it in the background; training goes on by the old plan. At the end of an iteration the new plan takes
 over if it beats the old one, both replayed on that trace. Otherwise the old plan stays, and promises from now on what its own
 replay says. After each attempt twice as many iterations have to pass before the next one. So a machine whose times vary does
-not keep a solver busy. A plan that the user gave is never replaced, nor any plan with the option replan=False; the log then
+not keep a solver busy.
+
+A first plan may come from iterations that were all disturbed, or from another start. If, among the first iterations under it,
+three in a row are alike and their stages take plainly other times than it says, planning starts again at once. This happens once,
+and does not count as an attempt.
+
+Where stages are timed in some iterations only (see [Note: Sampled times] in `teraio.profiling.recorder`), these are compared. If
+the time of whole iterations drifts, and planning may start, stages are timed in all iterations until there are enough.
+
+A plan that the user gave is never replaced, nor any plan with the option replan=False; the log then
 reports the drift.
 When one rank of a machine plans again, all that run the same iteration do, each with a trace of its own. The slowest one makes
 the plan and decides whether it beats the old one. All follow what it has decided from the same iteration on, see
@@ -19,7 +28,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import planner
@@ -28,17 +37,20 @@ from teraio.machine import Machine
 from teraio.options import Options
 from teraio.planning.background import BackgroundPlanner, PlanMade
 from teraio.planning.corrections import Corrections, planned_starts
-from teraio.planning.drift import Drift, Expectation, Observation, drift_of, remeasured
+from teraio.planning.drift import Drift, Expectation, Observation, drift_of, iterations_drift, remeasured, stages_plainly_off
 from teraio.planning.saving import save
 from teraio.planning.structured_trace import record_plan
 from teraio.profiling import Iteration, IterationRecorder, Profile, RerunsByStage, StageSchedule, lay_out_plan
 
 logger = logging.getLogger("teraio")
 
-_WINDOW = 8
-"""Drift is computed from the medians of this many iterations."""
+_WINDOW = 9
+"""Drift is computed from the medians of this many iterations. An odd number: no median lies between the times before and after a
+change."""
 _FIRST_WAIT = 10
 """Iterations under a plan before planning may start again for the first time."""
+_FIRST_LOOK = 3
+"""Iterations under a first plan that show whether its stage times are plainly wrong."""
 _WORTHWHILE = 0.01
 """Share by which a new plan must be better: a change costs one iteration, which begins with blocks in the wrong tiers."""
 
@@ -93,10 +105,12 @@ class PlanFollower:
         self._background = background
         self._adaptive = options.replan and options.plan is None
         self._observations: deque[Observation] = deque(maxlen=_WINDOW)
+        self._seconds: deque[float] = deque(maxlen=_WINDOW)
         self._moved_bytes: dict[str, int] = {}
         self._busy_seconds: dict[str, float] = {}
         self._wait = _FIRST_WAIT
         self._since = 0
+        self._first = True
         self._why = ""
         self._enforce(_InForce.of(profile, plan, planner.simulate(profile.trace, plan)))
         recorder.follow(self._now.hints, {number: b for b, number in profile.ids.items() if not b.dead})
@@ -109,6 +123,8 @@ class PlanFollower:
     def _enforce(self, now: _InForce) -> None:
         self._now = now
         self._observations.clear()
+        self._seconds.clear()
+        self._recorder.times_wanted = True
         self._unsettled = self._recorder.iteration_number
         record_plan(now.plan, now.profile.trace)
 
@@ -146,17 +162,28 @@ class PlanFollower:
         if made is not None:
             return self._decide(made)
         if self._adaptive and self._background.wanted(self._now.profile.trace, self._now.plan.budgets):
-            self._plan_again("another rank of this machine plans again")
+            self._wait *= 2
+            self._plan_again("another rank of this machine plans again", self._observations)
         if not as_planned:
             self._unsettled = iteration.number + 1  # the next one begins in another state than the plan's
         if iteration.number <= self._unsettled:
             return False
-        self._observations.append(observation)
-        if not self._background.busy and self._since >= self._wait and len(self._observations) == _WINDOW:
-            self._look_for_drift()
-        if self._adaptive:
-            self._correct(iteration, observation)
+        self._seconds.append(iteration.seconds)
+        if iteration.timed:
+            self._observations.append(observation)
+            if not self._background.busy:
+                self._look_for_drift()
+            if self._adaptive:
+                self._correct(iteration, observation)
+        self._recorder.times_wanted = self._wants_times()
         return False
+
+    def _wants_times(self) -> bool:
+        """Return whether stages are to be timed in the next iterations: if the plan is new, or if drift is to be looked at."""
+        if len(self._observations) < _WINDOW:
+            return True
+        due = not self._background.busy and self._since + _WINDOW >= self._wait
+        return due and iterations_drift(self._now.expected, self._seconds)
 
     def _observe(self, iteration: Iteration) -> Observation:
         moved_bytes, busy_seconds = self._machine.moved_bytes(), self._machine.busy_seconds()
@@ -184,21 +211,30 @@ class PlanFollower:
     # -- planning again
 
     def _look_for_drift(self) -> None:
-        drift = drift_of(self._now.expected, self._observations)
-        if not drift.found:
-            return
-        why = f"the last {_WINDOW} iterations differ from what the plan predicts"
+        if self._since >= self._wait and len(self._observations) == _WINDOW:
+            if drift_of(self._now.expected, self._observations).found:
+                self._wait *= 2
+                self._on_drift(self._observations)
+        elif self._adaptive and self._first and _FIRST_LOOK <= len(self._observations) < _WINDOW:
+            latest = tuple(self._observations)[-_FIRST_LOOK:]
+            if stages_plainly_off(self._now.expected, latest):
+                self._on_drift(latest)
+
+    def _on_drift(self, observations: Sequence[Observation]) -> None:
+        """Start to plan with what these iterations show. If the plan is to stay, only tell."""
+        drift = drift_of(self._now.expected, observations)
+        why = f"the last {len(observations)} iterations differ from what the plan predicts"
         if self._adaptive:
-            self._plan_again(f"{why} ({drift})")
+            self._plan_again(f"{why} ({drift})", observations)
         else:
-            self._since, self._wait = 0, 2 * self._wait
+            self._since = 0
             logger.info("%s: %s; the plan stays as it is", why, drift)
 
-    def _plan_again(self, why: str) -> None:
+    def _plan_again(self, why: str, observations: Sequence[Observation]) -> None:
         now, trace = self._now, self._now.profile.trace
-        self._since, self._wait, self._why = 0, 2 * self._wait, why
-        if self._observations:
-            trace = remeasured(trace, now.expected, self._observations)
+        self._since, self._first, self._why = 0, False, why
+        if observations:
+            trace = remeasured(trace, now.expected, observations)
         self._background.start(trace, now.plan.budgets, lambda new: self._better(trace, new))
 
     def _old_plan_for(self, trace: planner.Trace) -> planner.Plan:

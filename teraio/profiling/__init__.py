@@ -8,6 +8,7 @@ from teraio.profiling.recognition import recognise
 from teraio.profiling.recorder import IterationRecorder
 from teraio.profiling.reruns_by_stage import RerunsByStage
 from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
+from teraio.profiling.typical import times_agree
 
 __all__ = [
     "Iteration",
@@ -23,4 +24,5 @@ __all__ = [
     "lay_out_plan",
     "recognise",
     "states_that_stay",
+    "times_agree",
 ]

@@ -82,6 +82,7 @@ class Iteration:
     reruns: what ran again. They are no stages: a trace and its numbers leave them out.
     untimed, gaps: begin and end of what is not measured yet.
     truncated: some of its regions are not in this record, because it has too many.
+    timed: the seconds of its stages and of their gaps are measured, see [Note: Sampled times] in `teraio.profiling.recorder`.
     """
 
     number: int
@@ -94,6 +95,7 @@ class Iteration:
     untimed: list[tuple[StageRecord | RerunRecord | Iteration, Mark, Mark]] = field(default_factory=list)
     gaps: list[tuple[Mark, Mark]] = field(default_factory=list)
     truncated: bool = False
+    timed: bool = True
 
     def read_times(self) -> None:
         """Fill in the seconds of all stages and of the iteration. Waits until the device has finished the iteration."""

@@ -12,6 +12,7 @@ import planner
 from runtime.paging import Block
 from teraio.profiling.groups import recompute_groups
 from teraio.profiling.iteration import Iteration, StageRecord
+from teraio.profiling.typical import stage_seconds
 
 FIXED_NAME = "small optimizer states"
 """The name of the block that stands for all that stays on the device without being a block."""
@@ -36,7 +37,8 @@ def build_profile(
     survivors: set[tuple[int, int]],
     no_reruns: str = "",
 ) -> Profile:
-    """Return the trace of the last of `iterations`. Times are medians over all of them; their signatures must be equal.
+    """Return the trace of the last of `iterations`. Times are those of undisturbed stages, see [Note: Disturbed
+    iterations]; the signatures must be equal.
 
     survivors: (region, ordinal) of the made blocks that outlive the iteration.
     fixed_bytes: what stays on the device without being a block, such as small optimizer states. It becomes one block that does
@@ -44,7 +46,7 @@ def build_profile(
     """
     last = iterations[-1]
     stages = last.stages
-    times = _medians([stage.seconds for stage in i.stages] for i in iterations)
+    times = stage_seconds(iterations)
     collectives = _medians([stage.collective_seconds for stage in i.stages] for i in iterations)
     uses = _Uses.of(last)
     blocks = [_block(last, uses, block, number, survivors) for block, number in uses.ids.items()]

@@ -10,6 +10,11 @@ the plan expects, the plan applies again: the run is in step with the plan.
 User code may run any number of regions before an optimizer steps: an evaluation over a whole data set, or a loop without such a
 step. What is recorded of one iteration has a limit, so that memory does not grow with their number. A region beyond the limit
 runs as any other, but leaves no record, and no plan is made for the iteration.
+
+[Note: Sampled times]
+On an asynchronous device the time of a stage costs two timed events, which the host makes, queues and reads. So while a plan is
+followed, stages are timed in every eighth iteration only, and in those for which the follower of the plan asks. The iteration as
+a whole is always timed, by marks between regions.
 """
 
 from __future__ import annotations
@@ -27,12 +32,15 @@ _MOST_STAGES = 10_000
 """Stages that are recorded of one iteration."""
 _MOST_INFERENCE_REGIONS = 64
 """Inference regions in a row that are recorded. Those of a training step, such as a teacher's, are fewer."""
+_TIMED_EVERY = 8
+"""Of so many iterations under a plan, the stages of one are timed, see [Note: Sampled times]."""
 
 
 class IterationRecorder:
     """An `Observer` that records iterations and, where there is a plan, tells the pager what to offload and to prefetch.
 
-    deviations: how many regions were not where the plan expects them. All calls are for the training thread.
+    deviations: how many regions were not where the plan expects them. times_wanted: whether the stages of the next iterations are
+    timed although a plan is followed, see [Note: Sampled times]. All calls are for the training thread.
     """
 
     def __init__(self, pager: Pager) -> None:
@@ -55,6 +63,7 @@ class IterationRecorder:
         self._user_code_began = self._began = self._last_end = self._device.mark()
         self._waited_at_user_code = self._waited_at_begin = self._host_waited()
         self.deviations = 0
+        self.times_wanted = True
 
     def _host_waited(self) -> float:
         """Seconds so far in which the host waited and the device was idle. 0 for an asynchronous device."""
@@ -102,7 +111,7 @@ class IterationRecorder:
 
     def _measure(self, record: StageRecord | RerunRecord, begin: Mark, end: Mark) -> None:
         """Note when a stage ran. On an asynchronous device, the gaps between stages are what the iteration has waited for."""
-        if not self._recording:
+        if not self._recording or not self._iteration.timed:
             return
         self._iteration.untimed.append((record, begin, end))
         if self._device.asynchronous:
@@ -134,6 +143,9 @@ class IterationRecorder:
 
     # -- calls of the executor and of optimizer steps, see `Observer`
 
+    def mark(self) -> Mark:
+        return self._device.mark() if self._iteration.timed else self._began
+
     def region_begins(
         self, identity: Hashable, stage_count: int, *, is_inference: bool = False, step_goes_on: bool = False
     ) -> None:
@@ -141,14 +153,15 @@ class IterationRecorder:
         region = Region(identity=identity, first=self._iteration.stage_count)
         waited = self._host_waited() - self._waited_at_user_code  # while the previous region ended
         user = StageRecord(name="user", phase="user", seconds=-waited)
-        self._last_end = self._device.mark()
+        self._last_end = self.mark()
         region.stages.append(user)
         self._pager.take_late()  # forget what a failed stage waited for
         self._due = None
         self._stage_count = stage_count
         self._region, self._recording = region, self._has_room(region, is_inference)
         if self._recording:
-            self._iteration.untimed.append((user, self._user_code_began, self._last_end))
+            if self._iteration.timed:
+                self._iteration.untimed.append((user, self._user_code_began, self._last_end))
             self._iteration.regions.append(region)
             if self._survivors_due and not step_goes_on and self._previous is not None:
                 self._previous.survivors, self._survivors_due = _survivors(self._previous), False
@@ -341,12 +354,17 @@ class IterationRecorder:
         self._pager.record_uses({block: tuple(positions) for block, positions in uses.items()})
         done.held = frozenset(block for block in uses if not block.dead)
         self._previous, self._survivors_due = done, True
-        self._iteration = Iteration(number=done.number + 1)
+        self._iteration = Iteration(number=done.number + 1, timed=self._is_timed(done.number + 1))
         self._pager.iteration = self._iteration.number
         self._cursor = 0
         if self._schedule is not None:
             self._prefetch(self._schedule.regions[0][1])
         return done
+
+    def _is_timed(self, number: int) -> bool:
+        """Return whether the stages of an iteration are timed, see [Note: Sampled times]."""
+        always = not self._device.asynchronous or self._schedule is None
+        return always or self.times_wanted or number % _TIMED_EVERY == 0
 
 
 def _survivors(iteration: Iteration) -> set[tuple[int, int]]:

@@ -26,6 +26,7 @@ class History:
         self._pager = pager
         self._moved_bytes: Mapping[str, int] = {}
         self._busy_seconds: Mapping[str, float] = {}
+        self._waited_seconds = self._recompute_seconds = 0.0
         self._iterations: deque[IterationStats] = deque(maxlen=_LENGTH)
 
     @property
@@ -41,13 +42,16 @@ class History:
         run, number: of the run and of the iteration, for `IterationStats`.
         """
         moved_bytes, busy_seconds = self._machine.moved_bytes(), self._machine.busy_seconds()
+        if iteration.timed:
+            self._waited_seconds = iteration.waited_seconds
+            self._recompute_seconds = sum(rerun.seconds for rerun in iteration.reruns)
         stats = IterationStats(
             run=run,
             iteration=number,
             phase=phase,
             seconds=iteration.seconds,
-            waited_seconds=iteration.waited_seconds,
-            recompute_seconds=sum(rerun.seconds for rerun in iteration.reruns),
+            waited_seconds=self._waited_seconds,
+            recompute_seconds=self._recompute_seconds,
             predicted_seconds=predicted_seconds,
             tier_bytes={"device": self._pager.used_bytes + self._pager.unmoved_bytes, **self._machine.used_bytes()},
             moved_bytes={link: value - self._moved_bytes.get(link, 0) for link, value in moved_bytes.items()},

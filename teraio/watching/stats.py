@@ -19,7 +19,8 @@ class IterationStats:
     phase: of the run while it ran, see `teraio.Status`.
     seconds: from the end of the iteration before to its own end. The first one includes compilation.
     waited_seconds: the part of them in which training waited for copies, for room and for updates on the host; on a GPU, also
-    for the host. recompute_seconds: of stages that ran again. predicted_seconds: by the plan in force; None without one.
+    for the host. recompute_seconds: of stages that ran again. On a GPU under a plan, both are those of the latest iteration whose
+    stages were timed: every eighth at least. predicted_seconds: by the plan in force; None without one.
     tier_bytes: what is in each tier at its end: blocks and what stays on the device; in lower tiers, their slots.
     moved_bytes, busy_seconds: by link ("device->storage"): what it carried, and for how long it was copying.
     """

@@ -158,6 +158,17 @@ def test_figures_of_a_budget(trace: Trace) -> None:
     assert unknown.value is None and unknown.note == "0.931 GiB an iteration"
 
 
+def test_the_host_tier_on_the_cpu_does_not_count_as_device_memory() -> None:
+    """There, it is memory of the same process."""
+    status = {"ideal_iteration_seconds": 1.0, "device_peak_bytes": GIB}
+    moved = {"device->host": 1.0, "host->device": 1.0}
+    outcome = run(1.0, peak=5 * GIB, status=status, moved_bytes=moved)
+    peak = by_name(budget_figures("x", outcome, 2 * GIB, outcome))["x: peak / budget"]
+    assert peak.value == 0.5 and peak.note == "1.000 of 2.000 GiB by teraio's own count; 5.000 with the host tier"
+    outcome = run(1.0, peak=5 * GIB, reserved=5 * GIB, status=status, moved_bytes=moved)
+    assert by_name(budget_figures("x", outcome, 2 * GIB, outcome))["x: peak / budget"].value == 2.5
+
+
 def test_without_a_plan_nothing_is_compared_with_the_bound() -> None:
     outcome = run(1.0, phase="fits", status={"ideal_iteration_seconds": None, "device_peak_bytes": 1})
     figures = by_name(budget_figures("x", outcome, GIB, outcome))

@@ -107,7 +107,7 @@ def test_an_embedding_by_slices(tmp_path: Path, how: str, tier: str) -> None:
     case = Case(name=f"table, {how}", model=Table, optimizers=adam)
     scale = Scale(rows=256, width=512, layers=1)
     wanted = train(case, {}, device=DEVICE, scale=scale)
-    budget = table_bytes(scale) * 24 // 5
+    budget = table_bytes(scale) * (39 if how == "fused" else 48) // 10  # the fused one needs no temporary tensors
     options = {"memory_budget": budget, "solver_time_limit": 5, **tiers(tier, 8 * table_bytes(scale), tmp_path)}
     found = train(case, options, device=DEVICE, scale=scale, between=table_states_stay_away)
     check_equal(found, wanted)

@@ -119,6 +119,46 @@ def test_equal_iterations_in_a_row_make_a_trace(monkeypatch: pytest.MonkeyPatch,
     assert found.trace_path == tmp_path / "trace.json" and found.trace_path.exists()
 
 
+def profiled(monkeypatch: pytest.MonkeyPatch, *factors: float) -> list[float]:
+    """Stage times of the trace that comes of iterations whose stages take so many times as long, by position.
+
+    Raises AssertionError unless it comes after the last of them.
+    """
+    rig = Rig(monkeypatch, moved=False, profile_iterations=3)
+    rig.run()  # its times do not count
+    for factor in factors:
+        assert rig.phase.name == "profile" and rig.context.findings.profile is None
+        rig.training.stage_seconds = [factor] * STAGES
+        rig.run()
+    assert rig.context.findings.profile is not None
+    return [stage.duration_seconds for stage in rig.context.findings.profile.trace.stages]
+
+
+def test_one_disturbed_iteration_changes_no_stage_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed = profiled(monkeypatch, 1.0, 1.0, 1.0)
+    assert undisturbed[1:] == [1.0] * STAGES
+    for factors in ((4.0, 1.0, 1.0), (1.0, 4.0, 1.0), (1.0, 1.0, 4.0)):
+        assert profiled(monkeypatch, *factors) == undisturbed
+
+
+def test_iterations_that_disagree_are_followed_by_more(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Until two agree, and no more than twice as many as asked for. Before the last one, `waiting_for` says why."""
+    undisturbed = profiled(monkeypatch, 1.0, 1.0, 1.0)
+    with caplog.at_level(logging.INFO, logger="teraio"):
+        assert profiled(monkeypatch, 4.0, 1.0, 8.0, 1.0) == undisturbed
+        assert profiled(monkeypatch, 9.0, 16.0, 30.0, 4.0, 1.0, 1.1)[1:] == pytest.approx([1.05] * STAGES)
+        assert not any("poor" in message for message in messages(caplog))
+        assert profiled(monkeypatch, 4.0, 16.0, 8.0, 30.0, 2.0, 1.0) == undisturbed
+    assert "stages took very different times in 6 profiled iterations: the first plan may be poor" in messages(caplog)
+    rig = Rig(monkeypatch, profile_iterations=3)
+    for factor in (1.0, 1.0, 4.0, 16.0):
+        rig.training.stage_seconds = [factor] * STAGES
+        rig.run()
+    assert rig.phase.waiting_for == (
+        "4 iterations in a row that run the same graphs (4 so far), since stages took very different times in them"
+    )
+
+
 def test_an_iteration_without_regions_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
     for _ in range(5):

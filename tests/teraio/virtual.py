@@ -11,7 +11,6 @@ import planner
 from planner import Budgets, Hardware, Link, Move, Plan, Prefetch
 from planner.schema.plan import Placement
 from runtime.device import device as device_module
-from runtime.device.device import WallMark
 from runtime.execution import StageRun
 from runtime.paging.block import Block
 from runtime.paging.mover import Done
@@ -76,7 +75,10 @@ class TimedMover(MemoryMover):
 
 
 class VirtualTraining:
-    """One region of STAGES stages, each of which reads a weight of its own for `stage_seconds`."""
+    """One region of STAGES stages, each of which reads a weight of its own for `stage_seconds`.
+
+    between_seconds: of the host, after each stage.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, budget_blocks: int = STAGES) -> None:
         self.mover = TimedMover()
@@ -90,6 +92,7 @@ class VirtualTraining:
         )
         self.recorder = IterationRecorder(self.pager)
         self.stage_seconds = [1.0] * STAGES
+        self.between_seconds = 0.0
         self.weights: list[Block] = []
         self._tensors: list[torch.Tensor] = []
         for number in range(STAGES):
@@ -105,16 +108,18 @@ class VirtualTraining:
         for number, weight in enumerate(self.weights):
             fetch = self.recorder.stage_reached()
             self.pager.acquire([weight], 0, f"stage {number}", then_fetch=fetch)
-            begin = self.mover.now
+            begin = self.recorder.mark()
             self.mover.pass_seconds(self.stage_seconds[number])
+            end = self.recorder.mark()
             self.pager.retire([weight], [])
+            self.mover.pass_seconds(self.between_seconds)
             self.recorder.stage_ended(
                 StageRun(
                     name=f"forward/{number}",
                     phase="forward",
                     workspace_bytes=0,
-                    begin=WallMark(begin),
-                    end=WallMark(begin + self.stage_seconds[number]),
+                    begin=begin,
+                    end=end,
                     read=[weight],
                     made=[],
                     written=[],
@@ -127,6 +132,8 @@ class VirtualTraining:
     def profile(self) -> Profile:
         """Of iterations as they run now; the links' rates are those of the mover now."""
         iterations = [self.iteration() for _ in range(3)]
+        for iteration in iterations:
+            iteration.read_times()
         links = tuple(
             Link(from_tier=a, to_tier=b, bytes_per_second=BLOCK_BYTES / self.mover.seconds[f"{a}->{b}"])  # type: ignore[arg-type]
             for a, b in (("device", "storage"), ("storage", "device"))

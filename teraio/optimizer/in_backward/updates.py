@@ -122,13 +122,13 @@ class RegionUpdates:
             self._no_room(members, error)
             return
         try:
-            begin = self._pager.device.mark()
+            begin = self._recorder.mark()
             for member in members:
                 member.eligibility.updated = True  # also if the update fails half-way
                 member.parameter.grad = slots[member.final.slot]
             with annotate("update", name):
                 update_replicas(optimizer, _replicas(optimizer, members))
-            end = self._pager.device.mark()
+            end = self._recorder.mark()
         finally:
             for member in members:
                 member.parameter.grad = slots[member.final.slot] = None

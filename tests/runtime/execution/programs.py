@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from runtime.device import CpuDevice
+from runtime.device.device import WallMark
 from runtime.execution import StageRerun, StageRun
 from runtime.execution.executor import run_managed
 from runtime.execution.program import Constant, Kind, Program, Stage
@@ -36,6 +38,9 @@ class Recorder:
 
     def region_begins(self, identity: Hashable, stage_count: int, *, is_inference: bool = False) -> None:
         self.regions.append((identity, stage_count))
+
+    def mark(self) -> WallMark:
+        return CpuDevice().mark()
 
     def kept_stages(self) -> Collection[int] | None:
         return self.kept

@@ -6,6 +6,7 @@ The copier spoils its target and reads its source late, so that the contract sui
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,15 @@ from .slow_copier import SlowCopier, SlowCopy
 
 MIB = 1 << 20
 BUFFER = MIB // 4
+
+
+def test_threads_take_short_turns_while_it_is_open(tmp_path: Path) -> None:
+    before = sys.getswitchinterval()
+    store = StagedStore(PosixStore([tmp_path], budget_bytes=None), SlowCopier())
+    assert sys.getswitchinterval() == min(before, 0.0005)
+    store.close()
+    store.close()
+    assert sys.getswitchinterval() == before
 
 
 class Drive(PosixStore):

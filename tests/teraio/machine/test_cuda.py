@@ -12,8 +12,11 @@ import pytest
 import torch
 
 import teraio
+from runtime.cuda.streams import CudaMark, CudaStreams
 from runtime.transfer.engine import Engine
 from teraio import registry
+from teraio.planning import follower
+from teraio.profiling import recorder
 from teraio.stages.cut import CutPolicy
 from teraio.training_run import TrainingRun
 
@@ -188,3 +191,31 @@ def test_memory_in_gaps_raises_the_reserve_and_is_planned_again(cuda: FakeCuda) 
     first = phases.index("planned")
     assert "profile" in phases[first:] and phases[-1] == "planned", phases
     assert enough[-1] == enough[0] + budget // 32
+
+
+def test_few_iterations_under_a_plan_create_timing_events(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
+    """A whole training, with the check of the first iterations under the plan made short."""
+    monkeypatch.setattr(follower, "_WINDOW", 2)
+    monkeypatch.setattr(recorder, "_TIMED_EVERY", 4)
+    monkeypatch.setattr(follower, "iterations_drift", lambda expected, seconds: False)
+    monkeypatch.setattr(follower.PlanFollower, "_look_for_drift", lambda self: None)
+    marks, counts = [0], []
+    mark = CudaStreams.mark
+
+    def counted(streams: CudaStreams) -> CudaMark:
+        marks[0] += 1
+        return mark(streams)
+
+    def between(step: int, module: torch.nn.Module) -> None:
+        counts.append(marks[0])
+        marks[0] = 0
+
+    monkeypatch.setattr(CudaStreams, "mark", counted)
+    _, peak = reference(ADAM)
+    options: dict[str, Any] = {"memory_budget": int(0.8 * peak), "host_budget": 4 * peak, "solver_time_limit": 5}
+    found = train(ADAM, options, device=CPU, scale=SCALE, steps=STEPS + 10, between=between)
+    first = [status.phase for status in found.progress].index("planned") + 7
+    stages = found.progress[-1].stages
+    timed = [count > 2 * stages for count in counts[first:]]
+    assert [sum(timed[place : place + 4]) for place in range(len(timed) - 3)] == [1] * (len(timed) - 3), counts
+    assert {count for count, each in zip(counts[first:], timed, strict=True) if not each} == {4}, counts

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from planner import Plan, SolverError, Trace
+from runtime.device import CpuDevice, WallMark
 from teraio.options import Options, parse_options
 from teraio.planning.background import BackgroundPlanner
 from teraio.planning.follower import PlanFollower
@@ -36,6 +37,7 @@ class Following:
     def run(self, count: int = 1) -> None:
         for _ in range(count):
             iteration = self.training.iteration()
+            iteration.read_times()
             self.waited.append(round(iteration.waited_seconds, 6))
             self.replans += self.follower.iteration_ended(iteration, as_planned=True)
 
@@ -130,7 +132,7 @@ def test_a_plan_that_is_to_stay_stays(
     assert (
         told
         == [
-            "the last 8 iterations differ from what the plan predicts: iteration +19%, stages +0%, "
+            "the last 9 iterations differ from what the plan predicts: iteration +19%, stages +0%, "
             "storage->device +150%; the plan stays as it is"
         ]
         * 3
@@ -157,7 +159,7 @@ def test_drift_leads_to_a_better_plan(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert running.waited[-30:] == [0.0] * 30 and running.predicted == pytest.approx(8.0)
     assert running.follower.drift is not None and not running.follower.drift.found
     (told,) = said(caplog)
-    assert told.startswith("planned again, as the last 8 iterations differ") and "storage->device +800%)" in told
+    assert told.startswith("planned again, as the last 9 iterations differ") and "storage->device +800%)" in told
     assert "): with the measured times the new plan takes 8.000 s an iteration, the old one " in told
     assert told.endswith(" s: the new one is followed")
     trace, plan = Trace.load(out["trace_out"]), Plan.load(out["plan_out"])
@@ -199,20 +201,148 @@ def test_what_the_new_plan_should_have_asked_for_already_is_asked_for_at_once(mo
         running.run()
     before = len(running.waited)
     running.run(5)
-    assert running.waited[before - 5 : before] == [1.0] * 5 and running.waited[before:] == [0.0] * 5
+    assert running.waited[before - 3 : before] == [1.0] * 3 and running.waited[before:] == [0.0] * 5
 
 
 def test_a_solver_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     training = VirtualTraining(monkeypatch)
     running = Following(training, (6, 6))
-    running.jobs.answers = [SolverError("out of luck")] * 3
+    running.jobs.answers = [SolverError("out of luck")] * 4
     training.stage_seconds = [2.0] * STAGES
     before = running.follower.trace
     with caplog.at_level(logging.WARNING, logger="teraio"):
         running.run(80)
     assert running.replans == 0 and running.follower.trace is before and running.asked_for(6) == [6]
     assert said(caplog)[0] == "no new plan could be made, the old one stays in force: out of luck"
-    assert len(running.jobs.asked) == 3, "after 10, 20 and 40 iterations"
+    assert len(running.jobs.asked) == 4, "at once, and after 10, 20 and 40 iterations more"
+
+
+@pytest.mark.parametrize("factor", [2.5, 0.4])
+def test_a_first_plan_from_plainly_wrong_times_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """All that was profiled was disturbed, or nothing is as it was. Later plans are given more time."""
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (6, 6))
+    running.jobs.answers = [None, None]
+    training.stage_seconds = [factor] * STAGES
+    running.run(4)
+    assert [trace.ideal_seconds for trace in running.jobs.asked] == pytest.approx([8 * factor])
+    running.run()
+    assert running.replans == (factor < 1) and running.predicted == pytest.approx(8 * factor)
+    training.stage_seconds = [3 * factor] * STAGES
+    running.run(9)
+    assert len(running.jobs.asked) == 1
+    running.run()
+    assert len(running.jobs.asked) == 2 and running.jobs.asked[1].ideal_seconds == pytest.approx(24 * factor)
+
+
+def test_one_disturbed_iteration_does_not_replace_a_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even two, nor three that were disturbed differently."""
+    for disturbed in ([1.0, 9.0, 1.0, 9.0, 9.0], [9.0, 5.0, 2.0, 1.0, 1.0]):
+        training = VirtualTraining(monkeypatch)
+        running = Following(training, (6, 6))
+        for factor in (1.0, *disturbed, 1.0, 1.0, 1.0):
+            training.stage_seconds = [factor] * STAGES
+            running.run()
+        assert running.jobs.asked == []
+
+
+def test_later_on_three_iterations_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (6, 6))
+    running.run(30)
+    training.stage_seconds = [3.0] * STAGES
+    running.run(4)
+    assert running.jobs.asked == []
+    running.jobs.answers = [None]
+    running.run()
+    assert len(running.jobs.asked) == 1, "the median of nine iterations has changed"
+
+
+# -- on a device whose times cost something
+
+
+class Marks:
+    """How many points of the device's work were asked for in each iteration, on an asynchronous device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        mark = CpuDevice.mark
+
+        def counted(device: CpuDevice) -> WallMark:
+            self.count += 1
+            return mark(device)
+
+        monkeypatch.setattr(CpuDevice, "asynchronous", True)
+        monkeypatch.setattr(CpuDevice, "mark", counted)
+
+    def of(self, running: Following, count: int) -> list[int]:
+        """Run iterations."""
+        found = []
+        for _ in range(count):
+            before = self.count
+            running.run()
+            found.append(self.count - before)
+        return found
+
+
+ALL, FEW = 2 * STAGES + 3, 2
+"""Marks of an iteration: begin and end of each stage, of the user code and of the iteration; or the last ones only."""
+
+
+def test_stages_are_timed_in_few_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all before there is a plan, and until the first ones under the plan have been compared with it."""
+    marks = Marks(monkeypatch)
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (6, 6))
+    first = marks.of(running, 40)
+    assert set(first[:11]) == {ALL}, "one that is not compared, nine that are, and one that had begun by then"
+    assert set(first[11:]) == {ALL, FEW} and first[11:].count(ALL) == 4
+    assert running.jobs.asked == [] and running.follower.drift is not None and not running.follower.drift.found
+    running.follower.stop()
+    training.iteration()
+    assert set(marks.of(running, 3)) == {ALL}, "no plan is followed"
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_drift_is_noticed_where_few_stages_are_timed(monkeypatch: pytest.MonkeyPatch, moves: bool) -> None:
+    """Whether a link or the stages get slower: as soon as if all stages were timed, but for the time until there are enough."""
+    marks = Marks(monkeypatch)
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (2, 2), (3, 3))
+    running.jobs.answers = [None]
+    marks.of(running, 30)
+    if moves:
+        training.mover.seconds[IN] = 9.0
+    else:
+        training.stage_seconds = [2.0] * STAGES
+    noticed = len(marks.of(running, 1))
+    while not running.jobs.asked:
+        noticed += len(marks.of(running, 1))
+    assert noticed <= 12
+    (trace,) = running.jobs.asked
+    links = {link.name: link.bytes_per_second for link in trace.hardware.links}
+    assert links[IN] == pytest.approx(32 / 9.0 if moves else 32)
+    assert trace.ideal_seconds == pytest.approx(8.0 if moves else 16.0)
+    running.run(2)
+    assert set(marks.of(running, 6)) == {ALL} and FEW in marks.of(running, 8), "what the new plan promises is checked first"
+
+
+def test_drift_of_stages_that_costs_no_time_is_noticed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages get faster, but the iteration waits for its copy all the longer: only timed iterations show it."""
+    marks = Marks(monkeypatch)
+    training = VirtualTraining(monkeypatch)
+    training.mover.seconds[IN] = 10.0
+    running = Following(training, (6, 6))
+    running.jobs.answers = [None]
+    before = running.predicted
+    marks.of(running, 30)
+    training.stage_seconds = [0.5] * STAGES
+    training.mover.seconds[IN] = before
+    for _ in range(60):
+        running.run()
+        if running.jobs.asked:
+            break
+    assert len(running.jobs.asked) == 1 and running.jobs.asked[0].ideal_seconds == pytest.approx(4.0)
 
 
 def test_a_noisy_iteration_does_not_lead_to_planning(monkeypatch: pytest.MonkeyPatch) -> None:

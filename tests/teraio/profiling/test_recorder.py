@@ -314,8 +314,7 @@ def test_what_is_in_no_stage_is_waiting_on_an_asynchronous_device(
     """Between stages 0.25 s pass, in which the host did not wait: the host's own time, or the device's waiting."""
     monkeypatch.setattr(CpuDevice, "asynchronous", asynchronous)
     training = VirtualTraining(monkeypatch)
-    pass_seconds = training.mover.pass_seconds
-    monkeypatch.setattr(training.mover, "pass_seconds", lambda seconds: pass_seconds(seconds + 0.25))
+    training.between_seconds = 0.25
     training.iteration()
     recorded = training.iteration()
     assert recorded.seconds == (0.0 if asynchronous else 1.25 * STAGES), "not known yet, or known"
