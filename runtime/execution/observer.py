@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -58,7 +58,7 @@ class Observer(Protocol):
     def kept_stages(self) -> Collection[int] | None:
         """Return the numbers of the stages of the region that began last that a plan runs again; None if no plan applies."""
 
-    def reruns_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:
+    def reruns_due(self) -> Iterable[tuple[Sequence[Block], Sequence[Block]]]:
         """Yield for each re-run that has its place before the next stage: the blocks that it makes anew, and what to prefetch.
 
         What comes after a re-run begins when the next one is asked for.

@@ -7,7 +7,6 @@ early or wrong: that costs time, but never correctness and never the budget.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -291,10 +290,11 @@ class Pager:
             return
         with self._lock, self._mover.together():
             for block, tier in leaving:
-                idle = block.state is State.ON_DEVICE and not block.pins and block.span is not None
-                if idle and self.table.is_current(block):
-                    with contextlib.suppress(StorageFullError):
+                if block.state is State.ON_DEVICE and not block.pins and block.span is not None:
+                    try:
                         self._transitions.begin_offload(block, tier)
+                    except StorageFullError:
+                        pass
 
     def drop(self, block: Block) -> None:
         """Free the memory of a block that is on the device and that its `source` can make anew; others stay. Never waits."""

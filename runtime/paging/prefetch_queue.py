@@ -54,7 +54,7 @@ class PrefetchQueue:
     def _begin_first(self) -> bool:
         """Begin or drop the first prefetch in the queue, or take one obstacle away. False if it has to wait."""
         block, transitions = self._waiting[0], self._transitions
-        if not self._table.is_current(block) or block.state in _NOT_FETCHED:
+        if block.storage() is None or block.state in _NOT_FETCHED:
             self._waiting.popleft()
             return True
         if block in transitions.reserved_for_host:

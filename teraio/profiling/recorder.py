@@ -15,7 +15,7 @@ runs as any other, but leaves no record, and no plan is made for the iteration.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun
@@ -181,7 +181,8 @@ class IterationRecorder:
     def _to_prefetch(self, position: int) -> list[Block]:
         if self._schedule is None:
             return []
-        return [self._by_id[i] for i in self._schedule.fetch_at[position] if i in self._by_id]
+        planned, by_id = self._schedule.fetch_at[position], self._by_id
+        return [by_id[i] for i in planned if i in by_id] if planned else []
 
     def _prefetch(self, position: int) -> None:
         for block in self._to_prefetch(position):
@@ -194,8 +195,8 @@ class IterationRecorder:
             dropped = self._by_id.get(trace_id)
             if dropped is not None:
                 self._pager.drop(dropped)
-        known = ((self._by_id.get(trace_id), tier) for trace_id, tier in self._schedule.leave_after[position])
-        if leaving := [(block, tier) for block, tier in known if block is not None]:
+        planned, by_id = self._schedule.leave_after[position], self._by_id
+        if planned and (leaving := [(block, tier) for i, tier in planned if (block := by_id.get(i)) is not None]):
             self._pager.offload_all(leaving)
 
     def stage_ended(self, run: StageRun) -> None:
@@ -233,7 +234,11 @@ class IterationRecorder:
     def kept_stages(self) -> Collection[int] | None:
         return self._schedule.kept[self._cursor - 1] if self._in_step and self._schedule is not None else None
 
-    def reruns_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:
+    def reruns_due(self) -> Iterable[tuple[Sequence[Block], Sequence[Block]]]:
+        due = self._in_step and self._schedule is not None and self._position in self._schedule.reruns.made
+        return self._run_due() if due else ()
+
+    def _run_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:
         while self._in_step and self._schedule is not None and self._position in self._schedule.reruns.made:
             made = (self._by_id.get(i) for i in self._schedule.reruns.made[self._position])
             self._due = self._position
@@ -263,7 +268,7 @@ class IterationRecorder:
             known = {block: i for block, i in zip(made, ids, strict=False) if i >= 0 and sizes[i] == block.size_bytes}
             if known:
                 self._pager.assign_trace_ids(known)
-                self._by_id.update((i, block) for block, i in known.items())
+                self._by_id.update(zip(known.values(), known, strict=True))
 
     def _until_next_uses(self, run: StageRun, position: int) -> Sequence[int]:
         """Return the number of stages until the next use of each block that a stage has read, then of each that it has made.

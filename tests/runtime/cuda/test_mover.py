@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from planner.errors import ChecksumError
-from runtime.cuda.mover import _Queued
 from runtime.device.streams import Lane
 from runtime.paging.block import Block, State
 
@@ -279,7 +278,7 @@ def no_hold(machine: SimulatedMachine) -> None:
     def careless(block: Block, done: Callable[[Any], None]) -> bool:
         queued = copy_in(block, done)
         if queued:
-            machine.mover._in[block] = _Queued(machine.mover._in[block].event, torch.UntypedStorage(0))
+            machine.mover._in[block] = machine.mover._in[block][0], torch.UntypedStorage(0)
         return queued
 
     machine.mover.copy_in = careless  # type: ignore[method-assign]
@@ -292,7 +291,7 @@ def no_hold_on_the_way_out(machine: SimulatedMachine) -> None:
     def careless(block: Block, tier: Any, done: Callable[[Any], None]) -> bool:
         queued = copy_out(block, tier, done)
         if queued:
-            machine.mover._out[block] = _Queued(machine.mover._out[block].event, torch.UntypedStorage(0))
+            machine.mover._out[block] = machine.mover._out[block][0], torch.UntypedStorage(0)
         return queued
 
     machine.mover.copy_out = careless  # type: ignore[method-assign]
