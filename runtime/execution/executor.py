@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ class _ManagedRun:
                 read=read,
                 made=list(dict.fromkeys(made)),
                 written=written,
-                next_uses=_next_uses(stage, number, blocks),
+                next_uses=partial(_next_uses, stage, number, blocks),
                 never_again=stage.never_again or self._no_reruns,
             )
         )

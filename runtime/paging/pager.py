@@ -231,11 +231,13 @@ class Pager:
             for block in blocks:
                 block.user_visible = True
 
-    def record_uses(self, uses: Mapping[Block, tuple[int, ...]]) -> None:
-        """Set the positions within an iteration at which each block was used the last time."""
+    def record_uses(self, uses: Mapping[Block, tuple[int, ...]], ids: Mapping[Block, int] | None = None) -> None:
+        """Set the positions within an iteration at which each block was used the last time. ids: see `assign_trace_ids`."""
         with self._lock:
             for block, positions in uses.items():
                 block.uses = positions
+            if ids:
+                self.assign_trace_ids(ids)
 
     def assign_trace_ids(self, ids: Mapping[Block, int]) -> None:
         """Set the id of each block in the trace that the current plan was made for."""

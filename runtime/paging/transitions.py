@@ -130,11 +130,13 @@ class BlockTransitions:
         block.version += 1
         block.copy_is_valid = block.assumed_written = False
 
-    def assume_written(self, block: Block) -> None:
-        """User code may write the block on the device from now on: its slot may not be valid any more."""
-        assumed = block.copy_is_valid or block.assumed_written
-        self.write(block)
-        block.assumed_written = assumed
+    def assume_written(self, blocks: Sequence[Block]) -> None:
+        """User code may write to those of `blocks` that have memory: their slots may not be valid any more."""
+        for block in blocks:
+            if block.state is State.ON_DEVICE or block.state is State.OFFLOADING:
+                assumed = block.copy_is_valid or block.assumed_written
+                block.version += 1
+                block.copy_is_valid, block.assumed_written = False, assumed
 
     # -- out
 
@@ -290,11 +292,12 @@ class BlockTransitions:
 
     def _arrive(self, block: Block) -> None:
         """The device copies a block in by itself, before anything that it does later."""
+        self._account.end_prefetch(block)
         try:
-            self._copied_in(block, None)
+            self.need_mover().install(block)
         except Exception as failure:
+            self._account.remove(block)
             self._signal.fail(failure)
-            self._settle(block)
 
     def _copied_in(self, block: Block, error: StorageError | None) -> None:
         self._account.end_prefetch(block)

@@ -25,7 +25,7 @@ class FreeSpace:
     @property
     def free_bytes(self) -> int:
         """Sum of all holes."""
-        return sum(length for _, length in self._holes)
+        return sum([length for _, length in self._holes])
 
     @property
     def largest_bytes(self) -> int:

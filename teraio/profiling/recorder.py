@@ -256,19 +256,20 @@ class IterationRecorder:
 
     def _recognise(self, made: Sequence[Block], region: Region) -> None:
         """Match new blocks, by their ordinals in the region, with those of the previous iteration and of the plan's trace."""
-        index = len(self._iteration.regions) - 1
+        index, first = len(self._iteration.regions) - 1, len(region.made)
         previous = self._previous.regions if self._recording and self._previous is not None else []
-        before = previous[index] if index < len(previous) else None
-        if before is not None and before.identity == region.identity:
-            same = before.made[len(region.made) : len(region.made) + len(made)]
-            self._pager.record_uses({block: each.uses for block, each in zip(made, same, strict=False)})
+        uses: dict[Block, tuple[int, ...]] = {}
+        if index < len(previous) and previous[index].identity == region.identity:
+            before = previous[index].made
+            uses = {block: before[number].uses for number, block in enumerate(made, first) if number < len(before)}
+        known: dict[Block, int] = {}
         if self._in_step and self._schedule is not None:
-            sizes = self._schedule.sizes
-            ids = self._schedule.made_ids[self._cursor - 1][len(region.made) : len(region.made) + len(made)]
-            known = {block: i for block, i in zip(made, ids, strict=False) if i >= 0 and sizes[i] == block.size_bytes}
-            if known:
-                self._pager.assign_trace_ids(known)
-                self._by_id.update(zip(known.values(), known, strict=True))
+            sizes, ids = self._schedule.sizes, self._schedule.made_ids[self._cursor - 1][first : first + len(made)]
+            for block, trace_id in zip(made, ids, strict=False):
+                if trace_id >= 0 and sizes[trace_id] == block.size_bytes:
+                    known[block] = trace_id
+                    self._by_id[trace_id] = block
+        self._pager.record_uses(uses, known)
 
     def _until_next_uses(self, run: StageRun, position: int) -> Sequence[int]:
         """Return the number of stages until the next use of each block that a stage has read, then of each that it has made.
@@ -292,9 +293,9 @@ class IterationRecorder:
         """
         mirrored = 2 * (self._stage_count - len(self._region.stages) + 2)
         count = self._previous.stage_count if self._previous is not None else 0
-        until = []
+        until, again = [], run.next_uses()
         for block in (*run.read, *run.made):
-            within = run.next_uses.get(block)
+            within = again.get(block)
             if within is not None:
                 until.append(within)
             elif block.uses and count:
@@ -336,10 +337,13 @@ class IterationRecorder:
         done.waited_seconds, self._waited_at_begin, self._waited_at_user_code = waited - self._waited_at_begin, waited, waited
         uses: dict[Block, list[int]] = {}
         for position, stage in enumerate(done.stages):
-            for block in dict.fromkeys((*stage.read, *stage.made, *stage.written)):
-                uses.setdefault(block, []).append(position)
+            for block in (*stage.read, *stage.made, *stage.written):
+                if block not in uses:
+                    uses[block] = [position]
+                elif uses[block][-1] != position:
+                    uses[block].append(position)
         self._pager.record_uses({block: tuple(positions) for block, positions in uses.items()})
-        done.held = frozenset(block for block in uses if not block.dead)
+        done.held = frozenset([block for block in uses if block.storage() is not None])
         self._previous = done
         self._iteration = Iteration(number=done.number + 1)
         self._pager.iteration = self._iteration.number
