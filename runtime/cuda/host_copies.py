@@ -22,7 +22,8 @@ class HostCopies:
     """Queues copies between the device and the host tier, and counts them.
 
     host_address: returns where an extent of the host tier lies in memory.
-    moved_bytes, busy_seconds: of the copies that are known to have ended, by link, since the start.
+    moved_bytes, busy_seconds: of the copies that are known to have ended, by link, since the start. Of copies that follow each
+    other, the time between them counts as well: it is what the host takes to queue the next one.
     """
 
     def __init__(self, streams: Streams, host_address: Callable[[Extent], int]) -> None:
