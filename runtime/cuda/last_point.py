@@ -40,8 +40,14 @@ class LastPoint:
             self._event = event
         return event
 
-    def hold(self, lane: Lane, event: Event) -> None:
-        """Make what is queued in `lane` from now on wait for `event`, which `event` has just returned."""
-        if event is not self._event or lane not in self._held:
-            self._streams.wait(lane, event)
-            self._held.add(lane)
+    def hold(self, lane: Lane) -> bool:
+        """Make what is queued in `lane` from now on wait for all computation that was queued so far.
+
+        Returns False if it does so already: the last thing that was queued in the lane is a copy that has begun together with
+        the next one.
+        """
+        if self._event is not None and lane in self._held:
+            return False
+        self._streams.wait(lane, self.event())
+        self._held.add(lane)
+        return True

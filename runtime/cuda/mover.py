@@ -6,9 +6,8 @@ the slot through the bus. User code that touches a block on a drive gets an erro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
-from typing import NamedTuple
 
 import torch
 
@@ -21,12 +20,8 @@ from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOw
 from runtime.storage import Extent, RangeCopy, Slot, contiguous_address, slot_range
 from runtime.system import storage_swap
 
-
-class _Queued(NamedTuple):
-    """A copy out or in that the device may not have ended yet. It keeps the storage alive (rule 5)."""
-
-    event: Event
-    storage: torch.UntypedStorage
+_Queued = tuple[Event, torch.UntypedStorage]
+"""The end of a copy out or in that the device may not have ended yet, and the storage, which it keeps alive (rule 5)."""
 
 
 class StreamMover:
@@ -80,7 +75,7 @@ class StreamMover:
 
     def span(self, storage: torch.UntypedStorage) -> Span | None:
         mine = self._streams.can_move(storage) and self._ownership.claim(storage, self)
-        return Span(0, storage.nbytes()) if mine else None
+        return _span(storage.nbytes()) if mine else None
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
         return storage_swap.address(storage) == block.address
@@ -111,22 +106,21 @@ class StreamMover:
         if block.kind == "gradient":
             tier = None  # user code clips gradients or adds to them before the step: prefer the tier where it can touch them
         place = self._tiers.place(block, block.size_bytes, tier)
-        computed = self._computed.event()
         if self._debug is not None:
-            self._streams.wait(Lane.OUTWARD, computed)
+            self._streams.wait(Lane.OUTWARD, self._computed.event())
             self._debug.leaves(block, self._streams.read(Lane.OUTWARD, block.address, block.size_bytes))
         if place.engine is not None:
-            self._transfers.write(place, block, block.address, done, ready=computed.wait)
+            self._transfers.write(place, block, block.address, done, ready=self._computed.event().wait)
             return False
-        self._computed.hold(Lane.OUTWARD, computed)
-        copied = self._copies.queue(Lane.OUTWARD, _slot(block), block.size_bytes, block.address)
+        follows = not self._computed.hold(Lane.OUTWARD)
+        copied = self._copies.queue(Lane.OUTWARD, _slot(block), block.size_bytes, block.address, follows=follows)
         self._out.pop(block, None)  # its last copy: `_out` and `_in` have the order in which the device ends the copies
-        self._out[block] = _Queued(copied, _storage(block))
+        self._out[block] = copied, _storage(block)
         return True
 
     def finished(self, block: Block) -> bool:
         leaving = self._out.get(block)
-        return leaving is None or leaving.event.done()
+        return leaving is None or leaving[0].done()
 
     def release(self, block: Block) -> None:
         storage, stand_in = self._leave(block), self.host_address(block) if self._in_reach else None
@@ -146,7 +140,7 @@ class StreamMover:
             self._join([block])
         leaving = self._out.pop(block, None)
         if leaving is not None:
-            self._streams.wait(Lane.COMPUTE, leaving.event)
+            self._streams.wait(Lane.COMPUTE, leaving[0])
             self._computed.passed()
         storage = _storage(block)
         if self._debug is not None:
@@ -183,27 +177,30 @@ class StreamMover:
     def host_address(self, block: Block) -> int | None:
         if self._tiers.of(block).engine is not None:
             return None
-        return contiguous_address(_slot(block), self._host_address)
+        slot = _slot(block)
+        return self._host_address(slot.extents[0]) if len(slot.extents) == 1 else contiguous_address(slot, self._host_address)
 
     # -- in
 
     def copy_in(self, block: Block, done: Done) -> bool:
         place = self._tiers.of(block)
-        area = self._streams.allocate(block.size_bytes)
-        address = area.data_ptr()
-        self._fresh[block] = area
-        before = [self._computed.event()]
-        if not self._streams.in_region:
-            before.append(self._streams.record(Lane.USER))
-        if self._debug is not None:
-            before = [self._poison_arriving(address, block.size_bytes, before)]
-        if place.engine is not None:
-            self._read(place, block, address, before, done)
-            return False
-        for event in before:
-            self._computed.hold(Lane.INWARD, event)
-        copied = self._copies.queue(Lane.INWARD, _slot(block), block.size_bytes, address)
-        self._in[block] = _Queued(copied, _storage(block))
+        self._fresh[block] = area = self._streams.allocate(block.size_bytes)
+        address, follows = area.data_ptr(), False
+        if place.engine is not None or self._debug is not None or not self._streams.in_region:
+            before = [self._computed.event()]
+            if not self._streams.in_region:
+                before.append(self._streams.record(Lane.USER))
+            if self._debug is not None:
+                before = [self._poison_arriving(address, block.size_bytes, before)]
+            if place.engine is not None:
+                self._read(place, block, address, before, done)
+                return False
+            for event in before:
+                self._streams.wait(Lane.INWARD, event)
+        else:
+            follows = not self._computed.hold(Lane.INWARD)
+        copied = self._copies.queue(Lane.INWARD, _slot(block), block.size_bytes, address, follows=follows)
+        self._in[block] = copied, _storage(block)
         return True
 
     def _poison_arriving(self, address: int, size_bytes: int, before: Sequence[Event]) -> Event:
@@ -252,7 +249,7 @@ class StreamMover:
         for block in blocks:
             arriving = self._in.pop(block, None)
             if arriving is not None:
-                self._streams.wait(Lane.COMPUTE, arriving.event)
+                self._streams.wait(Lane.COMPUTE, arriving[0])
                 self._computed.passed()
 
     # -- ranges of slots
@@ -292,7 +289,7 @@ class StreamMover:
         _drop_ended(self._in)
         _drop_ended(self._out)
         if self._of_forgotten:
-            self._of_forgotten = [leaving for leaving in self._of_forgotten if not leaving.event.done()]
+            self._of_forgotten = [leaving for leaving in self._of_forgotten if not leaving[0].done()]
         self._copies.count()
 
     def invalidate_mapping(self, block: Block) -> None:
@@ -309,7 +306,8 @@ class StreamMover:
             self._of_forgotten.append(leaving)
         self._transfers.forget(block)
         self._ownership.give_up(block.key, self)
-        self._tiers.free(block)
+        if block.slot is not None:
+            self._tiers.free(block)
 
     def close(self) -> None:
         """Wait until the device has ended all copies. The memory of the host tier may be freed next."""
@@ -320,8 +318,19 @@ class StreamMover:
 
 
 def _drop_ended(copies: dict[Block, _Queued]) -> None:
-    for block in list(takewhile(lambda block: copies[block].event.done(), copies)):
+    ended = []
+    for block, (event, _) in copies.items():
+        if not event.done():
+            break
+        ended.append(block)
+    for block in ended:
         del copies[block]
+
+
+@functools.lru_cache(maxsize=1024)
+def _span(size_bytes: int) -> Span:
+    """Return one for all storages of a size: their pages have no place that matters."""
+    return Span(0, size_bytes)
 
 
 def _storage(block: Block) -> torch.UntypedStorage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from runtime.execution.observer import InterleavedStages, Observer, StageRun
 from runtime.execution.program import Constant, Program, Stage
 from runtime.execution.rerun import Rerun, Reruns, kept_for_nothing, why_no_reruns
 from runtime.execution.workspace import WorkspaceMeter
-from runtime.paging import Block, Pager
+from runtime.paging import Block, Pager, State
 from runtime.system import annotate
 
 
@@ -98,8 +99,9 @@ class _ManagedRun:
         for due, fetch in self._observer.reruns_due():
             self._again.run_due(due, then_fetch=fetch)
         workspace_bytes = self._meter.workspace_bytes(stage)
-        read = list(dict.fromkeys(b for i in stage.inputs if (b := blocks[i]) is not None))
-        self._again.make_anew(read)
+        read = list(dict.fromkeys([b for i in stage.inputs if (b := blocks[i]) is not None]))
+        if State.DROPPED in [block.state for block in read]:
+            self._again.make_anew(read)
         written = [b for i in stage.mutates if (b := blocks[i]) is not None]  # a stage that fails may have written them
         last_used: list[Block] = []
         pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=self._observer.stage_reached())
@@ -115,7 +117,7 @@ class _ManagedRun:
             if rerun is not None:
                 rerun.has_run([blocks[i] for i in stage.outputs])
                 rerun.seconds = None if pager.device.asynchronous else _seconds(begin, end)
-            last_used = list(dict.fromkeys(b for i in stage.frees if (b := blocks[i]) is not None))
+            last_used = list(dict.fromkeys([b for i in stage.frees if (b := blocks[i]) is not None]))
         finally:
             pager.retire(read, written, last_used=last_used)
         made = [b for i in stage.outputs if (b := blocks[i]) is not None and b not in read]
@@ -129,7 +131,7 @@ class _ManagedRun:
                 read=read,
                 made=list(dict.fromkeys(made)),
                 written=written,
-                next_uses=_next_uses(stage, number, blocks),
+                next_uses=partial(_next_uses, stage, number, blocks),
                 never_again=stage.never_again or self._no_reruns,
                 collective_seconds=clock.seconds if clock is not None else 0.0,
             )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from runtime.device import Mark
@@ -16,7 +15,8 @@ class StageRun(NamedTuple):
 
     begin, end: on the device; the time between them contains no waiting for copies.
     read: blocks that it read. made: blocks that it created. written: blocks that it changed.
-    next_uses: after how many stages the same region uses a block again; only blocks that it does use again.
+    next_uses: returns after how many stages the same region uses a block again; only blocks that it does use again. To be called
+    before `Observer.stage_ended` returns.
     never_again: see `Stage`.
     elements: number of parameter elements that it updates. host_seconds: seconds that the same update takes on the host's
     processor; None if it cannot run there.
@@ -32,7 +32,7 @@ class StageRun(NamedTuple):
     read: Sequence[Block]
     made: Sequence[Block]
     written: Sequence[Block]
-    next_uses: Mapping[Block, int] = MappingProxyType({})
+    next_uses: Callable[[], Mapping[Block, int]] = dict
     never_again: str = ""
     elements: int = 0
     host_seconds: float | None = None
@@ -67,7 +67,7 @@ class Observer(Protocol):
     def kept_stages(self) -> Collection[int] | None:
         """Return the numbers of the stages of the region that began last that a plan runs again; None if no plan applies."""
 
-    def reruns_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:
+    def reruns_due(self) -> Iterable[tuple[Sequence[Block], Sequence[Block]]]:
         """Yield for each re-run that has its place before the next stage: the blocks that it makes anew, and what to prefetch.
 
         What comes after a re-run begins when the next one is asked for.

@@ -15,8 +15,8 @@ from runtime.paging.mover import Mover
 class _Watch(weakref.ref[torch.UntypedStorage]):
     """Reports that a storage has died. PyTorch keeps the object that stands for a storage in Python as long as the storage."""
 
-    __slots__ = ("block",)
-    block: Block
+    __slots__ = ("key",)
+    key: int
 
 
 class BlockTable:
@@ -25,7 +25,6 @@ class BlockTable:
     def __init__(self, mover: Mover | None) -> None:
         self._mover = mover
         self._blocks: dict[int, Block] = {}
-        self._watches: dict[int, _Watch] = {}
         self._reported: deque[_Watch] = deque()  # storages die at any line, in any thread: their reports wait here
         self._dead: dict[Block, None] = {}
 
@@ -40,17 +39,19 @@ class BlockTable:
     def add(self, block: Block, storage: torch.UntypedStorage) -> None:
         """Add the block of a storage that has none."""
         watch = _Watch(storage, self._reported.append)
-        watch.block = block
-        self._watches[block.key], self._blocks[block.key] = watch, block
+        watch.key = block.key
+        block.storage, self._blocks[block.key] = watch, block
 
     def remove(self, block: Block) -> None:
         """Remove a block that is in the table."""
-        del self._blocks[block.key], self._watches[block.key]
+        del self._blocks[block.key]
 
     def dead(self) -> list[Block]:
         """Return the blocks in the table whose storage has died."""
         while self._reported:
-            self._dead[self._reported[0].block] = None
+            block = self._blocks.get(self._reported[0].key)
+            if block is not None and block.storage is self._reported[0]:  # most were forgotten before
+                self._dead[block] = None
             self._reported.popleft()
         if self._dead:
             self._dead = {block: None for block in self._dead if self.holds(block)}

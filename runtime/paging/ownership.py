@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-
-class _Claim(NamedTuple):
-    """storage: while this reference is held, no other storage gets the key, even if the owner never gives up a dead storage."""
-
-    storage: StorageWeakRef
-    owner: weakref.ref[object]
+_Claim = tuple[weakref.ref[object], StorageWeakRef]
+"""The owner, and what keeps any other storage from getting the key, even if the owner never gives up a dead storage."""
 
 
 class StorageOwnership:
@@ -32,30 +27,34 @@ class StorageOwnership:
         """Make `owner` the owner of the storage if there is none. Return whether `owner` owns it now."""
         with self._lock:
             known = self._claims.get(storage._cdata)
-            if known is None or known.owner() is None:
-                known = _Claim(StorageWeakRef(storage), weakref.ref(owner))  # type: ignore[no-untyped-call]
-                self._claims[storage._cdata] = known
-            return known.owner() is owner
+            if known is None or known[0]() is None:
+                self._claims[storage._cdata] = known = _claim(storage, owner)
+            return known[0]() is owner
 
     def leave(self, storage: torch.UntypedStorage) -> None:
         """Let no mover own the storage, as long as this object lives: others hold its memory."""
         with self._lock:
-            self._claims[storage._cdata] = _Claim(StorageWeakRef(storage), weakref.ref(self))  # type: ignore[no-untyped-call]
+            self._claims[storage._cdata] = _claim(storage, self)
 
     def stays(self, storage: torch.UntypedStorage) -> bool:
         """Whether no mover may own the storage."""
         with self._lock:
             known = self._claims.get(storage._cdata)
-            return known is not None and known.owner() is self
+            return known is not None and known[0]() is self
 
     def give_up(self, key: int, owner: object) -> None:
         """End the ownership of `owner` over the storage with this key, if there is one."""
         with self._lock:
-            if key in self._claims and self._claims[key].owner() is owner:
+            known = self._claims.get(key)
+            if known is not None and known[0]() is owner:
                 del self._claims[key]
 
     def give_up_all(self, owner: object) -> None:
         """End every ownership of `owner`, and of owners that no longer exist."""
         with self._lock:
-            for key in [key for key, each in self._claims.items() if each.owner() in (owner, None)]:
+            for key in [key for key, each in self._claims.items() if each[0]() in (owner, None)]:
                 del self._claims[key]
+
+
+def _claim(storage: torch.UntypedStorage, owner: object) -> _Claim:
+    return weakref.ref(owner), StorageWeakRef(storage)  # type: ignore[no-untyped-call]

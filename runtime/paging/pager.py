@@ -7,7 +7,6 @@ early or wrong: that costs time, but never correctness and never the budget.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -232,11 +231,13 @@ class Pager:
             for block in blocks:
                 block.user_visible = True
 
-    def record_uses(self, uses: Mapping[Block, tuple[int, ...]]) -> None:
-        """Set the positions within an iteration at which each block was used the last time."""
+    def record_uses(self, uses: Mapping[Block, tuple[int, ...]], ids: Mapping[Block, int] | None = None) -> None:
+        """Set the positions within an iteration at which each block was used the last time. ids: see `assign_trace_ids`."""
         with self._lock:
             for block, positions in uses.items():
                 block.uses = positions
+            if ids:
+                self.assign_trace_ids(ids)
 
     def assign_trace_ids(self, ids: Mapping[Block, int]) -> None:
         """Set the id of each block in the trace that the current plan was made for."""
@@ -291,10 +292,11 @@ class Pager:
             return
         with self._lock, self._mover.together():
             for block, tier in leaving:
-                idle = block.state is State.ON_DEVICE and not block.pins and block.span is not None
-                if idle and self.table.is_current(block):
-                    with contextlib.suppress(StorageFullError):
+                if block.state is State.ON_DEVICE and not block.pins and block.span is not None:
+                    try:
                         self._transitions.begin_offload(block, tier)
+                    except StorageFullError:
+                        pass
 
     def drop(self, block: Block) -> None:
         """Free the memory of a block that is on the device and that its `source` can make anew; others stay. Never waits."""

@@ -54,7 +54,7 @@ class PrefetchQueue:
     def _begin_first(self) -> bool:
         """Begin or drop the first prefetch in the queue, or take one obstacle away. False if it has to wait."""
         block, transitions = self._waiting[0], self._transitions
-        if not self._table.is_current(block) or block.state in _NOT_FETCHED:
+        if block.storage() is None or block.state in _NOT_FETCHED:
             self._waiting.popleft()
             return True
         if block in transitions.reserved_for_host:
@@ -64,17 +64,15 @@ class PrefetchQueue:
             return True
         if block.state is not State.OFFLOADED or (self.in_user_code and block.user_visible):
             return False
-        if not self._has_room(block.size_bytes):
+        short = block.size_bytes - self._account.free_bytes
+        if short > 0 and not self._can_free(short):
             return False
         self._waiting.popleft()
         transitions.begin_prefetch(block)
         return True
 
-    def _has_room(self, size_bytes: int) -> bool:
-        """Whether so many bytes are free. Takes the memory of queued offloads if that is enough to make them free."""
-        short = size_bytes - self._account.free_bytes
-        if short <= 0:
-            return True
+    def _can_free(self, short: int) -> bool:
+        """Take the memory of queued offloads if that makes so many bytes free. Returns whether it does."""
         takeable: list[Block] = []
         more = short
         for block in self._transitions.queued_offloads:

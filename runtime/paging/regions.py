@@ -77,15 +77,13 @@ class Regions:
         while True:
             for block in [b for b in self._transitions.queued_offloads if b.user_visible]:  # each wait may add some
                 self._transitions.take_memory(block)
-            if all(block.state in (State.ON_DEVICE, State.OFFLOADED) for block in visible):
+            if not [block for block in visible if block.state is not State.ON_DEVICE and block.state is not State.OFFLOADED]:
                 return
             self._signal.wait("for blocks that user code can reach")
 
     def _assume_written(self, visible: Sequence[Block]) -> list[Block]:
         """User code may write to these blocks from now on. Return those that are ON_DEVICE."""
-        for block in visible:
-            if block.state in (State.ON_DEVICE, State.OFFLOADING):
-                self._transitions.assume_written(block)
+        self._transitions.assume_written(visible)
         return [block for block in visible if block.state is State.ON_DEVICE]
 
     def bring_back_all(self) -> None:

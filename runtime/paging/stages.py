@@ -95,7 +95,7 @@ class Stages:
             for block in written:
                 self._transitions.write(block)
             for block in last_used:
-                if block.dead:
+                if block.storage() is None:
                     self._transitions.forget(block)
         except BaseException:
             for block in written:  # no slot of these may count as valid; twice does no harm

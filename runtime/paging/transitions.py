@@ -72,6 +72,8 @@ from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
 from runtime.paging.mover import Done, Mover
 
+_SETTLED = (State.ON_DEVICE, State.OFFLOADED, State.DROPPED)
+
 
 class BlockTransitions:
     """Moves blocks from state to state, see [Note: States of a block]. All calls with the pager's lock held.
@@ -128,11 +130,13 @@ class BlockTransitions:
         block.version += 1
         block.copy_is_valid = block.assumed_written = False
 
-    def assume_written(self, block: Block) -> None:
-        """User code may write the block on the device from now on: its slot may not be valid any more."""
-        assumed = block.copy_is_valid or block.assumed_written
-        self.write(block)
-        block.assumed_written = assumed
+    def assume_written(self, blocks: Sequence[Block]) -> None:
+        """User code may write to those of `blocks` that have memory: their slots may not be valid any more."""
+        for block in blocks:
+            if block.state is State.ON_DEVICE or block.state is State.OFFLOADING:
+                assumed = block.copy_is_valid or block.assumed_written
+                block.version += 1
+                block.copy_is_valid, block.assumed_written = False, assumed
 
     # -- out
 
@@ -147,11 +151,11 @@ class BlockTransitions:
             return
         self.evictions += 1
         if block.copy_is_valid:
-            self._finish_offload(block)
+            self._free(block, State.OFFLOADED, self.need_mover().release)
             return
         self._account.begin_offload(block)
         try:
-            done = partial(self._after_copy, block, partial(self._copied_out, block, block.version))
+            done = partial(self._after_copy, block, partial(self._copied_out, block.version))
             queued = self._copy_out(block, tier, done)
             if queued:
                 self.queued_offloads[block], block.copy_is_valid = None, True
@@ -161,11 +165,11 @@ class BlockTransitions:
         if queued:
             self._begin_waiting()
 
-    def _after_copy(self, block: Block, end: Callable[[StorageError | None], None], error: StorageError | None) -> None:
+    def _after_copy(self, block: Block, end: Callable[[Block, StorageError | None], None], error: StorageError | None) -> None:
         """A copy has ended: call `end`, in the thread of the copy. Whatever fails there, the training thread hears of it."""
         with self._signal.lock:
             try:
-                end(error)
+                end(block, error)
             except Exception as failure:
                 self._signal.fail(failure)
                 self._settle(block)
@@ -187,7 +191,7 @@ class BlockTransitions:
             self._account.end_prefetch(block)
             self._account.remove(block)
 
-    def _copied_out(self, block: Block, version: int, error: StorageError | None) -> None:
+    def _copied_out(self, version: int, block: Block, error: StorageError | None) -> None:
         self._account.end_offload(block)
         if error is not None:
             raise error
@@ -273,7 +277,7 @@ class BlockTransitions:
         if held is None:
             self.forget(block)
             return
-        done = partial(self._after_copy, block, partial(self._copied_in, block))
+        done = partial(self._after_copy, block, self._copied_in)
         self._account.begin_prefetch(block)
         try:
             self._account.note_peak()
@@ -288,11 +292,12 @@ class BlockTransitions:
 
     def _arrive(self, block: Block) -> None:
         """The device copies a block in by itself, before anything that it does later."""
+        self._account.end_prefetch(block)
         try:
-            self._copied_in(block, None)
+            self.need_mover().install(block)
         except Exception as failure:
+            self._account.remove(block)
             self._signal.fail(failure)
-            self._settle(block)
 
     def _copied_in(self, block: Block, error: StorageError | None) -> None:
         self._account.end_prefetch(block)
@@ -352,8 +357,9 @@ class BlockTransitions:
 
     def forget(self, block: Block) -> None:
         """Drop a block that is dead or was replaced, and free its slot; later if a copy or an update still uses it."""
-        self.keep(block)
-        if block.state not in (State.ON_DEVICE, State.OFFLOADED, State.DROPPED) or not self._table.holds(block):
+        if block in self.queued_offloads:
+            self.keep(block)
+        if block.state not in _SETTLED or not self._table.holds(block):
             return
         account = self._account
         left, moves = account.used_bytes - (block.size_bytes if block.state is State.ON_DEVICE else 0), account.moves + 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from planner.errors import StorageError
 
@@ -26,7 +25,7 @@ class FreeSpace:
     @property
     def free_bytes(self) -> int:
         """Sum of all holes."""
-        return sum(length for _, length in self._holes)
+        return sum([length for _, length in self._holes])
 
     @property
     def largest_bytes(self) -> int:
@@ -86,16 +85,21 @@ class FreeSpace:
         self._holes = (*self._holes[:place], *rest, *self._holes[place + 1 :])
 
 
-@contextmanager
-def all_or_nothing(spaces: Iterable[FreeSpace]) -> Iterator[None]:
-    """If what is taken or given inside fails, put all of it back. The spaces must not grow inside."""
-    before = [(space, space._holes) for space in spaces]
-    try:
-        yield
-    except BaseException:
-        for space, holes in before:
-            space._holes = holes
-        raise
+class AllOrNothing:
+    """A context: if what is taken or given inside fails, all of it is put back. The spaces must not grow inside."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, spaces: Iterable[FreeSpace]) -> None:
+        self._before = [(space, space._holes) for space in spaces]
+
+    def __enter__(self) -> None:
+        """Nothing has changed since it was made."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for space, holes in self._before:
+                space._holes = holes
 
 
 def take_largest_holes(spaces: Sequence[FreeSpace], size_bytes: int) -> list[tuple[int, int, int]]:

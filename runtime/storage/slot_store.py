@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from planner.errors import StorageError
-from runtime.storage.free_space import FreeSpace, all_or_nothing
+from runtime.storage.free_space import AllOrNothing, FreeSpace
 from runtime.storage.store import Chunk, Extent, Slot, align_up
 
 
@@ -36,7 +36,7 @@ class SlotStore(ABC):
             self._check_open()
             used = self._used_bytes + size
             shares = self._make_room(size, name)
-            with all_or_nothing(self._spaces()):
+            with AllOrNothing(self._spaces()):
                 extents = tuple(self._take_extents(shares))
                 slot = Slot(name=name, size_bytes=size, content_bytes=size_bytes, extents=extents)
                 self._in_use.add(slot)
@@ -52,7 +52,7 @@ class SlotStore(ABC):
                     f"the slot of block {slot.name!r} is not in use here; this is a bug in teraio, please report it"
                 )
             used = self._used_bytes - slot.size_bytes
-            with all_or_nothing(self._spaces()):
+            with AllOrNothing(self._spaces()):
                 for extent in slot.extents:
                     self._space_of(extent).give(extent.offset_bytes, extent.length_bytes)
                 self._in_use.remove(slot)

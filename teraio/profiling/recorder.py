@@ -20,7 +20,7 @@ a whole is always timed, by marks between regions.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun
@@ -198,7 +198,8 @@ class IterationRecorder:
     def _to_prefetch(self, position: int) -> list[Block]:
         if self._schedule is None:
             return []
-        return [self._by_id[i] for i in self._schedule.fetch_at[position] if i in self._by_id]
+        planned, by_id = self._schedule.fetch_at[position], self._by_id
+        return [by_id[i] for i in planned if i in by_id] if planned else []
 
     def _prefetch(self, position: int) -> None:
         for block in self._to_prefetch(position):
@@ -211,8 +212,8 @@ class IterationRecorder:
             dropped = self._by_id.get(trace_id)
             if dropped is not None:
                 self._pager.drop(dropped)
-        known = ((self._by_id.get(trace_id), tier) for trace_id, tier in self._schedule.leave_after[position])
-        if leaving := [(block, tier) for block, tier in known if block is not None]:
+        planned, by_id = self._schedule.leave_after[position], self._by_id
+        if planned and (leaving := [(block, tier) for i, tier in planned if (block := by_id.get(i)) is not None]):
             self._pager.offload_all(leaving)
 
     def stage_ended(self, run: StageRun) -> None:
@@ -251,7 +252,11 @@ class IterationRecorder:
     def kept_stages(self) -> Collection[int] | None:
         return self._schedule.kept[self._cursor - 1] if self._in_step and self._schedule is not None else None
 
-    def reruns_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:
+    def reruns_due(self) -> Iterable[tuple[Sequence[Block], Sequence[Block]]]:
+        due = self._in_step and self._schedule is not None and self._position in self._schedule.reruns.made
+        return self._run_due() if due else ()
+
+    def _run_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:
         while self._in_step and self._schedule is not None and self._position in self._schedule.reruns.made:
             made = (self._by_id.get(i) for i in self._schedule.reruns.made[self._position])
             self._due = self._position
@@ -269,19 +274,20 @@ class IterationRecorder:
 
     def _recognise(self, made: Sequence[Block], region: Region) -> None:
         """Match new blocks, by their ordinals in the region, with those of the previous iteration and of the plan's trace."""
-        index = len(self._iteration.regions) - 1
+        index, first = len(self._iteration.regions) - 1, len(region.made)
         previous = self._previous.regions if self._recording and self._previous is not None else []
-        before = previous[index] if index < len(previous) else None
-        if before is not None and before.identity == region.identity:
-            same = before.made[len(region.made) : len(region.made) + len(made)]
-            self._pager.record_uses({block: each.uses for block, each in zip(made, same, strict=False)})
+        uses: dict[Block, tuple[int, ...]] = {}
+        if index < len(previous) and previous[index].identity == region.identity:
+            before = previous[index].made
+            uses = {block: before[number].uses for number, block in enumerate(made, first) if number < len(before)}
+        known: dict[Block, int] = {}
         if self._in_step and self._schedule is not None:
-            sizes = self._schedule.sizes
-            ids = self._schedule.made_ids[self._cursor - 1][len(region.made) : len(region.made) + len(made)]
-            known = {block: i for block, i in zip(made, ids, strict=False) if i >= 0 and sizes[i] == block.size_bytes}
-            if known:
-                self._pager.assign_trace_ids(known)
-                self._by_id.update((i, block) for block, i in known.items())
+            sizes, ids = self._schedule.sizes, self._schedule.made_ids[self._cursor - 1][first : first + len(made)]
+            for block, trace_id in zip(made, ids, strict=False):
+                if trace_id >= 0 and sizes[trace_id] == block.size_bytes:
+                    known[block] = trace_id
+                    self._by_id[trace_id] = block
+        self._pager.record_uses(uses, known)
 
     def _until_next_uses(self, run: StageRun, position: int) -> Sequence[int]:
         """Return the number of stages until the next use of each block that a stage has read, then of each that it has made.
@@ -305,9 +311,9 @@ class IterationRecorder:
         """
         mirrored = 2 * (self._stage_count - len(self._region.stages) + 2)
         count = self._previous.stage_count if self._previous is not None else 0
-        until = []
+        until, again = [], run.next_uses()
         for block in (*run.read, *run.made):
-            within = run.next_uses.get(block)
+            within = again.get(block)
             if within is not None:
                 until.append(within)
             elif block.uses and count:
@@ -349,10 +355,13 @@ class IterationRecorder:
         done.waited_seconds, self._waited_at_begin, self._waited_at_user_code = waited - self._waited_at_begin, waited, waited
         uses: dict[Block, list[int]] = {}
         for position, stage in enumerate(done.stages):
-            for block in dict.fromkeys((*stage.read, *stage.made, *stage.written)):
-                uses.setdefault(block, []).append(position)
+            for block in (*stage.read, *stage.made, *stage.written):
+                if block not in uses:
+                    uses[block] = [position]
+                elif uses[block][-1] != position:
+                    uses[block].append(position)
         self._pager.record_uses({block: tuple(positions) for block, positions in uses.items()})
-        done.held = frozenset(block for block in uses if not block.dead)
+        done.held = frozenset([block for block in uses if block.storage() is not None])
         self._previous, self._survivors_due = done, True
         self._iteration = Iteration(number=done.number + 1, timed=self._is_timed(done.number + 1))
         self._pager.iteration = self._iteration.number

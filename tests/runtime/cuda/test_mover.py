@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from planner.errors import ChecksumError
-from runtime.cuda.mover import _Queued
 from runtime.device.streams import Lane
 from runtime.paging.block import Block, State
 
@@ -235,6 +234,34 @@ def test_the_end_waits_for_copies_from_memory_that_goes() -> None:
     assert not machine.wrong
 
 
+def test_copies_that_begin_together_share_marks_and_are_counted_without_gaps() -> None:
+    """A copy begins where the one before it ends, unless its lane has waited for something in between."""
+    machine = SimulatedMachine(0, budget_blocks=8, tiers=("host",))
+    marks: list[SimulatedEvent] = []
+    mark_lane = machine.device.mark_lane
+
+    def noted(lane: Lane) -> SimulatedEvent:
+        marks.append(mark_lane(lane))
+        return marks[-1]
+
+    machine.device.mark_lane = noted  # type: ignore[method-assign]
+    with machine.device.region():
+        machine.pager.enter_region()
+        blocks = [machine.made() for _ in range(4)]
+        machine.pager.offload_all([(block, "host") for block in blocks[:3]])
+        together = len(marks)
+        machine.pager.offload(blocks[3])
+        machine.device.synchronise()
+        machine.pager.forget_dead()
+        machine.pager.leave_region()
+    assert (together, len(marks)) == (4, 6)
+    assert machine.mover.moved_bytes["device->host"] == sum(block.size_bytes for block in blocks)
+    busy = marks[3].at_step - marks[0].at_step + marks[5].at_step - marks[4].at_step
+    assert machine.mover.busy_seconds["device->host"] == busy
+    machine.finish()
+    machine.mover.close()
+
+
 class Deaf(SimulatedDevice):
     """A device on which some lanes do not wait."""
 
@@ -279,7 +306,7 @@ def no_hold(machine: SimulatedMachine) -> None:
     def careless(block: Block, done: Callable[[Any], None]) -> bool:
         queued = copy_in(block, done)
         if queued:
-            machine.mover._in[block] = _Queued(machine.mover._in[block].event, torch.UntypedStorage(0))
+            machine.mover._in[block] = machine.mover._in[block][0], torch.UntypedStorage(0)
         return queued
 
     machine.mover.copy_in = careless  # type: ignore[method-assign]
@@ -292,7 +319,7 @@ def no_hold_on_the_way_out(machine: SimulatedMachine) -> None:
     def careless(block: Block, tier: Any, done: Callable[[Any], None]) -> bool:
         queued = copy_out(block, tier, done)
         if queued:
-            machine.mover._out[block] = _Queued(machine.mover._out[block].event, torch.UntypedStorage(0))
+            machine.mover._out[block] = machine.mover._out[block][0], torch.UntypedStorage(0)
         return queued
 
     machine.mover.copy_out = careless  # type: ignore[method-assign]

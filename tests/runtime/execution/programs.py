@@ -57,7 +57,8 @@ class Recorder:
         return self.fetch.get(self.reached - 1, ())
 
     def stage_ended(self, run: StageRun) -> None:
-        self.stages.append(run)
+        again = run.next_uses()
+        self.stages.append(run._replace(next_uses=lambda: again))
 
     def region_ended(self) -> None:
         self.ended += 1

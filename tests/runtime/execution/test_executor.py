@@ -77,7 +77,7 @@ def test_the_observer_hears_of_every_stage() -> None:
     assert [record.name for record in recorder.stages] == ["add", "double", "subtract"]
     names = [[[b.name for b in getattr(record, key)] for key in ("read", "made")] for record in recorder.stages]
     assert names == [[["slot0", "slot1"], ["slot2"]], [["slot2"], ["slot3"]], [["slot3", "slot0"], ["slot4"]]]
-    ahead = [{b.name: after for b, after in record.next_uses.items()} for record in recorder.stages]
+    ahead = [{b.name: after for b, after in record.next_uses().items()} for record in recorder.stages]
     assert ahead == [{"slot0": 2, "slot2": 1}, {"slot3": 1}, {}]
     assert all(record.end.seconds_since(record.begin) >= 0 for record in recorder.stages)
 
@@ -93,7 +93,7 @@ def test_views_are_not_made_and_have_the_nearest_next_use() -> None:
     recorder = Recorder()
     managed(plan, [filled(1)], Bench(None), recorder)
     assert recorder.stages[0].made == []
-    assert list(recorder.stages[0].next_uses.values()) == [1]
+    assert list(recorder.stages[0].next_uses().values()) == [1]
     assert recorder.stages[1].read == recorder.stages[2].read == recorder.stages[0].read
 
 

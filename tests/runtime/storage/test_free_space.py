@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.storage.free_space import FreeSpace, all_or_nothing
+from runtime.storage.free_space import AllOrNothing, FreeSpace
 
 
 def test_the_smallest_hole_that_fits_is_taken() -> None:
@@ -38,12 +38,12 @@ def test_what_fails_leaves_nothing_taken() -> None:
     free.grow(40)
     other.grow(30)
     assert other.take(30) == 0
-    with pytest.raises(MemoryError), all_or_nothing([free, other]):
+    with pytest.raises(MemoryError), AllOrNothing([free, other]):
         assert free.take(10) == 0
         other.give(0, 10)
         raise MemoryError
     assert (free.free_bytes, other.free_bytes) == (40, 0)
-    with all_or_nothing([free]):
+    with AllOrNothing([free]):
         assert free.take(10) == 0
     assert free.free_bytes == 30
 

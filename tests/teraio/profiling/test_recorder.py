@@ -215,7 +215,7 @@ def test_uses_within_the_region_come_first() -> None:
             read=[training.weight],
             made=[],
             written=[],
-            next_uses={training.weight: 2},
+            next_uses=lambda: {training.weight: 2},
         )
     )
     assert training.weight.next_use == training.pager.clock + 2
