@@ -83,11 +83,12 @@ def _optimised(name: str, settings: SolverSettings) -> Callable[[Problem], Plan]
 
 
 def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
+    rivals = tuple(HEURISTICS.values())
     return best_recomputation(
         trace,
         budgets,
         settings,
-        plan=_optimised("ilp", settings),
+        plan=lambda problem, bound: optimise(problem, policy="ilp", rivals=rivals, settings=settings, known_bound=bound),
         refine=lambda problem, bound: optimise(problem, policy="ilp", rivals=(), settings=settings, known_bound=bound),
         draft=partial(optimise, policy="ilp", rivals=(), settings=settings, integer=False),
     )
