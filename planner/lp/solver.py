@@ -60,8 +60,9 @@ def solve_program(
     """Solve the program. linear: take whole variables as continuous. vertex: end in a vertex, which has few fractions.
 
     max_nodes: of the search tree of an integer program (HiGHS only). Works for about the time limit at most, in seconds of
-    processor time (CBC may overrun it); see [Note: work, not time]. Raises SolverError when no solver is installed or it fails. A
-    program that is not solved in time is no error: see `Solved`.
+    processor time; before that, the simplex method may take a counted number of iterations ([Note: work, not time]). CBC may
+    overrun the limit. Raises SolverError when no solver is installed or it fails. A program that is not solved in time is no
+    error: see `Solved`.
     """
     if highspy is not None:
         return _by_highs(program, settings, linear=linear, vertex=vertex, max_nodes=max_nodes)
