@@ -158,7 +158,6 @@ def _stop_after(seconds: float, callback: highspy.highs.HighsCallback) -> None:
         if time.process_time() > end:
             event.interrupt()
 
-    callback.clear()
     callback.subscribe(check)
 
 
