@@ -77,6 +77,7 @@ def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
         "warm_start": lambda: warm_start.measure(scale),
         "planner": lambda: planner.measure(scale),
         "planner_policies": lambda: planner_policies.measure(scale),
+        "planner_bound": lambda: planner_policies.measure_best(scale),
         "planner_recompute": lambda: planner_recompute.measure(scale),
         "planner_ranks": lambda: planner_ranks.measure(scale),
     }

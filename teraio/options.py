@@ -194,7 +194,8 @@ class Options:
     RankError, which names it. Only for several processes that torchrun has started."""
 
     solver_time_limit: float = 30.0
-    """Seconds that the solver may take, in the background. After that, the best plan found so far is used."""
+    """Seconds of processor time that the solver may take for each program, in the background. After that, the best plan found so
+    far is used."""
 
 
 def parse_options(given: Mapping[str, Any] | None) -> Options:

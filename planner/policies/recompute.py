@@ -55,7 +55,7 @@ _MAX_CHANGES = 24
 
 
 def best_recomputation(
-    trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: Planner, refine: BoundedPlanner, draft: Planner
+    trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: BoundedPlanner, refine: BoundedPlanner, draft: Planner
 ) -> Plan:
     """Return the best plan, with or without re-runs. plan: plans an iteration well; refine: the same, but does not compare with
     other policies; draft: faster, to compare sets of groups.
@@ -81,7 +81,7 @@ def best_recomputation(
         if len(trace.stages) <= _SHORT_STAGES:
             search.improve()
         short = len(trace.stages) <= MAX_INTEGER_STAGES
-        search.finish(plan if short else lambda problem: refine(problem, search.bound_seconds))
+        search.finish((lambda problem: plan(problem, 0.0)) if short else lambda problem: refine(problem, search.bound_seconds))
     return search.made()
 
 
@@ -124,10 +124,11 @@ class _Search:
         self._draft = draft
         self._tried: set[tuple[Recompute, ...]] = {()}
 
-    def without(self, plan: Planner) -> None:
+    def without(self, plan: BoundedPlanner) -> None:
         """Plan without re-runs, and keep the plan if it is no worse than the best."""
+        known = self.bound_seconds if "bound_seconds" in vars(self) else 0.0
         try:
-            made = plan(Problem.of(self.trace, self.budgets))
+            made = plan(Problem.of(self.trace, self.budgets), known)
         except BudgetError as error:
             self._refusal = _with_reruns(self.trace, error)
         except InfeasiblePlanError as error:

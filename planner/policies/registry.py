@@ -58,9 +58,10 @@ def plan(
     one is returned if the policy finds no faster plan, or none at all; so with plans for smaller budgets as incumbents, a larger
     budget never gives a slower plan. Such a plan keeps its own, smaller budgets where that makes it faster.
 
-    Waits for the result. The solver gets `time_limit_seconds` for each of its programs: up to six where updates may run on the
-    host, otherwise one or two. Placing, replaying and bounding take additional time, half a minute for 1,000 stages. Where the
-    trace has recompute groups, `"ilp"` solves one or two programs more, and makes two or three plans.
+    Waits for the result. The solver gets `time_limit_seconds` of processor time for each of its programs: up to six where updates
+    may run on the host, otherwise one or two. It is a safeguard: what ends a search is counted, so that a busy machine makes the
+    same plans. Placing, replaying and bounding take additional time, half a minute for 1,000 stages. Where the trace has
+    recompute groups, `"ilp"` solves one or two programs more, and makes two or three plans.
 
     Raises BudgetError (the budget is below what one stage needs, or with keep-all below everything), InfeasiblePlanError (the
     lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can update on the host) and
@@ -83,11 +84,12 @@ def _optimised(name: str, settings: SolverSettings) -> Callable[[Problem], Plan]
 
 
 def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
+    rivals = tuple(HEURISTICS.values())
     return best_recomputation(
         trace,
         budgets,
         settings,
-        plan=_optimised("ilp", settings),
+        plan=lambda problem, bound: optimise(problem, policy="ilp", rivals=rivals, settings=settings, known_bound=bound),
         refine=lambda problem, bound: optimise(problem, policy="ilp", rivals=(), settings=settings, known_bound=bound),
         draft=partial(optimise, policy="ilp", rivals=(), settings=settings, integer=False),
     )

@@ -19,7 +19,7 @@ wins.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverSettings:
-    """Settings of one planning run, see `planner.plan`."""
+    """Settings of one planning run, see `planner.plan`. `time_limit_seconds`: of processor time."""
 
     time_limit_seconds: float = 30.0
     gap: float = DEFAULT_GAP

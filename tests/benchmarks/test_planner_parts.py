@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import planner_policies
 from benchmarks.planner import growth_exponent
 from benchmarks.planner_policies import Outcome, cases, figures_of, lost, outcome, samples_of, traces
 from benchmarks.planner_recompute import POLICIES as RECOMPUTE_POLICIES
@@ -12,6 +13,7 @@ from benchmarks.planner_recompute import ROWS, SHARES, floor_figure, table_figur
 from benchmarks.planner_recompute import outcome as recompute_outcome
 from benchmarks.planning import PlanningFailed, planned_apart
 from benchmarks.transformer_trace import LLAMA_3_8B, Workload
+from benchmarks.turns import Scale
 from benchmarks.variants import budgets_for, device_budgets, peak_bytes, with_errors, with_rates, with_times
 from planner import Trace, plan, simulate
 from planner.policies.registry import POLICIES
@@ -177,3 +179,15 @@ def test_the_table_shows_times_and_counts_the_cases_that_are_lost() -> None:
     assert figures["cases in which ilp is slower than another"].value == 3
     assert figures[f"{ROWS[0].name}: ilp, planning at most"].note == "– 1.50 1.50 1.50; over bound – 1.20 1.20 1.20"
     assert figures[f"{ROWS[1].name}: checkpoint, planning at most"].value == 9.0
+
+
+def test_the_best_policy_alone_is_planned_at_the_links_own_rates(
+    chain: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner_policies, "traces", lambda: {"chain": chain})
+    scale = Scale(device="cpu", layers=1, width=1, heads=1, context=1, batch=1, rounds=1, output=tmp_path)
+    figures, samples = planner_policies.measure_best(scale)
+    assert list(samples) == [f"chain | {name} | x1 | ilp" for name in device_budgets(chain)]
+    assert [figure.name for figure in figures] == ["plans faster than the lower bound", "chain: ilp, time / bound"]
+    assert figures[0].value == 0 and figures[1].value == pytest.approx(sum(s[1] for s in samples.values()) / len(samples))
+    assert len((tmp_path / "planner_bound.tsv").read_text().splitlines()) == len(samples)

@@ -14,6 +14,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 POLICIES = RESULTS / "2026-11-21T175034-amd_epycx2-planner_policies.json"
 OPTIMIZER = RESULTS / "2026-11-22T030900-intel_r__xeon_r__processorx2-optimizer.json"
 SWEEP = RESULTS / "2026-11-21T135641-amd_epycx2-stage_overhead-budget_sweep-rss-prediction-compile_time-engine.json"
+RECOMPUTE = RESULTS / "RESULTFILE"
 RANKS = RESULTS / "2026-11-23T023153-amd_epycx2-planner_ranks.json"
 
 
@@ -69,3 +70,17 @@ def test_what_sharing_costs() -> None:
         _, alone, apart, together = samples[name]
         times = [f"{seconds:.2f} s" for seconds in (alone, apart, together)]
         assert cells == [*times, f"{together / alone:.2f}", f"{apart / together:.2f}"]
+
+
+def test_what_recomputation_is_worth() -> None:
+    page = DOCS["policies"]
+    assert RECOMPUTE.name in page.text
+    found = figures(RECOMPUTE)
+    rows = page.table("tokens, GB/s")
+    assert len(rows) == 6
+    for name, *cells in rows:
+        expected = []
+        for policy in ("offload-only", "checkpoint", "ilp"):
+            times, _, over = found[f"{name}: {policy}, planning at most"]["note"].partition("; over bound ")
+            expected.append(times)
+        assert cells == [*expected, over, f"{found[f'{name}: ilp, planning at most']['value']:.1f}"]

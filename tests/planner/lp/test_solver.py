@@ -83,3 +83,31 @@ def test_no_solver_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solver.pulp.PULP_CBC_CMD, "available", lambda self: False)
     with pytest.raises(SolverError, match="no solver is installed: install highspy"):
         solve_program(knapsack(), SETTINGS, linear=True)
+
+
+@pytest.fixture
+def interior(monkeypatch: pytest.MonkeyPatch) -> Program:
+    """An assignment of 30 to 30. The simplex method gets no iterations, so that the interior point method solves it."""
+    monkeypatch.setattr(solver, "_SHARE", 0.0)
+    monkeypatch.setattr(solver, "_LEAST_ITERATIONS", 0)
+    program = Program()
+    size = 30
+    pairs = [[program.variable() for _ in range(size)] for _ in range(size)]
+    for row in (*pairs, *zip(*pairs, strict=True)):
+        program.equal([(variable, 1.0) for variable in row], 1)
+    program.minimise((pairs[a][b], float((a + 1) * (b + 1))) for a in range(size) for b in range(size))
+    return program
+
+
+def test_time_that_others_take_does_not_end_a_search(interior: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little time is left by the clock: this process has used none of it."""
+    monkeypatch.setattr(solver.time, "process_time", lambda: 0.0)
+    solved = solve_program(interior, SolverSettings(time_limit_seconds=1e-9), linear=True, vertex=False)
+    assert solved.optimal and solved.objective == pytest.approx(sum(n * (31 - n) for n in range(1, 31)))
+
+
+def test_processor_time_ends_a_search(interior: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(10**9))
+    monkeypatch.setattr(solver.time, "process_time", lambda: float(next(ticks)))
+    solved = solve_program(interior, SolverSettings(time_limit_seconds=1.0), linear=True, vertex=False)
+    assert not solved.optimal and not solved.values
