@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from teraio.options import Options
 from teraio.phases import Phase, ProfilePhase
 from teraio.profiling import Profile
 from teraio.registry import REGISTRY
-from teraio.stages import Kernel, eager_codegen, kernels_and_workspace
+from teraio.stages import Kernel, eager_codegen, kernels_of, peak_bytes, temporaries_of
 from teraio.training_run import TrainingRun
 
 Step = Callable[[], object]
@@ -67,7 +68,7 @@ class _Capture:
             Options(codegen=options.codegen, recompute=options.recompute, optimizer=options.optimizer, profile_iterations=1),
             device,
             open_machine=lambda options, device: ModelledMachine(options, device, self._device, self._description),
-            codegen=self._codegen,
+            codegen=partial(self._codegen, fuses=options.codegen != "eager"),
             host_rates=DescribedHostRates(self._description.hardware.host_update_elements_per_second),
             subgroup_bytes=self._subgroup_bytes,
             first_phase=self._first_phase,
@@ -77,9 +78,10 @@ class _Capture:
         self._phases.append(_CapturePhase(context))
         return self._phases[-1]
 
-    def _codegen(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> StageFunction:
+    def _codegen(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any], *, fuses: bool) -> StageFunction:
         run = eager_codegen(module, inputs, options)
-        kernels, workspace = kernels_and_workspace(module.graph)
+        kernels = kernels_of(module.graph)
+        workspace = peak_bytes(temporaries_of(module.graph, fuses=fuses))
         seconds = sum(map(self._description.seconds, kernels))
 
         def stage(values: list[Any]) -> Sequence[Any]:

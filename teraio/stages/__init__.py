@@ -3,7 +3,8 @@
 from teraio.stages.compile import Codegen, StageCompiler, eager_codegen
 from teraio.stages.cut import CutPolicy
 from teraio.stages.floor import Need, largest_of, need_of
-from teraio.stages.kernels import Kernel, kernels_and_workspace, operator_kernel
+from teraio.stages.kernels import Kernel, kernels_of, operator_kernel
+from teraio.stages.temporaries import peak_bytes, temporaries_of
 
 __all__ = [
     "Codegen",
@@ -12,8 +13,10 @@ __all__ = [
     "Need",
     "StageCompiler",
     "eager_codegen",
-    "kernels_and_workspace",
+    "kernels_of",
     "largest_of",
     "need_of",
     "operator_kernel",
+    "peak_bytes",
+    "temporaries_of",
 ]
