@@ -78,10 +78,12 @@ def test_workspaces_are_those_that_a_run_of_the_same_codegen_estimates(codegen: 
 
 
 def test_a_model_on_the_meta_device_is_captured_like_its_training() -> None:
+    """On a machine without a GPU."""
+    machine = MachineDescription.load("h100").model_copy(update={"gpu": None})
     with torch.device("meta"):
         model = Transformer()
-    captured = teraio.capture(model, (torch.zeros(8, 256, dtype=torch.long),), loss=loss_of)
-    assert shape(captured) == shape(teraio.capture(training))
+    captured = capture(model, (torch.zeros(8, 256, dtype=torch.long),), loss=loss_of, hardware=machine)
+    assert shape(captured) == shape(capture(training, hardware=machine))
     assert captured.name == "Transformer"
     assert next(model.parameters()).device.type == "meta", "the model itself stays as it is"
 
