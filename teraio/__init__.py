@@ -118,7 +118,8 @@ def capture(
 
     model_or_training: a model, which may be on the device "meta"; or a function that makes the model, compiles it with
     `backend="teraio"`, makes the optimizer and the inputs, and returns a function that takes one step. Both functions run under
-    fake tensors, which have shapes, but no memory and no values.
+    fake tensors, which have shapes, but no memory and no values. They may be on "cuda" without a GPU. A model is captured on the
+    GPU of the hardware, if that has one.
     inputs: of a model: a sequence of arguments, or a mapping by name; only their shapes matter. optimizer: of a model: makes it
     from the parameters; default: `torch.optim.AdamW`. loss: of a model: the loss from what the model returns; default: that
     itself, or its attribute `loss`.
@@ -128,7 +129,8 @@ def capture(
     fitted to its times. smaller: that training, a function as above; default: the training that is captured.
 
     Waits until the step has run some times: seconds for small models, minutes for large ones. Raises UnsupportedError if the step
-    depends on values of tensors, does not repeat, or if teraio is training in this process; OptionsError for unknown hardware.
+    depends on values of tensors or on a GPU's driver, does not repeat, or if teraio is training in this process; OptionsError for
+    unknown hardware.
     """
     from teraio import capturing
 

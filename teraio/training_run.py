@@ -28,7 +28,7 @@ from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext
 from teraio.planning import BackgroundPlanner, PlanCache, PlanningJob, StartJob, WarmStart
 from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch, RerunRecord
 from teraio.ranks import RankGroup
-from teraio.stages import Codegen, CutPolicy, StageCompiler
+from teraio.stages import Codegen, CutPolicy, SpeedOf, StageCompiler, speed_of
 from teraio.status import Status
 from teraio.watching import History, IterationStats, LiveLine, Stats
 
@@ -50,8 +50,9 @@ class TrainingRun:
     """Everything that models compiled with the same options share: one machine, one pager with its budget, one recorder.
 
     open_machine, start_job, new_pager: make the parts; tests and benchmarks give others. cut_policy: where graphs are cut into
-    stages. codegen: compiles stages, instead of what the option says. host_rates: rates of updates on the host, instead of
-    measured ones. subgroup_bytes: size of optimizer subgroups; default: that of the given plan, else what was measured decides.
+    stages. speed_of: how fast a device is, for these cuts. codegen: compiles stages, instead of what the option says.
+    host_rates: rates of updates on the host, instead of measured ones. subgroup_bytes: size of optimizer subgroups; default: that
+    of the given plan, else what was measured decides.
     first_phase: makes the phase in which the run begins. ranks: those of this machine that train together, None if there is one.
     number: of this run in the process. on_iteration: is called with each iteration that has ended, in the training thread.
     Raises PlanError if the plan file is damaged, UnsupportedError, StorageError, StorageFullError.
@@ -66,6 +67,7 @@ class TrainingRun:
         start_job: StartJob = PlanningJob,
         new_pager: Callable[..., Pager] = Pager,
         cut_policy: CutPolicy | None = None,
+        speed_of: SpeedOf = speed_of,
         codegen: Codegen | None = None,
         host_rates: HostRates | None = None,
         subgroup_bytes: int | None = None,
@@ -91,7 +93,11 @@ class TrainingRun:
             moves=lambda: self._pager.account.moves,
         )
         self.stage_compiler = StageCompiler(
-            codegen=codegen or options.codegen, mode=options.mode, policy=cut_policy, fuses=options.codegen != "eager"
+            codegen=codegen or options.codegen,
+            mode=options.mode,
+            policy=cut_policy,
+            fuses=options.codegen != "eager",
+            speed_of=speed_of,
         )
         if subgroup_bytes is None and given is not None:
             subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size

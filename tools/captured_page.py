@@ -34,7 +34,8 @@ INTRODUCTION = """\
 
 <!-- written by python -m tools.captured_page -->
 
-`traces/captured` has traces of trainings at full size, captured without their memory (see [Capture](capture.md)).
+`traces/captured` has traces of trainings at full size, captured without their memory and without a GPU, with the stages and the
+attention of one (see [Capture](capture.md)).
 `python -m tools.captured_traces` makes them anew, `python -m tools.captured_page` plans them and writes this page. Nothing
 here was measured: times are estimates for the machine, and plans are replayed by the simulator.
 """

@@ -88,7 +88,7 @@ def _moe() -> Training:
 
 def _cross_entropy(logits: Tensor) -> Tensor:
     rows = logits.flatten(0, -2)
-    return functional.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long))
+    return functional.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long, device=rows.device))
 
 
 CAPTURES = (

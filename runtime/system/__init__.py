@@ -7,6 +7,7 @@ from runtime.system import short_turns, storage_swap
 from runtime.system.annotation import Name, annotate, first_of
 from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
 from runtime.system.interrupts import checkpoint, current_handler, forget_undo, undo_if_interrupted, uninterrupted
+from runtime.system.missing_gpu import missing_gpu
 from runtime.system.numa import on_processors, pci_address, processors_near
 from runtime.system.pinning import PIN_CHUNK_BYTES, CudaPinner, Pinner
 from runtime.system.processors import machine_cores
@@ -25,6 +26,7 @@ __all__ = [
     "forget_undo",
     "host_limits",
     "machine_cores",
+    "missing_gpu",
     "on_processors",
     "pci_address",
     "processors_near",

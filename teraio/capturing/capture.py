@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ from teraio.capturing.eager_work import EagerWork
 from teraio.capturing.hardware import MachineDescription
 from teraio.capturing.modelled_device import ModelledDevice
 from teraio.capturing.modelled_machine import DescribedHostRates, ModelledMachine
+from teraio.capturing.pretended_gpu import answering, pretended_gpu
 from teraio.capturing.training_of import Inputs, MakeOptimizer, training_of
 from teraio.options import Options
 from teraio.phases import Phase, ProfilePhase
 from teraio.profiling import Profile
 from teraio.registry import REGISTRY
-from teraio.stages import Kernel, eager_codegen, kernels_and_workspace
+from teraio.stages import Kernel, eager_codegen, kernels_of, peak_bytes, temporaries_of
 from teraio.training_run import TrainingRun
 
 Step = Callable[[], object]
@@ -67,7 +69,8 @@ class _Capture:
             Options(codegen=options.codegen, recompute=options.recompute, optimizer=options.optimizer, profile_iterations=1),
             device,
             open_machine=lambda options, device: ModelledMachine(options, device, self._device, self._description),
-            codegen=self._codegen,
+            speed_of=self._description.speed_of,
+            codegen=partial(self._codegen, fuses=options.codegen != "eager"),
             host_rates=DescribedHostRates(self._description.hardware.host_update_elements_per_second),
             subgroup_bytes=self._subgroup_bytes,
             first_phase=self._first_phase,
@@ -77,9 +80,10 @@ class _Capture:
         self._phases.append(_CapturePhase(context))
         return self._phases[-1]
 
-    def _codegen(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> StageFunction:
+    def _codegen(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any], *, fuses: bool) -> StageFunction:
         run = eager_codegen(module, inputs, options)
-        kernels, workspace = kernels_and_workspace(module.graph)
+        kernels = kernels_of(module.graph)
+        workspace = peak_bytes(temporaries_of(module.graph, fuses=fuses))
         seconds = sum(map(self._description.seconds, kernels))
 
         def stage(values: list[Any]) -> Sequence[Any]:
@@ -123,8 +127,9 @@ def capture(
     """See `teraio.capture`. hardware: may be a description, too. calibrate: may be a trace, too."""
     if REGISTRY.runs():
         raise UnsupportedError("teraio is training in this process; capture in another process, or call teraio.reset() first")
-    training = _training(model_or_training, inputs, optimizer or torch.optim.AdamW, loss)
     description = hardware if isinstance(hardware, MachineDescription) else MachineDescription.load(hardware)
+    device = torch.device("cpu" if description.gpu is None else "cuda")
+    training = _training(model_or_training, inputs, optimizer or torch.optim.AdamW, loss, device)
     if calibrate is not None:
         measured = calibrate if isinstance(calibrate, planner.Trace) else planner.Trace.load(calibrate)
         trace, executed = _run(smaller or training, description, measured.subgroup_bytes)
@@ -145,8 +150,8 @@ def _run(
     captured = _Capture(description, subgroup_bytes)
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fake.allow_scalar_outputs = True
-    with _runs_of(captured), _explained(), fake:
-        with _convertible(fake):
+    with _runs_of(captured), _explained(), pretended_gpu(description.gpu), fake:
+        with _convertible(fake), answering(description.gpu, description.hardware.name):
             step = training()
         step()
         with captured.work:
@@ -165,11 +170,12 @@ def _training(
     inputs: Inputs | None,
     optimizer: MakeOptimizer,
     loss: Callable[[Any], torch.Tensor] | None,
+    device: torch.device,
 ) -> Callable[[], Step]:
     if isinstance(what, torch.nn.Module):
         if inputs is None:
             raise OptionsError("capture: a model was given without inputs; give inputs=, such as a tuple of tensors")
-        return training_of(what, inputs, optimizer, loss)
+        return training_of(what, inputs, optimizer, loss, device)
     if inputs is not None:
         raise OptionsError("capture: inputs belong to a model; a function makes its inputs itself")
     return what

@@ -12,7 +12,8 @@ from pydantic import Field
 
 from planner.errors import OptionsError, TraceError
 from planner.schema import FrozenModel, Hardware, Rate, read_model
-from teraio.stages import Kernel
+from teraio.capturing.pretended_gpu import GpuModel
+from teraio.stages import Kernel, Speed, gpu_speed, reduces_products, speed_of
 
 Efficiency = Annotated[float, Field(gt=0, le=1)]
 
@@ -23,6 +24,7 @@ class MachineDescription(FrozenModel):
     flops_per_second: peak of dense matmuls by precision of the inputs: "float32", "tf32", "bfloat16", "float16".
     matmul_efficiency: the share of it that large matmuls, convolutions and attention reach. memory_bytes_per_second: peak of the
     device's memory. memory_efficiency: the share of it that fused operators reach. launch_seconds: least time of a kernel.
+    gpu: the device, if it is one. None: models are captured on the CPU.
     hardware: capacities and links, as in a trace. sources: where the figures come from.
     """
 
@@ -33,6 +35,7 @@ class MachineDescription(FrozenModel):
     memory_bytes_per_second: Rate
     memory_efficiency: Efficiency
     launch_seconds: Annotated[float, Field(ge=0)] = 0.0
+    gpu: GpuModel | None = None
     hardware: Hardware
     sources: str = ""
 
@@ -54,6 +57,12 @@ class MachineDescription(FrozenModel):
     def seconds(self, kernel: Kernel) -> float:
         """Return the estimated duration of a kernel: that of its arithmetic or of its memory traffic, whichever is longer."""
         return max(*self.costs(kernel), self.launch_seconds)
+
+    def speed_of(self, device: torch.device) -> Speed:
+        """Return by which speed a real run on this machine would cut graphs of a device."""
+        if self.gpu is None or device.type != "cuda":
+            return speed_of(device)
+        return gpu_speed(self.gpu.capability, self.gpu.multiprocessors, reduced=reduces_products())
 
     def costs(self, kernel: Kernel) -> tuple[float, float]:
         """Return the seconds that the arithmetic of a kernel takes, and those of its memory traffic."""

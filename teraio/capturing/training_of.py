@@ -18,16 +18,19 @@ Inputs = Sequence[Any] | Mapping[str, Any]
 
 
 def training_of(
-    model: nn.Module, inputs: Inputs, make_optimizer: MakeOptimizer, loss_of: Callable[[Any], Tensor] | None
+    model: nn.Module, inputs: Inputs, make_optimizer: MakeOptimizer, loss_of: Callable[[Any], Tensor] | None, device: torch.device
 ) -> Callable[[], Callable[[], object]]:
-    """Return what makes the step of a model: forward pass, loss, backward pass, update, gradients set to None."""
+    """Return what makes the step of a model: forward pass, loss, backward pass, update, gradients set to None.
+
+    device: where it runs.
+    """
 
     def training() -> Callable[[], object]:
-        copied = faked(model)
+        copied = faked(model, device)
         optimizer = make_optimizer(copied.parameters())
         compiled = torch.compile(copied, backend="teraio")
-        named = {name: _fake(value) for name, value in inputs.items()} if isinstance(inputs, Mapping) else {}
-        given = [] if isinstance(inputs, Mapping) else [_fake(value) for value in inputs]
+        named = {name: _fake(value, device) for name, value in inputs.items()} if isinstance(inputs, Mapping) else {}
+        given = [] if isinstance(inputs, Mapping) else [_fake(value, device) for value in inputs]
 
         def step() -> None:
             output = compiled(*given, **named)
@@ -41,19 +44,19 @@ def training_of(
     return training
 
 
-def faked(model: nn.Module) -> nn.Module:
-    """Return a copy whose parameters and buffers are fake tensors on the CPU. To be called under a fake mode.
+def faked(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy whose parameters and buffers are fake tensors on a device. To be called under a fake mode.
 
     The model may be on the device "meta".
     """
     tensors = chain(model.parameters(), model.buffers())  # shared ones come once
-    return copy.deepcopy(model, {id(tensor): _fake(tensor) for tensor in tensors})
+    return copy.deepcopy(model, {id(tensor): _fake(tensor, device) for tensor in tensors})
 
 
-def _fake(value: Any) -> Any:
+def _fake(value: Any, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
 
 

@@ -12,7 +12,7 @@ import torch
 
 import planner
 from runtime.system import host_limits
-from teraio.capturing import MachineDescription
+from teraio.capturing import GpuModel, MachineDescription
 from teraio.machine import Machine
 from teraio.options import Options
 
@@ -45,9 +45,15 @@ def measured_machine(storage: Sequence[Path], device: torch.device) -> MachineDe
         memory_bytes_per_second=_memory_rate(device, (1 << 30) if on_gpu else (256 << 20)),
         memory_efficiency=1.0,
         launch_seconds=_launch_seconds(device) if on_gpu else 0.0,
+        gpu=_gpu_model(device) if on_gpu else None,
         hardware=_hardware(storage, device),
         sources=f"measured by teraio doctor, torch {torch.__version__}",
     )
+
+
+def _gpu_model(device: torch.device) -> GpuModel:
+    found = torch.cuda.get_device_properties(device)
+    return GpuModel(capability=(found.major, found.minor), multiprocessors=found.multi_processor_count)
 
 
 def _hardware(storage: Sequence[Path], device: torch.device) -> planner.Hardware:

@@ -2,10 +2,11 @@
 
 [Note: Warm starts]
 A plan is kept with its trace in a file of its own. The file's name is a key: a hash of the graph that begins the iteration (its
-stages, blocks and sizes), of the options that plans depend on, and of versions. So it is known before the first graph runs
-which plan may fit. Whether it does is decided when the first iteration has ended: all its stages and blocks must be those of the
-kept trace, see `teraio.profiling.recognise`. Budgets are part of the key as the user gave them. A share of the memory is a
-little different in each start; so the plan is replayed with the budgets of this start, and refused if it does not come to an end.
+stages, blocks and sizes), of the options that plans depend on, of versions and of the planner's sources. So it is known before
+the first graph runs which plan may fit. Whether it does is decided when the first iteration has ended: all its stages and blocks
+must be those of the kept trace, see `teraio.profiling.recognise`. Budgets are part of the key as the user gave them. A share of
+the memory is a little different in each start; so the plan is replayed with the budgets of this start, and refused if it does
+not come to an end.
 
 Rates are measured anew at each start, and measurements vary. A plan is refused if a rate differs by more than `_RATES_DIFFER`
 from that of the start that made the plan. Smaller differences are noticed by [Note: Planning again], which replaces the plan.
@@ -16,6 +17,7 @@ ignored. Files are replaced as a whole, so that several processes can share the 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -88,6 +90,7 @@ class PlanCache:
         self._made_for = {
             "teraio": __version__,
             "torch": torch.__version__,
+            "planner": planner_digest(),
             "device": device.type,
             **{name: str(getattr(options, name)) for name in _OPTIONS},
         }
@@ -169,6 +172,13 @@ def _check(path: Path, kept: KeptPlan, key: str) -> None:
         )
     if kept.plan.trace_fingerprint != kept.trace.fingerprint:
         raise PlanError(f"{path}: its plan was made for another trace; it was changed after it was written: remove it")
+
+
+@functools.cache
+def planner_digest(folder: Path = Path(planner.__file__).parent) -> str:
+    """Return a hash of the planner's sources: other sources make other plans. Reads half a megabyte, once in a process."""
+    files = sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py"))
+    return _hash("".join(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for name, path in files))
 
 
 def _digest(program: Program) -> str:

@@ -19,7 +19,7 @@ from teraio.stages.memory import Resizer, distinct_bytes, is_symbolic, small, st
 from teraio.stages.random_state import describe
 from teraio.stages.recompute import reasons_against
 from teraio.stages.sizes import compute_sizes
-from teraio.stages.speed import speed_of
+from teraio.stages.speed import SpeedOf, speed_of
 from teraio.stages.split import Subgraph, split
 from teraio.stages.storages import storages_of
 from teraio.stages.tuning import tuned_within_budget
@@ -81,6 +81,7 @@ class StageCompiler:
 
     codegen, mode: the options of that name; `codegen` may also be a function. fuses: its stages fuse operators, and keep the
         seeds of random numbers, as Inductor's do; by default all but "eager" does. policy: default: by the device.
+    speed_of: how fast a device is, for the places of cuts.
     """
 
     def __init__(
@@ -90,11 +91,13 @@ class StageCompiler:
         mode: str = "default",
         policy: CutPolicy | None = None,
         fuses: bool | None = None,
+        speed_of: SpeedOf = speed_of,
     ) -> None:
         known: dict[str, Codegen] = {"inductor": partial(inductor_codegen, mode=mode), "eager": eager_codegen}
         self._codegen = known[codegen] if isinstance(codegen, str) else codegen
         self._fuses = codegen != "eager" if fuses is None else fuses
         self._policy = policy
+        self._speed_of = speed_of
         self._compiled: dict[str, tuple[StageFunction, GraphModule]] = {}
         self._graphs = 0
         self._forward_bytes = 0
@@ -146,7 +149,7 @@ class StageCompiler:
             return split(gm, dict.fromkeys(operators, 0), fuses=self._fuses)
         device, fuses = _device(gm), self._fuses
         policy = self._policy or (CutPolicy() if device.type == "cpu" else GPU_POLICY)
-        stage_of = assign(gm.graph, speed=speed_of(device), policy=policy, floor_bytes=floor_bytes, fuses=fuses)
+        stage_of = assign(gm.graph, speed=self._speed_of(device), policy=policy, floor_bytes=floor_bytes, fuses=fuses)
         return split(gm, stage_of, fuses=fuses)
 
     def _function(self, subgraph: Subgraph, options: dict[str, Any]) -> StageFunction:

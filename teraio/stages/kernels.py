@@ -6,7 +6,6 @@ which reads each of its inputs once and writes each result that another kernel n
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,30 +30,10 @@ class Kernel:
     touched_bytes: int
 
 
-def kernels_and_workspace(graph: Graph) -> tuple[list[Kernel], int]:
-    """Return the kernels of a subgraph, whose nodes have fake values in `meta["val"]`, and the peak bytes of what they hand to
-    each other, without the inputs and outputs of the subgraph."""
+def kernels_of(graph: Graph) -> list[Kernel]:
+    """Return the kernels of a subgraph, whose nodes have fake values in `meta["val"]`."""
     storages, groups = storages_of(list(graph.nodes)), fused(list(graph.nodes))
-    kernels = [_kernel(group, storages) for group in groups if not all(cost.is_view(n) or cost.is_getitem(n) for n in group)]
-    return kernels, _workspace_bytes(graph, groups, storages)
-
-
-def _workspace_bytes(graph: Graph, groups: Sequence[Sequence[Node]], storages: Mapping[Node, StorageKey]) -> int:
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    kept = {storages[result] for result in output.args[0]} | {storages[n] for n in graph.nodes if n.op == "placeholder"}
-    number = {node: position for position, group in enumerate(groups) for node in group}
-    first: dict[StorageKey, int] = {}
-    last: dict[StorageKey, int] = {}
-    for node, position in number.items():
-        for user in node.users:
-            if number.get(user, position) != position and storages[node] not in kept:
-                first[storages[node]] = min(first.get(storages[node], position), position)
-                last[storages[node]] = max(last.get(storages[node], 0), number[user])
-    change = [0] * (len(groups) + 1)
-    for key, begin in first.items():
-        change[min(begin, last[key])] += bytes_at(key)
-        change[max(begin, last[key]) + 1] -= bytes_at(key)
-    return max(itertools.accumulate(change))
+    return [_kernel(group, storages) for group in groups if not all(cost.is_view(n) or cost.is_getitem(n) for n in group)]
 
 
 _FUSED = frozenset(

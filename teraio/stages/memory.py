@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -13,9 +12,8 @@ from torch.fx import Node
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Program
 from teraio.stages import cost
-from teraio.stages.kernels import never_materialised
 from teraio.stages.split import Subgraph
-from teraio.stages.storages import StorageKey, bytes_at, storage_size, storages_of
+from teraio.stages.temporaries import peak_bytes
 
 
 def stage_bytes(subgraph: Subgraph, waiting: Sequence[Node], symbols: cost.Symbols) -> dict[str, int]:
@@ -25,8 +23,8 @@ def stage_bytes(subgraph: Subgraph, waiting: Sequence[Node], symbols: cost.Symbo
     """
     return {
         "input_bytes": distinct_bytes(subgraph.inputs, symbols),
-        "output_bytes": _new_bytes(subgraph, symbols),
-        "workspace_bytes": _workspace_bytes(subgraph, symbols),
+        "output_bytes": sum(cost.storage_bytes(tensor, symbols) for tensor in subgraph.made),
+        "workspace_bytes": peak_bytes(subgraph.temporaries, symbols),
         "waiting_bytes": distinct_bytes(small(waiting, symbols), symbols),
     }
 
@@ -112,32 +110,3 @@ def distinct_bytes(nodes: Sequence[Node], symbols: cost.Symbols) -> int:
 def small(nodes: Sequence[Node], symbols: cost.Symbols) -> list[Node]:
     """Return the nodes whose results are too small to move."""
     return [n for n in nodes if cost.output_bytes(n, symbols) < MIN_MOVED_BYTES]
-
-
-def _new_bytes(subgraph: Subgraph, symbols: cost.Symbols) -> int:
-    """Return the bytes of the storages that the outputs lie in, without those of the inputs."""
-    storages = storages_of(list(subgraph.module.graph.nodes))
-    (output,) = (n for n in subgraph.module.graph.nodes if n.op == "output")
-    owned = {storages[n] for n in output.args[0]}
-    return sum(bytes_at(key, symbols) for key in owned if key[0].op != "placeholder")
-
-
-def _workspace_bytes(subgraph: Subgraph, symbols: cost.Symbols) -> int:
-    """Return the peak bytes of intermediate results. Whatever is materialised is taken to be made in the order of the graph."""
-    nodes = list(subgraph.module.graph.nodes)
-    storages = storages_of(nodes)
-    without = never_materialised(nodes) if subgraph.fuses else set()
-    last: dict[StorageKey, int] = {}
-    first: dict[StorageKey, int] = {}
-    for number, node in enumerate(nodes):
-        for source in (*node.all_input_nodes, node):
-            last[storages[source]] = number
-            first.setdefault(storages[source], number)
-    outputs = {storages[n] for n in nodes[-1].args[0]}
-    change = [0] * (len(nodes) + 1)
-    for key in first:
-        if key[0].op == "call_function" and key not in outputs and key not in without:
-            size = storage_size(key, first, symbols)  # of several results, what no node takes lives until the others are taken
-            change[first[key[0], ()]] += size
-            change[last[key] + 1] -= size
-    return max(itertools.accumulate(change))

@@ -6,6 +6,7 @@ so that each run would have other stages, which no plan from a file fits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,9 @@ class _DataSheet:
     bytes_per_second: float
 
 
+SpeedOf = Callable[[torch.device], Speed]
+"""Says how fast a device is."""
+
 _H200 = _DataSheet((9, 0), 132, 67e12, 989e12, 4.8e12)
 _KNOWN = (
     _DataSheet((7, 0), 80, 15.7e12, 125e12, 0.9e12),  # V100
@@ -58,12 +62,16 @@ def speed_of(device: torch.device) -> Speed:
     if device.type != "cuda" or not torch.cuda.is_available():
         return gpu_speed(_H200.capability, _H200.multiprocessors, reduced=False)
     found = torch.cuda.get_device_properties(device)
-    reduced = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return gpu_speed((found.major, found.minor), found.multi_processor_count, reduced=reduced)
+    return gpu_speed((found.major, found.minor), found.multi_processor_count, reduced=reduces_products())
+
+
+def reduces_products() -> bool:
+    """Return whether products of 32 bits on a GPU take the tensor cores, by TF32."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def gpu_speed(capability: tuple[int, int], multiprocessors: int, *, reduced: bool) -> Speed:
-    """Return the speed of a GPU. reduced: products of 32 bits take the tensor cores, by TF32."""
+    """Return the speed of a GPU. reduced: see `reduces_products`."""
     sheet = next((each for each in reversed(_KNOWN) if each.capability <= capability), _KNOWN[0])
     share = multiprocessors / sheet.multiprocessors
     flops = max(sheet.flops, sheet.short / 2) if reduced else sheet.flops

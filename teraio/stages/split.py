@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from teraio.stages import cost
 from teraio.stages.cut import layer_of, module_path
 from teraio.stages.random_state import unwrapped
+from teraio.stages.temporaries import Temporary, made_by, temporaries_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class Subgraph:
     inputs, outputs: nodes of the graph that was split. mutated: the inputs that it writes in place.
     key: equal for subgraphs that may share one compiled function.
     path: the modules that it came from, for names (`layers.3.attn`).
-    fuses: it is compiled to fused kernels; otherwise each of its operators makes its result.
+    made: fake tensors of the storages that it makes for its outputs. temporaries: what it makes beside them.
     """
 
     module: GraphModule
@@ -32,11 +33,15 @@ class Subgraph:
     mutated: tuple[Node, ...]
     key: str
     path: str
-    fuses: bool
+    made: tuple[torch.Tensor, ...]
+    temporaries: tuple[Temporary, ...]
 
 
 def split(gm: GraphModule, stage_of: Mapping[Node, int], *, fuses: bool = False) -> list[Subgraph]:
-    """Return the subgraphs of `gm` in the order of execution. Does not change `gm`. fuses: see `Subgraph`."""
+    """Return the subgraphs of `gm` in the order of execution. Does not change `gm`.
+
+    fuses: they are compiled to fused kernels; otherwise each of their operators makes its result.
+    """
     members: dict[int, list[Node]] = {}
     for node in gm.graph.nodes:
         if node in stage_of:
@@ -72,7 +77,8 @@ def _subgraph(gm: GraphModule, nodes: list[Node], fuses: bool) -> Subgraph:
         mutated=tuple(n for n in inputs if _is_written(copies[n])),
         key=_key(module),
         path=_path(nodes),
-        fuses=fuses,
+        made=made_by(graph),
+        temporaries=temporaries_of(graph, fuses=fuses),
     )
 
 

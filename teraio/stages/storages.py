@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from teraio.stages import cost
@@ -30,12 +30,18 @@ def storages_of(nodes: Sequence[Node]) -> dict[Node, StorageKey]:
     return keys
 
 
-def storage_size(key: StorageKey, keys: Iterable[StorageKey], symbols: cost.Symbols = MappingProxyType({})) -> int:
-    """Return the bytes of a storage. Several results count without those in `keys`."""
-    size = bytes_at(key, symbols)
-    if isinstance(_at(key), (tuple, list)):
-        size -= sum(bytes_at(k, symbols) for k in set(keys) if k[0] is key[0] and k[1] and k[1][:-1] == key[1])
-    return size
+def tensors_of(key: StorageKey, keys: Iterable[StorageKey]) -> list[torch.Tensor]:
+    """Return the fake tensors that lie in a storage. Several results come without those in `keys`."""
+    value = _at(key)
+    if not isinstance(value, (tuple, list)):
+        return list(cost.fake_tensors(value))
+    apart = {k[1][-1] for k in keys if k[0] is key[0] and k[1] and k[1][:-1] == key[1]}
+    return [tensor for index, item in enumerate(value) if index not in apart for tensor in cost.fake_tensors(item)]
+
+
+def storage_size(key: StorageKey, keys: Iterable[StorageKey]) -> int:
+    """Return the bytes of a storage, with the sizes that the graph was captured with. Several results: see `tensors_of`."""
+    return sum(map(cost.storage_bytes, tensors_of(key, keys)))
 
 
 def _at(key: StorageKey) -> Any:
@@ -47,6 +53,6 @@ def _at(key: StorageKey) -> Any:
     return value
 
 
-def bytes_at(key: StorageKey, symbols: cost.Symbols = MappingProxyType({})) -> int:
+def bytes_at(key: StorageKey) -> int:
     """Return the bytes of all tensors that lie there."""
-    return sum((cost.storage_bytes(t, symbols) for t in cost.fake_tensors(_at(key))), 0)
+    return sum(map(cost.storage_bytes, cost.fake_tensors(_at(key))))

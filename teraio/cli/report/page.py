@@ -193,13 +193,17 @@ def _idle(facts: TraceFacts) -> str:
             format_bytes(block.size_bytes),
             format_seconds(block.longest_idle_seconds),
             format_seconds(block.idle_seconds),
-            "made anew" if block.remade else f"leaves {block.moves} times" if block.moves else "stays",
+            "made anew" if block.remade else _leaves(block.moves),
         ]
         for block in facts.idle
     ]
     told = f"By size and longest idle time, in an iteration that never waits: {len(rows)} of {facts.idle_count}."
     columns = [">block", "name", "kind", ">size", ">longest idle", ">idle in all", "with the plan"]
     return section("idle", "Idlest blocks", told, columns, rows)
+
+
+def _leaves(moves: int) -> str:
+    return ("stays", "leaves once")[moves] if moves < 2 else f"leaves {moves} times"
 
 
 def _sweep(report: Report) -> str:

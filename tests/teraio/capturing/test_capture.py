@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from typer.testing import CliRunner
 
 import planner
 import teraio
+from runtime.execution import Program
 from teraio.capturing import MachineDescription, capture, known_machines
 from teraio.capturing.calibration import calibrated
 from teraio.cli.commands import app
-from teraio.stages import Kernel
+from teraio.stages import Kernel, StageCompiler
 from tests.teraio.capturing import trainings
 from tests.teraio.capturing.trainings import Transformer, compiles_nothing, loss_of, reads_the_loss, training
 
@@ -59,11 +61,29 @@ def test_a_capture_has_the_stages_blocks_and_groups_of_a_real_run(tmp_path: Path
     assert captured.recompute and captured.subgroups
 
 
+@pytest.mark.parametrize("codegen", ["inductor", "eager"])
+def test_workspaces_are_those_that_a_run_of_the_same_codegen_estimates(codegen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimated: dict[str, int] = {}
+    compile_graph = StageCompiler.compile
+
+    def noting(self: StageCompiler, *given: Any, **named: Any) -> Program:
+        program = compile_graph(self, *given, **named)
+        estimated.update({stage.name: stage.workspace_bytes for stage in program.stages})
+        return program
+
+    monkeypatch.setattr(StageCompiler, "compile", noting)
+    captured = teraio.capture(lambda: training({"codegen": codegen}))
+    found = {stage.name: stage.workspace_bytes for stage in captured.stages if stage.phase in ("forward", "backward")}
+    assert found == estimated and any(found.values())
+
+
 def test_a_model_on_the_meta_device_is_captured_like_its_training() -> None:
+    """On a machine without a GPU."""
+    machine = MachineDescription.load("h100").model_copy(update={"gpu": None})
     with torch.device("meta"):
         model = Transformer()
-    captured = teraio.capture(model, (torch.zeros(8, 256, dtype=torch.long),), loss=loss_of)
-    assert shape(captured) == shape(teraio.capture(training))
+    captured = capture(model, (torch.zeros(8, 256, dtype=torch.long),), loss=loss_of, hardware=machine)
+    assert shape(captured) == shape(capture(training, hardware=machine))
     assert captured.name == "Transformer"
     assert next(model.parameters()).device.type == "meta", "the model itself stays as it is"
 

@@ -43,7 +43,8 @@ class Transformer(nn.Module):
 
 
 def loss_of(logits: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2], dtype=torch.long).flatten())
+    rows = logits.flatten(0, 1)
+    return functional.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long, device=rows.device))
 
 
 def training(options: Mapping[str, Any] | None = None, *, width: int = 512) -> Callable[[], object]:
@@ -56,6 +57,35 @@ def training(options: Mapping[str, Any] | None = None, *, width: int = 512) -> C
         loss_of(compiled(tokens)).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    return step
+
+
+def on_gpu(*, autocast: bool = False, fused: bool | None = True) -> Callable[[], object]:
+    """The same on "cuda", if there is a GPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Transformer().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    tokens = torch.zeros(8, 256, dtype=torch.long, device=device)
+    compiled = torch.compile(model, backend="teraio")
+
+    def step() -> None:
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
+            logits = compiled(tokens)
+        loss_of(logits.float()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def needs_a_driver() -> Callable[[], object]:
+    model = torch.compile(nn.Linear(4, 4, device="cuda"), backend="teraio")
+
+    def step() -> None:
+        model(torch.ones(2, 4, device="cuda")).sum().backward()
+        torch.cuda.current_stream()
 
     return step
 

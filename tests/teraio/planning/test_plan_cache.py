@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +20,7 @@ import planner
 from planner import Budgets, Link, Plan, Trace
 from runtime.execution import Program, Stage
 from teraio.options import Options
-from teraio.planning.plan_cache import KeptPlan, PlanCache, refit
+from teraio.planning.plan_cache import KeptPlan, PlanCache, planner_digest, refit
 
 HAND = Path(__file__).parents[3] / "traces" / "hand"
 TRACE = Trace.load(HAND / "chain.json")
@@ -97,6 +98,24 @@ def test_other_trainings_have_other_plans(cache: Callable[..., PlanCache], other
     keep(cache(), program())
     assert cache(**options).find(other) is None
     assert cache(plan_out=Path("elsewhere"), replan=False).find(program()) is not None, "no plan depends on these"
+
+
+def test_another_planner_has_other_plans(cache: Callable[..., PlanCache], monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(cache(), program())
+    monkeypatch.setattr("teraio.planning.plan_cache.planner_digest", lambda: "another")
+    assert cache().find(program()) is None
+
+
+def test_a_planner_is_another_one_if_a_source_has_changed(tmp_path: Path) -> None:
+    def copied(name: str) -> Path:
+        return Path(shutil.copytree(Path(planner.__file__).parent, tmp_path / name))
+
+    changed, renamed, more = copied("changed"), copied("renamed"), copied("more")
+    (changed / "lp" / "solver.py").write_text("# faster")
+    (renamed / "worker.py").rename(renamed / "worker_2.py")
+    (more / "policies" / "new.py").write_text("")
+    found = [planner_digest(folder) for folder in (changed, renamed, more)]
+    assert planner_digest(copied("same")) == planner_digest() and len({planner_digest(), *found}) == 4
 
 
 def test_reading_only_and_off(cache: Callable[..., PlanCache], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -285,6 +286,30 @@ def test_only_the_latest_sizes_are_kept() -> None:
         sized(rows)
         assert sized(3) is usual
     assert sized(2) is not first and sized(2).identity == first.identity
+
+
+def test_sizes_do_not_depend_on_what_a_compiler_does_to_its_graph() -> None:
+    """Inductor may rewrite the graph that it compiles. Of stages that are alike, only one is compiled."""
+
+    def rewriting(module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> StageFunction:
+        run = eager_codegen(GraphModule(module, copy.deepcopy(module.graph)), inputs, options)
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        output.args = ((),)
+        for node in reversed([n for n in module.graph.nodes if n.op == "call_function"]):
+            module.graph.erase_node(node)
+        return run
+
+    def sizes(program: Program) -> list[tuple[int, int]]:
+        return [(stage.output_bytes, stage.workspace_bytes) for stage in program.stages]
+
+    for captured in transformer_of_any_size():
+        found = []
+        for codegen in (eager_codegen, rewriting):
+            (program,) = programs([captured], StageCompiler(codegen=codegen, policy=FINE))
+            assert program.resize is not None
+            found.append([sizes(program), *(sizes(program.resize(program, arguments)) for arguments in captured.arguments)])
+        assert found[0] == found[1]
+        assert any(workspace for _, workspace in found[0][0])
 
 
 def test_static_graphs_are_not_resized() -> None:

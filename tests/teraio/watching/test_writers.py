@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,28 @@ def test_tensorboard_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     with pytest.raises(teraio.UnsupportedError, match="pip install tensorboard, or use teraio.CsvWriter"):
         TensorBoardWriter(tmp_path)
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'teraio[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tensorboard's own
+        writer = TensorBoardWriter(tmp_path)
+        writer(FIRST)
+        writer(SECOND)
+        writer(dataclasses.replace(SECOND, run=1))
+        writer.close()
+        read = EventAccumulator(str(tmp_path))
+        read.Reload()
+    curves = {name: [(point.step, point.value) for point in read.Scalars(name)] for name in read.Tags()["scalars"]}
+    assert curves["teraio/seconds"] == [(0, 2.5), (1, 2.5)]
+    assert curves["teraio/predicted seconds"] == [(1, pytest.approx(0.3))]
+    assert curves["teraio/device bytes"] == [(0, 512 << 20), (1, 512 << 20)]
+    assert curves["teraio/device to storage bytes per second"] == [(0, 2e9), (1, 2e9)]
+    assert curves["teraio/run 1/recompute seconds"] == [(1, 0.25)]
+    assert len(curves) == 2 * len([name for name in curves if "run 1" in name])
 
 
 def test_curves_in_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
