@@ -69,18 +69,20 @@ def optimise(
     on_host: Collection[int] | None = None,
     integer: bool = True,
     known_bound: float = 0.0,
+    rivals_beyond: float = 0.0,
 ) -> Plan:
     """Return the plan of the integer program, made exact, or that of a rival policy where it is better.
 
     on_host: the subgroups that update on the host, if the program need not decide that. The host tier must have room for them.
     integer: solve an integer program where it is small; otherwise only its relaxation, which is faster. known_bound: seconds that
-    no plan can beat, if that is known; without rivals, no other bound is worked out.
+    no plan can beat, if that is known; without rivals, no other bound is worked out. rivals_beyond: ask rivals only if the plan
+    takes more seconds.
     Where any plan exists, one is found. Up to the default weight of writes, the plan is never slower than a rival's. Raises
     InfeasiblePlanError where the lower tiers are too small.
     """
     if problem.everything_fits and not (host_update_candidates(problem) if on_host is None else on_host):
         return with_predictions(problem, build_plan(problem, {}, policy=policy))
-    others = _rival_candidates(problem, rivals, settings.write_weight)
+    others = [] if rivals_beyond else _rival_candidates(problem, rivals, settings.write_weight)
     bound = _Bound(problem, settings, wanted=integer and bool(rivals), seconds=known_bound)
     own: list[_ReplayedPlan] = []
     reports: list[SolverReport] = []
@@ -93,6 +95,8 @@ def optimise(
             too_full = error
         if problem.stage_count > MAX_INTEGER_STAGES and bound.is_close(own + others):
             break
+    if rivals_beyond and all(each.timeline.iteration_seconds > rivals_beyond for each in own):
+        others = _rival_candidates(problem, rivals, settings.write_weight)
     if not own and not others:
         assert too_full is not None  # otherwise there would be a candidate
         raise too_full

@@ -57,8 +57,8 @@ _MAX_CHANGES = 24
 def best_recomputation(
     trace: Trace, budgets: Budgets, settings: SolverSettings, *, plan: BoundedPlanner, refine: BoundedPlanner, draft: Planner
 ) -> Plan:
-    """Return the best plan, with or without re-runs. plan: plans an iteration well; refine: the same, but does not compare with
-    other policies; draft: faster, to compare sets of groups.
+    """Return the best plan, with or without re-runs. plan: plans an iteration well; refine: the same, but compares with other
+    policies only far from the bound; draft: faster, to compare sets of groups.
 
     Raises BudgetError and InfeasiblePlanError as `plan` does, where no set of groups helps.
     """

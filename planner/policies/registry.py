@@ -19,6 +19,9 @@ from planner.schema import Budgets, Plan, Trace
 
 __all__ = ["POLICIES", "plan"]
 
+_NEAR = 1.02
+"""With re-runs, the heuristics are asked only for plans that take longer than this many times the bound."""
+
 Policy = Callable[[Trace, Budgets, SolverSettings], Plan]
 
 
@@ -90,7 +93,9 @@ def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         budgets,
         settings,
         plan=lambda problem, bound: optimise(problem, policy="ilp", rivals=rivals, settings=settings, known_bound=bound),
-        refine=lambda problem, bound: optimise(problem, policy="ilp", rivals=(), settings=settings, known_bound=bound),
+        refine=lambda problem, bound: optimise(
+            problem, policy="ilp", rivals=rivals, settings=settings, known_bound=bound, rivals_beyond=bound * _NEAR
+        ),
         draft=partial(optimise, policy="ilp", rivals=(), settings=settings, integer=False),
     )
 
