@@ -126,7 +126,7 @@ class _Way:
     def _policy(self, name: str, steps: list[Step], plans: list[Plan], reports: list[Report], budget: int) -> Iterator[Figure]:
         self.samples[f"{name}, iteration"] = seconds = [step.seconds for step in steps]
         self.samples[f"{name}, optimizer step"] = updating = [step.optimizer_seconds for step in steps]
-        on_host = " and ".join(f"{sum(u.where == 'host' for u in each.updates)} of {len(each.updates)}" for each in plans)
+        on_host = " and ".join(str(sum(update.where == "host" for update in each.updates)) for each in plans)
         predicted = max(each.predicted.iteration_seconds for each in plans if each.predicted is not None)
         yield Figure(
             name=f"{name}: iteration",
@@ -135,7 +135,10 @@ class _Way:
             note=f"{steps[-1].phase}, {len(steps)} iterations; predicted {predicted:.3g} s",
         )
         yield Figure(
-            name=f"{name}: optimizer step", value=median(updating), unit="s", note=f"updates on the host, by rank: {on_host}"
+            name=f"{name}: optimizer step",
+            value=median(updating),
+            unit="s",
+            note=f"subgroups updated on the host, by rank: {on_host}",
         )
         peak = max((report.status or {})["device_peak_bytes"] for report in reports)
         yield Figure(name=f"{name}: peak / budget", value=peak / budget, unit="", aim="<= 1")
