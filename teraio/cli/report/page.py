@@ -111,7 +111,7 @@ def _tiles(report: Report) -> str:
             ("moved", format_bytes(sum(predicted.moved_bytes.values()))),
             ("written to drives", format_bytes(predicted.storage_written_bytes)),
         ]
-    tiles.append(("moves", f"{report.moves} of {report.blocks_moved} blocks"))
+    tiles.append(("moves", f"{report.moves:,}, by {report.blocks_moved:,} blocks"))
     if report.reruns:
         tiles.append(("stages run again", str(report.reruns)))
     if report.host_updates:
