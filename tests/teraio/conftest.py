@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from runtime.transfer.engine import Engine
+from teraio import phases
 from teraio.registry import REGISTRY
 
 from ..training import MIB, forget
@@ -37,6 +38,12 @@ def planning_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """Make plans in this process, except in tests with the mark `planning_process`: each process imports for seconds."""
     if request.node.get_closest_marker("planning_process") is None:
         monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=InProcessJob))
+
+
+@pytest.fixture(autouse=True)
+def no_more_iterations_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profile as many iterations as the options say, also if times disagree: tests train for few steps."""
+    monkeypatch.setattr(phases, "_LONGEST", 1)
 
 
 @pytest.fixture
