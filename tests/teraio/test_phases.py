@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from planner import Hardware, Link, Plan, PlanError, SolverError
+from teraio import phases
 from teraio.options import parse_options
 from teraio.phases import (
     ClosedPhase,
@@ -29,6 +30,12 @@ from teraio.profiling.peaks import PeakWatch
 
 from .planning.instant_jobs import InstantJobs
 from .virtual import BLOCK_BYTES, STAGES, VirtualTraining, plan_for
+
+
+@pytest.fixture(autouse=True)
+def more_iterations_where_times_disagree(monkeypatch: pytest.MonkeyPatch, no_more_iterations_on_a_busy_machine: None) -> None:
+    """As outside of tests."""
+    monkeypatch.setattr(phases, "_LONGEST", 2)
 
 
 class Memory:
@@ -124,7 +131,8 @@ def profiled(monkeypatch: pytest.MonkeyPatch, *factors: float) -> list[float]:
 
     Raises AssertionError unless it comes after the last of them.
     """
-    rig = Rig(monkeypatch, moved=False, profile_iterations=3)
+    rig = Rig(monkeypatch, profile_iterations=3)
+    rig.jobs.answers.append(SolverError("no solver"))
     rig.run()  # its times do not count
     for factor in factors:
         assert rig.phase.name == "profile" and rig.context.findings.profile is None
@@ -157,6 +165,14 @@ def test_iterations_that_disagree_are_followed_by_more(monkeypatch: pytest.Monke
     assert rig.phase.waiting_for == (
         "4 iterations in a row that run the same graphs (4 so far), since stages took very different times in them"
     )
+
+
+def test_where_everything_fits_times_need_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, moved=False, profile_iterations=3)
+    for factor in (1.0, 1.0, 4.0, 16.0):
+        rig.training.stage_seconds = [factor] * STAGES
+        rig.run()
+    assert rig.phase.name == "fits"
 
 
 def test_an_iteration_without_regions_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
