@@ -10,8 +10,8 @@ from planner.ilp.solve import CoarseSolution
 from planner.lp import solver
 from planner.policies.decisions import decisions_of
 from planner.policies.ilp import optimise
-from planner.problem.lifetimes import live_bytes
 from planner.problem import SolverSettings
+from planner.problem.lifetimes import live_bytes
 from planner.problem.problem import Decisions, Problem, build_plan
 from planner.schedule.eviction import evict_furthest
 from planner.schema.plan import SolverReport, WaitingTier
