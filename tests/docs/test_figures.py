@@ -14,7 +14,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 POLICIES = RESULTS / "2026-11-21T175034-amd_epycx2-planner_policies.json"
 OPTIMIZER = RESULTS / "2026-11-22T030900-intel_r__xeon_r__processorx2-optimizer.json"
 SWEEP = RESULTS / "2026-11-21T135641-amd_epycx2-stage_overhead-budget_sweep-rss-prediction-compile_time-engine.json"
-RECOMPUTE = RESULTS / "2026-11-23T060437-amd_epycx2-planner_recompute.json"
+RECOMPUTE = RESULTS / "2026-11-23T062436-amd_epycx2-planner_recompute.json"
 BOUND = RESULTS / "2026-11-23T061723-amd_epycx2-planner_bound.json"
 RANKS = RESULTS / "2026-11-23T023153-amd_epycx2-planner_ranks.json"
 
