@@ -9,8 +9,10 @@ from planner import BudgetError, Budgets, InfeasiblePlanError, OptionsError, Pla
 from planner.ilp.solve import CoarseSolution
 from planner.lp import solver
 from planner.policies.decisions import decisions_of
+from planner.policies.ilp import optimise
+from planner.problem import SolverSettings
 from planner.problem.lifetimes import live_bytes
-from planner.problem.problem import Problem, build_plan
+from planner.problem.problem import Decisions, Problem, build_plan
 from planner.schedule.eviction import evict_furthest
 from planner.schema.plan import SolverReport, WaitingTier
 
@@ -148,3 +150,16 @@ def test_only_as_many_updates_on_the_host_as_have_room_there(transformer: Trace)
     timeline = simulate(trace, build_plan(left, filled, policy="by hand"))
     assert [update.subgroup for update in timeline.updates] == [0]
     assert size <= timeline.peak_bytes["host"] <= size * 3 // 2
+
+
+@pytest.mark.parametrize(("beyond", "asked"), [(1e-9, 1), (1e9, 0), (0.0, 1)])
+def test_rivals_are_asked_only_for_plans_that_take_too_long(transformer: Trace, beyond: float, asked: int) -> None:
+    calls: list[Problem] = []
+
+    def rival(problem: Problem) -> Decisions:
+        calls.append(problem)
+        return evict_furthest(problem, {}, early=True)
+
+    problem = Problem.of(transformer, half(transformer))
+    found = optimise(problem, policy="ilp", rivals=(rival,), settings=SolverSettings(), known_bound=1e-9, rivals_beyond=beyond)
+    assert len(calls) == asked and found.predicted is not None
