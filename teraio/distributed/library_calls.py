@@ -111,6 +111,7 @@ class LibraryCalls:
                 made=made,
                 written=written,
                 never_again=_NOT_AGAIN,
+                collective_seconds=0.0 if pager.device.asynchronous else end.seconds_since(begin),
             )
         )
         pager.show_to_user(made)

@@ -68,6 +68,7 @@ def test_a_call_is_a_stage_with_its_blocks() -> None:
     assert (user.phase, stage.phase, stage.name) == ("user", "backward", "backward/layer.reduce")
     assert stage.read == (read,) and [(block.name, block.user_visible) for block in stage.made] == [("made", True)]
     assert stage.never_again and not read.pins
+    assert stage.collective_seconds == stage.seconds > 0
 
 
 @pytest.mark.parametrize("budget_bytes", [8, None])

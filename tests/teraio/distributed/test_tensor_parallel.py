@@ -138,6 +138,8 @@ CASES = {
 )
 def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_path: Path, case: str) -> None:
     run, settings = CASES[case]
+    if case == "with sequences":
+        ranks.close()  # in the processes of another case, AOTAutograd's partitioner fails: "Node tangents_2 was invalid"
     budget = BUDGET + 8 * MIB if run is gathered_in_the_graph else BUDGET
     expected, free = (ranks.run(run, options, **settings) for options in (None, {}))
     found = ranks.run(run, {"memory_budget": budget, "storage": str(tmp_path)}, **settings)
