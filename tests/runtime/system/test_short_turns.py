@@ -13,7 +13,9 @@ USUAL, SHORT = 0.005, 0.0005
 
 
 @pytest.fixture(autouse=True)
-def interval() -> Iterator[None]:
+def interval(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if no store of another test were still open."""
+    monkeypatch.setattr(short_turns, "_count", 0)
     before = sys.getswitchinterval()
     sys.setswitchinterval(USUAL)
     yield
