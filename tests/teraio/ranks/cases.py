@@ -95,14 +95,14 @@ def drifting(always: bool) -> Iterator[None]:
 def drifted(options: dict[str, Any]) -> Answer:
     """Only the times of rank 0 drift."""
     with drifting(dist.get_rank() == 0):
-        answer = trained.__wrapped__([options] * 2, steps=20)  # type: ignore[attr-defined]
+        answer = trained.__wrapped__([{**options, "replan": True}] * 2, steps=20)  # type: ignore[attr-defined]
     (run,) = REGISTRY.runs()
     return {**answer, "asked": list(run._background._asked.values())}
 
 
 @answering
 def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, float] = (0.0, 0.0)) -> Answer:
-    """Train and tell what came of it. options, pause: by rank."""
+    """Train by one plan, also if the machine's times change, and tell what came of it. options, pause: by rank."""
     made: list[Trace] = []
 
     def start_job(trace: Trace, budgets: Budgets, *, time_limit_seconds: float) -> InProcessJob:
@@ -111,7 +111,7 @@ def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, 
 
     rank = dist.get_rank()
     with mock.patch.object(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=start_job)):
-        train(steps, pause=pause[rank], **options[rank])
+        train(steps, pause=pause[rank], **{"replan": False, **options[rank]})
     (run,) = REGISTRY.runs()
     machine = run._machine
     (tier,) = (each.tier for each in machine._opened.tiers)
