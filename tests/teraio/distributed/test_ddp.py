@@ -70,6 +70,8 @@ LONG = CASES.keys() - {"views of buckets", "several passes and clipping"}
 def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_path: Path, case: str) -> None:
     expected, free = (ranks.run(run, options, **CASES[case]) for options in (None, {}))
     found = ranks.run(run, {"memory_budget": BUDGET, "storage": str(tmp_path)}, **CASES[case])
+    if case == "reduced by Python":
+        ranks.close()  # it leaves compiled autograd in its processes, in which other cases fail
     for one, other, unlimited in zip(found, expected, free, strict=True):
         assert not differences(one, unlimited)
         assert max(differences(one, other).values(), default=0.0) < 1e-4
