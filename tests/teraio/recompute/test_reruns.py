@@ -100,19 +100,20 @@ class Tied(nn.Module):
 
 
 class Pictures(nn.Module):
-    """Convolutions with batch norm: indices [rows] to logits."""
+    """Convolutions with batch norm: indices [rows] to logits. Activations take most of its memory, so that they have to leave."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(HIDDEN, 3 * 256)
+        self.embed = nn.Embedding(HIDDEN // 64, 3 * 256)
         self.first, self.norm1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
         self.second, self.norm2 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.third, self.head = nn.Conv2d(16, 16, 3, padding=1), nn.Linear(16, HIDDEN)
+        self.third, self.norm3 = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.last, self.head = nn.Conv2d(16, 16, 3, padding=1), nn.Linear(16, HIDDEN)
 
     def forward(self, indices: Tensor) -> Tensor:
-        x = torch.relu(self.norm1(self.first(self.embed(indices).view(-1, 3, 16, 16))))
-        x = torch.relu(self.third(torch.tanh(self.norm2(self.second(x)))))
-        return self.head(x.mean(dim=(2, 3)))
+        x = torch.relu(self.norm1(self.first(self.embed(indices // 64).view(-1, 3, 16, 16))))
+        x = torch.relu(self.norm3(self.third(torch.tanh(self.norm2(self.second(x))))))
+        return self.head(torch.relu(self.last(x)).mean(dim=(2, 3)))
 
 
 PLAIN = program(Model, one_pass)
