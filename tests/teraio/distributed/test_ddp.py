@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import teraio
 
 from ...training import MIB, compiled
-from .ranks import Ranks
+from ..rank_processes import Ranks
 from .trainings import ROWS, WIDTH, Found, Made, Stack, differences, train
 
 BUDGET = 28 * MIB

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from teraio.distributed.ranks import refuse_overlapping
+from teraio.distributed.zero import refuse_overlapping
 
 
 class GradientBuckets:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from planner.errors import UnsupportedError
 from runtime.paging import Pager, holder_of
-from teraio.distributed.group_stages import GroupStages
+from teraio.distributed.fsdp_stages import GroupStages
 
 _STATES = "torch.distributed._composable_state"
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_state"
