@@ -24,18 +24,25 @@ from torch.optim import Optimizer
 from planner.errors import UnsupportedError
 from runtime.paging import Block
 from teraio.distributed.library_calls import LibraryCalls
+from teraio.distributed.private_names import ZERO
 
 _SHARES = 32
 """Into how many stages the parameters are divided, about. What one of them has is on the device at once."""
 
 
 def refuse_overlapping(optimizer: object) -> None:
-    """Raise UnsupportedError for a `ZeroRedundancyOptimizer` that updates inside DistributedDataParallel's communication."""
-    if _is_zero(optimizer) and getattr(optimizer, "_overlap_with_ddp", False):
+    """Raise UnsupportedError for a `ZeroRedundancyOptimizer` that updates inside DistributedDataParallel's communication.
+
+    Also for one of a torch that is not known.
+    """
+    if not _is_zero(optimizer):
+        return
+    if getattr(optimizer, "_overlap_with_ddp", False):  # it may have no optimizer inside yet
         raise UnsupportedError(
             "found a ZeroRedundancyOptimizer with overlap_with_ddp=True, whose updates run while gradients are reduced, where "
             "teraio cannot bring states to the device; leave out overlap_with_ddp, and call its step() after backward"
         )
+    ZERO.require(optimizer)
 
 
 def optimizer_inside(optimizer: Optimizer) -> Optimizer | None:
