@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from planner.errors import OptionsError
-from teraio.rank_place import rank_place
+from teraio.ranks import rank_place
 from teraio.settings import settings
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -17,6 +17,7 @@ fits      unmanaged   never         profile   when a graph is compiled or runs w
 closed    unmanaged   never         none; reported as "fits"
 
 A phase ends at the end of an iteration. Only "fits" also ends at once, when a graph is compiled or its sizes grow.
+Iterations in which an optimizer steps and no graph runs are not profiled, and do not end a plan: more passes are to come.
 """
 
 from __future__ import annotations
@@ -196,6 +197,8 @@ class ProfilePhase(Phase):
             return "the last one was too long to be recorded"
         if not iteration.complete:
             return "a stage of the last one failed"
+        if iteration.is_update_alone:
+            return "only an optimizer stepped in the last one"
         if not iteration.timed:
             return "the stages of the last one were not timed"
         return "graphs are still being compiled, or updates are about to move into the backward pass" if compiled else None
@@ -326,7 +329,7 @@ class PlannedPhase(Phase):
         if self.follower.iteration_ended(iteration, as_planned=as_planned and not compiled):
             self._run.findings.replans += 1
             self._recent_seconds.clear()
-        self._unplanned = 0 if as_planned else self._unplanned + 1
+        self._unplanned = 0 if as_planned else self._unplanned + (not iteration.is_update_alone)
         reserve = self._run.machine.reserve
         if reserve is not None and reserve.planned_iteration_ended():
             logger.info(

@@ -20,11 +20,10 @@ from planner.errors import UnsupportedError
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import StorageOwnership, given_away
 from runtime.system import uninterrupted
-from teraio.machine import Machine, MeasuredPaths
+from teraio.machine import Machine, MeasuredPaths, divided_alone, divided_among
 from teraio.optimizer import ProcessSteps, keep_masters
 from teraio.options import Options
-from teraio.rank_place import rank_place
-from teraio.ranks import divided_alone, divided_among, only_first_rank_informs, open_group
+from teraio.ranks import only_first_rank_informs, open_group, rank_place
 from teraio.status import Status, with_waiting
 from teraio.training_run import TrainingRun
 from teraio.watching import IterationStats, Stats
@@ -76,7 +75,7 @@ class Registry:
     def _new_run(self, options: Options, device: torch.device) -> TrainingRun:
         """Make a run. Several ranks of a machine divide it first and wait for each other; see `teraio.ranks`."""
         parts: dict[str, object] = {"measured": self.measured, "ownership": self._ownership}
-        ranks = open_group(options)
+        ranks = open_group(options.local_ranks, timeout_seconds=options.rank_timeout)
         if ranks is None:
             options = divided_alone(options, device)
             return self.new_run(options, device, open_machine=functools.partial(self.open_machine, **parts))

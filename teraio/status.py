@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import planner
@@ -76,7 +76,7 @@ class Status:
 
     def as_text(self) -> str:
         """Return it as text for another process."""
-        return json.dumps(asdict(self))
+        return json.dumps({field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def of_text(cls, text: str) -> Status:

@@ -57,6 +57,11 @@ class BlockTable:
             self._dead = {block: None for block in self._dead if self.holds(block)}
         return [block for block in self._dead if block.dead]
 
+    def size_bytes(self, *, movable: bool) -> int:
+        """Return the bytes of living blocks that can leave the device, wherever they are; if not `movable`, of all others."""
+        size = sum(block.size_bytes for block in self if (block.span is not None) is movable)
+        return size - sum(block.size_bytes for block in self.dead() if (block.span is not None) is movable)
+
     def holds(self, block: Block) -> bool:
         """Whether the block is in the table: it was not forgotten."""
         return self._blocks.get(block.key) is block

@@ -120,14 +120,13 @@ class Pager:
     def movable_bytes(self) -> int:
         """Bytes of all blocks that can leave the device, wherever they are. For any thread."""
         with self._lock:
-            return sum(block.size_bytes for block in self.table if block.span is not None and not block.dead)
+            return self.table.size_bytes(movable=True)
 
     @property
     def immovable_bytes(self) -> int:
         """Bytes that cannot leave the device: of other blocks, and those in no block. For any thread."""
         with self._lock:
-            kept = sum(block.size_bytes for block in self.table if block.span is None and not block.dead)
-            return kept + self.unmoved_bytes
+            return self.table.size_bytes(movable=False) + self.unmoved_bytes
 
     @property
     def peak_bytes(self) -> int:

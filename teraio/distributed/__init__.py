@@ -1,11 +1,11 @@
-"""What other ranks and PyTorch's parallel libraries have to do with parameters and gradients."""
+"""What PyTorch's parallel libraries do with parameters and gradients: DDP, FSDP2, ZeroRedundancyOptimizer, tensor parallelism."""
 
-from teraio.distributed.group_stages import GroupStages
+from teraio.distributed.ddp_buckets import GradientBuckets
+from teraio.distributed.fsdp_shards import ShardedParameters
+from teraio.distributed.fsdp_stages import GroupStages
 from teraio.distributed.library_calls import LibraryCalls
-from teraio.distributed.ranks import is_sharded_over_all, optimizer_inside, rank_count, refuse_overlapping
-from teraio.distributed.replicated import GradientBuckets
-from teraio.distributed.sharded import ShardedParameters
-from teraio.distributed.update_broadcasts import UpdateBroadcasts
+from teraio.distributed.replicas import is_sharded_over_all, rank_count
+from teraio.distributed.zero import UpdateBroadcasts, optimizer_inside, refuse_overlapping
 
 __all__ = [
     "GradientBuckets",

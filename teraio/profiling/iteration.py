@@ -59,6 +59,7 @@ class Region:
 
     identity: of the graph or the optimizer. first: position of `stages[0]` in the iteration.
     made: the blocks that it created, in order. The order is the same in every iteration. complete: all its stages have run.
+    step_goes_on: it belongs to the step that ended the iteration before.
     """
 
     identity: Hashable
@@ -66,6 +67,7 @@ class Region:
     stages: list[StageRecord] = field(default_factory=list)
     made: list[Block] = field(default_factory=list)
     complete: bool = False
+    step_goes_on: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,6 +116,12 @@ class Iteration:
     def complete(self) -> bool:
         """Whether this record has all regions of the iteration, and each of them ran to its end."""
         return not self.truncated and all(region.complete for region in self.regions)
+
+    @property
+    def is_update_alone(self) -> bool:
+        """Whether an optimizer has stepped without a pass, such as that of a rank whose batches have ended (`Join`)."""
+        own = [region for region in self.regions if not region.step_goes_on]
+        return bool(own) and all(stage.phase in ("user", "optimizer") for region in own for stage in region.stages)
 
     @property
     def stage_count(self) -> int:

@@ -150,7 +150,7 @@ class IterationRecorder:
         self, identity: Hashable, stage_count: int, *, is_inference: bool = False, step_goes_on: bool = False
     ) -> None:
         """See `Observer`. step_goes_on: user code has not run yet since the step that ended the iteration before."""
-        region = Region(identity=identity, first=self._iteration.stage_count)
+        region = Region(identity=identity, first=self._iteration.stage_count, step_goes_on=step_goes_on)
         waited = self._host_waited() - self._waited_at_user_code  # while the previous region ended
         user = StageRecord(name="user", phase="user", seconds=-waited)
         self._last_end = self.mark()

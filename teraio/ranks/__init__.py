@@ -1,15 +1,13 @@
-"""The ranks of one machine: what they tell each other, how they divide the machine, and what goes to the log."""
+"""The ranks of one machine: where this process stands among them, what they tell each other, and what goes to the log."""
 
-from teraio.ranks.division import DrivesAndMemory, divided, divided_alone, divided_among
 from teraio.ranks.group import RankGroup, open_group
-from teraio.ranks.messages import only_first_rank_informs
+from teraio.ranks.log import only_first_rank_informs
+from teraio.ranks.place import RankPlace, rank_place
 
 __all__ = [
-    "DrivesAndMemory",
     "RankGroup",
-    "divided",
-    "divided_alone",
-    "divided_among",
+    "RankPlace",
     "only_first_rank_informs",
     "open_group",
+    "rank_place",
 ]

@@ -13,11 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
-
 from planner.errors import RankError
-from teraio.options import Options
-from teraio.rank_place import RankPlace, rank_place
+from teraio.ranks.place import RankPlace, rank_place
 
 __all__ = ["RankGroup", "Store", "open_group"]
 
@@ -141,16 +138,19 @@ class RankGroup:
             ) from error
 
 
-def open_group(options: Options) -> RankGroup | None:
+def open_group(local_ranks: int, *, timeout_seconds: float) -> RankGroup | None:
     """Return the group of the ranks that torchrun has started on this machine.
 
-    None if there is only this one, or if `local_ranks` says another number. Also if torch.distributed has no process group yet:
+    local_ranks: how many they are, as the user says. timeout_seconds: see `RankGroup`.
+    None if there is only this one, or if torchrun says another number. Also if torch.distributed has no process group yet:
     nothing is agreed on then, and the log says so.
     """
     place = rank_place()
-    if place.local_world_size == 1 or options.local_ranks != place.local_world_size:
+    if place.local_world_size == 1 or local_ranks != place.local_world_size:
         return None
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    import torch.distributed as dist  # options are read without torch
+
+    if not (dist.is_available() and dist.is_initialized()):
         logger.warning(
             "torch.distributed has no process group, so the %d ranks of this machine cannot agree on anything; call "
             "torch.distributed.init_process_group before the first call of a compiled model",
@@ -160,7 +160,7 @@ def open_group(options: Options) -> RankGroup | None:
     from torch.distributed import distributed_c10d  # not every build of torch has it
 
     store = distributed_c10d.PrefixStore(f"{_PREFIX}/{next(_groups)}/", distributed_c10d._get_default_store())
-    return RankGroup(store, place, timeout_seconds=options.rank_timeout)
+    return RankGroup(store, place, timeout_seconds=timeout_seconds)
 
 
 def _numbers(ranks: list[int]) -> str:

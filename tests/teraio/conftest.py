@@ -16,9 +16,9 @@ from teraio import phases
 from teraio.registry import REGISTRY
 
 from ..training import MIB, forget
-from .distributed.ranks import Ranks
 from .in_process import InProcessJob
 from .optimizer.managed_training import TieredTraining, Training
+from .rank_processes import Ranks
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from planner import Hardware, Link, Plan, PlanError, SolverError
+from runtime.execution import StageRun
 from teraio import phases
 from teraio.options import parse_options
 from teraio.phases import (
@@ -26,6 +27,7 @@ from teraio.phases import (
     RunContext,
 )
 from teraio.planning.background import BackgroundPlanner
+from teraio.profiling import Iteration
 from teraio.profiling.peaks import PeakWatch
 
 from .planning.instant_jobs import InstantJobs
@@ -84,14 +86,27 @@ class Rig:
     def _trim(self) -> None:
         self.trims += 1
 
-    def run(self, count: int = 1, *, compiled: bool = False, evaluated: bool = False) -> Phase:
-        """Iterations; `evaluated`: with a region that the plan has not got."""
+    def run(self, count: int = 1, *, compiled: bool = False, evaluated: bool = False, updated: bool = False) -> Phase:
+        """Iterations; `evaluated`: with a region that the plan has not got; `updated`: with an update alone."""
         for _ in range(count):
             if evaluated:
                 self.training.recorder.region_begins("evaluation", 0)
                 self.training.recorder.region_ended()
-            self.phase = self.phase.iteration_ended(self.training.iteration(), compiled=compiled)
+            iteration = self._update() if updated else self.training.iteration()
+            self.phase = self.phase.iteration_ended(iteration, compiled=compiled)
         return self.phase
+
+    def _update(self) -> Iteration:
+        """What the last step has updated is sent, and an optimizer steps again."""
+        recorder = self.training.recorder
+        for goes_on in (True, False):
+            recorder.region_begins("broadcast" if goes_on else "optimizer", 1, step_goes_on=goes_on)
+            mark, phase = recorder.mark(), "forward" if goes_on else "optimizer"
+            recorder.stage_ended(
+                StageRun(name=phase, phase=phase, workspace_bytes=0, begin=mark, end=mark, read=[], made=[], written=[])
+            )
+            recorder.region_ended()
+        return recorder.iteration_ends()
 
     def a_plan(self) -> Plan:
         return plan_for(self.training.profile().trace, (6, 6))
@@ -119,6 +134,9 @@ def test_equal_iterations_in_a_row_make_a_trace(monkeypatch: pytest.MonkeyPatch,
     assert isinstance(rig.run(compiled=True), ProfilePhase)
     assert isinstance(rig.run(2), ProfilePhase)
     assert isinstance(rig.run(evaluated=True), ProfilePhase)
+    assert isinstance(rig.run(2), ProfilePhase)
+    assert isinstance(rig.run(4, updated=True), ProfilePhase)
+    assert "only an optimizer stepped" in str(rig.phase.waiting_for)
     assert isinstance(rig.run(2), ProfilePhase) and rig.context.findings.profile is None
     assert isinstance(rig.run(), FitsPhase)
     found = rig.context.findings
@@ -296,6 +314,7 @@ def test_iterations_that_run_other_graphs_end_the_plan(monkeypatch: pytest.Monke
     planned = rig.run(4)
     assert rig.run(2, evaluated=True) is planned and rig.run() is planned and rig.run(2, evaluated=True) is planned
     assert planned.graphs_changed() is planned
+    assert rig.run(4, updated=True) is planned, "more passes are to come"
     with caplog.at_level(logging.INFO, logger="teraio"):
         assert isinstance(rig.run(evaluated=True), ProfilePhase)
     assert rig.training.recorder._schedule is None and rig.phase.follower is None

@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-import teraio
-
-from ...training import MIB, compiled
-from .ranks import Ranks
-from .trainings import ROWS, WIDTH, Found, Made, Stack, differences, train
+from ...training import MIB
+from ..rank_processes import Ranks
+from .trainings import Found, Made, Stack, differences, train
 
 BUDGET = 28 * MIB
 """Parameters, gradients, momenta and buckets are 8 MiB each, and a rank holds 32 MiB of them without a budget."""
@@ -81,28 +77,6 @@ def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_
         assert all(one.movable["parameter"])
         assert all(one.movable["gradient"]) and bool(one.movable["gradient"]) == (case != "views of buckets")
     assert not [name for name in differences(*found) if name.startswith("parameter")]
-
-
-def joined(options: dict[str, Any] | None) -> Found:
-    """Train with twice as many batches in rank 0 as in rank 1."""
-    module = Stack()
-    model = DistributedDataParallel(compiled(module, options) if options is not None else module, bucket_cap_mb=5)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    with Join([model]):
-        for _ in range(4 if dist.get_rank() == 0 else 2):
-            model(torch.randn(ROWS, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    teraio.reset()
-    return Found(values={f"parameter {name}": value.detach().clone() for name, value in module.named_parameters()})
-
-
-def test_ranks_may_have_different_numbers_of_batches(ranks: Ranks, tmp_path: Path) -> None:
-    expected, free = (ranks.run(joined, options) for options in (None, {}))
-    found = ranks.run(joined, {"memory_budget": BUDGET, "storage": str(tmp_path)})
-    assert max(differences(found[0], expected[0]).values(), default=0.0) < 1e-4
-    assert not differences(found[0], free[0])
-    assert not differences(*found)
 
 
 def overlapped(options: dict[str, Any]) -> Found:

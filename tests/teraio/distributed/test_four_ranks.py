@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ...training import MIB
-from .ranks import Ranks
+from ..rank_processes import Ranks
 from .trainings import WIDE, Found, Made, Stack, differences, train
 
 COUNT = 4

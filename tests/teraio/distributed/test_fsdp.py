@@ -21,7 +21,7 @@ from teraio.optimizer.host import HostUpdate
 
 from ...thoroughness import every_other
 from ...training import MIB, forget
-from .ranks import COUNT, Ranks
+from ..rank_processes import COUNT, Ranks
 from .trainings import ROWS, WIDTH, Found, Made, Stack, differences, full, train
 
 BUDGET = 16 * MIB

@@ -24,7 +24,7 @@ import teraio
 from planner import Trace, waited_for_ranks
 
 from ...training import MIB
-from .ranks import COUNT, Ranks
+from ..rank_processes import COUNT, Ranks
 from .trainings import Found, Made, Stack, differences, train
 
 BUDGET = 10 * MIB

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
+from planner.errors import UnsupportedError
+from teraio.distributed import GradientBuckets, optimizer_inside
 
 from ...thoroughness import every_other
 from ...training import MIB
-from .ranks import COUNT, Ranks
+from ..rank_processes import COUNT, Ranks
 from .trainings import Found, Made, Stack, differences, train
 
 BUDGET = 28 * MIB
@@ -64,3 +67,17 @@ def test_parameters_are_on_the_device_when_they_are_sent_and_received(ranks: Ran
         assert not received & own
         received |= own
     assert len(received) == 4
+
+
+def test_the_optimizer_inside_is_the_one_that_updates(group: None) -> None:
+    outer = ZeroRedundancyOptimizer(nn.Linear(8, 4).parameters(), torch.optim.AdamW)
+    assert optimizer_inside(outer) is outer.optim
+    assert optimizer_inside(outer.optim) is None
+
+
+def test_updates_inside_the_communication_are_refused_though_nobody_calls_step(group: None) -> None:
+    outer = ZeroRedundancyOptimizer(nn.Linear(8, 4).parameters(), torch.optim.AdamW, overlap_with_ddp=True)
+    with pytest.raises(UnsupportedError, match="leave out overlap_with_ddp"):
+        GradientBuckets().look()
+    del outer
+    GradientBuckets().look()

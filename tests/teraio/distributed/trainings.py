@@ -109,7 +109,7 @@ def train(
         if options is not None:
             require(teraio.wait_for_plan(PLAN_SECONDS), "no plan")
     if options is not None:
-        _note_status(found)
+        note_status(found)
     found.values |= {f"parameter {name}": full(value).detach().clone() for name, value in module.named_parameters()}
     teraio.reset()
     return found
@@ -120,7 +120,7 @@ def full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _note_status(found: Found) -> None:
+def note_status(found: Found) -> None:
     (status,) = teraio.status()
     found.phase, found.waiting_for, found.peak = status.phase, status.waiting_for, status.device_peak_bytes
     found.moved = dict(status.moved_bytes)

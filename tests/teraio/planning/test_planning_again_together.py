@@ -15,8 +15,7 @@ from runtime.device import device as device_module
 from teraio.options import parse_options
 from teraio.planning.background import BackgroundPlanner
 from teraio.planning.follower import PlanFollower
-from teraio.rank_place import RankPlace
-from teraio.ranks import RankGroup
+from teraio.ranks import RankGroup, RankPlace
 
 from ..virtual import IN, STAGES, VirtualTraining, plan_for
 from .instant_jobs import InstantJob, InstantJobs

@@ -10,8 +10,7 @@ import torch.distributed as dist
 import planner
 from planner import Budgets, SolverError, Trace
 from teraio.planning.rank_plan import RankPlan, signature_of
-from teraio.rank_place import RankPlace
-from teraio.ranks import RankGroup
+from teraio.ranks import RankGroup, RankPlace
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 

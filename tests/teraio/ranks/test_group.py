@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from planner import RankError
-from teraio.rank_place import RankPlace
-from teraio.ranks import RankGroup
+from teraio.ranks import RankGroup, RankPlace
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 

@@ -13,7 +13,7 @@ from planner import Trace, node_of
 from runtime.storage.run_directory import remove_leftovers
 
 from ...training import MIB
-from ..distributed.ranks import Ranks
+from ..rank_processes import Ranks
 from .cases import Answer, alone, drifted, killed, trained
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")

@@ -7,12 +7,11 @@ gathers its parameters into storages of its own, which it empties when the modul
 * Shards, and the optimizer's states for them, are blocks. On CPU they and their gradients move, and what FSDP does with them is a
   stage: [Note: Gathering as a stage]. On a GPU, shards and gradients stay on the device: FSDP reads and writes them in streams of
   its own, which nothing orders against copies. States move.
-FSDP has no public interface that tells which storages are whose; the names below are those of torch 2.11 to 2.13.
+FSDP has no public interface that tells which storages are whose: `private_names.py` has the names that are used.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,10 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from planner.errors import UnsupportedError
 from runtime.paging import Pager, holder_of
-from teraio.distributed.group_stages import GroupStages
-
-_STATES = "torch.distributed._composable_state"
-_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_state"
+from teraio.distributed.fsdp_stages import GroupStages
+from teraio.distributed.private_names import FSDP_GROUP, FSDP_PARAMETER, FSDP_STATE, fsdp_states, module_states
 
 
 class ShardedParameters:
@@ -40,6 +37,7 @@ class ShardedParameters:
         self._groups = groups
         self._shards: Any = WeakTensorKeyDictionary()
         self._gathered: dict[int, StorageWeakRef] = {}
+        self._checked: set[tuple[type, type]] = set()  # classes of groups and parameters that have the names that are used
 
     def __contains__(self, parameter: Tensor) -> bool:
         return len(self._shards) > 0 and parameter in self._shards
@@ -52,9 +50,9 @@ class ShardedParameters:
     def note(self, parameters: Iterable[Any]) -> None:
         """A graph is about to take these parameters. Lets those stay where they are that FSDP has gathered.
 
-        Raises UnsupportedError if FSDP itself moves shards between device and host.
+        Raises UnsupportedError if FSDP itself moves shards between device and host, or is that of a torch that is not known.
         """
-        if not _states():
+        if not module_states():
             return
         tensors = [each for each in parameters if isinstance(each, Tensor) and each.layout is torch.strided]
         new = {_key(each) for each in tensors if self._pager.known_block(each) is None}
@@ -62,11 +60,18 @@ class ShardedParameters:
         if not new:
             return
         for group, parameter in _sharded():
+            self._check(group, parameter)
             gathered = getattr(parameter, "_unsharded_param", None)
             if gathered is not None and _key(gathered) in new:
                 self._take(parameter, gathered)
                 if self._groups is not None and not self.stay:
                     self._groups.watch(group)
+
+    def _check(self, group: Any, parameter: Any) -> None:
+        if (type(group), type(parameter)) not in self._checked:
+            FSDP_GROUP.require(group)
+            FSDP_PARAMETER.require(parameter)
+            self._checked.add((type(group), type(parameter)))
 
     def _take(self, parameter: Any, gathered: Tensor) -> None:
         if parameter.offload_to_cpu:
@@ -89,21 +94,12 @@ def _key(tensor: Tensor) -> int:
     return key
 
 
-def _states() -> Any:
-    """PyTorch's states of modules, by module: of FSDP and others, each behind a weak reference. Empty if nothing has any."""
-    return getattr(sys.modules.get(_STATES), "_module_state_mapping", {})
-
-
 def _sharded() -> Iterator[tuple[Any, Any]]:
     """Yield FSDP's records of all parameters that this process has sharded, each with that of its group."""
-    fsdp = sys.modules.get(_FSDP)
-    if fsdp is None:
-        return
-    found = {id(state): state for reference in list(_states().values()) if (state := reference()) is not None}
-    for state in found.values():
-        if isinstance(state, fsdp.FSDPState):
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:
-                groups = [state._fsdp_param_group]  # torch < 2.13
-            for group in groups:
-                yield from ((group, each) for each in group.fsdp_params) if group is not None else ()
+    for state in fsdp_states():
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch < 2.13
+            FSDP_STATE.require(state)
+            groups = [state._fsdp_param_group]
+        for group in groups:
+            yield from ((group, each) for each in group.fsdp_params) if group is not None else ()

@@ -1,4 +1,4 @@
-"""How `ZeroRedundancyOptimizer` gives all ranks the parameters that one has updated, as stages of the iteration.
+"""`ZeroRedundancyOptimizer`: the optimizer inside it, and the broadcasts of what a rank has updated, as stages of the iteration.
 
 [Note: Broadcasts of updates]
 At the end of its `step`, each rank sends the parameters that it has updated, and receives all others. Here that is a region of
@@ -13,17 +13,42 @@ trains without these stages would wait for ever.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
+from planner.errors import UnsupportedError
 from runtime.paging import Block
 from teraio.distributed.library_calls import LibraryCalls
+from teraio.distributed.private_names import ZERO
 
 _SHARES = 32
 """Into how many stages the parameters are divided, about. What one of them has is on the device at once."""
+
+
+def refuse_overlapping(optimizer: object) -> None:
+    """Raise UnsupportedError for a `ZeroRedundancyOptimizer` that updates inside DistributedDataParallel's communication.
+
+    Also for one of a torch that is not known.
+    """
+    if not _is_zero(optimizer):
+        return
+    if getattr(optimizer, "_overlap_with_ddp", False):  # it may have no optimizer inside yet
+        raise UnsupportedError(
+            "found a ZeroRedundancyOptimizer with overlap_with_ddp=True, whose updates run while gradients are reduced, where "
+            "teraio cannot bring states to the device; leave out overlap_with_ddp, and call its step() after backward"
+        )
+    ZERO.require(optimizer)
+
+
+def optimizer_inside(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer that a `ZeroRedundancyOptimizer` has inside, over the parameters of this rank; None for others."""
+    inner = getattr(optimizer, "optim", None) if _is_zero(optimizer) else None
+    return inner if isinstance(inner, Optimizer) else None
 
 
 class UpdateBroadcasts:
@@ -79,3 +104,8 @@ def _shares(optimizer: Any) -> list[tuple[int, list[Tensor]]]:
         shares[-1][1].append(parameter)
         size += parameter.nbytes
     return shares
+
+
+def _is_zero(thing: object) -> bool:
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and issubclass(type(thing), module.ZeroRedundancyOptimizer)

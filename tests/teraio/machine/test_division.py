@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from planner import OptionsError
+from teraio.machine.division import DrivesAndMemory, divided
 from teraio.machine.tiers import io_threads
 from teraio.options import Options, Share
-from teraio.ranks import DrivesAndMemory, divided
 
 DRIVE = Path("/drive")
 

@@ -1,4 +1,4 @@
-"""How many ranks train together, and which optimizer of a rank does the work.
+"""Which parameters several ranks hold, and so must update by the same arithmetic.
 
 [Note: Several ranks]
 Ranks that hold the same parameter must change it by the same arithmetic: a difference in the last bit grows from step to step.
@@ -10,13 +10,8 @@ DTensors that are sharded over all ranks, of whose elements no other rank has a 
 
 from __future__ import annotations
 
-import sys
-
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
-
-from planner.errors import UnsupportedError
 
 
 def rank_count() -> int:
@@ -30,23 +25,3 @@ def is_sharded_over_all(tensor: Tensor) -> bool:
     if mesh is None or mesh.size() != rank_count():
         return False
     return not any(each.is_replicate() or each.is_partial() for axis, each in enumerate(placements) if mesh.size(axis) > 1)
-
-
-def refuse_overlapping(optimizer: object) -> None:
-    """Raise UnsupportedError for a `ZeroRedundancyOptimizer` that updates inside DistributedDataParallel's communication."""
-    if _is_zero(optimizer) and getattr(optimizer, "_overlap_with_ddp", False):
-        raise UnsupportedError(
-            "found a ZeroRedundancyOptimizer with overlap_with_ddp=True, whose updates run while gradients are reduced, where "
-            "teraio cannot bring states to the device; leave out overlap_with_ddp, and call its step() after backward"
-        )
-
-
-def optimizer_inside(optimizer: Optimizer) -> Optimizer | None:
-    """Return the optimizer that a `ZeroRedundancyOptimizer` has inside, over the parameters of this rank; None for others."""
-    inner = getattr(optimizer, "optim", None) if _is_zero(optimizer) else None
-    return inner if isinstance(inner, Optimizer) else None
-
-
-def _is_zero(thing: object) -> bool:
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return module is not None and issubclass(type(thing), module.ZeroRedundancyOptimizer)

@@ -21,9 +21,9 @@ from runtime.transfer.engine import Engine
 from teraio import phases
 from teraio.registry import REGISTRY
 
-from ...thoroughness import by_profile
-from ...training import MIB, forget
-from ..in_process import InProcessJob
+from ..thoroughness import by_profile
+from ..training import MIB, forget
+from .in_process import InProcessJob
 
 COUNT = 2
 _SECONDS = by_profile(ci=280.0, long=1100.0)

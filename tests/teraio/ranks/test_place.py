@@ -1,13 +1,10 @@
-"""Where torchrun says that a process stands, and what that does to options and the log."""
-
-import logging
+"""Where torchrun says that a process stands, and what that does to options."""
 
 import pytest
 
 from planner import OptionsError
 from teraio.options import parse_options
-from teraio.rank_place import RankPlace, rank_place
-from teraio.ranks import only_first_rank_informs
+from teraio.ranks import RankPlace, rank_place
 
 
 def torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, world_size: int = 4, local_world_size: int = 2) -> None:
@@ -43,18 +40,3 @@ def test_paths_name_the_rank_and_options_may_say_another_number(monkeypatch: pyt
     options = parse_options(given)
     assert options.storage == (tmp_path / "drive1",) and options.trace_out == tmp_path / "trace-3.json"
     assert options.local_ranks == 2 and parse_options({"local_ranks": 1}).local_ranks == 1
-
-
-def test_rank_0_informs_and_all_warn(caplog: pytest.LogCaptureFixture) -> None:
-    for rank, expected in ((0, ["hello", "rank 0: take care"]), (1, ["rank 1: take care"])):
-        logger = logging.getLogger(f"test of rank {rank}")
-        logger.setLevel(logging.INFO)
-        for _ in range(2):
-            only_first_rank_informs(logger, RankPlace(rank=rank, world_size=2))
-        caplog.clear()
-        logger.info("hello")
-        logger.warning("take %s", "care")
-        assert [record.getMessage() for record in caplog.records] == expected
-    alone = logging.getLogger("test of one rank")
-    only_first_rank_informs(alone, RankPlace())
-    assert not alone.filters

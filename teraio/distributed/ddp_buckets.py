@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from teraio.distributed.ranks import refuse_overlapping
+from teraio.distributed.private_names import DDP, refuse_hidden_states
+from teraio.distributed.zero import refuse_overlapping
 
 
 class GradientBuckets:
@@ -46,7 +47,8 @@ class GradientBuckets:
         """Look for buckets. If there is a process group, collects garbage and looks at all objects of Python, which takes a tenth
         of a second or so. Modules of earlier trainings that are garbage would count, and hold the memory of their buckets.
 
-        Raises UnsupportedError if an optimizer updates parameters while gradients are reduced.
+        Raises UnsupportedError if an optimizer updates parameters while gradients are reduced, or if a library is that of a torch
+        that is not known.
         """
         self.size_bytes = 0
         if not dist.is_available() or not dist.is_initialized():
@@ -55,7 +57,9 @@ class GradientBuckets:
         objects = gc.get_objects()
         for each in objects:  # nobody has to call its step, so nothing else would show it
             refuse_overlapping(each)
+        refuse_hidden_states(objects)
         for module in _modules(objects):
+            DDP.require(module)
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
             for parameter in trained:
                 self._parameters[parameter] = module.gradient_as_bucket_view

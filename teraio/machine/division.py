@@ -14,7 +14,7 @@ import torch
 from planner.errors import OptionsError
 from runtime.system import host_limits
 from teraio.options import Options, Share
-from teraio.ranks.group import RankGroup
+from teraio.ranks import RankGroup
 
 __all__ = ["DrivesAndMemory", "divided", "divided_alone", "divided_among", "drives_and_memory"]
 

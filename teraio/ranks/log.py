@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from teraio.rank_place import RankPlace
+from teraio.ranks.place import RankPlace
 
 __all__ = ["only_first_rank_informs"]
 
