@@ -10,7 +10,7 @@ from planner.errors import SolverError
 from planner.ilp.build import Resolution, coarse_program
 from planner.ilp.solve import CoarseSolution, complete, solve
 from planner.lp import host_update_candidates
-from planner.problem import Problem, SolverSettings, movable_blocks, parameters, total_bytes
+from planner.problem import Problem, SolverSettings, movable_blocks, needed_again, total_bytes
 from planner.schema import Subgroup
 
 __all__ = ["MAX_INTEGER_STAGES", "coarse_solutions", "in_order_of_need"]
@@ -90,13 +90,11 @@ def in_order_of_need(problem: Problem, on_host: Collection[int]) -> list[int]:
     limit = next((route.budget_bytes for route in problem.routes if route.tier == "host"), None)
     trace = problem.source
 
-    def needed(number: int) -> tuple[int, int]:
-        subgroup = trace.subgroups[number]
-        uses = (use for block in parameters(trace, subgroup) for use in block.uses if use != subgroup.stage)
-        return min((use - subgroup.stage) % len(trace.stages) for use in uses) + subgroup.stage, number
+    def need(number: int) -> tuple[int, int]:
+        return needed_again(trace, trace.subgroups[number]), number
 
     fitting, filled = [], 0
-    for number in sorted(on_host, key=needed):
+    for number in sorted(on_host, key=need):
         size = total_bytes(movable_blocks(trace, trace.subgroups[number]))
         if limit is None or filled + size <= limit:
             fitting.append(number)

@@ -21,7 +21,7 @@ from planner.problem import (
     outward_weight,
     user_stages,
 )
-from planner.schedule import StageClock, evict_furthest, prune, schedule, tier_exchanges, user_code_proposals
+from planner.schedule import StageClock, evict_furthest, prune, schedule, tier_exchanges, update_exchanges, user_code_proposals
 from planner.schema import Plan, SolverReport
 from planner.simulator import Timeline, simulate
 
@@ -40,6 +40,9 @@ _MAX_AROUND_USER_CODE = 3
 """Candidates that are improved around user code, in short iterations; in long ones, only the best."""
 _MAX_IMPROVEMENTS = 6
 """How often a plan is improved around user code."""
+_MAX_UPDATE_SETS = 8
+"""Sets of subgroups to update on the host that are planned in place of the program's."""
+_WORTH_AN_EXCHANGE = 0.999
 _LEADS = (3.0, 1.0, 0.0)
 """Reserves of prefetches, in units of their own transfer time."""
 _USUAL_LEAD = 1.0
@@ -100,6 +103,8 @@ def optimise(
     if not own and not others:
         assert too_full is not None  # otherwise there would be a candidate
         raise too_full
+    if integer and on_host is None and host_update_candidates(problem) and not bound.is_close(own + others):
+        own.append(_with_other_updates(problem, min(own + others, key=lambda candidate: candidate.cost), settings))
     if user_stages(problem.trace):
         most = _MAX_AROUND_USER_CODE if problem.stage_count <= MAX_INTEGER_STAGES else 1
         cheapest = sorted(own + others, key=lambda candidate: candidate.cost)[:most]
@@ -183,6 +188,35 @@ def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -
     if pruned == filled:
         return [first]
     return [first, _best_schedule(problem, pruned, write_weight, leads=(first.lead,), rounds=rounds)]
+
+
+def _with_other_updates(problem: Problem, best: _ReplayedPlan, settings: SolverSettings) -> _ReplayedPlan:
+    """Let other subgroups update on the host, as long as that makes the plan better. Each set is planned anew."""
+    tried = {frozenset(best.problem.on_host)}
+    better: _ReplayedPlan | None = best
+    while better is not None:
+        best, better = better, None
+        for on_host in update_exchanges(best.problem, best.plan, best.timeline):
+            if len(tried) > _MAX_UPDATE_SETS:
+                return best
+            if on_host in tried:
+                continue
+            tried.add(on_host)
+            planned = _planned(problem, settings, sorted(on_host))
+            if planned is not None and planned.cost < best.cost * _WORTH_AN_EXCHANGE:
+                better = planned
+                break
+    return best
+
+
+def _planned(problem: Problem, settings: SolverSettings, on_host: Collection[int]) -> _ReplayedPlan | None:
+    """The best plan of the relaxed program in which these subgroups update on the host; None if the host tier is too small."""
+    try:
+        starts = [start for start, _ in _starts(problem, settings, on_host, integer=False)]
+        found = [each for start in starts for each in _exact_candidates(*start, settings.write_weight)]
+    except InfeasiblePlanError:
+        return None
+    return min(found, key=lambda candidate: candidate.cost)
 
 
 def _around_user_code(best: _ReplayedPlan, write_weight: float) -> _ReplayedPlan:

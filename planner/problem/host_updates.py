@@ -31,6 +31,7 @@ __all__ = [
     "host_start",
     "host_updatable",
     "movable_blocks",
+    "needed_again",
     "parameters",
     "states",
     "total_bytes",
@@ -75,6 +76,12 @@ def parameters(trace: Trace, subgroup: Subgroup) -> list[Block]:
 def gradients(trace: Trace, subgroup: Subgroup) -> list[Block]:
     """Return the movable blocks of the subgroup that its update consumes."""
     return [block for block in movable_blocks(trace, subgroup) if not block.persistent]
+
+
+def needed_again(trace: Trace, subgroup: Subgroup) -> int:
+    """Return the stage that first needs the parameters after the update, numbered on over the iteration's end."""
+    uses = (use for block in parameters(trace, subgroup) for use in block.uses if use != subgroup.stage)
+    return min((use - subgroup.stage) % len(trace.stages) for use in uses) + subgroup.stage
 
 
 def total_bytes(blocks: Iterable[Block]) -> int:

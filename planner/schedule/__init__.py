@@ -3,6 +3,7 @@
 from planner.schedule.eviction import evict_furthest, prune
 from planner.schedule.exchange import tier_exchanges
 from planner.schedule.prefetch import StageClock, on_demand, prefetch_from, schedule
+from planner.schedule.update_exchange import update_exchanges
 from planner.schedule.user_code import user_code_proposals
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "prune",
     "schedule",
     "tier_exchanges",
+    "update_exchanges",
 ]

@@ -8,9 +8,10 @@ replay decides.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.problem import Decisions, Problem
+from planner.schedule.copies_in import CopyIn, copies_in
 from planner.schema import Plan, WaitingTier
 from planner.simulator import Timeline
 
@@ -18,18 +19,6 @@ __all__ = ["tier_exchanges"]
 
 _LIKE = 1.5
 """Blocks whose sizes differ by a larger factor are not exchanged."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CopyIn:
-    """A copy in of the replay, by its period. `slack_seconds`: from its end to the start of the stage that uses the block.
-
-    `wait_seconds`: how long that stage waited, if the copy was the last thing that it waited for; otherwise 0.
-    """
-
-    index: int
-    slack_seconds: float
-    wait_seconds: float
 
 
 def tier_exchanges(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Iterator[Decisions]:
@@ -40,7 +29,7 @@ def tier_exchanges(problem: Problem, decisions: Decisions, plan: Plan, timeline:
     """
     if len(problem.routes) < 2:
         return
-    copies = list(_copies_in(problem, plan, timeline))
+    copies = list(copies_in(problem, plan, timeline))
     late = sorted((copy for copy in copies if copy.wait_seconds > 0), key=lambda copy: -copy.wait_seconds)
     early = sorted((copy for copy in copies if copy.slack_seconds > 0), key=lambda copy: -copy.slack_seconds)
     for count in sorted({len(late), (len(late) + 3) // 4, min(len(late), 4), 1} if late else (), reverse=True):
@@ -50,20 +39,7 @@ def tier_exchanges(problem: Problem, decisions: Decisions, plan: Plan, timeline:
                 yield changed
 
 
-def _copies_in(problem: Problem, plan: Plan, timeline: Timeline) -> Iterator[_CopyIn]:
-    tolerance = 1e-9 * timeline.iteration_seconds
-    for transfer in timeline.transfers:
-        move = plan.moves[transfer.move]
-        if not transfer.link.endswith("->device"):
-            continue
-        stage = timeline.stages[move.before % problem.stage_count]
-        slack = (stage.start_seconds - transfer.end_seconds) % timeline.iteration_seconds
-        slack = 0.0 if slack > timeline.iteration_seconds - tolerance else slack
-        waited = stage.stall_seconds if slack <= tolerance and stage.stall_seconds > tolerance else 0.0
-        yield _CopyIn(index=problem.period_after[move.block, move.after], slack_seconds=slack, wait_seconds=waited)
-
-
-def _changed(problem: Problem, decisions: Decisions, late: list[_CopyIn], early: list[_CopyIn]) -> Decisions:
+def _changed(problem: Problem, decisions: Decisions, late: list[CopyIn], early: list[CopyIn]) -> Decisions:
     """Let the blocks of `late` wait in another tier. Where `early` is given, each for a block that comes from there instead."""
     result = dict(decisions)
     free = {copy.index for copy in early}
@@ -82,7 +58,7 @@ def _changed(problem: Problem, decisions: Decisions, late: list[_CopyIn], early:
     return result
 
 
-def _fits(problem: Problem, decisions: Decisions, late: _CopyIn, early: _CopyIn, tier: WaitingTier) -> bool:
+def _fits(problem: Problem, decisions: Decisions, late: CopyIn, early: CopyIn, tier: WaitingTier) -> bool:
     """Whether the block of `early` waits in `tier`, is about as large, and would be in time from the tier of `late`."""
     target = decisions[late.index].tier
     mine, its = problem.periods[late.index].size_bytes, problem.periods[early.index].size_bytes
