@@ -29,6 +29,8 @@ _CLOSE = 1.005
 _CLOSE_VERY_LONG = 1.01
 _VERY_LONG_STAGES = 500
 """Above this, programs take long, and find little that is better within that factor."""
+_MISSED = 1.02
+"""Only beyond this factor, other blocks are tried in long iterations: dozens of replays, which take seconds."""
 _MAX_AROUND_USER_CODE = 3
 """Candidates that are improved around user code, in short iterations; in long ones, only the best."""
 
@@ -79,7 +81,7 @@ def optimise(
         own += [around_user_code(candidate, settings.write_weight) for candidate in cheapest]
     if (integer or problem.stage_count <= MAX_INTEGER_STAGES) and not bound.is_close(own + others):
         own.append(with_other_tiers(min(own + others, key=lambda candidate: candidate.cost), settings.write_weight))
-        if integer and not bound.is_close(own + others):
+        if integer and not bound.is_close(own + others, _MISSED if problem.stage_count > MAX_INTEGER_STAGES else 1.0):
             own += [with_other_blocks(each, settings.write_weight) for each in _cheapest(own + others)]
     best = _choose(own, others, settings.write_weight)
     made = best.plan.model_copy(update={"solver": _together(reports), "policy": policy})
@@ -97,13 +99,13 @@ class _Bound:
         self._close = _CLOSE if problem.stage_count <= _VERY_LONG_STAGES else _CLOSE_VERY_LONG
         self.seconds = seconds
 
-    def is_close(self, found: Sequence[ReplayedPlan]) -> bool:
-        """Whether some plan takes little longer than the lower bound."""
+    def is_close(self, found: Sequence[ReplayedPlan], factor: float = 1.0) -> bool:
+        """Whether some plan takes little longer than the lower bound, or than `factor` times that, if it is larger."""
         least = min((each.timeline.iteration_seconds for each in found), default=inf)
         if self._wanted and least < inf and self.seconds == 0.0:
             enough = least / self._close
             self.seconds = lower_bound_seconds(self._problem, threads=self._threads, enough_seconds=enough)
-        return least <= self.seconds * self._close
+        return least <= self.seconds * max(self._close, factor)
 
 
 def _starts(
