@@ -37,6 +37,7 @@ from benchmarks import (
 )
 from benchmarks.alone import LlamaScale, Runner, append
 from benchmarks.optimizer import LossesDiffer
+from benchmarks.planner_cases import Selection
 from benchmarks.planning import PlanningFailed
 from benchmarks.results import Figure, Result, save, table
 from benchmarks.turns import Scale
@@ -44,6 +45,7 @@ from examples.llama import SIZES
 from examples.training import DataType
 from examples.worker import ROOT, WorkerFailed
 from planner.errors import TeraioError
+from planner.policies import POLICIES
 
 Measured = tuple[tuple[Figure, ...], dict[str, list[float]]]
 
@@ -55,11 +57,13 @@ DEFAULT = {
 hour, so they run only if they are named."""
 MINUTES_EACH = 2.5
 """On a GPU, unless the command says otherwise. A training needs about one minute, most of it to compile."""
+SELECTED = ("planner_policies", "planner_bound")
+"""Parts for which traces can be chosen."""
 FIGURES = "figures.jsonl"
 """The file in the output folder to which each part is appended, as one line."""
 
 
-def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
+def parts(scale: Scale, selection: Selection) -> dict[str, Callable[[], Measured]]:
     """Return all parts that train no Llama, by name. Those about budgets share one run."""
     sweep = cache(budgets.sweep)
     return {
@@ -76,8 +80,8 @@ def parts(scale: Scale) -> dict[str, Callable[[], Measured]]:
         "engine": lambda: engine.measure(scale),
         "warm_start": lambda: warm_start.measure(scale),
         "planner": lambda: planner.measure(scale),
-        "planner_policies": lambda: planner_policies.measure(scale),
-        "planner_bound": lambda: planner_policies.measure_best(scale),
+        "planner_policies": lambda: planner_policies.measure(selection),
+        "planner_bound": lambda: planner_policies.measure_best(selection),
         "planner_recompute": lambda: planner_recompute.measure(scale),
         "planner_ranks": lambda: planner_ranks.measure(scale),
     }
@@ -145,7 +149,7 @@ def one_of(name: str, given: list[str], known: tuple[str, ...]) -> None:
         raise typer.BadParameter(f"no {name} {', '.join(unknown)}; there are {', '.join(known)}")
 
 
-def settings_of(scale: Scale | LlamaScale) -> dict[str, Any]:
+def settings_of(scale: Scale | LlamaScale | Selection) -> dict[str, Any]:
     """Return the settings that the figures depend on, for the file."""
     return {"scale": {name: str(value) for name, value in dataclasses.asdict(scale).items() if name != "output"}}
 
@@ -162,12 +166,16 @@ def main(
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16, for gpu_...")] = None,
     minutes: Annotated[float, typer.Option(help="Time after which gpu_... starts no more trainings.", min=0)] = 7.5,
     each: Annotated[float | None, typer.Option(help="Minutes after which a training of gpu_... is stopped.", min=0)] = None,
+    trace: Annotated[list[str] | None, typer.Option(help=f"Traces, for {' and '.join(SELECTED)}. May be repeated.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Policies, for planner_policies. May be repeated.")] = None,
+    processes: Annotated[int, typer.Option(help=f"Cases planned at the same time, for {' and '.join(SELECTED)}.", min=1)] = 1,
 ) -> None:
     """Measure teraio, print a table and write a JSON file. Exit status 1 if a part could not be measured."""
     os.environ.setdefault("TERAIO_PLAN_CACHE", "off")  # trainings that are compared do not find each other's plans
     console = Console() if sys.stdout.isatty() else Console(width=150)
     one_of("device", [device], tuple(DEFAULT))
     one_of("size", size or [], tuple(SIZES))
+    one_of("policy", policy or [], tuple(POLICIES))
     one_of("dtype", [dtype] if dtype else [], get_args(DataType))
     scale = scale_for(device, output.resolve(), rounds)
     llamas = llama_scale_for(
@@ -181,7 +189,8 @@ def main(
         batch=batch,
         context=context,
     )
-    known, trained = parts(scale), llama_parts(Runner(llamas))
+    selection = Selection(output=output.resolve(), traces=tuple(trace or ()), policies=tuple(policy or ()), processes=processes)
+    known, trained = parts(scale, selection), llama_parts(Runner(llamas))
     one_of("part", chosen or [], (*known, *trained))
     output.mkdir(parents=True, exist_ok=True)
     found, failed = [], False
@@ -194,7 +203,7 @@ def main(
             console.print(str(failure), style="red", markup=False, highlight=False)
             failed = True
             continue
-        settings = settings_of(llamas if name in trained else scale)
+        settings = settings_of(llamas if name in trained else selection if name in SELECTED else scale)
         seconds = time.perf_counter() - started
         found.append(Result(part=name, seconds=seconds, figures=figures, samples=samples, settings=settings))
         append(output / FIGURES, found[-1].model_dump(exclude={"samples"}))

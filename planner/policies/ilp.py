@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
 from math import inf
 
 from planner.bound import lower_bound_seconds
 from planner.errors import InfeasiblePlanError
 from planner.ilp import MAX_INTEGER_STAGES, CoarseSolution, coarse_solutions
 from planner.lp import host_update_candidates
-from planner.policies.decisions import copy_costs, decisions_of
+from planner.policies.decisions import decisions_of
 from planner.policies.predictions import with_predictions
-from planner.problem import (
-    DEFAULT_WRITE_WEIGHT,
-    Decisions,
-    Problem,
-    SolverSettings,
-    build_plan,
-    outward_weight,
-    user_stages,
+from planner.policies.replayed import (
+    ReplayedPlan,
+    around_user_code,
+    exact_candidates,
+    replayed,
+    with_other_blocks,
+    with_other_tiers,
 )
-from planner.schedule import StageClock, evict_furthest, prune, schedule, tier_exchanges, update_exchanges, user_code_proposals
+from planner.problem import DEFAULT_WRITE_WEIGHT, Decisions, Problem, SolverSettings, build_plan, user_stages
+from planner.schedule import update_exchanges
 from planner.schema import Plan, SolverReport
-from planner.simulator import Timeline, simulate
 
 __all__ = ["optimise"]
 
@@ -32,35 +30,13 @@ _CLOSE = 1.005
 _CLOSE_VERY_LONG = 1.01
 _VERY_LONG_STAGES = 500
 """Above this, programs take long, and find little that is better within that factor."""
-_BETTER = 0.9999
-_MAX_ROUNDS = 3
-"""How often a schedule is made again by the clock of its replay."""
-_FEW_ROUNDS = 2
-_MAX_AROUND_USER_CODE = 3
-"""Candidates that are improved around user code, in short iterations; in long ones, only the best."""
-_MAX_IMPROVEMENTS = 6
-"""How often a plan is improved around user code."""
+_MISSED = 1.02
+"""Only beyond this factor, other blocks are tried in long iterations: dozens of replays, which take seconds."""
 _MAX_UPDATE_SETS = 8
 """Sets of subgroups to update on the host that are planned in place of the program's."""
 _WORTH_AN_EXCHANGE = 0.999
-_LEADS = (3.0, 1.0, 0.0)
-"""Reserves of prefetches, in units of their own transfer time."""
-_USUAL_LEAD = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReplayedPlan:
-    """A plan with its replay.
-
-    `cost`: iteration seconds, plus what its copies out are worth. `lead`: the reserve of its prefetches.
-    """
-
-    problem: Problem
-    decisions: Decisions
-    plan: Plan
-    timeline: Timeline
-    cost: float
-    lead: float = 0.0
+_MAX_AROUND_USER_CODE = 3
+"""Candidates that are improved around user code, in short iterations; in long ones, only the best."""
 
 
 def optimise(
@@ -87,13 +63,13 @@ def optimise(
         return with_predictions(problem, build_plan(problem, {}, policy=policy))
     others = [] if rivals_beyond else _rival_candidates(problem, rivals, settings.write_weight)
     bound = _Bound(problem, settings, wanted=integer and bool(rivals), seconds=known_bound)
-    own: list[_ReplayedPlan] = []
+    own: list[ReplayedPlan] = []
     reports: list[SolverReport] = []
     too_full: InfeasiblePlanError | None = None
     for start, report in _starts(problem, settings, on_host, integer=integer):
         reports += [report] if report else []
         try:
-            own += _exact_candidates(*start, settings.write_weight)
+            own += exact_candidates(*start, settings.write_weight)
         except InfeasiblePlanError as error:
             too_full = error
         if problem.stage_count > MAX_INTEGER_STAGES and bound.is_close(own + others):
@@ -108,9 +84,11 @@ def optimise(
     if user_stages(problem.trace):
         most = _MAX_AROUND_USER_CODE if problem.stage_count <= MAX_INTEGER_STAGES else 1
         cheapest = sorted(own + others, key=lambda candidate: candidate.cost)[:most]
-        own += [_around_user_code(candidate, settings.write_weight) for candidate in cheapest]
+        own += [around_user_code(candidate, settings.write_weight) for candidate in cheapest]
     if (integer or problem.stage_count <= MAX_INTEGER_STAGES) and not bound.is_close(own + others):
-        own.append(_exchanged(min(own + others, key=lambda candidate: candidate.cost), settings.write_weight))
+        own.append(with_other_tiers(min(own + others, key=lambda candidate: candidate.cost), settings.write_weight))
+        if integer and not bound.is_close(own + others, _MISSED if problem.stage_count > MAX_INTEGER_STAGES else 1.0):
+            own += [with_other_blocks(each, settings.write_weight) for each in _cheapest(own + others)]
     best = _choose(own, others, settings.write_weight)
     made = best.plan.model_copy(update={"solver": _together(reports), "policy": policy})
     return with_predictions(problem, made, best.timeline, lower_bound_seconds=bound.seconds)
@@ -127,13 +105,13 @@ class _Bound:
         self._close = _CLOSE if problem.stage_count <= _VERY_LONG_STAGES else _CLOSE_VERY_LONG
         self.seconds = seconds
 
-    def is_close(self, found: Sequence[_ReplayedPlan]) -> bool:
-        """Whether some plan takes little longer than the lower bound."""
+    def is_close(self, found: Sequence[ReplayedPlan], factor: float = 1.0) -> bool:
+        """Whether some plan takes little longer than the lower bound, or than `factor` times that, if it is larger."""
         least = min((each.timeline.iteration_seconds for each in found), default=inf)
         if self._wanted and least < inf and self.seconds == 0.0:
             enough = least / self._close
             self.seconds = lower_bound_seconds(self._problem, threads=self._threads, enough_seconds=enough)
-        return least <= self.seconds * self._close
+        return least <= self.seconds * max(self._close, factor)
 
 
 def _starts(
@@ -162,38 +140,10 @@ def _together(reports: Sequence[SolverReport]) -> SolverReport:
     return reports[0].model_copy(update=times)
 
 
-def _extremes(problem: Problem) -> list[tuple[Problem, Decisions]]:
-    """All updates on the host, if any can run there; and no decisions at all.
-
-    These starts are cheap for small iterations, where coarse time says too little.
-    """
-    everything = [subgroup.id for subgroup in host_update_candidates(problem)]
-    return [_undecided(problem, everything), (problem, {})] if everything else [(problem, {})]
-
-
-def _undecided(problem: Problem, on_host: Collection[int]) -> tuple[Problem, Decisions]:
-    """Only where updates run is decided."""
-    return decisions_of(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
-
-
-def _exact_candidates(problem: Problem, start: Decisions, write_weight: float) -> list[_ReplayedPlan]:
-    """The decisions made feasible: once with all the moves that they ask for, once with only the moves that the budget needs.
-
-    Long iterations: with the usual reserve only. Raises InfeasiblePlanError where the lower tiers are too small.
-    """
-    filled = evict_furthest(problem, start, early=True, spread=True)
-    pruned = prune(problem, filled, copy_costs(problem, filled))
-    leads, rounds = (_LEADS, _MAX_ROUNDS) if problem.stage_count <= MAX_INTEGER_STAGES else ((_USUAL_LEAD,), _FEW_ROUNDS)
-    first = _best_schedule(problem, filled, write_weight, leads=leads, rounds=rounds)
-    if pruned == filled:
-        return [first]
-    return [first, _best_schedule(problem, pruned, write_weight, leads=(first.lead,), rounds=rounds)]
-
-
-def _with_other_updates(problem: Problem, best: _ReplayedPlan, settings: SolverSettings) -> _ReplayedPlan:
+def _with_other_updates(problem: Problem, best: ReplayedPlan, settings: SolverSettings) -> ReplayedPlan:
     """Let other subgroups update on the host, as long as that makes the plan better. Each set is planned anew."""
     tried = {frozenset(best.problem.on_host)}
-    better: _ReplayedPlan | None = best
+    better: ReplayedPlan | None = best
     while better is not None:
         best, better = better, None
         for on_host in update_exchanges(best.problem, best.plan, best.timeline):
@@ -209,107 +159,55 @@ def _with_other_updates(problem: Problem, best: _ReplayedPlan, settings: SolverS
     return best
 
 
-def _planned(problem: Problem, settings: SolverSettings, on_host: Collection[int]) -> _ReplayedPlan | None:
+def _planned(problem: Problem, settings: SolverSettings, on_host: Collection[int]) -> ReplayedPlan | None:
     """The best plan of the relaxed program in which these subgroups update on the host; None if the host tier is too small."""
     try:
         starts = [start for start, _ in _starts(problem, settings, on_host, integer=False)]
-        found = [each for start in starts for each in _exact_candidates(*start, settings.write_weight)]
+        found = [each for start in starts for each in exact_candidates(*start, settings.write_weight)]
     except InfeasiblePlanError:
         return None
     return min(found, key=lambda candidate: candidate.cost)
 
 
-def _around_user_code(best: _ReplayedPlan, write_weight: float) -> _ReplayedPlan:
-    """Look for better starts of the copies that user code waits for, as long as some are found.
+def _extremes(problem: Problem) -> list[tuple[Problem, Decisions]]:
+    """All updates on the host, if any can run there; and no decisions at all.
 
-    Each one is replayed, so the result is never slower.
+    These starts are cheap for small iterations, where coarse time says too little.
     """
-    for _ in range(_MAX_IMPROVEMENTS):
-        clock = StageClock.replayed(best.problem, best.plan, best.timeline)
-        tried = [(best.problem, schedule(best.problem, best.decisions, clock, lead=lead)) for lead in _LEADS]
-        tried += user_code_proposals(best.problem, best.decisions, best.plan, best.timeline)
-        better = min((_replayed(*each, write_weight) for each in tried), key=lambda candidate: candidate.cost)
-        if better.cost >= best.cost * _BETTER:
-            break
-        best = replace(better, lead=best.lead)
-    return best
+    everything = [subgroup.id for subgroup in host_update_candidates(problem)]
+    return [_undecided(problem, everything), (problem, {})] if everything else [(problem, {})]
 
 
-def _exchanged(best: _ReplayedPlan, write_weight: float) -> _ReplayedPlan:
-    """Try other reserves, and other tiers for blocks for which stages wait, as long as that makes the plan better."""
-    for _ in range(_MAX_IMPROVEMENTS):
-        clock = StageClock.replayed(best.problem, best.plan, best.timeline)
-        better = best
-        variants = [(best.decisions, lead) for lead in _LEADS]
-        exchanges = tier_exchanges(best.problem, best.decisions, best.plan, best.timeline)
-        variants += [(decisions, best.lead) for decisions in exchanges]
-        for decisions, lead in variants:
-            try:
-                tried = _replayed(best.problem, schedule(best.problem, decisions, clock, lead=lead), write_weight)
-            except InfeasiblePlanError:
-                continue  # a lower tier is too full
-            if tried.cost < better.cost:
-                better = replace(tried, lead=lead)
-        if better.cost >= best.cost * _BETTER:
-            break
-        best = better
-    return best
+def _undecided(problem: Problem, on_host: Collection[int]) -> tuple[Problem, Decisions]:
+    """Only where updates run is decided."""
+    return decisions_of(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
+
+
+def _cheapest(candidates: Sequence[ReplayedPlan]) -> list[ReplayedPlan]:
+    """The cheapest plan; in short iterations, the cheapest for each choice of updates on the host."""
+    found: dict[tuple[int, ...], ReplayedPlan] = {}
+    for each in sorted(candidates, key=lambda candidate: candidate.cost):
+        found.setdefault(each.problem.on_host, each)
+    return list(found.values()) if candidates[0].problem.stage_count <= MAX_INTEGER_STAGES else list(found.values())[:1]
 
 
 def _rival_candidates(
     problem: Problem, rivals: Sequence[Callable[[Problem], Decisions]], write_weight: float
-) -> list[_ReplayedPlan]:
+) -> list[ReplayedPlan]:
     """The plans of the other policies, unchanged."""
     found = []
     for rival in rivals:
         try:
-            found.append(_replayed(problem, rival(problem), write_weight))
+            found.append(replayed(problem, rival(problem), write_weight))
         except InfeasiblePlanError:
             continue  # this policy finds no plan; others may
     return found
 
 
-def _choose(candidates: list[_ReplayedPlan], others: list[_ReplayedPlan], write_weight: float) -> _ReplayedPlan:
+def _choose(candidates: list[ReplayedPlan], others: list[ReplayedPlan], write_weight: float) -> ReplayedPlan:
     """The cheapest plan. Up to the default weight of writes, the cheapest of those that are no slower than any rival."""
     pool = [*candidates, *others]
     if others and write_weight <= DEFAULT_WRITE_WEIGHT:
         limit = min(other.timeline.iteration_seconds for other in others)
         pool = [candidate for candidate in pool if candidate.timeline.iteration_seconds <= limit]
     return min(pool, key=lambda candidate: candidate.cost)
-
-
-def _best_schedule(
-    problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float], rounds: int
-) -> _ReplayedPlan:
-    """Schedule by the ideal clock, replay, schedule again by the replayed clock, and so on. Keep the best.
-
-    Longer leads are tried first, and of equal plans the first is kept: a lead absorbs delays that were not measured.
-    """
-    best: _ReplayedPlan | None = None
-    known: set[tuple[tuple[int, int], ...]] = set()
-    for lead in leads:
-        clock = StageClock.ideal(problem)
-        for _ in range(rounds):
-            scheduled = schedule(problem, decisions, clock, lead=lead)
-            starts = tuple((index, decision.start) for index, decision in scheduled.items())
-            if starts in known:
-                break  # the replay would give the same clock again
-            known.add(starts)
-            candidate = _replayed(problem, scheduled, write_weight)
-            if best is None or candidate.cost < best.cost:
-                best = replace(candidate, lead=lead)
-            if candidate.timeline.stall_seconds <= 1e-6 * candidate.timeline.iteration_seconds:
-                break
-            clock = StageClock.replayed(problem, candidate.plan, candidate.timeline)
-    assert best is not None  # there is at least one lead and one round
-    return best
-
-
-def _replayed(problem: Problem, decisions: Decisions, write_weight: float) -> _ReplayedPlan:
-    plan = build_plan(problem, decisions, policy="")
-    timeline = simulate(problem.source, plan)
-    cost = timeline.iteration_seconds
-    for route in problem.routes:
-        written_seconds = timeline.moved_bytes.get(route.outward.name, 0) / route.outward.bytes_per_second
-        cost += outward_weight(route.tier, write_weight) * written_seconds
-    return _ReplayedPlan(problem=problem, decisions=decisions, plan=plan, timeline=timeline, cost=cost)

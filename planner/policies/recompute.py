@@ -199,7 +199,7 @@ class _Search:
         return True
 
     def improve(self) -> None:
-        """Add, drop or displace single groups, as long as that helps."""
+        """Add, drop or displace single groups, or run all at one place, as long as that helps."""
         before, better = len(self._tried), True
         while better:
             better = False
@@ -215,6 +215,7 @@ class _Search:
             yield self.places.in_order(others)
             for at in self.places.options(group):
                 yield self.places.in_order({**others, group: at})
+        yield from self.places.together()
 
     def _cost(self, made: Plan) -> float:
         """Iteration seconds, plus what copies to drives are worth where that weighs more than usual."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 
 from planner.schema import Recompute, RecomputeGroup, Trace
@@ -60,6 +60,18 @@ class RerunPlaces:
                 if before > after + 1 and self._trace.stages[before].phase == "backward" and self._unchanged(group, before):
                     found.add(before)
         return tuple(sorted(found))
+
+    def together(self) -> Iterator[tuple[Recompute, ...]]:
+        """Yield, for each backward stage, all groups that can run again there and make what is used from there on."""
+        for stage in self._trace.stages:
+            if stage.phase == "backward":
+                groups = (self._trace.recompute[number] for number in self.alone)
+                found = [each.id for each in groups if self._used_from(each, stage.id) and self._unchanged(each, stage.id)]
+                if found:
+                    yield self.in_order(dict.fromkeys(found, stage.id))
+
+    def _used_from(self, group: RecomputeGroup, stage: int) -> bool:
+        return any(self._trace.blocks[block].uses[-1] >= stage for block in group.blocks)
 
     def _first_use(self, group: RecomputeGroup) -> int | None:
         uses = [use for number in group.blocks for use in self._trace.blocks[number].uses if use > group.stage]

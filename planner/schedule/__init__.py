@@ -1,5 +1,6 @@
 """From decisions to exact moves: which blocks must leave in addition, and when each copy begins."""
 
+from planner.schedule.block_exchange import Breadth, block_exchanges
 from planner.schedule.eviction import evict_furthest, prune
 from planner.schedule.exchange import tier_exchanges
 from planner.schedule.prefetch import StageClock, on_demand, prefetch_from, schedule
@@ -7,7 +8,9 @@ from planner.schedule.update_exchange import update_exchanges
 from planner.schedule.user_code import user_code_proposals
 
 __all__ = [
+    "Breadth",
     "StageClock",
+    "block_exchanges",
     "evict_furthest",
     "on_demand",
     "prefetch_from",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import inf
 
 from planner.errors import InfeasiblePlanError
@@ -10,13 +11,15 @@ from planner.problem import Decision, Decisions, InactivePeriod, Problem, TierCa
 __all__ = ["evict_furthest", "prune"]
 
 
-def evict_furthest(problem: Problem, decisions: Decisions, *, early: bool, spread: bool = False) -> Decisions:
+def evict_furthest(
+    problem: Problem, decisions: Decisions, *, early: bool, spread: bool = False, kept: Collection[int] = ()
+) -> Decisions:
     """Add moves until every stage fits. At each stage that does not, blocks with the furthest next use leave first.
 
     `early`: the block leaves right after its last use. Otherwise it leaves just before the stage that needs the room, as in a
     pager without a plan. `spread`: choose the tier whose link has the least load. Otherwise each block takes the fastest tier
-    with room. Prefetches are on demand. Succeeds for every budget at or above the floor, unless the lower tiers are full: then
-    raises InfeasiblePlanError, which names the stage.
+    with room. `kept`: periods in which the block does not leave. Prefetches are on demand. Without `kept`, it succeeds for every
+    budget at or above the floor, unless the lower tiers are full. Otherwise raises InfeasiblePlanError, which names the stage.
 
     Source: L. A. Belady, A study of replacement algorithms for a virtual-storage computer (1966).
     """
@@ -28,6 +31,8 @@ def evict_furthest(problem: Problem, decisions: Decisions, *, early: bool, sprea
         if occupied[stage] <= budget:
             continue
         for index, position in _furthest_first(problem, result, stage):
+            if index in kept:
+                continue
             old = result.get(index)
             tier = old.tier if old else room.least_busy(index) if spread else room.best(index)
             if tier is None:

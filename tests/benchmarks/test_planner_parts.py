@@ -5,18 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import planner_policies
+from benchmarks import planner_cases, planner_policies
 from benchmarks.planner import growth_exponent
-from benchmarks.planner_policies import Outcome, cases, figures_of, lost, outcome, samples_of, traces
+from benchmarks.planner_cases import Outcome, Selection, cases, outcomes, outcomes_of, traces
+from benchmarks.planner_policies import figures_of, lost, samples_of
 from benchmarks.planner_recompute import POLICIES as RECOMPUTE_POLICIES
 from benchmarks.planner_recompute import ROWS, SHARES, floor_figure, table_figures
 from benchmarks.planner_recompute import outcome as recompute_outcome
 from benchmarks.planning import PlanningFailed, planned_apart
 from benchmarks.transformer_trace import LLAMA_3_8B, Workload
-from benchmarks.turns import Scale
 from benchmarks.variants import budgets_for, device_budgets, peak_bytes, with_errors, with_rates, with_times
 from planner import Trace, plan, simulate
+from planner.errors import OptionsError
 from planner.policies.registry import POLICIES
+from planner.problem import Problem
 
 HAND = Path(__file__).parents[2] / "traces" / "hand"
 
@@ -100,7 +102,8 @@ def test_every_policy_is_measured_by_the_simulator_or_refuses(chain: Trace) -> N
     listed = list(cases({"chain": chain}))
     assert len(listed) == 12 and len({case.name for case in listed}) == 12
     tight = next(case for case in listed if case.name == "chain | floor + 5 % | x2")
-    found = [outcome(tight, policy) for policy in POLICIES]
+    found = outcomes_of(tight, tuple(POLICIES))
+    assert [one.policy for one in found] == list(POLICIES)
     by_policy = {one.policy: one for one in found}
     assert by_policy["keep-all"].refusal == "BudgetError"
     # Four copies of half a second each: 8 s instead of 6.
@@ -184,10 +187,47 @@ def test_the_table_shows_times_and_counts_the_cases_that_are_lost() -> None:
 def test_the_best_policy_alone_is_planned_at_the_links_own_rates(
     chain: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner_policies, "traces", lambda: {"chain": chain})
-    scale = Scale(device="cpu", layers=1, width=1, heads=1, context=1, batch=1, rounds=1, output=tmp_path)
-    figures, samples = planner_policies.measure_best(scale)
+    monkeypatch.setattr(planner_policies, "traces", lambda names: {"chain": chain})
+    figures, samples = planner_policies.measure_best(Selection(output=tmp_path))
     assert list(samples) == [f"chain | {name} | x1 | ilp" for name in device_budgets(chain)]
     assert [figure.name for figure in figures] == ["plans faster than the lower bound", "chain: ilp, time / bound"]
     assert figures[0].value == 0 and figures[1].value == pytest.approx(sum(s[1] for s in samples.values()) / len(samples))
     assert len((tmp_path / "planner_bound.tsv").read_text().splitlines()) == len(samples)
+
+
+def test_traces_and_policies_can_be_chosen(tmp_path: Path) -> None:
+    selection = Selection(output=tmp_path, traces=("chain",), policies=("belady", "g10"))
+    figures, samples = planner_policies.measure(selection)
+    assert len(samples) == 24 and all(key.startswith("chain | ") for key in samples)
+    assert [figure.name for figure in figures] == [
+        "plans faster than the lower bound",
+        "chain: belady, time / bound",
+        "chain: g10, time / bound",
+    ]
+    with pytest.raises(OptionsError, match="no trace chains; there are: chain;"):
+        traces(["chains"])
+
+
+def test_several_processes_find_the_same(chain: Trace, tmp_path: Path) -> None:
+    listed = list(cases({"chain": chain}, (1.0,)))
+    alone, together = (outcomes(tmp_path / "log", listed, ("belady", "ilp"), processes=count) for count in (1, 2))
+    assert [replace(one, plan_seconds=0.0) for one in alone] == [replace(one, plan_seconds=0.0) for one in together]
+    assert len((tmp_path / "log").read_text().splitlines()) == len(together) == 8
+
+
+def test_the_bound_of_a_case_is_worked_out_once(chain: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    (case, *_) = cases({"chain": chain}, (1.0,))
+    asked: list[Problem] = []
+
+    def counted(problem: Problem) -> float:
+        asked.append(problem)
+        return 4.0
+
+    monkeypatch.setattr(planner_cases, "lower_bound_seconds", counted)
+    first, second = outcomes_of(case, ("belady", "g10"))
+    assert len(asked) == 1
+    assert first.over_bound == pytest.approx(first.over_ideal * chain.ideal_seconds / 4.0)
+    assert second.over_bound == pytest.approx(second.over_ideal * chain.ideal_seconds / 4.0)
+    belady, best = outcomes_of(case, ("belady", "ilp"))
+    assert len(asked) == 1 and best.policy == "ilp"
+    assert belady.over_bound / best.over_bound == pytest.approx(belady.over_ideal / best.over_ideal)

@@ -2,7 +2,6 @@
 
 import random
 from pathlib import Path
-from statistics import mean
 
 import pytest
 from hypothesis import given
@@ -30,8 +29,8 @@ GROUPS = by_profile(ci=12, long=160)
 TRAININGS = by_profile(ci=25, long=160)
 BUDGETS = by_profile(ci=5, long=1000)
 NOTHING_WHOLE = -1
-WORST_WITH_GROUPS, MEAN_WITH_GROUPS = by_profile(ci=1.1, long=1.35), 1.01
-"""Times of plans over those of the best plans. Of the first 160 random traces with groups, all but three get a best plan."""
+WORST_WITH_GROUPS = 1.001
+"""Times of plans over those of the best plans. Each of the first 160 random traces with groups gets a best plan."""
 
 
 def test_no_plan_of_all_beats_the_bound_and_the_best_is_mostly_close() -> None:
@@ -75,7 +74,7 @@ def test_no_plan_with_recomputation_beats_the_bound_and_plans_are_near_the_best_
             close += bounds[0] >= 0.9 * best
     assert helped >= GROUPS // 6
     assert close >= 0.4 * stalling
-    assert max(ratios) <= WORST_WITH_GROUPS and mean(ratios) <= MEAN_WITH_GROUPS
+    assert max(ratios) <= WORST_WITH_GROUPS
 
 
 def test_the_time_of_a_rerun_is_not_hidden_in_the_stalls_of_the_optimizer() -> None:

@@ -8,8 +8,10 @@ import pytest
 from planner import BudgetError, Budgets, InfeasiblePlanError, OptionsError, Plan, Trace, plan, simulate
 from planner.ilp.solve import CoarseSolution
 from planner.lp import solver
+from planner.policies import ilp
 from planner.policies.decisions import decisions_of
 from planner.policies.ilp import optimise
+from planner.policies.replayed import ReplayedPlan
 from planner.problem import SolverSettings
 from planner.problem.lifetimes import live_bytes
 from planner.problem.problem import Decisions, Problem, build_plan
@@ -150,6 +152,27 @@ def test_only_as_many_updates_on_the_host_as_have_room_there(transformer: Trace)
     timeline = simulate(trace, build_plan(left, filled, policy="by hand"))
     assert [update.subgroup for update in timeline.updates] == [0]
     assert size <= timeline.peak_bytes["host"] <= size * 3 // 2
+
+
+@pytest.mark.parametrize(("over", "asked"), [(1.01, 0), (1.03, 1)])
+def test_in_long_iterations_other_blocks_are_tried_only_far_from_the_bound(
+    over: float, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = transformer_trace(layers=7, stages_per_layer=5, rate=4e9)
+    assert len(trace.stages) > 64
+    problem = Problem.of(trace, half(trace))
+    calls: list[ReplayedPlan] = []
+
+    def recorded(best: ReplayedPlan, write_weight: float) -> ReplayedPlan:
+        calls.append(best)
+        return best
+
+    monkeypatch.setattr(ilp, "with_other_blocks", recorded)
+    first = optimise(problem, policy="ilp", rivals=(), settings=SolverSettings(), known_bound=1e-9)
+    assert first.predicted is not None and len(calls) == 1
+    bound = first.predicted.iteration_seconds / over
+    optimise(problem, policy="ilp", rivals=(), settings=SolverSettings(), known_bound=bound)
+    assert len(calls) == 1 + asked
 
 
 @pytest.mark.parametrize(("beyond", "asked"), [(1e-9, 1), (1e9, 0), (0.0, 1)])

@@ -34,6 +34,43 @@ def test_over_a_slow_link_a_layer_runs_again_and_over_a_fast_one_it_moves() -> N
     assert again(layers(rate=1.0), 31, "offload-only") == (pytest.approx(25.0), [])
 
 
+def test_all_groups_are_tried_at_one_place() -> None:
+    """Only both at stage 3 help: block 2 (20 bytes over a slow link) is then made twice, and never waits.
+
+    No single group helps, nor do both at the places where each runs alone.
+    """
+    durations = {"forward/0": 0.3, "forward/1": 2.0, "backward/2": 1.0, "backward/3": 1.0, "optimizer/4": 2.0}
+    stages = [
+        {
+            "id": s,
+            "name": name,
+            "phase": name.split("/")[0],
+            "duration_seconds": seconds,
+            "workspace_bytes": 0 if s in (1, 2) else 5,
+        }
+        for s, (name, seconds) in enumerate(durations.items())
+    ]
+    sizes, writes, reads = (20, 10, 20), (0, 0, 1), ((2,), (1, 3), (2, 3))
+    blocks = [
+        {"id": b, "name": f"b{b}", "kind": "activation", "persistent": False, "size_bytes": z, "writes": [w], "reads": list(r)}
+        for b, (z, w, r) in enumerate(zip(sizes, writes, reads, strict=True))
+    ]
+    groups = [
+        {"id": 0, "stage": 0, "blocks": [0, 1], "reads": [], "duration_seconds": 0.3, "workspace_bytes": 0},
+        {"id": 1, "stage": 1, "blocks": [2], "reads": [1], "duration_seconds": 2.0, "workspace_bytes": 0},
+    ]
+    links = [
+        {"from": "device", "to": "storage", "bytes_per_second": 2.0},
+        {"from": "storage", "to": "device", "bytes_per_second": 10.0},
+    ]
+    machine = {"name": "made up", "device_memory_bytes": 1000, "links": links}
+    fields = {"hardware": machine, "stages": stages, "blocks": blocks, "recompute": groups}
+    trace = Trace.model_validate({"name": "together", **fields})
+    assert again(trace, 48, "ilp") == (pytest.approx(20.6), [(0, 3), (1, 3)])
+    places = [[(each.group, each.at) for each in found] for found in RerunPlaces(trace).together()]
+    assert places == [[(0, 2), (1, 2)], [(0, 3), (1, 3)]]
+
+
 def test_nothing_runs_again_where_everything_fits() -> None:
     assert again(layers(rate=1.0), 40, "ilp") == (pytest.approx(6.0), [])
 

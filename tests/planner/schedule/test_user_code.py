@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Trace, simulate
 from planner.ilp.coarse import in_order_of_need
-from planner.policies.ilp import _around_user_code, _exact_candidates, _undecided
+from planner.policies.ilp import _undecided
+from planner.policies.replayed import around_user_code, exact_candidates
 from planner.problem.host_updates import host_updatable
 from planner.problem.problem import Decision, Decisions, Problem, build_plan
 from planner.problem.user_code import user_stages
@@ -166,7 +167,7 @@ def test_every_proposal_can_be_carried_out(case: tuple[Trace, Budgets], seed: in
     whole = Problem.of(trace, budgets)
     on_host = in_order_of_need(whole, rng.sample(updatable, rng.randint(0, len(updatable))))
     try:
-        candidates = _exact_candidates(*_undecided(whole, on_host), 0.005)
+        candidates = exact_candidates(*_undecided(whole, on_host), 0.005)
     except InfeasiblePlanError:
         assert budgets.host_bytes is not None  # too small for what has to move
         return
@@ -175,4 +176,4 @@ def test_every_proposal_can_be_carried_out(case: tuple[Trace, Budgets], seed: in
             assert max(problem.occupancy(decisions)) <= budgets.device_bytes
             timeline = simulate(trace, build_plan(problem, decisions, policy="proposed"))
             assert timeline.peak_bytes["device"] <= budgets.device_bytes
-        assert _around_user_code(candidate, 0.005).cost <= candidate.cost
+        assert around_user_code(candidate, 0.005).cost <= candidate.cost
