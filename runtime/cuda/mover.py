@@ -20,8 +20,9 @@ from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOw
 from runtime.storage import Extent, RangeCopy, Slot, contiguous_address, slot_range
 from runtime.system import storage_swap
 
-_Queued = tuple[Event, torch.UntypedStorage]
-"""The end of a copy out or in that the device may not have ended yet, and the storage, which it keeps alive (rule 5)."""
+_Queued = tuple[Event, torch.UntypedStorage, int]
+"""The end of a copy out or in that the device may not have ended yet; the storage, which it keeps alive (rule 5); and the number
+of the copy, in the order in which they were queued."""
 
 
 class StreamMover:
@@ -55,6 +56,8 @@ class StreamMover:
         self._out: dict[Block, _Queued] = {}
         self._of_forgotten: list[_Queued] = []
         self._in: dict[Block, _Queued] = {}
+        self._queued = 0
+        self._joined = 0
         self._copies = HostCopies(streams, host_address)
         self._computed = LastPoint(streams, shares=debug is None)  # the debug mode fills memory in the lane of computation
 
@@ -115,7 +118,8 @@ class StreamMover:
         follows = not self._computed.hold(Lane.OUTWARD)
         copied = self._copies.queue(Lane.OUTWARD, _slot(block), block.size_bytes, block.address, follows=follows)
         self._out.pop(block, None)  # its last copy: `_out` and `_in` have the order in which the device ends the copies
-        self._out[block] = copied, _storage(block)
+        self._queued += 1
+        self._out[block] = copied, _storage(block), self._queued
         return True
 
     def finished(self, block: Block) -> bool:
@@ -200,7 +204,8 @@ class StreamMover:
         else:
             follows = not self._computed.hold(Lane.INWARD)
         copied = self._copies.queue(Lane.INWARD, _slot(block), block.size_bytes, address, follows=follows)
-        self._in[block] = copied, _storage(block)
+        self._queued += 1
+        self._in[block] = copied, _storage(block), self._queued
         return True
 
     def _poison_arriving(self, address: int, size_bytes: int, before: Sequence[Event]) -> Event:
@@ -244,13 +249,22 @@ class StreamMover:
             self._debug.check(blocks, lambda block: self._streams.read(Lane.COMPUTE, block.address, block.size_bytes))
 
     def _join(self, blocks: Sequence[Block]) -> None:
+        """Make computation wait for the copies in of these blocks: for the last one, since one ends after the other."""
         if not self._in:
             return
-        for block in blocks:
-            arriving = self._in.pop(block, None)
-            if arriving is not None:
-                self._streams.wait(Lane.COMPUTE, arriving[0])
-                self._computed.passed()
+        arriving = [block for block in blocks if block in self._in]
+        if not arriving:
+            return
+        event, _, number = self._in[arriving[0]]
+        for block in arriving:
+            if self._in[block][2] > number:
+                event, _, number = self._in[block]
+        if number > self._joined:
+            self._streams.wait(Lane.COMPUTE, event)
+            self._computed.passed()
+            self._joined = number
+        for block in arriving:
+            self._in.pop(block, None)
 
     # -- ranges of slots
 
@@ -319,8 +333,8 @@ class StreamMover:
 
 def _drop_ended(copies: dict[Block, _Queued]) -> None:
     ended = []
-    for block, (event, _) in copies.items():
-        if not event.done():
+    for block, queued in copies.items():
+        if not queued[0].done():
             break
         ended.append(block)
     for block in ended:

@@ -306,7 +306,8 @@ def no_hold(machine: SimulatedMachine) -> None:
     def careless(block: Block, done: Callable[[Any], None]) -> bool:
         queued = copy_in(block, done)
         if queued:
-            machine.mover._in[block] = machine.mover._in[block][0], torch.UntypedStorage(0)
+            event, _, number = machine.mover._in[block]
+            machine.mover._in[block] = event, torch.UntypedStorage(0), number
         return queued
 
     machine.mover.copy_in = careless  # type: ignore[method-assign]
@@ -319,7 +320,8 @@ def no_hold_on_the_way_out(machine: SimulatedMachine) -> None:
     def careless(block: Block, tier: Any, done: Callable[[Any], None]) -> bool:
         queued = copy_out(block, tier, done)
         if queued:
-            machine.mover._out[block] = machine.mover._out[block][0], torch.UntypedStorage(0)
+            event, _, number = machine.mover._out[block]
+            machine.mover._out[block] = event, torch.UntypedStorage(0), number
         return queued
 
     machine.mover.copy_out = careless  # type: ignore[method-assign]
