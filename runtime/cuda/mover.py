@@ -17,7 +17,7 @@ from runtime.cuda.host_copies import HostCopies, QueuedRange
 from runtime.cuda.last_point import LastPoint
 from runtime.device import Event, Lane, Span, Streams
 from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tier, Tiers, dropped_message
-from runtime.storage import Extent, RangeCopy, Slot, contiguous_address, slot_range
+from runtime.storage import Extent, RangeCopy, Slot, slot_range
 from runtime.system import storage_swap
 
 _Queued = tuple[Event, torch.UntypedStorage, int]
@@ -49,7 +49,6 @@ class StreamMover:
         self._ownership = ownership or StorageOwnership()
         self._streams = streams
         self._tiers = tiers
-        self._host_address = host_address
         self._in_reach = in_reach
         self._transfers = BlockTransfers(tiers)
         self._fresh: dict[Block, torch.UntypedStorage] = {}
@@ -146,7 +145,9 @@ class StreamMover:
         if leaving is not None:
             self._streams.wait(Lane.COMPUTE, leaving[0])
             self._computed.passed()
-        storage = _storage(block)
+        storage = block.storage()
+        if storage is None:
+            raise _lost(block)
         if self._debug is not None:
             self._poison_left(block)
         if block.users_memory:
@@ -179,10 +180,7 @@ class StreamMover:
             self._streams.record(Lane.COMPUTE).wait()
 
     def host_address(self, block: Block) -> int | None:
-        if self._tiers.of(block).engine is not None:
-            return None
-        slot = _slot(block)
-        return self._host_address(slot.extents[0]) if len(slot.extents) == 1 else contiguous_address(slot, self._host_address)
+        return None if self._tiers.of(block).engine is not None or block.slot is None else block.slot.address
 
     # -- in
 
@@ -350,8 +348,12 @@ def _span(size_bytes: int) -> Span:
 def _storage(block: Block) -> torch.UntypedStorage:
     storage = block.storage()
     if storage is None:
-        raise StorageError(f"{block} is moved, but nobody holds it; this is a bug in teraio, please report it")
+        raise _lost(block)
     return storage
+
+
+def _lost(block: Block) -> StorageError:
+    return StorageError(f"{block} is moved, but nobody holds it; this is a bug in teraio, please report it")
 
 
 def _slot(block: Block) -> Slot:

@@ -85,7 +85,9 @@ class MemoryAccount:
         """A block becomes PREFETCHING; its memory counts from now on."""
         self.here[block] = None
         used, blocks, self.moves = self.used_bytes + block.size_bytes, self.prefetching_blocks + 1, self.moves + 1
-        block.state, self.used_bytes, self.prefetching_blocks = State.PREFETCHING, used, blocks
+        total, peak = used + self.reserved_bytes + self.fixed_bytes + self.external_bytes, self.peak_bytes
+        peak = total if total > peak else peak
+        block.state, self.used_bytes, self.prefetching_blocks, self.peak_bytes = State.PREFETCHING, used, blocks, peak
 
     def end_prefetch(self, block: Block) -> None:
         """A block is no longer PREFETCHING but ON_DEVICE; its memory still counts, see `remove`."""

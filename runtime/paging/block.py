@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
     from planner.schema import WaitingTier
@@ -34,18 +35,6 @@ class Source(Protocol):
     @property
     def read(self) -> Sequence[Block]:
         """What it needs."""
-
-
-class StorageKey:
-    """Keeps every other storage from getting the key of a storage. What is left of a dead one is a small piece of the heap."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.value: int = storage._weak_ref()  # type: ignore[no-untyped-call]
-
-    def __del__(self, free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
-        free(self.value)
 
 
 class Block:
@@ -97,12 +86,12 @@ class Block:
         "users_memory",
         "uses",
         "version",
-        "_key",
+        "_weak",
     )
 
     def __init__(self, *, storage: torch.UntypedStorage, name: str, kind: str, user_visible: bool, span: Span | None) -> None:
-        self._key: StorageKey | None = StorageKey(storage)
-        self.key = self._key.value
+        self._weak: StorageWeakRef | None = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.key = int(self._weak.cdata)
         # PyTorch keeps the object that stands for a storage in Python as long as the storage.
         self.storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
         self.name = name
@@ -142,10 +131,10 @@ class Block:
     def let_go(self) -> None:
         """The block was forgotten: stop watching its storage.
 
-        Records of iterations hold blocks for long. So many pieces of dead storages would keep the heap from using the memory
-        between them again.
+        A weak reference keeps a small piece of a dead storage on the heap. Records of iterations hold blocks for long. So many
+        such pieces would keep the heap from using the memory between them again.
         """
-        self._key = self.source = None
+        self._weak = self.source = None
         self.storage = _gone
 
 

@@ -151,7 +151,7 @@ class BlockTransitions:
             return
         self.evictions += 1
         if block.copy_is_valid:
-            self._free(block, State.OFFLOADED, self.need_mover().release)
+            self._free(block, State.OFFLOADED, (self._mover or self.need_mover()).release)
             return
         self._account.begin_offload(block)
         try:
@@ -277,27 +277,24 @@ class BlockTransitions:
         if held is None:
             self.forget(block)
             return
+        account, mover = self._account, self._mover or self.need_mover()
         done = partial(self._after_copy, block, self._copied_in)
-        self._account.begin_prefetch(block)
+        account.begin_prefetch(block)
         try:
-            self._account.note_peak()
-            if self.need_mover().copy_in(block, done):
-                self._arrive(block)
+            if not mover.copy_in(block, done):
+                return
+            account.end_prefetch(block)  # the device copies it in by itself, before anything that it does later
+            try:
+                mover.install(block)
+            except Exception as failure:
+                account.remove(block)
+                self._signal.fail(failure)
         except StorageError as failure:
             done(failure)  # not raised: this may be an I/O thread that has ended another copy
         except BaseException:
-            self._account.end_prefetch(block)
-            self._account.remove(block)
+            account.end_prefetch(block)
+            account.remove(block)
             raise
-
-    def _arrive(self, block: Block) -> None:
-        """The device copies a block in by itself, before anything that it does later."""
-        self._account.end_prefetch(block)
-        try:
-            self.need_mover().install(block)
-        except Exception as failure:
-            self._account.remove(block)
-            self._signal.fail(failure)
 
     def _copied_in(self, block: Block, error: StorageError | None) -> None:
         self._account.end_prefetch(block)

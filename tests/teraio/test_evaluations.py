@@ -11,9 +11,9 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from runtime.paging import Block
-from runtime.paging.block import StorageKey
 from teraio.profiling import recorder
 from teraio.profiling.iteration import StageRecord
 from teraio.registry import REGISTRY
@@ -21,7 +21,7 @@ from teraio.stages import CutPolicy
 
 from ..training import MIB, Training, begin, mean_square_step, random_rows, unequal
 
-WATCHED = (StorageKey, Block, StageRecord)
+WATCHED = (StorageWeakRef, Block, StageRecord)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_no_reference_to_a_dead_storage_is_kept(tmp_path: Path) -> None:
     evaluate(training, passes=10)
     before = kept()
     evaluate(training, passes=50)
-    assert kept()[StorageKey] == before[StorageKey]
+    assert kept()[StorageWeakRef] == before[StorageWeakRef]
     assert kept()[StageRecord] > before[StageRecord], "these passes were recorded"
 
 
