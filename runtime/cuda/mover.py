@@ -50,6 +50,7 @@ class StreamMover:
         self._streams = streams
         self._tiers = tiers
         self._in_reach = in_reach
+        self._threaded = frozenset(tier.name for tier in tiers if tier.engine is not None)
         self._transfers = BlockTransfers(tiers)
         self._fresh: dict[Block, torch.UntypedStorage] = {}
         self._out: dict[Block, _Queued] = {}
@@ -126,7 +127,9 @@ class StreamMover:
         return leaving is None or leaving[0].done()
 
     def release(self, block: Block) -> None:
-        storage, stand_in = self._leave(block), self.host_address(block) if self._in_reach else None
+        storage, stand_in = self._leave(block), None
+        if self._in_reach and block.slot is not None and block.tier not in self._threaded:
+            stand_in = block.slot.address
         block.address = stand_in or 0
         if stand_in is None:
             storage_swap.discard(storage, _not_here(block))
@@ -180,30 +183,33 @@ class StreamMover:
             self._streams.record(Lane.COMPUTE).wait()
 
     def host_address(self, block: Block) -> int | None:
-        return None if self._tiers.of(block).engine is not None or block.slot is None else block.slot.address
+        return None if block.slot is None or block.tier in self._threaded else block.slot.address
 
     # -- in
 
     def copy_in(self, block: Block, done: Done) -> bool:
-        place = self._tiers.of(block)
-        self._fresh[block] = area = self._streams.allocate(block.size_bytes)
+        storage, slot = block.storage(), block.slot
+        if storage is None or slot is None:
+            raise _lost(block)
+        threaded, streams = block.tier in self._threaded, self._streams
+        self._fresh[block] = area = streams.allocate(block.size_bytes)
         address, follows = area.data_ptr(), False
-        if place.engine is not None or self._debug is not None or not self._streams.in_region:
+        if threaded or self._debug is not None or not streams.in_region:
             before = [self._computed.event()]
-            if not self._streams.in_region:
-                before.append(self._streams.record(Lane.USER))
+            if not streams.in_region:
+                before.append(streams.record(Lane.USER))
             if self._debug is not None:
                 before = [self._poison_arriving(address, block.size_bytes, before)]
-            if place.engine is not None:
-                self._read(place, block, address, before, done)
+            if threaded:
+                self._read(self._tiers.of(block), block, address, before, done)
                 return False
             for event in before:
-                self._streams.wait(Lane.INWARD, event)
+                streams.wait(Lane.INWARD, event)
         else:
             follows = not self._computed.hold(Lane.INWARD)
-        copied = self._copies.queue(Lane.INWARD, _slot(block), block.size_bytes, address, follows=follows)
+        copied = self._copies.queue(Lane.INWARD, slot, block.size_bytes, address, follows=follows)
         self._queued += 1
-        self._in[block] = copied, _storage(block), self._queued
+        self._in[block] = copied, storage, self._queued
         return True
 
     def _poison_arriving(self, address: int, size_bytes: int, before: Sequence[Event]) -> Event:
@@ -237,7 +243,10 @@ class StreamMover:
             raise
 
     def install(self, block: Block) -> None:
-        block.address = storage_swap.install(_storage(block), self._fresh.pop(block))
+        storage = block.storage()
+        if storage is None:
+            raise _lost(block)
+        block.address = storage_swap.install(storage, self._fresh.pop(block))
         if self._debug is not None:
             self._debug.arrives(block)
 
@@ -353,7 +362,7 @@ def _storage(block: Block) -> torch.UntypedStorage:
 
 
 def _lost(block: Block) -> StorageError:
-    return StorageError(f"{block} is moved, but nobody holds it; this is a bug in teraio, please report it")
+    return StorageError(f"{block} is moved, but nobody holds it, or it has no slot; this is a bug in teraio, please report it")
 
 
 def _slot(block: Block) -> Slot:

@@ -66,14 +66,16 @@ class _ManagedRun:
         self._pager.enter_region()
         try:
             self._slots = _slots(program, arguments)
-            for index in range(program.input_count):
-                self._blocks[index] = self._input_block(index)
+            for index, known in enumerate(self._pager.known_blocks(self._slots[: program.input_count])):
+                # Blocks that user code can reach were compared with their storages when the region began.
+                sure = known is not None and (known.user_visible or program.phase == "backward")
+                self._blocks[index] = known if sure else self._input_block(index)
             more = interleaved.stage_count if interleaved is not None else 0
             self._observer.region_begins(program.identity, len(stages) + more, is_inference=program.is_inference)
             self._no_reruns = why_no_reruns(program)
             if not self._no_reruns:
                 self._kept = self._kept_stages()
-            self._inputs = frozenset(block for block in self._blocks if block is not None)
+            self._inputs = frozenset([block for block in self._blocks if block is not None])
             self._hold_reruns()
             for number, stage in enumerate(stages):
                 read = self._run_stage(number, stage)
@@ -166,20 +168,16 @@ class _ManagedRun:
     def _hold_reruns(self) -> None:
         """The backward graph begins: keep what stages need that may run again, until it has ended."""
         if self._program.phase == "backward":
-            sources = (block.source for block in self._inputs)
+            sources = [source for block in self._inputs if (source := block.source) is not None]
             self._reruns = list(dict.fromkeys(source for source in sources if isinstance(source, Rerun)))
             for rerun in self._reruns:
                 rerun.hold()
 
     def _input_block(self, index: int) -> Block | None:
-        """Return the block of an input. User code may hold inputs, except what a forward graph has saved for its backward."""
+        """Return the block of an input that may be a new one. User code may hold it."""
         value = self._slots[index]
         if not isinstance(value, torch.Tensor):
             return None
-        known = self._pager.known_block(value)
-        # Blocks that user code can reach were compared with their storages when the region began.
-        if known is not None and (known.user_visible or self._program.phase == "backward"):
-            return known
         if self._program.slot_kinds[index] != "activation":
             self._pager.make_movable(value)
         return self._block(index, user_visible=True)
@@ -193,8 +191,7 @@ class _ManagedRun:
 
     def _shown(self, results: list[Any]) -> list[Block]:
         """Return the blocks of those results that user code can reach at once."""
-        values = (results[index] for index in self._program.user_results)
-        found = (self._pager.known_block(value) for value in values if isinstance(value, torch.Tensor))
+        found = self._pager.known_blocks([results[index] for index in self._program.user_results])
         return [block for block in found if block is not None]
 
 

@@ -22,7 +22,7 @@ from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
 from runtime.paging.dropping import CopyRates, DropChoice
 from runtime.paging.eviction import EvictionPolicy
-from runtime.paging.holder import holder_of
+from runtime.paging.holder import PLAIN, holder_of
 from runtime.paging.lending import Lending
 from runtime.paging.mover import Mover
 from runtime.paging.prefetch_queue import PrefetchQueue
@@ -202,6 +202,16 @@ class Pager:
     def known_block(self, tensor: torch.Tensor) -> Block | None:
         """Return the block of `tensor`'s storage, if it has one; a sparse tensor never has."""
         return self.table.find(holder_of(tensor).untyped_storage()) if tensor.layout is torch.strided else None
+
+    def known_blocks(self, values: Sequence[object]) -> list[Block | None]:
+        """Return for each value what `known_block` does; None for those that are no tensors."""
+        find, known = self.table.find, []
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                known.append(find((value if type(value) in PLAIN else holder_of(value)).untyped_storage()))
+            else:
+                known.append(None)
+        return known
 
     def make_movable(self, tensor: torch.Tensor) -> None:
         """Move the data of a tensor that is not a block yet to memory that it can leave, if that is allowed. Waits for it."""

@@ -114,9 +114,10 @@ class BlockTransitions:
 
     def pin(self, blocks: Sequence[Block]) -> None:
         """Hold blocks for a stage: those on the device stay there."""
-        if self.queued_offloads:
+        if queued := self.queued_offloads:
             for block in blocks:
-                self.keep(block)
+                if block in queued:
+                    self.keep(block)
         for block in blocks:
             block.pins += 1
 
@@ -151,7 +152,7 @@ class BlockTransitions:
             return
         self.evictions += 1
         if block.copy_is_valid:
-            self._free(block, State.OFFLOADED, (self._mover or self.need_mover()).release)
+            self._release(block)
             return
         self._account.begin_offload(block)
         try:
@@ -203,16 +204,17 @@ class BlockTransitions:
         held = block.storage()  # its memory must not be freed and used again while other pages are put in its place
         if held is None:
             return
-        self._free(block, State.OFFLOADED, self.need_mover().release)
+        self._release(block)
 
-    def _free(self, block: Block, state: State, free: Callable[[Block], None]) -> None:
-        """Call `free`, which frees the memory of a block that is ON_DEVICE; the block is in `state` then.
+    def _release(self, block: Block) -> None:
+        """Free the memory of a block that is ON_DEVICE and has a valid copy.
 
         The memory is freed last: that cannot be undone if what follows fails.
         """
-        self._account.remove(block, state)
+        mover = self._mover or self.need_mover()
+        self._account.remove(block)
         try:
-            free(block)
+            mover.release(block)
         except BaseException:
             self._account.add(block)
             raise
@@ -318,7 +320,12 @@ class BlockTransitions:
         if block.tier is not None:
             self._drop_copies([block])
         block.copy_is_valid = block.assumed_written = False
-        self._free(block, State.DROPPED, self.need_mover().discard)
+        self._account.remove(block, State.DROPPED)
+        try:
+            self.need_mover().discard(block)
+        except BaseException:
+            self._account.add(block)
+            raise
         self._copy_ended()
 
     def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
