@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,6 +17,9 @@ from runtime.execution.rerun import Rerun, Reruns, kept_for_nothing, why_no_reru
 from runtime.execution.workspace import WorkspaceMeter
 from runtime.paging import Block, Pager, State
 from runtime.system import annotate
+
+
+_NOTHING = nullcontext()
 
 
 def run_plain(program: Program, arguments: list[Any]) -> list[Any]:
@@ -95,22 +98,23 @@ class _ManagedRun:
             self._slots.clear()
             self._pager.leave_region()
 
-    def _run_stage(self, number: int, stage: Stage) -> list[Block]:
+    def _run_stage(self, number: int, stage: Stage) -> Sequence[Block]:
         """Run stage `number`. Returns the blocks that it read."""
         pager, blocks = self._pager, self._blocks
         for due, fetch in self._observer.reruns_due():
             self._again.run_due(due, then_fetch=fetch)
         workspace_bytes = self._meter.workspace_bytes(stage)
-        read = list(dict.fromkeys([b for i in stage.inputs if (b := blocks[i]) is not None]))
+        read = tuple(dict.fromkeys([b for i in stage.inputs if (b := blocks[i]) is not None]))
         if State.DROPPED in [block.state for block in read]:
             self._again.make_anew(read)
-        written = [b for i in stage.mutates if (b := blocks[i]) is not None]  # a stage that fails may have written them
-        last_used: list[Block] = []
+        # A stage that fails may have written them.
+        written = [b for i in stage.mutates if (b := blocks[i]) is not None] if stage.mutates else ()
+        last_used: Sequence[Block] = ()
         pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=self._observer.stage_reached())
         try:
             rerun = self._rerun(stage) if number in self._kept else None
             clock = CollectiveClock() if stage.has_collectives and not pager.device.asynchronous else None
-            with self._meter.watching(stage), clock or nullcontext():
+            with self._meter.watching(stage), clock or _NOTHING:
                 begin = self._observer.mark()
                 _run_stage(stage, self._slots)
                 end = self._observer.mark()
@@ -119,7 +123,8 @@ class _ManagedRun:
             if rerun is not None:
                 rerun.has_run([blocks[i] for i in stage.outputs])
                 rerun.seconds = None if pager.device.asynchronous else _seconds(begin, end)
-            last_used = list(dict.fromkeys([b for i in stage.frees if (b := blocks[i]) is not None]))
+            if stage.frees:
+                last_used = list(dict.fromkeys([b for i in stage.frees if (b := blocks[i]) is not None]))
         finally:
             pager.retire(read, written, last_used=last_used)
         made = [b for i in stage.outputs if (b := blocks[i]) is not None and b not in read]
@@ -131,7 +136,7 @@ class _ManagedRun:
                 end=end,
                 workspace_bytes=workspace_bytes,
                 read=read,
-                made=list(dict.fromkeys(made)),
+                made=tuple(dict.fromkeys(made)),
                 written=written,
                 next_uses=partial(_next_uses, stage, number, blocks),
                 never_again=stage.never_again or self._no_reruns,
