@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from runtime.cuda.addresses import fresh_host_bytes, host_bytes
-from runtime.device import Event, Lane
+from runtime.device import OUTWARD, Event, Lane
 
 SMALLEST_MOVED_BYTES = 8192
 """Smaller storages stay on the device."""
@@ -94,7 +94,7 @@ class IdleDevice:
     def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
         """Make tensors over both ends, as for a GPU, and copy nothing. That over the device's end is made anew each time."""
         self.calls += 1
-        on_host, on_device = (target, source) if lane is Lane.OUTWARD else (source, target)
+        on_host, on_device = (target, source) if lane is OUTWARD else (source, target)
         host_bytes(on_host, size_bytes)
         fresh_host_bytes(on_device, size_bytes)
 

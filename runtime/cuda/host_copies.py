@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from runtime.device import Event, Lane, Streams, TimedEvent
+from runtime.device import COMPUTE, INWARD, OUTWARD, Event, Lane, Streams, TimedEvent
 from runtime.storage import Extent, Slot
 from runtime.system import annotate
 
-_LINKS = {Lane.OUTWARD: "device->host", Lane.INWARD: "host->device"}
+_LINKS = {OUTWARD: "device->host", INWARD: "host->device"}
 
 _Copy = tuple[int, TimedEvent, TimedEvent]
 """Bytes, begin and end of a copy to or from the host tier. It is counted once it has ended."""
@@ -45,7 +45,7 @@ class HostCopies:
                 on_host, size = self._host_address(extent), extent.length_bytes
                 if size > left:  # slots are rounded up, blocks are not
                     size = left
-                if lane is Lane.OUTWARD:
+                if lane is OUTWARD:
                     streams.copy(lane, target=on_host, source=address, size_bytes=size)
                 else:
                     streams.copy(lane, target=address, source=on_host, size_bytes=size)
@@ -82,5 +82,5 @@ class QueuedRange:
 
     def wait(self) -> None:
         """Order computation after the copy. The host never waits."""
-        self._streams.wait(Lane.COMPUTE, self._event)
+        self._streams.wait(COMPUTE, self._event)
         self._memory = None

@@ -15,9 +15,8 @@ from runtime.execution.observer import InterleavedStages, Observer, StageRun
 from runtime.execution.program import Constant, Program, Stage
 from runtime.execution.rerun import Rerun, Reruns, kept_for_nothing, why_no_reruns
 from runtime.execution.workspace import WorkspaceMeter
-from runtime.paging import Block, Pager, State
+from runtime.paging import DROPPED, Block, Pager
 from runtime.system import annotate
-
 
 _NOTHING = nullcontext()
 
@@ -105,7 +104,7 @@ class _ManagedRun:
             self._again.run_due(due, then_fetch=fetch)
         workspace_bytes = self._meter.workspace_bytes(stage)
         read = tuple(dict.fromkeys([b for i in stage.inputs if (b := blocks[i]) is not None]))
-        if State.DROPPED in [block.state for block in read]:
+        if DROPPED in [block.state for block in read]:
             self._again.make_anew(read)
         # A stage that fails may have written them.
         written = [b for i in stage.mutates if (b := blocks[i]) is not None] if stage.mutates else ()

@@ -17,7 +17,7 @@ from planner.errors import StorageFullError
 from planner.schema import WaitingTier
 from runtime.device import CpuDevice, Device
 from runtime.paging.account import MemoryAccount
-from runtime.paging.block import Block, State
+from runtime.paging.block import ON_DEVICE, Block
 from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
 from runtime.paging.dropping import CopyRates, DropChoice
@@ -302,7 +302,7 @@ class Pager:
             return
         with self._lock, self._mover.together():
             for block, tier in leaving:
-                if block.state is State.ON_DEVICE and not block.pins and block.span is not None:
+                if block.state is ON_DEVICE and not block.pins and block.span is not None:
                     try:
                         self._transitions.begin_offload(block, tier)
                     except StorageFullError:
@@ -311,7 +311,7 @@ class Pager:
     def drop(self, block: Block) -> None:
         """Free the memory of a block that is on the device and that its `source` can make anew; others stay. Never waits."""
         with self._lock:
-            here = block.state is State.ON_DEVICE or block in self._transitions.queued_offloads
+            here = block.state is ON_DEVICE or block in self._transitions.queued_offloads
             if here and block.can_be_dropped and self.table.is_current(block):
                 self._transitions.drop(block)
 

@@ -67,12 +67,12 @@ import torch
 from planner.errors import StorageError, StorageFullError
 from planner.schema import WaitingTier
 from runtime.paging.account import MemoryAccount
-from runtime.paging.block import Block, State
+from runtime.paging.block import DROPPED, OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, UPDATING, Block
 from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
 from runtime.paging.mover import Done, Mover
 
-_SETTLED = (State.ON_DEVICE, State.OFFLOADED, State.DROPPED)
+_SETTLED = (ON_DEVICE, OFFLOADED, DROPPED)
 
 
 class BlockTransitions:
@@ -134,7 +134,7 @@ class BlockTransitions:
     def assume_written(self, blocks: Sequence[Block]) -> None:
         """User code may write to those of `blocks` that have memory: their slots may not be valid any more."""
         for block in blocks:
-            if block.state is State.ON_DEVICE or block.state is State.OFFLOADING:
+            if block.state is ON_DEVICE or block.state is OFFLOADING:
                 assumed = block.copy_is_valid or block.assumed_written
                 block.version += 1
                 block.copy_is_valid, block.assumed_written = False, assumed
@@ -186,9 +186,9 @@ class BlockTransitions:
 
     def _settle(self, block: Block) -> None:
         """The copy of a block has ended, but what should have followed has failed: the block stays where it was."""
-        if block.state is State.OFFLOADING and block not in self.queued_offloads:
+        if block.state is OFFLOADING and block not in self.queued_offloads:
             self._account.end_offload(block)
-        elif block.state is State.PREFETCHING:
+        elif block.state is PREFETCHING:
             self._account.end_prefetch(block)
             self._account.remove(block)
 
@@ -262,7 +262,7 @@ class BlockTransitions:
         self._drop_copies([b for b in self._with_copies() if b.tier == tier and not b.copy_is_valid])
 
     def _with_copies(self) -> list[Block]:
-        return [b for b in self._table if b.state is State.ON_DEVICE and b.slot is not None]
+        return [b for b in self._table if b.state is ON_DEVICE and b.slot is not None]
 
     def _drop_copies(self, spare: Sequence[Block]) -> None:
         mover = self.need_mover()
@@ -320,7 +320,7 @@ class BlockTransitions:
         if block.tier is not None:
             self._drop_copies([block])
         block.copy_is_valid = block.assumed_written = False
-        self._account.remove(block, State.DROPPED)
+        self._account.remove(block, DROPPED)
         try:
             self.need_mover().discard(block)
         except BaseException:
@@ -335,7 +335,7 @@ class BlockTransitions:
         try:
             self.need_mover().renew(block, fresh)
         except BaseException:
-            self._account.remove(block, State.DROPPED)
+            self._account.remove(block, DROPPED)
             raise
 
     # -- changes in the slot
@@ -347,14 +347,14 @@ class BlockTransitions:
         for block in blocks:
             self._account.here[block] = None
         for block in blocks:
-            block.state = State.UPDATING
+            block.state = UPDATING
 
     def end_update(self, blocks: Sequence[Block]) -> None:
         """Those of `blocks` that are UPDATING hold what is in their slots now."""
         for block in blocks:
-            if block.state is State.UPDATING:
+            if block.state is UPDATING:
                 version, updates = block.version + 1, block.updates + 1
-                block.version, block.updates, block.state = version, updates, State.OFFLOADED
+                block.version, block.updates, block.state = version, updates, OFFLOADED
                 self._account.here.pop(block, None)
 
     # -- the end
@@ -366,7 +366,7 @@ class BlockTransitions:
         if block.state not in _SETTLED or not self._table.holds(block):
             return
         account = self._account
-        left, moves = account.used_bytes - (block.size_bytes if block.state is State.ON_DEVICE else 0), account.moves + 1
+        left, moves = account.used_bytes - (block.size_bytes if block.state is ON_DEVICE else 0), account.moves + 1
         account.here.pop(block, None)
         if self._mover is not None and block.span is not None:
             self._mover.forget(block)
