@@ -56,8 +56,8 @@ class StreamMover:
         self._out: dict[Block, _Queued] = {}
         self._of_forgotten: list[_Queued] = []
         self._in: dict[Block, _Queued] = {}
-        self._queued = 0
-        self._joined = 0
+        self._queued = 0  # copies so far
+        self._joined = 0  # number of the last copy in that computation waits for
         self._copies = HostCopies(streams, host_address)
         self._computed = LastPoint(streams, shares=debug is None)  # the debug mode fills memory in the lane of computation
 

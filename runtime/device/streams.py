@@ -7,7 +7,7 @@ needs a result of another lane waits for an event. teraio keeps six rules, and n
 1. A copy out waits for all computation that was queued before it: whoever wrote the block has written it.
 2. A copy in waits for all computation, also the user's, that was queued before its memory was allocated: whoever used that
    memory before has finished, and what user code wrote to the slot is there.
-3. Before a stage may use a block, computation waits for the block's copy in.
+3. Before a stage may use a block, computation waits for the block's copy in, or for one that was queued later in that lane.
 4. Before the memory of a block is given back, computation waits for its copies out and in. Freed memory serves later
    computation, and later copies in by rule 2: both come after that wait.
 5. A block is kept alive until its copies out and in are known to have ended: its memory is not freed while something reads or
