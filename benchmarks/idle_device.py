@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from runtime.cuda.addresses import host_bytes
-from runtime.device import Event, Lane
+from runtime.cuda.addresses import fresh_host_bytes, host_bytes
+from runtime.device import OUTWARD, Event, Lane
 
 SMALLEST_MOVED_BYTES = 8192
 """Smaller storages stay on the device."""
@@ -21,13 +21,13 @@ class IdleEvent:
 
     def __init__(self, device: IdleDevice) -> None:
         self._device = device
-        self._at = device.marks + 2 * device.lag_stages
+        self._at = device.stages + device.lag_stages
 
     def done(self) -> bool:
-        return self._device.marks >= self._at
+        return self._device.stages >= self._at
 
     def wait(self) -> None:
-        self._device.marks = max(self._device.marks, self._at)
+        self._device.stages = max(self._device.stages, self._at)
 
     def seconds_since(self, earlier: IdleEvent) -> float:
         return 1e-3
@@ -48,8 +48,8 @@ class IdleMark:
 class IdleDevice:
     """`Streams` and `Device` in main memory that nobody reads or writes.
 
-    lag_stages: so many stages later the device has ended a copy. marks: taken so far, two for each stage. calls: of the methods
-    that ask a GPU for something.
+    lag_stages: so many stages later the device has ended a copy. stages: that have run so far. calls: of the methods that ask a
+    GPU for something.
     """
 
     asynchronous = True
@@ -58,7 +58,7 @@ class IdleDevice:
     def __init__(self, lag_stages: int) -> None:
         self.lag_stages = lag_stages
         self.in_region = False
-        self.marks = 0
+        self.stages = 0
         self.calls = 0
 
     # -- Device
@@ -72,7 +72,6 @@ class IdleDevice:
             self.in_region = False
 
     def mark(self) -> IdleMark:
-        self.marks += 1
         self.calls += 1
         return IdleMark()
 
@@ -93,10 +92,11 @@ class IdleDevice:
         return IdleEvent(self)
 
     def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
-        """Make tensors over both ends, as for a GPU, and copy nothing."""
+        """Make tensors over both ends, as for a GPU, and copy nothing. That over the device's end is made anew each time."""
         self.calls += 1
-        host_bytes(target, size_bytes)
-        host_bytes(source, size_bytes)
+        on_host, on_device = (target, source) if lane is OUTWARD else (source, target)
+        host_bytes(on_host, size_bytes)
+        fresh_host_bytes(on_device, size_bytes)
 
     def fill(self, lane: Lane, address: int, size_bytes: int, value: int) -> None:
         self.calls += 1

@@ -68,8 +68,8 @@ def host_tier(blocks: int) -> HostStore:
     return HostStore(sum(map(size_bytes, range(16))) * (blocks // 8 + 1))
 
 
-def idle_pager(store: HostStore) -> Pager:
-    """Return a pager without a budget over a host tier and a device on which nothing is done."""
+def idle_pager(store: HostStore) -> tuple[Pager, IdleDevice]:
+    """Return a pager without a budget over a host tier and a device on which nothing is done, and that device."""
     device = IdleDevice(LAG_STAGES)
     mover = StreamMover(device, Tiers([Tier(name="host", store=store, engine=None)]), store.address_of)
-    return Pager(mover=mover, budget_bytes=None, device=device)
+    return Pager(mover=mover, budget_bytes=None, device=device), device

@@ -25,7 +25,7 @@ class IdleStages:
                 lives[number].uses.append(stage)
         self.moves = moves_of(lives, STAGES) if moving else []
         self._store = host_tier(blocks)
-        self.pager = idle_pager(self._store)
+        self.pager, self._device = idle_pager(self._store)
         self._tensors = [torch.empty(size_bytes(number), dtype=torch.uint8) for number in range(blocks)]
         make = self.pager.block_of
         made = [make(t, name=f"b{n}", kind="parameter", user_visible=True) for n, t in enumerate(self._tensors)]
@@ -52,8 +52,7 @@ class IdleStages:
             pager.enter_region()
             for number, read in enumerate(self._reads):
                 pager.acquire(read, 0, "stage", then_fetch=self._fetch[number])
-                pager.device.mark()
-                pager.device.mark()
+                self._device.stages += 1
                 pager.retire(read, read)
                 pager.advance_clock(self._next_uses[number])
                 pager.offload_all([(block, "host") for block in self._leave[number]])

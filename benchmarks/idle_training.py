@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.idle_device import IdleDevice
 from benchmarks.idle_plan import Life, host_tier, idle_pager, moves_of, need_bytes, size_bytes
 from runtime.execution import Kind, Phase, Program, Stage, WorkspaceMeter, run_managed, run_plain
 from runtime.system import uninterrupted
@@ -46,7 +47,7 @@ class IdleTraining:
             life.uses.sort()
         self.moves = moves_of(self._lives, _POSITIONS) if moving else []
         self._store = host_tier(blocks)
-        self.pager = idle_pager(self._store)
+        self.pager, self._device = idle_pager(self._store)
         self._recorder = IterationRecorder(self.pager)
         self._meter = WorkspaceMeter(None)
         self._forward, self._backward = self._programs()
@@ -90,11 +91,11 @@ class IdleTraining:
 
     def _programs(self) -> tuple[Program, Program]:
         """Return the two graphs. Their first slots are the parameters, then, in the backward graph, what was saved."""
-        forward = _Graph("forward", self._parameters, self._parameters)
+        forward = _Graph("forward", self._parameters, self._parameters, self._device)
         for layer in range(LAYERS):
             sizes = [_SMALL_BYTES, *(self._lives[block].size_bytes for block in self._saved_by(layer))]
             forward.add([*self._of_layer(layer), *forward.last], sizes)
-        backward = _Graph("backward", self._parameters, len(self._lives))
+        backward = _Graph("backward", self._parameters, len(self._lives), self._device)
         for layer in reversed(range(LAYERS)):
             reads = [*self._of_layer(layer), *self._saved_by(layer), *backward.last]
             backward.add(reads, [_SMALL_BYTES, _SMALL_BYTES])
@@ -128,18 +129,20 @@ class IdleTraining:
         )
         blocks = [self.pager.known_block(tensor) for tensor in self._tensors]
         self._recorder.follow(schedule, {number: block for number, block in enumerate(blocks) if block is not None})
+        self._recorder.times_wanted = False  # as in the long run: the stages of one iteration in eight are timed
         self.pager.budget_bytes = need_bytes(self._lives, self.moves, _POSITIONS) + (LAYERS + 4) * _SMALL_BYTES
 
 
 class _Graph:
-    """Collects the stages of a program. parameters: its first slots. inputs: number of its inputs.
+    """Collects the stages of a program for `device`. parameters: its first slots. inputs: number of its inputs.
 
     last: the slot of the first result of the stage before, in a list.
     """
 
-    def __init__(self, phase: Phase, parameters: int, inputs: int) -> None:
+    def __init__(self, phase: Phase, parameters: int, inputs: int, device: IdleDevice) -> None:
         self.last: list[int] = []
         self._phase: Phase = phase
+        self._device = device
         self._parameters = parameters
         self._inputs = inputs
         self._slots = inputs
@@ -173,8 +176,11 @@ class _Graph:
         )
 
     def _stage(self, number: int, reads: list[int], made: range, made_bytes: Sequence[int]) -> Stage:
+        device = self._device
+
         def run(values: list[Any]) -> list[Any]:
             values.clear()
+            device.stages += 1
             return [_tensor(size) for size in made_bytes]
 
         following = {

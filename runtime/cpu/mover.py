@@ -162,7 +162,7 @@ class CpuMover:
         store = self._tiers.of(block).store
         if not isinstance(store, HostStore) or block.slot is None:
             return None
-        return store.address_of_slot(block.slot) or _span(block).address
+        return block.slot.address or _span(block).address
 
     def forget(self, block: Block) -> None:
         if self._debug is not None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Callable
 
 import torch
 
-from runtime.device import Event, Lane, Streams, TimedEvent
+from runtime.device import COMPUTE, INWARD, OUTWARD, Event, Lane, Streams, TimedEvent
 from runtime.storage import Extent, Slot
 from runtime.system import annotate
 
-_LINKS = {Lane.OUTWARD: "device->host", Lane.INWARD: "host->device"}
+_LINKS = {OUTWARD: "device->host", INWARD: "host->device"}
 
-
-_Copy = tuple[str, int, TimedEvent, TimedEvent]
-"""Link, bytes, begin and end of a copy to or from the host tier. It is counted once it has ended."""
+_Copy = tuple[int, TimedEvent, TimedEvent]
+"""Bytes, begin and end of a copy to or from the host tier. It is counted once it has ended."""
 
 
 class HostCopies:
@@ -29,7 +28,7 @@ class HostCopies:
     def __init__(self, streams: Streams, host_address: Callable[[Extent], int]) -> None:
         self._streams = streams
         self._host_address = host_address
-        self._copies: deque[_Copy] = deque()
+        self._copies: dict[Lane, list[_Copy]] = {lane: [] for lane in _LINKS}
         self._ends: dict[Lane, TimedEvent] = {}
         self.moved_bytes = dict.fromkeys(_LINKS.values(), 0)
         self.busy_seconds = dict.fromkeys(_LINKS.values(), 0.0)
@@ -39,26 +38,38 @@ class HostCopies:
 
         follows: nothing was queued in the lane since the last copy there: this one begins when that one ends.
         """
-        streams, link, begin = self._streams, _LINKS[lane], 0
+        streams, left = self._streams, size_bytes
         before = (self._ends.get(lane) if follows else None) or streams.mark_lane(lane)
-        with annotate("copy", lambda: f"{slot.name} {link}"):
+        with annotate("copy", slot.name, _LINKS[lane]):
             for extent in slot.extents:
-                size = min(extent.length_bytes, size_bytes - begin)  # slots are rounded up, blocks are not
-                on_device, on_host = address + begin, self._host_address(extent)
-                target, source = (on_host, on_device) if lane is Lane.OUTWARD else (on_device, on_host)
-                streams.copy(lane, target=target, source=source, size_bytes=size)
-                begin += size
+                on_host, size = self._host_address(extent), extent.length_bytes
+                if size > left:  # slots are rounded up, blocks are not
+                    size = left
+                if lane is OUTWARD:
+                    streams.copy(lane, target=on_host, source=address, size_bytes=size)
+                else:
+                    streams.copy(lane, target=address, source=on_host, size_bytes=size)
+                address, left = address + size, left - size
         self._ends[lane] = after = streams.mark_lane(lane)
-        self._copies.append((link, size_bytes, before, after))
+        self._copies[lane].append((size_bytes, before, after))
         return after
 
     def count(self) -> None:
-        """Count the copies that have ended since the last call."""
-        copies, moved, busy = self._copies, self.moved_bytes, self.busy_seconds
-        while copies and copies[0][3].done():
-            link, size_bytes, begin, end = copies.popleft()
-            moved[link] += size_bytes
-            busy[link] += end.seconds_since(begin)
+        """Count the copies that have ended since the last call. Those of a lane end in the order in which they were queued."""
+        for lane, copies in self._copies.items():
+            ended = bisect_left(copies, True, key=_is_due)
+            seconds, first = 0.0, 0
+            for number in range(1, ended + 1):  # copies that follow each other are one
+                if number == ended or copies[number][1] is not copies[number - 1][2]:
+                    seconds += copies[number - 1][2].seconds_since(copies[first][1])
+                    first = number
+            self.moved_bytes[_LINKS[lane]] += sum([size for size, _, _ in copies[:ended]])
+            self.busy_seconds[_LINKS[lane]] += seconds
+            del copies[:ended]
+
+
+def _is_due(copy: _Copy) -> bool:
+    return not copy[2].done()
 
 
 class QueuedRange:
@@ -71,5 +82,5 @@ class QueuedRange:
 
     def wait(self) -> None:
         """Order computation after the copy. The host never waits."""
-        self._streams.wait(Lane.COMPUTE, self._event)
+        self._streams.wait(COMPUTE, self._event)
         self._memory = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.device import Event, Lane, Streams
+from runtime.device import COMPUTE, Event, Lane, Streams
 
 
 class LastPoint:
@@ -34,7 +34,7 @@ class LastPoint:
         """Return the point after all computation that was queued so far."""
         if self._event is not None:
             return self._event
-        event = self._streams.record(Lane.COMPUTE)
+        event = self._streams.record(COMPUTE)
         self._held.clear()
         if self._together:
             self._event = event

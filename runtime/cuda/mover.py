@@ -15,13 +15,14 @@ from planner.errors import StorageError
 from planner.schema import WaitingTier
 from runtime.cuda.host_copies import HostCopies, QueuedRange
 from runtime.cuda.last_point import LastPoint
-from runtime.device import Event, Lane, Span, Streams
+from runtime.device import COMPUTE, INWARD, OUTWARD, USER, Event, Lane, Span, Streams
 from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tier, Tiers, dropped_message
-from runtime.storage import Extent, RangeCopy, Slot, contiguous_address, slot_range
+from runtime.storage import Extent, RangeCopy, Slot, slot_range
 from runtime.system import storage_swap
 
-_Queued = tuple[Event, torch.UntypedStorage]
-"""The end of a copy out or in that the device may not have ended yet, and the storage, which it keeps alive (rule 5)."""
+_Queued = tuple[Event, torch.UntypedStorage, int]
+"""The end of a copy out or in that the device may not have ended yet; the storage, which it keeps alive (rule 5); and the number
+of the copy, in the order in which they were queued."""
 
 
 class StreamMover:
@@ -48,13 +49,15 @@ class StreamMover:
         self._ownership = ownership or StorageOwnership()
         self._streams = streams
         self._tiers = tiers
-        self._host_address = host_address
         self._in_reach = in_reach
+        self._threaded = frozenset(tier.name for tier in tiers if tier.engine is not None)
         self._transfers = BlockTransfers(tiers)
         self._fresh: dict[Block, torch.UntypedStorage] = {}
         self._out: dict[Block, _Queued] = {}
         self._of_forgotten: list[_Queued] = []
         self._in: dict[Block, _Queued] = {}
+        self._queued = 0  # copies so far
+        self._joined = 0  # number of the last copy in that computation waits for
         self._copies = HostCopies(streams, host_address)
         self._computed = LastPoint(streams, shares=debug is None)  # the debug mode fills memory in the lane of computation
 
@@ -107,15 +110,16 @@ class StreamMover:
             tier = None  # user code clips gradients or adds to them before the step: prefer the tier where it can touch them
         place = self._tiers.place(block, block.size_bytes, tier)
         if self._debug is not None:
-            self._streams.wait(Lane.OUTWARD, self._computed.event())
-            self._debug.leaves(block, self._streams.read(Lane.OUTWARD, block.address, block.size_bytes))
+            self._streams.wait(OUTWARD, self._computed.event())
+            self._debug.leaves(block, self._streams.read(OUTWARD, block.address, block.size_bytes))
         if place.engine is not None:
             self._transfers.write(place, block, block.address, done, ready=self._computed.event().wait)
             return False
-        follows = not self._computed.hold(Lane.OUTWARD)
-        copied = self._copies.queue(Lane.OUTWARD, _slot(block), block.size_bytes, block.address, follows=follows)
+        follows = not self._computed.hold(OUTWARD)
+        copied = self._copies.queue(OUTWARD, _slot(block), block.size_bytes, block.address, follows=follows)
         self._out.pop(block, None)  # its last copy: `_out` and `_in` have the order in which the device ends the copies
-        self._out[block] = copied, _storage(block)
+        self._queued += 1
+        self._out[block] = copied, _storage(block), self._queued
         return True
 
     def finished(self, block: Block) -> bool:
@@ -123,7 +127,9 @@ class StreamMover:
         return leaving is None or leaving[0].done()
 
     def release(self, block: Block) -> None:
-        storage, stand_in = self._leave(block), self.host_address(block) if self._in_reach else None
+        storage, stand_in = self._leave(block), None
+        if self._in_reach and block.slot is not None and block.tier not in self._threaded:
+            stand_in = block.slot.address
         block.address = stand_in or 0
         if stand_in is None:
             storage_swap.discard(storage, _not_here(block))
@@ -140,20 +146,22 @@ class StreamMover:
             self._join([block])
         leaving = self._out.pop(block, None)
         if leaving is not None:
-            self._streams.wait(Lane.COMPUTE, leaving[0])
+            self._streams.wait(COMPUTE, leaving[0])
             self._computed.passed()
-        storage = _storage(block)
+        storage = block.storage()
+        if storage is None:
+            raise _lost(block)
         if self._debug is not None:
             self._poison_left(block)
         if block.users_memory:
-            self._streams.record(Lane.COMPUTE).wait()
+            self._streams.record(COMPUTE).wait()
             block.users_memory = False
         return storage
 
     def discard(self, block: Block) -> None:
         if self._debug is not None:
             self._join([block])
-            self._debug.drops(block, self._streams.read(Lane.COMPUTE, block.address, block.size_bytes))
+            self._debug.drops(block, self._streams.read(COMPUTE, block.address, block.size_bytes))
         storage_swap.discard(self._leave(block), dropped_message(block))
         block.address = 0
 
@@ -161,7 +169,7 @@ class StreamMover:
         storage = _storage(block)
         if self._debug is not None:
             address = storage_swap.address(fresh)
-            self._debug.made_anew(block, self._streams.read(Lane.COMPUTE, address, block.size_bytes))
+            self._debug.made_anew(block, self._streams.read(COMPUTE, address, block.size_bytes))
         storage_swap.renew(storage, fresh)
         block.address = storage_swap.address(storage)
 
@@ -170,45 +178,46 @@ class StreamMover:
         self._tiers.free(block)
 
     def _poison_left(self, block: Block) -> None:
-        self._streams.fill(Lane.COMPUTE, block.address, block.size_bytes, POISON)
+        self._streams.fill(COMPUTE, block.address, block.size_bytes, POISON)
         if not self._streams.in_region:  # user code may get this memory, and does not wait for the lane of computation
-            self._streams.record(Lane.COMPUTE).wait()
+            self._streams.record(COMPUTE).wait()
 
     def host_address(self, block: Block) -> int | None:
-        if self._tiers.of(block).engine is not None:
-            return None
-        slot = _slot(block)
-        return self._host_address(slot.extents[0]) if len(slot.extents) == 1 else contiguous_address(slot, self._host_address)
+        return None if block.slot is None or block.tier in self._threaded else block.slot.address
 
     # -- in
 
     def copy_in(self, block: Block, done: Done) -> bool:
-        place = self._tiers.of(block)
-        self._fresh[block] = area = self._streams.allocate(block.size_bytes)
+        storage, slot = block.storage(), block.slot
+        if storage is None or slot is None:
+            raise _lost(block)
+        threaded, streams = block.tier in self._threaded, self._streams
+        self._fresh[block] = area = streams.allocate(block.size_bytes)
         address, follows = area.data_ptr(), False
-        if place.engine is not None or self._debug is not None or not self._streams.in_region:
+        if threaded or self._debug is not None or not streams.in_region:
             before = [self._computed.event()]
-            if not self._streams.in_region:
-                before.append(self._streams.record(Lane.USER))
+            if not streams.in_region:
+                before.append(streams.record(USER))
             if self._debug is not None:
                 before = [self._poison_arriving(address, block.size_bytes, before)]
-            if place.engine is not None:
-                self._read(place, block, address, before, done)
+            if threaded:
+                self._read(self._tiers.of(block), block, address, before, done)
                 return False
             for event in before:
-                self._streams.wait(Lane.INWARD, event)
+                streams.wait(INWARD, event)
         else:
-            follows = not self._computed.hold(Lane.INWARD)
-        copied = self._copies.queue(Lane.INWARD, _slot(block), block.size_bytes, address, follows=follows)
-        self._in[block] = copied, _storage(block)
+            follows = not self._computed.hold(INWARD)
+        copied = self._copies.queue(INWARD, slot, block.size_bytes, address, follows=follows)
+        self._queued += 1
+        self._in[block] = copied, storage, self._queued
         return True
 
     def _poison_arriving(self, address: int, size_bytes: int, before: Sequence[Event]) -> Event:
         """Fill memory with poison after `before`. Return the event that the copy in waits for instead."""
         for event in before:
-            self._streams.wait(Lane.INWARD, event)
-        self._streams.fill(Lane.INWARD, address, size_bytes, POISON)
-        return self._streams.record(Lane.INWARD)
+            self._streams.wait(INWARD, event)
+        self._streams.fill(INWARD, address, size_bytes, POISON)
+        return self._streams.record(INWARD)
 
     def _read(self, place: Tier, block: Block, address: int, before: Sequence[Event], done: Done) -> None:
         def ready() -> None:
@@ -217,7 +226,7 @@ class StreamMover:
 
         def drop() -> None:
             for event in before:  # the memory may be in use until then (rule 4)
-                self._streams.wait(Lane.COMPUTE, event)
+                self._streams.wait(COMPUTE, event)
             del self._fresh[block]
 
         def landed(error: StorageError | None) -> None:
@@ -234,43 +243,55 @@ class StreamMover:
             raise
 
     def install(self, block: Block) -> None:
-        block.address = storage_swap.install(_storage(block), self._fresh.pop(block))
+        storage = block.storage()
+        if storage is None:
+            raise _lost(block)
+        block.address = storage_swap.install(storage, self._fresh.pop(block))
         if self._debug is not None:
             self._debug.arrives(block)
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:
         self._join(blocks)
         if self._debug is not None:
-            self._debug.check(blocks, lambda block: self._streams.read(Lane.COMPUTE, block.address, block.size_bytes))
+            self._debug.check(blocks, lambda block: self._streams.read(COMPUTE, block.address, block.size_bytes))
 
     def _join(self, blocks: Sequence[Block]) -> None:
+        """Make computation wait for the copies in of these blocks: for the last one, since one ends after the other."""
         if not self._in:
             return
-        for block in blocks:
-            arriving = self._in.pop(block, None)
-            if arriving is not None:
-                self._streams.wait(Lane.COMPUTE, arriving[0])
-                self._computed.passed()
+        arriving = [block for block in blocks if block in self._in]
+        if not arriving:
+            return
+        event, _, number = self._in[arriving[0]]
+        for block in arriving:
+            if self._in[block][2] > number:
+                event, _, number = self._in[block]
+        if number > self._joined:
+            self._streams.wait(COMPUTE, event)
+            self._computed.passed()
+            self._joined = number
+        for block in arriving:
+            self._in.pop(block, None)
 
     # -- ranges of slots
 
     def read_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
-        place, before = self._tiers.of(block), self._streams.record(Lane.COMPUTE)
+        place, before = self._tiers.of(block), self._streams.record(COMPUTE)
         if self._debug is not None:
             before = self._poison_arriving(memory.data_ptr(), memory.nbytes, [before])
         if place.engine is not None:
             return self._transfers.read_range(place, block, begin_bytes, memory, before.wait)
-        self._streams.wait(Lane.INWARD, before)
-        return self._queue_range(Lane.INWARD, block, begin_bytes, memory)
+        self._streams.wait(INWARD, before)
+        return self._queue_range(INWARD, block, begin_bytes, memory)
 
     def write_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
-        place, computed = self._tiers.of(block), self._streams.record(Lane.COMPUTE)
+        place, computed = self._tiers.of(block), self._streams.record(COMPUTE)
         if self._debug is not None:
             self._debug.distrust(block)
         if place.engine is not None:
             return self._transfers.write_range(place, block, begin_bytes, memory, computed.wait)
-        self._streams.wait(Lane.OUTWARD, computed)
-        return self._queue_range(Lane.OUTWARD, block, begin_bytes, memory)
+        self._streams.wait(OUTWARD, computed)
+        return self._queue_range(OUTWARD, block, begin_bytes, memory)
 
     def _queue_range(self, lane: Lane, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
         place = slot_range(_slot(block), begin_bytes, memory.nbytes)
@@ -319,8 +340,8 @@ class StreamMover:
 
 def _drop_ended(copies: dict[Block, _Queued]) -> None:
     ended = []
-    for block, (event, _) in copies.items():
-        if not event.done():
+    for block, queued in copies.items():
+        if not queued[0].done():
             break
         ended.append(block)
     for block in ended:
@@ -336,8 +357,12 @@ def _span(size_bytes: int) -> Span:
 def _storage(block: Block) -> torch.UntypedStorage:
     storage = block.storage()
     if storage is None:
-        raise StorageError(f"{block} is moved, but nobody holds it; this is a bug in teraio, please report it")
+        raise _lost(block)
     return storage
+
+
+def _lost(block: Block) -> StorageError:
+    return StorageError(f"{block} is moved, but nobody holds it, or it has no slot; this is a bug in teraio, please report it")
 
 
 def _slot(block: Block) -> Slot:

@@ -10,7 +10,7 @@ import torch
 
 from planner.errors import StorageError
 from runtime.cuda.addresses import device_bytes, host_bytes
-from runtime.device import MIN_MOVED_BYTES, Event, Lane
+from runtime.device import COMPUTE, INWARD, MIN_MOVED_BYTES, OUTWARD, USER, Event, Lane
 
 
 class CudaEvent:
@@ -71,16 +71,16 @@ class CudaStreams:
         self.spare_bytes = 0
         self.limit_bytes: int | None = None
         self._total_bytes = torch.cuda.get_device_properties(self.device).total_memory
-        own = (Lane.COMPUTE, Lane.OUTWARD, Lane.INWARD)
+        own = (COMPUTE, OUTWARD, INWARD)
         # PyTorch hands out the 32 streams of each priority in turns. The I/O threads use the other priority, so they share none.
         self._streams = {lane: torch.cuda.Stream(self.device, priority=-1) for lane in own}  # type: ignore[no-untyped-call]
-        self._streams[Lane.USER] = torch.cuda.current_stream(self.device)
+        self._streams[USER] = torch.cuda.current_stream(self.device)
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
         """Send computation to the lane of computation. The user's current stream waits for it at the end."""
-        user = self._streams[Lane.USER] = torch.cuda.current_stream(self.device)
-        compute = self._streams[Lane.COMPUTE]
+        user = self._streams[USER] = torch.cuda.current_stream(self.device)
+        compute = self._streams[COMPUTE]
         compute.wait_stream(user)
         self.in_region = True
         try:
@@ -113,7 +113,7 @@ class CudaStreams:
 
     def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
         """Queue a copy between the GPU and main memory. If the main memory is not pinned, the call waits for the copy."""
-        outward = lane is Lane.OUTWARD
+        outward = lane is OUTWARD
         on_device = self._on_device(source if outward else target, size_bytes)
         on_host = host_bytes(target if outward else source, size_bytes)
         with torch.cuda.stream(self._streams[lane]):
@@ -131,7 +131,7 @@ class CudaStreams:
             return self._on_device(address, size_bytes).cpu().numpy().data
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
-        with torch.cuda.stream(self._streams[Lane.COMPUTE]):
+        with torch.cuda.stream(self._streams[COMPUTE]):
             try:
                 # Not `torch.empty`: with deterministic algorithms, it fills the memory.
                 return torch.UntypedStorage(size_bytes, device=self.device)  # type: ignore[no-untyped-call]

@@ -3,18 +3,22 @@
 from runtime.device.device import CpuDevice, Device, Mark, WallMark
 from runtime.device.device_bytes import DeviceBytes
 from runtime.device.span import MIN_MOVED_BYTES, Span
-from runtime.device.streams import Event, Lane, Streams, TimedEvent
+from runtime.device.streams import COMPUTE, INWARD, OUTWARD, USER, Event, Lane, Streams, TimedEvent
 
 __all__ = [
+    "COMPUTE",
     "CpuDevice",
     "Device",
     "DeviceBytes",
     "Event",
+    "INWARD",
     "Lane",
     "MIN_MOVED_BYTES",
     "Mark",
+    "OUTWARD",
     "Span",
     "Streams",
     "TimedEvent",
+    "USER",
     "WallMark",
 ]

@@ -7,7 +7,7 @@ needs a result of another lane waits for an event. teraio keeps six rules, and n
 1. A copy out waits for all computation that was queued before it: whoever wrote the block has written it.
 2. A copy in waits for all computation, also the user's, that was queued before its memory was allocated: whoever used that
    memory before has finished, and what user code wrote to the slot is there.
-3. Before a stage may use a block, computation waits for the block's copy in.
+3. Before a stage may use a block, computation waits for the block's copy in, or for one that was queued later in that lane.
 4. Before the memory of a block is given back, computation waits for its copies out and in. Freed memory serves later
    computation, and later copies in by rule 2: both come after that wait.
 5. A block is kept alive until its copies out and in are known to have ended: its memory is not freed while something reads or
@@ -44,6 +44,10 @@ class Lane(enum.Enum):
     INWARD = enum.auto()
 
     __hash__ = object.__hash__  # `Enum` hashes the name, in Python; lanes are looked up for all that a device is asked for
+
+
+COMPUTE, USER, OUTWARD, INWARD = Lane
+"""For code that runs for each copy: Python 3.11 takes as long to look a member up in an enum as to call a function."""
 
 
 class Event(Protocol):

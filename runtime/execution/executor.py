@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,8 +15,10 @@ from runtime.execution.observer import InterleavedStages, Observer, StageRun
 from runtime.execution.program import Constant, Program, Stage
 from runtime.execution.rerun import Rerun, Reruns, kept_for_nothing, why_no_reruns
 from runtime.execution.workspace import WorkspaceMeter
-from runtime.paging import Block, Pager, State
+from runtime.paging import DROPPED, Block, Pager
 from runtime.system import annotate
+
+_NOTHING = nullcontext()
 
 
 def run_plain(program: Program, arguments: list[Any]) -> list[Any]:
@@ -66,14 +68,16 @@ class _ManagedRun:
         self._pager.enter_region()
         try:
             self._slots = _slots(program, arguments)
-            for index in range(program.input_count):
-                self._blocks[index] = self._input_block(index)
+            for index, known in enumerate(self._pager.known_blocks(self._slots[: program.input_count])):
+                # Blocks that user code can reach were compared with their storages when the region began.
+                sure = known is not None and (known.user_visible or program.phase == "backward")
+                self._blocks[index] = known if sure else self._input_block(index)
             more = interleaved.stage_count if interleaved is not None else 0
             self._observer.region_begins(program.identity, len(stages) + more, is_inference=program.is_inference)
             self._no_reruns = why_no_reruns(program)
             if not self._no_reruns:
                 self._kept = self._kept_stages()
-            self._inputs = frozenset(block for block in self._blocks if block is not None)
+            self._inputs = frozenset([block for block in self._blocks if block is not None])
             self._hold_reruns()
             for number, stage in enumerate(stages):
                 read = self._run_stage(number, stage)
@@ -93,22 +97,23 @@ class _ManagedRun:
             self._slots.clear()
             self._pager.leave_region()
 
-    def _run_stage(self, number: int, stage: Stage) -> list[Block]:
+    def _run_stage(self, number: int, stage: Stage) -> Sequence[Block]:
         """Run stage `number`. Returns the blocks that it read."""
         pager, blocks = self._pager, self._blocks
         for due, fetch in self._observer.reruns_due():
             self._again.run_due(due, then_fetch=fetch)
         workspace_bytes = self._meter.workspace_bytes(stage)
-        read = list(dict.fromkeys([b for i in stage.inputs if (b := blocks[i]) is not None]))
-        if State.DROPPED in [block.state for block in read]:
+        read = tuple(dict.fromkeys([b for i in stage.inputs if (b := blocks[i]) is not None]))
+        if DROPPED in [block.state for block in read]:
             self._again.make_anew(read)
-        written = [b for i in stage.mutates if (b := blocks[i]) is not None]  # a stage that fails may have written them
-        last_used: list[Block] = []
+        # A stage that fails may have written them.
+        written = [b for i in stage.mutates if (b := blocks[i]) is not None] if stage.mutates else ()
+        last_used: Sequence[Block] = ()
         pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=self._observer.stage_reached())
         try:
             rerun = self._rerun(stage) if number in self._kept else None
             clock = CollectiveClock() if stage.has_collectives and not pager.device.asynchronous else None
-            with self._meter.watching(stage), clock or nullcontext():
+            with self._meter.watching(stage), clock or _NOTHING:
                 begin = self._observer.mark()
                 _run_stage(stage, self._slots)
                 end = self._observer.mark()
@@ -117,7 +122,8 @@ class _ManagedRun:
             if rerun is not None:
                 rerun.has_run([blocks[i] for i in stage.outputs])
                 rerun.seconds = None if pager.device.asynchronous else _seconds(begin, end)
-            last_used = list(dict.fromkeys([b for i in stage.frees if (b := blocks[i]) is not None]))
+            if stage.frees:
+                last_used = list(dict.fromkeys([b for i in stage.frees if (b := blocks[i]) is not None]))
         finally:
             pager.retire(read, written, last_used=last_used)
         made = [b for i in stage.outputs if (b := blocks[i]) is not None and b not in read]
@@ -129,7 +135,7 @@ class _ManagedRun:
                 end=end,
                 workspace_bytes=workspace_bytes,
                 read=read,
-                made=list(dict.fromkeys(made)),
+                made=tuple(dict.fromkeys(made)),
                 written=written,
                 next_uses=partial(_next_uses, stage, number, blocks),
                 never_again=stage.never_again or self._no_reruns,
@@ -166,20 +172,16 @@ class _ManagedRun:
     def _hold_reruns(self) -> None:
         """The backward graph begins: keep what stages need that may run again, until it has ended."""
         if self._program.phase == "backward":
-            sources = (block.source for block in self._inputs)
+            sources = [source for block in self._inputs if (source := block.source) is not None]
             self._reruns = list(dict.fromkeys(source for source in sources if isinstance(source, Rerun)))
             for rerun in self._reruns:
                 rerun.hold()
 
     def _input_block(self, index: int) -> Block | None:
-        """Return the block of an input. User code may hold inputs, except what a forward graph has saved for its backward."""
+        """Return the block of an input that may be a new one. User code may hold it."""
         value = self._slots[index]
         if not isinstance(value, torch.Tensor):
             return None
-        known = self._pager.known_block(value)
-        # Blocks that user code can reach were compared with their storages when the region began.
-        if known is not None and (known.user_visible or self._program.phase == "backward"):
-            return known
         if self._program.slot_kinds[index] != "activation":
             self._pager.make_movable(value)
         return self._block(index, user_visible=True)
@@ -193,8 +195,7 @@ class _ManagedRun:
 
     def _shown(self, results: list[Any]) -> list[Block]:
         """Return the blocks of those results that user code can reach at once."""
-        values = (results[index] for index in self._program.user_results)
-        found = (self._pager.known_block(value) for value in values if isinstance(value, torch.Tensor))
+        found = self._pager.known_blocks([results[index] for index in self._program.user_results])
         return [block for block in found if block is not None]
 
 

@@ -1,6 +1,6 @@
 """Keeps the blocks on the device within the budget."""
 
-from runtime.paging.block import Block, State
+from runtime.paging.block import DROPPED, Block, State
 from runtime.paging.block_transfers import BlockTransfers
 from runtime.paging.debug import POISON, Debug
 from runtime.paging.dropping import CopyRates
@@ -15,6 +15,7 @@ __all__ = [
     "Block",
     "BlockTransfers",
     "CopyRates",
+    "DROPPED",
     "Debug",
     "Done",
     "Mover",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.paging.block import Block, State
+from runtime.paging.block import OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, Block, State
 
 NO_LIMIT = 1 << 62
 """Free bytes where there is no budget."""
@@ -75,23 +75,25 @@ class MemoryAccount:
 
     def begin_offload(self, block: Block) -> None:
         """A block becomes OFFLOADING; its memory still counts."""
-        block.state, self.offloading_bytes = State.OFFLOADING, self.offloading_bytes + block.size_bytes
+        block.state, self.offloading_bytes = OFFLOADING, self.offloading_bytes + block.size_bytes
 
     def end_offload(self, block: Block) -> None:
         """A block is no longer OFFLOADING but ON_DEVICE; its memory still counts, see `remove`."""
-        block.state, self.offloading_bytes = State.ON_DEVICE, self.offloading_bytes - block.size_bytes
+        block.state, self.offloading_bytes = ON_DEVICE, self.offloading_bytes - block.size_bytes
 
     def begin_prefetch(self, block: Block) -> None:
         """A block becomes PREFETCHING; its memory counts from now on."""
         self.here[block] = None
         used, blocks, self.moves = self.used_bytes + block.size_bytes, self.prefetching_blocks + 1, self.moves + 1
-        block.state, self.used_bytes, self.prefetching_blocks = State.PREFETCHING, used, blocks
+        total, peak = used + self.reserved_bytes + self.fixed_bytes + self.external_bytes, self.peak_bytes
+        peak = total if total > peak else peak
+        block.state, self.used_bytes, self.prefetching_blocks, self.peak_bytes = PREFETCHING, used, blocks, peak
 
     def end_prefetch(self, block: Block) -> None:
         """A block is no longer PREFETCHING but ON_DEVICE; its memory still counts, see `remove`."""
-        block.state, self.prefetching_blocks = State.ON_DEVICE, self.prefetching_blocks - 1
+        block.state, self.prefetching_blocks = ON_DEVICE, self.prefetching_blocks - 1
 
-    def remove(self, block: Block, state: State = State.OFFLOADED) -> None:
+    def remove(self, block: Block, state: State = OFFLOADED) -> None:
         """The memory of a block that is ON_DEVICE leaves, or is freed; the block is in `state` now."""
         used, moves = self.used_bytes - block.size_bytes, self.moves + 1
         block.state, self.used_bytes, self.moves, _ = state, used, moves, self.here.pop(block, None)
@@ -99,4 +101,4 @@ class MemoryAccount:
     def add(self, block: Block) -> None:
         """A block is ON_DEVICE: it has become known, got memory, or keeps what was removed."""
         used = self.used_bytes + block.size_bytes
-        self.here[block], block.state, self.used_bytes = None, State.ON_DEVICE, used
+        self.here[block], block.state, self.used_bytes = None, ON_DEVICE, used

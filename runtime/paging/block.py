@@ -27,6 +27,10 @@ class State(enum.Enum):
     DROPPED = enum.auto()
 
 
+ON_DEVICE, OFFLOADING, OFFLOADED, PREFETCHING, UPDATING, DROPPED = State
+"""For code that runs for each block: Python 3.11 takes as long to look a member up in an enum as to call a function."""
+
+
 class Source(Protocol):
     """What makes blocks anew. seconds: for which its stage ran; None if that is not known."""
 
@@ -100,7 +104,7 @@ class Block:
         self.address = 0 if storage.device.type == "meta" else storage.data_ptr()  # fake tensors have no memory
         self.span = span
         self.user_visible = self.users_memory = user_visible
-        self.state = State.ON_DEVICE
+        self.state = ON_DEVICE
         self.slot: Slot | None = None
         self.tier: WaitingTier | None = None
         self.copy_is_valid = False

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from runtime.paging.block import Block, State
+from runtime.paging.block import DROPPED, Block
 from runtime.paging.mover import Mover
 
 
@@ -72,7 +72,7 @@ class BlockTable:
 
     def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
         """Whether the storage has the size and the memory that the block was last seen with, or was moved to."""
-        if block.size_bytes != storage.nbytes() or block.state is State.DROPPED:
+        if block.size_bytes != storage.nbytes() or block.state is DROPPED:
             return block.size_bytes == storage.nbytes()
         return block.address == storage.data_ptr() if self._mover is None else self._mover.is_same(block, storage)
 

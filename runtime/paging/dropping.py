@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.paging.account import MemoryAccount
-from runtime.paging.block import Block, State
+from runtime.paging.block import DROPPED, ON_DEVICE, Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +32,9 @@ class DropChoice:
         source, rates = block.source, self.rates
         if rates is None or source is None or not block.can_be_dropped or block.copy_is_valid:
             return False
-        if source.seconds is None or any(each.state is State.DROPPED for each in source.read):
+        if source.seconds is None or any(each.state is DROPPED for each in source.read):
             return False
-        away_bytes = sum(each.size_bytes for each in source.read if each.state is not State.ON_DEVICE)
+        away_bytes = sum(each.size_bytes for each in source.read if each.state is not ON_DEVICE)
         again = source.seconds + away_bytes / rates.in_bytes_per_second
         out = (self._account.offloading_bytes + block.size_bytes) / rates.out_bytes_per_second
         return again < out + block.size_bytes / rates.in_bytes_per_second

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from runtime.paging.block import Block, State
+from runtime.paging.block import ON_DEVICE, Block
 
 _NEVER = 1 << 62
 
@@ -24,6 +24,6 @@ class EvictionPolicy:
     def order(self, blocks: Iterable[Block], *, keep: Collection[Block] = ()) -> list[Block]:
         """Return the blocks that can be evicted now, the first to leave first; none of `keep`."""
         kept = frozenset(keep)
-        idle = [b for b in blocks if b.state is State.ON_DEVICE and not b.pins and b.span is not None and b not in kept]
+        idle = [b for b in blocks if b.state is ON_DEVICE and not b.pins and b.span is not None and b not in kept]
         idle.sort(key=lambda b: b.next_use if b.next_use > self.clock else _NEVER, reverse=True)
         return idle

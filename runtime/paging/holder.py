@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""The types of tensors that wrap no other one."""
 
 
 def holder_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -14,7 +15,7 @@ def holder_of(tensor: torch.Tensor) -> torch.Tensor:
 
     The result of a collective that still runs is waited for: nobody may move or free what the collective works on.
     """
-    while type(tensor) not in _PLAIN:
+    while type(tensor) not in PLAIN:
         wait = getattr(tensor, "trigger_wait", None)
         inner: Any = wait() if wait is not None else getattr(tensor, "_local_tensor", None)
         if not isinstance(inner, torch.Tensor):

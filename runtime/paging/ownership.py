@@ -6,10 +6,9 @@ import threading
 import weakref
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-_Claim = tuple[weakref.ref[object], StorageWeakRef]
-"""The owner, and what keeps any other storage from getting the key, even if the owner never gives up a dead storage."""
+_Claim = tuple[weakref.ref[object], weakref.ref[torch.UntypedStorage]]
+"""The owner and the storage. A dead storage's key may go to another one: then nobody owns that yet."""
 
 
 class StorageOwnership:
@@ -27,9 +26,10 @@ class StorageOwnership:
         """Make `owner` the owner of the storage if there is none. Return whether `owner` owns it now."""
         with self._lock:
             known = self._claims.get(storage._cdata)
-            if known is None or known[0]() is None:
-                self._claims[storage._cdata] = known = _claim(storage, owner)
-            return known[0]() is owner
+            if known is None or known[1]() is not storage or (owns := known[0]()) is None:
+                self._claims[storage._cdata] = _claim(storage, owner)
+                return True
+            return owns is owner
 
     def leave(self, storage: torch.UntypedStorage) -> None:
         """Let no mover own the storage, as long as this object lives: others hold its memory."""
@@ -40,7 +40,7 @@ class StorageOwnership:
         """Whether no mover may own the storage."""
         with self._lock:
             known = self._claims.get(storage._cdata)
-            return known is not None and known[0]() is self
+            return known is not None and known[0]() is self and known[1]() is storage
 
     def give_up(self, key: int, owner: object) -> None:
         """End the ownership of `owner` over the storage with this key, if there is one."""
@@ -57,4 +57,4 @@ class StorageOwnership:
 
 
 def _claim(storage: torch.UntypedStorage, owner: object) -> _Claim:
-    return weakref.ref(owner), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    return weakref.ref(owner), weakref.ref(storage)

@@ -17,12 +17,12 @@ from planner.errors import StorageFullError
 from planner.schema import WaitingTier
 from runtime.device import CpuDevice, Device
 from runtime.paging.account import MemoryAccount
-from runtime.paging.block import Block, State
+from runtime.paging.block import ON_DEVICE, Block
 from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
 from runtime.paging.dropping import CopyRates, DropChoice
 from runtime.paging.eviction import EvictionPolicy
-from runtime.paging.holder import holder_of
+from runtime.paging.holder import PLAIN, holder_of
 from runtime.paging.lending import Lending
 from runtime.paging.mover import Mover
 from runtime.paging.prefetch_queue import PrefetchQueue
@@ -202,6 +202,16 @@ class Pager:
         """Return the block of `tensor`'s storage, if it has one; a sparse tensor never has."""
         return self.table.find(holder_of(tensor).untyped_storage()) if tensor.layout is torch.strided else None
 
+    def known_blocks(self, values: Sequence[object]) -> list[Block | None]:
+        """Return for each value what `known_block` does; None for those that are no tensors."""
+        find, known = self.table.find, []
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                known.append(find((value if type(value) in PLAIN else holder_of(value)).untyped_storage()))
+            else:
+                known.append(None)
+        return known
+
     def make_movable(self, tensor: torch.Tensor) -> None:
         """Move the data of a tensor that is not a block yet to memory that it can leave, if that is allowed. Waits for it."""
         if self._mover is not None and tensor.layout is torch.strided and self.known_block(tensor) is None:
@@ -291,7 +301,7 @@ class Pager:
             return
         with self._lock, self._mover.together():
             for block, tier in leaving:
-                if block.state is State.ON_DEVICE and not block.pins and block.span is not None:
+                if block.state is ON_DEVICE and not block.pins and block.span is not None:
                     try:
                         self._transitions.begin_offload(block, tier)
                     except StorageFullError:
@@ -300,7 +310,7 @@ class Pager:
     def drop(self, block: Block) -> None:
         """Free the memory of a block that is on the device and that its `source` can make anew; others stay. Never waits."""
         with self._lock:
-            here = block.state is State.ON_DEVICE or block in self._transitions.queued_offloads
+            here = block.state is ON_DEVICE or block in self._transitions.queued_offloads
             if here and block.can_be_dropped and self.table.is_current(block):
                 self._transitions.drop(block)
 

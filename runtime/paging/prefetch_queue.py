@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from runtime.paging.account import MemoryAccount
-from runtime.paging.block import Block, State
+from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, PREFETCHING, Block
 from runtime.paging.block_table import BlockTable
 from runtime.paging.transitions import BlockTransitions
 
-_NOT_FETCHED = (State.ON_DEVICE, State.PREFETCHING, State.DROPPED)
+_NOT_FETCHED = (ON_DEVICE, PREFETCHING, DROPPED)
 
 
 class PrefetchQueue:
@@ -34,7 +34,7 @@ class PrefetchQueue:
         self._waiting.extend(asked)
         self.begin_ready()
         for block in asked:
-            block.held_back = block.state is not State.PREFETCHING
+            block.held_back = block.state is not PREFETCHING
 
     def clear(self) -> None:
         """Drop the prefetches that have not begun."""
@@ -62,7 +62,7 @@ class PrefetchQueue:
         if block in transitions.queued_offloads and self._account.free_bytes >= 0:
             transitions.keep(block)  # nobody needs its memory: it need not leave
             return True
-        if block.state is not State.OFFLOADED or (self.in_user_code and block.user_visible):
+        if block.state is not OFFLOADED or (self.in_user_code and block.user_visible):
             return False
         short = block.size_bytes - self._account.free_bytes
         if short > 0 and not self._can_free(short):
@@ -91,7 +91,7 @@ class PrefetchQueue:
 
     def note_late(self, coming: list[Block], seconds: float) -> None:
         """Move those of `coming` that have landed to the late ones: a stage has waited so long for them."""
-        for block in [b for b in coming if b.state is State.ON_DEVICE]:
+        for block in [b for b in coming if b.state is ON_DEVICE]:
             coming.remove(block)
             self._late.append((block, seconds))
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from runtime.device import Device
 from runtime.paging.account import MemoryAccount
-from runtime.paging.block import Block, State
+from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, Block
 from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal, awaited
 from runtime.paging.mover import Mover
@@ -77,14 +77,14 @@ class Regions:
         while True:
             for block in [b for b in self._transitions.queued_offloads if b.user_visible]:  # each wait may add some
                 self._transitions.take_memory(block)
-            if not [block for block in visible if block.state is not State.ON_DEVICE and block.state is not State.OFFLOADED]:
+            if not [block for block in visible if block.state is not ON_DEVICE and block.state is not OFFLOADED]:
                 return
             self._signal.wait("for blocks that user code can reach")
 
     def _assume_written(self, visible: Sequence[Block]) -> list[Block]:
         """User code may write to these blocks from now on. Return those that are ON_DEVICE."""
         self._transitions.assume_written(visible)
-        return [block for block in visible if block.state is State.ON_DEVICE]
+        return [block for block in visible if block.state is ON_DEVICE]
 
     def bring_back_all(self) -> None:
         """See `Pager.bring_back_all`."""
@@ -95,12 +95,12 @@ class Regions:
             self._transitions.sweep()
             self._transitions.forget_replaced()
             self._invalidate_mappings()
-            for block in [block for block in self._table if block.state is State.OFFLOADED]:
+            for block in [block for block in self._table if block.state is OFFLOADED]:
                 self._transitions.begin_prefetch(block)
             self._signal.raise_failure()
-            if all(block.state in (State.ON_DEVICE, State.DROPPED) for block in self._table):
+            if all(block.state in (ON_DEVICE, DROPPED) for block in self._table):
                 if self._mover is not None:
-                    self._mover.wait_resident([block for block in self._table if block.state is State.ON_DEVICE])
+                    self._mover.wait_resident([block for block in self._table if block.state is ON_DEVICE])
                 return
             self._signal.wait(lambda: awaited(list(self._table)))
 
@@ -109,6 +109,6 @@ class Regions:
         if self._mover is None or not self._mover.keeps_mappings:
             return
         for block in self._table:
-            held = block.storage() if block.user_visible and block.state is State.OFFLOADED else None
+            held = block.storage() if block.user_visible and block.state is OFFLOADED else None
             if held is not None:
                 self._mover.invalidate_mapping(block)

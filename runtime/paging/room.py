@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from planner.errors import BudgetError
 from runtime.paging.account import MemoryAccount
-from runtime.paging.block import Block, State
+from runtime.paging.block import OFFLOADED, Block
 from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
 from runtime.paging.dropping import DropChoice
@@ -90,4 +90,4 @@ class RoomMaker:
 
 
 def _away_bytes(blocks: Sequence[Block]) -> int:
-    return sum(block.size_bytes for block in blocks if block.state is State.OFFLOADED)
+    return sum(block.size_bytes for block in blocks if block.state is OFFLOADED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from runtime.paging.account import MemoryAccount
-from runtime.paging.block import Block, State
+from runtime.paging.block import OFFLOADED, ON_DEVICE, PREFETCHING, UPDATING, Block
 from runtime.paging.copy_signal import CopySignal, awaited
 from runtime.paging.mover import Mover
 from runtime.paging.prefetch_queue import PrefetchQueue
@@ -38,7 +38,7 @@ class Stages:
         self._transitions.pin(blocks)
         try:
             checkpoint()
-            away = [block for block in blocks if block.state is not State.ON_DEVICE]
+            away = [block for block in blocks if block.state is not ON_DEVICE]
             if away:
                 self._bring(away, new_bytes, what, then_fetch)
             else:
@@ -54,10 +54,10 @@ class Stages:
 
     def _bring(self, away: Sequence[Block], new_bytes: int, what: str, then_fetch: Sequence[Block]) -> None:
         """Reserve the memory of a stage, and bring the blocks to the device that were not there. Waits until they are."""
-        while any(block.state is State.UPDATING for block in away):
-            self._signal.wait(lambda: awaited([block for block in away if block.state is State.UPDATING]))
+        while any(block.state is UPDATING for block in away):
+            self._signal.wait(lambda: awaited([block for block in away if block.state is UPDATING]))
         self._room.make_room(away, new_bytes, what)
-        coming = [block for block in away if block.state is State.PREFETCHING and not block.held_back]
+        coming = [block for block in away if block.state is PREFETCHING and not block.held_back]
         self._begin_missing(away, new_bytes)
         self._fetch(then_fetch)
         self._wait_for(away, coming)
@@ -70,7 +70,7 @@ class Stages:
     def _wait_for(self, away: Sequence[Block], coming: list[Block]) -> None:
         """Wait until those that were not on the device are there. coming: those whose copy in had begun; some may be late."""
         began = self._signal.now_seconds()
-        while any(block.state in (State.PREFETCHING, State.OFFLOADED) for block in away):
+        while any(block.state in (PREFETCHING, OFFLOADED) for block in away):
             self._signal.raise_failure()
             checkpoint()
             self._signal.wait(lambda: awaited(away))
@@ -78,14 +78,14 @@ class Stages:
 
     def _begin_missing(self, blocks: Sequence[Block], new_bytes: int) -> None:
         """Begin to copy those blocks in that are OFFLOADED. All that are being copied in go first on their link."""
-        missing = [block for block in blocks if block.state is State.OFFLOADED]
+        missing = [block for block in blocks if block.state is OFFLOADED]
         self._account.reserved_bytes = new_bytes + sum(block.size_bytes for block in missing)
         for block in missing:
             self._account.reserved_bytes -= block.size_bytes
-            if block.state is State.OFFLOADED:  # still: where one copy fails to begin, waiting prefetches may begin
+            if block.state is OFFLOADED:  # still: where one copy fails to begin, waiting prefetches may begin
                 self._transitions.begin_prefetch(block)
         for block in blocks:
-            if block.state is State.PREFETCHING and self._mover is not None:
+            if block.state is PREFETCHING and self._mover is not None:
                 self._mover.prioritize(block)
         self._account.note_peak()
 

@@ -67,12 +67,12 @@ import torch
 from planner.errors import StorageError, StorageFullError
 from planner.schema import WaitingTier
 from runtime.paging.account import MemoryAccount
-from runtime.paging.block import Block, State
+from runtime.paging.block import DROPPED, OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, UPDATING, Block
 from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
 from runtime.paging.mover import Done, Mover
 
-_SETTLED = (State.ON_DEVICE, State.OFFLOADED, State.DROPPED)
+_SETTLED = (ON_DEVICE, OFFLOADED, DROPPED)
 
 
 class BlockTransitions:
@@ -114,9 +114,10 @@ class BlockTransitions:
 
     def pin(self, blocks: Sequence[Block]) -> None:
         """Hold blocks for a stage: those on the device stay there."""
-        if self.queued_offloads:
+        if queued := self.queued_offloads:
             for block in blocks:
-                self.keep(block)
+                if block in queued:
+                    self.keep(block)
         for block in blocks:
             block.pins += 1
 
@@ -133,7 +134,7 @@ class BlockTransitions:
     def assume_written(self, blocks: Sequence[Block]) -> None:
         """User code may write to those of `blocks` that have memory: their slots may not be valid any more."""
         for block in blocks:
-            if block.state is State.ON_DEVICE or block.state is State.OFFLOADING:
+            if block.state is ON_DEVICE or block.state is OFFLOADING:
                 assumed = block.copy_is_valid or block.assumed_written
                 block.version += 1
                 block.copy_is_valid, block.assumed_written = False, assumed
@@ -151,7 +152,7 @@ class BlockTransitions:
             return
         self.evictions += 1
         if block.copy_is_valid:
-            self._free(block, State.OFFLOADED, self.need_mover().release)
+            self._release(block)
             return
         self._account.begin_offload(block)
         try:
@@ -185,9 +186,9 @@ class BlockTransitions:
 
     def _settle(self, block: Block) -> None:
         """The copy of a block has ended, but what should have followed has failed: the block stays where it was."""
-        if block.state is State.OFFLOADING and block not in self.queued_offloads:
+        if block.state is OFFLOADING and block not in self.queued_offloads:
             self._account.end_offload(block)
-        elif block.state is State.PREFETCHING:
+        elif block.state is PREFETCHING:
             self._account.end_prefetch(block)
             self._account.remove(block)
 
@@ -203,16 +204,17 @@ class BlockTransitions:
         held = block.storage()  # its memory must not be freed and used again while other pages are put in its place
         if held is None:
             return
-        self._free(block, State.OFFLOADED, self.need_mover().release)
+        self._release(block)
 
-    def _free(self, block: Block, state: State, free: Callable[[Block], None]) -> None:
-        """Call `free`, which frees the memory of a block that is ON_DEVICE; the block is in `state` then.
+    def _release(self, block: Block) -> None:
+        """Free the memory of a block that is ON_DEVICE and has a valid copy.
 
         The memory is freed last: that cannot be undone if what follows fails.
         """
-        self._account.remove(block, state)
+        mover = self._mover or self.need_mover()
+        self._account.remove(block)
         try:
-            free(block)
+            mover.release(block)
         except BaseException:
             self._account.add(block)
             raise
@@ -260,7 +262,7 @@ class BlockTransitions:
         self._drop_copies([b for b in self._with_copies() if b.tier == tier and not b.copy_is_valid])
 
     def _with_copies(self) -> list[Block]:
-        return [b for b in self._table if b.state is State.ON_DEVICE and b.slot is not None]
+        return [b for b in self._table if b.state is ON_DEVICE and b.slot is not None]
 
     def _drop_copies(self, spare: Sequence[Block]) -> None:
         mover = self.need_mover()
@@ -277,27 +279,24 @@ class BlockTransitions:
         if held is None:
             self.forget(block)
             return
+        account, mover = self._account, self._mover or self.need_mover()
         done = partial(self._after_copy, block, self._copied_in)
-        self._account.begin_prefetch(block)
+        account.begin_prefetch(block)
         try:
-            self._account.note_peak()
-            if self.need_mover().copy_in(block, done):
-                self._arrive(block)
+            if not mover.copy_in(block, done):
+                return
+            account.end_prefetch(block)  # the device copies it in by itself, before anything that it does later
+            try:
+                mover.install(block)
+            except Exception as failure:
+                account.remove(block)
+                self._signal.fail(failure)
         except StorageError as failure:
             done(failure)  # not raised: this may be an I/O thread that has ended another copy
         except BaseException:
-            self._account.end_prefetch(block)
-            self._account.remove(block)
+            account.end_prefetch(block)
+            account.remove(block)
             raise
-
-    def _arrive(self, block: Block) -> None:
-        """The device copies a block in by itself, before anything that it does later."""
-        self._account.end_prefetch(block)
-        try:
-            self.need_mover().install(block)
-        except Exception as failure:
-            self._account.remove(block)
-            self._signal.fail(failure)
 
     def _copied_in(self, block: Block, error: StorageError | None) -> None:
         self._account.end_prefetch(block)
@@ -321,7 +320,12 @@ class BlockTransitions:
         if block.tier is not None:
             self._drop_copies([block])
         block.copy_is_valid = block.assumed_written = False
-        self._free(block, State.DROPPED, self.need_mover().discard)
+        self._account.remove(block, DROPPED)
+        try:
+            self.need_mover().discard(block)
+        except BaseException:
+            self._account.add(block)
+            raise
         self._copy_ended()
 
     def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
@@ -331,7 +335,7 @@ class BlockTransitions:
         try:
             self.need_mover().renew(block, fresh)
         except BaseException:
-            self._account.remove(block, State.DROPPED)
+            self._account.remove(block, DROPPED)
             raise
 
     # -- changes in the slot
@@ -343,14 +347,14 @@ class BlockTransitions:
         for block in blocks:
             self._account.here[block] = None
         for block in blocks:
-            block.state = State.UPDATING
+            block.state = UPDATING
 
     def end_update(self, blocks: Sequence[Block]) -> None:
         """Those of `blocks` that are UPDATING hold what is in their slots now."""
         for block in blocks:
-            if block.state is State.UPDATING:
+            if block.state is UPDATING:
                 version, updates = block.version + 1, block.updates + 1
-                block.version, block.updates, block.state = version, updates, State.OFFLOADED
+                block.version, block.updates, block.state = version, updates, OFFLOADED
                 self._account.here.pop(block, None)
 
     # -- the end
@@ -362,7 +366,7 @@ class BlockTransitions:
         if block.state not in _SETTLED or not self._table.holds(block):
             return
         account = self._account
-        left, moves = account.used_bytes - (block.size_bytes if block.state is State.ON_DEVICE else 0), account.moves + 1
+        left, moves = account.used_bytes - (block.size_bytes if block.state is ON_DEVICE else 0), account.moves + 1
         account.here.pop(block, None)
         if self._mover is not None and block.span is not None:
             self._mover.forget(block)

@@ -6,7 +6,7 @@ from runtime.storage.kvikio import KvikioStore, load_kvikio
 from runtime.storage.posix import PosixStore
 from runtime.storage.slot_range import RangeCopy, in_turns, slot_range
 from runtime.storage.staged import StagedStore
-from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot, Store, align_up, contiguous_address, cut_slot
+from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot, Store, align_up, cut_slot
 from runtime.storage.unchanged import UnchangedChunks
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "Store",
     "UnchangedChunks",
     "align_up",
-    "contiguous_address",
     "cut_slot",
     "in_turns",
     "load_kvikio",

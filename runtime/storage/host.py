@@ -11,7 +11,7 @@ from planner.errors import StorageError, StorageFullError
 from runtime.storage.free_space import FreeSpace, take_largest_holes
 from runtime.storage.slab import Slab
 from runtime.storage.slot_store import SlotStore
-from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot, contiguous_address
+from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot
 from runtime.system import PIN_CHUNK_BYTES, HostLimit, Pinner, check_host_memory, host_limits
 
 _PATH = Path("memfd:teraio-host")
@@ -78,10 +78,6 @@ class HostStore(SlotStore):
         """Return where an extent of this store begins in this process's memory. Valid until `close`."""
         return self._slab.address + extent.offset_bytes
 
-    def address_of_slot(self, slot: Slot) -> int | None:
-        """Return where a slot begins in this process's memory, None if its extents do not follow each other there."""
-        return contiguous_address(slot, self.address_of)
-
     @property
     def directories(self) -> tuple[Path, ...]:
         return ()
@@ -146,6 +142,14 @@ class HostStore(SlotStore):
             return self._extents(offset, size_bytes)
         holes = take_largest_holes([self._free], size_bytes)
         return [extent for _, offset, length in holes for extent in self._extents(offset, length)]
+
+    def _contiguous_address(self, extents: Sequence[Extent]) -> int | None:
+        end = extents[0].offset_bytes
+        for extent in extents:
+            if extent.offset_bytes != end:
+                return None
+            end += extent.length_bytes
+        return self.address_of(extents[0])
 
     def _spaces(self) -> list[FreeSpace]:
         return [self._free]

@@ -38,7 +38,8 @@ class SlotStore(ABC):
             shares = self._make_room(size, name)
             with AllOrNothing(self._spaces()):
                 extents = tuple(self._take_extents(shares))
-                slot = Slot(name=name, size_bytes=size, content_bytes=size_bytes, extents=extents)
+                address = self._contiguous_address(extents)
+                slot = Slot(name=name, size_bytes=size, content_bytes=size_bytes, extents=extents, address=address)
                 self._in_use.add(slot)
             self._used_bytes = used
             return slot
@@ -86,6 +87,10 @@ class SlotStore(ABC):
 
         The caller holds the lock.
         """
+
+    def _contiguous_address(self, extents: Sequence[Extent]) -> int | None:
+        """Return where these extents begin in this process's memory; None if they are not there, or not in one piece."""
+        return None
 
     @abstractmethod
     def _spaces(self) -> Sequence[FreeSpace]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -47,6 +47,7 @@ class Slot:
     content_bytes: size of the block itself. A store of device memory touches no memory beyond it.
     extents: in the order of the block's bytes; their lengths add up to `size_bytes`.
     of: the slot that this one is a range of, see `runtime.storage.slot_range`. A range is never released.
+    address: where it begins in this process's memory until its store is closed; None if it is not there, or not in one piece.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Slot:
     content_bytes: int
     extents: tuple[Extent, ...]
     of: Slot | None = None
+    address: int | None = None
 
 
 FilePlace = tuple[int, int, int]
@@ -117,18 +119,6 @@ def alternate(lists: Iterable[Sequence[_Item]]) -> Iterator[_Item]:
     """Yield the first item of each list, then the second item of each list, and so on, until all lists are used up."""
     rounds = chain.from_iterable(zip_longest(*([(item,) for item in each] for each in lists)))
     return (entry[0] for entry in rounds if entry is not None)
-
-
-def contiguous_address(slot: Slot, address_of: Callable[[Extent], int]) -> int | None:
-    """Return where a slot begins in memory, None if its extents do not lie directly behind each other there."""
-    begin = end = address_of(slot.extents[0])
-    if len(slot.extents) == 1:
-        return begin
-    for extent in slot.extents:
-        if address_of(extent) != end:
-            return None
-        end += extent.length_bytes
-    return begin
 
 
 def io_error(action: str, slot: Slot, chunk: Chunk, code: int | None) -> StorageIOError:

@@ -33,9 +33,10 @@ Name = str | Callable[[], str]
 _NOTHING = nullcontext()
 
 
-def annotate(kind: Literal["stage", "copy", "wait", "update"], name: Name) -> AbstractContextManager[object]:
+def annotate(kind: Literal["stage", "copy", "wait", "update"], name: Name, *more: str) -> AbstractContextManager[object]:
     """Return a context manager that names what runs in it in the profiler's timeline, see [Note: Annotations].
 
+    more: follows the name, each after a space.
     Without a profiler this costs a look at a flag, about 0.1 µs, and returns the same empty context manager each time. Safe from
     any thread. Never waits.
     """
@@ -45,7 +46,7 @@ def annotate(kind: Literal["stage", "copy", "wait", "update"], name: Name) -> Ab
         return _NOTHING
     from torch.profiler import record_function
 
-    return record_function(f"teraio::{kind} {name if isinstance(name, str) else name()}")
+    return record_function(" ".join((f"teraio::{kind}", name if isinstance(name, str) else name(), *more)))
 
 
 def first_of(names: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ import functools
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -66,7 +67,8 @@ def renew(storage: torch.UntypedStorage, fresh: torch.UntypedStorage) -> None:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def _library() -> SimpleNamespace:
+    """Return the functions. `CDLL` itself looks each of them up in Python's slow way."""
     pointer = ctypes.c_void_p
     functions: dict[str, native.Signature] = {
         "teraio_exchange": (None, [pointer, pointer]),
@@ -77,4 +79,6 @@ def _library() -> ctypes.CDLL:
         "teraio_address": (pointer, [pointer]),
         "teraio_changed": (ctypes.c_size_t, [ctypes.c_size_t, *[pointer] * 4]),
     }
-    return native.load(Path(__file__).with_name("storage_swap.cpp"), functions, purpose="giving tensors other memory", short=True)
+    source = Path(__file__).with_name("storage_swap.cpp")
+    library = native.load(source, functions, purpose="giving tensors other memory", short=True)
+    return SimpleNamespace(**{name: getattr(library, name) for name in functions})

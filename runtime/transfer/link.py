@@ -255,7 +255,7 @@ class Link:
                 waits_for_memory = False
             with self._lock:
                 self._meter.start(transfer, chunk)
-            with annotate("copy", lambda: f"{transfer.slot.name} {self.name}"):
+            with annotate("copy", transfer.slot.name, self.name):
                 if self._is_there is not None and self._is_there(transfer.slot, chunk, transfer.address):
                     return False, None
                 self._move(transfer.slot, chunk, transfer.address)

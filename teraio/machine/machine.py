@@ -95,7 +95,7 @@ class Machine:
             yield None
             return
         try:
-            yield store.address_of_slot(slot)
+            yield slot.address
         finally:
             store.release(slot)
 

@@ -80,7 +80,7 @@ class Iteration:
     survivors: (number of the region, ordinal in it) of the blocks that were made in this iteration and still alive when the
     first region of the next one began after user code, such as gradients that are not set to None before the forward pass.
     held: the blocks that were used in this iteration and still alive at its end, such as gradients that are set to None after the
-    step.
+    step. Only if it is timed or did not run as planned.
     reruns: what ran again. They are no stages: a trace and its numbers leave them out.
     untimed, gaps: begin and end of what is not measured yet.
     truncated: some of its regions are not in this record, because it has too many.

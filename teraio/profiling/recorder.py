@@ -62,7 +62,7 @@ class IterationRecorder:
         self._device = pager.device
         self._user_code_began = self._began = self._last_end = self._device.mark()
         self._waited_at_user_code = self._waited_at_begin = self._host_waited()
-        self.deviations = 0
+        self.deviations = self._deviations_before = 0
         self.times_wanted = True
 
     def _host_waited(self) -> float:
@@ -353,15 +353,11 @@ class IterationRecorder:
             done.read_times()
         waited = self._waited_at_user_code if with_last_region else self._host_waited()
         done.waited_seconds, self._waited_at_begin, self._waited_at_user_code = waited - self._waited_at_begin, waited, waited
-        uses: dict[Block, list[int]] = {}
-        for position, stage in enumerate(done.stages):
-            for block in (*stage.read, *stage.made, *stage.written):
-                if block not in uses:
-                    uses[block] = [position]
-                elif uses[block][-1] != position:
-                    uses[block].append(position)
-        self._pager.record_uses({block: tuple(positions) for block, positions in uses.items()})
-        done.held = frozenset([block for block in uses if block.storage() is not None])
+        if done.timed or not self._ran_as_planned():  # else it says nothing new
+            uses = _uses(done)
+            self._pager.record_uses(uses)
+            done.held = frozenset([block for block in uses if block.storage() is not None])
+        self._deviations_before = self.deviations
         self._previous, self._survivors_due = done, True
         self._iteration = Iteration(number=done.number + 1, timed=self._is_timed(done.number + 1))
         self._pager.iteration = self._iteration.number
@@ -370,13 +366,30 @@ class IterationRecorder:
             self._prefetch(self._schedule.regions[0][1])
         return done
 
+    def _ran_as_planned(self) -> bool:
+        """Return whether the iteration that ends ran what the plan expects: then blocks were used as in the one before."""
+        complete = self._schedule is not None and self._cursor == len(self._schedule.regions)
+        return complete and self.deviations == self._deviations_before
+
     def _is_timed(self, number: int) -> bool:
         """Return whether the stages of an iteration are timed, see [Note: Sampled times]."""
         always = not self._device.asynchronous or self._schedule is None
         return always or self.times_wanted or number % _TIMED_EVERY == 0
 
 
+def _uses(iteration: Iteration) -> dict[Block, tuple[int, ...]]:
+    """Return the positions at which each block was used."""
+    uses: dict[Block, list[int]] = {}
+    for position, stage in enumerate(iteration.stages):
+        for block in (*stage.read, *stage.made, *stage.written):
+            if block not in uses:
+                uses[block] = [position]
+            elif uses[block][-1] != position:
+                uses[block].append(position)
+    return {block: tuple(positions) for block, positions in uses.items()}
+
+
 def _survivors(iteration: Iteration) -> set[tuple[int, int]]:
     """Return (number of the region, ordinal in it) of the blocks that were made in the iteration and are still alive."""
-    made = ((index, number, block) for index, region in enumerate(iteration.regions) for number, block in enumerate(region.made))
-    return {(index, number) for index, number, block in made if not block.dead}
+    regions = enumerate(iteration.regions)
+    return {(index, number) for index, each in regions for number, b in enumerate(each.made) if b.storage() is not None}

@@ -23,9 +23,16 @@ class Slab:
         assert size_bytes <= self._slot_bytes
         if not self._free:
             raise StorageFullError("full")
-        extent = Extent(file_descriptor=-1, path=Path("slab"), offset_bytes=self._free.pop(), length_bytes=self._slot_bytes)
+        offset = self._free.pop()
+        extent = Extent(file_descriptor=-1, path=Path("slab"), offset_bytes=offset, length_bytes=self._slot_bytes)
         self.used_bytes += self._slot_bytes
-        return Slot(name=name, size_bytes=self._slot_bytes, content_bytes=size_bytes, extents=(extent,))
+        return Slot(
+            name=name,
+            size_bytes=self._slot_bytes,
+            content_bytes=size_bytes,
+            extents=(extent,),
+            address=self.address_of(extent),
+        )
 
     def release(self, slot: Slot) -> None:
         self._free.append(slot.extents[0].offset_bytes)

@@ -343,11 +343,21 @@ def test_what_a_mover_carried_that_is_gone_is_nobodys() -> None:
     del first
     gc.collect()
     assert claims.claim(storage, second)
-    key = storage._cdata
-    del storage
-    others = [torch.zeros(8).untyped_storage() for _ in range(64)]
-    assert all(each._cdata != key for each in others), "no other storage may get this key"
-    claims.give_up(key, second)
+
+
+def test_a_storage_that_gets_the_key_of_a_dead_one_is_nobodys_yet() -> None:
+    class Owner:
+        pass
+
+    claims, first, second = StorageOwnership(), Owner(), Owner()
+    for give in (lambda storage: claims.claim(storage, first), claims.leave):
+        storage = torch.zeros(8).untyped_storage()
+        give(storage)
+        key = storage._cdata
+        del storage
+        others = [torch.zeros(8).untyped_storage() for _ in range(64)]
+        (same,) = [each for each in others if each._cdata == key]
+        assert not claims.stays(same) and claims.claim(same, second) and not claims.claim(same, first)
 
 
 # -- what user code may do to a storage that is away

@@ -262,6 +262,42 @@ def test_copies_that_begin_together_share_marks_and_are_counted_without_gaps() -
     machine.mover.close()
 
 
+def test_a_stage_waits_once_for_copies_in_that_follow_each_other() -> None:
+    """And not at all for one that was queued before another that was waited for."""
+    machine = SimulatedMachine(0, budget_blocks=8, tiers=("host",))
+    for lane in (Lane.OUTWARD, Lane.INWARD):
+        machine.slow(lane)
+    waits: list[Lane] = []
+    wait = machine.device.wait
+
+    def noted(lane: Lane, event: SimulatedEvent) -> None:
+        waits.append(lane)
+        wait(lane, event)
+
+    with machine.device.region():
+        machine.pager.enter_region()
+        blocks = [machine.made() for _ in range(4)]
+        machine.pager.offload_all([(block, "host") for block in blocks])
+        machine.device.synchronise()
+        machine.pager.forget_dead()
+        assert all(block.state is State.OFFLOADED for block in blocks)
+        machine.pager.acquire([], 0, "before", then_fetch=blocks)
+        machine.pager.retire([], [])
+        machine.device.wait = noted  # type: ignore[method-assign]
+        for stage, expected in (([blocks[0], blocks[2]], 1), ([blocks[1]], 0), ([blocks[2], blocks[3]], 1)):
+            waits.clear()
+            machine.pager.acquire(stage, 0, "stage")
+            assert waits.count(Lane.COMPUTE) == expected
+            for block in stage:
+                machine.kernel(Lane.COMPUTE, block, None)
+            machine.pager.retire(stage, [])
+        machine.pager.leave_region()
+    machine.device.synchronise()
+    assert not machine.wrong
+    machine.finish()
+    machine.mover.close()
+
+
 class Deaf(SimulatedDevice):
     """A device on which some lanes do not wait."""
 
@@ -306,7 +342,8 @@ def no_hold(machine: SimulatedMachine) -> None:
     def careless(block: Block, done: Callable[[Any], None]) -> bool:
         queued = copy_in(block, done)
         if queued:
-            machine.mover._in[block] = machine.mover._in[block][0], torch.UntypedStorage(0)
+            event, _, number = machine.mover._in[block]
+            machine.mover._in[block] = event, torch.UntypedStorage(0), number
         return queued
 
     machine.mover.copy_in = careless  # type: ignore[method-assign]
@@ -319,7 +356,8 @@ def no_hold_on_the_way_out(machine: SimulatedMachine) -> None:
     def careless(block: Block, tier: Any, done: Callable[[Any], None]) -> bool:
         queued = copy_out(block, tier, done)
         if queued:
-            machine.mover._out[block] = machine.mover._out[block][0], torch.UntypedStorage(0)
+            event, _, number = machine.mover._out[block]
+            machine.mover._out[block] = event, torch.UntypedStorage(0), number
         return queued
 
     machine.mover.copy_out = careless  # type: ignore[method-assign]

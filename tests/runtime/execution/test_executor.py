@@ -92,7 +92,7 @@ def test_views_are_not_made_and_have_the_nearest_next_use() -> None:
     )
     recorder = Recorder()
     managed(plan, [filled(1)], Bench(None), recorder)
-    assert recorder.stages[0].made == []
+    assert not recorder.stages[0].made
     assert list(recorder.stages[0].next_uses().values()) == [1]
     assert recorder.stages[1].read == recorder.stages[2].read == recorder.stages[0].read
 
@@ -111,7 +111,7 @@ def test_a_stage_that_writes_its_input() -> None:
         kinds=["buffer"],
     )
     managed(plan, [running], bench, recorder)
-    assert [record.written for record in recorder.stages] == [[], [block]]
+    assert [list(record.written) for record in recorder.stages] == [[], [block]]
     assert not block.copy_is_valid and running.tolist() == filled(5).tolist()
 
 

@@ -51,3 +51,11 @@ def test_a_sharded_parameter_and_its_local_tensor_are_one_block() -> None:
     block = pager.block_of(shard(local), name="weight", kind="parameter", user_visible=True)
     assert block.size_bytes == local.nbytes
     assert pager.known_block(local) is block
+
+
+def test_values_are_looked_up_together_and_may_be_anything() -> None:
+    local, other = torch.ones(3, 4), torch.ones(2)
+    pager = Pager(mover=None, budget_bytes=None)
+    block = pager.block_of(local, name="weight", kind="parameter", user_visible=True)
+    values = [shard(local), 3, None, other, other.to_sparse(), local[1]]
+    assert pager.known_blocks(values) == [block, None, None, None, None, block]

@@ -41,9 +41,9 @@ def test_a_profiler_sees_kind_and_name() -> None:
 def test_what_runs_inside_is_a_child() -> None:
     with recording() as profiled:
         with annotate("stage", "outer"):
-            with annotate("copy", "inner"):
+            with annotate("copy", "inner", "device->host"):
                 pass
-    inner = next(event for event in profiled.events() if event.name == "teraio::copy inner")
+    inner = next(event for event in profiled.events() if event.name == "teraio::copy inner device->host")
     assert inner.cpu_parent is not None and inner.cpu_parent.name == "teraio::stage outer"
 
 

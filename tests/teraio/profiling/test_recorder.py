@@ -362,6 +362,32 @@ def test_in_step_all_moves_come_in_their_places() -> None:
     assert training.recorder.deviations == 0
 
 
+@pytest.mark.parametrize("extra", [None, EVALUATION])
+def test_an_iteration_as_planned_without_times_is_not_looked_through_again(
+    monkeypatch: pytest.MonkeyPatch, extra: str | None
+) -> None:
+    """Its blocks keep the uses of the iteration before. One that ran otherwise is looked through."""
+    monkeypatch.setattr(CpuDevice, "asynchronous", True)
+    training = planned()
+    training.recorder.times_wanted = False
+    training.iteration()
+    training.region(FORWARD)
+    if extra is not None:
+        training.region(extra)
+    training.region(BACKWARD)
+    training.region(STEP)
+    first, second = training.recorder._iteration.regions[0].made
+    known = training.weight.uses
+    done = training.recorder.iteration_ends()
+    assert not done.timed
+    if extra is None:
+        assert training.weight.uses is known == (1, 2, 4, 5, 7) and (first.uses, second.uses) == ((1, 5), (2, 4))
+        assert not done.held
+    else:
+        assert training.weight.uses == (1, 2, 4, 5, 6, 8, 9, 11) and (first.uses, second.uses) == ((1, 9), (2, 8))
+        assert training.weight in done.held
+
+
 def test_what_leaves_after_user_code_leaves_when_the_next_region_begins() -> None:
     training = Training()
     training.iteration()
