@@ -79,14 +79,17 @@ def optimise(
     if not own and not others:
         assert too_full is not None  # otherwise there would be a candidate
         raise too_full
+    first = min(own + others, key=lambda candidate: candidate.cost)
     if integer and on_host is None and host_update_candidates(problem) and not bound.is_close(own + others):
-        own.append(_with_other_updates(problem, min(own + others, key=lambda candidate: candidate.cost), settings))
+        own.append(_with_other_updates(problem, first, settings))
     if user_stages(problem.trace):
         most = _MAX_AROUND_USER_CODE if problem.stage_count <= MAX_INTEGER_STAGES else 1
         cheapest = sorted(own + others, key=lambda candidate: candidate.cost)[:most]
         own += [around_user_code(candidate, settings.write_weight) for candidate in cheapest]
     if (integer or problem.stage_count <= MAX_INTEGER_STAGES) and not bound.is_close(own + others):
-        own.append(with_other_tiers(min(own + others, key=lambda candidate: candidate.cost), settings.write_weight))
+        last = min(own + others, key=lambda candidate: candidate.cost)
+        starts = [first, last] if first.problem.on_host != last.problem.on_host else [last]
+        own += [with_other_tiers(each, settings.write_weight) for each in starts]
         if integer and not bound.is_close(own + others, _MISSED if problem.stage_count > MAX_INTEGER_STAGES else 1.0):
             own += [with_other_blocks(each, settings.write_weight) for each in _cheapest(own + others)]
     best = _choose(own, others, settings.write_weight)
