@@ -108,7 +108,7 @@ def _integer(model: pulp.LpProblem, settings: SolverSettings, max_nodes: int | N
 
 
 class _QuietHighs(highspy.Highs if highspy is not None else object):  # type: ignore[misc]
-    """HiGHS that prints nothing. From 1.16 on its constructor prints who it is, when it enables callbacks, with a plain `Highs`."""
+    """HiGHS that prints nothing. A plain one says who it is from 1.16 on, because its constructor enables callbacks."""
 
     def enableCallbacks(self) -> None:  # noqa: N802 - HiGHS' name
         self.setOptionValue("output_flag", False)

@@ -46,6 +46,13 @@ def host_updatable(trace: Trace) -> tuple[Subgroup, ...]:
     The next iteration waits for an update through the movable parameters of the subgroup. So there must be such a parameter,
     each must be used before the update's stage, and the first of them before any of its gradients is written again.
     """
+    if host_updatable not in trace.memo:
+        trace.memo[host_updatable] = _host_updatable(trace)
+    found: tuple[Subgroup, ...] = trace.memo[host_updatable]
+    return found
+
+
+def _host_updatable(trace: Trace) -> tuple[Subgroup, ...]:
     if trace.hardware.link("device", "host") is None or trace.hardware.link("host", "device") is None:
         return ()
     owners: dict[int, int] = {}

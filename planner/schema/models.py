@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, SerializerFunctionWrapHandler, model_serializer
@@ -26,6 +27,11 @@ class FrozenModel(BaseModel):
         validate_by_name=True,
         validate_by_alias=True,
     )
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What others have worked out from this object, by what they choose as key. It is no part of the file or of copies."""
+        return {}
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with some fields replaced. The new values are not validated; cached properties are computed again."""

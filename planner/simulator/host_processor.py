@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from math import inf
+from typing import Any
 
 from planner.schema import Trace
 from planner.simulator.program import ReplayProgram
@@ -31,6 +32,14 @@ class HostProcessor:
     def idle(self) -> bool:
         """Whether no update is queued or under way."""
         return self._active is None and not self._queue
+
+    def standing(self, now: float) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+        """Return what waits and runs, and its times from `now` on."""
+        under_way = [self._active[:1] if self._active else None, *(subgroup for subgroup, _ in self._queue)]
+        times = [queued - now for _, queued in self._queue]
+        if self._active:
+            times += [time - now for time in (*self._active[1:], self.event)]
+        return (under_way, set(self.landed), set(self.stale)), tuple(times)
 
     def add(self, subgroup: int, now: float) -> None:
         """Queue an update."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from planner.problem import max_min_rates
 from planner.schema import Hardware, Link, NodeRate
@@ -46,6 +47,18 @@ class Channel:
     left: float = 0.0
     since: float = 0.0
     rate: float = 0.0
+
+    def standing(self, now: float) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+        """Return what waits and moves, and its times from `now` on."""
+        waiting = [(job.move, job.inward) for job in self.queue]
+        times = [job.queued - now for job in self.queue]
+        if self.active is None:
+            return (self.link.name, None, waiting), tuple(times)
+        times += [self.active.queued - now, self.began - now, self.event - now]
+        if self.shares and self.moving:
+            times += [self.since - now, self.left / self.link.bytes_per_second]
+        under_way = (self.active.move, self.active.inward, self.moving, self.rate if self.shares and self.moving else 0.0)
+        return (self.link.name, under_way, waiting), tuple(times)
 
 
 class Links:

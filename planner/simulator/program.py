@@ -6,37 +6,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planner.errors import InfeasiblePlanError
-from planner.problem import device_iteration, gradients, host_start, host_updatable, parameters, user_stages
+from planner.problem import gradients, host_start, host_updatable, parameters
 from planner.schema import Block, Move, Plan, Subgroup, Trace
+from planner.simulator.layout import Layout, layout_of
 
-__all__ = ["ReplayProgram", "compile_program"]
+__all__ = ["NOWHERE", "ReplayProgram", "compile_program"]
+
+NOWHERE: frozenset[str] = frozenset()
+"""No tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayProgram:
-    """What happens at each stage of `trace`, the device's part of the iteration.
+    """What the plan asks for at each stage of the device's part of the iteration; the rest is in its `layout`.
 
     All lists are by stage, except `initial` and `persistent_places`, which are by block. `updates`: subgroups whose update on
     the host may begin when the stage is reached. `gradients`, `parameters`: by subgroup, the blocks that its update waits for
-    and the blocks that wait for it. `awaiting`: moves whose copy in waits for an update. `user_stages`: stages of user code.
-    `visible`: blocks that user code can reach; empty if there are no such stages.
+    and the blocks that wait for it. `awaiting`: moves whose copy in waits for an update.
     """
 
-    trace: Trace
-    inputs: list[list[int]]
-    born: list[list[int]]
-    dying: list[list[int]]
-    written: list[list[int]]
-    need_bytes: list[int]
+    layout: Layout
     drops: list[list[int]]
     offloads: list[list[int]]
     prefetches: list[list[int]]
     initial: list[str]
-    persistent_places: list[set[str]]
-    read_only: frozenset[int]
+    persistent_places: list[frozenset[str]]
     updates: list[list[int]]
-    user_stages: frozenset[int]
-    visible: frozenset[int]
     gradients: dict[int, frozenset[int]] = field(default_factory=dict)
     parameters: dict[int, frozenset[int]] = field(default_factory=dict)
     awaiting: set[int] = field(default_factory=set)
@@ -48,28 +43,19 @@ def compile_program(trace: Trace, plan: Plan) -> ReplayProgram:
     Re-runs must have been spelled out. Raises InfeasiblePlanError where a move or an update does not fit the trace.
     """
     on_host = _on_host(trace, plan)
-    source, trace = trace, device_iteration(trace, [subgroup.id for subgroup in on_host])
-    count, user = len(trace.stages), user_stages(trace)
+    layout = layout_of(trace, frozenset(subgroup.id for subgroup in on_host))
+    source, trace = trace, layout.trace
+    count = len(trace.stages)
     program = ReplayProgram(
-        trace=trace,
-        inputs=[[] for _ in range(count)],
-        born=[[] for _ in range(count)],
-        dying=[[] for _ in range(count)],
-        written=[[] for _ in range(count)],
-        need_bytes=[stage.workspace_bytes for stage in trace.stages],
+        layout=layout,
         drops=[[] for _ in range(count)],
         offloads=[[] for _ in range(count)],
         prefetches=[[] for _ in range(count)],
         initial=["device"] * len(trace.blocks),
-        persistent_places=[set() for _ in trace.blocks],
-        read_only=frozenset(block.id for block in source.blocks if block.persistent and not block.writes),
+        persistent_places=[NOWHERE] * len(trace.blocks),
         updates=[[] for _ in range(count)],
-        user_stages=frozenset(user),
-        visible=frozenset(block.id for block in source.blocks if user and block.user_visible),
     )
     consumed = {block.id: subgroup.stage for subgroup in on_host for block in gradients(source, subgroup)}
-    for block in trace.blocks:
-        _lay_out_block(program, block, dies=not block.persistent and block.id not in consumed)
     seen: set[tuple[int, int]] = set()
     for index, move in enumerate(plan.moves):
         _check_move(trace, move, seen, consumed)
@@ -115,7 +101,7 @@ def _lay_out_update(
     count = len(source.stages)
     for number in subgroup.blocks:
         if source.blocks[number].movable and source.blocks[number].size_bytes:
-            program.persistent_places[number].add("host")
+            program.persistent_places[number] |= {"host"}
     for number in sorted(program.gradients[subgroup.id] | program.parameters[subgroup.id]):
         moves = [(index, plan.moves[index]) for index in moves_of.get(number, ())]
         around = {
@@ -137,20 +123,6 @@ def _lay_out_update(
             program.awaiting.update(around)
 
 
-def _lay_out_block(program: ReplayProgram, block: Block, *, dies: bool) -> None:
-    """Add a block. dies: with its last use; otherwise it exists for good, or an update on the host consumes it."""
-    for stage in block.uses:
-        if not block.persistent and stage == block.uses[0]:
-            program.born[stage].append(block.id)
-            program.need_bytes[stage] += block.size_bytes
-        else:
-            program.inputs[stage].append(block.id)
-    for stage in block.writes:
-        program.written[stage].append(block.id)
-    if dies:
-        program.dying[block.last_stage].append(block.id)
-
-
 def _lay_out_move(program: ReplayProgram, index: int, move: Move, count: int, persistent: bool) -> None:
     leaves = move.after if move.offload is None else move.offload.start
     by_stage = program.drops if move.offload is None else program.offloads
@@ -159,7 +131,7 @@ def _lay_out_move(program: ReplayProgram, index: int, move: Move, count: int, pe
         return
     program.prefetches[move.prefetch.start % count].append(index)
     if persistent:
-        program.persistent_places[move.block].add(move.tier)
+        program.persistent_places[move.block] |= {move.tier}
     if leaves < count <= move.prefetch.start:
         program.initial[move.block] = move.tier
 

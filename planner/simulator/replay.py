@@ -10,11 +10,14 @@ from planner.errors import InfeasiblePlanError
 from planner.schema import Plan, Trace
 from planner.simulator.host_processor import HostProcessor
 from planner.simulator.links import Channel, Links, QueuedTransfer
-from planner.simulator.program import ReplayProgram
+from planner.simulator.program import NOWHERE, ReplayProgram
+from planner.simulator.standing import Standing
 from planner.simulator.tier_usage import TierUsage
 from planner.simulator.timeline import HostUpdate, MemoryChange, MemoryKind, StageTimes, Timeline, Transfer
 
 __all__ = ["Replay"]
+
+_HOST = frozenset({"host"})
 
 
 class Replay:
@@ -26,14 +29,15 @@ class Replay:
 
     def __init__(self, trace: Trace, plan: Plan, program: ReplayProgram, links: Links, rank: int = 0) -> None:
         self.source = trace
-        self.trace = program.trace
+        self.layout = program.layout
+        self.trace = program.layout.trace
         self.plan = plan
         self.program = program
         self.device_budget = plan.budgets.device_bytes
         self.links = links
         self.channels = links.channels[rank]
         self.state: list[Literal["device", "leaving", "coming", "away"]] = ["away"] * len(trace.blocks)
-        self.copies: list[set[str]] = [set() for _ in trace.blocks]
+        self.copies: list[frozenset[str]] = [NOWHERE] * len(trace.blocks)  # tiers with a valid copy
         self.dead: set[int] = set()  # blocks that died while they were leaving
         self.used = self.peak = 0  # bytes on the device
         self.now = 0.0
@@ -62,7 +66,7 @@ class Replay:
                 self.state[block.id] = "device"
                 self.used += block.size_bytes
             # Assume that copies made in the iteration before are valid; later iterations check it.
-            self.copies[block.id] = set(self.program.persistent_places[block.id])
+            self.copies[block.id] = self.program.persistent_places[block.id]
         if self.used > self.device_budget:
             raise InfeasiblePlanError(
                 f"{self.used:,} bytes are on the device when the iteration begins; the budget is "
@@ -70,6 +74,17 @@ class Replay:
                 stage=self.trace.stages[0].name,
             )
         self.peak = self.used
+
+    def standing(self) -> Standing:
+        """What the next iteration depends on, between iterations: if it ends as it began, so will all others."""
+        in_order = sorted(self.channels.values(), key=lambda channel: channel.order if channel.active else inf)
+        links = [channel.standing(self.now) for channel in in_order]
+        updates, seconds = self.processor.standing(self.now)
+        blocks = (list(self.state), list(self.copies), set(self.dead), self.tier_usage.held())
+        return Standing(
+            what=(*blocks, updates, [each for each, _ in links]),
+            seconds=(*seconds, *(time for _, times in links for time in times)),
+        )
 
     def one_iteration(self) -> Timeline:
         """Replay one iteration of this rank alone. Its times count from the end of the iteration before."""
@@ -108,7 +123,7 @@ class Replay:
             while not self._can_start(stage):
                 yield inf
             start = self.now
-            for block in self.program.born[stage]:
+            for block in self.layout.born[stage]:
                 self._take_device(self.trace.blocks[block].size_bytes, self.trace.blocks[block].kind)
             self._take_device(self.trace.stages[stage].workspace_bytes, "workspace")
             self.waiting_bytes = 0
@@ -120,7 +135,7 @@ class Replay:
         seconds, arrived = self.now - self.iteration_began, self._arrived_at_change
         memory = self.memory[:arrived]  # the rest is from waiting for other ranks; what happens when the wait ends comes next
         if arrived is not None:
-            memory += [change for change in self.memory[arrived:] if change.seconds < seconds]
+            memory += [change for change in self.memory[arrived:] if change[0] < seconds]
         return Timeline(
             iteration_seconds=seconds,
             stages=tuple(self.times),
@@ -138,11 +153,11 @@ class Replay:
         for block, state in zip(self.trace.blocks, self.state, strict=True):
             if state != "away":
                 held[block.kind] = held.get(block.kind, 0) + block.size_bytes
-        return [MemoryChange(0.0, kind, size) for kind, size in held.items() if size]
+        return [(0.0, kind, size) for kind, size in held.items() if size]
 
     def _reach(self, stage: int) -> None:
         self.stage, self.reached_at = stage, self.now
-        self.waiting_bytes = self.program.need_bytes[stage]
+        self.waiting_bytes = self.layout.need_bytes[stage]
         for subgroup in self.program.updates[stage]:
             self.processor.add(subgroup, self.now)
         for index in self.program.prefetches[stage]:
@@ -152,17 +167,17 @@ class Replay:
     def _can_start(self, stage: int) -> bool:
         if self.used + self.waiting_bytes > self.device_budget:
             return False
-        if stage in self.program.user_stages and (self.visible_copies or not self.processor.idle):
+        if stage in self.layout.user_stages and (self.visible_copies or not self.processor.idle):
             return False
-        if self.dead and not self.dead.isdisjoint(self.program.born[stage]):
+        if self.dead and not self.dead.isdisjoint(self.layout.born[stage]):
             return False
-        return all(self.state[block] == "device" for block in self.program.inputs[stage])
+        return all(self.state[block] == "device" for block in self.layout.inputs[stage])
 
     def _held_back(self, block: int) -> bool:
         """Whether user code keeps a copy in of the block from beginning, see [Note: user code] in `planner.problem.user_code`."""
-        if block not in self.program.visible or self.stage not in self.program.user_stages:
+        if block not in self.layout.visible or self.stage not in self.layout.user_stages:
             return False
-        return all(self.state[other] in ("device", "coming") for other in self.program.inputs[self.stage])
+        return all(self.state[other] in ("device", "coming") for other in self.layout.inputs[self.stage])
 
     def _end_stage(self, stage: int, start: float) -> None:
         """Do everything that happens at the end of a stage that began at `start` and ends now.
@@ -176,12 +191,12 @@ class Replay:
                 end_seconds=self.now - self.iteration_began,
             )
         )
-        for block in self.program.born[stage]:
+        for block in self.layout.born[stage]:
             self.state[block] = "device"
-        for block in self.program.written[stage]:
-            self.copies[block].clear()
+        for block in self.layout.written[stage]:
+            self.copies[block] = NOWHERE
         self._free_device(self.trace.stages[stage].workspace_bytes, "workspace")
-        for block in self.program.dying[stage]:
+        for block in self.layout.dying[stage]:
             self._die(block)
         for index in self.program.drops[stage]:
             self._drop(index)
@@ -196,12 +211,12 @@ class Replay:
             self._free_device(self.trace.blocks[block].size_bytes, self.trace.blocks[block].kind)
         self.state[block] = "away"
         self.tier_usage.give_back(block)
-        self.copies[block].clear()
+        self.copies[block] = NOWHERE
 
     def _drop(self, index: int) -> None:
         move = self.plan.moves[index]
         block = self.trace.blocks[move.block]
-        if move.tier not in self.copies[block.id] and block.id not in self.program.read_only:
+        if move.tier not in self.copies[block.id] and block.id not in self.layout.read_only:
             raise InfeasiblePlanError(
                 f"block {block.name!r} is dropped after stage {self.trace.stages[move.after].name!r} "
                 f"although no valid copy waits in the {move.tier} tier: give the move an offload",
@@ -227,7 +242,7 @@ class Replay:
         self.channels[name].queue.append(job)
         if not inward:
             self.state[move.block] = "leaving"
-            self.visible_copies += move.block in self.program.visible
+            self.visible_copies += move.block in self.layout.visible
 
     def _dispatch(self) -> None:
         """Let the host's processor, and every idle link, begin the head of its queue if it can."""
@@ -243,7 +258,7 @@ class Replay:
                     continue
                 self._take_device(job.size, self.trace.blocks[job.block].kind)
                 self.state[job.block] = "coming"
-                self.visible_copies += job.block in self.program.visible
+                self.visible_copies += job.block in self.layout.visible
             else:
                 self.tier_usage.take(job.block, job.tier, stage=self.stage)
             self.links.begin(channel, self.now)
@@ -269,7 +284,7 @@ class Replay:
         """End the update on the host that ends now."""
         update = self.processor.end(self.iteration_began)
         for block in self.program.parameters[update.subgroup]:
-            self.copies[block] = {"host"}
+            self.copies[block] = _HOST
         self.updated.append(update)
         self._dispatch()
 
@@ -277,13 +292,13 @@ class Replay:
         """End the transfer that ends now."""
         name = channel.link.name
         self.moved[name] = self.moved.get(name, 0) + job.size
-        self.visible_copies -= job.block in self.program.visible
+        self.visible_copies -= job.block in self.layout.visible
         if job.inward:
             self.state[job.block] = "device"
         else:
             self.state[job.block] = "away"
             self._free_device(job.size, self.trace.blocks[job.block].kind)
-            self.copies[job.block].add(job.tier)
+            self.copies[job.block] |= {job.tier}
             if self.plan.moves[job.move].prefetch is None:
                 self.processor.landed.add(job.block)
             if job.block in self.dead:
@@ -304,7 +319,7 @@ class Replay:
 
     def stuck(self) -> InfeasiblePlanError:
         """Return the error of a stage that waits for ever."""
-        missing = [block for block in self.program.inputs[self.stage] if self.state[block] != "device"]
+        missing = [block for block in self.layout.inputs[self.stage] if self.state[block] != "device"]
         name = self.trace.stages[self.stage].name
         waits = f"for block {self.trace.blocks[missing[0]].name!r}" if missing else f"for {self.waiting_bytes:,} bytes"
         return InfeasiblePlanError(
@@ -315,14 +330,13 @@ class Replay:
         )
 
     def _take_device(self, size: int, kind: MemoryKind) -> None:
-        self.used += size
-        self.peak = max(self.peak, self.used)
-        self._note_memory(kind, size)
+        if size:
+            self.used += size
+            if self.used > self.peak:
+                self.peak = self.used
+            self.memory.append((self.now - self.iteration_began, kind, size))
 
     def _free_device(self, size: int, kind: MemoryKind) -> None:
-        self.used -= size
-        self._note_memory(kind, -size)
-
-    def _note_memory(self, kind: MemoryKind, size: int) -> None:
         if size:
-            self.memory.append(MemoryChange(self.now - self.iteration_began, kind, size))
+            self.used -= size
+            self.memory.append((self.now - self.iteration_began, kind, -size))

@@ -18,9 +18,9 @@
 * Re-runs of recompute groups are stages: [Note: recomputation] in `planner.problem.recompute`.
 * User code: [Note: user code] in `planner.problem.user_code`. A stage of phase "user" waits for updates on the host and for
   copies of blocks that user code can reach, and holds back copies in of these blocks.
-* The iteration is cyclic. Times are those of the steady state: iterations are replayed until two in a row agree in the time of
-  every stage, transfer and update. After MAX_ITERATIONS the last one counts (a link may lag behind only slightly in each, or two
-  states may alternate).
+* The iteration is cyclic. Times are those of the steady state: iterations are replayed until one ends as it began, or two in a
+  row agree in the time of every stage, transfer and update. After MAX_ITERATIONS the last one counts (a link may lag behind only
+  slightly in each, or two states may alternate).
 * Several ranks of a machine (`planner.simulator.node`) follow these rules each for itself. They begin an iteration together: the
   first stage starts when every rank has reached it. Links of several ranks may share a rate, too.
 """
@@ -35,6 +35,7 @@ from planner.schema import Plan, Trace
 from planner.simulator.links import Links
 from planner.simulator.program import compile_program
 from planner.simulator.replay import Replay
+from planner.simulator.standing import same
 from planner.simulator.timeline import Timeline, agree
 
 __all__ = ["MAX_ITERATIONS", "as_planned", "replay_of", "simulate"]
@@ -52,12 +53,13 @@ def simulate(trace: Trace, plan: Plan) -> Timeline:
     iteration is not cyclic, or stages and links wait for each other for ever.
     """
     replay = replay_of(trace, plan, Links([trace.hardware]))
-    previous: Timeline | None = None
+    previous, began = None, replay.standing()
     for _ in range(MAX_ITERATIONS):
         timeline = replay.one_iteration()
-        if previous is not None and agree(previous, timeline):
+        ended = replay.standing()
+        if same(began, ended, timeline.iteration_seconds) or (previous is not None and agree(previous, timeline)):
             break
-        previous = timeline
+        previous, began = timeline, ended
     return as_planned(plan, timeline)
 
 
@@ -73,5 +75,5 @@ def as_planned(plan: Plan, timeline: Timeline) -> Timeline:
     """Return the timeline with the blocks that the plan names, where it runs groups again."""
     if not plan.recompute:
         return timeline
-    named = tuple(replace(transfer, block=plan.moves[transfer.move].block) for transfer in timeline.transfers)
+    named = tuple(transfer._replace(block=plan.moves[transfer.move].block) for transfer in timeline.transfers)
     return replace(timeline, transfers=named)

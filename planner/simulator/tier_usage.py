@@ -18,11 +18,11 @@ class TierUsage:
     `peak_bytes`: the most bytes that were used, by tier.
     """
 
-    def __init__(self, trace: Trace, budgets: Budgets, lasting: Sequence[set[str]]) -> None:
+    def __init__(self, trace: Trace, budgets: Budgets, lasting: Sequence[frozenset[str]]) -> None:
         self._trace = trace
         self._limits = {"host": budgets.host_bytes, "storage": budgets.storage_bytes}
         self._lasting = lasting
-        self._held: list[set[str]] = [set() for _ in trace.blocks]
+        self._held: list[frozenset[str]] = [frozenset()] * len(trace.blocks)
         self._used = dict.fromkeys(self._limits, 0)
         self.peak_bytes = dict(self._used)
         for block, tiers in enumerate(lasting):
@@ -36,7 +36,7 @@ class TierUsage:
         """
         if tier in self._held[block]:
             return
-        self._held[block].add(tier)
+        self._held[block] |= {tier}
         self._used[tier] += self._trace.blocks[block].size_bytes
         self.peak_bytes[tier] = max(self.peak_bytes[tier], self._used[tier])
         limit = self._limits[tier]
@@ -47,6 +47,10 @@ class TierUsage:
                 stage=self._trace.stages[stage].name,
                 block=self._trace.blocks[block].name,
             )
+
+    def held(self) -> list[frozenset[str]]:
+        """The tiers that each block has a place in, by block."""
+        return list(self._held)
 
     def give_back(self, block: int) -> None:
         """Record that the block has died."""

@@ -16,8 +16,7 @@ MemoryKind = BlockKind | Literal["workspace"]
 """What takes room on the device: blocks of a kind, or the workspace of the stage that runs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimes:
+class StageTimes(NamedTuple):
     """One stage in the steady state, in seconds from the end of the iteration before."""
 
     reached_seconds: float
@@ -30,8 +29,7 @@ class StageTimes:
         return self.start_seconds - self.reached_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One transfer of a block over a link in the steady state. `move` is the index in the plan's moves."""
 
     move: int
@@ -42,8 +40,7 @@ class Transfer:
     end_seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostUpdate:
+class HostUpdate(NamedTuple):
     """The update of one subgroup on the host's processor in the steady state.
 
     It is queued as soon as only its gradients may be missing.
@@ -55,12 +52,8 @@ class HostUpdate:
     end_seconds: float
 
 
-class MemoryChange(NamedTuple):
-    """The device's memory takes or loses bytes, `seconds` after the end of the iteration before."""
-
-    seconds: float
-    kind: MemoryKind
-    size_bytes: int
+MemoryChange = tuple[float, MemoryKind, int]
+"""When the device's memory takes or loses bytes, in seconds from the end of the iteration before; for what; and how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

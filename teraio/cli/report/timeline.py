@@ -144,7 +144,7 @@ def _why(move: MoveSummary) -> str:
 
 
 def _memory(timeline: Timeline) -> MemoryRows:
-    present = {change.kind for change in timeline.memory}
+    present = {kind for _, kind, _ in timeline.memory}
     kinds = [kind for kind in _KINDS if kind in present]
     return MemoryRows(kinds=tuple(kinds), seconds=timeline.iteration_seconds, points=tuple(_points(timeline.memory, kinds)))
 
@@ -152,8 +152,8 @@ def _memory(timeline: Timeline) -> MemoryRows:
 def _points(changes: Sequence[MemoryChange], kinds: Sequence[str]) -> Iterable[tuple[float, ...]]:
     """Yield the bytes of each kind after all changes of an instant."""
     held: dict[str, int] = dict.fromkeys(kinds, 0)
-    for number, change in enumerate(changes):
-        held[change.kind] += change.size_bytes
-        if number + 1 == len(changes) or changes[number + 1].seconds > change.seconds:
-            values: Any = (change.seconds, *held.values())
+    for number, (seconds, kind, size) in enumerate(changes):
+        held[kind] += size
+        if number + 1 == len(changes) or changes[number + 1][0] > seconds:
+            values: Any = (seconds, *held.values())
             yield values

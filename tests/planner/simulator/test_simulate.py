@@ -59,17 +59,16 @@ def test_memory_over_time(chain: Trace) -> None:
     """Activation 0 leaves from 1 s to 2 s while activation 1 is made; its copy in begins at 4 s, when activation 2 dies."""
     timeline = simulate(chain, made(chain, 20, [move(0, 0, 5, 4)]))
     held, after = 0, {}
-    for change in timeline.memory:
-        held += change.size_bytes
-        after[change.seconds] = held
-    assert {change.kind for change in timeline.memory} == {"activation"}
+    for seconds, _, size in timeline.memory:
+        held += size
+        after[seconds] = held
+    assert {kind for _, kind, _ in timeline.memory} == {"activation"}
     assert after == {0.0: 10, 1.0: 20, 2.0: 20, 4.0: 20, 5.0: 10, 6.0: 0}
 
 
 def test_memory_begins_with_what_stays_from_the_iteration_before(wrap: Trace) -> None:
-    (first, *others) = simulate(wrap, made(wrap, 25, [])).memory
-    assert (first.seconds, first.kind, first.size_bytes) == (0.0, "parameter", 10)
-    assert [(c.seconds, c.kind, c.size_bytes) for c in others] == [(0.0, "workspace", 15), (1.0, "workspace", -15)]
+    memory = simulate(wrap, made(wrap, 25, [])).memory
+    assert memory == ((0.0, "parameter", 10), (0.0, "workspace", 15), (1.0, "workspace", -15))
 
 
 def test_a_late_prefetch_stalls_its_stage(chain: Trace) -> None:

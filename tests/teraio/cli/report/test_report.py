@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import sys
@@ -79,7 +78,7 @@ def test_the_timeline_is_that_of_the_simulator(name: str, device_bytes: int) -> 
     plan = planner.plan(trace, Budgets(device_bytes=device_bytes))
     rows, replayed = timeline_rows(plan, trace), planner.simulate(trace, plan)
     assert rows.seconds == replayed.iteration_seconds
-    assert [(s.reached, s.start, s.end) for s in rows.stages] == [dataclasses.astuple(times) for times in replayed.stages]
+    assert [(s.reached, s.start, s.end) for s in rows.stages] == list(replayed.stages)
     copies = [(c.link, c.block, c.queued, c.start, c.end) for c in rows.copies]
     assert copies == [(t.link, t.block, t.queued_seconds, t.start_seconds, t.end_seconds) for t in replayed.transfers]
     assert [(u.subgroup, u.start, u.end) for u in rows.updates] == [
