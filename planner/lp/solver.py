@@ -99,12 +99,20 @@ def _by_highs(program: Program, settings: SolverSettings, *, linear: bool, verte
 def _integer(model: pulp.LpProblem, settings: SolverSettings, max_nodes: int | None) -> highspy.Highs:
     """Solve an integer program by HiGHS through PuLP. Return HiGHS with what it found; the variables have their values."""
     limits = {} if max_nodes is None else {"mip_max_nodes": max_nodes}
-    solver = _PulpHighs(settings.time_limit_seconds, msg=False, gapRel=settings.gap, threads=settings.threads, **limits)
+    solver = _PulpHighs(settings.time_limit_seconds, gapRel=settings.gap, threads=settings.threads, **limits)
     model.solve(solver)
     if _has_not_run(model.solverModel):
         model.solverModel.resetGlobalScheduler(True)
         model.solve(solver)
     return cast("highspy.Highs", model.solverModel)
+
+
+class _QuietHighs(highspy.Highs if highspy is not None else object):  # type: ignore[misc]
+    """HiGHS that prints nothing. From 1.16 on its constructor prints who it is, when it enables callbacks, with a plain `Highs`."""
+
+    def enableCallbacks(self) -> None:  # noqa: N802 - HiGHS' name
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()
 
 
 class _PulpHighs(pulp.HiGHS):  # type: ignore[misc]
@@ -113,6 +121,11 @@ class _PulpHighs(pulp.HiGHS):  # type: ignore[misc]
     def __init__(self, processor_seconds: float, **options: Any) -> None:
         super().__init__(**options)
         self._processor_seconds = processor_seconds
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:  # noqa: N802 - PuLP's name
+        lp.solverModel = _QuietHighs()
+        for name, value in {"mip_rel_gap": self.gapRel, "threads": self.threads, **self.optionsDict}.items():
+            lp.solverModel.setOptionValue(name, value)
 
     def callSolver(self, lp: pulp.LpProblem) -> None:  # noqa: N802 - PuLP's name
         _stop_after(self._processor_seconds, lp.solverModel.cbMipInterrupt)
@@ -126,8 +139,7 @@ class _PulpHighs(pulp.HiGHS):  # type: ignore[misc]
 
 def _linear(program: Program, settings: SolverSettings, *, vertex: bool) -> highspy.Highs:
     """Solve a linear program by HiGHS. Return HiGHS with what it found."""
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    solver.setOptionValue("output_flag", False)
+    solver = _QuietHighs()
     solver.setOptionValue("threads", settings.threads)
     solver.passModel(_highs_model(program))
     _run(solver, program, settings, vertex=vertex)

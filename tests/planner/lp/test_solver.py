@@ -1,5 +1,8 @@
 """Programs by hand: what is found, what is proved, and the same from CBC."""
 
+import subprocess
+import sys
+
 import pytest
 
 from planner.errors import SolverError
@@ -70,6 +73,14 @@ def test_without_a_solution_there_are_no_values(name: str) -> None:
     program.at_least([(0, 1.0)], 2)
     solved = solve_program(program, SETTINGS, linear=False)
     assert not solved.values and not solved.optimal
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_solvers_print_nothing(linear: bool) -> None:
+    """HiGHS writes by C's standard output, which is only flushed at the end of a process."""
+    code = f"from tests.planner.lp.test_solver import *; solve_program(knapsack(), SETTINGS, linear={linear})"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
 
 
 def test_an_end_after_some_nodes() -> None:
