@@ -1,4 +1,4 @@
-"""What trainings and benchmarks do on a GPU only, with main memory and a made-up driver in its place: none of it is left untried."""
+"""What trainings and benchmarks do on a GPU only, with main memory and a made-up driver in its place: all of it is tried."""
 
 from __future__ import annotations
 
