@@ -1,6 +1,5 @@
 """Workers that take turns, so that a slow phase of the machine affects all of them alike."""
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -66,11 +65,6 @@ def workers(
             )
             for name, setting in settings.items()
         }
-
-
-def log_name(worker: str) -> str:
-    """Return the name of a worker's log."""
-    return f"{re.sub('[ /]', '-', worker)}.log"
 
 
 def warm_up(worker: Stepping, steps: int) -> str:

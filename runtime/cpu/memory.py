@@ -30,8 +30,6 @@ from planner.errors import StorageError, UnsupportedError
 from runtime.device import MIN_MOVED_BYTES, Span
 from runtime.system import native
 
-PAGE_BYTES = mmap.PAGESIZE
-
 
 class FileRange(Protocol):
     """A range of a file, in whole pages."""

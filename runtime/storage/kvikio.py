@@ -75,22 +75,6 @@ class KvikioStore(FileSpace):
         self._check_open()
         self._copy("read", self._handles[chunk.extent.path].pread, slot, chunk, address)
 
-    def register_memory(self, address: int, size_bytes: int) -> None:
-        """Register the allocation that holds these device addresses, before many transfers. cuFile then needs no buffer.
-
-        Waits for the driver. Raises UnsupportedError if the driver refuses.
-        """
-        try:
-            self._kvikio.memory_register(DeviceBytes(address, size_bytes))
-        except RuntimeError as error:
-            raise UnsupportedError(
-                f"cuFile cannot register {size_bytes:,} bytes of device memory: {error}; leave them unregistered"
-            ) from error
-
-    def unregister_memory(self, address: int, size_bytes: int) -> None:
-        """Undo `register_memory`. To be called before the memory is freed."""
-        self._kvikio.memory_deregister(DeviceBytes(address, size_bytes))
-
     def _copy(self, action: str, call: Any, slot: Slot, chunk: Chunk, address: int) -> None:
         where = f"at offset {chunk.file_offset_bytes:,}"
         size = content_bytes_of(slot, chunk)

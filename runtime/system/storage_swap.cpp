@@ -28,11 +28,6 @@ template struct Reach<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 
 extern "C" {
 
-// Exchanges the memory of two storages. Each memory takes its own deleter along.
-void teraio_exchange(void* one, void* other) {
-  std::swap(storage(one)->_mutable_data_ptr_no_checks(), storage(other)->_mutable_data_ptr_no_checks());
-}
-
 // Gives a storage memory that it does not own, on its device. Frees the memory that it had.
 void teraio_lend(void* impl, void* address) {
   c10::Device device = storage(impl)->device();
@@ -44,17 +39,13 @@ void teraio_close(void* impl, const char* message) {
   storage(impl)->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
 }
 
-// Undoes teraio_close.
-void teraio_open(void* impl) {
-  closed(storage(impl)) = false;
-  c10::DataPtr data = std::move(storage(impl)->_mutable_data_ptr_no_checks());
-  storage(impl)->set_data_ptr_noswap(std::move(data));  // the storage reads its flags again here
-}
-
-// Opens a storage and exchanges its memory with another one's. Returns where its data lies then.
+// Opens a storage, and exchanges its memory with another one's. Each memory takes its own deleter along. Returns where its data
+// lies then.
 void* teraio_install(void* impl, void* fresh) {
-  teraio_open(impl);
-  teraio_exchange(impl, fresh);
+  closed(storage(impl)) = false;
+  c10::DataPtr before = std::move(storage(impl)->_mutable_data_ptr_no_checks());
+  storage(impl)->set_data_ptr_noswap(std::move(storage(fresh)->_mutable_data_ptr_no_checks()));  // it reads its flags again here
+  storage(fresh)->_mutable_data_ptr_no_checks() = std::move(before);
   return storage(impl)->_mutable_data_ptr_no_checks().get();
 }
 

@@ -14,11 +14,6 @@ import torch
 from runtime.system import native
 
 
-def exchange(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchange the memory of two storages, but not their sizes. Nobody may be using either of them."""
-    _library().teraio_exchange(one._cdata, other._cdata)
-
-
 def lend(storage: torch.UntypedStorage, address: int) -> None:
     """Give a storage memory that the caller owns, on its device or readable from there. Free the memory that it had."""
     _library().teraio_lend(storage._cdata, address)
@@ -27,11 +22,6 @@ def lend(storage: torch.UntypedStorage, address: int) -> None:
 def close(storage: torch.UntypedStorage, message: str) -> None:
     """Let every access to the storage's data raise a RuntimeError with this message."""
     _library().teraio_close(storage._cdata, message.encode())
-
-
-def open_again(storage: torch.UntypedStorage) -> None:
-    """Undo `close`."""
-    _library().teraio_open(storage._cdata)
 
 
 def address(storage: torch.UntypedStorage) -> int:
@@ -71,11 +61,9 @@ def _library() -> SimpleNamespace:
     """Return the functions. `CDLL` itself looks each of them up in Python's slow way."""
     pointer = ctypes.c_void_p
     functions: dict[str, native.Signature] = {
-        "teraio_exchange": (None, [pointer, pointer]),
         "teraio_lend": (None, [pointer, pointer]),
         "teraio_close": (None, [pointer, ctypes.c_char_p]),
         "teraio_install": (pointer, [pointer, pointer]),
-        "teraio_open": (None, [pointer]),
         "teraio_address": (pointer, [pointer]),
         "teraio_changed": (ctypes.c_size_t, [ctypes.c_size_t, *[pointer] * 4]),
     }

@@ -1,10 +1,4 @@
-"""Records iterations, predicts when each block is used next, and applies a plan by position in the iteration.
-
-[Note: Positions]
-An iteration is a sequence of regions (compiled graphs and optimizer steps) with user code before each. A position is the number
-of a stage, counted from the start of the iteration. The user code before a region counts as one stage of phase "user".
-A region that the plan does not expect (an evaluation pass, a recompiled graph) runs without the plan. At the next region that
-the plan expects, the plan applies again: the run is in step with the plan.
+"""Records iterations, and predicts when each block is used next.
 
 [Note: Truncated records]
 User code may run any number of regions before an optimizer steps: an evaluation over a whole data set, or a loop without such a
@@ -20,12 +14,13 @@ a whole is always timed, by marks between regions.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun
 from runtime.paging import Block, Pager
 from teraio.profiling.iteration import Iteration, Region, RerunRecord, StageRecord
+from teraio.profiling.plan_cursor import PlanCursor
 from teraio.profiling.schedule_by_stage import StageSchedule
 
 _MOST_STAGES = 10_000
@@ -37,19 +32,16 @@ _TIMED_EVERY = 8
 
 
 class IterationRecorder:
-    """An `Observer` that records iterations and, where there is a plan, tells the pager what to offload and to prefetch.
+    """An `Observer` that records iterations and, where there is a plan, leads a `PlanCursor` through it.
 
-    deviations: how many regions were not where the plan expects them. times_wanted: whether the stages of the next iterations are
-    timed although a plan is followed, see [Note: Sampled times]. All calls are for the training thread.
+    times_wanted: whether the stages of the next iterations are timed although a plan is followed, see [Note: Sampled times].
+    All calls are for the training thread.
     """
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self._schedule: StageSchedule | None = None
-        self._by_id: dict[int, Block] = {}
+        self._plan = PlanCursor(pager)
         self._next_uses: dict[int, Sequence[int]] = {}  # by position in the plan
-        self._cursor = 0
-        self._in_step = False
         self._previous: Iteration | None = None
         self._iteration = Iteration(number=0)
         self._region = Region(identity=None, first=0)
@@ -57,12 +49,9 @@ class IterationRecorder:
         self._recording = False
         self._inference_regions = 0
         self._survivors_due = False
-        self._position = 0
-        self._due: int | None = None
         self._device = pager.device
         self._user_code_began = self._began = self._last_end = self._device.mark()
         self._waited_at_user_code = self._waited_at_begin = self._host_waited()
-        self.deviations = self._deviations_before = 0
         self.times_wanted = True
 
     def _host_waited(self) -> float:
@@ -72,7 +61,7 @@ class IterationRecorder:
     @property
     def position(self) -> int:
         """Position of the stage that runs now, or runs next."""
-        return self._position
+        return self._plan.position
 
     @property
     def iteration_number(self) -> int:
@@ -87,7 +76,12 @@ class IterationRecorder:
     @property
     def in_step(self) -> bool:
         """Whether the plan expects the region that runs now, see [Note: Positions]."""
-        return self._in_step
+        return self._plan.in_step
+
+    @property
+    def deviations(self) -> int:
+        """How many regions were not where the plan expects them."""
+        return self._plan.deviations
 
     @property
     def subgroups_on_host(self) -> tuple[int, ...]:
@@ -95,10 +89,7 @@ class IterationRecorder:
 
         They count from the start of the optimizer step that has just begun. Empty if no plan applies.
         """
-        if not self._in_step or self._schedule is None:
-            return ()
-        numbers = (position - self._position for position in self._schedule.on_host)
-        return tuple(number for number in numbers if 0 <= number < self._stage_count)
+        return self._plan.updates_on_host(self._stage_count)
 
     def updated_on_host(self, number: int, seconds: float) -> None:
         """Record that stage `number` of the current optimizer step was an update on the host that took `seconds`."""
@@ -121,25 +112,20 @@ class IterationRecorder:
     def replace(self, before: Block, after: Block) -> None:
         """Transfer the recorded uses and the planned moves of `before`, which is gone, to `after`, which has replaced it."""
         self._pager.record_uses({after: before.uses})
-        if self._by_id.get(before.trace_id) is before and before.size_bytes == after.size_bytes:
-            self._pager.assign_trace_ids({after: before.trace_id})
-            self._by_id[after.trace_id] = after
+        self._plan.replace(before, after)
 
     def follow(self, schedule: StageSchedule | None, blocks: dict[int, Block]) -> None:
         """Apply a plan from the next region on; None for no plan. blocks: the persistent blocks by their trace id."""
-        self._schedule, self._by_id, self._cursor = schedule, dict(blocks), 0
         self._next_uses.clear()
-        self._pager.assign_trace_ids({block: trace_id for trace_id, block in blocks.items()})
+        self._plan.follow(schedule, blocks)
 
     def change(self, schedule: StageSchedule, *, due: Sequence[int]) -> None:
         """Apply another plan for the same blocks. To be called between two iterations.
 
         due: trace ids of the blocks that the new plan prefetches before the coming iteration begins. They are prefetched now.
         """
-        self._schedule, self._cursor = schedule, 0
         self._next_uses.clear()
-        for block in [self._by_id[i] for i in due if i in self._by_id]:
-            self._pager.prefetch(block)
+        self._plan.change(schedule, due)
 
     # -- calls of the executor and of optimizer steps, see `Observer`
 
@@ -156,7 +142,6 @@ class IterationRecorder:
         self._last_end = self.mark()
         region.stages.append(user)
         self._pager.take_late()  # forget what a failed stage waited for
-        self._due = None
         self._stage_count = stage_count
         self._region, self._recording = region, self._has_room(region, is_inference)
         if self._recording:
@@ -166,7 +151,7 @@ class IterationRecorder:
             if self._survivors_due and not step_goes_on and self._previous is not None:
                 self._previous.survivors, self._survivors_due = _survivors(self._previous), False
         self._pager.advance_clock()
-        self._find_step(identity)
+        self._plan.region_begins(identity, stage_count)
 
     def _has_room(self, region: Region, is_inference: bool) -> bool:
         """Return whether the region that begins is recorded, see [Note: Truncated records]."""
@@ -175,46 +160,8 @@ class IterationRecorder:
         self._iteration.truncated |= not fits
         return fits
 
-    def _find_step(self, identity: Hashable) -> None:
-        """Find the region in the plan, first from the cursor on, then from the beginning, and set whether it is in step."""
-        self._in_step = False
-        if self._schedule is None:
-            return
-        regions, count = self._schedule.regions, len(self._schedule.regions)
-        for index in (*range(self._cursor, count), *range(min(self._cursor, count))):
-            # An optimizer that was given more parameters keeps its identity, but has more stages.
-            if regions[index][0] == identity and self._schedule.counts[index] == self._stage_count + 1:
-                self._in_step = True
-                self.deviations += index != self._cursor
-                self._cursor = index + 1
-                self._position = regions[index][1] + 1
-                self._leave(self._position - 1)
-                return
-        self.deviations += 1
-
     def stage_reached(self) -> Sequence[Block]:
-        return self._to_prefetch(self._position) if self._in_step else ()
-
-    def _to_prefetch(self, position: int) -> list[Block]:
-        if self._schedule is None:
-            return []
-        planned, by_id = self._schedule.fetch_at[position], self._by_id
-        return [by_id[i] for i in planned if i in by_id] if planned else []
-
-    def _prefetch(self, position: int) -> None:
-        for block in self._to_prefetch(position):
-            self._pager.prefetch(block)
-
-    def _leave(self, position: int) -> None:
-        if self._schedule is None:
-            return
-        for trace_id in self._schedule.reruns.dropped_after.get(position, ()):
-            dropped = self._by_id.get(trace_id)
-            if dropped is not None:
-                self._pager.drop(dropped)
-        planned, by_id = self._schedule.leave_after[position], self._by_id
-        if planned and (leaving := [(block, tier) for i, tier in planned if (block := by_id.get(i)) is not None]):
-            self._pager.offload_all(leaving)
+        return self._plan.to_prefetch() if self._plan.in_step else ()
 
     def stage_ended(self, run: StageRun) -> None:
         region = self._region
@@ -238,36 +185,25 @@ class IterationRecorder:
             self._recognise(run.made, region)
             region.made.extend(run.made)
         self._pager.advance_clock(zip((*run.read, *run.made), self._until_next_uses(run, position), strict=False))
-        if self._in_step:
-            self._leave(self._position)
-            self._position += 1
+        if self._plan.in_step:
+            self._plan.stage_ended()
 
     def _late(self) -> tuple[tuple[int, float], ...]:
         """Return what has been waited for since the last call, by trace id."""
         late = self._pager.take_late()
-        return tuple((b.trace_id, t) for b, t in late if self._by_id.get(b.trace_id) is b) if late else ()
+        return tuple((b.trace_id, t) for b, t in late if self._plan.knows(b)) if late else ()
 
     # -- re-runs: they have no place in the record, but one in the plan
 
     def kept_stages(self) -> Collection[int] | None:
-        return self._schedule.kept[self._cursor - 1] if self._in_step and self._schedule is not None else None
+        return self._plan.kept_stages
 
     def reruns_due(self) -> Iterable[tuple[Sequence[Block], Sequence[Block]]]:
-        due = self._in_step and self._schedule is not None and self._position in self._schedule.reruns.made
-        return self._run_due() if due else ()
-
-    def _run_due(self) -> Iterator[tuple[Sequence[Block], Sequence[Block]]]:
-        while self._in_step and self._schedule is not None and self._position in self._schedule.reruns.made:
-            made = (self._by_id.get(i) for i in self._schedule.reruns.made[self._position])
-            self._due = self._position
-            yield [block for block in made if block is not None], self._to_prefetch(self._position)
-            self._due = None
-            self._leave(self._position)
-            self._position += 1
+        return self._plan.reruns() if self._plan.reruns_due else ()
 
     def stage_ran_again(self, rerun: StageRerun) -> None:
         size_bytes = sum(block.size_bytes for block in rerun.made)
-        record = RerunRecord(name=rerun.name, position=self._due, made_bytes=size_bytes, late=self._late())
+        record = RerunRecord(name=rerun.name, position=self._plan.rerun_position, made_bytes=size_bytes, late=self._late())
         if self._recording:
             self._iteration.reruns.append(record)
         self._measure(record, rerun.begin, rerun.end)
@@ -280,27 +216,21 @@ class IterationRecorder:
         if index < len(previous) and previous[index].identity == region.identity:
             before = previous[index].made
             uses = {block: before[number].uses for number, block in enumerate(made, first) if number < len(before)}
-        known: dict[Block, int] = {}
-        if self._in_step and self._schedule is not None:
-            sizes, ids = self._schedule.sizes, self._schedule.made_ids[self._cursor - 1][first : first + len(made)]
-            for block, trace_id in zip(made, ids, strict=False):
-                if trace_id >= 0 and sizes[trace_id] == block.size_bytes:
-                    known[block] = trace_id
-                    self._by_id[trace_id] = block
-        self._pager.record_uses(uses, known)
+        self._pager.record_uses(uses, self._plan.recognise(made, first))
 
     def _until_next_uses(self, run: StageRun, position: int) -> Sequence[int]:
         """Return the number of stages until the next use of each block that a stage has read, then of each that it has made.
 
         They stay the same from one planned iteration to the next, and are kept.
         """
-        if not self._in_step:
+        plan = self._plan
+        if not plan.in_step:
             self._next_uses.clear()
-        elif (known := self._next_uses.get(self._position)) is not None:
+        elif (known := self._next_uses.get(plan.position)) is not None:
             return known
         until = self._find_next_uses(run, position)
-        if self._in_step and self._previous is not None:
-            self._next_uses[self._position] = until
+        if plan.in_step and self._previous is not None:
+            self._next_uses[plan.position] = until
         return until
 
     def _find_next_uses(self, run: StageRun, position: int) -> list[int]:
@@ -327,9 +257,7 @@ class IterationRecorder:
         self._user_code_began = self._device.mark()
         self._waited_at_user_code = self._host_waited()
         self._region.complete = len(self._region.stages) == self._stage_count + 1
-        if self._in_step and self._schedule is not None and self._cursor < len(self._schedule.regions):
-            self._prefetch(self._schedule.regions[self._cursor][1])
-        self._in_step = False
+        self._plan.region_ended()
 
     # -- iterations
 
@@ -353,27 +281,19 @@ class IterationRecorder:
             done.read_times()
         waited = self._waited_at_user_code if with_last_region else self._host_waited()
         done.waited_seconds, self._waited_at_begin, self._waited_at_user_code = waited - self._waited_at_begin, waited, waited
-        if done.timed or not self._ran_as_planned():  # else it says nothing new
+        if done.timed or not self._plan.ran_as_planned:  # else it says nothing new
             uses = _uses(done)
             self._pager.record_uses(uses)
             done.held = frozenset([block for block in uses if block.storage() is not None])
-        self._deviations_before = self.deviations
         self._previous, self._survivors_due = done, True
         self._iteration = Iteration(number=done.number + 1, timed=self._is_timed(done.number + 1))
         self._pager.iteration = self._iteration.number
-        self._cursor = 0
-        if self._schedule is not None:
-            self._prefetch(self._schedule.regions[0][1])
+        self._plan.iteration_ends()
         return done
-
-    def _ran_as_planned(self) -> bool:
-        """Return whether the iteration that ends ran what the plan expects: then blocks were used as in the one before."""
-        complete = self._schedule is not None and self._cursor == len(self._schedule.regions)
-        return complete and self.deviations == self._deviations_before
 
     def _is_timed(self, number: int) -> bool:
         """Return whether the stages of an iteration are timed, see [Note: Sampled times]."""
-        always = not self._device.asynchronous or self._schedule is None
+        always = not self._device.asynchronous or self._plan.schedule is None
         return always or self.times_wanted or number % _TIMED_EVERY == 0
 
 

@@ -20,7 +20,9 @@ from typer.main import get_command
 import planner
 import planner.errors
 import teraio
-from benchmarks.__main__ import DEFAULT
+from benchmarks.__main__ import DEFAULT, llama_parts, llama_scale_for, parts, scale_for
+from benchmarks.alone import Runner
+from benchmarks.planner_cases import Selection
 from planner.policies import POLICIES
 from teraio.cli import commands
 from teraio.options import Options
@@ -178,8 +180,18 @@ def test_arguments_of_the_command_line_exist() -> None:
     assert shown == positional
 
 
-def test_the_parts_of_the_gpu_benchmark_are_explained() -> None:
-    assert [row[0].strip("`") for row in DOCS["benchmarks"].table("part")] == list(DEFAULT["cuda"])
+def test_the_parts_of_the_benchmarks_are_explained() -> None:
+    page = DOCS["benchmarks"]
+    on_cpu, on_gpu, named = (
+        [name for row in page.table(heading) for name in re.findall(r"`(\w+)`", row[0])]
+        for heading in ("on the CPU", "part", "only if named")
+    )
+    assert on_gpu == list(DEFAULT["cuda"])
+    assert set(on_cpu) == set(DEFAULT["cpu"])
+    scale = scale_for("cpu", ROOT, 1)
+    llamas = llama_scale_for("cpu", ROOT, 1, sizes=[], dtype=None, minutes=1, batch=None, context=None)
+    known = {*parts(scale, Selection(output=ROOT)), *llama_parts(Runner(llamas))}
+    assert {*named, "rivals"} == known - {*on_cpu, *on_gpu}
 
 
 def test_every_error_is_in_the_troubleshooting() -> None:

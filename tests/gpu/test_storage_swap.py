@@ -48,8 +48,8 @@ def on_host(store: HostStore) -> torch.Tensor:
 def test_two_storages_exchange_their_memory() -> None:
     one, other = torch.full((COUNT,), 1.0, device=DEVICE), torch.full((COUNT,), 2.0, device=DEVICE)
     view = one[10:20]
-    address = one.data_ptr()
-    storage_swap.exchange(one.untyped_storage(), other.untyped_storage())
+    address, fresh = one.data_ptr(), other.data_ptr()
+    assert storage_swap.install(one.untyped_storage(), other.untyped_storage()) == fresh == one.data_ptr()
     assert other.data_ptr() == address and storage_swap.address(other.untyped_storage()) == address
     assert bool((view == 2).all()) and bool((other == 1).all())
 
@@ -72,18 +72,19 @@ def test_a_kernel_reads_and_writes_pinned_memory_through_its_stand_in(host: Host
     assert slab[:2].tolist() == [14.0, 12.0]
 
 
-def test_a_closed_storage_says_why_and_is_opened_again() -> None:
-    block = torch.full((COUNT,), 5.0, device=DEVICE)
+def test_a_closed_storage_says_why_and_is_opened_with_other_memory() -> None:
+    block = torch.full((COUNT,), 4.0, device=DEVICE)
     storage = block.untyped_storage()
-    address = block.data_ptr()
-    for _ in range(2):
+    for value in (5, 6):
+        address = block.data_ptr()
         storage_swap.close(storage, "it is on a drive")
         for use in (lambda: block + 1, lambda: block.sum(), lambda: block.fill_(0), lambda: block.cpu(), block.data_ptr):
             with pytest.raises(RuntimeError, match="it is on a drive"):
                 use()
         assert storage_swap.address(storage) == address and storage.nbytes() == 4 * COUNT
-        storage_swap.open_again(storage)
-        assert bool((block == 5).all())
+        fresh = torch.full((COUNT,), float(value), device=DEVICE)
+        storage_swap.install(storage, fresh.untyped_storage())
+        assert bool((block == value).all())
 
 
 def test_a_storage_that_is_let_go_while_it_is_closed_or_lent_is_freed(host: HostStore) -> None:

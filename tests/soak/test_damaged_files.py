@@ -49,16 +49,16 @@ def commands_for(
     as_json = chance.random() < 0.3
     if not is_trace:
         return [
-            lambda: commands.inspect(file, as_json=as_json),
-            lambda: commands.inspect(file, trace=trace, as_json=as_json),
-            lambda: commands.simulate(trace, file, as_json=as_json),
+            lambda: commands.inspect([file], as_json=as_json),
+            lambda: commands.inspect([file], trace=trace, as_json=as_json),
+            lambda: commands.simulate([trace, file], as_json=as_json),
         ]
     device = str(chance.choice((device_bytes, device_bytes * 2, 1, 10**15)))
     policy = chance.choice(list(POLICIES))
     return [
-        lambda: commands.inspect(file, as_json=as_json),
-        lambda: commands.plan(trace=file, device=device, policy=policy, as_json=as_json, **SOLVER),
-        lambda: commands.simulate(file, made, as_json=as_json),
+        lambda: commands.inspect([file], as_json=as_json),
+        lambda: commands.plan(traces=[file], device=device, policy=policy, as_json=as_json, **SOLVER),
+        lambda: commands.simulate([file, made], as_json=as_json),
     ]
 
 

@@ -43,7 +43,7 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._at_seconds = 0.0
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream | None = None) -> None:
         self._at_seconds = time.perf_counter()
 
     def query(self) -> bool:

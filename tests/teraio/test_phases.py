@@ -262,7 +262,7 @@ def test_a_plan_is_followed_from_the_end_of_the_iteration_on(
         planned = rig.run()
     assert isinstance(planned, PlannedPhase) and planned.name == "planned" and planned.managed
     assert planned.follower.predicted_seconds == pytest.approx(8.0) and planned.measured_seconds is None
-    assert rig.training.recorder._schedule is not None
+    assert rig.training.recorder._plan.schedule is not None
     assert rig.context.findings.plan_path == tmp_path / "plan.json" and rig.context.findings.plan_path.exists()
     assert messages(caplog) == [
         f"following a plan with 1 moves an iteration (storage: {BLOCK_BYTES} bytes): predicted 8.000 s an iteration, "
@@ -317,7 +317,7 @@ def test_iterations_that_run_other_graphs_end_the_plan(monkeypatch: pytest.Monke
     assert rig.run(4, updated=True) is planned, "more passes are to come"
     with caplog.at_level(logging.INFO, logger="teraio"):
         assert isinstance(rig.run(evaluated=True), ProfilePhase)
-    assert rig.training.recorder._schedule is None and rig.phase.follower is None
+    assert rig.training.recorder._plan.schedule is None and rig.phase.follower is None
     assert messages(caplog) == ["the last 3 iterations were not those that were planned: profiling again"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import subprocess
@@ -17,7 +18,7 @@ import torch
 
 from examples.memory import resident_bytes
 from planner.errors import StorageError
-from runtime.cpu.memory import PAGE_BYTES, CpuMemory
+from runtime.cpu.memory import CpuMemory
 from runtime.device.span import Span
 from runtime.storage.posix import PosixStore
 from runtime.storage.store import Slot
@@ -164,8 +165,8 @@ def test_pages_that_the_system_does_not_have(memory: CpuMemory) -> None:
 def test_large_tensors_are_movable(memory: CpuMemory, size: int) -> None:
     tensor = torch.empty(size, dtype=torch.uint8)
     span = movable(memory, tensor)
-    assert span.address == tensor.data_ptr() and span.address % PAGE_BYTES == 0
-    assert span.length_bytes == -(-size // PAGE_BYTES) * PAGE_BYTES
+    assert span.address == tensor.data_ptr() and span.address % mmap.PAGESIZE == 0
+    assert span.length_bytes == -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     assert movable(memory, torch.nn.Parameter(torch.empty(size))).length_bytes >= 4 * size
 
 
@@ -345,24 +346,24 @@ def test_mappings_do_not_become_more_with_every_iteration(memory: CpuMemory) -> 
         alive: dict[int, torch.Tensor] = {}
         for number, size in enumerate(sizes):
             alive[number] = torch.empty(size, dtype=torch.uint8)
-            alive[number][::PAGE_BYTES] = 1
+            alive[number][:: mmap.PAGESIZE] = 1
             for other in [n for n in alive if n + lives[n] <= number]:
                 del alive[other]
     assert mappings() - begin < 100
 
 
 NEAR_THE_LIMIT = """
-import ctypes, os, sys, torch
+import ctypes, mmap, os, sys, torch
 from dataclasses import dataclass
 from planner.errors import StorageError
-from runtime.cpu.memory import PAGE_BYTES, CpuMemory
+from runtime.cpu.memory import CpuMemory
 MIB, LIMIT = 1 << 20, int(open("/proc/sys/vm/max_map_count").read())
 memory = CpuMemory()
 libc = ctypes.CDLL(None)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-base = libc.mmap(None, (LIMIT + 100) * PAGE_BYTES, 0, 0x4022, -1, 0)
+base = libc.mmap(None, (LIMIT + 100) * mmap.PAGESIZE, 0, 0x4022, -1, 0)
 
 @dataclass
 class FileRange:
@@ -372,7 +373,7 @@ class FileRange:
 
 def protect(number, protection):
     "Every second page of a large mapping can get another protection, which makes two mappings more."
-    return libc.mprotect(base + (2 * number + 1) * PAGE_BYTES, PAGE_BYTES, protection) == 0
+    return libc.mprotect(base + (2 * number + 1) * mmap.PAGESIZE, mmap.PAGESIZE, protection) == 0
 
 protected = 0
 def leave_room_for(count):

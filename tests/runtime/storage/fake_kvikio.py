@@ -104,18 +104,9 @@ class FakeKvikio:
         self.opened: list[tuple[Path, CompatMode]] = []
         self.live: list[_CuFile] = []
         self.calls: list[tuple[str, int, int, int, int]] = []
-        self.registered: list[tuple[int, int]] = []
 
     def CuFile(self, path: Path, flags: str) -> _CuFile:
         return _CuFile(self, path, flags)
-
-    def memory_register(self, memory: Any) -> None:
-        if self.error is not None:
-            raise self.error
-        self.registered.append((memory.__cuda_array_interface__["data"][0], memory.__cuda_array_interface__["shape"][0]))
-
-    def memory_deregister(self, memory: Any) -> None:
-        self.registered.remove((memory.__cuda_array_interface__["data"][0], memory.__cuda_array_interface__["shape"][0]))
 
     def shorten(self, moved: int) -> int:
         return moved - self.lost_bytes

@@ -127,19 +127,6 @@ def test_an_error_of_kvikio_names_file_block_and_offset(tmp_path: Path, call: st
     store.close()
 
 
-def test_memory_can_be_registered(tmp_path: Path) -> None:
-    kvikio = FakeKvikio()
-    store = make(tmp_path, kvikio)
-    store.register_memory(1 << 40, MIB)
-    assert kvikio.registered == [(1 << 40, MIB)]
-    store.unregister_memory(1 << 40, MIB)
-    assert kvikio.registered == []
-    kvikio.error = RuntimeError("BAR1 is full")
-    with pytest.raises(UnsupportedError, match="register 1,048,576 bytes of device memory: BAR1 is full; leave them"):
-        store.register_memory(1 << 40, MIB)
-    store.close()
-
-
 def test_files_that_nothing_can_open_leave_nothing_behind(tmp_path: Path) -> None:
     class Broken(FakeKvikio):
         def CuFile(self, path: Path, flags: str) -> Any:

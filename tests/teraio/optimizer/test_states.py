@@ -204,7 +204,7 @@ def test_loaded_states_take_the_place_of_the_old_ones(started: Start) -> None:
     training.train(optimizer, 4)
     before = training.states()
     training.recorder.follow(None, {})
-    training.recorder._by_id = {number: block for number, block in enumerate(before.values())}
+    training.recorder._plan._by_id = {number: block for number, block in enumerate(before.values())}
     for number, block in enumerate(before.values()):
         block.trace_id = number
     content = optimizer.state_dict()
@@ -215,7 +215,7 @@ def test_loaded_states_take_the_place_of_the_old_ones(started: Start) -> None:
     del content
     after = training.states()
     assert after.keys() == before.keys() and not set(after.values()) & set(before.values())
-    assert [training.recorder._by_id[n] for n in range(len(after))] == [after[name] for name in before]
+    assert [training.recorder._plan._by_id[n] for n in range(len(after))] == [after[name] for name in before]
     assert [after[name].uses for name in before] == [block.uses for block in before.values()]
     training.train(optimizer, 2, first=4)
     assert same(everything(optimizer), plain(6))

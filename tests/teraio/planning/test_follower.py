@@ -42,7 +42,7 @@ class Following:
             self.replans += self.follower.iteration_ended(iteration, as_planned=True)
 
     def asked_for(self, block: int) -> list[int]:
-        schedule = self.training.recorder._schedule
+        schedule = self.training.recorder._plan.schedule
         assert schedule is not None
         return [position for position, ids in enumerate(schedule.fetch_at) if block in ids]
 
@@ -427,5 +427,5 @@ def test_stopping_ends_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not running.background.wait(0.0) and running.replans == 0
     running.follower.stop()
     assert job.cancelled and running.background.wait(0.0) and not running.background.busy
-    assert training.recorder._schedule is None
+    assert training.recorder._plan.schedule is None
     training.iteration()

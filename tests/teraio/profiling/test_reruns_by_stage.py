@@ -108,8 +108,8 @@ def test_what_a_rerun_waits_for_is_late_at_its_place() -> None:
     with_rerun(training)
     done = training.iteration()
     assert not any(stage.late for stage in done.stages)
-    assert training.recorder._schedule is not None
-    assert training.recorder._schedule.reruns.late(done) == {(WEIGHT, 5): 0.5}
+    assert training.recorder._plan.schedule is not None
+    assert training.recorder._plan.schedule.reruns.late(done) == {(WEIGHT, 5): 0.5}
 
 
 def test_moves_count_reruns_as_stages() -> None:

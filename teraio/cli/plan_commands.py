@@ -1,0 +1,172 @@
+"""The commands that make plans and replay them: plan, simulate, compare, sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import planner
+from planner.policies import POLICIES
+from planner.problem import SolverSettings
+from teraio.cli import arguments
+from teraio.cli.arguments import (
+    AsJson,
+    Device,
+    Host,
+    NodeFile,
+    Policy,
+    Ranks,
+    Rows,
+    Shared,
+    Storage,
+    TraceAndPlan,
+    TraceFile,
+    TraceFiles,
+    with_solver_options,
+)
+from teraio.cli.comparison import compare_policies, sweep_budgets
+from teraio.cli.comparison_tables import comparison_tables, sweep_tables
+from teraio.cli.node_summary import summarise_node_replay
+from teraio.cli.node_tables import node_replay_tables
+from teraio.cli.output import save, show_or_print
+from teraio.cli.plan_summary import summarise_plan
+from teraio.cli.plan_tables import plan_tables, replay_tables
+from teraio.cli.ranks import RankFiles, plan_paths
+from teraio.cli.replay_summary import summarise_replay
+from teraio.options import require_directory
+
+
+@with_solver_options
+def plan(
+    traces: TraceFiles,
+    device: Device,
+    host: Host = None,
+    storage: Storage = None,
+    policy: Policy = "ilp",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where to write the plan. With --ranks, a name with {rank} if they differ."),
+    ] = None,
+    ranks: Ranks = False,
+    node: NodeFile = None,
+    shared: Shared = None,
+    as_json: AsJson = False,
+    rows: Rows = 10,
+    *,
+    settings: SolverSettings,
+) -> None:
+    """Make a plan for TRACE under the budgets and show it. --json prints the plan itself. With --ranks, plan the ranks of a
+    machine together; budgets are those of each rank."""
+    budgets = arguments.budgets(arguments.size("--device", device), host, storage)
+    if output is not None:
+        require_directory("--output", output.parent)
+    if ranks:
+        _plan_ranks(RankFiles.read(traces, node, shared or ()), budgets, policy, output, settings, as_json=as_json)
+        return
+    loaded = planner.Trace.load(*arguments.only("TRACE", traces, node, shared))
+    with Console(stderr=True).status("planning"):
+        made = planner.plan(loaded, budgets, policy=policy, **asdict(settings))
+    if output is not None:
+        save(made, output)
+    show_or_print(made, plan_tables(summarise_plan(made, loaded), rows), as_json=as_json)
+
+
+def _plan_ranks(
+    files: RankFiles,
+    budgets: planner.Budgets,
+    policy: str,
+    output: Path | None,
+    settings: SolverSettings,
+    *,
+    as_json: bool,
+) -> None:
+    files.refuse_plans()
+    plan_paths(output, files.traces)  # refuses before the planning
+
+    def make(trace: planner.Trace, each: planner.Budgets, known: Sequence[planner.Plan]) -> planner.Plan:
+        return planner.plan(trace, each, policy=policy, incumbents=known, **asdict(settings))
+
+    with Console(stderr=True).status("planning") as status:
+        found = planner.plan_node(files.node, files.traces, [budgets] * files.node.ranks, make=make, progress=status.update)
+    for path, made in zip(plan_paths(output, files.traces), found.plans, strict=False):
+        save(made, path)
+    summary = summarise_node_replay(files.node, files.traces, found.plans, found.timeline, found)
+    show_or_print(summary, node_replay_tables(summary), as_json=as_json)
+
+
+def simulate(
+    files: TraceAndPlan,
+    ranks: Ranks = False,
+    node: NodeFile = None,
+    shared: Shared = None,
+    as_json: AsJson = False,
+    rows: Rows = 10,
+) -> None:
+    """Replay PLAN on TRACE in the simulator. Shows iteration time, stalls, peak memory, the work of each link and of the host's
+    processor, and the critical path. With --ranks, replay the plans of the ranks of a machine together."""
+    if ranks:
+        found = RankFiles.read(files, node, shared or ())
+        timeline = planner.simulate_node(found.node, found.traces, found.needed_plans())
+        node_summary = summarise_node_replay(found.node, found.traces, found.needed_plans(), timeline)
+        show_or_print(node_summary, node_replay_tables(node_summary), as_json=as_json)
+        return
+    trace, plan = arguments.only("TRACE PLAN", files, node, shared)
+    loaded, decided = planner.Trace.load(trace), planner.Plan.load(plan)
+    summary = summarise_replay(loaded, decided, planner.simulate(loaded, decided))
+    show_or_print(summary, replay_tables(summary, rows), as_json=as_json)
+
+
+@with_solver_options
+def compare(
+    trace: TraceFile,
+    device: Device,
+    host: Host = None,
+    storage: Storage = None,
+    policy: Annotated[list[str] | None, typer.Option(help="A policy to compare. May be repeated.", show_default="all")] = None,
+    as_json: AsJson = False,
+    *,
+    settings: SolverSettings,
+) -> None:
+    """Plan TRACE with every policy under the same budgets. Shows how long each waits, and a bound that no plan can beat."""
+    budgets = arguments.budgets(arguments.size("--device", device), host, storage)
+    loaded = planner.Trace.load(trace)
+    with Console(stderr=True).status("planning") as status:
+        found = compare_policies(loaded, budgets, policy or list(POLICIES), settings=settings, progress=status.update)
+    if all(verdict.predicted is None for verdict in found.verdicts):
+        raise planner.TeraioError(f"no policy finds a plan: {found.verdicts[0].error}")
+    show_or_print(found, comparison_tables(found), as_json=as_json)
+
+
+@with_solver_options
+def sweep(
+    trace: TraceFile,
+    device: Annotated[
+        str, typer.Option(metavar="LOWEST:HIGHEST:COUNT", help="Device budgets at equal distances, such as 8GiB:80GiB:10.")
+    ],
+    host: Host = None,
+    storage: Storage = None,
+    policy: Policy = "ilp",
+    as_json: AsJson = False,
+    *,
+    settings: SolverSettings,
+) -> None:
+    """Plan TRACE for a range of device budgets. Shows the iteration time for each."""
+    sizes = arguments.size_range(device)
+    loaded = planner.Trace.load(trace)
+    with Console(stderr=True).status("planning") as status:
+        found = sweep_budgets(
+            loaded,
+            sizes,
+            arguments.budgets(sizes[0], host, storage),
+            policy,
+            settings=settings,
+            progress=status.update,
+        )
+    if found.points[-1].predicted is None:
+        raise planner.TeraioError(f"no budget of the range suffices: {found.points[-1].error}")
+    show_or_print(found, sweep_tables(found), as_json=as_json)
