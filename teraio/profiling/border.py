@@ -21,13 +21,13 @@ class IterationBorder:
     """
 
     _PATIENCE = 4
-    """Steps of other optimizers in a row after which the first one counts as no longer used; other graphs, likewise."""
+    """Steps of another optimizer without one of the first, after which this counts as no longer used; other graphs, likewise."""
     _PASSES = 4
     _PASSES_THAT_LEAVE_GRADIENTS = 32
 
     def __init__(self) -> None:
         self._first: weakref.ref[Optimizer] | None = None
-        self._others = 0
+        self._others: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # steps since one of the first
         self._told = False
         self._graph: Hashable | None = None
         self._other_graphs = 0
@@ -59,12 +59,15 @@ class IterationBorder:
         if first is None or (first is not optimizer and self._no_longer_used(first, optimizer)):
             first = optimizer
             self._first = weakref.ref(optimizer)
-        self._others = 0 if first is optimizer else self._others + 1
-        return first is optimizer
+        if first is optimizer:
+            self._others.clear()
+            return True
+        self._others[optimizer] = self._others.get(optimizer, 0) + 1
+        return False
 
     def _no_longer_used(self, first: Optimizer, other: Optimizer) -> bool:
         """Two that alternate over the same parameters are both in use. One that steps twice in a row has replaced the other."""
-        return self._others >= (1 if _share_parameters(first, other) else self._PATIENCE + 1)
+        return self._others.get(other, 0) >= (1 if _share_parameters(first, other) else self._PATIENCE + 1)
 
     # -- passes
 

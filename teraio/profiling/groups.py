@@ -31,7 +31,7 @@ def recompute_groups(
         if stage.phase != "forward":
             continue
         wanted = [ids[b] for b in stage.made if _can_be_dropped(b) and _for_backward(blocks[ids[b]], position, stages)]
-        if wanted and (reason := against or stage.never_again):
+        if wanted and (reason := against or stage.never_again or _kept_result(stage, blocks, ids)):
             others.append(planner.NotRecomputed(stage=position, reason=reason))
         elif wanted:
             unwanted = sum(block.size_bytes for block in stage.made if ids[block] not in wanted)
@@ -47,6 +47,12 @@ def recompute_groups(
                 )
             )
     return tuple(groups), tuple(others)
+
+
+def _kept_result(stage: StageRecord, blocks: Sequence[planner.Block], ids: Mapping[Block, int]) -> str:
+    """Return which result of the stage outlives the iteration, as a reason; "" if none does. To a trace, the stage changes it."""
+    kept = (block.name for block in stage.made if blocks[ids[block]].persistent)
+    return next((f"it makes {name}, which your code keeps beyond the end of the iteration" for name in kept), "")
 
 
 def _can_be_dropped(block: Block) -> bool:

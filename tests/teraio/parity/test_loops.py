@@ -197,6 +197,28 @@ def test_outputs_kept_over_steps(tmp_path: Path) -> None:
     check_parity(Case(make_model=two_layers, make_batches=features, step=step), tmp_path, debug=True)
 
 
+class WithLoss(Chain):
+    """Returns its loss."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.nn.functional.cross_entropy(super().forward(x), targets)
+
+
+def test_a_loss_of_the_model_that_is_kept_until_the_next_one(tmp_path: Path) -> None:
+    """As the variable `loss` is in an ordinary loop: the stage that makes the loss makes activations, too."""
+
+    def step(run: Run, batch: Batch, index: int) -> None:
+        loss = run.kept["loss"] = run.model(*batch)
+        loss.backward()
+        run.record_loss(loss)
+        run.record_gradients()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    case = Case(make_model=lambda: WithLoss(outputs=1024, depth=2), make_batches=features, step=step, planned=True)
+    check_parity(case, tmp_path)
+
+
 def gradients_by_function(run: Run, batch: Batch, index: int) -> None:
     """`torch.autograd.grad` in place of `backward`: gradients that belong to the user alone."""
     parameters = list(run.module.parameters())

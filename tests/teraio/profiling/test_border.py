@@ -47,6 +47,12 @@ def test_two_that_alternate_over_the_same_parameters() -> None:
     assert ends(border, *[first, second] * 4) == [True, False] * 4
 
 
+def test_an_optimizer_for_each_parameter() -> None:
+    """Each steps once in an iteration, in hooks of the backward pass or in a loop: none of them takes over."""
+    border, optimizers = IterationBorder(), [SGD([weight()]) for _ in range(12)]
+    assert ends(border, *optimizers * 7) == [True, *[False] * 11] * 7
+
+
 # -- without steps
 
 
