@@ -153,6 +153,8 @@ def _run(
     with _runs_of(captured), _explained(), pretended_gpu(description.gpu), fake:
         with _convertible(fake), answering(description.gpu, description.hardware.name):
             step = training()
+        if not callable(step):
+            raise OptionsError(f"capture: the function returns {type(step).__name__}, wanted a function that does one step")
         step()
         with captured.work:
             for _ in range(_MOST_STEPS):
