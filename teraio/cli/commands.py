@@ -52,7 +52,7 @@ from teraio.cli.plan_tables import plan_tables, replay_tables
 from teraio.cli.ranks import RankFiles, plan_paths
 from teraio.cli.replay_summary import summarise_replay
 from teraio.cli.report.command import report
-from teraio.cli.tables import Page, show
+from teraio.cli.tables import Page, show, write_out
 from teraio.cli.trace_summary import summarise_trace
 from teraio.cli.trace_tables import trace_tables
 from teraio.options import require_directory
@@ -393,7 +393,7 @@ def doctor(
 @app.command()
 def schema(kind: Annotated[FileKind, typer.Argument(help="The file format.")]) -> None:
     """Print the JSON Schema of a file format."""
-    print(json.dumps(SCHEMAS[kind.value].model_json_schema(), indent=1))
+    write_out(json.dumps(SCHEMAS[kind.value].model_json_schema(), indent=1))
 
 
 def _load(path: Path) -> planner.Trace | planner.Plan:
@@ -414,7 +414,7 @@ def _save(made: planner.Plan | planner.Trace, path: Path) -> None:
 
 def _show(model: FrozenModel, page: Page, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(model.model_dump(mode="json", by_alias=True), indent=1))
+        write_out(json.dumps(model.model_dump(mode="json", by_alias=True), indent=1))
     else:
         show(page)
 

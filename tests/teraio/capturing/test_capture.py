@@ -162,7 +162,7 @@ def test_a_step_that_reads_values_is_refused() -> None:
 
 
 def test_a_step_that_compiles_nothing_is_refused() -> None:
-    with pytest.raises(teraio.UnsupportedError, match='nothing was compiled with backend="teraio"'):
+    with pytest.raises(teraio.UnsupportedError, match='no trace yet: nothing was compiled with backend="teraio"'):
         teraio.capture(compiles_nothing)
 
 

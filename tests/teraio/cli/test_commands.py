@@ -507,6 +507,21 @@ def test_names_cannot_command_the_terminal(run: Run, tmp_path: Path) -> None:
         assert result.out.startswith("{") or "[red]bold[/red]" in shown, "a name is no markup"
 
 
+@pytest.mark.parametrize("arguments", [["inspect", hand("chain")], ["inspect", hand("chain"), "--json"], ["schema", "plan"]])
+def test_an_output_that_is_full(arguments: list[object]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "teraio.cli", *map(str, arguments)],
+            cwd=TRACES.parent,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "teraio: the standard output cannot be written: No space left on device\n"
+
+
 def test_a_terminal_that_lacks_characters(tmp_path: Path) -> None:
     content = {**json.loads(hand("chain").read_text()), "name": "模型"}
     path = tmp_path / "named.json"
