@@ -36,7 +36,7 @@ def test_over_a_slow_link_a_layer_runs_again_and_over_a_fast_one_it_moves() -> N
 
 
 def test_sets_of_groups_are_not_judged_by_a_poor_plan() -> None:
-    """Group 0 runs again for 0.5 s, and no stage waits; without it, stages wait for 5.67 s. The coarse program drafts it badly."""
+    """Group 0 runs again for 0.5 s, and no stage waits; without it, stages wait for 5.67 s. The program drafts it badly."""
     phases = ["forward"] * 3 + ["backward"] * 3 + ["optimizer"]
     uses: list[tuple[int, bool, list[int], list[int]]] = [
         (5, True, [0, 5, 6], [6]),
