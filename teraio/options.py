@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -240,7 +241,7 @@ def parse_bytes(name: str, value: Any) -> int:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if match is not None and match[2].upper() in _UNITS:
-            size = float(match[1]) * _UNITS[match[2].upper()]
+            size = Fraction(match[1]) * _UNITS[match[2].upper()]
             if 1 <= size < 2**63:
                 return int(size)
     raise OptionsError(

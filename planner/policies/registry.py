@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from planner.errors import BudgetError, OptionsError
+from planner.ilp import MAX_INTEGER_STAGES
 from planner.policies.fixed_updates import all_on_host, every_nth_on_device
 from planner.policies.greedy import g10_decisions, teraio_decisions
 from planner.policies.ilp import optimise
@@ -96,7 +97,13 @@ def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         refine=lambda problem, bound: optimise(
             problem, policy="ilp", rivals=rivals, settings=settings, known_bound=bound, rivals_beyond=bound * _NEAR
         ),
-        draft=partial(optimise, policy="ilp", rivals=(), settings=settings, integer=False),
+        draft=lambda problem: optimise(
+            problem,
+            policy="ilp",
+            rivals=rivals if problem.stage_count <= MAX_INTEGER_STAGES else (),  # where they take little time
+            settings=settings,
+            integer=False,
+        ),
     )
 
 

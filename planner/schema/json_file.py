@@ -68,17 +68,23 @@ def read_format(path: str | os.PathLike[str]) -> str | None:
 def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     """Replace the file at `path` by `text`. A reader sees all of the old content or all of the new.
 
-    The file is gzip-compressed if its name ends in `.gz`.
+    The file is gzip-compressed if its name ends in `.gz`. A symbolic link stays, and the file that it leads to is replaced. A
+    device or a pipe, such as `/dev/stdout`, is never replaced: the text is written to it.
 
     Waits until the content has reached the drive. Raises OSError as the operating system gives it.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
+    content = text.encode("utf-8")
+    content = gzip.compress(content, mtime=0) if _is_compressed(path) else content
+    if _is_special(path):
+        with open(path, "wb") as stream:
+            stream.write(content)
+        return
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
             os.fchmod(stream.fileno(), 0o644)
-            content = text.encode("utf-8")
-            stream.write(gzip.compress(content, mtime=0) if _is_compressed(path) else content)
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, target)
@@ -108,6 +114,15 @@ def _read_text(path: str | os.PathLike[str], error: type[FileFormatError]) -> st
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise error(f"{path}: not a text file (byte {problem.start}); expected JSON in UTF-8") from problem
+
+
+def _is_special(path: str | os.PathLike[str]) -> bool:
+    """Whether a device, a pipe or a socket is there."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False  # nothing is there, or the attempt to write says what is wrong
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def _is_compressed(path: str | os.PathLike[str]) -> bool:

@@ -51,7 +51,7 @@ def cases(trace: planner.Trace, budgets: Budgets, *, drives: int) -> Iterator[Ca
             drives=drives + 1,
             more=True,
         )
-    if "device->host" in links and budgets.host_bytes is not None:
+    if "device->host" in links and budgets.host_bytes:
         yield Case(
             what="twice the host memory",
             trace=trace,

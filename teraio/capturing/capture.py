@@ -109,7 +109,7 @@ class _Capture:
         """Why there is no profile yet."""
         if not self._phases:
             return 'nothing was compiled with backend="teraio"'
-        return str(REGISTRY.runs()[0].status().waiting_for)
+        return f"it waits for {REGISTRY.runs()[0].status().waiting_for}"
 
 
 def capture(
@@ -153,6 +153,8 @@ def _run(
     with _runs_of(captured), _explained(), pretended_gpu(description.gpu), fake:
         with _convertible(fake), answering(description.gpu, description.hardware.name):
             step = training()
+        if not callable(step):
+            raise OptionsError(f"capture: the function returns {type(step).__name__}, wanted a function that does one step")
         step()
         with captured.work:
             for _ in range(_MOST_STEPS):
@@ -161,7 +163,7 @@ def _run(
                 step()
         profile = captured.profile
         if profile is None:
-            raise UnsupportedError(f"after {_MOST_STEPS} steps there is no trace yet: it waits for {captured.waiting_for}")
+            raise UnsupportedError(f"after {_MOST_STEPS} steps there is no trace yet: {captured.waiting_for}")
     return profile.trace, captured.executed
 
 

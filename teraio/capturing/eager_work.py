@@ -6,13 +6,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from teraio.stages import Kernel, operator_kernel
 
 
 class EagerWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells `count` the kernel of each operator that runs within, unless `paused`."""
+    """Tells `count` the kernel of each operator that runs within, unless `paused`. Not those inside of higher-order operators."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, count: Callable[[Kernel], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,7 +39,7 @@ class EagerWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         result = func(*args, **named)
-        if not self._paused:
+        if not self._paused and isinstance(func, OpOverload):
             names = (argument.name for argument in func._schema.arguments)
             kernel = operator_kernel(func, dict(zip(names, args, strict=False)) | named, result)
             if kernel is not None:

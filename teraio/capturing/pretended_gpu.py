@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, Self
 from unittest import mock
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from planner.errors import UnsupportedError
 from planner.schema import FrozenModel
@@ -27,6 +28,24 @@ class GpuModel(FrozenModel):
 
     capability: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
     multiprocessors: Annotated[int, Field(gt=0)]
+
+
+class _Generator:
+    """The GPU's generator, as checkpointed regions with attention or dropout use it. It draws nothing and has no state."""
+
+    device = torch.device("cuda", 0)
+
+    def clone_state(self) -> Self:
+        return self
+
+    def manual_seed(self, seed: int) -> Self:
+        return self
+
+    def graphsafe_get_state(self) -> Self:
+        return self
+
+    def graphsafe_set_state(self, state: object) -> Self:
+        return self
 
 
 @contextlib.contextmanager
@@ -46,9 +65,12 @@ def pretended_gpu(gpu: GpuModel | None) -> Iterator[None]:
         _attention_of(capability),
         # Both would compute on the GPU while a graph is compiled: constants, and which shapes of matmuls are faster.
         config.patch(joint_graph_constant_folding=False, shape_padding=False),
+        # Tracing would copy the values of small constants to the GPU.
+        mock.patch("torch.fx.experimental.proxy_tensor.CONSTANT_NUMEL_LIMIT", -1),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         mock.patch.multiple(
             torch.cuda,
+            default_generators=(_Generator(),),
             is_bf16_supported=lambda including_emulation=True: capability >= _FLASH_CAPABILITY,
             set_device=lambda device: None,
             synchronize=lambda device=None: None,
@@ -67,13 +89,17 @@ def answering(gpu: GpuModel | None, name: str) -> Iterator[None]:
     if gpu is None or torch.cuda.is_available():
         yield
         return
-    with mock.patch.multiple(
-        torch.cuda,
-        is_available=lambda: True,
-        device_count=lambda: 1,
-        current_device=lambda: 0,
-        get_device_capability=lambda device=None: gpu.capability,
-        get_device_name=lambda device=None: name,
+    with (
+        # From that answer, PyTorch would conclude that it can copy the values of `torch.tensor` to the GPU.
+        mock.patch.object(FakeTensorMode, "avoid_device_init", new=True, create=True),
+        mock.patch.multiple(
+            torch.cuda,
+            is_available=lambda: True,
+            device_count=lambda: 1,
+            current_device=lambda: 0,
+            get_device_capability=lambda device=None: gpu.capability,
+            get_device_name=lambda device=None: name,
+        ),
     ):
         yield
 

@@ -48,8 +48,8 @@ Shared = Annotated[
     typer.Option("--shared", help="With --ranks: all ranks have the same drives (or host memory) behind this tier."),
 ]
 Device = Annotated[str, typer.Option(help="Device budget: bytes, or text such as 24GiB.")]
-Host = Annotated[str | None, typer.Option(help="Host budget.", show_default="no limit")]
-Storage = Annotated[str | None, typer.Option(help="Storage budget.", show_default="no limit")]
+Host = Annotated[str | None, typer.Option(help="Host budget. 0: the host tier is not used.", show_default="no limit")]
+Storage = Annotated[str | None, typer.Option(help="Storage budget. 0: the drives are not used.", show_default="no limit")]
 Policy = Annotated[str, typer.Option(help=f"Planning policy: {', '.join(POLICIES)}.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Rows = Annotated[int, typer.Option("--rows", min=0, help="Number of rows to show of each long table.")]
@@ -132,9 +132,15 @@ def budgets(device_bytes: int, host: str | None, storage: str | None) -> planner
     """Return the budgets; None for a tier without a limit."""
     return planner.Budgets(
         device_bytes=device_bytes,
-        host_bytes=None if host is None else size("--host", host),
-        storage_bytes=None if storage is None else size("--storage", storage),
+        host_bytes=_tier_size("--host", host),
+        storage_bytes=_tier_size("--storage", storage),
     )
+
+
+def _tier_size(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    return 0 if text.strip() == "0" else size(name, text)
 
 
 def size_range(text: str) -> list[int]:

@@ -20,6 +20,7 @@ from teraio.cli.output import show_or_print
 from teraio.cli.plan_summary import summarise_plan
 from teraio.cli.plan_tables import plan_tables
 from teraio.cli.ranks import RankFiles
+from teraio.cli.tables import write_out
 from teraio.cli.trace_summary import summarise_trace
 from teraio.cli.trace_tables import trace_tables
 
@@ -84,7 +85,7 @@ def inspect(
 
 def schema(kind: Annotated[FileKind, typer.Argument(help="The file format.")]) -> None:
     """Print the JSON Schema of a file format."""
-    print(json.dumps(SCHEMAS[kind.value].model_json_schema(), indent=1))
+    write_out(json.dumps(SCHEMAS[kind.value].model_json_schema(), indent=1))
 
 
 def _load(path: Path) -> planner.Trace | planner.Plan:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import planner
 from planner.schema import FrozenModel
-from teraio.cli.tables import Page, show
+from teraio.cli.tables import Page, show, write_out
 
 
 def save(made: planner.Plan | planner.Trace, path: Path) -> None:
@@ -19,8 +19,8 @@ def save(made: planner.Plan | planner.Trace, path: Path) -> None:
 
 
 def show_or_print(model: FrozenModel, page: Page, *, as_json: bool) -> None:
-    """Print the model as JSON if that is asked for, else the tables that show it."""
+    """Print the model as JSON if that is asked for, else the tables that show it. Raises as `write_out` does."""
     if as_json:
-        print(json.dumps(model.model_dump(mode="json", by_alias=True), indent=1))
+        write_out(json.dumps(model.model_dump(mode="json", by_alias=True), indent=1))
     else:
         show(page)

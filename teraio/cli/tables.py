@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.errors import TeraioError
 from planner.schema import printable
 
 __all__ = [
@@ -23,6 +27,7 @@ __all__ = [
     "share",
     "show",
     "table_of",
+    "write_out",
 ]
 
 Page = tuple[RenderableType, ...]
@@ -48,16 +53,33 @@ def format_seconds(seconds: float) -> str:
 
 
 def show(page: Page) -> None:
-    """Print a page: as wide as the terminal, or as wide as needed where it is no terminal."""
+    """Print a page: as wide as the terminal, or as wide as needed where it is no terminal. Raises as `write_out` does."""
     console = Console()
     if not console.is_terminal:
         console.width = _WIDE
-    with console.capture() as capture:
+    with _explained(), console.capture() as capture:
         for position, part in enumerate(page):
             console.print(*([""] if position else []), part, sep="\n")
-    lines = [line.rstrip() for line in capture.get().splitlines()]
-    text = "\n".join(lines) + "\n"
-    console.file.write(text.encode(console.encoding, "replace").decode(console.encoding))  # the terminal may lack a character
+    text = "\n".join(line.rstrip() for line in capture.get().splitlines())
+    write_out(text.encode(console.encoding, "replace").decode(console.encoding))  # the terminal may lack a character
+
+
+def write_out(text: str) -> None:
+    """Print to the standard output at once. Raises TeraioError if it cannot be written, and BrokenPipeError."""
+    with _explained():
+        print(text, flush=True)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # whoever read it has enough: the command ends quietly
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # otherwise the interpreter writes what is left when it ends, and fails again
+        raise TeraioError(f"the standard output cannot be written: {error.strerror}") from error
 
 
 def facts(*entries: tuple[str, str]) -> Table:

@@ -224,6 +224,8 @@ def test_equal_options_are_one_key_and_do_not_change() -> None:
         ("0.5GiB", 1 << 29),
         ("1TB", 10**12),
         ("1tib", 1 << 40),
+        ("9007199254740993", (1 << 53) + 1),
+        ("9223372036854775807", (1 << 63) - 1),
     ],
 )
 def test_sizes(value: int | str, size_bytes: int) -> None:

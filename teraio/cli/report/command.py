@@ -20,6 +20,7 @@ from teraio.cli.report.measured import MeasuredRun
 from teraio.cli.report.page import html_page
 from teraio.cli.report.perfetto import chrome_trace
 from teraio.cli.report.picture import draw
+from teraio.cli.tables import write_out
 from teraio.options import require_directory
 
 __all__ = ["report"]
@@ -60,10 +61,10 @@ def report(
     )
     _write(made, output, perfetto, png)
     if as_json:
-        print(made.model_dump_json(by_alias=True, indent=1))
+        write_out(made.model_dump_json(by_alias=True, indent=1))
     for path in outputs.values():
         if path is not None and not as_json:
-            print(f"written: {path}")
+            write_out(f"written: {path}")
 
 
 def _check(outputs: dict[str, Path | None], trace: Path | None, *, as_json: bool) -> None:

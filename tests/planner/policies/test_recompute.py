@@ -10,6 +10,7 @@ from planner.problem import RerunPlaces, live_bytes, over_half, rounded, simple_
 from ...thoroughness import by_profile
 from .. import exhaustive
 from ..recompute_traces import layers
+from ..strategies import hardware
 
 TRACES = by_profile(ci=8, long=150)
 
@@ -32,6 +33,40 @@ def test_over_a_slow_link_a_layer_runs_again_and_over_a_fast_one_it_moves() -> N
     assert again(layers(rate=100.0), 31, "offload-only") == (pytest.approx(6.1), [])
     # a0 leaves before stage 2, which waits for 10 s, and comes back when a2 has died, during stage 4: 6 + 10 + 9 s.
     assert again(layers(rate=1.0), 31, "offload-only") == (pytest.approx(25.0), [])
+
+
+def test_sets_of_groups_are_not_judged_by_a_poor_plan() -> None:
+    """Group 0 runs again for 0.5 s, and no stage waits; without it, stages wait for 5.67 s. The program drafts it badly."""
+    phases = ["forward"] * 3 + ["backward"] * 3 + ["optimizer"]
+    uses: list[tuple[int, bool, list[int], list[int]]] = [
+        (5, True, [0, 5, 6], [6]),
+        (5, False, [5], [0]),
+        (20, False, [4], [1]),
+        (40, True, [2, 3, 6], [6]),
+        (40, False, [6], [3]),
+        (80, True, [6], [6]),
+        (20, False, [3], [2]),
+        (5, False, [3], [2]),
+    ]
+    trace = Trace.build(
+        name="poor",
+        hardware=hardware(rate=6.0),
+        stages=[{"id": n, "name": f"{p}/{n}", "phase": p, "duration_seconds": 1.0} for n, p in enumerate(phases)],
+        blocks=[
+            {
+                "id": number,
+                "name": f"b{number}",
+                "kind": "activation",
+                "size_bytes": size,
+                "persistent": persistent,
+                "reads": reads,
+                "writes": writes,
+            }
+            for number, (size, persistent, reads, writes) in enumerate(uses)
+        ],
+        recompute=[{"id": 0, "stage": 1, "blocks": [2], "reads": [], "duration_seconds": 0.5}],
+    )
+    assert again(trace, 193, "ilp") == (pytest.approx(7.5), [(0, 4)])
 
 
 def test_all_groups_are_tried_at_one_place() -> None:

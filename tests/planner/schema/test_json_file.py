@@ -1,6 +1,8 @@
 """Bad files are refused with a message that names the file, the place in it and what to do."""
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,22 @@ def test_missing_file_and_not_text(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TraceError, match="not a text file"):
         Trace.load(tmp_path / "binary.json")
+
+
+def test_links_and_pipes_are_not_replaced(tmp_path: Path) -> None:
+    trace = Trace.load(TRACES / "hand" / "chain.json")
+    link, target, pipe = tmp_path / "link.json", tmp_path / "deep" / "target.json", tmp_path / "pipe"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for _ in range(2):  # without a target, and with one
+        trace.save(link)
+        assert link.is_symlink() and Trace.load(target) == trace
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as threads:
+        received = threads.submit(pipe.read_text)
+        trace.save(pipe)
+        assert received.result(timeout=60) == target.read_text()
+    assert pipe.is_fifo() and {path.name for path in tmp_path.iterdir()} == {"deep", "link.json", "pipe"}
 
 
 def test_other_format_and_version(tmp_path: Path, trace_content: dict[str, Any]) -> None:

@@ -162,7 +162,7 @@ def test_a_step_that_reads_values_is_refused() -> None:
 
 
 def test_a_step_that_compiles_nothing_is_refused() -> None:
-    with pytest.raises(teraio.UnsupportedError, match='nothing was compiled with backend="teraio"'):
+    with pytest.raises(teraio.UnsupportedError, match='no trace yet: nothing was compiled with backend="teraio"'):
         teraio.capture(compiles_nothing)
 
 
@@ -179,6 +179,7 @@ def test_a_process_that_trains_is_refused(tmp_path: Path) -> None:
         (training, {"inputs": ()}, "inputs belong to a model"),
         (nn.Linear(2, 2), {"inputs": (torch.zeros(2, 2),)}, "neither a loss nor something with a loss"),
         (training, {"hardware": "abacus"}, "wanted one of a100, h100"),
+        (lambda: "step", {}, "the function returns str, wanted a function that does one step"),
     ],
 )
 def test_wrong_arguments(what: object, given: dict[str, object], message: str) -> None:

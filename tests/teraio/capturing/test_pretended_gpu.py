@@ -68,6 +68,13 @@ def test_a_script_that_chooses_its_device_gets_a_gpu(autocast: bool, kernel: str
     assert planner.plan(trace, planner.Budgets(device_bytes=budget), policy="g10").moves
 
 
+@pytest.mark.parametrize("what", ["constants", "checkpointed", "scan"])
+def test_what_needs_values_or_random_state_of_a_gpu_alone_is_captured(what: str) -> None:
+    trace = capture(functools.partial(trainings.on_gpu_as, what), hardware="rtx4090")
+    assert {stage.phase for stage in trace.stages} == {"user", "forward", "backward", "optimizer"}
+    assert trace.subgroups
+
+
 def test_a_model_is_captured_where_the_machine_computes(operators: dict[str, set[str]]) -> None:
     with torch.device("meta"):
         model = trainings.Transformer()

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 1000
 
@@ -74,6 +76,30 @@ def on_gpu(*, autocast: bool = False, fused: bool | None = True) -> Callable[[],
             logits = compiled(tokens)
         loss_of(logits.float()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def on_gpu_as(what: str) -> Callable[[], object]:
+    """A layer on "cuda" with "constants" made from numbers, with its attention "checkpointed", or with a "scan"."""
+    with torch.device("cuda"):
+        torch.tensor(1.0)  # as many constructors do
+        layer, hidden = Layer(512).to(torch.bfloat16), torch.zeros(2, 256, 512, dtype=torch.bfloat16)
+
+    @torch.compile(backend="teraio")
+    def run(hidden: Tensor) -> Tensor:
+        if what == "checkpointed":
+            return checkpoint(layer, hidden, use_reentrant=False)
+        if what == "scan":
+            return associative_scan(torch.add, layer(hidden), dim=1)
+        return layer(hidden) * torch.tensor(2.0, device=hidden.device)
+
+    optimizer = torch.optim.AdamW(layer.parameters())
+
+    def step() -> None:
+        run(hidden).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 

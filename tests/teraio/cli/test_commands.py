@@ -137,6 +137,15 @@ def test_the_help_of_the_solver_options_teaches(run: Run) -> None:
         assert "drives wear out too soon" in text and "0.005" in text and "Threads that the solver may use" in text
 
 
+def test_a_tier_with_a_budget_of_nothing_is_not_used(run: Run) -> None:
+    without_host = run("plan", hand("two_tiers"), "--device", "20", "--host", "0", "--json").json
+    assert {move["tier"] for move in without_host["moves"]} == {"storage"}
+    without_drives = run("plan", hand("two_tiers"), "--device", "20", "--storage", "0", "--json").json
+    assert {move["tier"] for move in without_drives["moves"]} == {"host"}
+    asked = run("advise", hand("two_tiers"), "--device", "20", "--host", "0", "--json").json
+    assert "twice the host memory" not in {answer["what"] for answer in asked["answers"]}
+
+
 def test_nothing_moves_where_everything_fits(run: Run) -> None:
     result = run("plan", hand("chain"), "--device", "1GiB")
     assert result.code == 0 and fact(result.out, "moves").startswith("0 of 0 blocks")
@@ -498,6 +507,21 @@ def test_names_cannot_command_the_terminal(run: Run, tmp_path: Path) -> None:
         assert result.out.startswith("{") or "[red]bold[/red]" in shown, "a name is no markup"
 
 
+@pytest.mark.parametrize("arguments", [["inspect", hand("chain")], ["inspect", hand("chain"), "--json"], ["schema", "plan"]])
+def test_an_output_that_is_full(arguments: list[object]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "teraio.cli", *map(str, arguments)],
+            cwd=TRACES.parent,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "teraio: the standard output cannot be written: No space left on device\n"
+
+
 def test_a_terminal_that_lacks_characters(tmp_path: Path) -> None:
     content = {**json.loads(hand("chain").read_text()), "name": "模型"}
     path = tmp_path / "named.json"
@@ -665,7 +689,7 @@ def test_comparisons_that_can_not_be_made(run: Run, command: str, arguments: lis
     [
         (["--device", "plenty"], "option --device: found 'plenty', wanted a number of bytes from 1 to 2^63 - 1"),
         (["--device", "-5"], "option --device: found '-5'"),
-        (["--device", "20", "--host", "0"], "option --host: found '0'"),
+        (["--device", "20", "--host", "0.5"], "option --host: found '0.5'"),
         (["--device", "20", "--storage", "1 parsec"], "option --storage: found '1 parsec'"),
         (
             ["--device", "20", "--policy", "luck"],
