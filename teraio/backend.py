@@ -42,28 +42,26 @@ def teraio(
         return _compile_graphs(gm, example_inputs, parse_options({"mode": mode} if options is None else options))
     except TeraioError as error:
         registry.REGISTRY.forget_unused()
-        return _raiser(error)
+        return _raiser(error, [kind for _, kind in _describe_inputs(gm, example_inputs)])
 
 
-def _raiser(error: TeraioError) -> Callable[..., Any]:
+def _raiser(error: TeraioError, kinds: Sequence[Kind]) -> Callable[..., Any]:
     def refuse(*arguments: Any) -> Any:
-        raise _with_immovable(error, arguments) if isinstance(error, BudgetError) else error
+        raise _with_immovable(error, arguments, kinds) if isinstance(error, BudgetError) else error
 
     return refuse
 
 
-def _with_immovable(error: BudgetError, arguments: Sequence[Any]) -> BudgetError:
+def _with_immovable(error: BudgetError, arguments: Sequence[Any], kinds: Sequence[Kind]) -> BudgetError:
     """Return the error with a budget that also holds those large inputs of the graph that cannot leave memory."""
-    tensors = [value for value in arguments if isinstance(value, torch.Tensor) and value.layout is torch.strided]
+    inputs = zip(arguments, kinds, strict=True)
+    tensors = [(v, kind) for v, kind in inputs if isinstance(v, torch.Tensor) and v.layout is torch.strided]
     storages = {
         storage._cdata: storage.nbytes()
-        for value in tensors
+        for value, kind in tensors
         if value.device.type == "cpu" and (storage := holder_of(value).untyped_storage()).nbytes() >= MIN_MOVED_BYTES
         # Other tensors were made before teraio's allocator; parameters and buffers get memory of it.
-        if storage.is_shared()
-        or not storage.resizable()
-        or not isinstance(value, torch.nn.Parameter)
-        or registry.REGISTRY.stays(storage)
+        if storage.is_shared() or not storage.resizable() or kind == "activation" or registry.REGISTRY.stays(storage)
     }
     return error.asking_for(error.smallest_bytes + sum(storages.values()), not_counted=error.not_counted)
 

@@ -128,8 +128,10 @@ def assign(graph: Graph, *, speed: Speed, policy: CutPolicy, floor_bytes: int = 
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     stage_of = _walk(nodes, speed, policy)
     _hoist_small(nodes, stage_of)
+    _hoist_returned_views(nodes, stage_of)
     usual_bytes = int(policy.shortest_seconds * speed.bytes_per_second)
     _cut_finer(nodes, stage_of, policy, max(floor_bytes, usual_bytes), fuses=fuses)
+    _hoist_returned_views(nodes, stage_of)  # those of a stage that is in pieces now
     sink_updates(stage_of, small_bytes=_SMALL_BYTES)
     _repeat_constants(graph, stage_of)
     _set_seeds_apart(stage_of)
@@ -206,6 +208,23 @@ def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
             continue
         if cost.output_bytes(node) < _SMALL_BYTES:
             stage_of[node] = max(sources)
+
+
+def _hoist_returned_views(nodes: list[Node], stage_of: dict[Node, int]) -> None:
+    """Move views that only the graph's caller takes into the stage that makes, or first reads, what they show.
+
+    PyTorch puts views that it saves for the backward pass (`x.t()` of `x @ weight`, heads of attention) at the end of the forward
+    graph. The last stage would need what all layers save at once.
+    """
+    returned: dict[Node, None] = {}
+    for node in reversed(nodes):
+        if cost.is_view(node) and all(user.op == "output" or user in returned for user in node.users):
+            returned[node] = None
+    for node in reversed(returned):
+        shown, *sizes = node.all_input_nodes
+        readers = [stage_of[user] for user in shown.users if user in stage_of and user not in returned]
+        made = stage_of[shown] if shown in stage_of else min(readers, default=stage_of[node])
+        stage_of[node] = max([made, *(stage_of[size] for size in sizes if size in stage_of)])
 
 
 def _cut_finer(nodes: list[Node], stage_of: dict[Node, int], policy: CutPolicy, floor_bytes: int, *, fuses: bool) -> None:

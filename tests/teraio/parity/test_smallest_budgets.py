@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 import teraio
 
 from ...thoroughness import every_other
+from ...training import compiled, forget
 from .harness import compiled_input_needs_grad
 from .optimizers import MIB, WIDTH, Case, Model, Result, Run, budgeted, one, train, unmanaged
 
@@ -54,6 +55,21 @@ class Shared(Model):
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
         self.share_memory()
+
+
+class Quantised(nn.Module):
+    """For each layer a weight of 1 MiB that is an int8 buffer, and a small one that is trained."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.full((1024,), 1e-4) for _ in range(layers))
+        for number in range(layers):
+            self.register_buffer(f"base{number}", torch.randint(-128, 127, (1024, 1024), dtype=torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, scale in enumerate(self.scales):
+            x = x + torch.tanh((x @ self.get_buffer(f"base{number}").float()) * scale)
+        return x
 
 
 class TwoGraphs(Model):
@@ -145,3 +161,17 @@ def first_that_trains(case: Case, folder: Path) -> tuple[Result, list[teraio.Bud
         except teraio.BudgetError as error:
             assert error.smallest_bytes > budget and len(errors) < 4, [*errors, error]
             errors.append(error)
+
+
+def test_buffers_are_not_counted_as_what_stays(tmp_path: Path) -> None:
+    model, rows = Quantised(12), torch.randn(8, 1024)
+
+    def backward(budget: int) -> None:
+        forget()
+        options = {"memory_budget": budget, "storage": str(tmp_path)}
+        compiled(model, options)(rows).square().mean().backward()
+
+    with pytest.raises(teraio.BudgetError) as raised:
+        backward(MIB)
+    assert raised.value.smallest_bytes < 12 * MIB
+    backward(raised.value.smallest_bytes)

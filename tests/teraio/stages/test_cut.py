@@ -65,6 +65,35 @@ def only_updates(node: Node) -> bool:
     return node.target is torch.ops.aten.copy_.default or bool(node.users) and all(only_updates(user) for user in node.users)
 
 
+class Products(nn.Module):
+    """`x @ weight` and attention by hand: for each layer, PyTorch saves views of what the layer makes."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(64, 64) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            y = torch.tanh(x @ weight).view(4, -1, 64)
+            x = x + ((y @ y.transpose(1, 2)).softmax(-1) @ y).view(x.shape)
+        return x
+
+
+@pytest.mark.parametrize("policy", [FINE, CutPolicy(shortest_seconds=1e-9, far_above=0.1), CutPolicy()])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_views_that_backward_gets_are_made_where_their_storage_is(policy: CutPolicy, dynamic: bool) -> None:
+    """PyTorch puts them at the end of the forward graph, where one stage would need what all layers save."""
+    layers = 6
+    graph = capture(Products(layers), torch.randn(32, 64), dynamic=dynamic)[0].fresh()
+    stage_of = stages(graph, policy)
+    saved = [n for n in operators(graph.graph) if cost.is_view(n) and all(user.op == "output" for user in n.users)]
+    assert len(saved) >= layers
+    for view in saved:
+        shown = view.all_input_nodes[0]
+        readers = [stage for user, stage in stage_of.items() if shown in user.all_input_nodes and user not in saved]
+        assert stage_of[view] == (stage_of[shown] if shown in stage_of else min(readers))
+
+
 def test_cuts_are_made_right_before_heavy_operators(graphs: list[Captured]) -> None:
     """Also the pieces of the other side of a cut are whole: what is heavy never follows another stage's light work.
 
