@@ -19,6 +19,7 @@ from planner.problem import (
     Problem,
     RerunPlaces,
     SolverSettings,
+    by_kind,
     floor,
     folded,
     live_bytes,
@@ -41,6 +42,10 @@ _HARDLY = 1e-3
 _CLOSE = 1.002
 _CLOSE_DRAFT = 1.004
 """A draft within this factor of the bound is good enough."""
+_FAR = 1.02
+"""Beyond this factor, a plan of a long iteration without re-runs is compared with others than the coarse program proposed."""
+_MAX_WORSE = 2
+"""So many sets that are no better, one after the other, end that."""
 _CLOSE_LONG = 1.01
 """For more than _LONG_STAGES stages, where it takes longest to see what re-runs are worth."""
 _BETTER = 0.9999
@@ -72,6 +77,8 @@ def best_recomputation(
             search.finish(lambda problem: refine(problem, search.bound_seconds), *sets)
         if not search.surely_better():
             search.without(plan)
+        if search.misses_reruns():
+            search.widen(lambda problem: refine(problem, search.bound_seconds))
         return search.made()
     search.without(plan)
     close = _CLOSE if len(trace.stages) <= _LONG_STAGES else _CLOSE_LONG
@@ -152,6 +159,10 @@ class _Search:
         """Whether the best plan is close to the lower bound."""
         return self.best is not None and self._cost(self.best) <= self.bound_seconds * _CLOSE_DRAFT
 
+    def misses_reruns(self) -> bool:
+        """Whether the best plan runs nothing again, and is so far from the lower bound that this may be why."""
+        return self.best is not None and not self.best.recompute and self._cost(self.best) > self.bound_seconds * _FAR
+
     @cached_property
     def bound_seconds(self) -> float:
         """The lower bound on all plans, with re-runs or without; 0 where only plans with re-runs fit."""
@@ -197,6 +208,20 @@ class _Search:
             return False
         self.best = made
         return True
+
+    def widen(self, plan: Planner) -> None:
+        """Draft plans without re-runs, with whole layers, and with more and more kinds of groups. Plan the best with `plan`."""
+        before = self.best
+        self._keep_better((), self._draft)
+        usable = self.places.usable
+        self.try_plan(self.places.of(whole_layers(self.trace, usable)))
+        worse = 0
+        for groups in by_kind(self.trace, usable):
+            worse = 0 if self.try_plan(self.places.of(groups)) else worse + 1
+            if worse == _MAX_WORSE:
+                break
+        if self.best is not before:
+            self.finish(plan)
 
     def improve(self) -> None:
         """Add, drop or displace single groups, or run all at one place, as long as that helps."""

@@ -26,7 +26,7 @@ from planner.problem.lifetimes import (
 from planner.problem.problem import Decision, Decisions, Problem, Route, build_plan, copies_out, in_units, solver_unit
 from planner.problem.recompute import folded, made_bytes, recompute_seconds, recomputed, reruns_of, spelled_out
 from planner.problem.rerun_places import RerunPlaces
-from planner.problem.rerun_sets import over_half, rounded, simple_sets, whole_layers
+from planner.problem.rerun_sets import by_kind, over_half, rounded, simple_sets, whole_layers
 from planner.problem.shared_limits import SharedLimit, max_min_rates
 from planner.problem.solver_settings import (
     DEFAULT_GAP,
@@ -56,6 +56,7 @@ __all__ = [
     "TierCapacity",
     "block_activities",
     "build_plan",
+    "by_kind",
     "copies_out",
     "device_iteration",
     "floor",

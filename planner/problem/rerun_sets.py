@@ -9,7 +9,7 @@ from planner.problem.layers import layer_of
 from planner.problem.recompute import made_bytes
 from planner.schema import Trace
 
-__all__ = ["over_half", "rounded", "simple_sets", "whole_layers"]
+__all__ = ["by_kind", "over_half", "rounded", "simple_sets", "whole_layers"]
 
 
 def rounded(trace: Trace, shares: Mapping[int, float]) -> frozenset[int]:
@@ -39,10 +39,10 @@ def simple_sets(trace: Trace, usable: Collection[int]) -> Iterator[frozenset[int
     while span < 2 * len(usable):
         yield whole_layers(trace, usable, span=span)
         span *= 2
-    yield from _by_kind(trace, usable)
+    yield from by_kind(trace, usable)
 
 
-def _by_kind(trace: Trace, usable: Collection[int]) -> Iterator[frozenset[int]]:
+def by_kind(trace: Trace, usable: Collection[int]) -> Iterator[frozenset[int]]:
     """Yield sets of `usable` groups, each with one kind more: the one that makes the most bytes per second of those left."""
     kinds: dict[str, list[int]] = {}
     for group in usable:

@@ -1,7 +1,7 @@
 """The two files, traces and plans: what they hold, and how they are read and written."""
 
 from planner.schema.json_file import read_format, read_model, write_atomic
-from planner.schema.limits import MAX_NUMBER
+from planner.schema.limits import MAX_NUMBER, MAX_TEXT_CHARACTERS
 from planner.schema.messages import printable
 from planner.schema.models import FrozenModel
 from planner.schema.node import MAX_RANKS, Node, NodeRate
@@ -30,6 +30,7 @@ __all__ = [
     "Link",
     "MAX_NUMBER",
     "MAX_RANKS",
+    "MAX_TEXT_CHARACTERS",
     "Move",
     "Node",
     "NodeRate",

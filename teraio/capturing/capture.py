@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 import planner
 from planner.errors import OptionsError, UnsupportedError
+from planner.schema import MAX_TEXT_CHARACTERS
 from runtime.execution import StageFunction
 from teraio.capturing.calibration import calibrated, matched
 from teraio.capturing.eager_work import EagerWork
@@ -127,6 +128,8 @@ def capture(
     """See `teraio.capture`. hardware: may be a description, too. calibrate: may be a trace, too."""
     if REGISTRY.runs():
         raise UnsupportedError("teraio is training in this process; capture in another process, or call teraio.reset() first")
+    if name is not None and len(name) > MAX_TEXT_CHARACTERS:
+        raise OptionsError(f"capture: a name of {len(name):,} characters; at most {MAX_TEXT_CHARACTERS:,} can be read again")
     description = hardware if isinstance(hardware, MachineDescription) else MachineDescription.load(hardware)
     device = torch.device("cpu" if description.gpu is None else "cuda")
     training = _training(model_or_training, inputs, optimizer or torch.optim.AdamW, loss, device)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from planner.errors import OptionsError, TraceError
 from planner.schema import FrozenModel, Hardware, Rate, read_model
@@ -21,7 +21,8 @@ Efficiency = Annotated[float, Field(gt=0, le=1)]
 class MachineDescription(FrozenModel):
     """A machine that steps are captured for.
 
-    flops_per_second: peak of dense matmuls by precision of the inputs: "float32", "tf32", "bfloat16", "float16".
+    flops_per_second: peak of dense matmuls by precision of the inputs: "float32", "tf32", "bfloat16", "float16". That of float32
+    counts for what is not given.
     matmul_efficiency: the share of it that large matmuls, convolutions and attention reach. memory_bytes_per_second: peak of the
     device's memory. memory_efficiency: the share of it that fused operators reach. launch_seconds: least time of a kernel.
     gpu: the device, if it is one. None: models are captured on the CPU.
@@ -38,6 +39,12 @@ class MachineDescription(FrozenModel):
     gpu: GpuModel | None = None
     hardware: Hardware
     sources: str = ""
+
+    @model_validator(mode="after")
+    def _float32_is_given(self) -> Self:
+        if "float32" not in self.flops_per_second:
+            raise ValueError(f"flops_per_second has {', '.join(self.flops_per_second) or 'no precision'}, but lacks float32")
+        return self
 
     @classmethod
     def load(cls, name_or_path: str | os.PathLike[str]) -> MachineDescription:

@@ -69,6 +69,16 @@ def test_sets_of_groups_are_not_judged_by_a_poor_plan() -> None:
     assert again(trace, 193, "ilp") == (pytest.approx(7.5), [(0, 4)])
 
 
+def test_long_iterations_do_not_rely_on_the_coarse_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second layer runs again from what the one before it made: 17 s. Over the link, each copy takes 10 s."""
+    monkeypatch.setattr("planner.policies.recompute.rerun_shares", lambda *given: {})
+    trace = layers(33, rate=1.0)
+    names = [f"forward/{'odd' if number % 2 else 'even'}.{number}" for number in range(33)]
+    stages = [stage.model_copy(update={"name": name}) for stage, name in zip(trace.stages, names, strict=False)]
+    trace = trace.rebuilt(stages=(*stages, *trace.stages[33:]))
+    assert again(trace, 200, "ilp") == (pytest.approx(66 + 17), [(number, 65 - number) for number in range(32, -1, -2)])
+
+
 def test_all_groups_are_tried_at_one_place() -> None:
     """Only both at stage 3 help: block 2 (20 bytes over a slow link) is then made twice, and never waits.
 

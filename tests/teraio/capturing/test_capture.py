@@ -156,6 +156,14 @@ def test_all_known_machines_are_whole() -> None:
         assert hardware.link("device", "host") and hardware.link("storage", "device"), name
 
 
+def test_a_machine_without_a_peak_for_float32_is_refused(tmp_path: Path) -> None:
+    content = MachineDescription.load("h100").model_dump(mode="json", by_alias=True)
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({**content, "flops_per_second": {"bfloat16": 1e15}}))
+    with pytest.raises(planner.TraceError, match="flops_per_second has bfloat16, but lacks float32"):
+        MachineDescription.load(path)
+
+
 def test_a_step_that_reads_values_is_refused() -> None:
     with pytest.raises(teraio.UnsupportedError, match="depends on the values of tensors"):
         teraio.capture(reads_the_loss)
@@ -179,6 +187,7 @@ def test_a_process_that_trains_is_refused(tmp_path: Path) -> None:
         (training, {"inputs": ()}, "inputs belong to a model"),
         (nn.Linear(2, 2), {"inputs": (torch.zeros(2, 2),)}, "neither a loss nor something with a loss"),
         (training, {"hardware": "abacus"}, "wanted one of a100, h100"),
+        (training, {"name": "x" * 5000}, "a name of 5,000 characters; at most 4,096"),
         (lambda: "step", {}, "the function returns str, wanted a function that does one step"),
     ],
 )
