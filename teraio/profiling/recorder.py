@@ -20,7 +20,7 @@ a whole is always timed, by marks between regions.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun
@@ -130,6 +130,23 @@ class IterationRecorder:
         self._schedule, self._by_id, self._cursor = schedule, dict(blocks), 0
         self._next_uses.clear()
         self._pager.assign_trace_ids({block: trace_id for trace_id, block in blocks.items()})
+
+    def adopt(self, planned: Iteration, ids: Mapping[Block, int], latest: Iteration) -> None:
+        """Let blocks of `latest` move by the plan that took the place of planned ones which are gone (`parameter.data = other`).
+
+        planned: the iteration that the plan is for, with the trace ids of its blocks; `latest` ran the same stages.
+        """
+        gone = {number for number, block in self._by_id.items() if block.kind in ("parameter", "buffer") and block.dead}
+        if not gone:
+            return
+        adopted: dict[Block, int] = {}
+        for before, after in zip(planned.stages, latest.stages, strict=True):
+            for old, new in zip(before.read, after.read, strict=False):
+                same = (old.name, old.kind, old.size_bytes) == (new.name, new.kind, new.size_bytes)
+                if same and ids.get(old) in gone and not new.dead:
+                    adopted[new] = ids[old]
+        self._by_id.update({number: block for block, number in adopted.items()})
+        self._pager.assign_trace_ids(adopted)
 
     def change(self, schedule: StageSchedule, *, due: Sequence[int]) -> None:
         """Apply another plan for the same blocks. To be called between two iterations.
