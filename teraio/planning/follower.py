@@ -164,6 +164,8 @@ class PlanFollower:
         if self._adaptive and self._background.wanted(self._now.profile.trace, self._now.plan.budgets):
             self._wait *= 2
             self._plan_again("another rank of this machine plans again", self._observations)
+        if as_planned and iteration.timed:
+            self._recorder.adopt(self._now.profile.iteration, self._now.profile.ids, iteration)
         if not as_planned:
             self._unsettled = iteration.number + 1  # the next one begins in another state than the plan's
         if iteration.number <= self._unsettled:

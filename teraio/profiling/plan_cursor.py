@@ -9,9 +9,10 @@ the plan expects, the plan applies again: the run is in step with the plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 from runtime.paging import Block, Pager
+from teraio.profiling.iteration import Iteration
 from teraio.profiling.schedule_by_stage import StageSchedule
 
 
@@ -57,6 +58,23 @@ class PlanCursor:
         if self.knows(before) and before.size_bytes == after.size_bytes:
             self._pager.assign_trace_ids({after: before.trace_id})
             self._by_id[after.trace_id] = after
+
+    def adopt(self, planned: Iteration, ids: Mapping[Block, int], latest: Iteration) -> None:
+        """Transfer the planned moves of parameters and buffers that are gone to the blocks that `latest` has in their places.
+
+        planned: the iteration that the plan is for, with the trace ids of its blocks; `latest` ran the same stages.
+        """
+        gone = {number for number, block in self._by_id.items() if block.kind in ("parameter", "buffer") and block.dead}
+        if not gone:
+            return
+        adopted: dict[Block, int] = {}
+        for before, after in zip(planned.stages, latest.stages, strict=True):
+            for old, new in zip(before.read, after.read, strict=False):
+                same = (old.name, old.kind, old.size_bytes) == (new.name, new.kind, new.size_bytes)
+                if same and ids.get(old) in gone and not new.dead:
+                    adopted[new] = ids[old]
+        self._by_id.update({number: block for block, number in adopted.items()})
+        self._pager.assign_trace_ids(adopted)
 
     def recognise(self, made: Sequence[Block], first: int) -> dict[Block, int]:
         """Return the trace ids of new blocks, by their ordinals in the region. first: ordinal of the first of them."""

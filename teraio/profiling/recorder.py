@@ -14,7 +14,7 @@ a whole is always timed, by marks between regions.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun
@@ -118,6 +118,13 @@ class IterationRecorder:
         """Apply a plan from the next region on; None for no plan. blocks: the persistent blocks by their trace id."""
         self._next_uses.clear()
         self._plan.follow(schedule, blocks)
+
+    def adopt(self, planned: Iteration, ids: Mapping[Block, int], latest: Iteration) -> None:
+        """Let blocks of `latest` move by the plan that took the place of planned ones which are gone (`parameter.data = other`).
+
+        planned: the iteration that the plan is for, with the trace ids of its blocks; `latest` ran the same stages.
+        """
+        self._plan.adopt(planned, ids, latest)
 
     def change(self, schedule: StageSchedule, *, due: Sequence[int]) -> None:
         """Apply another plan for the same blocks. To be called between two iterations.

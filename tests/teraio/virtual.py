@@ -96,11 +96,20 @@ class VirtualTraining:
         self.weights: list[Block] = []
         self._tensors: list[torch.Tensor] = []
         for number in range(STAGES):
-            self.pager.acquire([], BLOCK_BYTES, "make")
-            self._tensors.append(torch.full((BLOCK_BYTES,), number, dtype=torch.uint8))
-            name = f"weight.{number}"
-            self.weights.append(self.pager.block_of(self._tensors[-1], name=name, kind="parameter", user_visible=False))
-            self.pager.retire([], [])
+            tensor, block = self._make(number)
+            self._tensors.append(tensor)
+            self.weights.append(block)
+
+    def _make(self, number: int) -> tuple[torch.Tensor, Block]:
+        self.pager.acquire([], BLOCK_BYTES, "make")
+        tensor = torch.full((BLOCK_BYTES,), number, dtype=torch.uint8)
+        block = self.pager.block_of(tensor, name=f"weight.{number}", kind="parameter", user_visible=False)
+        self.pager.retire([], [])
+        return tensor, block
+
+    def replace(self, number: int) -> None:
+        """Give a weight other memory, as `parameter.data = other` does."""
+        self._tensors[number], self.weights[number] = self._make(number)
 
     def iteration(self) -> Iteration:
         self.pager.enter_region()

@@ -15,7 +15,7 @@ from teraio.planning.background import BackgroundPlanner
 from teraio.planning.follower import PlanFollower
 from teraio.profiling.profiler import Profile
 
-from ..virtual import IN, STAGES, VirtualTraining, plan_for
+from ..virtual import BLOCK_BYTES, IN, STAGES, VirtualTraining, plan_for
 from .instant_jobs import InstantJobs
 
 
@@ -54,6 +54,17 @@ class Following:
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What teraio has logged. pytest captures PyTorch's structured trace as well."""
     return [record.message for record in caplog.records if record.name == "teraio"]
+
+
+def test_a_weight_that_gets_other_memory_moves_by_the_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Following(VirtualTraining(monkeypatch, budget_blocks=STAGES + 1), (6, 6))
+    running.run(3)
+    running.training.replace(6)
+    running.run(2)  # in the first one it is new
+    before = running.training.mover.moved[IN]
+    running.run(3)
+    assert running.training.mover.moved[IN] == before + 3 * BLOCK_BYTES
+    assert running.training.weights[6].trace_id == 6
 
 
 # -- corrections
