@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from pydantic import ValidationError
 
 import planner
 from planner.errors import TeraioError
@@ -187,7 +188,11 @@ class ProfilePhase(Phase):
                 return self
             logger.info("stages took very different times in %d profiled iterations: the first plan may be poor", len(measured))
         recorded, self._recorded = self._recorded, []
-        return self._decide(self._profile_of(recorded))
+        try:
+            profile = self._profile_of(recorded)
+        except ValidationError as error:
+            return _without_plan(self._run, f"what was recorded contradicts itself, please report this: {error}")
+        return self._decide(profile)
 
     def _problem_of(self, iteration: Iteration, compiled: bool) -> str | None:
         """Return why an iteration cannot be used; None if it can."""
@@ -275,8 +280,7 @@ class PlanningPhase(Phase):
         try:
             made = self._run.background.take()
         except TeraioError as error:
-            logger.warning("no plan could be made, blocks go on moving on demand: %s", error)
-            return DemandPhase(self._run, str(error))
+            return _without_plan(self._run, str(error))
         return self if made is None else PlannedPhase(self._run, self._profile, made.plan)
 
     def end(self) -> None:
@@ -295,6 +299,11 @@ class DemandPhase(Phase):
     @property
     def waiting_for(self) -> str:
         return f"nothing: no plan could be made ({self._problem})"
+
+
+def _without_plan(run: RunContext, problem: str) -> DemandPhase:
+    logger.warning("no plan could be made, blocks go on moving on demand: %s", problem)
+    return DemandPhase(run, problem)
 
 
 class PlannedPhase(Phase):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner import Hardware, Link, Plan, PlanError, SolverError
+from planner import Hardware, Link, Plan, PlanError, SolverError, Trace
 from runtime.execution import StageRun
 from teraio import phases
 from teraio.options import parse_options
@@ -278,6 +278,17 @@ def test_without_a_plan_blocks_go_on_moving_on_demand(monkeypatch: pytest.Monkey
     assert isinstance(demand, DemandPhase) and demand.name == "demand" and demand.managed
     assert rig.run(5, compiled=True) is demand and demand.graphs_changed() is demand and len(rig.jobs.asked) == 1
     assert messages(caplog) == ["no plan could be made, blocks go on moving on demand: out of luck"]
+
+
+def test_a_record_that_contradicts_itself_does_not_end_the_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(monkeypatch)
+    monkeypatch.setattr(phases, "build_profile", lambda *args, **kwargs: Trace.model_validate({}))
+    demand = rig.run(3)
+    assert isinstance(demand, DemandPhase) and "contradicts itself" in demand.waiting_for
+    (message,) = messages(caplog)
+    assert message.startswith("no plan could be made, blocks go on moving on demand: what was recorded contradicts itself")
 
 
 def test_the_end_of_the_run_ends_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
