@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from planner.errors import BudgetError, InfeasiblePlanError, PlanError
-from planner.policies.predictions import with_predictions
+from planner.policies.predictions import iteration_seconds, with_predictions
 from planner.problem import Problem, folded, spelled_out
 from planner.schema import Budgets, Plan, Trace
 
@@ -29,7 +29,7 @@ def no_slower_than(incumbents: Sequence[Plan], trace: Trace, budgets: Budgets, m
     except (BudgetError, InfeasiblePlanError):
         if not found:
             raise
-    return min(found, key=_seconds)
+    return min(found, key=iteration_seconds)
 
 
 def _carried_over(trace: Trace, budgets: Budgets, incumbent: Plan) -> Iterator[Plan]:
@@ -50,8 +50,3 @@ def _within(own: Budgets, given: Budgets) -> bool:
     pairs = ((own.host_bytes, given.host_bytes), (own.storage_bytes, given.storage_bytes))
     lower = all(most is None or (size is not None and size <= most) for size, most in pairs)
     return lower and own.device_bytes <= given.device_bytes
-
-
-def _seconds(made: Plan) -> float:
-    assert made.predicted is not None  # every plan is replayed
-    return made.predicted.iteration_seconds

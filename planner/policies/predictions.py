@@ -9,7 +9,7 @@ from planner.schedule import StageClock
 from planner.schema import Budgets, Plan, Predicted, Trace
 from planner.simulator import Timeline, simulate
 
-__all__ = ["with_lower_bound", "with_predictions", "without_lower_bound"]
+__all__ = ["iteration_seconds", "lower_bound_of", "with_bound", "with_lower_bound", "with_predictions"]
 
 _TIGHT = 1e-3
 """A bound that is within this share of the plan is not worth more time."""
@@ -41,25 +41,34 @@ def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = N
 
 def with_lower_bound(plan: Plan, trace: Trace, budgets: Budgets, *, threads: int) -> Plan:
     """Add the lower bound on the iteration time of every plan to the predictions, unless it is there. `threads`: solver's."""
-    assert plan.predicted is not None  # `with_predictions` comes first
-    if plan.predicted.lower_bound_seconds:
+    if lower_bound_of(plan):
         return plan
     try:
-        enough = plan.predicted.iteration_seconds * (1 - _TIGHT)
+        enough = iteration_seconds(plan) * (1 - _TIGHT)
         bound = lower_bound_seconds(Problem.of(trace, budgets), threads=threads, enough_seconds=enough)
     except BudgetError:  # only plans with re-runs fit, and no tier can be used
         bound = trace.ideal_seconds
-    return _with_bound(plan, bound)
+    return with_bound(plan, bound)
 
 
-def without_lower_bound(plan: Plan) -> Plan:
-    """Set the lower bound in the predictions to 0."""
-    return _with_bound(plan, 0.0)
+def with_bound(plan: Plan, seconds: float) -> Plan:
+    """Set the lower bound in the predictions; 0 if it is not known."""
+    return plan.model_copy(update={"predicted": _predicted(plan).model_copy(update={"lower_bound_seconds": seconds})})
 
 
-def _with_bound(plan: Plan, seconds: float) -> Plan:
+def iteration_seconds(plan: Plan) -> float:
+    """Return what the replay of a plan took."""
+    return _predicted(plan).iteration_seconds
+
+
+def lower_bound_of(plan: Plan) -> float:
+    """Return the lower bound in the predictions; 0 if it is not known."""
+    return _predicted(plan).lower_bound_seconds
+
+
+def _predicted(plan: Plan) -> Predicted:
     assert plan.predicted is not None  # `with_predictions` comes first
-    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"lower_bound_seconds": seconds})})
+    return plan.predicted
 
 
 def _with_free_after(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[object, ...]:

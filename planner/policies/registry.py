@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
-from planner.errors import BudgetError, OptionsError
+from planner.errors import BudgetError, InfeasiblePlanError, OptionsError
 from planner.ilp import MAX_INTEGER_STAGES
 from planner.policies.fixed_updates import all_on_host, every_nth_on_device
 from planner.policies.greedy import g10_decisions, teraio_decisions
 from planner.policies.ilp import optimise
 from planner.policies.incumbents import no_slower_than
-from planner.policies.predictions import with_lower_bound, with_predictions, without_lower_bound
+from planner.policies.predictions import iteration_seconds, lower_bound_of, with_bound, with_lower_bound, with_predictions
 from planner.policies.recompute import best_recomputation, checkpointed
 from planner.policies.zero_infinity import zero_infinity_decisions
-from planner.problem import DEFAULT_GAP, DEFAULT_THREADS, DEFAULT_WRITE_WEIGHT, Decisions, Problem, SolverSettings, build_plan
+from planner.problem import (
+    DEFAULT_GAP,
+    DEFAULT_THREADS,
+    DEFAULT_WRITE_WEIGHT,
+    Decisions,
+    Problem,
+    SolverSettings,
+    build_plan,
+    host_updatable,
+)
 from planner.schedule import evict_furthest
 from planner.schema import Budgets, Plan, Trace
 
 __all__ = ["POLICIES", "plan"]
 
+_AT_THE_BOUND = 1 + 1e-9
 _NEAR = 1.02
 """With re-runs, the heuristics are asked only for plans that take longer than this many times the bound."""
 
@@ -43,7 +54,8 @@ def plan(
     Policies:
 
     * `"ilp"`: the integer program, made exact. It decides what stays, what is offloaded and what is recomputed. It is never
-      slower than `"offload-only"`, nor than any of the heuristics `"teraio"`, `"g10"`, `"zero-infinity"` and `"belady"`.
+      slower than `"offload-only"`, nor than any of the heuristics `"teraio"`, `"g10"`, `"zero-infinity"` and `"belady"`; nor, in
+      iterations of up to 64 stages, than a fixed rule for updates.
     * `"offload-only"`: the same without recomputation.
     * `"checkpoint"`: every layer is recomputed from its input; the rest is offloaded where it must be, by the integer program.
     * `"teraio"` and `"g10"`: greedy by benefit and cost, see `planner.policies.greedy`.
@@ -79,7 +91,7 @@ def plan(
     if lower_bound:
         made = with_lower_bound(made, trace, budgets, threads=threads)
     else:
-        made = without_lower_bound(made)
+        made = with_bound(made, 0.0)
     return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
 
 
@@ -89,7 +101,7 @@ def _optimised(name: str, settings: SolverSettings) -> Callable[[Problem], Plan]
 
 def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
     rivals = tuple(HEURISTICS.values())
-    return best_recomputation(
+    made = best_recomputation(
         trace,
         budgets,
         settings,
@@ -105,10 +117,27 @@ def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
             integer=False,
         ),
     )
+    return _or_by_a_rule(made, trace, budgets, settings)
 
 
 def _offload_only(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
-    return _optimised("offload-only", settings)(Problem.of(trace, budgets))
+    made = _optimised("offload-only", settings)(Problem.of(trace, budgets))
+    return _or_by_a_rule(made, trace, budgets, settings)
+
+
+def _or_by_a_rule(made: Plan, trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
+    """Return `made`; in short iterations, the plan by a fixed rule for updates where that is faster."""
+    if len(trace.stages) > MAX_INTEGER_STAGES or settings.write_weight > DEFAULT_WRITE_WEIGHT or not host_updatable(trace):
+        return made
+    bound = lower_bound_of(made)
+    if iteration_seconds(made) <= bound * _AT_THE_BOUND:
+        return made
+    found = [made]
+    for rule in RULES.values():
+        with suppress(BudgetError, InfeasiblePlanError):  # no plan without re-runs, or no room in the host tier
+            found.append(rule(trace, budgets, settings))
+    best = min(found, key=iteration_seconds)
+    return made if best is made else with_bound(best, bound).model_copy(update={"policy": made.policy})
 
 
 def _checkpoint(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
@@ -155,13 +184,17 @@ HEURISTICS: dict[str, Callable[[Problem], Decisions]] = {
     "zero-infinity": zero_infinity_decisions,
     "belady": _on_demand,
 }
+RULES: dict[str, Policy] = {
+    "device-updates": _fixed_updates("device-updates", lambda name, problem: ()),
+    "host-updates": _fixed_updates("host-updates", all_on_host),
+    "stride-2": _fixed_updates("stride-2", partial(every_nth_on_device, stride=2)),
+}
+"""Where updates run is fixed."""
 POLICIES: dict[str, Policy] = {
     "ilp": _ilp,
     "offload-only": _offload_only,
     "checkpoint": _checkpoint,
     **{name: _heuristic(name, decide) for name, decide in HEURISTICS.items()},
     "keep-all": _keep_all,
-    "device-updates": _fixed_updates("device-updates", lambda name, problem: ()),
-    "host-updates": _fixed_updates("host-updates", all_on_host),
-    "stride-2": _fixed_updates("stride-2", partial(every_nth_on_device, stride=2)),
+    **RULES,
 }

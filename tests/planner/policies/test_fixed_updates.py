@@ -82,6 +82,20 @@ def test_the_program_is_as_good_as_what_is_decided_beforehand() -> None:
     assert len(set(seconds.values())) > 2
 
 
+@pytest.mark.parametrize(("layers", "host_seconds", "user_seconds", "device_bytes"), [(2, 0.5, 0.5, 55), (3, 1.5, 1.0, 53)])
+def test_a_fixed_rule_is_never_faster_than_the_program(
+    layers: int, host_seconds: float, user_seconds: float, device_bytes: int
+) -> None:
+    trace = with_user_code(layered(layers, on_device_only=frozenset({1}), host_seconds=host_seconds), user_seconds)
+    made = {
+        policy: plan(trace, Budgets(device_bytes=device_bytes), policy=policy)
+        for policy in ("ilp", "offload-only", "device-updates", "host-updates", "stride-2")
+    }
+    seconds = {policy: simulate(trace, each).iteration_seconds for policy, each in made.items()}
+    assert seconds["ilp"] == seconds["offload-only"] == min(seconds.values())
+    assert made["ilp"].policy == "ilp" and made["offload-only"].policy == "offload-only"
+
+
 @pytest.mark.parametrize("policy", ["host-updates", "stride-2"])
 def test_nothing_can_update_on_the_host(policy: str) -> None:
     budgets = Budgets(device_bytes=20)
