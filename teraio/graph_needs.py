@@ -16,6 +16,8 @@ from teraio.stages import Need, largest_of, need_of
 _NOT_COUNTED = (
     "graphs that are compiled later, the optimizer's update, what operators take for themselves, and what your code keeps"
 )
+_OPERATORS_OWN_BYTES = 65_536
+"""Reserved in what an error asks for: matrix products and reductions take some KiB for themselves, and optimizers count steps."""
 _LARGER = "inputs that are larger than those of this call, "
 
 
@@ -65,12 +67,15 @@ class GraphNeeds:
         return error.asking_for(max(error.smallest_bytes, needed), not_counted=_not_counted([program]))
 
     def _with_what_stays(self, need: Need) -> int:
-        """Return what graphs need, with all that cannot leave the device: what `need` does not count, and states to come."""
+        """Return what graphs need, with all that cannot leave the device: what `need` does not count, and states to come.
+
+        A little more, see `_OPERATORS_OWN_BYTES`.
+        """
         pager = self._pager
         kept = [block for block in pager.blocks if block.span is None]
         others = sum(b.size_bytes for b in kept if b.size_bytes >= MIN_MOVED_BYTES or b.name not in need.names)
         states = max(pager.fixed_bytes, USUAL_STATES * need.small_parameter_bytes)
-        return need.size_bytes + others + pager.unmoved_bytes - pager.fixed_bytes + states
+        return need.size_bytes + others + pager.unmoved_bytes - pager.fixed_bytes + states + _OPERATORS_OWN_BYTES
 
     def _at_its_sizes(self, program: Program) -> list[Program]:
         """Return the forward and the backward graph that `program` is one of, for its sizes."""

@@ -144,8 +144,9 @@ def test_each_part_of_a_step_asks_once(name: str, tmp_path: Path) -> None:
     found, errors = first_that_trains(case, tmp_path)
     assert errors[0].not_counted == NOT_COUNTED and f"(not counted, since not known yet: {NOT_COUNTED})" in str(errors[0])
     parts = ["optimizer" if error.stage.startswith("optimizer/") else "graphs" for error in errors]
-    graphs = ["graphs"] * (2 if name == "two graphs" else 1)  # the second one is compiled after the first error
-    assert parts in (graphs, [*graphs, "optimizer"]), errors
+    count = parts.count("graphs")
+    assert 1 <= count <= (2 if name == "two graphs" else 1), errors  # the second one is compiled after the first error
+    assert parts[count:] in ([], ["optimizer"]), errors
     expected = unmanaged(case, tmp_path)
     assert found.status.device_peak_bytes <= (found.status.device_budget_bytes or 0)
     assert all(map(torch.equal, found.values, expected.values))
@@ -163,8 +164,9 @@ def first_that_trains(case: Case, folder: Path) -> tuple[Result, list[teraio.Bud
             errors.append(error)
 
 
-def test_buffers_are_not_counted_as_what_stays(tmp_path: Path) -> None:
-    model, rows = Quantised(12), torch.randn(8, 1024)
+@pytest.mark.parametrize("layers", [12, 16])
+def test_buffers_are_not_counted_as_what_stays(layers: int, tmp_path: Path) -> None:
+    model, rows = Quantised(layers), torch.randn(8, 1024)
 
     def backward(budget: int) -> None:
         forget()
