@@ -122,6 +122,7 @@ class _ManagedRun:
             if rerun is not None:
                 rerun.has_run([blocks[i] for i in stage.outputs])
                 rerun.seconds = None if pager.device.asynchronous else _seconds(begin, end)
+                rerun.need_bytes += self._meter.workspace_bytes(stage) - stage.workspace_bytes
             if stage.frees:
                 last_used = list(dict.fromkeys([b for i in stage.frees if (b := blocks[i]) is not None]))
         finally:

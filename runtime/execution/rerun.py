@@ -49,13 +49,14 @@ class Rerun:
 
     values, blocks: its inputs, and the block of each that has one. names: of the inputs, for messages.
     made: the blocks that it made and that can be dropped, with the position of each among its outputs.
-    seconds: for which it ran; None if that is not known.
+    seconds: for which it ran; None if that is not known. need_bytes: what it needs on the device at once.
     """
 
     def __init__(self, stage: Stage, names: Sequence[str], values: Sequence[Any], blocks: Sequence[Block | None]) -> None:
         self.stage = stage
         self.made: dict[Block, int] = {}
         self.seconds: float | None = None
+        self.need_bytes = stage.need_bytes
         self._names = names
         self._inputs: list[Any] = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
         self._versions = [_version(value) for value in self._inputs]

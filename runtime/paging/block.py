@@ -32,9 +32,13 @@ ON_DEVICE, OFFLOADING, OFFLOADED, PREFETCHING, UPDATING, DROPPED = State
 
 
 class Source(Protocol):
-    """What makes blocks anew. seconds: for which its stage ran; None if that is not known."""
+    """What makes blocks anew.
+
+    seconds: for which its stage ran; None if that is not known. need_bytes: what the stage needs on the device at once.
+    """
 
     seconds: float | None
+    need_bytes: int
 
     @property
     def read(self) -> Sequence[Block]:

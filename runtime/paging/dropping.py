@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.paging.account import MemoryAccount
-from runtime.paging.block import DROPPED, ON_DEVICE, Block
+from runtime.paging.block import DROPPED, ON_DEVICE, Block, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +14,10 @@ class CopyRates:
 
     out_bytes_per_second: float
     in_bytes_per_second: float
+
+
+_SPARE_SHARE = 8
+"""This part of the budget is left for small blocks that the backward pass makes before a re-run, and that cannot leave."""
 
 
 class DropChoice:
@@ -27,7 +31,7 @@ class DropChoice:
         """Whether a re-run takes less time than to copy the block out, after what is queued there, and in.
 
         Inputs of the re-run that are away count as copies in. A block whose stage needs another dropped block is not dropped: one
-        re-run must do.
+        re-run must do. Nor is one whose stage may not fit next to what cannot leave.
         """
         source, rates = block.source, self.rates
         if rates is None or source is None or not block.can_be_dropped or block.copy_is_valid:
@@ -37,4 +41,12 @@ class DropChoice:
         away_bytes = sum(each.size_bytes for each in source.read if each.state is not ON_DEVICE)
         again = source.seconds + away_bytes / rates.in_bytes_per_second
         out = (self._account.offloading_bytes + block.size_bytes) / rates.out_bytes_per_second
-        return again < out + block.size_bytes / rates.in_bytes_per_second
+        return again < out + block.size_bytes / rates.in_bytes_per_second and self._fits(source)
+
+    def _fits(self, source: Source) -> bool:
+        """Whether the re-run will find room, whatever cannot leave by then. A copy needs none but for the block itself."""
+        account = self._account
+        if account.budget_bytes is None:
+            return True
+        stays = account.unmoved_bytes + sum(block.size_bytes for block in account.here if block.span is None)
+        return stays + source.need_bytes <= account.budget_bytes - account.budget_bytes // _SPARE_SHARE

@@ -200,8 +200,8 @@ def test_without_a_plan_stages_that_need_nothing_else_kept_may_run_again() -> No
     first, second = passes.blocks()
     assert isinstance(first.source, Rerun) and first.source.seconds is not None and second.source is None
     passes.runs.clear()
-    passes.bench.pager.budget_bytes = WIDTH
-    passes.bench.pager.evict_until_free(WIDTH, keep=[])
+    passes.bench.pager.budget_bytes = 9 * WIDTH
+    passes.bench.pager.evict_until_free(9 * WIDTH, keep=[])
     assert first.state is State.DROPPED and second.state is State.OFFLOADING
     passes.bench.pager.budget_bytes = None
     assert passes.backward() == [28] and passes.runs == ["add"]
