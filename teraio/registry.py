@@ -77,12 +77,12 @@ class Registry:
         parts: dict[str, object] = {"measured": self.measured, "ownership": self._ownership}
         ranks = open_group(options.local_ranks, timeout_seconds=options.rank_timeout)
         if ranks is None:
-            options = divided_alone(options, device)
-            return self.new_run(options, device, open_machine=functools.partial(self.open_machine, **parts))
+            mine = divided_alone(options, device)
+            return self.new_run(mine, device, as_given=options, open_machine=functools.partial(self.open_machine, **parts))
         with ranks.failing_together():
-            options = divided_among(options, device, ranks)
+            mine = divided_among(options, device, ranks)
             open_machine = functools.partial(self.open_machine, **parts, ranks=ranks)
-            return self.new_run(options, device, open_machine=open_machine, ranks=ranks)
+            return self.new_run(mine, device, as_given=options, open_machine=open_machine, ranks=ranks)
 
     def _end_others(self, key: tuple[Options, torch.device], parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
         """End the runs under other options that manage all of `parameters`. Return the optimizers that they managed."""
