@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
-from planner.errors import UnsupportedError
+from planner.errors import TeraioError, UnsupportedError
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import StorageOwnership, given_away
 from runtime.system import uninterrupted
@@ -47,6 +47,7 @@ class Registry:
         self._numbers = itertools.count()
         self._watchers: list[Callable[[IterationStats], None]] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # given to manage_optimizer; for later runs too
+        self._refusals: weakref.WeakKeyDictionary[torch._guards.TracingContext, TeraioError] = weakref.WeakKeyDictionary()
 
     def run_for(self, options: Options, device: torch.device, parameters: Sequence[torch.Tensor] = ()) -> TrainingRun:
         """Return the run for these options. Models compiled with equal options share one run: one budget and one timeline.
@@ -140,6 +141,21 @@ class Registry:
                 for key in unused:
                     del self._runs[key]
             _close_all(unused.values())
+
+    def note_refusal(self, error: TeraioError) -> None:
+        """The graph that Dynamo is compiling, or a part of it, was refused."""
+        compiling = torch._guards.TracingContext.try_get()
+        if compiling is not None:
+            self._refusals[compiling] = error
+
+    def refuse_again(self) -> None:
+        """Raise the error with which another part of the graph that Dynamo is compiling was refused, if one was.
+
+        For DistributedDataParallel, Dynamo splits graphs by buckets. Without this, each part would open the tiers once more.
+        """
+        compiling = torch._guards.TracingContext.try_get()
+        if compiling is not None and compiling in self._refusals:
+            raise self._refusals[compiling]
 
     def status(self) -> tuple[Status, ...]:
         """Return what every run is doing, in order of creation. See `teraio.status`."""

@@ -106,7 +106,12 @@ class TrainingRun:
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
         self._findings = Findings()
         self._needs = GraphNeeds(self._pager, machine, self._findings)
-        self._calls = LibraryCalls(self._pager, self._recorder, active=lambda: self._phase.managed)
+        self._calls = LibraryCalls(
+            self._pager,
+            self._recorder,
+            active=lambda: self._phase.managed,
+            explained=self._needs.with_all_that_is_known,
+        )
         self._sharded = ShardedParameters(self._pager, GroupStages(self._calls))
         self._steps = self._optimizer_steps(options, subgroups, host_rates)
         self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job, ranks=ranks)
@@ -221,6 +226,7 @@ class TrainingRun:
 
     def check(self, programs: Sequence[Program]) -> None:
         """See `GraphNeeds.check`."""
+        self._steps.count_buckets()
         self._needs.check(programs)
 
     @contextlib.contextmanager
