@@ -39,14 +39,20 @@ def teraio(
     would reach the user inside an error of Dynamo, or not at all.
     """
     try:
+        registry.REGISTRY.refuse_again()
         return _compile_graphs(gm, example_inputs, parse_options({"mode": mode} if options is None else options))
     except TeraioError as error:
         registry.REGISTRY.forget_unused()
-        return _raiser(error, [kind for _, kind in _describe_inputs(gm, example_inputs)])
+        registry.REGISTRY.note_refusal(error)
+        return _raiser(error, gm, [kind for _, kind in _describe_inputs(gm, example_inputs)])
 
 
-def _raiser(error: TeraioError, kinds: Sequence[Kind]) -> Callable[..., Any]:
+def _raiser(error: TeraioError, gm: GraphModule, kinds: Sequence[Kind]) -> Callable[..., Any]:
+    """Return what stands for the graph that was not compiled. Dynamo may call it while it compiles, to learn its outputs."""
+
     def refuse(*arguments: Any) -> Any:
+        if torch._guards.TracingContext.try_get() is not None:
+            return gm(*arguments)
         raise _with_immovable(error, arguments, kinds) if isinstance(error, BudgetError) else error
 
     return refuse

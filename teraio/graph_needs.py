@@ -59,12 +59,15 @@ class GraphNeeds:
         self._kept_bytes = max(self._kept_bytes, sum(program.kept_bytes for program in programs))
         self.ensure_room(0)
 
-    def with_all_that_is_known(self, error: BudgetError, program: Program) -> BudgetError:
-        """Return the error of a stage with a budget that does for all graphs, next to what cannot leave the device by now."""
-        own = need_of(self._at_its_sizes(program))
-        needs = [*self._needs, own] if own is not None else self._needs
-        needed = max(map(self._with_what_stays, needs), default=0)
-        return error.asking_for(max(error.smallest_bytes, needed), not_counted=_not_counted([program]))
+    def with_all_that_is_known(self, error: BudgetError, program: Program | None = None) -> BudgetError:
+        """Return the error of a stage with a budget that does for all graphs, next to what cannot leave the device by now.
+
+        program: that the stage is of; None if it is of no graph.
+        """
+        programs = [] if program is None else [program]
+        own = [need for each in programs if (need := need_of(self._at_its_sizes(each))) is not None]
+        needed = max(map(self._with_what_stays, [*self._needs, *own]), default=0)
+        return error.asking_for(max(error.smallest_bytes, needed), not_counted=_not_counted(programs))
 
     def _with_what_stays(self, need: Need) -> int:
         """Return what graphs need, with all that cannot leave the device: what `need` does not count, and states to come.

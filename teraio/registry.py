@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
-from planner.errors import UnsupportedError
+from planner.errors import TeraioError, UnsupportedError
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import StorageOwnership, given_away
 from runtime.system import uninterrupted
@@ -47,6 +47,7 @@ class Registry:
         self._numbers = itertools.count()
         self._watchers: list[Callable[[IterationStats], None]] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # given to manage_optimizer; for later runs too
+        self._refusals: weakref.WeakKeyDictionary[torch._guards.TracingContext, TeraioError] = weakref.WeakKeyDictionary()
 
     def run_for(self, options: Options, device: torch.device, parameters: Sequence[torch.Tensor] = ()) -> TrainingRun:
         """Return the run for these options. Models compiled with equal options share one run: one budget and one timeline.
@@ -77,12 +78,12 @@ class Registry:
         parts: dict[str, object] = {"measured": self.measured, "ownership": self._ownership}
         ranks = open_group(options.local_ranks, timeout_seconds=options.rank_timeout)
         if ranks is None:
-            options = divided_alone(options, device)
-            return self.new_run(options, device, open_machine=functools.partial(self.open_machine, **parts))
+            mine = divided_alone(options, device)
+            return self.new_run(mine, device, as_given=options, open_machine=functools.partial(self.open_machine, **parts))
         with ranks.failing_together():
-            options = divided_among(options, device, ranks)
+            mine = divided_among(options, device, ranks)
             open_machine = functools.partial(self.open_machine, **parts, ranks=ranks)
-            return self.new_run(options, device, open_machine=open_machine, ranks=ranks)
+            return self.new_run(mine, device, as_given=options, open_machine=open_machine, ranks=ranks)
 
     def _end_others(self, key: tuple[Options, torch.device], parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
         """End the runs under other options that manage all of `parameters`. Return the optimizers that they managed."""
@@ -140,6 +141,21 @@ class Registry:
                 for key in unused:
                     del self._runs[key]
             _close_all(unused.values())
+
+    def note_refusal(self, error: TeraioError) -> None:
+        """The graph that Dynamo is compiling, or a part of it, was refused."""
+        compiling = torch._guards.TracingContext.try_get()
+        if compiling is not None:
+            self._refusals[compiling] = error
+
+    def refuse_again(self) -> None:
+        """Raise the error with which another part of the graph that Dynamo is compiling was refused, if one was.
+
+        For DistributedDataParallel, Dynamo splits graphs by buckets. Without this, each part would open the tiers once more.
+        """
+        compiling = torch._guards.TracingContext.try_get()
+        if compiling is not None and compiling in self._refusals:
+            raise self._refusals[compiling]
 
     def status(self) -> tuple[Status, ...]:
         """Return what every run is doing, in order of creation. See `teraio.status`."""

@@ -54,6 +54,7 @@ class TrainingRun:
     host_rates: rates of updates on the host, instead of measured ones. subgroup_bytes: size of optimizer subgroups; default: that
     of the given plan, else what was measured decides.
     first_phase: makes the phase in which the run begins. ranks: those of this machine that train together, None if there is one.
+    as_given: the options before ranks divided the machine, by which plans are kept; default: `options`.
     number: of this run in the process. on_iteration: is called with each iteration that has ended, in the training thread.
     Raises PlanError if the plan file is damaged, UnsupportedError, StorageError, StorageFullError.
     """
@@ -73,6 +74,7 @@ class TrainingRun:
         subgroup_bytes: int | None = None,
         first_phase: Callable[[RunContext], Phase] = ProfilePhase,
         ranks: RankGroup | None = None,
+        as_given: Options | None = None,
     ) -> None:
         self._ranks, self._agreed = ranks, ranks is None
         given = planner.Plan.load(options.plan) if options.plan is not None else None
@@ -104,7 +106,12 @@ class TrainingRun:
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
         self._findings = Findings()
         self._needs = GraphNeeds(self._pager, machine, self._findings)
-        self._calls = LibraryCalls(self._pager, self._recorder, active=lambda: self._phase.managed)
+        self._calls = LibraryCalls(
+            self._pager,
+            self._recorder,
+            active=lambda: self._phase.managed,
+            explained=self._needs.with_all_that_is_known,
+        )
         self._sharded = ShardedParameters(self._pager, GroupStages(self._calls))
         self._steps = self._optimizer_steps(options, subgroups, host_rates)
         self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job, ranks=ranks)
@@ -118,7 +125,7 @@ class TrainingRun:
             given=given,
             peaks=_peak_watch(machine),
             findings=self._findings,
-            warm=self._warm_start(options, device, subgroups) if given is None else None,
+            warm=self._warm_start(as_given or options, device, subgroups) if given is None else None,
         )
         self._phase: Phase = first_phase(self._context)
         self.number = 0
@@ -219,6 +226,7 @@ class TrainingRun:
 
     def check(self, programs: Sequence[Program]) -> None:
         """See `GraphNeeds.check`."""
+        self._steps.count_buckets()
         self._needs.check(programs)
 
     @contextlib.contextmanager

@@ -51,8 +51,9 @@ class GroupStages:
         if not whole or not self._calls.active():
             type(group).post_backward(group, *unused)
             return
-        reduced = [block for gradient in whole if (block := self._calls.pager.known_block(gradient)) is not None]
+        reduced = self._known_blocks(whole)
         whole.clear()  # FSDP frees them before it makes the others
+        gathered = self._known_blocks([p for each in group.fsdp_params if (p := _gathered(each)) is not None])
         before = self._gradients(group)
         size = sum(each._sharded_param_data.nbytes for each in group.fsdp_params)
 
@@ -64,12 +65,15 @@ class GroupStages:
             self._calls.stage(
                 _name(group, "backward", "reduce"),
                 reduce,
-                read=list(dict.fromkeys((*reduced, *before))),
+                read=list(dict.fromkeys((*reduced, *gathered, *before))),
                 written=before,
-                freed=reduced,
+                freed=[*reduced, *gathered],
                 made_bytes=0 if before else size,
                 workspace_bytes=size if before else 0,  # to be added to those that there are
             )
+
+    def _known_blocks(self, tensors: Sequence[Tensor]) -> list[Block]:
+        return [block for tensor in tensors if (block := self._calls.pager.known_block(tensor)) is not None]
 
     def _shards(self, group: Any) -> list[Block]:
         """Return the blocks of the group's shards. New ones become blocks."""
@@ -93,7 +97,13 @@ def _name(group: Any, phase: str, what: str) -> str:
 
 def _whole_gradients(parameter: Any) -> Iterator[Tensor]:
     """Yield the gradient of all shards that FSDP is about to reduce, if there is one."""
-    gathered = getattr(parameter, "_unsharded_param", None)
+    gathered = _gathered(parameter)
     for gradient in (parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad):
         if gradient is not None:
             yield gradient
+
+
+def _gathered(parameter: Any) -> Tensor | None:
+    """Return the whole parameter, if FSDP has made one; it may have freed its memory since."""
+    found: Tensor | None = getattr(parameter, "_unsharded_param", None)
+    return found

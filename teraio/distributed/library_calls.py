@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from planner.errors import BudgetError
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager
 from runtime.system import annotate, uninterrupted
@@ -26,11 +27,20 @@ class LibraryCalls:
     """Runs calls as stages under the pager, and puts methods in the place of others until `close`. Keeps no object alive.
 
     active: returns whether regions are managed now; otherwise calls should run as without teraio.
+    explained: returns the error of a call that does not fit with a budget that does for all that is known.
     """
 
-    def __init__(self, pager: Pager, recorder: IterationRecorder, *, active: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        pager: Pager,
+        recorder: IterationRecorder,
+        *,
+        active: Callable[[], bool],
+        explained: Callable[[BudgetError], BudgetError],
+    ) -> None:
         self.pager = pager
         self.active = active
+        self._explained = explained
         self._recorder = recorder
         self._changed: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
 
@@ -92,7 +102,10 @@ class LibraryCalls:
         """
         pager, phase = self.pager, name.partition("/")[0]
         fetch = self._recorder.stage_reached()
-        pager.acquire(read, made_bytes + workspace_bytes, name, then_fetch=fetch)
+        try:
+            pager.acquire(read, made_bytes + workspace_bytes, name, then_fetch=fetch)
+        except BudgetError as error:
+            raise self._explained(error) from None
         try:
             begin = self._recorder.mark()
             with annotate("stage", name):

@@ -115,10 +115,12 @@ def divided(options: Options, rank: int, seen: Mapping[int, DrivesAndMemory], *,
     changed: dict[str, object] = {}
     beside = [each for each in seen.values() if set(each.drives) & set(mine.drives)]
     if options.storage:
-        _check_sum("storage_budget", [each.storage_budget for each in beside], mine.free, "are free on their drives")
+        # Each has looked at another moment. Ranks that share all drives get equal shares, so that they can follow one plan.
+        free = min(each.free for each in beside if each.drives == mine.drives)
+        _check_sum("storage_budget", [each.storage_budget for each in beside], free, "are free on their drives")
         if options.storage_budget is None and len(beside) > 1:
             taken = sum(each.storage_budget or 0 for each in beside)
-            changed["storage_budget"] = max((mine.free - taken) // sum(each.storage_budget is None for each in beside), 1)
+            changed["storage_budget"] = max((free - taken) // sum(each.storage_budget is None for each in beside), 1)
     if on_cpu:
         if rank == min(seen):
             _warn_of_memory(list(seen.values()), available)

@@ -50,6 +50,7 @@ class ManagedOptimizer:
         self.subgroups = subgroups
         self.chosen = False
         self.adoption_due = False
+        self._had_blocks = False
         self._load_hook: RemovableHandle | None = None
         self._emptied: ParameterGroups | None = None
 
@@ -70,7 +71,14 @@ class ManagedOptimizer:
     def has_blocks(self) -> bool:
         """Whether a parameter of it is a block, or a shard of one that a graph takes."""
         own = (owned.tensor for owned in owned_parameters(self.optimizer))
-        return any(self._pager.known_block(parameter) is not None or parameter in self._sharded for parameter in own)
+        found = any(self._pager.known_block(parameter) is not None or parameter in self._sharded for parameter in own)
+        self._had_blocks |= found
+        return found
+
+    @property
+    def has_had_blocks(self) -> bool:
+        """Whether a parameter of it is or was a block. Where everything fits, other memory that it got since is none."""
+        return self.has_blocks or self._had_blocks
 
     @property
     def keeps_masters(self) -> bool:

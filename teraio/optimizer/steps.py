@@ -118,12 +118,16 @@ class OptimizerSteps(OwnHooks):
     def between_regions(self) -> None:
         """Catch up with user code: a step that failed, states that it has given or loaded. May wait while states are copied."""
         self._whole.give_up()
-        if self.buckets_due:
-            self.buckets_due = False
-            self._optimizers.look_for_buckets()
+        self.count_buckets()
         for managed in self._optimizers:
             if managed.adoption_due and self._active() and managed.has_blocks:
                 managed.adopt(self._loaded)
+
+    def count_buckets(self) -> None:
+        """Count the buckets of gradients against the budget, if there may be some that are not counted yet."""
+        if self.buckets_due:
+            self.buckets_due = False
+            self._optimizers.look_for_buckets()
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """Make blocks of loaded states at once, not when the next step finds them."""
@@ -191,7 +195,7 @@ class OptimizerSteps(OwnHooks):
         cut = managed.step_ended()
         forget_undo(managed.step_ended)
         whole = self._whole.end(managed)
-        if managed.has_blocks:
+        if managed.has_had_blocks:
             if not (cut or whole) and (self._automatic or managed.chosen) and self._active() and self._reads_where_it_waits:
                 managed.adopt(self._loaded)  # the states that the step may have made
             managed.states.count()

@@ -22,6 +22,12 @@ logger = logging.getLogger("teraio")
 
 _PREFIX = "teraio"
 _LOOK_SECONDS = 0.02
+_TELL_SECONDS = 30.0
+"""After so long the log says whom a rank waits for."""
+_REMEDY = (
+    "look at the output of these processes; if they train without teraio, or wait for what this rank computes first, as in "
+    "pipeline parallelism, give local_ranks=1"
+)
 _FAILED = "failed"
 _MAX_MESSAGE = 2000
 _groups = itertools.count()
@@ -111,17 +117,23 @@ class RankGroup:
             raise
 
     def _wait_for(self, what: str, rank: int) -> str:
-        ends = time.monotonic() + self._timeout_seconds
+        begun, silent = time.monotonic(), True
         while (text := self.told(what, rank)) is None:
             self._check_failures()
-            if time.monotonic() > ends:
-                missing = [other for other in self.ranks if self.told(what, other) is None]
-                raise RankError(
-                    f"rank {self.rank} has waited {self._timeout_seconds:.0f} s for {_numbers(missing)} of this machine "
-                    f"({what}): look at the output of these processes; if they train without teraio, give local_ranks=1"
-                )
+            waited = time.monotonic() - begun
+            if waited > self._timeout_seconds:
+                whom = self._missing(what)
+                raise RankError(f"rank {self.rank} has waited {self._timeout_seconds:.0f} s for {whom}: {_REMEDY}")
+            if silent and waited > _TELL_SECONDS:
+                silent = False
+                whom, most = self._missing(what), self._timeout_seconds
+                logger.warning("waiting for %s, at most %.0f s: %s", whom, most, _REMEDY)
             time.sleep(_LOOK_SECONDS)
         return text
+
+    def _missing(self, what: str) -> str:
+        """Return whom it waits for, in words."""
+        return f"{_numbers([rank for rank in self.ranks if self.told(what, rank) is None])} of this machine ({what})"
 
     def _check_failures(self) -> None:
         for rank in self.ranks:

@@ -26,7 +26,7 @@ class Machine:
 class Run:
     """Stands for a training run."""
 
-    def __init__(self, options: Options, device: torch.device, *, open_machine: Any) -> None:
+    def __init__(self, options: Options, device: torch.device, *, open_machine: Any, as_given: Options) -> None:
         self.options = options
         self.machine: Machine = open_machine()
         self.unused = True

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from planner.errors import BudgetError
 from teraio.distributed import GradientBuckets
+
+from ...training import MIB, Chain, compiled, forget
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -40,3 +44,24 @@ def test_without_a_group_there_are_no_buckets() -> None:
     buckets = GradientBuckets()
     buckets.look()
     assert not buckets.have(torch.ones(2)) and buckets.size_bytes == 0
+
+
+def test_the_first_budget_that_an_error_names_has_room_for_the_buckets(group: None, tmp_path: Path) -> None:
+    """They are there before anything is compiled: 6 MiB, beside what the model needs by itself."""
+    named = []
+    for wrap in (lambda module: module, DistributedDataParallel):
+        model = compiled(wrap(Chain()), {"memory_budget": MIB, "storage": str(tmp_path)})
+        with torch._dynamo.config.patch(optimize_ddp=False), pytest.raises(BudgetError) as refused:
+            model(torch.ones(4, 512))
+        named.append(refused.value.smallest_bytes)
+        forget()
+    alone, with_buckets = named
+    assert with_buckets >= alone + 6 * MIB
+
+
+def test_a_budget_is_refused_by_its_own_error_where_graphs_are_split_by_buckets(group: None, tmp_path: Path) -> None:
+    """Dynamo runs what it has compiled for one bucket on fake tensors, to learn what the graph of the next one gets."""
+    model = compiled(DistributedDataParallel(Chain(), bucket_cap_mb=2), {"memory_budget": MIB, "storage": str(tmp_path)})
+    with pytest.raises(BudgetError, match="give a memory_budget of at least"):
+        model(torch.ones(4, 512))
+    forget()

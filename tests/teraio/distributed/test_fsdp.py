@@ -117,6 +117,9 @@ def test_what_fsdp_does_between_graphs_is_in_the_trace(ranks: Ranks, tmp_path: P
             assert shard.reads[:2] == (forward.id, backward.id) and min(shard.writes) > reduced.id
             (gradient, *_) = [each for each in made.blocks if each.kind == "gradient" and each.writes == (reduced.id,)]
             assert gradient.movable and gradient.size_bytes >= 2 * MIB and made.stages[gradient.reads[0]].phase == "optimizer"
+            gathered = [each for each in made.blocks if not each.movable and reduced.id in each.reads]
+            assert sum(each.size_bytes for each in gathered) >= 4 * MIB, "FSDP frees it in this call"
+            assert not any(each.uses[-1] > reduced.id for each in gathered)
 
 
 def updated_on_host(folder: str, **training: Any) -> tuple[Found, list[Found], list[int]]:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from planner.errors import StorageError
+from planner.errors import BudgetError, StorageError
 from runtime.paging import Block, Pager
 from teraio.distributed import LibraryCalls
 from teraio.profiling import IterationRecorder
+
+from ..virtual import TimedMover
 
 
 class Library:
@@ -31,7 +33,11 @@ class Ours:
 
 def calls_for(pager: Pager) -> tuple[LibraryCalls, IterationRecorder]:
     recorder = IterationRecorder(pager)
-    return LibraryCalls(pager, recorder, active=lambda: True), recorder
+    return LibraryCalls(pager, recorder, active=lambda: True, explained=explained), recorder
+
+
+def explained(error: BudgetError) -> BudgetError:
+    return error.asking_for(error.smallest_bytes + 1000, not_counted="the optimizer's update")
 
 
 def test_a_method_is_replaced_until_close() -> None:
@@ -85,3 +91,10 @@ def test_a_call_that_fails_holds_nothing(budget_bytes: int | None) -> None:
     with pytest.raises(RuntimeError if budget_bytes is None else StorageError), calls.region("a call", 1):
         calls.stage("forward/gather", fail, read=[read])
     assert not read.pins and not recorder.iteration_ends().complete
+
+
+def test_a_call_that_does_not_fit_tells_what_is_not_counted() -> None:
+    calls, _ = calls_for(Pager(mover=TimedMover(), budget_bytes=8))
+    with pytest.raises(BudgetError) as refused, calls.region("a call", 1):
+        calls.stage("forward/gather", lambda: (), read=[], made_bytes=32)
+    assert refused.value.smallest_bytes == 1032 and refused.value.not_counted == "the optimizer's update"

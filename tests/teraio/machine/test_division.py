@@ -38,8 +38,14 @@ def test_drives_are_divided_among_those_that_use_them() -> None:
     assert divided(options, 0, seen(2), on_cpu=False).storage_budget == 500
     own = {0: DrivesAndMemory(drives=(1,), free=1000, available=1), 1: DrivesAndMemory(drives=(2,), free=800, available=1)}
     assert divided(options, 1, own, on_cpu=False).storage_budget is None
-    some = {0: DrivesAndMemory(drives=(1,), free=900, available=1, storage_budget=300), **{1: seen(1)[0], 2: seen(1)[0]}}
+    some = {0: DrivesAndMemory(drives=(1,), free=1000, available=1, storage_budget=300), **{1: seen(1)[0], 2: seen(1)[0]}}
     assert divided(options, 1, some, on_cpu=False).storage_budget == 350
+
+
+def test_ranks_that_looked_at_a_drive_at_different_moments_get_equal_shares() -> None:
+    """Plans are for budgets: ranks with equal ones follow one plan."""
+    looked = {0: seen(1)[0], 1: seen(1, free=900)[0]}
+    assert [divided(Options(storage=(DRIVE,)), rank, looked, on_cpu=False).storage_budget for rank in looked] == [450, 450]
 
 
 def test_budgets_that_are_given_must_fit_together() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,19 @@ def in_threads(work: Callable[[RankGroup], Any], ranks: list[RankGroup]) -> list
 def test_all_hear_what_all_tell() -> None:
     found = in_threads(lambda ranks: ranks.gather("numbers", str(10 * ranks.rank)), groups(3))
     assert found == [{0: "0", 1: "10", 2: "20"}] * 3
+
+
+def test_the_log_says_once_whom_a_rank_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("teraio.ranks.group._TELL_SECONDS", 0.1)
+
+    def work(ranks: RankGroup) -> dict[int, str]:
+        time.sleep(0.5 * ranks.rank)
+        return ranks.gather("numbers")
+
+    assert in_threads(work, groups(2)) == [{0: "", 1: ""}] * 2
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("waiting for rank 1 of this machine (numbers), at most 30 s: look at the output of these processes")
+    assert message.endswith("wait for what this rank computes first, as in pipeline parallelism, give local_ranks=1")
 
 
 def test_turns_are_in_the_order_of_the_ranks() -> None:

@@ -14,7 +14,7 @@ from runtime.storage.run_directory import remove_leftovers
 
 from ...training import MIB
 from ..rank_processes import Ranks
-from .cases import Answer, alone, drifted, killed, trained
+from .cases import Answer, alone, drifted, killed, started_again, trained
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
@@ -70,6 +70,16 @@ def test_all_plan_again_if_one_drifts(ranks: Ranks, options: dict[str, Any]) -> 
     assert sum(answer["made"] for answer in answers) == 2
     assert answers[0]["moves"] == answers[1]["moves"] != []
     assert any("planned again, as the last 2 iterations differ" in text for text in infos(answers[0]))
+
+
+def test_a_second_start_follows_the_plan_of_the_first(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
+    """Although the ranks divide what is free on the drive, which is a little less then."""
+    kept = {**options, "plan_cache": "read-write", "plan_cache_folder": str(tmp_path / "plans"), "profile_iterations": 1}
+    assert sum(answer["made"] for answer in ranks.run(started_again, kept, steps=10)) == 1
+    (tmp_path / "another file").write_bytes(bytes(4 * MIB))
+    answers = ranks.run(started_again, kept, steps=4)
+    assert [(answer["made"], answer["status"]["phase"]) for answer in answers] == [(0, "planned")] * 2, answers
+    assert any("the plan of an earlier start fits" in text for text in infos(answers[0]))
 
 
 def test_ranks_with_other_budgets_plan_for_themselves(ranks: Ranks, options: dict[str, Any]) -> None:

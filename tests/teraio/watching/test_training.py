@@ -65,3 +65,15 @@ def test_what_a_watcher_raises_the_loop_raises(tmp_path: Path) -> None:
     finally:
         end()
     training.finish()
+
+
+def test_iterations_are_told_on_where_all_parameters_get_other_memory_while_everything_fits() -> None:
+    """As by `PostLocalSGDOptimizer`. Graphs run unmanaged then, and make no blocks of the new memory."""
+    training = weights_of_1_mib({"profile_iterations": 1}, count=2)
+    training.run(random_rows(4), lambda batch, index: mean_square_step(training, batch))
+    assert training.progress[-1][0].phase == "fits"
+    for parameter in training.module.parameters():
+        parameter.data = parameter.data.clone()
+    training.run(random_rows(3), lambda batch, index: mean_square_step(training, batch))
+    assert training.progress[-1][0].iterations == 7
+    training.finish()
