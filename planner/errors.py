@@ -22,6 +22,7 @@ A message says what was found, what was allowed and what to do.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -41,11 +42,19 @@ __all__ = [
     "TeraioError",
     "TraceError",
     "UnsupportedError",
+    "without_traceback",
 ]
 
 
 class TeraioError(Exception):
     """Root of all errors that teraio raises on purpose."""
+
+
+def without_traceback(error: TeraioError) -> TeraioError:
+    """Return a copy of an error that holds none of the frames through which it was raised, nor what they hold."""
+    fresh = copy.copy(error)
+    fresh.__cause__ = error.__cause__
+    return fresh
 
 
 class OptionsError(TeraioError):

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from planner.errors import BudgetError, TeraioError
+from planner.errors import BudgetError, TeraioError, without_traceback
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Kind, Phase, Program
 from runtime.paging import holder_of
@@ -43,17 +43,21 @@ def teraio(
         return _compile_graphs(gm, example_inputs, parse_options({"mode": mode} if options is None else options))
     except TeraioError as error:
         registry.REGISTRY.forget_unused()
-        registry.REGISTRY.note_refusal(error)
-        return _raiser(error, gm, [kind for _, kind in _describe_inputs(gm, example_inputs)])
+        kept = without_traceback(error)
+        registry.REGISTRY.note_refusal(kept)
+        return _raiser(kept, gm, [kind for _, kind in _describe_inputs(gm, example_inputs)])
 
 
 def _raiser(error: TeraioError, gm: GraphModule, kinds: Sequence[Kind]) -> Callable[..., Any]:
-    """Return what stands for the graph that was not compiled. Dynamo may call it while it compiles, to learn its outputs."""
+    """Return what stands for the graph that was not compiled. Dynamo may call it while it compiles, to learn its outputs.
+
+    Dynamo keeps it for as long as the user's module, so it keeps no traceback: in that are frames, and in those the model.
+    """
 
     def refuse(*arguments: Any) -> Any:
         if torch._guards.TracingContext.try_get() is not None:
             return gm(*arguments)
-        raise _with_immovable(error, arguments, kinds) if isinstance(error, BudgetError) else error
+        raise _with_immovable(error, arguments, kinds) if isinstance(error, BudgetError) else without_traceback(error)
 
     return refuse
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
-from planner.errors import TeraioError, UnsupportedError
+from planner.errors import TeraioError, UnsupportedError, without_traceback
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import StorageOwnership, given_away
 from runtime.system import uninterrupted
@@ -47,7 +47,9 @@ class Registry:
         self._numbers = itertools.count()
         self._watchers: list[Callable[[IterationStats], None]] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # given to manage_optimizer; for later runs too
-        self._refusals: weakref.WeakKeyDictionary[torch._guards.TracingContext, TeraioError] = weakref.WeakKeyDictionary()
+        # The error is held by what stands for the refused graph.
+        self._refusals: weakref.WeakKeyDictionary[torch._guards.TracingContext, weakref.ref[TeraioError]]
+        self._refusals = weakref.WeakKeyDictionary()
 
     def run_for(self, options: Options, device: torch.device, parameters: Sequence[torch.Tensor] = ()) -> TrainingRun:
         """Return the run for these options. Models compiled with equal options share one run: one budget and one timeline.
@@ -146,7 +148,7 @@ class Registry:
         """The graph that Dynamo is compiling, or a part of it, was refused."""
         compiling = torch._guards.TracingContext.try_get()
         if compiling is not None:
-            self._refusals[compiling] = error
+            self._refusals[compiling] = weakref.ref(error)
 
     def refuse_again(self) -> None:
         """Raise the error with which another part of the graph that Dynamo is compiling was refused, if one was.
@@ -154,8 +156,10 @@ class Registry:
         For DistributedDataParallel, Dynamo splits graphs by buckets. Without this, each part would open the tiers once more.
         """
         compiling = torch._guards.TracingContext.try_get()
-        if compiling is not None and compiling in self._refusals:
-            raise self._refusals[compiling]
+        known = self._refusals.get(compiling) if compiling is not None else None
+        error = known() if known is not None else None
+        if error is not None:
+            raise without_traceback(error)
 
     def status(self) -> tuple[Status, ...]:
         """Return what every run is doing, in order of creation. See `teraio.status`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,19 @@ def test_a_budget_is_refused_by_its_own_error_where_graphs_are_split_by_buckets(
     with pytest.raises(BudgetError, match="give a memory_budget of at least"):
         model(torch.ones(4, 512))
     forget()
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, DistributedDataParallel])
+def test_a_model_that_was_refused_is_let_go(group: None, tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Else its parameters would stay for ever, and its buckets would count when the next budget is tried."""
+
+    def refused() -> weakref.ref[nn.Module]:
+        module = Chain()
+        with pytest.raises(BudgetError):
+            compiled(wrap(module), {"memory_budget": MIB, "storage": str(tmp_path)})(torch.ones(4, 512))
+        return weakref.ref(module)
+
+    module = refused()
+    forget()
+    gc.collect()
+    assert module() is None
