@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 __all__ = [
     "BudgetError",
@@ -42,19 +42,17 @@ __all__ = [
     "TeraioError",
     "TraceError",
     "UnsupportedError",
-    "without_traceback",
 ]
 
 
 class TeraioError(Exception):
     """Root of all errors that teraio raises on purpose."""
 
-
-def without_traceback(error: TeraioError) -> TeraioError:
-    """Return a copy of an error that holds none of the frames through which it was raised, nor what they hold."""
-    fresh = copy.copy(error)
-    fresh.__cause__ = error.__cause__
-    return fresh
+    def without_traceback(self) -> Self:
+        """Return a copy that holds none of the frames through which this error was raised, nor what they hold."""
+        fresh = copy.copy(self)
+        fresh.__cause__ = self.__cause__
+        return fresh
 
 
 class OptionsError(TeraioError):

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from planner.errors import BudgetError, TeraioError, without_traceback
+from planner.errors import BudgetError, TeraioError
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Kind, Phase, Program
 from runtime.paging import holder_of
@@ -43,7 +43,7 @@ def teraio(
         return _compile_graphs(gm, example_inputs, parse_options({"mode": mode} if options is None else options))
     except TeraioError as error:
         registry.REGISTRY.forget_unused()
-        kept = without_traceback(error)
+        kept = error.without_traceback()
         registry.REGISTRY.note_refusal(kept)
         return _raiser(kept, gm, [kind for _, kind in _describe_inputs(gm, example_inputs)])
 
@@ -57,7 +57,7 @@ def _raiser(error: TeraioError, gm: GraphModule, kinds: Sequence[Kind]) -> Calla
     def refuse(*arguments: Any) -> Any:
         if torch._guards.TracingContext.try_get() is not None:
             return gm(*arguments)
-        raise _with_immovable(error, arguments, kinds) if isinstance(error, BudgetError) else without_traceback(error)
+        raise _with_immovable(error, arguments, kinds) if isinstance(error, BudgetError) else error.without_traceback()
 
     return refuse
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
-from planner.errors import TeraioError, UnsupportedError, without_traceback
+from planner.errors import TeraioError, UnsupportedError
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import StorageOwnership, given_away
 from runtime.system import uninterrupted
@@ -159,7 +159,7 @@ class Registry:
         known = self._refusals.get(compiling) if compiling is not None else None
         error = known() if known is not None else None
         if error is not None:
-            raise without_traceback(error)
+            raise error.without_traceback()
 
     def status(self) -> tuple[Status, ...]:
         """Return what every run is doing, in order of creation. See `teraio.status`."""
