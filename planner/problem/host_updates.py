@@ -46,10 +46,7 @@ def host_updatable(trace: Trace) -> tuple[Subgroup, ...]:
     The next iteration waits for an update through the movable parameters of the subgroup. So there must be such a parameter,
     each must be used before the update's stage, and the first of them before any of its gradients is written again.
     """
-    if host_updatable not in trace.memo:
-        trace.memo[host_updatable] = _host_updatable(trace)
-    found: tuple[Subgroup, ...] = trace.memo[host_updatable]
-    return found
+    return trace.once(host_updatable, lambda: _host_updatable(trace))
 
 
 def _host_updatable(trace: Trace) -> tuple[Subgroup, ...]:

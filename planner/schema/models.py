@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, SerializerFunctionWrapHandler, model_serializer
 
 __all__ = ["Bytes", "FrozenModel", "GrownModel", "Id", "Ids", "Seconds", "check_consecutive", "check_ids"]
+
+_T = TypeVar("_T")
 
 Bytes = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
@@ -30,8 +32,15 @@ class FrozenModel(BaseModel):
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
-        """What others have worked out from this object, by what they choose as key. It is no part of the file or of copies."""
+        """What `once` keeps. It is no part of the file or of copies."""
         return {}
+
+    def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """Return what `make` works out from this object. It is called once for each key."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        found: _T = self.memo[key]
+        return found
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with some fields replaced. The new values are not validated; cached properties are computed again."""

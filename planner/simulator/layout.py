@@ -34,11 +34,7 @@ def layout_of(source: Trace, on_host: frozenset[int]) -> Layout:
 
     It is worked out once for each trace and set of subgroups.
     """
-    key = (layout_of, on_host)
-    if key not in source.memo:
-        source.memo[key] = _laid_out(source, on_host)
-    found: Layout = source.memo[key]
-    return found
+    return source.once((layout_of, on_host), lambda: _laid_out(source, on_host))
 
 
 def _laid_out(source: Trace, on_host: frozenset[int]) -> Layout:
