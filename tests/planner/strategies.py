@@ -50,6 +50,19 @@ def shared_rates(*, host: bool, drive: float, bus: float) -> list[dict[str, Any]
     return shared
 
 
+def activation(number: int, size: int, reads: list[int], writes: list[int], *, persistent: bool = False) -> dict[str, Any]:
+    """An activation of a hand-made trace."""
+    return {
+        "id": number,
+        "name": f"b{number}",
+        "kind": "activation",
+        "size_bytes": size,
+        "persistent": persistent,
+        "reads": reads,
+        "writes": writes,
+    }
+
+
 @st.composite
 def traces(draw: st.DrawFn, *, most_stages: int = 12, most_blocks: int = 14) -> Trace:
     """Any valid trace with links to storage, sometimes to host too."""

@@ -10,7 +10,7 @@ from planner.problem import RerunPlaces, live_bytes, over_half, rounded, simple_
 from ...thoroughness import by_profile
 from .. import exhaustive
 from ..recompute_traces import layers
-from ..strategies import hardware
+from ..strategies import activation, hardware
 
 TRACES = by_profile(ci=8, long=150)
 
@@ -53,15 +53,7 @@ def test_sets_of_groups_are_not_judged_by_a_poor_plan() -> None:
         hardware=hardware(rate=6.0),
         stages=[{"id": n, "name": f"{p}/{n}", "phase": p, "duration_seconds": 1.0} for n, p in enumerate(phases)],
         blocks=[
-            {
-                "id": number,
-                "name": f"b{number}",
-                "kind": "activation",
-                "size_bytes": size,
-                "persistent": persistent,
-                "reads": reads,
-                "writes": writes,
-            }
+            activation(number, size, reads, writes, persistent=persistent)
             for number, (size, persistent, reads, writes) in enumerate(uses)
         ],
         recompute=[{"id": 0, "stage": 1, "blocks": [2], "reads": [], "duration_seconds": 0.5}],

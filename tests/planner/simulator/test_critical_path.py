@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from planner import Budgets, Plan, Trace, floor, plan, simulate
 from planner.simulator.critical_path import HOST_UPDATES, STAGES, CriticalPath, critical_path
 
-from ..strategies import hardware, problems, transformer_trace
+from ..strategies import activation, hardware, problems, transformer_trace
 
 HAND = Path(__file__).parents[3] / "traces" / "hand"
 OUT, IN = "device->storage", "storage->device"
@@ -61,18 +61,6 @@ def test_on_the_hand_made_traces(name: str, budget: int, wanted: list[tuple[str,
     assert [(p.resource, p.index if p.block is None else p.block) for p in path.segments] == wanted
 
 
-def block(number: int, size: int, reads: list[int], writes: list[int], *, persistent: bool = False) -> dict[str, Any]:
-    return {
-        "id": number,
-        "name": f"b{number}",
-        "kind": "activation",
-        "size_bytes": size,
-        "persistent": persistent,
-        "reads": reads,
-        "writes": writes,
-    }
-
-
 def made(seconds: list[float], blocks: list[dict[str, Any]], moves: list[dict[str, Any]], device: int) -> tuple[Trace, Plan]:
     """A trace with links of 10 bytes per second, and a plan with just these moves; copies out at once."""
     stages = [
@@ -100,7 +88,7 @@ def plan_of(trace: Trace, moves: list[dict[str, Any]], device: int, **more: obje
 
 def test_a_copy_waits_for_the_one_before_it_on_the_link() -> None:
     """Two blocks go out after stage 0, 1 s each on one link; stage 1 has room only when both are gone."""
-    blocks = [block(0, 10, [2], [0]), block(1, 10, [2], [0]), block(2, 20, [1], [1])]
+    blocks = [activation(0, 10, [2], [0]), activation(1, 10, [2], [0]), activation(2, 20, [1], [1])]
     moves = [dict(block=number, after=0, before=2, start=2) for number in (0, 1)]
     path = path_of(*made([1.0, 1.0, 1.0], blocks, moves, 20))
     assert [(p.resource, p.block) for p in path.segments] == [
@@ -116,7 +104,7 @@ def test_a_copy_waits_for_the_one_before_it_on_the_link() -> None:
 
 def test_a_copy_in_waits_for_the_stage_that_frees_its_room() -> None:
     """Block 0 is asked for when stage 2 is reached, but block 1 fills the device until stage 2 has ended."""
-    blocks = [block(0, 10, [4], [0]), block(1, 20, [2], [1]), block(2, 0, [3], [3])]
+    blocks = [activation(0, 10, [4], [0]), activation(1, 20, [2], [1]), activation(2, 0, [3], [3])]
     path = path_of(*made([1.0, 3.0, 1.0, 0.5, 1.0], blocks, [dict(block=0, after=0, before=4, start=2)], 20))
     # 0..1, out 1..2, stage 1 2..5, stage 2 5..6, in 6..7 while stage 3 runs 6..6.5, stage 4 7..8
     assert [(p.resource, p.index if p.block is None else p.block) for p in path.segments] == [
@@ -131,7 +119,7 @@ def test_a_copy_in_waits_for_the_stage_that_frees_its_room() -> None:
 
 def test_a_copy_from_the_iteration_before_is_cut_at_the_begin() -> None:
     """A parameter goes out after the last stage and comes back for the first one: 4 s in between, none of it hidden."""
-    blocks = [block(0, 20, [0], [1], persistent=True), block(1, 10, [2], [2])]
+    blocks = [activation(0, 20, [0], [1], persistent=True), activation(1, 10, [2], [2])]
     trace, by_hand = made([1.0, 1.0, 1.0], blocks, [dict(block=0, after=1, before=3, start=3)], 20)
     by_hand = Plan.model_validate({**by_hand.model_dump(), "initial": [{"block": 0, "tier": "storage"}]})
     path = path_of(trace, by_hand)
@@ -146,7 +134,7 @@ def test_a_copy_from_the_iteration_before_is_cut_at_the_begin() -> None:
 
 def test_a_copy_that_began_in_the_iteration_before() -> None:
     """A clean weight of 3 s is asked for when the last stage is reached, 1 s before the iteration ends."""
-    blocks = [block(0, 30, [0], [], persistent=True)]
+    blocks = [activation(0, 30, [0], [], persistent=True)]
     trace, _ = made([1.0] * 4, blocks, [], 30)
     move: dict[str, Any] = dict(block=0, after=0, before=4, tier="storage", offload=None, prefetch=dict(start=3, ready_by=4))
     by_hand = plan_of(trace, [move], 30)
@@ -164,7 +152,7 @@ def test_the_host_updates_while_the_device_waits() -> None:
     """The gradient goes out (1 s), the host updates (3 s), the weight comes back (1 s), and only then stage 0 can run."""
     stages = [dict(id=n, name=f"s{n}", phase=phase, duration_seconds=1.0) for n, phase in enumerate(("forward", "backward"))]
     stages.append(dict(id=2, name="update", phase="optimizer", duration_seconds=1.0))
-    blocks = [block(0, 40, [0, 2], [2], persistent=True), block(1, 40, [2], [1])]
+    blocks = [activation(0, 40, [0, 2], [2], persistent=True), activation(1, 40, [2], [1])]
     subgroup = dict(id=0, stage=2, blocks=[0, 1], elements=10, device_seconds=1.0, host_seconds=3.0)
     machine = hardware(host=True, rate=10.0)  # 40 bytes per second to and from the host
     trace = Trace.model_validate(dict(name="made", hardware=machine, stages=stages, blocks=blocks, subgroups=[subgroup]))
@@ -186,7 +174,7 @@ def test_a_host_update_waits_for_the_optimizer_stages() -> None:
     """Its gradient left long before, but the update begins when stage 3 is reached. A last stage reads the new weight."""
     phases = ("forward", "backward", "backward", "optimizer", "user")
     stages = [dict(id=n, name=f"s{n}", phase=phase, duration_seconds=2.0) for n, phase in enumerate(phases)]
-    blocks = [block(0, 40, [0, 3, 4], [3], persistent=True), block(1, 40, [3], [1])]
+    blocks = [activation(0, 40, [0, 3, 4], [3], persistent=True), activation(1, 40, [3], [1])]
     subgroup = dict(id=0, stage=3, blocks=[0, 1], elements=10, device_seconds=2.0, host_seconds=3.0)
     machine = hardware(host=True, rate=10.0)
     trace = Trace.model_validate(dict(name="made", hardware=machine, stages=stages, blocks=blocks, subgroups=[subgroup]))

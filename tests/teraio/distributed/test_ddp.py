@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...training import MIB
 from ..rank_processes import Ranks
-from .trainings import Found, Made, Stack, differences, train
+from .trainings import Found, Made, Stack, check_planned, differences, train
 
 BUDGET = 28 * MIB
 """Parameters, gradients, momenta and buckets are 8 MiB each, and a rank holds 32 MiB of them without a budget."""
@@ -69,11 +69,7 @@ def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_
     if case == "reduced by Python":
         ranks.close()  # it leaves compiled autograd in its processes, in which other cases fail
     for one, other, unlimited in zip(found, expected, free, strict=True):
-        assert not differences(one, unlimited)
-        assert max(differences(one, other).values(), default=0.0) < 1e-4
-        assert one.phase == "planned", one.waiting_for
-        assert one.peak <= BUDGET
-        assert one.moved["storage->device"] > 0
+        check_planned(one, other, unlimited, budget=BUDGET)
         assert all(one.movable["parameter"])
         assert all(one.movable["gradient"]) and bool(one.movable["gradient"]) == (case != "views of buckets")
     assert not [name for name in differences(*found) if name.startswith("parameter")]

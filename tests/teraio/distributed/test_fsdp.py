@@ -22,7 +22,7 @@ from teraio.optimizer.host import HostUpdate
 from ...thoroughness import every_other
 from ...training import MIB, forget
 from ..rank_processes import COUNT, Ranks
-from .trainings import ROWS, WIDTH, Found, Made, Stack, differences, full, train
+from .trainings import ROWS, WIDTH, Found, Made, Stack, check_planned, differences, full, train
 
 BUDGET = 16 * MIB
 """A rank holds 4 MiB of shards, 8 MiB of momenta of Adam and up to 4 MiB of gradients, and gathers 4 or 8 MiB."""
@@ -90,11 +90,7 @@ def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_
     expected, free = (ranks.run(run, options, **CASES[case]) for options in (None, {}))
     found = ranks.run(run, {"memory_budget": budget, "storage": str(tmp_path)}, **CASES[case])
     for one, other, unlimited in zip(found, expected, free, strict=True):
-        assert not differences(one, unlimited)
-        assert max(differences(one, other).values(), default=0.0) < (2e-2 if case == "mixed precision" else 1e-4)
-        assert one.phase == "planned", one.waiting_for
-        assert one.peak <= budget
-        assert one.moved["storage->device"] > 0
+        check_planned(one, other, unlimited, budget=budget, tolerance=2e-2 if case == "mixed precision" else 1e-4)
         assert all(one.movable["parameter"]) and one.movable["parameter"]
         assert all(one.movable["gradient"]) and one.movable["gradient"]
         assert len(one.states) == 8

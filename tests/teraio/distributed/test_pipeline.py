@@ -14,7 +14,7 @@ import teraio
 
 from ...training import MIB, PLAN_SECONDS, compiled, require
 from ..rank_processes import COUNT, Ranks
-from .trainings import ROWS, WIDTH, Found, Stack, differences, note_status
+from .trainings import ROWS, WIDTH, Found, Stack, check_planned, note_status
 
 BUDGET = 16 * MIB
 """Parameters, gradients and momenta are 8 MiB each."""
@@ -52,8 +52,4 @@ def test_trains_as_without_teraio_within_the_budget_by_a_plan(ranks: Ranks, tmp_
     expected, free = (ranks.run(run, options) for options in (None, {}))
     found = ranks.run(run, {"memory_budget": BUDGET, "storage": str(tmp_path)})
     for one, other, unlimited in zip(found, expected, free, strict=True):
-        assert not differences(one, unlimited)
-        assert max(differences(one, other).values(), default=0.0) < 1e-4
-        assert one.phase == "planned", one.waiting_for
-        assert one.peak <= BUDGET
-        assert one.moved["storage->device"] > 0
+        check_planned(one, other, unlimited, budget=BUDGET)

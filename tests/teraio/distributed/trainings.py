@@ -135,6 +135,15 @@ def _note_blocks(found: Found, module: nn.Module, optimizer: Optimizer) -> None:
     found.states = {block.name for block in blocks() if block.kind == "optimizer_state" and block.span is not None}
 
 
+def check_planned(one: Found, other: Found, unlimited: Found, *, budget: int, tolerance: float = 1e-4) -> None:
+    """A rank kept to a plan and the budget, has the bits of a run without a budget, and is near one without teraio."""
+    assert not differences(one, unlimited)
+    assert max(differences(one, other).values(), default=0.0) < tolerance
+    assert one.phase == "planned", one.waiting_for
+    assert one.peak <= budget, f"{one.peak:,} of {budget:,} bytes"
+    assert one.moved["storage->device"] > 0
+
+
 def differences(found: Found, expected: Found) -> dict[str, float]:
     """The largest difference of each value, as a share of the largest expected one; equal values are left out."""
     require(found.values.keys() == expected.values.keys(), f"{found.values.keys() ^ expected.values.keys()}")
