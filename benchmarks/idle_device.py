@@ -75,6 +75,9 @@ class IdleDevice:
         self.calls += 1
         return IdleMark()
 
+    def synchronize(self) -> None:
+        self.calls += 1
+
     def external_bytes(self, known_bytes: int) -> int:
         return 0
 

@@ -170,7 +170,6 @@ class TrainingRun:
 
         def scratch(size_bytes: int) -> AbstractContextManager[int | None]:
             self._pager.drop_void_copies("host")  # blocks that move on demand fill the host tier first
-            self._machine.device.mark().wait()  # the device may still read from there
             return self._machine.host_scratch(size_bytes)
 
         threads = host_threads(options.local_ranks)

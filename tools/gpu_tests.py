@@ -17,6 +17,7 @@ ORDER = (
     "test_storage_swap.py",
     "test_stores.py",
     "test_stream_sequences.py",
+    "test_host_memory.py",
     "test_training.py",
     "test_asynchronous.py",
     "test_budget.py",

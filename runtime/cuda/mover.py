@@ -56,6 +56,7 @@ class StreamMover:
         self._out: dict[Block, _Queued] = {}
         self._of_forgotten: list[_Queued] = []
         self._in: dict[Block, _Queued] = {}
+        self._last: dict[Block, tuple[Event]] = {}  # the end of the last copy from or to a slot; earlier ones end before it
         self._queued = 0  # copies so far
         self._joined = 0  # number of the last copy in that computation waits for
         self._copies = HostCopies(streams, host_address)
@@ -120,11 +121,16 @@ class StreamMover:
         self._out.pop(block, None)  # its last copy: `_out` and `_in` have the order in which the device ends the copies
         self._queued += 1
         self._out[block] = copied, _storage(block), self._queued
+        self._note_last(block, copied)
         return True
 
     def finished(self, block: Block) -> bool:
-        leaving = self._out.get(block)
-        return leaving is None or leaving[0].done()
+        last = self._last.get(block)
+        return last is None or last[0].done()
+
+    def _note_last(self, block: Block, copied: Event) -> None:
+        self._last.pop(block, None)
+        self._last[block] = (copied,)
 
     def release(self, block: Block) -> None:
         storage, stand_in = self._leave(block), None
@@ -210,6 +216,7 @@ class StreamMover:
         copied = self._copies.queue(INWARD, slot, block.size_bytes, address, follows=follows)
         self._queued += 1
         self._in[block] = copied, storage, self._queued
+        self._note_last(block, copied)
         return True
 
     def _poison_arriving(self, address: int, size_bytes: int, before: Sequence[Event]) -> Event:
@@ -309,6 +316,7 @@ class StreamMover:
     def poll(self) -> None:
         _drop_ended(self._in)
         _drop_ended(self._out)
+        _drop_ended(self._last)
         if self._of_forgotten:
             self._of_forgotten = [leaving for leaving in self._of_forgotten if not leaving[0].done()]
         self._copies.count()
@@ -322,6 +330,7 @@ class StreamMover:
         if self._debug is not None:
             self._debug.forget(block)
         self._join([block])
+        self._last.pop(block, None)
         leaving = self._out.pop(block, None)
         if leaving is not None:
             self._of_forgotten.append(leaving)
@@ -338,7 +347,7 @@ class StreamMover:
         self._ownership.give_up_all(self)
 
 
-def _drop_ended(copies: dict[Block, _Queued]) -> None:
+def _drop_ended(copies: dict[Block, _Queued] | dict[Block, tuple[Event]]) -> None:
     ended = []
     for block, queued in copies.items():
         if not queued[0].done():

@@ -45,6 +45,7 @@ class CudaMark:
         self.event.synchronize()
 
     def seconds_since(self, earlier: CudaMark) -> float:
+        earlier.event.synchronize()  # it need not come first: the user may have gone on in another stream
         self.event.synchronize()
         return float(earlier.event.elapsed_time(self.event)) / 1000
 
@@ -153,6 +154,9 @@ class CudaStreams:
 
     def mark(self) -> CudaMark:
         return CudaMark(torch.cuda.current_stream(self.device))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     def external_bytes(self, known_bytes: int) -> int:
         """Return the bytes that PyTorch has allocated beyond `known_bytes`, plus `spare_bytes`."""

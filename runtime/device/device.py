@@ -31,6 +31,9 @@ class Device(Protocol):
     def mark(self) -> Mark:
         """Return the point after all that was asked for so far. Never waits."""
 
+    def synchronize(self) -> None:
+        """Wait until the device has ended everything that it was asked for so far, also by user code."""
+
     def external_bytes(self, known_bytes: int) -> int:
         """Return the bytes in use on the device that are not among `known_bytes`, those of the pager; 0 if unknown."""
 
@@ -58,6 +61,9 @@ class CpuDevice:
 
     def mark(self) -> WallMark:
         return WallMark(time.perf_counter())
+
+    def synchronize(self) -> None:
+        """Return at once."""
 
     def external_bytes(self, known_bytes: int) -> int:
         """Return 0: main memory has other users, and the budget is for what the pager knows of."""

@@ -2,7 +2,7 @@
 
 [Note: What orders what]
 A device runs the work of each lane in the order in which the host has queued it, and runs the lanes in parallel. A lane that
-needs a result of another lane waits for an event. teraio keeps six rules, and needs no others:
+needs a result of another lane waits for an event. teraio keeps seven rules, and needs no others:
 
 1. A copy out waits for all computation that was queued before it: whoever wrote the block has written it.
 2. A copy in waits for all computation, also the user's, that was queued before its memory was allocated: whoever used that
@@ -13,14 +13,20 @@ needs a result of another lane waits for an event. teraio keeps six rules, and n
 5. A block is kept alive until its copies out and in are known to have ended: its memory is not freed while something reads or
    writes it, also if nobody else holds the block any more.
 6. Memory that user code allocated is given back only when the device is known to have passed all that uses it.
+7. Before the host's processor reads or writes a slot, it waits for the last copy from or to that slot, and for all computation,
+   also the user's, that was queued when the update was asked for. Before it uses a free slot, it waits for the whole device.
 
 Freed memory need not serve again: where the device is short of memory, PyTorch's allocator takes free pages away altogether
 (`cuMemUnmap`). It waits for the stream that they were allocated for before, and for no other. That is the lane of computation,
 which has waited by rule 4, except for what user code allocated: for that, rule 6. Waits in the user's lane would not do. If it
 is the default stream, the allocator waits for the default stream of the current device, which may be another one.
 
-The user's lane is joined with the lane of computation where a compiled region begins and ends. A slot needs no rule of
-its own: copies out run in one lane, one after the other, and a copy in reads a slot that rule 4 has waited for.
+No rule protects what user code frees between regions while kernels in its own stream still use it, if the memory was a stage's
+and PyTorch unmaps it at once: by `torch.cuda.empty_cache()`, or where the whole GPU is short of memory. To hold it until the next
+region would keep the memory of models that nobody has any more.
+
+The user's lane is joined with the lane of computation where a compiled region begins and ends. Between copies, a slot needs no
+rule of its own: copies out run in one lane, one after the other, and a copy in reads a slot that rule 4 has waited for.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Lending:
         """See `Pager.lend_memory`."""
         try:
             while self._still_leaving(blocks):
-                self._signal.poll(POLL_SECONDS)
+                self._signal.poll(POLL_SECONDS)  # gives the lock to others meanwhile
             if any(b.state is not State.OFFLOADED or b.pins or not self._table.is_current(b) for b in blocks):
                 return None
             addresses = [address for b in blocks if (address := self._host_address(b)) is not None]
@@ -100,10 +100,11 @@ class Lending:
                 self._transitions.begin_offload(block)
 
     def _still_leaving(self, blocks: Sequence[Block]) -> bool:
-        queued = self._transitions.queued_offloads
-        for block in [b for b in blocks if b in queued and self._transitions.need_mover().finished(b)]:
+        """Whether a copy out may still write to a slot: its block is OFFLOADED already if its memory was taken meanwhile."""
+        finished, queued = self._transitions.need_mover().finished, self._transitions.queued_offloads
+        for block in [b for b in blocks if b in queued and finished(b)]:
             self._transitions.take_memory(block)
-        return any(block.state is State.OFFLOADING for block in blocks)
+        return any(b.state is State.OFFLOADING or b.state is State.OFFLOADED and not finished(b) for b in blocks)
 
     def _host_address(self, block: Block) -> int | None:
         return self._transitions.need_mover().host_address(block) if block.tier == "host" else None

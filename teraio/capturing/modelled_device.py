@@ -47,6 +47,9 @@ class ModelledDevice:
     def mark(self) -> WallMark:
         return WallMark(self.now_seconds)
 
+    def synchronize(self) -> None:
+        """Return at once: what was asked for has been done."""
+
     def external_bytes(self, known_bytes: int) -> int:
         """Return 0: all memory is that of blocks."""
         return 0

@@ -84,7 +84,10 @@ class Machine:
 
     @contextlib.contextmanager
     def host_scratch(self, size_bytes: int) -> Iterator[int | None]:
-        """Reserve memory of the host tier within the block. Gives its address, or None if no contiguous range is large enough."""
+        """Reserve memory of the host tier within the block. Gives its address, or None if no contiguous range is large enough.
+
+        Waits for the device: copies of the block that had the memory before may still use it (rule 7).
+        """
         store = next((each.tier.store for each in self._opened.tiers if each.tier.name == "host"), None)
         if not isinstance(store, HostStore):
             yield None
@@ -95,6 +98,7 @@ class Machine:
             yield None
             return
         try:
+            self.device.synchronize()
             yield slot.address
         finally:
             store.release(slot)

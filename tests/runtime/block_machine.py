@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,6 +62,7 @@ class Machine(ABC):
         self.count = 0
         self.between_regions = False
         self.wrong: list[str] = []
+        self.host_work: deque[tuple[list[Block], list[torch.Tensor], Any]] = deque()
 
     # -- what depends on the device
 
@@ -108,9 +111,11 @@ class Machine(ABC):
         with self.device.region():
             self.pager.enter_region()
             for _ in range(steps):
-                kinds = (self.stage, self.hint, self.drop, self.die, self.update)
-                self.draw.choices(kinds, weights=(6, 3, not self.lends, 1, 2 * self.lends))[0]()
+                kinds = (self.stage, self.hint, self.drop, self.die, self.update, self.set_aside, self.update_on_host)
+                self.draw.choices(kinds, weights=(6, 3, not self.lends, 1, 2 * self.lends, 2, 1))[0]()
                 self.time_passes()
+            while self.host_work:
+                self.update_on_host()
             self.pager.leave_region()
         self.between_regions = True
         self.user_code()
@@ -198,6 +203,34 @@ class Machine(ABC):
             self.pager.retire([], [])
             self.pager.give_back([block])
 
+    def set_aside(self) -> None:
+        """Let the host's processor update some blocks later, as `HostUpdates.begin` does."""
+        blocks = [block for block in self.pick(2) if not any(block in waiting for waiting, _, _ in self.host_work)]
+        if blocks and self.pager.reserve_for_host(blocks):
+            self.host_work.append((blocks, [self.tensors[block] for block in blocks], self.device.record(Lane.COMPUTE)))
+
+    def update_on_host(self) -> None:
+        """Run the first update that is due, unless stages have taken its blocks. What it reads and leaves must be right."""
+        if not self.host_work:
+            return
+        blocks, _, device_passed = self.host_work.popleft()
+        device_passed.wait()
+        addresses = self.pager.lend_memory(blocks)
+        if addresses is None:
+            return
+        for block, address in zip(blocks, addresses, strict=True):
+            before, value = self.expected.get(block), self.new_value()
+            found = set(ctypes.string_at(address, block.size_bytes))
+            if before is not None and found != {before}:
+                self.wrong.append(f"the host found {found} instead of {before} in {block.name}")
+            ctypes.memset(address, value, block.size_bytes)
+            self.time_passes()
+            if (found := set(ctypes.string_at(address, block.size_bytes))) != {value}:
+                self.wrong.append(f"the device left {found} instead of {value} where the host updates {block.name}")
+            if before is not None:
+                self.expected[block] = value
+        self.pager.give_back(blocks)
+
     def hint(self) -> None:
         leaving = []
         for block in self.pick(2):
@@ -207,21 +240,23 @@ class Machine(ABC):
                 self.pager.prefetch(block)
         self.pager.offload_all(leaving)
 
-    def die(self) -> None:
+    def die(self, spared: Sequence[Block] = ()) -> None:
         arriving = [block for block in list(self.mover._in) if block in self.tensors]
         for block in arriving[:1] if self.draw.random() < 0.5 else self.pick(1):
-            del self.tensors[block], self.expected[block]
+            if block not in spared:
+                del self.tensors[block], self.expected[block]
 
     def user_code(self) -> None:
         """Run user code between regions. It reads and writes blocks that it can reach, wherever they are, and drops some."""
-        for block in [block for block in self.pick(3) if block.user_visible]:
+        used = [block for block in self.pick(3) if block.user_visible]
+        for block in used:
             if block.state is State.OFFLOADED and block.tier == "storage":
                 with pytest.raises(RuntimeError, match=f"{block.name} .* is not in memory: teraio has moved it to storage"):
                     self.tensors[block].sum()
             else:
                 self.kernel(Lane.USER, block, self.new_value() if self.draw.random() < 0.5 else None)
         if self.draw.random() < 0.5:
-            self.die()
+            self.die(spared=used)  # see [Note: What orders what] for what user code frees while it still uses it
         self.time_passes()
 
     def check(self) -> None:

@@ -115,7 +115,7 @@ class SimulatedMachine(Machine):
             host_address=self.slab.address_of,
             debug=debug,
             lends=lends,
-            condition=Stepping(lambda: self.drive.finish()),  # a test may replace `finish`
+            condition=Stepping(lambda: self.drive.finish() or self.device.step()),  # a test may replace `finish`
         )
         self.device.faults = self.wrong
         self._unmaps = random.Random(seed)
