@@ -78,6 +78,12 @@ class IdleDevice:
     def synchronize(self) -> None:
         self.calls += 1
 
+    def try_memory(self, size_bytes: int) -> None:
+        self.calls += 1
+
+    def give_back_memory(self) -> None:
+        self.calls += 1
+
     def external_bytes(self, known_bytes: int) -> int:
         return 0
 

@@ -8,9 +8,8 @@ from typing import cast
 
 import torch
 
-from planner.errors import StorageError
 from runtime.cuda.addresses import device_bytes, host_bytes
-from runtime.device import COMPUTE, INWARD, MIN_MOVED_BYTES, OUTWARD, USER, Event, Lane
+from runtime.device import COMPUTE, INWARD, MIN_MOVED_BYTES, OUTWARD, USER, DeviceMemoryError, Event, Lane
 
 
 class CudaEvent:
@@ -137,7 +136,7 @@ class CudaStreams:
                 # Not `torch.empty`: with deterministic algorithms, it fills the memory.
                 return torch.UntypedStorage(size_bytes, device=self.device)  # type: ignore[no-untyped-call]
             except torch.OutOfMemoryError as error:
-                raise StorageError(
+                raise DeviceMemoryError(
                     f"{self.device} has no {size_bytes:,} bytes in one piece for a block that comes back, although the budget "
                     f"has room ({self.allocated_bytes:,} bytes allocated, {torch.cuda.memory_reserved(self.device):,} "
                     "reserved); lower memory_budget, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -157,6 +156,13 @@ class CudaStreams:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def try_memory(self, size_bytes: int) -> None:
+        self.allocate(size_bytes)
+
+    def give_back_memory(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
     def external_bytes(self, known_bytes: int) -> int:
         """Return the bytes that PyTorch has allocated beyond `known_bytes`, plus `spare_bytes`."""
@@ -178,6 +184,19 @@ class CudaStreams:
     def retries(self) -> int:
         """How often the allocator had to wait for the GPU and take free memory away to serve a request. Takes some 50 µs."""
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+    def describe_pools(self) -> str:
+        """Say for people how much memory is in use, and how much lies free, for stages and for all others. Takes long."""
+        own = self._streams[COMPUTE].cuda_stream
+        held = {True: [0, 0], False: [0, 0]}
+        for segment in torch.cuda.memory_snapshot():
+            pool = held[segment["stream"] == own]
+            pool[0] += segment["allocated_size"]
+            pool[1] += segment["total_size"] - segment["allocated_size"]
+        return "; ".join(
+            f"{whose}: {used:,} bytes in use, {free:,} free between them"
+            for whose, (used, free) in (("stages", held[True]), ("user code and libraries", held[False]))
+        )
 
     def reset_peak(self) -> None:
         """Forget the peak so far, also for `torch.cuda.max_memory_allocated`."""

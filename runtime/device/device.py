@@ -8,6 +8,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from planner.errors import StorageError
+
+
+class DeviceMemoryError(StorageError):
+    """The device's allocator has no memory in one piece, although the budget has room. The pager makes more room then."""
+
 
 class Mark(Protocol):
     """A point in the device's work."""
@@ -33,6 +39,12 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has ended everything that it was asked for so far, also by user code."""
+
+    def try_memory(self, size_bytes: int) -> None:
+        """Raise DeviceMemoryError if the allocator has not so many bytes in one piece for the stage that runs next."""
+
+    def give_back_memory(self) -> None:
+        """Let the allocator give all memory back that nobody uses, so that the rest serves in any sizes. Waits for the device."""
 
     def external_bytes(self, known_bytes: int) -> int:
         """Return the bytes in use on the device that are not among `known_bytes`, those of the pager; 0 if unknown."""
@@ -64,6 +76,12 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         """Return at once."""
+
+    def try_memory(self, size_bytes: int) -> None:
+        """Do nothing: main memory is never short in one piece."""
+
+    def give_back_memory(self) -> None:
+        """Do nothing: main memory has no allocator of its own that could be short of memory."""
 
     def external_bytes(self, known_bytes: int) -> int:
         """Return 0: main memory has other users, and the budget is for what the pager knows of."""

@@ -105,7 +105,7 @@ class Streams(Protocol):
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
         """Allocate device memory from the pool of the lane of computation. Once freed, it serves later work of that lane.
 
-        Raises StorageError if there is none.
+        Raises DeviceMemoryError if there is none in one piece.
         """
 
     def can_move(self, storage: torch.UntypedStorage) -> bool:

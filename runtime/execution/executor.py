@@ -14,6 +14,7 @@ from runtime.execution.collective_clock import CollectiveClock
 from runtime.execution.observer import InterleavedStages, Observer, StageRun
 from runtime.execution.program import Constant, Program, Stage
 from runtime.execution.rerun import Rerun, Reruns, kept_for_nothing, why_no_reruns
+from runtime.execution.room import run_with_room
 from runtime.execution.workspace import WorkspaceMeter
 from runtime.paging import DROPPED, Block, Pager
 from runtime.system import annotate
@@ -109,14 +110,12 @@ class _ManagedRun:
         # A stage that fails may have written them.
         written = [b for i in stage.mutates if (b := blocks[i]) is not None] if stage.mutates else ()
         last_used: Sequence[Block] = ()
-        pager.acquire(read, stage.output_bytes + workspace_bytes, stage.name, then_fetch=self._observer.stage_reached())
+        new_bytes, once = stage.output_bytes + workspace_bytes, not stage.repeatable
+        pager.acquire(read, new_bytes, stage.name, then_fetch=self._observer.stage_reached(), in_one_piece=once)
         try:
             rerun = self._rerun(stage) if number in self._kept else None
             clock = CollectiveClock() if stage.has_collectives and not pager.device.asynchronous else None
-            with self._meter.watching(stage), clock or _NOTHING:
-                begin = self._observer.mark()
-                _run_stage(stage, self._slots)
-                end = self._observer.mark()
+            begin, end = self._run_with_room(stage, read, new_bytes, clock)
             for i in stage.outputs:
                 blocks[i] = self._block(i, user_visible=False)
             if rerun is not None:
@@ -146,6 +145,24 @@ class _ManagedRun:
         for i in stage.frees:
             blocks[i] = None
         return read
+
+    def _run_with_room(
+        self, stage: Stage, read: Sequence[Block], new_bytes: int, clock: CollectiveClock | None
+    ) -> tuple[Mark, Mark]:
+        """Run a stage that holds what it needs. Return when it began and ended."""
+        pager, slots = self._pager, self._slots
+        again = stage.repeatable and pager.device.asynchronous
+        kept = [(i, slots[i]) for i in stage.inputs] if again else ()
+
+        def attempt() -> tuple[Mark, Mark]:
+            for i, value in kept:
+                slots[i] = value
+            with self._meter.watching(stage), clock or _NOTHING:
+                begin = self._observer.mark()
+                _run_stage(stage, slots)
+                return begin, self._observer.mark()
+
+        return run_with_room(attempt, pager, read, new_bytes, stage.name, again=again)
 
     # -- stages that may run again, see [Note: Running again]
 

@@ -26,6 +26,7 @@ class Stage:
     mutates: slots among `inputs` that the stage writes in place, such as batch norm's running statistics.
     reads_lasting: whether it reads only what is kept until the backward pass in any case, or is too small to move.
     has_collectives: whether it begins collectives, or waits for some.
+    repeatable: whether it may simply run once more where it ran out of memory: it writes nothing in place and draws no numbers.
     never_again: of a forward stage: why it must not run again in the backward pass, in plain words; "" if it may.
     """
 
@@ -43,6 +44,7 @@ class Stage:
     mutates: tuple[int, ...] = ()
     reads_lasting: bool = False
     has_collectives: bool = False
+    repeatable: bool = False
     never_again: str = ""
 
     @property

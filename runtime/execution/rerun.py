@@ -25,8 +25,10 @@ from typing import Any
 import torch
 
 from planner.errors import StorageError, UnsupportedError
+from runtime.device import Mark
 from runtime.execution.observer import Observer, StageRerun
 from runtime.execution.program import Program, Stage
+from runtime.execution.room import run_with_room
 from runtime.execution.workspace import WorkspaceMeter
 from runtime.paging import Block, Pager, State
 from runtime.system import annotate
@@ -151,13 +153,18 @@ class Reruns:
         self.make_anew(read)
         pager, stage = self._pager, rerun.stage
         workspace_bytes = self._meter.workspace_bytes(stage)
-        pager.acquire(read, stage.output_bytes + workspace_bytes, f"recompute/{stage.name}", then_fetch=then_fetch)
-        try:
+        new_bytes, name = stage.output_bytes + workspace_bytes, f"recompute/{stage.name}"
+
+        def attempt() -> tuple[Mark, Sequence[Any], Mark]:
             with self._meter.watching(stage), torch.no_grad(), torch._C._DisableAutocast():
                 begin = self._observer.mark()
-                with annotate("stage", f"recompute/{stage.name}"):
+                with annotate("stage", name):
                     made = stage.run(rerun.values())
-                end = self._observer.mark()
+                return begin, made, self._observer.mark()
+
+        pager.acquire(read, new_bytes, name, then_fetch=then_fetch)
+        try:
+            begin, made, end = run_with_room(attempt, pager, read, new_bytes, name, again=True)
             fresh = _storages(made, {b: position for b, position in rerun.made.items() if b.state is State.DROPPED})
             del made
             pager.renew(fresh)

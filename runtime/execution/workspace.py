@@ -35,7 +35,8 @@ class WorkspaceMeter:
 
     memory: the allocator of the stages; None if it cannot be asked, then the estimates stay. It does not see what libraries
     allocate by themselves. runs: number of runs that are measured for each stage, where asking takes long; None for all.
-    first_is_special: the second run replaces the measurement of the first, in which kernels are tuned and libraries set up.
+    first_is_special: the first run is not measured: kernels are tuned in it, and libraries set up. The peak is not reset before
+    it, since Inductor takes the peak for memory that it may use while it tunes.
     iteration: returns which iteration runs. With `runs`, a stage is measured in one run of each iteration, since the stages of
     like layers are one, and all their runs in the first iteration would meet the same circumstances. By default each run counts.
     moves: counts the blocks that came to the device or left it. They do so in other threads while a stage runs, and the
@@ -68,6 +69,9 @@ class WorkspaceMeter:
         """Measure the run of `stage` inside this context."""
         if self._memory is None or not self._is_due(key := _key(stage)):
             return _NOTHING
+        if self._first_is_special and not self._counts[key]:
+            self._counts[key] = 1
+            return _NOTHING
         return self._measuring(self._memory, key, stage.output_bytes)
 
     @contextlib.contextmanager
@@ -75,13 +79,16 @@ class WorkspaceMeter:
         moves = self._moves()
         memory.reset_peak()
         before = memory.allocated_bytes
-        yield
+        try:
+            yield
+        except BaseException:
+            self._tried_in.pop(key, None)  # what failed is tried again
+            raise
         beyond = max(0, memory.peak_bytes - before - output_bytes)
         if self._moves() != moves:
             return
         self._counts[key] += 1
-        known = 0 if self._first_is_special and self._counts[key] == 2 else self._measured.get(key, 0)
-        self._measured[key] = max(beyond, known)
+        self._measured[key] = max(beyond, self._measured.get(key, 0))
 
     def _is_due(self, key: _Key) -> bool:
         """Return whether this run of the stage is to be measured."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+from runtime.device import DeviceMemoryError
 from runtime.paging.block import Block, State
 from runtime.paging.mover import Mover
 from runtime.system import Name, annotate, first_of
@@ -27,6 +28,8 @@ class CopySignal:
     busy_seconds: returns for how long each link has been copying. now_seconds: the host's clock.
     waited_seconds: seconds that the training thread has waited for copies, for room and for updates on the host.
     exposed_seconds: for each link, the part of its busy seconds in which the training thread waited. The rest was hidden.
+    out_of_memory: what the allocator said when the last copy in found no memory. A plan's prefetch is not worth an error: only a
+    stage that needs the block asks for it.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class CopySignal:
         self.now_seconds = now_seconds
         self.waited_seconds = 0.0
         self.exposed_seconds: dict[str, float] = {}
+        self.out_of_memory: DeviceMemoryError | None = None
         self._mover = mover
         self._busy_seconds = busy_seconds
         self._failure: Exception | None = None
@@ -76,12 +80,21 @@ class CopySignal:
 
     def fail(self, failure: Exception) -> None:
         """Keep the error of a copy, or of what follows it, until the training thread asks for it."""
-        self._failure = failure
+        if isinstance(failure, DeviceMemoryError):
+            self.out_of_memory = failure
+        else:
+            self._failure = failure
 
     def raise_failure(self) -> None:
         """Raise the error of a copy that has failed since the last call, if one has."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
+            raise failure
+
+    def raise_out_of_memory(self) -> None:
+        """Raise `out_of_memory`, if it is set."""
+        if self.out_of_memory is not None:
+            failure, self.out_of_memory = self.out_of_memory, None
             raise failure
 
     def _notified(self, seconds: float) -> bool:

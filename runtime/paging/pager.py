@@ -70,9 +70,11 @@ class Pager:
         )
         self._prefetches = PrefetchQueue(self.account, self.table, self._transitions)
         self._drops = DropChoice(self.account)
-        self._room = RoomMaker(self.account, self.table, self._signal, mover, self._transitions, self._eviction, self._drops)
+        self._room = RoomMaker(
+            self.device, self.account, self.table, self._signal, mover, self._transitions, self._eviction, self._drops
+        )
         self._lending = Lending(self.table, self._signal, self._transitions, self._prefetches)
-        self._stages = Stages(self.account, self._signal, mover, self._transitions, self._prefetches, self._room)
+        self._stages = Stages(self.device, self.account, self._signal, mover, self._transitions, self._prefetches, self._room)
         self._regions = Regions(
             self.device, self.account, self.table, self._signal, mover, self._transitions, self._prefetches, self._room
         )
@@ -268,15 +270,33 @@ class Pager:
 
     # -- around a stage
 
-    def acquire(self, blocks: Sequence[Block], new_bytes: int, what: str, *, then_fetch: Sequence[Block] = ()) -> None:
+    def acquire(
+        self,
+        blocks: Sequence[Block],
+        new_bytes: int,
+        what: str,
+        *,
+        then_fetch: Sequence[Block] = (),
+        in_one_piece: bool = False,
+    ) -> None:
         """Bring `blocks` to the device, reserve `new_bytes` for outputs and workspace, and hold both until `retire`.
 
         what: name of the stage. then_fetch: prefetches to ask for once the copies have begun, see `prefetch`.
+        in_one_piece: the device's allocator must have `new_bytes` in one piece, since the stage cannot run again if it has not.
         Waits until all copies have ended, or will have before the device goes on. Raises BudgetError if it cannot fit,
         StorageError if a copy failed; then nothing is held.
         """
         with self._lock:
-            self._stages.acquire(blocks, new_bytes, what, then_fetch)
+            self._stages.acquire(blocks, new_bytes, what, then_fetch, in_one_piece=in_one_piece)
+
+    def acquire_again(self, blocks: Sequence[Block], new_bytes: int, what: str) -> None:
+        """The stage that holds `blocks` found no memory in one piece: let all leave that can, and bring `blocks` back, close
+        together. They stay held until `retire`, also after an error.
+
+        Waits until all copies have ended. Raises what `acquire` raises.
+        """
+        with self._lock:
+            self._stages.acquire_again(blocks, new_bytes, what)
 
     def retire(self, blocks: Sequence[Block], written: Sequence[Block], *, last_used: Sequence[Block] = ()) -> None:
         """The stage has ended: what it held may move again, and slots of what it wrote are not valid. Never waits.

@@ -98,6 +98,7 @@ class Regions:
             for block in [block for block in self._table if block.state is OFFLOADED]:
                 self._transitions.begin_prefetch(block)
             self._signal.raise_failure()
+            self._signal.raise_out_of_memory()
             if all(block.state in (ON_DEVICE, DROPPED) for block in self._table):
                 if self._mover is not None:
                     self._mover.wait_resident([block for block in self._table if block.state is ON_DEVICE])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 
-from planner.errors import BudgetError
-from runtime.paging.account import MemoryAccount
+from planner.errors import BudgetError, StorageFullError
+from runtime.device import Device
+from runtime.paging.account import NO_LIMIT, MemoryAccount
 from runtime.paging.block import OFFLOADED, Block
 from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
@@ -17,10 +19,11 @@ from runtime.system import checkpoint
 
 
 class RoomMaker:
-    """Evicts blocks where the account is short. All calls with the pager's lock held."""
+    """Evicts blocks where the account, or the device's allocator, is short. All calls with the pager's lock held."""
 
     def __init__(
         self,
+        device: Device,
         account: MemoryAccount,
         table: BlockTable,
         signal: CopySignal,
@@ -29,6 +32,7 @@ class RoomMaker:
         eviction: EvictionPolicy,
         drops: DropChoice,
     ) -> None:
+        self._device = device
         self._account = account
         self._table = table
         self._transitions = transitions
@@ -62,6 +66,31 @@ class RoomMaker:
                     raise self._too_small(what, short)
                 self._signal.wait(lambda: f"for room for {what}")
         self.trim()
+
+    def empty(self) -> None:
+        """Let everything leave that can, and the allocator give its memory back: what comes in next lies close together.
+
+        For when the allocator has nothing in one piece. What stages hold stays, and so does what the lower tiers have no room
+        for. Waits until all copies have ended. Raises StorageError if one failed.
+        """
+        account, queued = self._account, self._transitions.queued_offloads
+        try:
+            while True:
+                self._signal.raise_failure()
+                checkpoint()
+                account.reserved_bytes = NO_LIMIT  # no prefetch may begin meanwhile
+                self._transitions.sweep()
+                with contextlib.suppress(StorageFullError):
+                    for block in self._eviction.order(account.here):
+                        self._transitions.begin_offload(block)
+                while queued:
+                    self._transitions.take_memory(next(iter(queued)))
+                if not account.offloading_bytes and not account.prefetching_blocks:
+                    break
+                self._signal.wait("for all blocks to leave")
+        finally:
+            account.reserved_bytes = 0
+        self._device.give_back_memory()
 
     def evict(self, wanted_bytes: int, keep: Collection[Block] = ()) -> None:
         """Let blocks leave, but none of `keep`, until `wanted_bytes` are or will be free, or no block is left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from runtime.device import Device, DeviceMemoryError
 from runtime.paging.account import MemoryAccount
 from runtime.paging.block import OFFLOADED, ON_DEVICE, PREFETCHING, UPDATING, Block
 from runtime.paging.copy_signal import CopySignal, awaited
@@ -19,6 +20,7 @@ class Stages:
 
     def __init__(
         self,
+        device: Device,
         account: MemoryAccount,
         signal: CopySignal,
         mover: Mover | None,
@@ -26,6 +28,7 @@ class Stages:
         prefetches: PrefetchQueue,
         room: RoomMaker,
     ) -> None:
+        self._device = device
         self._account = account
         self._signal = signal
         self._mover = mover
@@ -33,9 +36,30 @@ class Stages:
         self._prefetches = prefetches
         self._room = room
 
-    def acquire(self, blocks: Sequence[Block], new_bytes: int, what: str, then_fetch: Sequence[Block]) -> None:
+    def acquire(
+        self, blocks: Sequence[Block], new_bytes: int, what: str, then_fetch: Sequence[Block], *, in_one_piece: bool
+    ) -> None:
         """See `Pager.acquire`."""
+        piece_bytes = new_bytes if in_one_piece else 0
+        try:
+            self._hold(blocks, new_bytes, what, then_fetch, piece_bytes)
+        except DeviceMemoryError:
+            self._room.empty()
+            self._hold(blocks, new_bytes, what, then_fetch, piece_bytes)
+
+    def acquire_again(self, blocks: Sequence[Block], new_bytes: int, what: str) -> None:
+        """See `Pager.acquire_again`."""
+        self._release(blocks)
+        try:
+            self._room.empty()
+            self._hold(blocks, new_bytes, what, (), 0)
+        except BaseException:
+            self._transitions.pin(blocks)  # whoever holds them will let go of them
+            raise
+
+    def _hold(self, blocks: Sequence[Block], new_bytes: int, what: str, then_fetch: Sequence[Block], piece_bytes: int) -> None:
         self._transitions.pin(blocks)
+        self._signal.out_of_memory = None  # of a prefetch that nobody has waited for
         try:
             checkpoint()
             away = [block for block in blocks if block.state is not ON_DEVICE]
@@ -48,6 +72,8 @@ class Stages:
                 self._fetch(then_fetch)
             if self._mover is not None:
                 self._mover.wait_resident(blocks)
+            if piece_bytes:
+                self._device.try_memory(piece_bytes)
         except BaseException:
             self._release(blocks)
             raise
@@ -72,6 +98,8 @@ class Stages:
         began = self._signal.now_seconds()
         while any(block.state in (PREFETCHING, OFFLOADED) for block in away):
             self._signal.raise_failure()
+            if any(block.state is OFFLOADED for block in away):
+                self._signal.raise_out_of_memory()
             checkpoint()
             self._signal.wait(lambda: awaited(away))
             self._prefetches.note_late(coming, self._signal.now_seconds() - began)

@@ -50,6 +50,12 @@ class ModelledDevice:
     def synchronize(self) -> None:
         """Return at once: what was asked for has been done."""
 
+    def try_memory(self, size_bytes: int) -> None:
+        """Do nothing: there always is some."""
+
+    def give_back_memory(self) -> None:
+        """Do nothing: nothing is allocated."""
+
     def external_bytes(self, known_bytes: int) -> int:
         """Return 0: all memory is that of blocks."""
         return 0

@@ -28,9 +28,10 @@ _MEASURED_RUNS = 4
 _SEGMENT_PAGE_BYTES = 20 << 20
 """Unit in which PyTorch's allocator maps memory for segments that grow."""
 _SPARE_BYTES = 64 << 20
-"""Bytes of the budget that plans do not use, at least; see `CudaStreams`."""
+"""Bytes of the budget that no block uses, at least; see `CudaStreams`. A stage must find room when all else has left: in the
+allocator's last page in the pool of stages and in the user's, and in some pages of 2 MiB for small tensors."""
 _SPARE_SHARE = 32
-"""Plans leave the budget divided by this number unused, if that is more than _SPARE_BYTES; an eighth of the budget at most."""
+"""Plans leave the budget divided by this number unused, if that is more than _SPARE_BYTES."""
 
 
 def open_cuda(
@@ -124,15 +125,18 @@ def _no_host_tier(extent: Extent) -> int:
 
 
 def _grow_segments(undo: ExitStack) -> None:
-    """Let the allocator's segments grow, unless the user has decided otherwise.
+    """Let the allocator's segments grow, unless the user has decided otherwise. All other settings stay as they are.
 
     Without that, the allocator's cache becomes fragmented as blocks come and go.
     """
-    settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    before = settings() if settings is not None else ""  # PyTorch 2.11 has no such function
-    if "expandable_segments" not in before:
-        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (before, "expandable_segments:True"))))
-        undo.callback(torch._C._accelerator_setAllocatorSettings, before or "expandable_segments:False")
+    known: dict[str, Any] = torch.cuda.memory._snapshot()["allocator_settings"]  # PyTorch 2.11 has no function that tells them
+    before: str = known["PYTORCH_CUDA_ALLOC_CONF"]
+    if known["expandable_segments"] or "expandable_segments" in before:
+        return
+    change = torch._C._accelerator_setAllocatorSettings  # each call resets all settings that it does not name, but for this one
+    change(",".join(filter(None, (before, "expandable_segments:True"))))
+    undo.callback(change, before)
+    undo.callback(change, "expandable_segments:False")  # called first; then the user's text is known again as it was
 
 
 def _limit(streams: CudaStreams, budget_bytes: int, page_bytes: int, spare_bytes: int) -> None:
@@ -141,9 +145,8 @@ def _limit(streams: CudaStreams, budget_bytes: int, page_bytes: int, spare_bytes
     The allocator maps memory for growing segments in whole pages. It does not count the rest of the last page beforehand, so
     the limit is one page lower.
     """
-    page = min(page_bytes, budget_bytes // 8)
-    streams.limit_bytes = budget_bytes - page
-    streams.spare_bytes = page + min(max(budget_bytes // _SPARE_SHARE, spare_bytes), budget_bytes // 8)
+    streams.limit_bytes = max(budget_bytes - page_bytes, 0)
+    streams.spare_bytes = page_bytes + max(budget_bytes // _SPARE_SHARE, spare_bytes)
     torch.cuda.empty_cache()  # cached memory counts towards the limit
 
 

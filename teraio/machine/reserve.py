@@ -6,7 +6,8 @@ request only if it is in one piece. Where there is no such piece, the allocator 
 them again elsewhere (a *retry*), in the middle of an iteration; at worst it finds too little and training ends. So a part of the
 budget, the reserve, belongs to no block. How much is needed depends on the sizes and the order of blocks. It is learned: a
 planned iteration with retries raises the reserve, and the iterations to come are profiled and planned with the rest. So in the
-steady state there are no retries, and the budget stays the limit of what is reserved.
+steady state there are no retries, and the budget stays the limit of what is reserved. Retries that a raise does not lower have
+another cause, such as memory of user code that lies in pieces: then the reserve stays, and a warning says whose memory it is.
 
 Why not a pool of its own for blocks that come back (`torch.cuda.MemPool`): stages allocate what later leaves, so the same bytes
 would be counted in two pools whose peaks lie at different times. Why not own pages (`cuMemMap`): each move would pay for mapping
@@ -15,7 +16,10 @@ and access rights, some 80 microseconds for each 2 MiB, and Inductor's own alloc
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
+
+logger = logging.getLogger("teraio")
 
 _STEP_SHARE = 32
 """The reserve grows by this part of the budget at a time."""
@@ -38,6 +42,9 @@ class Allocator(Protocol):
     def retries(self) -> int:
         """How often so far it had to take free memory away to serve a request."""
 
+    def describe_pools(self) -> str:
+        """Say for people how much memory is in use, and how much lies free, for stages and for all others. May take long."""
+
 
 class Reserve:
     """The part of `budget_bytes` that no block may use; see [Note: Memory in gaps]."""
@@ -48,6 +55,8 @@ class Reserve:
         self._most_bytes = max(budget_bytes // _MOST_SHARE, allocator.spare_bytes)
         self._known = allocator.retries
         self._iterations = 0
+        self._before_raise: int | None = None  # retries in the iteration for which it was raised last
+        self._helps = True
 
     @property
     def size_bytes(self) -> int:
@@ -59,11 +68,25 @@ class Reserve:
         self._iterations = 0
 
     def planned_iteration_ended(self) -> bool:
-        """Raise the reserve if the allocator had to take memory away in this iteration. Return whether it was raised."""
+        """Raise the reserve if the allocator had to take memory away in this iteration. Return whether it was raised.
+
+        Not again if the last raise has not lowered the number of times: then warn once.
+        """
         retries = self._allocator.retries
         new, self._known = retries - self._known, retries
         self._iterations += 1
-        if not new or self._iterations <= _WARM_UP or self._allocator.spare_bytes >= self._most_bytes:
+        if not new or self._iterations <= _WARM_UP or not self._helps or self._allocator.spare_bytes >= self._most_bytes:
             return False
+        if self._before_raise is not None and new >= self._before_raise:
+            self._helps = False
+            logger.warning(
+                "the allocator takes memory away %d times an iteration, and keeping %s bytes free does not help (%s); allocate "
+                "what stays before training, or call torch.cuda.empty_cache() before it",
+                new,
+                f"{self.size_bytes:,}",
+                self._allocator.describe_pools(),
+            )
+            return False
+        self._before_raise = new
         self._allocator.spare_bytes = min(self._allocator.spare_bytes + self._step_bytes, self._most_bytes)
         return True

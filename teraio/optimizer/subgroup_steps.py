@@ -185,7 +185,7 @@ class _SubgroupStep:
         """
         optimizer, read = self._step.optimizer, subgroup.read
         missing = [block for block in following if block.state is State.OFFLOADED]
-        self._pager.acquire(read, subgroup.workspace_bytes, name, then_fetch=missing or fetch)
+        self._pager.acquire(read, subgroup.workspace_bytes, name, then_fetch=missing or fetch, in_one_piece=True)
         made: list[Block] = []
         unchanged: set[Block] = set()
         gradients: GradientVersions | None = None

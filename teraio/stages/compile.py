@@ -17,7 +17,7 @@ from teraio.stages.collectives import has_collectives, wait_for_all
 from teraio.stages.cut import GPU_POLICY, CutPolicy, assign, can_cut
 from teraio.stages.memory import Resizer, distinct_bytes, is_symbolic, small, stage_bytes, waiting_at
 from teraio.stages.random_state import describe
-from teraio.stages.recompute import reasons_against
+from teraio.stages.recompute import is_repeatable, reasons_against
 from teraio.stages.sizes import compute_sizes
 from teraio.stages.speed import SpeedOf, speed_of
 from teraio.stages.split import Subgraph, split
@@ -123,11 +123,12 @@ class StageCompiler:
         wait_for_all(gm.graph)
         subgraphs = self._subgraphs(gm, floor_bytes=self._forward_bytes if phase == "backward" else 0)
         reasons = self._reasons(gm, subgraphs, inputs) if phase == "forward" else [""] * len(subgraphs)
+        repeatable = [is_repeatable(subgraph, keeps_seeds=self._fuses) for subgraph in subgraphs]
         functions = [self._function(subgraph, options) for subgraph in subgraphs]
         _report_strides(gm)
         counted = self._forward_values if phase == "backward" else frozenset()
         program = _lay_out(
-            gm, subgraphs, functions, reasons, inputs, identity=identity, phase=phase, prefix=prefix, counted=counted
+            gm, subgraphs, functions, reasons, repeatable, inputs, identity=identity, phase=phase, prefix=prefix, counted=counted
         )
         if phase == "forward":  # its backward graph comes next, where what it saves has the same name
             self._forward_bytes = max((stage.need_bytes for stage in program.stages), default=0)
@@ -212,6 +213,7 @@ def _lay_out(
     subgraphs: list[Subgraph],
     functions: list[StageFunction],
     reasons: list[str],
+    repeatable: list[bool],
     inputs: Sequence[tuple[str, Kind]],
     *,
     identity: int,
@@ -251,6 +253,7 @@ def _lay_out(
             mutates=tuple(slots[n] for n in subgraph.mutated),
             reads_lasting=all(storages[node] in lasting or small([node], {}) for node in subgraph.inputs),
             has_collectives=has_collectives(subgraph.module.graph),
+            repeatable=repeatable[number],
             never_again=reasons[number],
         )
 

@@ -54,6 +54,15 @@ def _reason(subgraph: Subgraph, changed: set[int], shown: set[int], keeps_seeds:
             return f"it reads {names.get(node, node.name)}, which the graph changes"
         if _storages([node]) & shown:
             return f"it reads {node.name}, a result that user code can change"
+    return _reason_of_operators(subgraph, keeps_seeds)
+
+
+def is_repeatable(subgraph: Subgraph, *, keeps_seeds: bool) -> bool:
+    """Return whether a stage of any graph may run once more, right after one that failed. keeps_seeds: see `reasons_against`."""
+    return not subgraph.mutated and not _reason_of_operators(subgraph, keeps_seeds)
+
+
+def _reason_of_operators(subgraph: Subgraph, keeps_seeds: bool) -> str:
     found = (_reason_of_operator(node, keeps_seeds) for node in subgraph.module.graph.nodes if node.op == "call_function")
     return next(filter(None, found), "")
 

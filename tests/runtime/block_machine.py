@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runtime.cuda.mover import StreamMover
-from runtime.device.streams import Lane
+from runtime.device import CpuDevice, DeviceMemoryError, Lane
 from runtime.paging.block import Block, State
 from runtime.paging.debug import Debug
 from runtime.paging.pager import Pager
@@ -24,6 +24,16 @@ from runtime.storage.store import Extent
 
 SLICES = 4
 TIERS = [("host",), ("storage",), ("host", "storage")]
+
+
+class Allocator(CpuDevice):
+    """What the pager asks of the device's allocator; of other memory on the device it knows nothing."""
+
+    def __init__(self, streams: Any) -> None:
+        self._streams = streams
+
+    def give_back_memory(self) -> None:
+        self._streams.give_back_memory()
 
 
 class Machine(ABC):
@@ -53,7 +63,7 @@ class Machine(ABC):
         self.lends = lends
         self.debug = Debug() if debug else None
         self.mover = StreamMover(device, Tiers(tiers), host_address, debug=self.debug)
-        self.pager = Pager(mover=self.mover, budget_bytes=budget_blocks * unit, condition=condition)
+        self.pager = Pager(mover=self.mover, budget_bytes=budget_blocks * unit, condition=condition, device=Allocator(device))
         self.budget_blocks = budget_blocks
         self.tiers = [tier.name for tier in tiers]
         self.tensors: dict[Block, torch.Tensor] = {}
@@ -135,6 +145,7 @@ class Machine(ABC):
         for block in blocks:
             if block.state is State.DROPPED:
                 self.pager.acquire([], self.unit, "again")
+                self.find_memory([])
                 fresh = self.device.allocate(self.unit)
                 self.queue_fill(
                     Lane.COMPUTE, torch.empty(0, dtype=torch.uint8, device=self.device.device).set_(fresh), self.expected[block]
@@ -149,6 +160,8 @@ class Machine(ABC):
         self.pager.advance_clock()
         hints = [block for block in self.pick(2) if self.draw.random() < 0.5]
         self.pager.acquire(read, self.unit if makes else 0, "stage", then_fetch=hints)
+        if makes:
+            self.find_memory(read)
         written = [block for block in read if self.draw.random() < 0.4]
         for block in read:
             self.kernel(Lane.COMPUTE, block, self.new_value() if block in written else None)
@@ -157,6 +170,13 @@ class Machine(ABC):
         self.pager.retire(read, written)
         for block in read:
             block.next_use = self.pager.clock + self.draw.randint(-3, 12)
+
+    def find_memory(self, held: Sequence[Block]) -> None:
+        """Where the allocator has no memory for the stage that holds these blocks, let the pager make room in one piece."""
+        try:
+            self.device.allocate(self.unit)
+        except DeviceMemoryError:
+            self.pager.acquire_again(held, self.unit, "stage")
 
     def make(self, *, visible: bool = False) -> Block:
         """Make a new block, the output of a stage."""
@@ -171,6 +191,7 @@ class Machine(ABC):
     def made(self, *, visible: bool = False) -> Block:
         """Run a stage that makes one block."""
         self.pager.acquire([], self.unit, "make")
+        self.find_memory([])
         block = self.make(visible=visible)
         self.pager.retire([], [])
         return block
@@ -182,6 +203,7 @@ class Machine(ABC):
             self.pager.advance_clock()
             self.pager.lend([block])
             self.pager.acquire([], self.unit, "update", then_fetch=self.pick(2))
+            self.find_memory([])
             area = self.device.allocate(self.unit)
             memory = torch.empty(0, dtype=torch.uint8, device=self.device.device).set_(area)
             before, value = self.expected[block], self.new_value()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from planner.errors import BudgetError
-from runtime.device.streams import Lane
+from runtime.device import DeviceMemoryError, Lane
 
 POISON = 0xEE
 
@@ -110,6 +110,7 @@ class SimulatedDevice:
     """`Streams` in ordinary memory.
 
     pace: steps that it makes while the host does something. speeds: weights of the lanes. faults: what touched unmapped memory.
+    crumbled: free memory is in pieces that serve nobody, until all of it was given back.
     elsewhere: another device is current, so that the allocator waits for that one's default stream instead of the user's lane.
     """
 
@@ -126,6 +127,7 @@ class SimulatedDevice:
         self.steps = 0
         self.faults: list[str] = []
         self.elsewhere = False
+        self.crumbled = False
 
     # -- the device's side
 
@@ -204,7 +206,13 @@ class SimulatedDevice:
         return memoryview(found)
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
+        if self.crumbled:
+            raise DeviceMemoryError("crumbled")
         return self.arena.allocate(size_bytes, Lane.COMPUTE)
+
+    def give_back_memory(self) -> None:
+        self.synchronise()
+        self.crumbled = False
 
     def can_move(self, storage: torch.UntypedStorage) -> bool:
         return True

@@ -87,7 +87,10 @@ class SteppedDrive:
 
 
 class SimulatedMachine(Machine):
-    """A `Machine` on a simulated device with one drive, whose copies end when the test says so. tiers: of "host", "storage"."""
+    """A `Machine` on a simulated device with one drive, whose copies end when the test says so. tiers: of "host", "storage".
+
+    crumbles: how likely the allocator is, at each point, to find no memory in one piece from then on.
+    """
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class SimulatedMachine(Machine):
         unit: int = UNIT,
         device: type[SimulatedDevice] = SimulatedDevice,
         lends: bool = False,
+        crumbles: float = 0.0,
     ) -> None:
         self.drive = SteppedDrive(64 * unit)
         self.slab, self.files = Slab(64, unit), Slab(64, unit)
@@ -119,6 +123,7 @@ class SimulatedMachine(Machine):
         )
         self.device.faults = self.wrong
         self._unmaps = random.Random(seed)
+        self._crumbles = crumbles
 
     def queue_check(self, lane: Lane, tensor: torch.Tensor, value: int, what: str) -> None:
         address, size = tensor.data_ptr(), tensor.nbytes  # an error if the block is not there, as for a real kernel
@@ -156,6 +161,8 @@ class SimulatedMachine(Machine):
     def time_passes(self) -> None:
         if self._unmaps.random() < 0.1:
             self.device.arena.unmap()
+        if self._unmaps.random() < self._crumbles and not self.between_regions:
+            self.device.crumbled = True
         self.device.go_on((2 if self.between_regions else 1) * self.device.pace)
         while self.draw.random() < (0.6 if self.between_regions else 0.2):
             self.drive.finish()

@@ -33,9 +33,15 @@ def unchanged(machine: SimulatedMachine) -> None:
 
 
 def run(
-    seed: int, tiers: Sequence[str], prepare: Callable[[SimulatedMachine], None] = unchanged, *, debug: bool = False
+    seed: int,
+    tiers: Sequence[str],
+    prepare: Callable[[SimulatedMachine], None] = unchanged,
+    *,
+    debug: bool = False,
+    crumbles: float = 0.0,
 ) -> SimulatedMachine:
-    machine = SimulatedMachine(seed, budget_blocks=random.Random(seed).randint(4, 7), tiers=tiers, debug=debug)
+    blocks = random.Random(seed).randint(4, 7)
+    machine = SimulatedMachine(seed, budget_blocks=blocks, tiers=tiers, debug=debug, crumbles=crumbles)
     prepare(machine)
     try:
         machine.run(STEPS // 8)
@@ -56,6 +62,13 @@ def test_any_sequence_in_any_order(seed: int, tiers: Sequence[str], debug: bool)
     machine.pager.forget_dead()
     assert slots and machine.slab.used_bytes == machine.files.used_bytes == 0, "every slot came back"
     assert machine.debug is None or not (machine.debug._hashes or machine.debug._unseen), "blocks that are gone are forgotten"
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+@pytest.mark.parametrize("seed", range(10))
+def test_an_allocator_without_memory_in_one_piece_costs_time_only(seed: int, tiers: Sequence[str]) -> None:
+    """Copies in and stages find no memory, at any time, although the budget has room: the same bytes, and no error."""
+    run(seed, tiers, crumbles=0.1)
 
 
 def dies_while_it_arrives(seed: int, prepare: Callable[[SimulatedMachine], None], *, debug: bool = False) -> SimulatedMachine:
