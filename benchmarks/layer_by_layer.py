@@ -7,6 +7,7 @@ before those of the next one begin: a plan cannot express that a copy in has to 
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 from examples.worker import serve
@@ -20,12 +21,12 @@ from teraio.registry import REGISTRY
 class SubgroupAfterSubgroup(Pager):
     """A pager that begins the copies of an update only when all other copies have ended. Not for a GPU."""
 
-    def acquire(self, blocks: Sequence[Resident], new_bytes: int, what: str, *, then_fetch: Sequence[Resident] = ()) -> None:
+    def acquire(self, blocks: Sequence[Resident], new_bytes: int, what: str, **how: Any) -> None:
         if what.startswith("optimizer/"):
             with self.condition:
                 while any(block.state in (State.OFFLOADING, State.PREFETCHING) for block in self.table):
                     self._signal.wait()
-        super().acquire(blocks, new_bytes, what, then_fetch=then_fetch)
+        super().acquire(blocks, new_bytes, what, **how)
 
 
 def layer_by_layer(trace: Trace, budgets: Budgets) -> Plan:

@@ -21,8 +21,8 @@ _PRODUCTS = 32
 def computing(device: torch.device) -> Iterator[None]:
     """Within, a stream of `device` multiplies matrices, and the default stream waits for each millisecond of that.
 
-    Takes 24 MiB of the device, and what cuBLAS takes. Without room for them the device stays idle. Waits at the end until the last
-    product is done, and leaves nothing behind.
+    Takes 24 MiB of the device, and what cuBLAS takes. Without room for them the device stays idle. Waits at the end until the
+    last product is done, and leaves nothing behind.
     """
     stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     try:

@@ -189,7 +189,7 @@ class CudaStreams:
         """Say for people how much memory is in use, and how much lies free, for stages and for all others. Takes long."""
         own = self._streams[COMPUTE].cuda_stream
         held = {True: [0, 0], False: [0, 0]}
-        for segment in torch.cuda.memory_snapshot():
+        for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
             pool = held[segment["stream"] == own]
             pool[0] += segment["allocated_size"]
             pool[1] += segment["total_size"] - segment["allocated_size"]
