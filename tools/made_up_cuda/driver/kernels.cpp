@@ -1,6 +1,7 @@
 #include "kernels.hpp"
 
 #include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -53,7 +54,16 @@ bool is_kernel(const void* pointer) {
   return kernels().known.count(pointer);
 }
 
+// torch.cuda._sleep: its kernel counts clock cycles, and is the only one whose work is known from its name alone.
+static bool sleeps(const MadeUpLaunch& launch) {
+  if (!strstr(launch.name, "11spin_kernel")) return false;
+  double cycles = (double)*(int64_t*)launch.arguments[0];
+  enqueue(launch.stream, {.what = "torch.cuda._sleep", .seconds = cycles / (1e3 * device_attribute(cudaDevAttrClockRate))});
+  return true;
+}
+
 cudaError_t launch(const MadeUpLaunch& launch) {
+  if (sleeps(launch)) return cudaSuccess;
   if (MadeUpLaunchHook stands_in = hook.load()) {
     cudaError_t result = stands_in(&launch);
     if (result != cudaErrorNotSupported) return result;
