@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,9 +98,10 @@ def build() -> Path:
     for name in STANDS_FOR:
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(DRIVER)
-    # PyTorch calls this entry point at the end of `import torch`, in every process.
+    # PyTorch calls this entry point at the end of `import torch`, in every process. Those of teraio are in its own metadata.
     entry = {"torch.backends": {"made_up_cuda": "tools.made_up_cuda.true_numbers:install"}}
     write_metadata(folder / "site", {"name": "made_up_cuda", "version": "1", "entry-points": entry})
+    write_metadata(folder / "site", tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])
     (folder / "ready").touch()
     return folder
 

@@ -255,6 +255,15 @@ EXPORTED CUresult cuMemcpyDtoHAsync_v2(void* target, CUdeviceptr source, size_t 
 EXPORTED CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t size, CUstream stream) {
   return result(copy((void*)target, (void*)source, size, cudaMemcpyDefault, stream, false));
 }
+// KvikIO copies through its bounce buffers with it. The order within the batch is free; here it is that of the arrays.
+EXPORTED CUresult cuMemcpyBatchAsync_v2(
+    CUdeviceptr* targets, CUdeviceptr* sources, size_t* sizes, size_t count, CUmemcpyAttributes*, size_t*, size_t, CUstream stream) {
+  if (!stream) return CUDA_ERROR_INVALID_VALUE;  // as the real one: batches are not for the NULL stream
+  for (size_t i = 0; i < count; ++i)
+    if (cudaError_t error = copy((void*)targets[i], (void*)sources[i], sizes[i], cudaMemcpyDefault, stream, false))
+      return result(error);
+  return CUDA_SUCCESS;
+}
 EXPORTED CUresult cuMemcpyHtoD_v2(CUdeviceptr target, const void* source, size_t size) {
   return result(copy((void*)target, source, size, cudaMemcpyHostToDevice, nullptr, true));
 }
