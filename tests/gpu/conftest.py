@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime.cuda import busy
 from runtime.transfer.engine import Engine
 from teraio.registry import REGISTRY
 from teraio.stages.cut import CutPolicy
@@ -22,7 +23,7 @@ from teraio.stages.cut import CutPolicy
 from ..teraio.fake_cuda import CPU, FakeCuda
 from ..training import forget
 from .sticky import sticky_error
-from .training import STAND_IN
+from .training import MADE_UP, STAND_IN
 
 # cuBLAS reads these at its first use. They make cuBLAS deterministic and its workspaces small (the default is 32 MiB per thread).
 # cuBLASLt shares the workspace, and PyTorch warns if it asks for more: 8 times 16 KiB.
@@ -66,6 +67,14 @@ def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     for name in ("DEVICE", "CUDA"):
         monkeypatch.setattr(request.module, name, CPU, raising=False)
     torch.set_num_threads(1)  # several threads would add up the gradient of an embedding in varying order
+
+
+@pytest.fixture(autouse=True)
+def quick_measurements_on_a_made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor needs half a minute for the products that keep a real GPU busy for a millisecond, and the rates mean nothing."""
+    if MADE_UP:
+        monkeypatch.setattr(busy, "_SIDE", 64)
+        monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, 1 << 20))
 
 
 @pytest.fixture(autouse=True)

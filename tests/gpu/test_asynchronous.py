@@ -23,7 +23,7 @@ from runtime.system.pinning import CudaPinner
 from ..training import pagers
 from .training import GPU_SCALE, MIB, STEPS, Case, Perceptron, Run, needs_gpu, train
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda", 0)
 CASE = Case(name="perceptron", model=Perceptron)
 
 

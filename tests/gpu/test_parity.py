@@ -22,6 +22,7 @@ from .training import (
     check_equal,
     check_within,
     needs_gpu,
+    needs_triton,
     one_adam,
     one_adam_over_masters,
     table_bytes,
@@ -78,8 +79,8 @@ def tiers(name: str, peak_bytes: int, folder: Path) -> dict[str, Any]:
         pytest.param(ACCUMULATED, "host", 0.5),
         pytest.param(ODD, "host", 0.7),
         pytest.param(ODD, "both", 0.7),
-        pytest.param(INDUCTOR, "host", 0.5),
-        pytest.param(INDUCTOR_BF16, "host", 0.8, marks=needs_gpu),
+        pytest.param(INDUCTOR, "host", 0.5, marks=needs_triton),
+        pytest.param(INDUCTOR_BF16, "host", 0.8, marks=[needs_gpu, needs_triton]),
     ],
 )
 def test_the_same_bits_within_the_budget(tmp_path: Path, case: Case, tier: str, share: float) -> None:
@@ -115,7 +116,7 @@ def test_an_embedding_by_slices(tmp_path: Path, how: str, tier: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "both"])
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=needs_triton)])
 def test_updates_inside_the_backward_pass(tmp_path: Path, codegen: str, tier: str) -> None:
     """These updates run in a thread of autograd, between the stages of the backward graph."""
     case = replace(ADAM, codegen=codegen)

@@ -26,21 +26,34 @@ TABLE_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """The size of a model. rows: of a batch. width, layers: of the model. heads: of the attention."""
+    """The size of a model. rows: of a batch. width, layers: of the model. heads: of the attention.
+
+    activations: how many a feedforward layer has in a row. More of them take more memory for the same products of matrices.
+    """
 
     rows: int
     width: int
     layers: int
     heads: int = 8
     sequence: int = 256
+    activations: int = 1
 
 
 STAND_IN = os.environ.get("TEST_GPU_STAND_IN") == "1"
 """Run these tests without a GPU, in main memory (`tests/teraio/fake_cuda.py`): that tests the tests, and nothing else."""
 needs_gpu = pytest.mark.skipif(STAND_IN, reason="needs a GPU itself; the stand-in has no such memory, streams or kernels")
 
-GPU_SCALE = Scale(rows=1024, width=256, layers=10, heads=4, sequence=64) if STAND_IN else Scale(rows=4096, width=512, layers=16)
+MADE_UP = torch.cuda.is_available() and torch.cuda.get_device_name() == "made-up GPU"
+"""These tests run on `tools/made_up_cuda`: memory, streams and numbers are true, times are not."""
+needs_triton = pytest.mark.skipif(MADE_UP, reason="needs Triton's kernels: the made-up GPU cannot run them")
+needs_real_gpu = pytest.mark.skipif(MADE_UP, reason="needs the rates of a real GPU: the made-up one computes on the processor")
+
+GPU_SCALE = Scale(rows=4096, width=512, layers=16)
 """In fp32: activations of 8 and 32 MiB, weights of 4 MiB, one to two GiB in all."""
+if STAND_IN:
+    GPU_SCALE = Scale(rows=1024, width=256, layers=10, heads=4, sequence=64)
+elif MADE_UP:  # a processor computes: as much memory with a tenth of the products
+    GPU_SCALE = Scale(rows=2048, width=256, layers=10, heads=4, sequence=64, activations=24)
 
 
 class Feedforward(nn.Module):
@@ -50,10 +63,12 @@ class Feedforward(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(scale.width)
         self.up, self.down = nn.Linear(scale.width, 4 * scale.width), nn.Linear(4 * scale.width, scale.width)
-        self.dropout = dropout
+        self.dropout, self.activations = dropout, scale.activations
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.up(self.norm(x)))
+        hidden = self.up(self.norm(x))
+        for _ in range(self.activations):
+            hidden = torch.tanh(hidden)
         return x + self.down(nn.functional.dropout(hidden, self.dropout, self.training))
 
 
