@@ -18,6 +18,7 @@ ORDER = (
     "test_stores.py",
     "test_stream_sequences.py",
     "test_host_memory.py",
+    "test_allocator.py",
     "test_training.py",
     "test_asynchronous.py",
     "test_budget.py",

@@ -15,12 +15,9 @@ from typing import TypeVar
 
 import torch
 
-from planner.errors import BudgetError
-from runtime.paging import Block, Pager
+from runtime.paging import Block, Pager, out_of_memory
 
 _T = TypeVar("_T")
-_STEP_BYTES = 64 << 20
-"""By how much a larger budget should be tried that failed even so: more than the allocator's pages."""
 
 
 def run_with_room(
@@ -42,9 +39,4 @@ def run_with_room(
         budget = pager.budget_bytes
         if budget is None:
             raise
-        raise BudgetError(
-            smallest_bytes=budget + _STEP_BYTES,
-            budget_bytes=budget,
-            stage=stage,
-            not_counted="memory that this stage's operators take beyond the estimate, and gaps between blocks",
-        ) from error
+        raise out_of_memory(budget, stage) from error

@@ -9,6 +9,7 @@ from runtime.paging.holder import holder_of
 from runtime.paging.mover import Done, Mover, dropped_message
 from runtime.paging.ownership import StorageOwnership
 from runtime.paging.pager import Pager
+from runtime.paging.room import out_of_memory
 from runtime.paging.tiers import Tier, Tiers
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "dropped_message",
     "given_away",
     "holder_of",
+    "out_of_memory",
 ]

@@ -89,6 +89,7 @@ class Regions:
     def bring_back_all(self) -> None:
         """See `Pager.bring_back_all`."""
         self._prefetches.clear()
+        compact = False
         while True:
             for block in list(self._transitions.queued_offloads):
                 self._transitions.keep(block)
@@ -98,6 +99,10 @@ class Regions:
             for block in [block for block in self._table if block.state is OFFLOADED]:
                 self._transitions.begin_prefetch(block)
             self._signal.raise_failure()
+            if self._signal.out_of_memory is not None and not compact:
+                compact, self._signal.out_of_memory = True, None
+                self._device.give_back_memory()  # what is free in pieces serves in other sizes then
+                continue
             self._signal.raise_out_of_memory()
             if all(block.state in (ON_DEVICE, DROPPED) for block in self._table):
                 if self._mover is not None:

@@ -17,6 +17,9 @@ from runtime.paging.mover import Mover
 from runtime.paging.transitions import BlockTransitions
 from runtime.system import checkpoint
 
+_STEP_BYTES = 64 << 20
+"""By how much a larger budget should be tried: more than a few pages of the device's allocator."""
+
 
 class RoomMaker:
     """Evicts blocks where the account, or the device's allocator, is short. All calls with the pager's lock held."""
@@ -116,6 +119,16 @@ class RoomMaker:
         self._transitions.need_mover()  # raises another error if there is none
         budget = self._account.budget_bytes or 0
         return BudgetError(smallest_bytes=budget + short, budget_bytes=budget, stage=what)
+
+
+def out_of_memory(budget_bytes: int, what: str) -> BudgetError:
+    """Return the error of a stage for which the device's allocator has no memory although everything else has left."""
+    return BudgetError(
+        smallest_bytes=budget_bytes + _STEP_BYTES,
+        budget_bytes=budget_bytes,
+        stage=what,
+        not_counted="memory that this stage's operators take beyond the estimate, and gaps between blocks",
+    )
 
 
 def _away_bytes(blocks: Sequence[Block]) -> int:

@@ -10,7 +10,7 @@ from runtime.paging.block import OFFLOADED, ON_DEVICE, PREFETCHING, UPDATING, Bl
 from runtime.paging.copy_signal import CopySignal, awaited
 from runtime.paging.mover import Mover
 from runtime.paging.prefetch_queue import PrefetchQueue
-from runtime.paging.room import RoomMaker
+from runtime.paging.room import RoomMaker, out_of_memory
 from runtime.paging.transitions import BlockTransitions
 from runtime.system import checkpoint
 
@@ -44,18 +44,26 @@ class Stages:
         try:
             self._hold(blocks, new_bytes, what, then_fetch, piece_bytes)
         except DeviceMemoryError:
-            self._room.empty()
-            self._hold(blocks, new_bytes, what, then_fetch, piece_bytes)
+            self._hold_alone(blocks, new_bytes, what, then_fetch, piece_bytes)
 
     def acquire_again(self, blocks: Sequence[Block], new_bytes: int, what: str) -> None:
         """See `Pager.acquire_again`."""
         self._release(blocks)
         try:
-            self._room.empty()
-            self._hold(blocks, new_bytes, what, (), 0)
+            self._hold_alone(blocks, new_bytes, what, (), 0)
         except BaseException:
             self._transitions.pin(blocks)  # whoever holds them will let go of them
             raise
+
+    def _hold_alone(
+        self, blocks: Sequence[Block], new_bytes: int, what: str, then_fetch: Sequence[Block], piece_bytes: int
+    ) -> None:
+        """Do what `_hold` does when everything has left that can."""
+        self._room.empty()
+        try:
+            self._hold(blocks, new_bytes, what, then_fetch, piece_bytes)
+        except DeviceMemoryError as error:
+            raise out_of_memory(self._account.budget_bytes or 0, what) from error
 
     def _hold(self, blocks: Sequence[Block], new_bytes: int, what: str, then_fetch: Sequence[Block], piece_bytes: int) -> None:
         self._transitions.pin(blocks)

@@ -94,7 +94,9 @@ def build() -> Path:
     _compile([*flags, "-O2", "-g", "-fvisibility=hidden", f"-I{HERE / 'driver'}", *driver, "-ldl", "-lpthread"], folder / DRIVER)
     libraries = torch.folder / "lib"
     of_torch = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10", "-lc10_cuda"]
-    _compile([*flags, "-O1", f"-I{HERE}", str(HERE / "true_numbers.cpp"), *of_torch, f"-L{folder}", "-lmade_up_cuda"], folder / NUMBERS)
+    _compile(
+        [*flags, "-O1", f"-I{HERE}", str(HERE / "true_numbers.cpp"), *of_torch, f"-L{folder}", "-lmade_up_cuda"], folder / NUMBERS
+    )
     for name in STANDS_FOR:
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(DRIVER)

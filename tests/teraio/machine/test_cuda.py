@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 
 import teraio
 from runtime.cuda.streams import CudaMark, CudaStreams
+from runtime.device import DeviceMemoryError
+from runtime.execution import executor
 from runtime.transfer.engine import Engine
 from teraio import registry
 from teraio.planning import follower
@@ -191,6 +194,59 @@ def test_memory_in_gaps_raises_the_reserve_and_is_planned_again(cuda: FakeCuda) 
     first = phases.index("planned")
     assert "profile" in phases[first:] and phases[-1] == "planned", phases
     assert enough[-1] == enough[0] + budget // 32
+
+
+@pytest.mark.parametrize("case", [PLAIN, ADAM], ids=str)
+def test_memory_that_is_not_in_one_piece_costs_time_only(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """Now and then a stage, or a block that comes back, finds no memory until everything else has left and is given back."""
+    wanted, peak = reference(case)
+    draw = random.Random(0)
+    crumbled, sure = [False, 0, 0], [0]
+    run, allocate = executor._run_stage, CudaStreams.allocate
+
+    def run_stage(stage: Any, slots: list[Any]) -> None:
+        run(stage, slots)
+        if stage.repeatable and sure[0] < 0 and not crumbled[0] and draw.random() < 0.2:
+            crumbled[0], crumbled[1] = True, crumbled[1] + 1
+            raise torch.OutOfMemoryError("at the end of a stage")
+
+    def allocated(streams: CudaStreams, size_bytes: int) -> torch.UntypedStorage:
+        sure[0] -= 1
+        if not crumbled[0] and sure[0] < 0 and draw.random() < 0.05:
+            crumbled[0], crumbled[2] = True, crumbled[2] + 1
+        if crumbled[0]:
+            raise DeviceMemoryError("no memory in one piece")
+        return allocate(streams, size_bytes)
+
+    def give_back(streams: CudaStreams) -> None:
+        crumbled[0], sure[0] = False, 10  # what the stage at hand needs is there then
+
+    monkeypatch.setattr(executor, "_run_stage", run_stage)
+    monkeypatch.setattr(CudaStreams, "allocate", allocated)
+    monkeypatch.setattr(CudaStreams, "give_back_memory", give_back)
+    budget = int(0.85 * peak)
+    options = {"memory_budget": budget, "host_budget": 4 * peak, "solver_time_limit": 5}
+    found = train(case, options, device=CPU, scale=SCALE)
+    check_equal(found, wanted)
+    assert found.progress[-1].device_peak_bytes <= budget
+    assert crumbled[1] > 5 and crumbled[2] > 5
+
+
+def test_a_stage_that_finds_no_memory_twice_asks_for_a_larger_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = executor._run_stage
+
+    def run_stage(stage: Any, slots: list[Any]) -> None:
+        if stage.phase == "backward":
+            raise torch.OutOfMemoryError
+        run(stage, slots)
+
+    _, peak = reference(PLAIN)
+    budget = int(0.85 * peak)
+    monkeypatch.setattr(executor, "_run_stage", run_stage)
+    with pytest.raises(teraio.BudgetError, match="stage 'backward/.* needs") as caught:
+        train(PLAIN, {"memory_budget": budget, "host_budget": 4 * peak}, device=CPU, scale=SCALE)
+    teraio.reset()
+    assert caught.value.smallest_bytes > budget
 
 
 def test_few_iterations_under_a_plan_create_timing_events(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:

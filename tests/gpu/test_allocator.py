@@ -1,0 +1,75 @@
+"""Within PyTorch's allocator of a GPU: memory in pieces, settings of the user, and what measurements leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import teraio
+from runtime.cuda import computing
+from teraio.machine import Machine
+from teraio.options import Options
+
+from .training import GPU_SCALE, Case, Perceptron, check_equal, needs_gpu, train
+
+pytestmark = needs_gpu
+DEVICE = torch.device("cuda", 0)
+CASE = Case(name="perceptron", model=Perceptron)
+
+
+@pytest.mark.parametrize("tiny", [16 << 20, 112 << 20])
+def test_the_smallest_budget_that_an_error_names_trains_with_the_same_bits(tiny: int) -> None:
+    """Small budgets are where memory in pieces hurts most: blocks of 8 MiB in pages of 20."""
+    wanted = train(CASE, {}, device=DEVICE)
+    budget = tiny
+    for _ in range(3):  # the optimizer's update and what operators take are known later only
+        torch.cuda.empty_cache()
+        try:
+            found = train(CASE, {"memory_budget": budget, "host_budget": 2 * wanted.peak_bytes}, device=DEVICE)
+            break
+        except teraio.BudgetError as error:
+            assert error.smallest_bytes > budget
+            budget = error.smallest_bytes
+    else:
+        pytest.fail(f"no budget that errors have named trains; the last was {budget}")
+    assert budget < wanted.peak_bytes
+    check_equal(found, wanted)
+    assert found.reserved_bytes is not None and found.reserved_bytes <= budget + 8 * GPU_SCALE.rows * GPU_SCALE.width
+
+
+@pytest.fixture
+def own_settings() -> Iterator[str]:
+    text = "garbage_collection_threshold:0.7,max_split_size_mb:256"
+    torch._C._accelerator_setAllocatorSettings(text)
+    yield text
+    torch._C._accelerator_setAllocatorSettings("")
+
+
+def settings() -> dict[str, Any]:
+    found: dict[str, Any] = torch.cuda.memory._snapshot()["allocator_settings"]
+    return found
+
+
+def test_settings_of_the_user_survive(own_settings: str) -> None:
+    for _ in range(2):
+        machine = Machine(Options(memory_budget=512 << 20, host_budget=16 << 20), DEVICE)
+        try:
+            within = settings()
+        finally:
+            machine.close()
+        assert within["expandable_segments"] and within["garbage_collection_threshold"] == 0.7
+        assert within["max_split_size"] == 256 << 20
+        after = settings()
+        assert after["PYTORCH_CUDA_ALLOC_CONF"] == own_settings and not after["expandable_segments"]
+        assert after["garbage_collection_threshold"] == 0.7 and after["max_split_size"] == 256 << 20
+
+
+def test_a_device_that_was_kept_busy_has_its_memory_back() -> None:
+    torch.cuda.synchronize(DEVICE)
+    before = torch.cuda.memory_allocated(DEVICE)
+    with computing(DEVICE):
+        pass
+    assert torch.cuda.memory_allocated(DEVICE) == before
