@@ -90,11 +90,6 @@ class _Interrupts:
         """Do not call `undo` any more."""
         self._undos.pop(undo, None)
 
-    def handler(self, number: int) -> Any:
-        """Return the program's handler of a signal, as `signal.getsignal` does outside of the context."""
-        found = signal.getsignal(number)
-        return self._handlers.get(number) if found == self._handle else found
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._depth:
             self._waiting[number] = None
@@ -127,7 +122,6 @@ _INTERRUPTS = _Interrupts()
 checkpoint = _INTERRUPTS.checkpoint
 undo_if_interrupted = _INTERRUPTS.undo_if_interrupted
 forget_undo = _INTERRUPTS.forget_undo
-current_handler = _INTERRUPTS.handler
 
 
 def uninterrupted() -> _Interrupts:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.system import checkpoint, current_handler, forget_undo, undo_if_interrupted, uninterrupted
+from runtime.system import checkpoint, forget_undo, undo_if_interrupted, uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -92,13 +92,6 @@ def test_signals_without_a_handler_in_python_are_left_alone() -> None:
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
     with uninterrupted():
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-
-
-def test_who_asks_inside_is_told_the_programs_handler() -> None:
-    with uninterrupted():
-        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-        assert current_handler(signal.SIGINT) is signal.default_int_handler
-    assert current_handler(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_handler_that_the_program_sets_inside_stays() -> None:
