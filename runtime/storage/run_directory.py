@@ -4,7 +4,7 @@
 Two things remove it: `close`, and the exit of the interpreter, also after an exception. A signal ends a process as it would
 without teraio: a handler of Python that removed files would wait for C code, so that a rank in a collective would not end. What
 such a process leaves behind, the next run under the same parent removes: a process holds the locks of its directories as long as
-it lives, so a free lock means that the process is gone. Forked children remove nothing.
+it lives, so a free lock means that the process is gone. Forked children remove nothing, and hold no lock.
 
 By default the directory is closed as soon as its files are open (option `unlink_spill_files`). Then nothing can be left.
 
@@ -26,6 +26,7 @@ import secrets
 from pathlib import Path
 
 from planner.errors import StorageError
+from runtime.system import descriptors
 
 SPILL_SUFFIX = ".spill"
 _LOCK_NAME = "lock"
@@ -50,6 +51,7 @@ class RunDirectory:
         try:
             remove_leftovers(parent)
             self.path, self._lock = _create(parent.absolute())
+            descriptors.keep_from_children(self._lock)
         except OSError as error:
             raise StorageError(
                 f"storage {str(parent)!r} cannot be used: {error.strerror} (errno {error.errno}); "
@@ -74,7 +76,7 @@ class RunDirectory:
         self.remove()
         atexit.unregister(self.remove)
         if self._lock >= 0:
-            os.close(self._lock)
+            descriptors.close(self._lock)
             self._lock = -1
 
 

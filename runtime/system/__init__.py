@@ -3,7 +3,7 @@
 And, by native code, other memory for tensors.
 """
 
-from runtime.system import short_turns, storage_swap
+from runtime.system import descriptors, short_turns, storage_swap
 from runtime.system.annotation import Name, annotate, first_of
 from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
 from runtime.system.interrupts import checkpoint, forget_undo, undo_if_interrupted, uninterrupted
@@ -21,6 +21,7 @@ __all__ = [
     "annotate",
     "check_host_memory",
     "checkpoint",
+    "descriptors",
     "first_of",
     "forget_undo",
     "host_limits",

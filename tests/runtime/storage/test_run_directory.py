@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import stat
 import subprocess
@@ -132,6 +133,27 @@ time.sleep(60)
     process.send_signal(signal.SIGINT)
     process.wait(30)
     assert left(tmp_path) == []
+
+
+def test_a_forked_child_that_outlives_its_parent_keeps_neither_lock_nor_file(start: Start, tmp_path: Path) -> None:
+    process = start("""
+child = os.fork()
+if not child:
+    time.sleep(600)
+    os._exit(0)
+print("ready", child, sep="\\n", flush=True)
+time.sleep(600)
+""")
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        process.kill()
+        process.wait(30)
+        assert len(remove_leftovers(tmp_path)) == 1 and left(tmp_path) == []
+        held = [os.readlink(entry) for entry in Path(f"/proc/{child}/fd").iterdir()]
+        assert not [path for path in held if path.startswith(str(tmp_path))]
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.long
