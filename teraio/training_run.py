@@ -18,7 +18,7 @@ import planner
 from planner.errors import BudgetError, RankError, UnsupportedError
 from runtime.execution import Program, Reruns, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Block, CopyRates, Pager
-from runtime.system import uninterrupted
+from runtime.system import interruptible, uninterrupted
 from teraio.distributed import GroupStages, LibraryCalls, ShardedParameters, UpdateBroadcasts
 from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine
@@ -294,9 +294,11 @@ class TrainingRun:
                 self._late_seconds = ended.iteration.waited_seconds
                 self._recompute_seconds = sum(rerun.seconds for rerun in ended.iteration.reruns)
                 self._collective_seconds = ended.iteration.collective_seconds
-            self._tell(ended.iteration)
+            stats = self._stats_of(ended.iteration)
             self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
             self._tell_status()
+            with interruptible():
+                self.on_iteration(stats)
 
     def _tell_status(self) -> None:
         """Tell the other ranks of this machine what the run is doing. If that fails, training will tell why soon enough."""
@@ -318,13 +320,13 @@ class TrainingRun:
         """The ranks of this machine; none if this is the only one, or if they do not hear of each other."""
         return () if self._ranks is None else self._ranks.ranks
 
-    def _tell(self, iteration: Iteration) -> None:
+    def _stats_of(self, iteration: Iteration) -> IterationStats:
         follower = self._phase.follower
         predicted = follower.predicted_seconds if follower is not None else None
         stats = self._history.note(iteration, self._phase.name, predicted, run=self.number, number=self._finished - 1)
         if self._live is not None:
             self._live(stats)
-        self.on_iteration(stats)
+        return stats
 
     # -- from outside
 

@@ -6,7 +6,7 @@ And, by native code, other memory for tensors.
 from runtime.system import descriptors, short_turns, storage_swap
 from runtime.system.annotation import Name, annotate, first_of
 from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
-from runtime.system.interrupts import checkpoint, forget_undo, undo_if_interrupted, uninterrupted
+from runtime.system.interrupts import checkpoint, forget_undo, interruptible, undo_if_interrupted, uninterrupted
 from runtime.system.missing_gpu import missing_gpu
 from runtime.system.numa import on_processors, pci_address, processors_near
 from runtime.system.pinning import PIN_CHUNK_BYTES, CudaPinner, Pinner
@@ -25,6 +25,7 @@ __all__ = [
     "first_of",
     "forget_undo",
     "host_limits",
+    "interruptible",
     "machine_cores",
     "missing_gpu",
     "on_processors",
