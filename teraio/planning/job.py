@@ -83,8 +83,7 @@ class PlanningJob:
     def _work(self, trace: planner.Trace, budgets: planner.Budgets, seconds: float) -> None:
         try:
             with _nameless("trace") as trace_path, _nameless("plan") as plan_path, _lifeline() as stdin:
-                Path(trace_path).write_text(trace.text())
-                self._result = self._solve(trace_path, plan_path, stdin, budgets, seconds)
+                self._result = self._solve((trace_path, plan_path), stdin, trace, budgets, seconds)
         except planner.TeraioError as error:
             self._result = error
         except OSError as error:
@@ -92,9 +91,14 @@ class PlanningJob:
         finally:
             self._done.set()
 
-    def _solve(self, trace_path: str, plan_path: str, stdin: int, budgets: planner.Budgets, seconds: float) -> planner.Plan:
+    def _solve(
+        self, paths: tuple[str, str], stdin: int, trace: planner.Trace, budgets: planner.Budgets, seconds: float
+    ) -> planner.Plan:
+        """Return the plan. paths: of the files for the trace and for the plan."""
+        trace_path, plan_path = paths
+        Path(trace_path).write_text(trace.text())
         lower = ["-" if size is None else str(size) for size in (budgets.host_bytes, budgets.storage_bytes)]
-        command = [sys.executable, "-m", "planner.worker", trace_path, plan_path]
+        command = [sys.executable, "-m", "planner.worker", *paths]
         command += [str(budgets.device_bytes), *lower, str(seconds)]
         home = Path(planner.__file__).parents[1]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])}
@@ -102,7 +106,7 @@ class PlanningJob:
             command,
             cwd=home,  # nothing in the user's folder may stand in for a module
             env=environment,
-            pass_fds=[int(Path(path).name) for path in (trace_path, plan_path)],
+            pass_fds=[int(Path(path).name) for path in paths],
             stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
