@@ -115,11 +115,13 @@ class TrainingRun:
         self._sharded = ShardedParameters(self._pager, GroupStages(self._calls))
         self._steps = self._optimizer_steps(options, subgroups, host_rates)
         self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job, ranks=ranks)
+        self._border = IterationBorder()
         self._context = RunContext(
             options=options,
             machine=machine,
             pager=self._pager,
             recorder=self._recorder,
+            border=self._border,
             background=self._background,
             subgroups=subgroups,
             given=given,
@@ -132,7 +134,6 @@ class TrainingRun:
         self.on_iteration: Callable[[IterationStats], None] = lambda stats: None
         self._history = History(machine, self._pager)
         self._live = LiveLine() if options.live else None
-        self._border = IterationBorder()
         self._sizes = LargestSizes()
         self._stages = 0
         self._finished = 0
@@ -264,8 +265,8 @@ class TrainingRun:
     def step_done(self) -> None:
         """An iteration has ended, says the user. From now on no other one does."""
         with uninterrupted():
-            self._border.tell()
-            self._iteration_ended(self._recorder.iteration_ends())
+            if self._border.tell():
+                self._iteration_ended(self._recorder.iteration_ends())
 
     def _step_done(self, optimizer: Optimizer) -> None:
         """Take in a step of an optimizer, which may end an iteration."""
@@ -276,8 +277,10 @@ class TrainingRun:
         """A graph is about to run. Where no optimizer steps, that may end an iteration."""
         if program.phase == "backward":
             self._border.backward_begins()
-        elif not program.is_inference and torch._C._current_graph_task_id() < 0:  # else: computed again inside backward
-            if self._border.ends_before(program.identity, gradients_left=lambda: self._recorder.gradients_left):
+        elif torch._C._current_graph_task_id() < 0:  # else: computed again inside backward
+            if self._border.ends_before(
+                program.identity, inference=program.is_inference, gradients_left=lambda: self._recorder.gradients_left
+            ):
                 self._iteration_ended(self._recorder.iteration_ends(with_last_region=True))
 
     def _iteration_ended(self, iteration: Iteration) -> None:
