@@ -95,6 +95,7 @@ def _compile_for(
     from torch._inductor.compile_fx import compile_fx
 
     registry.REGISTRY.leave_given_away(parameters)
+    run.note_parameters(parameters.values())
     parts = [part for each, value in zip(inputs, example_inputs, strict=False) for part in _parts(each, value)]
     programs: list[Program] = []
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 import planner
 from planner.errors import BudgetError, RankError, UnsupportedError
@@ -105,7 +106,8 @@ class TrainingRun:
             subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
         self._findings = Findings()
-        self._needs = GraphNeeds(self._pager, machine, self._findings)
+        self._needs = GraphNeeds(self._pager, machine, self._findings, self.has_in_graph)
+        self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._calls = LibraryCalls(
             self._pager,
             self._recorder,
@@ -252,9 +254,14 @@ class TrainingRun:
         return self._machine.budget_bytes is not None
 
     def has_in_graph(self, parameter: torch.Tensor) -> bool:
-        """Whether a graph that has run has this parameter."""
+        """Whether a compiled graph has this parameter: its memory is a block, or was one (`parameter.data = other`)."""
         block = self._pager.known_block(parameter)
-        return block is not None and not block.name.startswith("optimizer/")
+        return parameter in self._parameters or (block is not None and not block.name.startswith("optimizer/"))
+
+    def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """These are parameters of a graph that is compiled."""
+        for parameter in parameters:
+            self._parameters[parameter] = None
 
     def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step begins that began before this run was made: the run was made in its closure, which has ended."""
