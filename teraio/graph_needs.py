@@ -27,7 +27,11 @@ class GraphNeeds:
     """What all graphs compiled so far need. Keeps `findings.floor`: the smallest budget, and the stage that sets it."""
 
     def __init__(
-        self, pager: Pager, machine: Machine, findings: Findings, has_in_graph: Callable[[torch.Tensor], bool] = lambda tensor: False
+        self,
+        pager: Pager,
+        machine: Machine,
+        findings: Findings,
+        has_in_graph: Callable[[torch.Tensor], bool] = lambda tensor: False,
     ) -> None:
         """has_in_graph: returns whether a compiled graph has this parameter."""
         self._has_in_graph = has_in_graph

@@ -23,6 +23,7 @@ from runtime.system import interruptible, uninterrupted
 from teraio.distributed import GroupStages, LibraryCalls, ShardedParameters, UpdateBroadcasts
 from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine
+from teraio.one_thread import one_thread
 from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes, host_threads
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext, why_no_reruns
@@ -191,7 +192,7 @@ class TrainingRun:
                     "what was compiled last, or call torch._dynamo.reset() and compile the model again"
                 )
             if self._phase.managed or program.resize is not None:
-                with uninterrupted():
+                with one_thread(), uninterrupted():
                     sized = self._note_call(program, arguments)
                     if self._phase.managed:
                         return self._run_managed(sized, arguments)
