@@ -27,11 +27,7 @@ class GraphNeeds:
     """What all graphs compiled so far need. Keeps `findings.floor`: the smallest budget, and the stage that sets it."""
 
     def __init__(
-        self,
-        pager: Pager,
-        machine: Machine,
-        findings: Findings,
-        has_in_graph: Callable[[torch.Tensor], bool] = lambda tensor: False,
+        self, pager: Pager, machine: Machine, findings: Findings, *, has_in_graph: Callable[[torch.Tensor], bool]
     ) -> None:
         """has_in_graph: returns whether a compiled graph has this parameter."""
         self._has_in_graph = has_in_graph
@@ -80,7 +76,7 @@ class GraphNeeds:
         return error.asking_for(max(error.smallest_bytes, needed), not_counted=_not_counted(programs))
 
     def _with_all(self, needs: Sequence[Need]) -> int:
-        """Return what graphs with these needs and one update of the largest parameter need, each with what cannot leave the device.
+        """Return what graphs with these needs, and one update of the largest parameter, need with all that has to stay.
 
         A little more, see `_OPERATORS_OWN_BYTES`.
         """

@@ -48,7 +48,7 @@ def _caller(self: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _tell_of_transforms() -> None:
-    """Say that Dynamo has left out a call because `torch.func.grad`, `vmap` and the like are around it. It says nothing itself."""
+    """Say that Dynamo has left out a call because `torch.func.grad`, `vmap` or the like is around it; it says nothing itself."""
     if peek_interpreter_stack() is not None:
         _tell_once()
 

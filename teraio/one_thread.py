@@ -17,8 +17,8 @@ def one_thread() -> Iterator[None]:
     """Compile or run a graph within the block. Raises UnsupportedError if another thread does so at this moment. Never waits."""
     if not _AT_WORK.acquire(blocking=False):
         raise UnsupportedError(
-            f"thread {threading.current_thread().name!r} compiles or runs a model while another thread does: teraio trains in one "
-            "thread at a time; train one model after the other, or in processes of their own"
+            f"thread {threading.current_thread().name!r} compiles or runs a model while another thread does: teraio trains in "
+            "one thread at a time; train one model after the other, or in processes of their own"
         )
     try:
         yield

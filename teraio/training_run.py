@@ -107,7 +107,7 @@ class TrainingRun:
             subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
         self._findings = Findings()
-        self._needs = GraphNeeds(self._pager, machine, self._findings, self.has_in_graph)
+        self._needs = GraphNeeds(self._pager, machine, self._findings, has_in_graph=self.has_in_graph)
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._calls = LibraryCalls(
             self._pager,

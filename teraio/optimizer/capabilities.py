@@ -211,9 +211,9 @@ def temporary_bytes(optimizer: Optimizer, parameters: Sequence[tuple[str, int]])
 
 
 def update_bytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
-    """Return what the first update of one parameter has on the device at least: next to parameter and gradient, states and copies.
+    """Return what the first update of one parameter has on the device at least: it, its gradient, its states and their copies.
 
-    Or slices of them, which take at most a quarter of its size, see [Note: Updates by slices].
+    Instead of states and copies also slices of them, at most a quarter of its size, see [Note: Updates by slices].
     """
     size = bytes_of(parameter)
     if is_elementwise(optimizer) and not keeps_masters(optimizer) and size >= 2 * MIN_MOVED_BYTES:
