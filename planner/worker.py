@@ -2,7 +2,8 @@
 
 `python -m planner.worker TRACE PLAN DEVICE_BYTES HOST_BYTES STORAGE_BYTES SECONDS`. The training process then neither pays for
 the solver's memory nor shares the interpreter lock with it. HOST_BYTES and STORAGE_BYTES are "-" for no limit; SECONDS limits
-the solver. Standard input is a pipe: the process ends when nobody holds its other end any more.
+the solver. Standard input is a pipe: the process ends when nobody holds its other end any more. TRACE and PLAN may be files
+without a name (`/dev/fd/7`), so that nothing is left if both processes are killed.
 
 Exit status 0: the plan was written. 3: no plan can be made; one line on standard error says why.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from pathlib import Path
 
 from planner import Budgets, TeraioError, Trace, plan
 
@@ -28,10 +30,11 @@ def main(arguments: list[str]) -> int:
         storage_bytes=None if storage_bytes == "-" else int(storage_bytes),
     )
     try:
-        plan(Trace.load(trace_path), budgets, time_limit_seconds=float(seconds)).save(plan_path)
+        made = plan(Trace.load(trace_path), budgets, time_limit_seconds=float(seconds))
     except TeraioError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return NO_PLAN
+    Path(plan_path).write_text(made.text())
     return 0
 
 

@@ -16,6 +16,7 @@ from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Kind, Phase, Program
 from runtime.paging import holder_of
 from teraio import registry
+from teraio.one_thread import one_thread
 from teraio.options import Options, parse_options
 from teraio.training_run import TrainingRun
 
@@ -40,7 +41,8 @@ def teraio(
     """
     try:
         registry.REGISTRY.refuse_again()
-        return _compile_graphs(gm, example_inputs, parse_options({"mode": mode} if options is None else options))
+        with one_thread():
+            return _compile_graphs(gm, example_inputs, parse_options({"mode": mode} if options is None else options))
     except TeraioError as error:
         registry.REGISTRY.forget_unused()
         kept = error.without_traceback()
@@ -95,6 +97,7 @@ def _compile_for(
     from torch._inductor.compile_fx import compile_fx
 
     registry.REGISTRY.leave_given_away(parameters)
+    run.note_parameters(parameters.values())
     parts = [part for each, value in zip(inputs, example_inputs, strict=False) for part in _parts(each, value)]
     programs: list[Program] = []
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from planner.errors import BudgetError
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Program
 from runtime.paging import Pager
 from teraio.machine import Machine
-from teraio.optimizer import USUAL_STATES
+from teraio.optimizer import USUAL_STATES, optimizers_alive, owned_parameters, update_bytes
 from teraio.phases import Findings
 from teraio.stages import Need, largest_of, need_of
 
@@ -24,7 +26,11 @@ _LARGER = "inputs that are larger than those of this call, "
 class GraphNeeds:
     """What all graphs compiled so far need. Keeps `findings.floor`: the smallest budget, and the stage that sets it."""
 
-    def __init__(self, pager: Pager, machine: Machine, findings: Findings) -> None:
+    def __init__(
+        self, pager: Pager, machine: Machine, findings: Findings, *, has_in_graph: Callable[[torch.Tensor], bool]
+    ) -> None:
+        """has_in_graph: returns whether a compiled graph has this parameter."""
+        self._has_in_graph = has_in_graph
         self._pager = pager
         self._machine = machine
         self._findings = findings
@@ -50,7 +56,7 @@ class GraphNeeds:
         budget = self._machine.budget_bytes
         if budget is not None and smallest > budget:
             raise BudgetError(
-                smallest_bytes=max(smallest, *map(self._with_what_stays, self._needs)),
+                smallest_bytes=max(smallest, self._with_all(self._needs)),
                 budget_bytes=budget,
                 stage=stage,
                 largest=largest,
@@ -66,19 +72,36 @@ class GraphNeeds:
         """
         programs = [] if program is None else [program]
         own = [need for each in programs if (need := need_of(self._at_its_sizes(each))) is not None]
-        needed = max(map(self._with_what_stays, [*self._needs, *own]), default=0)
+        needed = self._with_all([*self._needs, *own])
         return error.asking_for(max(error.smallest_bytes, needed), not_counted=_not_counted(programs))
 
-    def _with_what_stays(self, need: Need) -> int:
-        """Return what graphs need, with all that cannot leave the device: what `need` does not count, and states to come.
+    def _with_all(self, needs: Sequence[Need]) -> int:
+        """Return what graphs with these needs, and one update of the largest parameter, need with all that has to stay.
 
         A little more, see `_OPERATORS_OWN_BYTES`.
         """
+        stays = [self._what_stays(need) for need in needs]
+        graphs = [need.size_bytes + more for need, more in zip(needs, stays, strict=True)]
+        small = 2 * sum(need.small_parameter_bytes for need in needs)  # with their gradients
+        return max([*graphs, self._largest_update_bytes() + small + max(stays)], default=0) if needs else 0
+
+    def _largest_update_bytes(self) -> int:
+        """Return what one update of the largest parameter takes, by the optimizers that there are. 0 if there is none yet."""
+        updates = (
+            update_bytes(optimizer, owned.tensor)
+            for optimizer in optimizers_alive()
+            for owned in owned_parameters(optimizer)
+            if owned.tensor.requires_grad and self._has_in_graph(owned.tensor)
+        )
+        return max(updates, default=0)
+
+    def _what_stays(self, need: Need) -> int:
+        """Return the bytes of all that cannot leave the device: what `need` does not count, and states to come."""
         pager = self._pager
         kept = [block for block in pager.blocks if block.span is None]
         others = sum(b.size_bytes for b in kept if b.size_bytes >= MIN_MOVED_BYTES or b.name not in need.names)
         states = max(pager.fixed_bytes, USUAL_STATES * need.small_parameter_bytes)
-        return need.size_bytes + others + pager.unmoved_bytes - pager.fixed_bytes + states + _OPERATORS_OWN_BYTES
+        return others + pager.unmoved_bytes - pager.fixed_bytes + states + _OPERATORS_OWN_BYTES
 
     def _at_its_sizes(self, program: Program) -> list[Program]:
         """Return the forward and the backward graph that `program` is one of, for its sizes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -9,9 +11,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch._C._dynamo.eval_frame import reset_code
+from torch._C._functorch import peek_interpreter_stack
 
 from teraio.backend import teraio as backend
 from teraio.options import parse_options
+
+logger = logging.getLogger("teraio")
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
@@ -35,9 +40,25 @@ def _caller(self: torch.nn.Module) -> Callable[..., Any]:
     """Return a function that runs the module. The name `self` is left out of the names of stages and blocks."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():  # Dynamo leaves this out of what it compiles
+            _tell_of_transforms()
         return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     return call
+
+
+def _tell_of_transforms() -> None:
+    """Say that Dynamo has left out a call because `torch.func.grad`, `vmap` or the like is around it; it says nothing itself."""
+    if peek_interpreter_stack() is not None:
+        _tell_once()
+
+
+@functools.cache
+def _tell_once() -> None:
+    logger.warning(
+        "torch.func.grad, vmap and the like around a compiled model run it uncompiled: nothing of it moves, and no budget "
+        "holds. Call backward() on its loss, or torch.autograd.grad"
+    )
 
 
 def _with_code_of_its_own(function: Callable[..., Any]) -> FunctionType:

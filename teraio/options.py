@@ -69,12 +69,12 @@ class Options:
     The page cache is host memory that no budget counts, so "auto" takes "buffered" only if the file system has no direct I/O.
     A path that cannot work on this machine is refused."""
 
-    unlink_spill_files: bool = False
+    unlink_spill_files: bool = True
     """Remove the names of spill files as soon as they are open, so that nothing is left on the drives even if the process is
-    killed. Without it, the next run in the same directory removes what a killed run has left.
+    killed. With `False`, the next run in the same directory removes what a run that was ended by a signal has left.
 
-    `spill_directories` in `teraio.status()` is empty then, and tools like `du` do not see the files. On network file systems a
-    hidden file may stay until the process ends."""
+    Without names, `spill_directories` in `teraio.status()` is empty, and tools like `du` do not see the files. On network file
+    systems a hidden file may stay until the process ends."""
 
     user_writes: Literal["detect", "assume"] = "detect"
     """What to do with parameters and other tensors that your code can reach, when they leave for a drive again. `"detect"`: write

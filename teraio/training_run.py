@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 import planner
 from planner.errors import BudgetError, RankError, UnsupportedError
 from runtime.execution import Program, Reruns, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Block, CopyRates, Pager
-from runtime.system import uninterrupted
+from runtime.system import interruptible, uninterrupted
 from teraio.distributed import GroupStages, LibraryCalls, ShardedParameters, UpdateBroadcasts
 from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine
+from teraio.one_thread import one_thread
 from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes, host_threads
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext, why_no_reruns
@@ -105,7 +107,8 @@ class TrainingRun:
             subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
         self._findings = Findings()
-        self._needs = GraphNeeds(self._pager, machine, self._findings)
+        self._needs = GraphNeeds(self._pager, machine, self._findings, has_in_graph=self.has_in_graph)
+        self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._calls = LibraryCalls(
             self._pager,
             self._recorder,
@@ -115,11 +118,13 @@ class TrainingRun:
         self._sharded = ShardedParameters(self._pager, GroupStages(self._calls))
         self._steps = self._optimizer_steps(options, subgroups, host_rates)
         self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job, ranks=ranks)
+        self._border = IterationBorder()
         self._context = RunContext(
             options=options,
             machine=machine,
             pager=self._pager,
             recorder=self._recorder,
+            border=self._border,
             background=self._background,
             subgroups=subgroups,
             given=given,
@@ -132,7 +137,6 @@ class TrainingRun:
         self.on_iteration: Callable[[IterationStats], None] = lambda stats: None
         self._history = History(machine, self._pager)
         self._live = LiveLine() if options.live else None
-        self._border = IterationBorder()
         self._sizes = LargestSizes()
         self._stages = 0
         self._finished = 0
@@ -187,7 +191,7 @@ class TrainingRun:
                     "what was compiled last, or call torch._dynamo.reset() and compile the model again"
                 )
             if self._phase.managed or program.resize is not None:
-                with uninterrupted():
+                with one_thread(), uninterrupted():
                     sized = self._note_call(program, arguments)
                     if self._phase.managed:
                         return self._run_managed(sized, arguments)
@@ -250,9 +254,14 @@ class TrainingRun:
         return self._machine.budget_bytes is not None
 
     def has_in_graph(self, parameter: torch.Tensor) -> bool:
-        """Whether a graph that has run has this parameter."""
+        """Whether a compiled graph has this parameter: its memory is a block, or was one (`parameter.data = other`)."""
         block = self._pager.known_block(parameter)
-        return block is not None and not block.name.startswith("optimizer/")
+        return parameter in self._parameters or (block is not None and not block.name.startswith("optimizer/"))
+
+    def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """These are parameters of a graph that is compiled."""
+        for parameter in parameters:
+            self._parameters[parameter] = None
 
     def step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step begins that began before this run was made: the run was made in its closure, which has ended."""
@@ -263,8 +272,8 @@ class TrainingRun:
     def step_done(self) -> None:
         """An iteration has ended, says the user. From now on no other one does."""
         with uninterrupted():
-            self._border.tell()
-            self._iteration_ended(self._recorder.iteration_ends())
+            if self._border.tell():
+                self._iteration_ended(self._recorder.iteration_ends())
 
     def _step_done(self, optimizer: Optimizer) -> None:
         """Take in a step of an optimizer, which may end an iteration."""
@@ -275,8 +284,10 @@ class TrainingRun:
         """A graph is about to run. Where no optimizer steps, that may end an iteration."""
         if program.phase == "backward":
             self._border.backward_begins()
-        elif not program.is_inference and torch._C._current_graph_task_id() < 0:  # else: computed again inside backward
-            if self._border.ends_before(program.identity, gradients_left=lambda: self._recorder.gradients_left):
+        elif torch._C._current_graph_task_id() < 0:  # else: computed again inside backward
+            if self._border.ends_before(
+                program.identity, inference=program.is_inference, gradients_left=lambda: self._recorder.gradients_left
+            ):
                 self._iteration_ended(self._recorder.iteration_ends(with_last_region=True))
 
     def _iteration_ended(self, iteration: Iteration) -> None:
@@ -293,9 +304,11 @@ class TrainingRun:
                 self._late_seconds = ended.iteration.waited_seconds
                 self._recompute_seconds = sum(rerun.seconds for rerun in ended.iteration.reruns)
                 self._collective_seconds = ended.iteration.collective_seconds
-            self._tell(ended.iteration)
+            stats = self._stats_of(ended.iteration)
             self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
             self._tell_status()
+            with interruptible():
+                self.on_iteration(stats)
 
     def _tell_status(self) -> None:
         """Tell the other ranks of this machine what the run is doing. If that fails, training will tell why soon enough."""
@@ -317,13 +330,13 @@ class TrainingRun:
         """The ranks of this machine; none if this is the only one, or if they do not hear of each other."""
         return () if self._ranks is None else self._ranks.ranks
 
-    def _tell(self, iteration: Iteration) -> None:
+    def _stats_of(self, iteration: Iteration) -> IterationStats:
         follower = self._phase.follower
         predicted = follower.predicted_seconds if follower is not None else None
         stats = self._history.note(iteration, self._phase.name, predicted, run=self.number, number=self._finished - 1)
         if self._live is not None:
             self._live(stats)
-        self.on_iteration(stats)
+        return stats
 
     # -- from outside
 

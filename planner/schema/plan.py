@@ -173,4 +173,8 @@ class Plan(GrownModel):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan file. A reader sees the whole old file or the whole new one. Raises OSError."""
-        write_atomic(path, json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
+        write_atomic(path, self.text())
+
+    def text(self) -> str:
+        """Return the content of the plan file."""
+        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"

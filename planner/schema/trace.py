@@ -313,6 +313,10 @@ class Trace(GrownModel):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace file. A reader sees the whole old file or the whole new one. Raises OSError."""
+        write_atomic(path, self.text())
+
+    def text(self) -> str:
+        """Return the content of the trace file."""
         content = self.model_dump(mode="json", by_alias=True)
         content["fingerprint"] = self.fingerprint
-        write_atomic(path, json.dumps(content, indent=1) + "\n")
+        return json.dumps(content, indent=1) + "\n"

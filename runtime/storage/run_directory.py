@@ -1,11 +1,12 @@
-"""A private directory for the files of one run. It is removed when the run ends, however it ends.
+"""A private directory for the files of one run. It is removed when the run ends, or when the next one begins.
 
 [Note: How a run directory ends]
-Three things remove it: `close`, the exit of the interpreter (also after an exception), and the default action of SIGINT,
-SIGTERM and SIGHUP. Signal handlers that the program has installed stay in place; if they end the process, its exit removes
-the directory. A run that is killed leaves its directory behind, and the next run under the same parent removes it: a process
-holds the locks of its directories as long as it lives, so a free lock means that the process is gone. Forked children remove
-nothing.
+Two things remove it: `close`, and the exit of the interpreter, also after an exception. A signal ends a process as it would
+without teraio: a handler of Python that removed files would wait for C code, so that a rank in a collective would not end. What
+such a process leaves behind, the next run under the same parent removes: a process holds the locks of its directories as long as
+it lives, so a free lock means that the process is gone. Forked children remove nothing, and hold no lock.
+
+By default the directory is closed as soon as its files are open (option `unlink_spill_files`). Then nothing can be left.
 
 [Note: The lock is checked after it is taken]
 After a directory is created, and before it is locked, another process may find the lock free and remove the directory. So
@@ -22,19 +23,15 @@ import logging
 import os
 import re
 import secrets
-import signal
-import threading
 from pathlib import Path
-from types import FrameType
 
 from planner.errors import StorageError
-from runtime.system import current_handler
+from runtime.system import descriptors
 
 SPILL_SUFFIX = ".spill"
 _LOCK_NAME = "lock"
 _NAME = re.compile(r"teraio-\d+-[0-9a-f]{16}")
 _MAX_ATTEMPTS = 100
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _log = logging.getLogger(__name__)
 
@@ -54,13 +51,13 @@ class RunDirectory:
         try:
             remove_leftovers(parent)
             self.path, self._lock = _create(parent.absolute())
+            descriptors.keep_from_children(self._lock)
         except OSError as error:
             raise StorageError(
                 f"storage {str(parent)!r} cannot be used: {error.strerror} (errno {error.errno}); "
                 "give a directory that you can write to, on a file system with file locks"
             ) from error
         atexit.register(self.remove)
-        _guard_signals(self)
 
     def remove(self) -> None:
         """Remove the directory and its files. Open files stay usable. Does nothing in a forked child.
@@ -78,9 +75,8 @@ class RunDirectory:
         """Remove the directory and release its lock. May be called again."""
         self.remove()
         atexit.unregister(self.remove)
-        _unguard_signals(self)
         if self._lock >= 0:
-            os.close(self._lock)
+            descriptors.close(self._lock)
             self._lock = -1
 
 
@@ -174,41 +170,3 @@ def _delete(directory: Path) -> None:
         directory.rmdir()
     except FileNotFoundError:
         return
-
-
-class _SignalGuard:
-    """A signal handler that removes run directories and then lets the default action end the process.
-
-    One guard per signal serves all directories of a process. The interpreter's table of handlers holds it.
-    """
-
-    def __init__(self) -> None:
-        self.directories: list[RunDirectory] = []
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        for directory in list(self.directories):
-            directory.remove()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-
-def _guard_signals(directory: RunDirectory) -> None:
-    """Handle the signals whose default action would end the process and leave the directory behind."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    for number in _SIGNALS:
-        handler = current_handler(number)
-        if handler is signal.SIG_DFL and in_main_thread:
-            handler = _SignalGuard()
-            signal.signal(number, handler)
-        if isinstance(handler, _SignalGuard):
-            handler.directories.append(directory)
-
-
-def _unguard_signals(directory: RunDirectory) -> None:
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    for number in _SIGNALS:
-        guard = current_handler(number)
-        if isinstance(guard, _SignalGuard) and directory in guard.directories:
-            guard.directories.remove(directory)
-            if not guard.directories and in_main_thread:
-                signal.signal(number, signal.SIG_DFL)

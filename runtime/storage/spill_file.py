@@ -10,6 +10,7 @@ from pathlib import Path
 from runtime.storage.free_space import FreeSpace
 from runtime.storage.run_directory import SPILL_SUFFIX
 from runtime.storage.store import ALIGNMENT_BYTES, Extent
+from runtime.system import descriptors
 
 DRIVE_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of `SpillFile.grow` which say that the drive or the user's quota is used up."""
@@ -36,6 +37,8 @@ class SpillFile:
             raise
         self.direct = descriptor is not None
         self._descriptor = self._buffered if descriptor is None else descriptor
+        for each in {self._buffered, self._descriptor}:
+            descriptors.keep_from_children(each)
         self.drive = os.fstat(self._buffered).st_dev
 
     @property
@@ -70,9 +73,9 @@ class SpillFile:
 
     def close(self) -> None:
         """Close the descriptors. Nothing may be reading or writing."""
-        os.close(self._buffered)
+        descriptors.close(self._buffered)
         if self.direct:
-            os.close(self._descriptor)
+            descriptors.close(self._descriptor)
 
 
 def _open_direct(path: Path, buffered: int) -> int | None:

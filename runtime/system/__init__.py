@@ -3,10 +3,10 @@
 And, by native code, other memory for tensors.
 """
 
-from runtime.system import short_turns, storage_swap
+from runtime.system import descriptors, short_turns, storage_swap
 from runtime.system.annotation import Name, annotate, first_of
 from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
-from runtime.system.interrupts import checkpoint, current_handler, forget_undo, undo_if_interrupted, uninterrupted
+from runtime.system.interrupts import checkpoint, forget_undo, interruptible, undo_if_interrupted, uninterrupted
 from runtime.system.missing_gpu import missing_gpu
 from runtime.system.numa import on_processors, pci_address, processors_near
 from runtime.system.pinning import PIN_CHUNK_BYTES, CudaPinner, Pinner
@@ -21,10 +21,11 @@ __all__ = [
     "annotate",
     "check_host_memory",
     "checkpoint",
-    "current_handler",
+    "descriptors",
     "first_of",
     "forget_undo",
     "host_limits",
+    "interruptible",
     "machine_cores",
     "missing_gpu",
     "on_processors",

@@ -20,7 +20,8 @@ import _signal  # type: ignore[import-not-found]  # `signal` looks each handler 
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -49,11 +50,7 @@ class _Interrupts:
             return
         if not self._depth:
             self._earlier = frozenset(self._undos)
-            for number in _SIGNALS:
-                handler = _signal.getsignal(number)
-                if callable(handler) and handler != self._handle:
-                    self._handlers[number] = handler
-                    _signal.signal(number, self._handle)
+            self._stand_in()
         self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -70,6 +67,25 @@ class _Interrupts:
             self._depth = 0
             if not self._undos:
                 self._hand_back()
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Within the block, user code runs that teraio calls: it is interrupted at once, and finds the handlers of the program.
+
+        Only where nothing is half done.
+        """
+        if not self._depth or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.checkpoint()
+        depth, earlier, self._depth = self._depth, self._earlier, 0
+        if not self._undos:
+            self._hand_back()
+        try:
+            yield
+        finally:
+            self._depth, self._earlier = depth, earlier
+            self._stand_in()
 
     def checkpoint(self) -> None:
         """Call the handlers of the signals that wait."""
@@ -90,11 +106,6 @@ class _Interrupts:
         """Do not call `undo` any more."""
         self._undos.pop(undo, None)
 
-    def handler(self, number: int) -> Any:
-        """Return the program's handler of a signal, as `signal.getsignal` does outside of the context."""
-        found = signal.getsignal(number)
-        return self._handlers.get(number) if found == self._handle else found
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._depth:
             self._waiting[number] = None
@@ -114,20 +125,27 @@ class _Interrupts:
             self._undos.pop(undo, None)
             undo()
 
+    def _stand_in(self) -> None:
+        for number in _SIGNALS:
+            handler = _signal.getsignal(number)
+            if callable(handler) and handler != self._handle:
+                self._handlers[number] = handler
+                _signal.signal(number, self._handle)
+
     def _hand_back(self) -> None:
-        for number in list(self._handlers):
+        """Forget none: a program that replaced a handler meanwhile has got `_handle` in return, and may set it again."""
+        for number, handler in self._handlers.items():
             if _signal.getsignal(number) == self._handle:  # unless the program has set another one meanwhile
-                _signal.signal(number, self._handlers[number])
-            del self._handlers[number]
+                _signal.signal(number, handler)
 
 
 _INTERRUPTS = _Interrupts()
 """One for the process, as its handlers are."""
 
 checkpoint = _INTERRUPTS.checkpoint
+interruptible = _INTERRUPTS.interruptible
 undo_if_interrupted = _INTERRUPTS.undo_if_interrupted
 forget_undo = _INTERRUPTS.forget_undo
-current_handler = _INTERRUPTS.handler
 
 
 def uninterrupted() -> _Interrupts:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
+from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import holder_of
 from teraio.distributed import is_sharded_over_all, rank_count
 
@@ -207,6 +208,17 @@ def temporary_bytes(optimizer: Optimizer, parameters: Sequence[tuple[str, int]])
     if any(group.get("foreach") or (group.get("foreach") is None and on_gpu) for group in groups):
         return copies * sum(size for _, size in parameters)
     return copies * max((size for _, size in parameters), default=0)
+
+
+def update_bytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
+    """Return what the first update of one parameter has on the device at least: it, its gradient, its states and their copies.
+
+    Instead of states and copies also slices of them, at most a quarter of its size, see [Note: Updates by slices].
+    """
+    size = bytes_of(parameter)
+    if is_elementwise(optimizer) and not keeps_masters(optimizer) and size >= 2 * MIN_MOVED_BYTES:
+        return 2 * size + size // 4
+    return 2 * size + states_per_parameter(optimizer) * size + temporary_bytes(optimizer, [(parameter.device.type, size)])
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

@@ -64,8 +64,9 @@ class ManagedOptimizer:
 
     @property
     def identity(self) -> tuple[str, int]:
-        """What a trace and a plan know its steps by."""
-        return "optimizer", id(self.optimizer)
+        """What a trace and a plan know its steps by: another one for the same parameters takes its place (meta-learning)."""
+        first = next(iter(owned_parameters(self.optimizer)), None)
+        return f"optimizer {type(self.optimizer).__name__}", id(self.optimizer if first is None else first.tensor)
 
     @property
     def has_blocks(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +26,13 @@ def owned_parameters(optimizer: Optimizer) -> tuple[OwnedParameter, ...]:
     """Return all parameters that the optimizer has now, in order: the one with number n is at position n."""
     in_order = ((index, parameter) for index, group in enumerate(optimizer.param_groups) for parameter in group["params"])
     return tuple(OwnedParameter(number, index, parameter) for number, (index, parameter) in enumerate(in_order))
+
+
+def optimizers_alive() -> Iterator[Optimizer]:
+    """Yield all optimizers of the process. Looks through all objects of Python, which takes a while: for errors only."""
+    for found in gc.get_objects():
+        if issubclass(type(found), Optimizer) and hasattr(found, "param_groups"):
+            yield found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ over if it beats the old one, both replayed on that trace. Otherwise the old pla
 replay says. After each attempt twice as many iterations have to pass before the next one. So a machine whose times vary does
 not keep a solver busy.
 
-A first plan may come from iterations that were all disturbed, or from another start. If, among the first iterations under it,
-three in a row are alike and their stages take plainly other times than it says, planning starts again at once. This happens once,
-and does not count as an attempt.
+A plan may come from iterations that were all disturbed, or from another start. If, among the first iterations under it, three in
+a row are alike and their stages take plainly other times than it says, or if three are plainly faster, planning starts again at
+once. This does not count as an attempt, and happens once for the first plan and for what comes of each attempt.
 
 Where stages are timed in some iterations only (see [Note: Sampled times] in `teraio.profiling.recorder`), these are compared. If
 the time of whole iterations drifts, and planning may start, stages are timed in all iterations until there are enough.
@@ -50,7 +50,7 @@ change."""
 _FIRST_WAIT = 10
 """Iterations under a plan before planning may start again for the first time."""
 _FIRST_LOOK = 3
-"""Iterations under a first plan that show whether its stage times are plainly wrong."""
+"""Iterations under a new plan that show whether its stage times are plainly wrong."""
 _WORTHWHILE = 0.01
 """Share by which a new plan must be better: a change costs one iteration, which begins with blocks in the wrong tiers."""
 
@@ -110,7 +110,7 @@ class PlanFollower:
         self._busy_seconds: dict[str, float] = {}
         self._wait = _FIRST_WAIT
         self._since = 0
-        self._first = True
+        self._look_early = True
         self._why = ""
         self._enforce(_InForce.of(profile, plan, planner.simulate(profile.trace, plan)))
         recorder.follow(self._now.hints, {number: b for b, number in profile.ids.items() if not b.dead})
@@ -217,7 +217,8 @@ class PlanFollower:
             if drift_of(self._now.expected, self._observations).found:
                 self._wait *= 2
                 self._on_drift(self._observations)
-        elif self._adaptive and self._first and _FIRST_LOOK <= len(self._observations) < _WINDOW:
+                self._look_early = True
+        elif self._adaptive and self._look_early and _FIRST_LOOK <= len(self._observations) < _WINDOW:
             latest = tuple(self._observations)[-_FIRST_LOOK:]
             if stages_plainly_off(self._now.expected, latest):
                 self._on_drift(latest)
@@ -234,7 +235,7 @@ class PlanFollower:
 
     def _plan_again(self, why: str, observations: Sequence[Observation]) -> None:
         now, trace = self._now, self._now.profile.trace
-        self._since, self._first, self._why = 0, False, why
+        self._since, self._look_early, self._why = 0, False, why
         if observations:
             trace = remeasured(trace, now.expected, observations)
         self._background.start(trace, now.plan.budgets, lambda new: self._better(trace, new))

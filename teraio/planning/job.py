@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,8 +82,8 @@ class PlanningJob:
 
     def _work(self, trace: planner.Trace, budgets: planner.Budgets, seconds: float) -> None:
         try:
-            with tempfile.TemporaryDirectory(prefix="teraio-plan-") as folder, _lifeline() as stdin:
-                self._result = self._solve(Path(folder), stdin, trace, budgets, seconds)
+            with _nameless("trace") as trace_path, _nameless("plan") as plan_path, _lifeline() as stdin:
+                self._result = self._solve((trace_path, plan_path), stdin, trace, budgets, seconds)
         except planner.TeraioError as error:
             self._result = error
         except OSError as error:
@@ -92,18 +91,22 @@ class PlanningJob:
         finally:
             self._done.set()
 
-    def _solve(self, folder: Path, stdin: int, trace: planner.Trace, budgets: planner.Budgets, seconds: float) -> planner.Plan:
-        trace_path, plan_path = folder / "trace.json", folder / "plan.json"
-        trace.save(trace_path)
+    def _solve(
+        self, paths: tuple[str, str], stdin: int, trace: planner.Trace, budgets: planner.Budgets, seconds: float
+    ) -> planner.Plan:
+        """Return the plan. paths: of the files for the trace and for the plan."""
+        trace_path, plan_path = paths
+        Path(trace_path).write_text(trace.text())
         lower = ["-" if size is None else str(size) for size in (budgets.host_bytes, budgets.storage_bytes)]
-        command = [sys.executable, "-m", "planner.worker", str(trace_path), str(plan_path)]
+        command = [sys.executable, "-m", "planner.worker", *paths]
         command += [str(budgets.device_bytes), *lower, str(seconds)]
         home = Path(planner.__file__).parents[1]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])}
         self._process = subprocess.Popen(
             command,
-            cwd=folder,
+            cwd=home,  # nothing in the user's folder may stand in for a module
             env=environment,
+            pass_fds=[int(Path(path).name) for path in paths],
             stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -125,6 +128,16 @@ class PlanningJob:
             status, message = self._process.returncode, errors[-400:].strip()
             raise planner.SolverError(f"the planning process ended with status {status}: {message}")
         return planner.Plan.load(plan_path)
+
+
+@contextlib.contextmanager
+def _nameless(name: str) -> Iterator[str]:
+    """Give the path of a file in memory, which ends with the processes that have it open, also if they are killed."""
+    descriptor = os.memfd_create(f"teraio-{name}")
+    try:
+        yield f"/dev/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

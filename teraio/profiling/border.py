@@ -18,6 +18,11 @@ class IterationBorder:
     * Where no optimizer steps: where the forward graph begins again that came first, after a backward graph has run. That may as
       well be the next pass before one update, so some passes have to go by first: few if no gradient of a pass is left when
       the next one begins, many if gradients are.
+    * Where nothing but inference has run: where the graph begins again that came first. Many passes have to go by first, since a
+      training may begin with an evaluation.
+
+    period: so many of these ends make one. In some loops, iterations of several kinds take turns: PPO updates several times by
+    one rollout, a task of meta-learning has several steps. `ProfilePhase` finds the period.
     """
 
     _PATIENCE = 4
@@ -34,6 +39,9 @@ class IterationBorder:
         self._went_back = False
         self._passes = 0
         self._passes_without_gradients = 0
+        self._trains = False
+        self._ends = 0
+        self.period = 1
 
     @property
     def waiting_for(self) -> str | None:
@@ -45,9 +53,14 @@ class IterationBorder:
             f"teraio.step_done() after your own update ({self._passes} passes so far)"
         )
 
-    def tell(self) -> None:
-        """The user says where iterations end, from now on."""
+    def tell(self) -> bool:
+        """The user says where iterations end, from now on. Return whether one ends here."""
         self._told = True
+        return self._period_ends()
+
+    def _period_ends(self) -> bool:
+        self._ends = (self._ends + 1) % self.period
+        return not self._ends
 
     # -- steps of optimizers
 
@@ -61,7 +74,7 @@ class IterationBorder:
             self._first = weakref.ref(optimizer)
         if first is optimizer:
             self._others.clear()
-            return True
+            return self._period_ends()
         self._others[optimizer] = self._others.get(optimizer, 0) + 1
         return False
 
@@ -79,12 +92,16 @@ class IterationBorder:
         """A backward graph is about to run."""
         self._went_back = True
 
-    def ends_before(self, graph: Hashable, *, gradients_left: Callable[[], bool]) -> bool:
+    def ends_before(self, graph: Hashable, *, inference: bool = False, gradients_left: Callable[[], bool]) -> bool:
         """Return whether an iteration ends before the run of a forward graph that is about to begin. Not for one inside backward.
 
-        gradients_left: returns whether a gradient of the iteration is still there.
+        inference: no backward graph will follow. gradients_left: returns whether a gradient of the iteration is still there.
         """
-        if self._told or self._first is not None or not (self._went_back or self._graph is None):
+        if self._told or self._first is not None or (inference and self._trains):
+            return False
+        if not inference and not self._trains:
+            self._trains, self._graph, self._passes = True, None, 0
+        if not (inference or self._went_back or self._graph is None):
             return False
         self._went_back = False
         if graph != self._graph:
@@ -94,8 +111,8 @@ class IterationBorder:
             return False
         self._other_graphs = 0
         self._passes += 1
-        self._passes_without_gradients += not gradients_left()
-        return self._knows_passes
+        self._passes_without_gradients += not inference and not gradients_left()
+        return self._knows_passes and self._period_ends()
 
 
 def _share_parameters(one: Optimizer, other: Optimizer) -> bool:

@@ -84,6 +84,7 @@ class Iteration:
     reruns: what ran again. They are no stages: a trace and its numbers leave them out.
     untimed, gaps: begin and end of what is not measured yet.
     truncated: some of its regions are not in this record, because it has too many.
+    left_out: before which of its regions a long row of inference regions is not in this record.
     timed: the seconds of its stages and of their gaps are measured, see [Note: Sampled times] in `teraio.profiling.recorder`.
     """
 
@@ -97,6 +98,7 @@ class Iteration:
     untimed: list[tuple[StageRecord | RerunRecord | Iteration, Mark, Mark]] = field(default_factory=list)
     gaps: list[tuple[Mark, Mark]] = field(default_factory=list)
     truncated: bool = False
+    left_out: list[int] = field(default_factory=list)
     timed: bool = True
 
     def read_times(self) -> None:
@@ -110,7 +112,8 @@ class Iteration:
     @property
     def signature(self) -> tuple[tuple[Hashable, int], ...]:
         """A value that is equal for iterations that ran the same regions in the same order."""
-        return tuple((r.identity, len(r.stages)) for r in self.regions)
+        left_out = (("left out", place) for place in self.left_out)
+        return *((r.identity, len(r.stages)) for r in self.regions), *left_out
 
     @property
     def complete(self) -> bool:

@@ -1,9 +1,10 @@
 """Records iterations, and predicts when each block is used next.
 
 [Note: Truncated records]
-User code may run any number of regions before an optimizer steps: an evaluation over a whole data set, or a loop without such a
-step. What is recorded of one iteration has a limit, so that memory does not grow with their number. A region beyond the limit
-runs as any other, but leaves no record, and no plan is made for the iteration.
+User code may run any number of regions before an optimizer steps: an evaluation over a whole data set, text that is generated
+word by word, or a loop without such a step. What is recorded of one iteration has a limit, so that memory does not grow with
+their number. A region beyond the limit runs as any other, but leaves no record, and no plan is made for the iteration. A long row
+of inference regions is no obstacle to a plan: the whole row is left out, counts as user code, and runs on demand.
 
 [Note: Sampled times]
 On an asynchronous device the time of a stage costs two timed events, which the host makes, queues and reads. So while a plan is
@@ -52,6 +53,7 @@ class IterationRecorder:
         self._device = pager.device
         self._user_code_began = self._began = self._last_end = self._device.mark()
         self._waited_at_user_code = self._waited_at_begin = self._host_waited()
+        self._before_inference = self._user_code_began, self._waited_at_user_code
         self.times_wanted = True
 
     def _host_waited(self) -> float:
@@ -143,6 +145,7 @@ class IterationRecorder:
         self, identity: Hashable, stage_count: int, *, is_inference: bool = False, step_goes_on: bool = False
     ) -> None:
         """See `Observer`. step_goes_on: user code has not run yet since the step that ended the iteration before."""
+        self._note_inference(is_inference)
         region = Region(identity=identity, first=self._iteration.stage_count, step_goes_on=step_goes_on)
         waited = self._host_waited() - self._waited_at_user_code  # while the previous region ended
         user = StageRecord(name="user", phase="user", seconds=-waited)
@@ -150,7 +153,7 @@ class IterationRecorder:
         region.stages.append(user)
         self._pager.take_late()  # forget what a failed stage waited for
         self._stage_count = stage_count
-        self._region, self._recording = region, self._has_room(region, is_inference)
+        self._region, self._recording = region, self._has_room(region)
         if self._recording:
             if self._iteration.timed:
                 self._iteration.untimed.append((user, self._user_code_began, self._last_end))
@@ -160,10 +163,25 @@ class IterationRecorder:
         self._pager.advance_clock()
         self._plan.region_begins(identity, stage_count)
 
-    def _has_room(self, region: Region, is_inference: bool) -> bool:
+    def _note_inference(self, is_inference: bool) -> None:
+        """A region begins: leave out a row of inference regions that is too long, see [Note: Truncated records]."""
+        if not is_inference:
+            if self._inference_regions > _MOST_INFERENCE_REGIONS:  # then all of it was user code
+                self._user_code_began, self._waited_at_user_code = self._before_inference
+            self._inference_regions = 0
+            return
+        if not self._inference_regions:
+            self._before_inference = self._user_code_began, self._waited_at_user_code
+        self._inference_regions += 1
+        if self._inference_regions == _MOST_INFERENCE_REGIONS + 1 and not self._iteration.truncated:
+            del self._iteration.regions[-_MOST_INFERENCE_REGIONS:]
+            self._iteration.left_out.append(len(self._iteration.regions))
+
+    def _has_room(self, region: Region) -> bool:
         """Return whether the region that begins is recorded, see [Note: Truncated records]."""
-        self._inference_regions = self._inference_regions + 1 if is_inference else 0
-        fits = region.first + self._stage_count < _MOST_STAGES and self._inference_regions <= _MOST_INFERENCE_REGIONS
+        if self._inference_regions > _MOST_INFERENCE_REGIONS:
+            return False
+        fits = region.first + self._stage_count < _MOST_STAGES
         self._iteration.truncated |= not fits
         return fits
 
@@ -220,7 +238,7 @@ class IterationRecorder:
         index, first = len(self._iteration.regions) - 1, len(region.made)
         previous = self._previous.regions if self._recording and self._previous is not None else []
         uses: dict[Block, tuple[int, ...]] = {}
-        if index < len(previous) and previous[index].identity == region.identity:
+        if 0 <= index < len(previous) and previous[index].identity == region.identity:
             before = previous[index].made
             uses = {block: before[number].uses for number, block in enumerate(made, first) if number < len(before)}
         self._pager.record_uses(uses, self._plan.recognise(made, first))
@@ -292,7 +310,7 @@ class IterationRecorder:
             uses = _uses(done)
             self._pager.record_uses(uses)
             done.held = frozenset([block for block in uses if block.storage() is not None])
-        self._previous, self._survivors_due = done, True
+        self._previous, self._survivors_due, self._inference_regions = done, True, 0
         self._iteration = Iteration(number=done.number + 1, timed=self._is_timed(done.number + 1))
         self._pager.iteration = self._iteration.number
         self._plan.iteration_ends()

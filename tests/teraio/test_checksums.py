@@ -34,7 +34,9 @@ class Chain(nn.Module):
 
 def train(options: Mapping[str, Any], *, tier: str | None = None, meanwhile: Callable[[], None] = lambda: None) -> list[float]:
     """Return the losses. tier: where blocks must come from. meanwhile: called between forward and backward."""
-    training = begin(Chain, lambda module: [torch.optim.SGD(module.parameters(), lr=0.1)], options)
+    training = begin(
+        Chain, lambda module: [torch.optim.SGD(module.parameters(), lr=0.1)], {**options, "unlink_spill_files": False}
+    )
     losses: list[float] = []
 
     def step(batch: torch.Tensor, index: int) -> None:

@@ -84,7 +84,7 @@ def test_no_reference_to_a_dead_storage_is_kept(tmp_path: Path) -> None:
     training = six_layers(tmp_path)
     evaluate(training, passes=10)
     before = kept()
-    evaluate(training, passes=50)
+    evaluate(training, passes=20)
     assert kept()[StorageWeakRef] == before[StorageWeakRef]
     assert kept()[StageRecord] > before[StageRecord], "these passes were recorded"
 

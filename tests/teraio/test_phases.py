@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from teraio.phases import (
     RunContext,
 )
 from teraio.planning.background import BackgroundPlanner
-from teraio.profiling import Iteration
+from teraio.profiling import Iteration, IterationBorder
 from teraio.profiling.peaks import PeakWatch
 
 from .planning.instant_jobs import InstantJobs
@@ -73,6 +74,7 @@ class Rig:
             machine=machine,
             pager=self.training.pager,
             recorder=self.training.recorder,
+            border=IterationBorder(),
             background=BackgroundPlanner(checked, machine, self.training.pager, start_job=self.jobs),
             subgroups=subgroups,  # type: ignore[arg-type]
             given=given,
@@ -191,6 +193,59 @@ def test_where_everything_fits_times_need_not_agree(monkeypatch: pytest.MonkeyPa
         rig.training.stage_seconds = [factor] * STAGES
         rig.run()
     assert rig.phase.name == "fits"
+
+
+class Turns:
+    """Iterations whose kinds take turns: a kind has so many evaluations before its pass."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+
+    def run(self, kinds: Iterable[int]) -> list[tuple[str, int]]:
+        """Return the phase and the period after each step."""
+        rig, found = self.rig, []
+        for evaluations in kinds:
+            for _ in range(evaluations):
+                rig.training.recorder.region_begins("evaluation", 0)
+                rig.training.recorder.region_ended()
+            rig.training.regions()
+            if rig.context.border.tell():
+                rig.phase = rig.phase.iteration_ended(rig.training.recorder.iteration_ends(), compiled=False)
+            found.append((rig.phase.name, rig.context.border.period))
+        return found
+
+
+@pytest.mark.parametrize("kinds", [(1, 0), (5, 0, 0), (1, 0, 0, 1, 1, 0, 1, 0, 2, 0, 0, 1, 2, 0, 1, 2)])
+def test_iterations_that_repeat_after_several_are_planned_together(
+    monkeypatch: pytest.MonkeyPatch, kinds: tuple[int, ...]
+) -> None:
+    """As in PPO: a rollout, and several updates by it."""
+    rig, period = Rig(monkeypatch, profile_iterations=3), len(kinds)
+    rig.jobs.answers = [None]
+    found = Turns(rig).run(kinds * 12)
+    assert found.index(("profile", period)) == 2 * period + 4 - 1
+    assert found.index(("planning", period)) == 2 * period + 4 + 4 * period - 1
+    trace = rig.jobs.asked[0]
+    assert [stage.phase for stage in trace.stages].count("forward") == period * STAGES
+    assert trace.ideal_seconds == pytest.approx(period * STAGES)
+
+
+def test_what_repeats_for_a_while_only_is_part_of_a_longer_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, profile_iterations=3)
+    rig.jobs.answers = [None]
+    found = Turns(rig).run((1, *[0, 1, 1] * 5) * 20)
+    assert ("profile", 3) in found and ("planning", 16) in found
+
+
+def test_what_repeats_no_more_counts_one_by_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns(Rig(monkeypatch, profile_iterations=3))
+    turns.rig.jobs.answers = [None]
+    assert turns.run([1, 0] * 4)[-1] == ("profile", 2)
+    found = turns.run([1, 0, 2, 0, 3, 0, 4, 0, 4])
+    assert found[3] == ("profile", 1)
+    waiting = turns.rig.phase.waiting_for
+    assert waiting is not None and "did not repeat after up to 16 iterations" in waiting
+    assert turns.run([0] * 4)[-1] == ("planning", 1)
 
 
 def test_an_iteration_without_regions_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,9 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(24)])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-options = dict(memory_budget="16MiB", storage=sys.argv[1], codegen="eager", unlink_spill_files="unlink" in sys.argv)
+options = dict(memory_budget="16MiB", storage=sys.argv[1], codegen="eager")
+if "named" in sys.argv:
+    options["unlink_spill_files"] = False
 compiled = torch.compile(model, backend="teraio", options=options)
 
 def step():
@@ -43,6 +45,16 @@ FOR_EVER = (
     + """
 while True:
     step()
+"""
+)
+BLOCKED = (
+    TRAIN
+    + """
+import ctypes
+library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+library.pthread_mutex_lock(mutex)
+print("blocked", flush=True)
+library.pthread_mutex_lock(mutex)  # waits for ever in C, as in a collective whose other ranks are gone, and keeps the interpreter
 """
 )
 UNTIL_PLANNING = (
@@ -88,30 +100,37 @@ def wait_until_it_trains(process: subprocess.Popen[str]) -> None:
 def test_what_a_killed_training_leaves_is_gone_when_the_next_one_trains(start: Start, tmp_path: Path) -> None:
     chance = random.Random(0)
     for _ in range(by_profile(ci=1, long=10)):
-        process = start(FOR_EVER)
+        process = start(FOR_EVER, "named")
         wait_until_it_trains(process)
         time.sleep(chance.uniform(0, 0.3))
         process.kill()
         process.wait()
         (left,) = tmp_path.iterdir()
-        process = start(FOR_EVER)
+        process = start(FOR_EVER, "named")
         wait_until_it_trains(process)
         (own,) = tmp_path.iterdir()
         assert own != left
-        process.send_signal(signal.SIGTERM)
-        assert process.wait() == -signal.SIGTERM
+        process.send_signal(signal.SIGINT)
+        process.wait()
         assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.long
-def test_a_killed_training_leaves_nothing_if_its_files_have_no_name(start: Start, tmp_path: Path) -> None:
-    process = start(FOR_EVER, "unlink")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_that_ends_a_training_leaves_no_file(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    process = start(FOR_EVER)
     wait_until_it_trains(process)
-    assert not list(tmp_path.iterdir())
     time.sleep(0.2)
-    assert process.poll() is None
-    process.kill()
-    process.wait()
+    process.send_signal(number)
+    assert process.wait() == -number
+    assert not list(tmp_path.iterdir())
+
+
+def test_sigterm_does_not_wait_for_c_code(start: Start, tmp_path: Path) -> None:
+    process = start(BLOCKED)
+    wait_until_it_trains(process)
+    assert process.stdout is not None and process.stdout.readline() == "blocked\n"
+    process.terminate()
+    assert process.wait(timeout=20) == -signal.SIGTERM
     assert not list(tmp_path.iterdir())
 
 

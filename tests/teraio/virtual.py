@@ -112,6 +112,11 @@ class VirtualTraining:
         self._tensors[number], self.weights[number] = self._make(number)
 
     def iteration(self) -> Iteration:
+        self.regions()
+        return self.recorder.iteration_ends()
+
+    def regions(self) -> None:
+        """All regions of an iteration."""
         self.pager.enter_region()
         self.recorder.region_begins("graph", STAGES)
         for number, weight in enumerate(self.weights):
@@ -136,7 +141,6 @@ class VirtualTraining:
             )
         self.recorder.region_ended()
         self.pager.leave_region()
-        return self.recorder.iteration_ends()
 
     def profile(self) -> Profile:
         """Of iterations as they run now; the links' rates are those of the mover now."""

@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -74,63 +73,41 @@ def test_it_goes_at_exit_and_after_exceptions(start: Start, tmp_path: Path, code
     assert left(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_it_goes_with_signals_and_the_status_is_theirs(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+def test_it_goes_with_an_interrupt(start: Start, tmp_path: Path) -> None:
     process = start(WAIT)
-    assert len(left(tmp_path)) == 1
-    process.send_signal(number)
-    assert process.wait(30) == -number
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == -signal.SIGINT
     assert left(tmp_path) == []
 
 
-@pytest.mark.parametrize("setup", ["", "signal.signal(signal.SIGINT, signal.SIG_DFL);"])
-def test_it_goes_with_an_interrupt(start: Start, tmp_path: Path, setup: str) -> None:
-    code = PRELUDE.replace("store = ", setup + "\nstore = ") if setup else PRELUDE
-    command = [sys.executable, "-c", code + WAIT, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == -signal.SIGINT
-    assert left(tmp_path) == []
-
-
-def test_it_goes_with_a_signal_while_the_process_waits_for_a_lock(start: Start, tmp_path: Path) -> None:
-    process = start("import threading; say('ready'); lock = threading.Event()\nwhile not lock.wait(0.1): pass")
-    process.terminate()
-    assert process.wait(30) == -signal.SIGTERM
-    assert left(tmp_path) == []
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_the_programs_own_handler_is_called(start: Start, tmp_path: Path, when: str) -> None:
+def test_the_programs_own_handler_is_called(start: Start, tmp_path: Path) -> None:
     handler = """
 def handler(number, frame):
     say('handled')
     sys.exit(7)
 signal.signal(signal.SIGTERM, handler)
 """
-    again = "store = PosixStore([sys.argv[1]], budget_bytes=None)\n" if when == "before" else ""
-    setup = "store.close()\n" if when == "before" else ""
-    process = start(setup + handler + again + WAIT)
+    process = start(handler + WAIT)
     process.terminate()
     assert process.communicate(timeout=30)[0] == "handled\n"
     assert process.returncode == 7
     assert left(tmp_path) == []
 
 
-def test_what_a_killed_run_left_goes_at_the_next_start(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_what_a_killed_run_left_goes_at_the_next_start(start: Start, tmp_path: Path, number: signal.Signals) -> None:
     living = start(WAIT)
     (of_the_living,) = left(tmp_path)
     killed = start(WAIT)
-    killed.kill()
-    killed.wait(30)
+    killed.send_signal(number)
+    assert killed.wait(30) == -number
     (of_the_killed,) = set(left(tmp_path)) - {of_the_living}
     assert (tmp_path / of_the_killed / "blocks.spill").exists()
     store = PosixStore([tmp_path], budget_bytes=None)
     assert set(left(tmp_path)) == {of_the_living, store.directories[0].name}
     store.close()
-    living.terminate()
-    assert living.wait(30) == -signal.SIGTERM
+    living.send_signal(signal.SIGINT)
+    living.wait(30)
     assert left(tmp_path) == []
 
 
@@ -153,10 +130,30 @@ say("ready")
 time.sleep(60)
 """)
     assert len(left(tmp_path)) == 1
-    process.terminate()
+    process.send_signal(signal.SIGINT)
     process.wait(30)
-    assert process.stderr is not None and process.stderr.read() == ""
     assert left(tmp_path) == []
+
+
+def test_a_forked_child_that_outlives_its_parent_keeps_neither_lock_nor_file(start: Start, tmp_path: Path) -> None:
+    process = start("""
+child = os.fork()
+if not child:
+    time.sleep(600)
+    os._exit(0)
+print("ready", child, sep="\\n", flush=True)
+time.sleep(600)
+""")
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        process.kill()
+        process.wait(30)
+        assert len(remove_leftovers(tmp_path)) == 1 and left(tmp_path) == []
+        held = [os.readlink(entry) for entry in Path(f"/proc/{child}/fd").iterdir()]
+        assert not [path for path in held if path.startswith(str(tmp_path))]
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.long
@@ -219,21 +216,8 @@ def test_only_what_looks_like_a_leftover_is_touched(tmp_path: Path) -> None:
     assert not (mixed / "blocks.spill").exists()
 
 
-def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
-    one, two = RunDirectory(tmp_path), RunDirectory(tmp_path)
-    assert callable(signal.getsignal(signal.SIGTERM))
-    one.close()
-    assert callable(signal.getsignal(signal.SIGTERM))
-    two.close()
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)] == before
-
-
-def test_it_can_be_made_in_another_thread(tmp_path: Path) -> None:
-    made: list[RunDirectory] = []
-    thread = threading.Thread(target=lambda: made.append(RunDirectory(tmp_path)))
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    made[0].close()
-    assert os.listdir(tmp_path) == []
+def test_the_programs_handlers_stay_as_they_are(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in signal.valid_signals()]
+    directory = RunDirectory(tmp_path)
+    assert [signal.getsignal(number) for number in signal.valid_signals()] == before
+    directory.close()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.system import checkpoint, current_handler, forget_undo, undo_if_interrupted, uninterrupted
+from runtime.system import checkpoint, forget_undo, interruptible, undo_if_interrupted, uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -94,18 +94,47 @@ def test_signals_without_a_handler_in_python_are_left_alone() -> None:
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
-def test_who_asks_inside_is_told_the_programs_handler() -> None:
-    with uninterrupted():
-        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-        assert current_handler(signal.SIGINT) is signal.default_int_handler
-    assert current_handler(signal.SIGINT) is signal.default_int_handler
-
-
 def test_a_handler_that_the_program_sets_inside_stays() -> None:
     with uninterrupted():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_handler_that_the_program_replaces_inside_and_sets_again_is_its_own() -> None:
+    """What it gets for its handler is teraio's, which stands in for it."""
+    with uninterrupted():
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
+    with uninterrupted():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_user_code_within_is_interrupted_at_once_and_what_follows_is_not() -> None:
+    undone: list[str] = []
+
+    def undo() -> None:
+        undone.append("it")
+
+    with uninterrupted():
+        undo_if_interrupted(undo)
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted():
+            with pytest.raises(KeyboardInterrupt), interruptible():
+                with uninterrupted():
+                    done.append("nested")
+                press_ctrl_c()
+                done.append("never")
+            assert undone == ["it"]
+            with interruptible():
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            press_ctrl_c()
+            done.append("after")
+    assert done == ["nested", "after"]
 
 
 def test_other_threads_change_nothing() -> None:

@@ -75,7 +75,7 @@ def test_drives_that_slow_each_other_down_share_a_rate(
 
 
 def test_a_host_tier_has_links_and_a_capacity_of_its_own(tmp_path: Path) -> None:
-    opened = machine(tmp_path, host_budget="64MiB")
+    opened = machine(tmp_path, host_budget="64MiB", unlink_spill_files=False)
     try:
         hardware = opened.hardware()
         assert opened.host_bytes == hardware.host_memory_bytes == 64 << 20

@@ -97,6 +97,24 @@ def test_nothing_is_said_where_all_is_well(tmp_path: Path, caplog: pytest.LogCap
     assert not caplog.messages
 
 
+def test_nothing_is_said_where_parameters_get_other_memory_before_the_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by SAM, which steps with the parameters that it has put aside."""
+    module = Whole()
+    model = compiled(module, {"memory_budget": 64 << 20, "storage": str(tmp_path)})
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(4):
+        kept = {parameter: parameter.data.clone() for parameter in module.parameters()}
+        for _ in range(2):
+            model(torch.ones(2, 512)).square().mean().backward()
+        for parameter, old in kept.items():
+            parameter.data = old
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not caplog.messages
+
+
 def test_nothing_is_said_without_the_backend(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(STEPS, "_wanted", lambda: False)
     module = Whole()

@@ -89,7 +89,7 @@ def goes_on(training: Training, steps: int) -> None:
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
-    return {"memory_budget": BUDGET, "storage": tmp_path}
+    return {"memory_budget": BUDGET, "storage": tmp_path, "unlink_spill_files": False}  # what is damaged needs a name
 
 
 # -- drives

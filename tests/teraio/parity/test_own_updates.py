@@ -1,4 +1,4 @@
-"""Loops whose updates are not steps of `torch.optim`: they get to a plan, with the same bits."""
+"""Loops other than a pass and a step of one optimizer: they get to a plan, with the same bits."""
 
 from __future__ import annotations
 
@@ -49,6 +49,58 @@ def test_a_plan_is_followed(step: Any, steps: int, tmp_path: Path) -> None:
     result = check(Case(make=no_optimizers, step=step, steps=steps, layers=4, planned=True), tmp_path, states=0, fraction=0.6)
     assert result.status.waiting_for is None
     assert result.status.deviations == 0 and sum(result.status.moved_bytes.values()) > 0
+
+
+def update(run: Run, x: Tensor, optimizer: Optimizer) -> None:
+    run.backward(x)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def rollout(run: Run, x: Tensor, index: int) -> None:
+    """As in PPO: three updates by what the model has made itself."""
+    with torch.no_grad():
+        for _ in range(2):
+            x = run.model(x)
+    for _ in range(3):
+        update(run, x, run.optimizers[0])
+
+
+def task(run: Run, x: Tensor, index: int) -> None:
+    """As in Reptile: a new optimizer takes steps for a task, then the parameters go back most of the way."""
+    before = [parameter.detach().clone() for parameter in run.module.parameters()]
+    optimizer = torch.optim.SGD(run.module.parameters(), lr=0.01)
+    for _ in range(2):
+        update(run, x, optimizer)
+    with torch.no_grad():
+        for parameter, old in zip(run.module.parameters(), before, strict=True):
+            parameter.copy_(old.lerp(parameter, 0.1))
+
+
+def generate(run: Run, x: Tensor, index: int) -> None:
+    """More passes without gradients than are recorded, and an update."""
+    with torch.no_grad():
+        for _ in range(70):
+            x = run.model(x)
+    update(run, x, run.optimizers[0])
+
+
+def infer(run: Run, x: Tensor, index: int) -> None:
+    with torch.no_grad():
+        run.values.append(run.model(x).clone())
+
+
+def adam(module: nn.Module) -> list[Optimizer]:
+    return [torch.optim.Adam(module.parameters(), lr=1e-3)]
+
+
+@pytest.mark.parametrize(
+    ("make", "step", "steps"), [(adam, rollout, 12), (no_optimizers, task, 6), (adam, generate, 12), (no_optimizers, infer, 42)]
+)
+def test_what_repeats_gets_a_plan(make: Any, step: Any, steps: int, tmp_path: Path) -> None:
+    result = check(Case(make=make, step=step, steps=steps, layers=4, planned=True), tmp_path, states=0, fraction=0.6)
+    assert result.status.phase == "planned" and result.status.waiting_for is None
+    assert sum(result.status.moved_bytes.values()) > 0
 
 
 def test_status_tells_what_a_run_waits_for(tmp_path: Path) -> None:

@@ -160,6 +160,16 @@ def test_what_is_left_of_an_update_on_the_host_is_not_what_the_device_takes(
 # -- links that share a rate
 
 
+def test_a_pause_in_each_iteration_reaches_no_stage() -> None:
+    """As of a process that is stopped and continued: it lies in another stage each time, or between two."""
+    paused = [
+        replace(AS_EXPECTED, iteration_seconds=25.0, stage_seconds=stages)
+        for stages in ((21.0, 3.0), (1.0, 23.0), (1.0, 3.0), (21.0, 3.0), (1.0, 23.0))
+    ]
+    assert drift_of(EXPECTED, paused).found
+    assert [s.duration_seconds for s in remeasured(trace(), EXPECTED, paused).stages] == pytest.approx([1.0, 3.0])
+
+
 def test_a_shared_rate_is_scaled_by_what_its_links_lose() -> None:
     slower = replace(AS_EXPECTED, busy_seconds={OUT: 4.2, IN: 8.2})
     (rate,) = remeasured(trace(shared=120.0), EXPECTED, [slower]).hardware.shared

@@ -246,6 +246,26 @@ def test_a_first_plan_from_plainly_wrong_times_is_replaced_at_once(monkeypatch: 
     assert len(running.jobs.asked) == 2 and running.jobs.asked[1].ideal_seconds == pytest.approx(24 * factor)
 
 
+@pytest.mark.parametrize("seconds", [[3.0] * 40, [3.0, 3.6, 4.2] * 14])
+def test_times_that_were_measured_in_a_disturbance_do_not_stay(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> None:
+    """Planned again from them; what follows is plainly faster, and need not be alike."""
+    training = VirtualTraining(monkeypatch)
+    running = Following(training, (6, 6))
+    running.jobs.answers = [None] * 4
+    running.run(9)
+    for factor in seconds:
+        training.stage_seconds = [factor] * STAGES
+        running.run()
+        if running.jobs.asked:
+            break
+    running.run()
+    assert len(running.jobs.asked) == 1 and running.predicted > 2 * 8
+    for factor in (1.0, 1.3, 1.0, 1.3, 1.0):
+        training.stage_seconds = [factor] * STAGES
+        running.run()
+    assert len(running.jobs.asked) == 2 and running.predicted < 1.4 * 8
+
+
 def test_one_disturbed_iteration_does_not_replace_a_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even two, nor three that were disturbed differently."""
     for disturbed in ([1.0, 9.0, 1.0, 9.0, 9.0], [9.0, 5.0, 2.0, 1.0, 1.0]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -146,12 +147,23 @@ def test_a_process_that_writes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         work.result()
 
 
-def test_a_full_drive_for_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: planner.Trace, path: Path) -> None:
-        raise OSError(28, "No space left on device")
+def test_no_memory_for_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, text: str) -> None:
+        raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(planner.Trace, "save", refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
     work = job(trace(), 80)
     assert work.wait(SECONDS)
-    with pytest.raises(planner.SolverError, match="No space left"):
+    with pytest.raises(planner.SolverError, match="Cannot allocate memory"):
         work.result()
+
+
+def test_nothing_lies_in_the_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What lies there would stay if the process is killed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    started = slow_worker(monkeypatch)
+    work = job(trace(), 80)
+    while not started:
+        time.sleep(0.01)
+    assert not list(tmp_path.iterdir())
+    work.cancel()

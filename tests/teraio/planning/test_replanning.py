@@ -39,7 +39,9 @@ SLOW_READ = 1e6
 class ZeroInfinityJob(PlanningJob):
     """Offloads everything, where the integer program would not."""
 
-    def _solve(self, folder: Path, stdin: int, trace: planner.Trace, budgets: planner.Budgets, seconds: float) -> planner.Plan:
+    def _solve(
+        self, paths: tuple[str, str], stdin: int, trace: planner.Trace, budgets: planner.Budgets, seconds: float
+    ) -> planner.Plan:
         return planner.plan(trace, budgets, policy="zero-infinity")
 
 

@@ -79,9 +79,38 @@ def test_passes_that_leave_gradients_may_have_one_update() -> None:
     assert passes(border, 40, left=True) == [False] * 32 + [True] * 8
 
 
-def test_evaluation_ends_nothing() -> None:
+def infer(border: IterationBorder, count: int) -> list[bool]:
+    """For each inference pass of two graphs, whether an iteration ended before it."""
+    found = []
+    for _ in range(count):
+        ended, never = [border.ends_before(graph, inference=True, gradients_left=lambda: False) for graph in ("first", "second")]
+        assert not never
+        found.append(ended)
+    return found
+
+
+def test_evaluation_ends_nothing_where_the_model_trains() -> None:
     border = IterationBorder()
     assert not any(border.ends_before("model", gradients_left=lambda: False) for _ in range(9))
+    assert not any(infer(border, 40))
+
+
+def test_passes_of_inference_end_iterations_where_nothing_trains() -> None:
+    border, optimizer = IterationBorder(), SGD([weight()])
+    assert infer(border, 35) == [False] * 32 + [True] * 3 and border.waiting_for is None
+    assert passes(border, 7) == [False] * 4 + [True] * 3, "it was an evaluation"
+    assert not any(infer(border, 40))
+    assert ends(border, optimizer) == [True] and not any(infer(border, 40))
+
+
+def test_several_ends_make_one() -> None:
+    border, optimizer = IterationBorder(), SGD([weight()])
+    assert ends(border, optimizer) == [True]
+    border.period = 3
+    assert ends(border, *[optimizer] * 6) == [False, False, True] * 2
+    assert [border.tell() for _ in range(4)] == [False, False, True, False]
+    border.period = 1
+    assert border.tell()
 
 
 def test_a_first_graph_that_never_runs_again() -> None:

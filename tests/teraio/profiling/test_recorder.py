@@ -230,7 +230,7 @@ def test_a_region_that_failed_is_not_complete() -> None:
     assert [r.complete for r in training.recorder.iteration_ends().regions] == [True, False, True]
 
 
-def test_a_long_evaluation_leaves_no_record_of_most_regions() -> None:
+def test_a_long_row_of_inference_is_left_out_and_counts_as_user_code() -> None:
     training = Training()
     training.iteration()
     for _ in range(3):
@@ -240,12 +240,26 @@ def test_a_long_evaluation_leaves_no_record_of_most_regions() -> None:
             training.region(EVALUATION)
     training.region(STEP)
     recorded = training.recorder.iteration_ends()
-    assert recorded.truncated and not recorded.complete
-    names = [region.identity for region in recorded.regions]
-    assert names.count(EVALUATION) == 3 * 64 and names.count(FORWARD) == names.count(BACKWARD) == 3
+    assert recorded.complete and recorded.left_out == [2, 4, 6]
+    assert [region.identity for region in recorded.regions] == [FORWARD, BACKWARD] * 3 + [STEP]
     assert [r.first for r in recorded.regions[1:]] == [r.first + len(r.stages) for r in recorded.regions[:-1]]
     assert not recorded.untimed
-    assert not training.iteration().truncated
+    following = training.iteration((FORWARD, BACKWARD) * 3 + (STEP,))
+    assert following.complete and following.signature != recorded.signature, "a plan for one is none for the other"
+
+
+def test_the_time_of_inference_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(CpuDevice, "mark", lambda device: WallMark(now))
+    training = Training()
+    training.region(FORWARD)
+    for _ in range(100):
+        now += 1.0
+        training.region(EVALUATION)
+    now += 1.0
+    training.region(STEP)
+    recorded = training.recorder.iteration_ends()
+    assert [each.stages[0].seconds for each in recorded.regions] == [0.0, 101.0] and recorded.seconds == 101.0
 
 
 def test_a_short_inference_pass_is_part_of_the_iteration() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,32 @@ def test_what_a_watcher_raises_the_loop_raises(tmp_path: Path) -> None:
             mean_square_step(training, torch.randn(16, 512))
     finally:
         end()
+    training.finish()
+
+
+def test_a_watcher_is_interrupted_at_once_and_may_replace_handlers(tmp_path: Path) -> None:
+    training = weights_of_1_mib({"memory_budget": 11 * MIB, "storage": tmp_path}, count=8, momentum=0.9)
+    done = []
+
+    def watch(stats: teraio.IterationStats) -> None:
+        if stats.iteration == 1:
+            signal.signal(signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if stats.iteration == 2:
+            signal.raise_signal(signal.SIGINT)
+        done.append(stats.iteration)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    end = teraio.on_iteration(watch)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            training.run(random_rows(4), lambda batch, index: mean_square_step(training, batch))
+        assert done == [0, 1] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        training.run(random_rows(2), lambda batch, index: mean_square_step(training, batch))
+    finally:
+        end()
+        signal.signal(signal.SIGINT, before)
+    assert done == [0, 1, 3, 4]
     training.finish()
 
 
