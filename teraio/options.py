@@ -85,16 +85,17 @@ class Options:
 
     checksums: bool = False
     """Check that every block that comes back from a drive is what was written; if not, training stops with ChecksumError.
-    This costs processor time for each byte that moves. On CPU, parameters and gradients are not checked.
+    This costs processor time for each byte that moves, and 2 MiB of memory for each GiB on the drives.
 
-    On CPU, user code can reach parameters and gradients while they are on a drive: their file is mapped into memory, where user
-    code may change it. The option is refused if blocks are copied from memory that the processor cannot read."""
+    On CPU, your code can reach parameters, gradients and optimizer states while they are on a drive. What it reads there, for a
+    checkpoint say, is checked after it: by the next compiled call or step, or by `teraio.reset()`. What it writes there stays in
+    memory until then. On a system that does not tell which pages your code has touched, only activations are checked, and a
+    warning says so. The option is refused if blocks are copied from memory that the processor cannot read."""
 
     debug: bool = False
     """Find out whether teraio causes wrong results: overwrite memory that holds nothing with a pattern, and compare what comes
-    back from any tier with what left; if they differ, training stops with ChecksumError. Slow. On CPU, parameters and
-    gradients are not compared. What a stage makes anew is compared with what was dropped; if they differ, training stops with
-    UnsupportedError.
+    back from any tier with what left; if they differ, training stops with ChecksumError. Slow. What a stage makes anew is
+    compared with what was dropped; if they differ, training stops with UnsupportedError.
 
     Memory is filled with the byte 0xFB when a block gives it up, and again before a block comes back into it. Code that uses the
     memory at a wrong time then computes with absurd numbers. On a GPU, the host waits for each move. On CPU, memory that
