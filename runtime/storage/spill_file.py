@@ -45,7 +45,7 @@ class SpillFile:
 
     @property
     def cut_short(self) -> bool:
-        """Whether somebody has made the file shorter. A write behind its end would make it long again, with zeros for the rest."""
+        """Whether somebody has made the file shorter. A write behind its end makes it long again, with zeros."""
         return os.fstat(self._buffered).st_size < self.size_bytes
 
     @property
