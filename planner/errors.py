@@ -195,9 +195,9 @@ class ChecksumError(StorageError):
 
     Attributes:
         path: the file.
-        offset_bytes: where the range begins in the file.
+        offset_bytes: where its first page that differs begins in the file.
         block: name of the block.
-        expected: the checksum (XXH3, 64 bits) of the range when it was written.
+        expected: the checksum (64 bits) of that page when it was written.
         found: its checksum when it was read.
         tier: where the block was; None if only the file is known.
         remedy: what to do; by default, not to trust the drive.

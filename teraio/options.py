@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from planner.errors import OptionsError
+from planner.schema import printable, short_repr
 from teraio.ranks import rank_place
 from teraio.settings import settings
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_NUMBER = r"[0-9]{1,40}(?:\.[0-9]{1,40})?"
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
@@ -85,16 +87,17 @@ class Options:
 
     checksums: bool = False
     """Check that every block that comes back from a drive is what was written; if not, training stops with ChecksumError.
-    This costs processor time for each byte that moves. On CPU, parameters and gradients are not checked.
+    This costs processor time for each byte that moves, and 2 MiB of memory for each GiB on the drives.
 
-    On CPU, user code can reach parameters and gradients while they are on a drive: their file is mapped into memory, where user
-    code may change it. The option is refused if blocks are copied from memory that the processor cannot read."""
+    On CPU, your code can reach parameters, gradients and optimizer states while they are on a drive. What it reads there, for a
+    checkpoint say, is checked after it: by the next compiled call or step, or by `teraio.reset()`. What it writes there stays in
+    memory until then. On a system that does not tell which pages your code has touched, only activations are checked, and a
+    warning says so. The option is refused if blocks are copied from memory that the processor cannot read."""
 
     debug: bool = False
     """Find out whether teraio causes wrong results: overwrite memory that holds nothing with a pattern, and compare what comes
-    back from any tier with what left; if they differ, training stops with ChecksumError. Slow. On CPU, parameters and
-    gradients are not compared. What a stage makes anew is compared with what was dropped; if they differ, training stops with
-    UnsupportedError.
+    back from any tier with what left; if they differ, training stops with ChecksumError. Slow. What a stage makes anew is
+    compared with what was dropped; if they differ, training stops with UnsupportedError.
 
     Memory is filled with the byte 0xFB when a block gives it up, and again before a block comes back into it. Code that uses the
     memory at a wrong time then computes with absurd numbers. On a GPU, the host waits for each move. On CPU, memory that
@@ -221,14 +224,23 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     unknown = [name for name in given if name not in _CHECKS]
     if unknown:
-        raise OptionsError(f"unknown option {unknown[0]!r}; valid options are {', '.join(sorted(_CHECKS))}")
-    return {name: _CHECKS[name](name, value) for name, value in given.items() if value is not None}
+        raise OptionsError(f"unknown option {short_repr(unknown[0])}; valid options are {', '.join(sorted(_CHECKS))}")
+    return {name: _value(name, value) for name, value in given.items() if value is not None}
+
+
+def _value(name: str, value: Any) -> Any:
+    """Return the value of one option, checked."""
+    try:
+        return _CHECKS[name](name, value)
+    except (ArithmeticError, OSError, RuntimeError, TypeError, ValueError) as error:  # no such user, a name that is too long
+        why = getattr(error, "strerror", None) or error
+        raise OptionsError(f"option {name}: found {short_repr(value)}: {printable(str(why), most=100)}") from error
 
 
 def require_directory(name: str, directory: Path) -> None:
     """Raise OptionsError unless the directory that the option `name` needs is there."""
     if not directory.is_dir():
-        raise OptionsError(f"option {name}: there is no directory {directory}; create it first")
+        raise OptionsError(f"option {name}: there is no directory {_shown(directory)}; create it first")
 
 
 def parse_bytes(name: str, value: Any) -> int:
@@ -239,22 +251,23 @@ def parse_bytes(name: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63:
         return value
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        match = re.fullmatch(rf"\s*({_NUMBER})\s*([A-Za-z]*)\s*", value)
         if match is not None and match[2].upper() in _UNITS:
             size = Fraction(match[1]) * _UNITS[match[2].upper()]
             if 1 <= size < 2**63:
                 return int(size)
     raise OptionsError(
-        f"option {name}: found {value!r}, wanted a number of bytes from 1 to 2^63 - 1, or text such as '24GiB' or '500MB'"
+        f"option {name}: found {short_repr(value)}, wanted a number of bytes from 1 to 2^63 - 1, or text such as '24GiB' or "
+        "'500MB'"
     )
 
 
 def _budget(name: str, value: Any) -> int | Share:
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value)):
+    if isinstance(value, str) and (match := re.fullmatch(rf"\s*({_NUMBER})\s*%\s*", value)):
         percent = float(match[1])
         if 0 < percent <= 100:
             return Share(percent / 100)
-        raise OptionsError(f"option {name}: found {value!r}, wanted more than 0 % and at most 100 %")
+        raise OptionsError(f"option {name}: found {short_repr(value)}, wanted more than 0 % and at most 100 %")
     return parse_bytes(name, value)
 
 
@@ -265,24 +278,27 @@ def _directories(name: str, value: Any) -> tuple[Path, ...]:
     paths = tuple(_path(name, entry).resolve() for entry in entries)
     for path in paths:
         if not path.is_dir():
-            raise OptionsError(f"option {name}: {path} is not a directory; create it first")
+            raise OptionsError(f"option {name}: {_shown(path)} is not a directory; create it first")
         if not os.access(path, os.W_OK | os.X_OK):
-            raise OptionsError(f"option {name}: no permission to write to {path}")
+            raise OptionsError(f"option {name}: no permission to write to {_shown(path)}")
     if len(set(paths)) != len(paths):
-        raise OptionsError(f"option {name}: a directory is given twice in {', '.join(map(str, paths))}")
+        raise OptionsError(f"option {name}: a directory is given twice in {', '.join(map(_shown, paths[:4]))}")
     return paths
 
 
 def _path(name: str, value: Any) -> Path:
-    if isinstance(value, (str, os.PathLike)) and os.fspath(value):
-        return Path(rank_place().fill(str(os.fspath(cast(Any, value))))).expanduser()
-    raise OptionsError(f"option {name}: found {value!r}, wanted a path")
+    if isinstance(value, (str, os.PathLike)) and isinstance(text := os.fspath(cast(Any, value)), str) and text:
+        path = Path(rank_place().fill(text)).expanduser()
+        if "\0" in text or any(len(part) > 255 for part in os.fsencode(path).split(b"/")):
+            raise ValueError("no file can have this name")
+        return path
+    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted a path")
 
 
 def _file_to_read(name: str, value: Any) -> Path:
     path = _path(name, value)
     if not path.is_file():
-        raise OptionsError(f"option {name}: there is no file {path}")
+        raise OptionsError(f"option {name}: there is no file {_shown(path)}")
     return path
 
 
@@ -292,34 +308,40 @@ def _file_to_write(name: str, value: Any) -> Path:
     return path
 
 
+def _shown(path: Path) -> str:
+    return printable(str(path), most=100)
+
+
 def _count(name: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        if value >= 2**31:
+            raise OptionsError(f"option {name}: found {short_repr(value)}, wanted less than 2^31")
         return value
-    raise OptionsError(f"option {name}: found {value!r}, wanted a whole number of at least 1")
+    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted a whole number of at least 1")
 
 
 def _seconds(name: str, value: Any) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"):
         return float(value)
-    raise OptionsError(f"option {name}: found {value!r}, wanted a positive number of seconds")
+    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted a positive number of seconds")
 
 
 def _switch(name: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    raise OptionsError(f"option {name}: found {value!r}, wanted True or False")
+    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted True or False")
 
 
 def _storage_path(name: str, value: Any) -> str:
     if value in ("auto", "posix", "buffered", "kvikio", "staged"):
         return str(value)
-    raise OptionsError(f"option {name}: found {value!r}, wanted 'auto', 'posix', 'buffered', 'kvikio' or 'staged'")
+    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'auto', 'posix', 'buffered', 'kvikio' or 'staged'")
 
 
 def _codegen(name: str, value: Any) -> str:
     if value in ("inductor", "eager"):
         return str(value)
-    raise OptionsError(f"option {name}: found {value!r}, wanted 'inductor' or 'eager'")
+    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'inductor' or 'eager'")
 
 
 def _mode(name: str, value: Any) -> str:
@@ -327,32 +349,32 @@ def _mode(name: str, value: Any) -> str:
         return str(value)
     if value in ("max-autotune", "reduce-overhead"):
         remedy = "leave it out" if value == "reduce-overhead" else "give 'max-autotune-no-cudagraphs'"
-        raise OptionsError(f"option {name}: {value!r} uses CUDA graphs, which need tensors that never move; {remedy}")
-    raise OptionsError(f"option {name}: found {value!r}, wanted 'default' or 'max-autotune-no-cudagraphs'")
+        raise OptionsError(f"option {name}: {short_repr(value)} uses CUDA graphs, which need tensors that never move; {remedy}")
+    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'default' or 'max-autotune-no-cudagraphs'")
 
 
 def _user_writes(name: str, value: Any) -> str:
     if value in ("detect", "assume"):
         return str(value)
-    raise OptionsError(f"option {name}: found {value!r}, wanted 'detect' or 'assume'")
+    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'detect' or 'assume'")
 
 
 def _plan_cache(name: str, value: Any) -> str:
     if value in ("read-write", "read", "off"):
         return str(value)
-    raise OptionsError(f"option {name}: found {value!r}, wanted 'read-write', 'read' or 'off'")
+    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'read-write', 'read' or 'off'")
 
 
 def _recompute(name: str, value: Any) -> str:
     if value in ("auto", "off"):
         return str(value)
-    raise OptionsError(f"option {name}: found {value!r}, wanted 'auto' or 'off'")
+    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'auto' or 'off'")
 
 
 def _optimizer(name: str, value: Any) -> str:
     if value in ("auto", "off"):
         return str(value)
-    raise OptionsError(f"option {name}: found {value!r}, wanted 'auto' or 'off'")
+    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'auto' or 'off'")
 
 
 _CHECKS: dict[str, Any] = {

@@ -5,6 +5,7 @@ Nothing else in teraio reads environment variables.
 
 from __future__ import annotations
 
+import errno
 import os
 import tomllib
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import OptionsError
+from planner.schema import printable
 
 _PREFIX = "TERAIO_"
 CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
@@ -36,19 +38,26 @@ def settings() -> Iterator[tuple[str, dict[str, Any]]]:
     """
     file = os.environ.get(CONFIG_VARIABLE)
     if file:
-        yield file, _read(Path(file).expanduser())
+        yield printable(file, most=100), _read(file)
     for variable, text in sorted(os.environ.items()):
         if variable.startswith(_PREFIX) and variable != CONFIG_VARIABLE and text:
-            yield f"environment variable {variable}", {variable.removeprefix(_PREFIX).lower(): _value(text)}
+            yield f"environment variable {printable(variable, most=100)}", {variable.removeprefix(_PREFIX).lower(): _value(text)}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(name: str) -> dict[str, Any]:
+    shown = printable(name, most=100)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OptionsError(f"environment variable {CONFIG_VARIABLE}: cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # also for bytes that are no UTF-8
-        raise OptionsError(f"{path} is no TOML: {error}") from error
+        path = Path(name).expanduser()
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file")
+        content = path.read_bytes()
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no such user
+        why = getattr(error, "strerror", None) or error
+        raise OptionsError(f"environment variable {CONFIG_VARIABLE}: cannot read {shown}: {why}") from error
+    try:
+        return tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise OptionsError(f"{shown} is no TOML: {printable(str(error), most=100)}") from error
 
 
 def _value(text: str) -> Any:
@@ -56,6 +65,7 @@ def _value(text: str) -> Any:
     if text in ("True", "False"):
         return text == "True"
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        found = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    return found["value"] if len(found) == 1 else text

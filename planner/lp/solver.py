@@ -67,7 +67,10 @@ def solve_program(
     error: see `Solved`.
     """
     if highspy is not None:
-        return _by_highs(program, settings, linear=linear, vertex=vertex, max_nodes=max_nodes)
+        try:
+            return _by_highs(program, settings, linear=linear, vertex=vertex, max_nodes=max_nodes)
+        finally:
+            highspy.Highs.resetGlobalScheduler(True)  # ends its threads: a child that is forked now would wait for them for ever
     return _by_cbc(program, settings, linear=linear)
 
 

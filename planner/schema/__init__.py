@@ -2,7 +2,7 @@
 
 from planner.schema.json_file import read_format, read_model, write_atomic
 from planner.schema.limits import MAX_NUMBER, MAX_TEXT_CHARACTERS
-from planner.schema.messages import printable
+from planner.schema.messages import printable, short_repr
 from planner.schema.models import FrozenModel
 from planner.schema.node import MAX_RANKS, Node, NodeRate
 from planner.schema.plan import (
@@ -53,6 +53,7 @@ __all__ = [
     "Update",
     "WaitingTier",
     "printable",
+    "short_repr",
     "read_format",
     "read_model",
     "write_atomic",

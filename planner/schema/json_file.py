@@ -6,11 +6,12 @@ the file holds. MAX_BYTES and MAX_VALUES bound the memory that reading takes.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
+import secrets
 import stat
-import tempfile
 import zlib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,11 +69,13 @@ def read_format(path: str | os.PathLike[str]) -> str | None:
 def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     """Replace the file at `path` by `text`. A reader sees all of the old content or all of the new.
 
-    The file is gzip-compressed if its name ends in `.gz`. A symbolic link stays, and the file that it leads to is replaced. A
-    device or a pipe, such as `/dev/stdout`, is never replaced: the text is written to it.
+    The file is gzip-compressed if its name ends in `.gz`. It keeps its mode. A symbolic link stays, and the file that it leads to
+    is replaced; a link that others could have made is refused. A device or a pipe, such as `/dev/stdout`, is never replaced: the
+    text is written to it.
 
-    Waits until the content has reached the drive. Raises OSError as the operating system gives it.
+    Waits until the content has reached the drive. Raises OSError as the operating system gives it, ELOOP for a refused link.
     """
+    _refuse_links_of_others(path)
     target = Path(os.path.realpath(path))
     content = text.encode("utf-8")
     content = gzip.compress(content, mtime=0) if _is_compressed(path) else content
@@ -80,17 +83,33 @@ def write_atomic(path: str | os.PathLike[str], text: str) -> None:
         with open(path, "wb") as stream:
             stream.write(content)
         return
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+    temporary = target.with_name(f".teraio-{secrets.token_hex(8)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600)
     try:
         with os.fdopen(handle, "wb") as stream:
-            os.fchmod(stream.fileno(), 0o644)
+            if mode is not None:
+                os.fchmod(stream.fileno(), mode)
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def _refuse_links_of_others(path: str | os.PathLike[str]) -> None:
+    """Raise OSError if another user could have made a symbolic link in `path`, to lead this user to a file of his own."""
+    trusted = os.geteuid(), 0
+    whole = Path(path).absolute()
+    for place in (whole, *whole.parents):
+        if place.is_symlink():
+            folder, maker = place.parent.stat(), place.lstat().st_uid
+            private = folder.st_uid in trusted and not folder.st_mode & stat.S_IWGRP
+            if folder.st_mode & stat.S_IWOTH or not (private or maker in trusted):
+                what = "is a symbolic link that others could have made: give the file that it leads to, or another name"
+                raise OSError(errno.ELOOP, what, str(place))
 
 
 def _read_text(path: str | os.PathLike[str], error: type[FileFormatError]) -> str:

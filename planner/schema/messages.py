@@ -17,8 +17,11 @@ _short.maxstring = _short.maxother = _short.maxlong = 60
 
 
 def short_repr(value: object) -> str:
-    """Return `repr(value)`, cut to about 60 characters."""
-    return _short.repr(value)
+    """Return `repr(value)`, cut to about 60 characters; of a number of thousands of digits, its type."""
+    try:
+        return printable(_short.repr(value))
+    except ValueError:  # Python does not write such numbers
+        return f"<{type(value).__name__} object>"
 
 
 def printable(text: str, *, most: int | None = None) -> str:

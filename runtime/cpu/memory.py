@@ -92,10 +92,13 @@ class CpuMemory:
             return
         _check(self._pool.teraio_adopt(storage._cdata), "mmap", storage.nbytes())
 
-    def map_files(self, span: Span, ranges: Sequence[FileRange], *, keep_pages: bool, poison: int | None = None) -> None:
+    def map_files(
+        self, span: Span, ranges: Sequence[FileRange], *, keep_pages: bool, shared: bool = True, poison: int | None = None
+    ) -> None:
         """Map file ranges in place of the pages of a span. Together they are as long as the span.
 
         keep_pages: keep the pages for later allocations. A thread that reads the span at this moment may see zeros.
+        shared: what is written to the span goes to the files; if not, see [Note: What user code has touched].
         poison: the byte that fills the kept pages once they have left the span.
         """
         count = len(ranges)
@@ -103,7 +106,7 @@ class CpuMemory:
         offsets = (ctypes.c_size_t * count)(*(each.offset_bytes for each in ranges))
         lengths = (ctypes.c_size_t * count)(*(each.length_bytes for each in ranges))
         fill = -1 if poison is None else poison
-        error = self._pool.teraio_map_files(span.address, count, files, offsets, lengths, keep_pages, fill)
+        error = self._pool.teraio_map_files(span.address, count, files, offsets, lengths, keep_pages, shared, fill)
         _check(error, "mmap", span.length_bytes)
 
     def take_pages(self, length_bytes: int) -> Span:
@@ -125,7 +128,10 @@ class CpuMemory:
         self._pool.teraio_trim(max(spare_bytes, 0))
 
     def forget_cached(self, span: Span) -> None:
-        """Remove pages of a file mapping from the resident set, after user code has touched them. No data is lost."""
+        """Remove pages of a file mapping from the resident set, after user code has touched them.
+
+        No data is lost, but for what was written to a mapping that is not shared.
+        """
         self._pool.madvise(span.address, span.length_bytes, mmap.MADV_DONTNEED)
 
     @property
@@ -157,7 +163,7 @@ def _load_pool() -> ctypes.CDLL:
         "teraio_stand_back": (None, []),
         "teraio_allocation": (size, [pointer, ctypes.POINTER(ctypes.c_long)]),
         "teraio_adopt": (error_code, [pointer]),
-        "teraio_map_files": (error_code, [pointer, size, ctypes.POINTER(ctypes.c_int), sizes, sizes, ctypes.c_int, ctypes.c_int]),
+        "teraio_map_files": (error_code, [pointer, size, ctypes.POINTER(error_code), sizes, sizes, *[error_code] * 3]),
         "teraio_take": (pointer, [size]),
         "teraio_install_pages": (error_code, [pointer, pointer]),
         "teraio_drop": (None, [pointer]),

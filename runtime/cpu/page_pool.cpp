@@ -135,7 +135,7 @@ void teraio_stand_back() {
 
 // Returns the length of the pooled allocation that a storage owns, and its serial number. Returns 0 if it owns none.
 size_t teraio_allocation(void* storage_impl, long* serial) {
-  const c10::DataPtr& data = static_cast<c10::StorageImpl*>(storage_impl)->data_ptr();
+  const c10::DataPtr& data = static_cast<c10::StorageImpl*>(storage_impl)->_mutable_data_ptr_no_checks();
   if (data.get_deleter() != &free_any || data.get_context() != data.get()) return 0;  // the storage does not own its data
   std::lock_guard lock(pool().mutex);
   Pool::Allocation* allocation = pool().find(data.get_context());
@@ -160,9 +160,10 @@ int teraio_adopt(void* storage_impl) {
 // Maps file ranges in place of the pages of the allocation at `address`. Together they are as long as the allocation.
 // keep_pages: keep the pages for later allocations. A thread that reads the allocation at this moment may see zeros.
 // Otherwise the system replaces each page by its part of the file in one step and takes the page back.
+// shared: what is written to the allocation goes to the files. Otherwise it stays in memory, and the files stay as they are.
 // poison: the byte that fills the kept pages, -1 for none.
 int teraio_map_files(void* address, size_t count, const int* files, const size_t* offsets, const size_t* lengths,
-                     int keep_pages, int poison) {
+                     int keep_pages, int shared, int poison) {
   std::lock_guard lock(pool().mutex);
   Pool::Allocation* allocation = pool().find(address);
   if (!allocation) return EINVAL;
@@ -180,7 +181,7 @@ int teraio_map_files(void* address, size_t count, const int* files, const size_t
   }
   char* at = target;
   for (size_t i = 0; i < count; ++i) {
-    if (mmap(at, lengths[i], kReadWrite, MAP_SHARED | MAP_FIXED, files[i], offsets[i]) == MAP_FAILED) {
+    if (mmap(at, lengths[i], kReadWrite, (shared ? MAP_SHARED : MAP_PRIVATE) | MAP_FIXED, files[i], offsets[i]) == MAP_FAILED) {
       int error = errno;
       size_t back = saved.address ? move_pages(saved, target, 0) : 0;
       Range stuck = saved.split(back);

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import torch
 
-from planner.errors import StorageError
+from planner.errors import ChecksumError, StorageError
 from runtime.paging.block import Block
 from runtime.paging.mover import Done
 from runtime.paging.tiers import Tier, Tiers
@@ -22,10 +22,12 @@ class BlockTransfers:
 
     address: where the block's bytes are, or will be, in memory. done: called in an I/O thread when the copy has ended or failed.
     ready: called in an I/O thread before bytes move, see [Note: Memory that is not ready]; None if the memory is ready.
+    damaged: called in an I/O thread, before `done`, with a block of which something came back different, and with the error.
     """
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(self, tiers: Tiers, *, damaged: Callable[[Block, ChecksumError], None] = lambda block, error: None) -> None:
         self._tiers = tiers
+        self._damaged = damaged
         self._transfers: dict[Block, Transfer] = {}
 
     def write(self, tier: Tier, block: Block, address: int, done: Done, ready: Ready | None = None) -> None:
@@ -72,6 +74,7 @@ class BlockTransfers:
 
         def ended(transfer: Transfer) -> None:
             try:
+                self._note_damage(block, transfer)
                 done(transfer.error)
             finally:
                 held.clear()
@@ -89,4 +92,13 @@ class BlockTransfers:
             raise StorageError(f"{block} has no slot to copy from or to; this is a bug in teraio, please report it")
         held = [memory, storage]
         part = slot_range(block.slot, begin_bytes, memory.nbytes)
-        return submit(part, memory.data_ptr(), lambda _: held.clear(), ready)
+
+        def ended(transfer: Transfer) -> None:
+            self._note_damage(block, transfer)
+            held.clear()
+
+        return submit(part, memory.data_ptr(), ended, ready)
+
+    def _note_damage(self, block: Block, transfer: Transfer) -> None:
+        if isinstance(transfer.error, ChecksumError):
+            self._damaged(block, transfer.error)

@@ -8,8 +8,10 @@ later whose copy was valid before, the mover may find that it was not changed, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from planner.errors import ChecksumError
 from runtime.device import Device
 from runtime.paging.account import MemoryAccount
 from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, Block
@@ -90,31 +92,57 @@ class Regions:
         """See `Pager.bring_back_all`."""
         self._prefetches.clear()
         compact = False
+        asked: set[Block] = set()
+        damage: list[ChecksumError] = []  # raised when all other blocks are back
         while True:
             for block in list(self._transitions.queued_offloads):
                 self._transitions.keep(block)
             self._transitions.sweep()
             self._transitions.forget_replaced()
-            self._invalidate_mappings()
-            for block in [block for block in self._table if block.state is OFFLOADED]:
+            with _kept(damage):
+                self._invalidate_mappings()
+            for block in [block for block in self._table if block.state is OFFLOADED and block not in asked]:
+                asked.add(block)
                 self._transitions.begin_prefetch(block)
-            self._signal.raise_failure()
+            with _kept(damage):
+                self._signal.raise_failure()
             if self._signal.out_of_memory is not None and not compact:
                 compact, self._signal.out_of_memory = True, None
                 self._device.give_back_memory()  # what is free in pieces serves in other sizes then
+                asked.clear()
                 continue
             self._signal.raise_out_of_memory()
-            if all(block.state in (ON_DEVICE, DROPPED) for block in self._table):
-                if self._mover is not None:
-                    self._mover.wait_resident([block for block in self._table if block.state is ON_DEVICE])
-                return
+            here = (ON_DEVICE, DROPPED, OFFLOADED) if damage else (ON_DEVICE, DROPPED)
+            if all(block.state in here for block in self._table):
+                break
             self._signal.wait(lambda: awaited(list(self._table)))
+        if self._mover is not None:
+            for block in [block for block in self._table if block.state is ON_DEVICE]:
+                with _kept(damage):
+                    self._mover.wait_resident([block])
+        if damage:
+            raise damage[0]
 
     def _invalidate_mappings(self) -> None:
-        """User code may have written to what stands in for the blocks that are away."""
+        """User code may have written to what stands in for the blocks that are away. Raises ChecksumError, after the last one."""
         if self._mover is None or not self._mover.keeps_mappings:
             return
+        damage: list[ChecksumError] = []
         for block in self._table:
             held = block.storage() if block.user_visible and block.state is OFFLOADED else None
             if held is not None:
-                self._mover.invalidate_mapping(block)
+                try:
+                    self._mover.invalidate_mapping(block)
+                except ChecksumError as error:
+                    damage.append(error)
+        if damage:
+            raise damage[0]
+
+
+@contextmanager
+def _kept(damage: list[ChecksumError]) -> Iterator[None]:
+    """Keep what says that a block came back different, to raise it later."""
+    try:
+        yield
+    except ChecksumError as error:
+        damage.append(error)

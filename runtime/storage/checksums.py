@@ -1,14 +1,13 @@
 """Finds data that changed on its way to a drive, on the drive, or on its way back.
 
 [Note: What a checksum covers]
-Every chunk that an engine writes is hashed in memory before the write, and again in memory after it has been read back.
-The hash is XXH3 with 64 bits: it misses one of 2^64 random changes. It does not protect against an attacker.
-The checksums are kept in memory and go when the slot is released.
+Every page that an engine writes is summed in memory before the write, and again in memory after it has been read back. So a range
+of a slot can be read in other pieces than it was written in. A sum does not protect against an attacker. The sums are kept in
+memory, 2 MiB for each GiB, and go when the slot is released.
 
-Some chunks are not checked when they are read:
-* User code can write to a slot through a mapping of the file. `forget` then drops the slot's checksums.
-* A chunk has a checksum only if it was written as this one chunk. When a slot is written in other chunks than before,
-  the checksums of all chunks that overlap with the new ones are dropped.
+User code sees a block that is away through a private mapping of its slot: what it writes stays in memory until `Mover` brings it
+to the slot, page by page, after the page that was written to was read and compared, see [Note: What user code has touched]. Where
+the system does not tell which pages those are, `forget` drops the sums of slots that user code can write to.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from __future__ import annotations
 import threading
 from weakref import WeakKeyDictionary
 
-from xxhash import xxh3_64_intdigest
-
 from planner.errors import ChecksumError
-from runtime.storage.store import Chunk, ChunkIO, FilePlace, Slot
+from runtime.storage.page_sums import PageSums
+from runtime.storage.store import Chunk, ChunkIO, Slot
 
 
 class Checksums:
@@ -31,49 +29,47 @@ class Checksums:
     def __init__(self, store: ChunkIO) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._sums: WeakKeyDictionary[Slot, dict[FilePlace, int]] = WeakKeyDictionary()
+        self._sums: WeakKeyDictionary[Slot, PageSums] = WeakKeyDictionary()
 
     def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
-        """Hash a chunk, then write it. Waits until it is written. Hashing releases the interpreter's lock.
-
-        Raises StorageIOError.
-        """
-        found = _hash(chunk, address)
-        with self._lock:
-            _put(self._sums.setdefault(slot.of or slot, {}), chunk.file_place, found)
+        """Sum a chunk, then write it. Waits until it is written. Raises StorageIOError."""
+        self._sums_of(slot).note(_place(slot, chunk), address + chunk.slot_offset_bytes, chunk.length_bytes)
         self._store.write_chunk(slot, chunk, address)
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
-        """Read a chunk, then compare its hash. Waits until both are done. Raises ChecksumError, StorageIOError."""
+        """Read a chunk, then compare its sums. Waits until both are done. Raises ChecksumError, StorageIOError."""
         self._store.read_chunk(slot, chunk, address)
-        with self._lock:
-            expected = self._sums.get(slot.of or slot, {}).get(chunk.file_place)
-        if expected is None:
-            return
-        found = _hash(chunk, address)
-        if found != expected:
+        place = _place(slot, chunk)
+        difference = self._sums_of(slot).compare(place, address + chunk.slot_offset_bytes, chunk.length_bytes)
+        if difference is not None:
             raise ChecksumError(
                 path=str(chunk.extent.path),
-                offset_bytes=chunk.file_offset_bytes,
+                offset_bytes=chunk.file_offset_bytes + difference.offset_bytes - place,
                 block=slot.name,
-                expected=expected,
-                found=found,
+                expected=difference.expected,
+                found=difference.found,
             )
 
     def forget(self, slot: Slot) -> None:
-        """Drop the checksums of a slot that something else may have written to. The next read of it is not checked."""
+        """Drop the sums of a slot that something else may have written to. The next read of it is not checked."""
         with self._lock:
             self._sums.pop(slot, None)
 
+    def _sums_of(self, slot: Slot) -> PageSums:
+        whole = slot.of or slot
+        with self._lock:
+            sums = self._sums.get(whole)
+            if sums is None:
+                sums = self._sums[whole] = PageSums(whole.size_bytes)
+            return sums
 
-def _put(sums: dict[FilePlace, int], place: FilePlace, found: int) -> None:
-    """Add a checksum, and drop those of other places that overlap with it. So no two places in `sums` ever overlap."""
-    if place not in sums:
-        file, begin, size = place
-        for other in [each for each in sums if each[0] == file and each[1] < begin + size and begin < each[1] + each[2]]:
-            del sums[other]
-    sums[place] = found
 
-
-def _hash(chunk: Chunk, address: int) -> int:
-    return xxh3_64_intdigest(chunk.memory(address))
+def _place(slot: Slot, chunk: Chunk) -> int:
+    """Return where the chunk begins in its slot, or in the slot that this is a range of."""
+    begin = 0
+    for extent in (slot.of or slot).extents:
+        within = chunk.file_offset_bytes - extent.offset_bytes
+        if extent.file_descriptor == chunk.extent.file_descriptor and 0 <= within < extent.length_bytes:
+            return begin + within
+        begin += extent.length_bytes
+    raise ValueError(f"{chunk} is not of {slot}")

@@ -23,6 +23,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 from pathlib import Path
 
 from planner.errors import StorageError
@@ -48,6 +49,7 @@ class RunDirectory:
             found = "is not a directory" if parent.exists() else "does not exist"
             raise StorageError(f"storage {str(parent)!r} {found}; create it, or give a directory on a fast drive")
         self._process = os.getpid()
+        _warn_of_others(parent)
         try:
             remove_leftovers(parent)
             self.path, self._lock = _create(parent.absolute())
@@ -78,6 +80,19 @@ class RunDirectory:
         if self._lock >= 0:
             descriptors.close(self._lock)
             self._lock = -1
+
+
+def _warn_of_others(parent: Path) -> None:
+    """Log a warning if other users could put files of their own in the place of spill files."""
+    found = parent.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        _log.warning(
+            "the user %d owns %s, and can remove or exchange spill files in it: give a storage directory of your own",
+            found.st_uid,
+            parent,
+        )
+    elif found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        _log.warning("every user can remove or exchange spill files in %s: chmod +t, or give another storage directory", parent)
 
 
 def remove_leftovers(parent: Path) -> tuple[Path, ...]:

@@ -47,6 +47,11 @@ class SpillFile:
         return self.free.size_bytes
 
     @property
+    def cut_short(self) -> bool:
+        """Whether somebody has made the file shorter. A write behind its end makes it long again, with zeros."""
+        return os.fstat(self._buffered).st_size < self.size_bytes
+
+    @property
     def available_bytes(self) -> int:
         """Bytes that the file system has free for this user."""
         system = os.fstatvfs(self._buffered)
@@ -54,6 +59,8 @@ class SpillFile:
 
     def grow(self, more_bytes: int) -> None:
         """Reserve `more_bytes` (aligned) at the end. Waits for the file system. Raises OSError; then the size stays the same."""
+        if self.cut_short:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         try:
             os.posix_fallocate(self._buffered, self.size_bytes, more_bytes)
         except OSError:

@@ -39,6 +39,12 @@ void teraio_close(void* impl, const char* message) {
   storage(impl)->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
 }
 
+// Lets the storage's data be accessed again.
+void teraio_open(void* impl) {
+  closed(storage(impl)) = false;
+  storage(impl)->set_data_ptr_noswap(std::move(storage(impl)->_mutable_data_ptr_no_checks()));  // it reads its flags again here
+}
+
 // Opens a storage, and exchanges its memory with another one's. Each memory takes its own deleter along. Returns where its data
 // lies then.
 void* teraio_install(void* impl, void* fresh) {

@@ -24,6 +24,11 @@ def close(storage: torch.UntypedStorage, message: str) -> None:
     _library().teraio_close(storage._cdata, message.encode())
 
 
+def reopen(storage: torch.UntypedStorage) -> None:
+    """End `close`."""
+    _library().teraio_open(storage._cdata)
+
+
 def address(storage: torch.UntypedStorage) -> int:
     """Return where the data lies, 0 if there is none. Works for a closed storage too."""
     return int(_library().teraio_address(storage._cdata) or 0)
@@ -63,6 +68,7 @@ def _library() -> SimpleNamespace:
     functions: dict[str, native.Signature] = {
         "teraio_lend": (None, [pointer, pointer]),
         "teraio_close": (None, [pointer, ctypes.c_char_p]),
+        "teraio_open": (None, [pointer]),
         "teraio_install": (pointer, [pointer, pointer]),
         "teraio_address": (pointer, [pointer]),
         "teraio_changed": (ctypes.c_size_t, [ctypes.c_size_t, *[pointer] * 4]),

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from planner.errors import StorageFullError, UnsupportedError
-from runtime.storage import ALIGNMENT_BYTES, Checksums, Slot, Store, UnchangedChunks, align_up
+from runtime.storage import ALIGNMENT_BYTES, Checksums, ChunkIO, Slot, Store, UnchangedChunks, align_up
 from runtime.transfer import measurement
 from runtime.transfer.link import Link, OnDone, Ready, Transfer
 from runtime.transfer.measurement import LinkRates
@@ -38,6 +38,7 @@ class Engine:
     chunk_bytes: the smallest number of bytes that a thread copies at a time.
     stuck_after_seconds: if a drive needs longer for one chunk, it no longer answers, see `check`.
     limit_bytes_per_second: of each link, to measure what a slower drive would do; None for no limit.
+    chunk_io: copies single chunks in the thread that calls, checked as all others.
 
     Only the process that made the engine can use it, not a forked child. The caller owns the store: close it after the engine.
     Raises UnsupportedError for checksums of memory that the processor cannot read; `unchanged` does nothing there.
@@ -64,9 +65,9 @@ class Engine:
                 "leave the option checksums out"
             )
         self._checksums = Checksums(store) if checksums else None
-        chunk_io = self._checksums or store
+        self.chunk_io: ChunkIO = self._checksums or store
         can_compare = bool(unchanged) and self._memory.on_host
-        self._unchanged = UnchangedChunks(chunk_io, verify=unchanged == "verify") if can_compare else None
+        self._unchanged = UnchangedChunks(self.chunk_io, verify=unchanged == "verify") if can_compare else None
         self._names = f"device->{tier}", f"{tier}->device"
         self._threads = threads
         self._chunk_bytes = align_up(chunk_bytes)
@@ -143,8 +144,7 @@ class Engine:
             self.read_link.close()
 
     def _open_links(self) -> tuple[Link, Link]:
-        chunk_io = self._checksums or self._store
-        read_chunk = chunk_io.read_chunk if self._unchanged is None else self._unchanged.read_chunk
+        read_chunk = self.chunk_io.read_chunk if self._unchanged is None else self._unchanged.read_chunk
         is_there = None if self._unchanged is None else self._unchanged.holds
         limit = self._limit_bytes_per_second
         write, read = (
@@ -157,7 +157,7 @@ class Engine:
                 chunk_bytes=self._chunk_bytes,
                 stuck_after_seconds=self._stuck_after_seconds,
             )
-            for name, move, check in zip(self._names, (chunk_io.write_chunk, read_chunk), (is_there, None), strict=True)
+            for name, move, check in zip(self._names, (self.chunk_io.write_chunk, read_chunk), (is_there, None), strict=True)
         )
         return write, read
 

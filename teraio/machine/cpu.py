@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from contextlib import ExitStack
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 import psutil
 
 from planner.errors import OptionsError, UnsupportedError
-from runtime.cpu import CpuMemory, CpuMover
+from runtime.cpu import CpuMemory, CpuMover, system_tells
 from runtime.device import CpuDevice
 from runtime.paging import Debug, StorageOwnership, Tiers
 from runtime.storage import HostStore, Store
@@ -17,6 +18,8 @@ from runtime.system import host_limits
 from runtime.transfer import Engine, cpu_candidates
 from teraio.machine.tiers import MachineTiers, MeasuredPaths, OpenTier, io_threads, open_storage
 from teraio.options import Options, Share
+
+_log = logging.getLogger("teraio")
 
 _RESERVE = 0.1
 """Share of the available memory that is left free if the options give no budget."""
@@ -41,7 +44,8 @@ def open_cpu(options: Options, measured: MeasuredPaths, ownership: StorageOwners
         debug = Debug() if options.debug else None
         mover: CpuMover | None = None
         if tiers:
-            mover = CpuMover(memory, Tiers([opened.tier for opened in tiers]), debug=debug, ownership=ownership)
+            lower = Tiers([opened.tier for opened in tiers])
+            mover = CpuMover(memory, lower, debug=debug, keep_slots=_can_keep_slots(options), ownership=ownership)
             undo.callback(mover.close)
         undo.callback(memory.stand_back)
         opened = MachineTiers(
@@ -56,6 +60,19 @@ def open_cpu(options: Options, measured: MeasuredPaths, ownership: StorageOwners
             undo=undo.pop_all(),
         )
     return opened
+
+
+def _can_keep_slots(options: Options) -> bool:
+    """Whether all blocks can be checked, if the options ask for it. Logs a warning if not."""
+    if not options.checksums and not options.debug:
+        return False
+    if not (tells := system_tells()):
+        _log.warning(
+            "no byte of parameters, gradients and optimizer states is checked by checksums or debug here, only activations are: "
+            "your code can write to the others while they wait, and /proc/self/pagemap of this system does not tell which pages "
+            "it wrote"
+        )
+    return tells
 
 
 def _budget(options: Options) -> int:

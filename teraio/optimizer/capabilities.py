@@ -60,6 +60,7 @@ class OwnerHooks(OwnHooks):
         for handle in self._handles:
             handle.remove()
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Do nothing: that the hook is there says enough."""
 

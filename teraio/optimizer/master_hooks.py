@@ -85,6 +85,7 @@ class MasterHooks(OwnHooks):
         self._subgroup_bytes = subgroup_bytes
         self._after = ExitStack()
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
         """Update all parameters that the optimizer shows now, and leave none for the step itself; after its closure, if any."""
         self._restore()  # if the step before failed
@@ -111,6 +112,7 @@ class MasterHooks(OwnHooks):
             restoring.enter_context(scaling_put_aside(optimizer))
             self._after = restoring.pop_all()
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give the optimizer its parameters back."""
         with uninterrupted():

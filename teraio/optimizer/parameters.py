@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from runtime.paging import Block
@@ -89,6 +90,9 @@ class PendingStep:
         return tuple(tuple(update.total_bytes for update in group) for group in self.updates)
 
 
+_NOTHING = Parameter(torch.empty(0), requires_grad=False)
+
+
 class ParameterGroups:
     """The full parameter lists of an optimizer, while its `param_groups` are narrowed to some of the parameters.
 
@@ -104,8 +108,11 @@ class ParameterGroups:
         self._set([[parameters[index] for index in indices] for parameters, indices in zip(self._all, chosen, strict=True)])
 
     def empty(self) -> None:
-        """Show the optimizer no parameter."""
-        self._set([[] for _ in self._all])
+        """Show the optimizer no parameter that has a gradient.
+
+        Not none at all: of a group without any, Dynamo finds that all are on a GPU, and makes the optimizer capturable.
+        """
+        self._set([[_NOTHING] for _ in self._all])
 
     def restore(self) -> None:
         """Show the optimizer all its parameters again, by the list objects that it had before."""

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -61,6 +62,7 @@ class ProcessSteps(OwnHooks):
         for handle in self._handles:
             handle.remove()
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
         before = self._runs()
         self._had_runs = self._had_runs or bool(before)

@@ -4,6 +4,7 @@ Optimizers stay as they are: PyTorch's global step hooks are enough. The pre-hoo
 the undecorated `step` with `param_groups` narrowed to the subgroup (`teraio.optimizer.subgroup_steps`). It leaves the groups
 empty for the original call, so that schedulers, states and hooks see one ordinary step. The post-hook gives the groups back.
 An optimizer that cannot be cut runs as a whole, see `teraio.optimizer.whole`.
+Dynamo sees none of the hooks, nor what they call, where the program compiles the step.
 If the step has a closure, all of this waits until the optimizer has called it: the pre-hook puts another closure in its place.
 """
 
@@ -13,6 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -137,6 +139,7 @@ class OptimizerSteps(OwnHooks):
 
     # -- around a step
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
         refuse_overlapping(optimizer)
         inside = optimizer_inside(optimizer)
@@ -185,6 +188,7 @@ class OptimizerSteps(OwnHooks):
             self._said.add(message)
             logger.info("%s", message)
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if optimizer_inside(optimizer) is not None:
             return

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from planner.errors import OptionsError
+from planner.schema import short_repr
 
 __all__ = ["RankPlace", "rank_place"]
 
@@ -47,8 +49,10 @@ def rank_place() -> RankPlace:
     found = {}
     for field in ("rank", "world_size", "local_rank", "local_world_size"):
         text = os.environ.get(field.upper(), "")
-        if not text.isdecimal():
-            raise OptionsError(f"environment variable {field.upper()}: found {text!r}, wanted a number; start with torchrun")
+        if re.fullmatch("[0-9]{1,9}", text) is None:
+            raise OptionsError(
+                f"environment variable {field.upper()}: found {short_repr(text)}, wanted a number; start with torchrun"
+            )
         found[field] = int(text)
     place = RankPlace(**found)
     if not (place.local_rank < place.local_world_size <= place.world_size and place.local_rank <= place.rank < place.world_size):

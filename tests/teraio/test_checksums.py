@@ -79,6 +79,14 @@ def test_a_damaged_spill_file_stops_training(options: dict[str, object], tmp_pat
     assert raised.value.path.startswith(str(tmp_path))
 
 
+def test_a_warning_says_what_cannot_be_checked(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("teraio.machine.cpu.system_tells", lambda: False)
+    train({**options, "checksums": True})
+    assert "no byte of parameters, gradients and optimizer states is checked" in caplog.text
+
+
 def test_without_damage_checksums_change_nothing_and_without_checksums_nobody_hears_of_damage(
     options: dict[str, object],
 ) -> None:

@@ -1,5 +1,8 @@
 """Every policy keeps the budgets and raises the right errors; the integer program is clearly better than paging."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pulp
@@ -47,6 +50,26 @@ def test_the_integer_program_beats_on_demand_and_comes_near_its_own_objective(tr
 
 def test_plans_are_the_same_every_time(transformer: Trace, made: Plan) -> None:
     assert plan(transformer, half(transformer), lower_bound=False).moves == made.moves
+
+
+@pytest.mark.parametrize("threads_of_the_child", [2, 1])
+def test_a_forked_child_plans_after_its_parent_has(transformer: Trace, tmp_path: Path, threads_of_the_child: int) -> None:
+    """As in a script that forks workers; a process of its own, because this one has other threads."""
+    transformer.save(tmp_path / "trace.json")
+    script = f"""
+import os, signal, sys
+from planner import Budgets, Trace, plan
+trace = Trace.load(sys.argv[1])
+made = plan(trace, Budgets(device_bytes={half(transformer).device_bytes}), threads=2)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    again = plan(trace, Budgets(device_bytes={half(transformer).device_bytes}), threads={threads_of_the_child})
+    os._exit(again.moves != made.moves)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "trace.json")], timeout=120)
+    assert done.returncode == 0
 
 
 def test_copies_out_are_predicted_between_issue_and_return(made: Plan) -> None:

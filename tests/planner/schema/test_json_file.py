@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,38 @@ def test_links_and_pipes_are_not_replaced(tmp_path: Path) -> None:
         trace.save(pipe)
         assert received.result(timeout=60) == target.read_text()
     assert pipe.is_fifo() and {path.name for path in tmp_path.iterdir()} == {"deep", "link.json", "pipe"}
+
+
+@pytest.mark.parametrize("link", ["trace.json", "folder"])
+def test_links_that_others_can_make_are_refused(tmp_path: Path, link: str) -> None:
+    """As in /tmp: another user's link would make this user replace a file of his own."""
+    trace = Trace.load(TRACES / "hand" / "chain.json")
+    private, shared = tmp_path / "private", tmp_path / "shared"
+    private.mkdir()
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (private / "trace.json").write_text("mine")
+    (shared / link).symlink_to(private / "trace.json" if link == "trace.json" else private)
+    with pytest.raises(OSError, match="is a symbolic link that others could have made.*" + re.escape(str(shared / link))):
+        trace.save(shared / "trace.json" if link == "trace.json" else shared / link / "trace.json")
+    assert (private / "trace.json").read_text() == "mine"
+    trace.save(shared / "other.json")
+
+
+def test_a_file_keeps_its_mode_and_a_new_one_has_that_of_the_umask(tmp_path: Path) -> None:
+    trace = Trace.load(TRACES / "hand" / "chain.json")
+    path = tmp_path / "trace.json"
+    before = os.umask(0o077)
+    try:
+        trace.save(path)
+        assert path.stat().st_mode & 0o777 == 0o600
+        os.umask(0o022)
+        trace.save(path)
+        assert path.stat().st_mode & 0o777 == 0o600
+        trace.save(tmp_path / f"{'n' * 250}.json")
+        assert (tmp_path / f"{'n' * 250}.json").stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(before)
 
 
 def test_other_format_and_version(tmp_path: Path, trace_content: dict[str, Any]) -> None:

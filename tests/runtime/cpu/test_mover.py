@@ -44,7 +44,13 @@ class Rig:
         self.store = PosixStore(folders, budget_bytes=None)
         self.engine = Engine(self.store, threads=2, chunk_bytes=256 << 10, checksums=checksums)
         tiers = Tiers([Tier(name="storage", store=self.store, engine=self.engine)])
-        self.mover = CpuMover(self.memory, tiers, debug=Debug() if debug else None, ownership=self.ownership)
+        self.mover = CpuMover(
+            self.memory,
+            tiers,
+            debug=Debug() if debug else None,
+            keep_slots=checksums or debug,
+            ownership=self.ownership,
+        )
         self.pager = Pager(mover=self.mover, budget_bytes=budget_bytes)
         self.pager.enter_region()
 
@@ -275,16 +281,89 @@ def test_a_block_that_user_code_got_hold_of_while_it_was_away(checked: Rig) -> N
     assert checked.copied(checked.mover.copy_in, block) is None
 
 
+def flip_a_bit(block: Block, offset_bytes: int) -> None:
+    assert block.slot is not None
+    (extent,) = block.slot.extents
+    with open(extent.path, "r+b") as file:
+        file.seek(extent.offset_bytes + offset_bytes)
+        (before,) = file.read(1)
+        file.seek(extent.offset_bytes + offset_bytes)
+        file.write(bytes([before ^ 1]))
+
+
+@pytest.mark.parametrize("checks", ["checksums", "debug"])
+@pytest.mark.parametrize("moment", ["before user code writes", "after user code has written"])
+@pytest.mark.parametrize("place", [MIB, MIB + 99, 3 * MIB], ids=["written byte", "written page", "other page"])
+def test_damage_is_told_from_what_user_code_writes(checks: str, moment: str, place: int, tmp_path: Path) -> None:
+    rig = Rig(tmp_path, **{checks: True})  # type: ignore[arg-type]
+    tensor, block = rig.make(4 * MIB, 1)
+    other, good = rig.make(2 * MIB, 2)
+    for each in (block, good):
+        each.user_visible = True
+        rig.pager.offload(each)
+    rig.pager.leave_region()
+    if moment == "before user code writes":
+        flip_a_bit(block, place)
+    tensor[MIB], other[MIB] = 9, 8
+    if moment == "after user code has written":
+        flip_a_bit(block, place)
+    with pytest.raises(ChecksumError, match="block 'w' in "):
+        rig.pager.enter_region()
+        within(SECONDS, lambda: rig.pager.acquire([block], 0, "read"))
+    with pytest.raises(RuntimeError, match="w was damaged on its way"):
+        tensor.sum()
+    with pytest.raises(ChecksumError):
+        within(SECONDS, rig.pager.bring_back_all)
+    assert good.state is State.ON_DEVICE and other.unique().tolist() == [2, 8], "all others are back"
+    flip_a_bit(block, place)
+    if place < 3 * MIB:
+        with pytest.raises(ChecksumError):  # user code has changed the damaged page
+            within(SECONDS, rig.pager.bring_back_all)
+    elif checks == "checksums":
+        within(SECONDS, rig.pager.bring_back_all)
+        assert tensor.unique().tolist() == [1, 9] and tensor[MIB] == 9, "the drive gives the right bytes again"
+    rig.close()
+
+
+def test_what_user_code_has_read_is_compared_when_it_ends(checked: Rig) -> None:
+    tensor, block = checked.make(4 * MIB, 1)
+    block.user_visible = True
+    checked.pager.offload(block)
+    checked.pager.leave_region()
+    flip_a_bit(block, 3 * MIB)
+    checked.pager.enter_region()  # it has read nothing
+    checked.pager.leave_region()
+    assert tensor[3 * MIB] == 0
+    with pytest.raises(ChecksumError):
+        checked.pager.enter_region()
+
+
+def test_ranges_are_compared_however_the_slot_was_written(checked: Rig) -> None:
+    """Written as a whole, or in other ranges; the ranges of an update by slices, say."""
+    _tensor, block = checked.make(4 * MIB, 1)
+    checked.pager.lend([block])
+    buffer = torch.full((2 * MIB,), 2, dtype=torch.uint8)
+    checked.pager.write_range(block, MIB, buffer).wait()
+    for place in (0, MIB + 4096, 4 * MIB - 1):
+        flip_a_bit(block, place)
+        for begin in (0, 2 * MIB):
+            copy = checked.pager.read_range(block, begin, buffer)
+            if begin <= place < begin + 2 * MIB:
+                with pytest.raises(ChecksumError):
+                    copy.wait()
+            else:
+                copy.wait()
+        flip_a_bit(block, place)
+    checked.pager.give_back([block])
+    within(SECONDS, lambda: checked.pager.acquire([block], 0, "read"))
+
+
 def test_a_damaged_file_fails_the_copy_in(checked: Rig) -> None:
     tensor, block = checked.make(4 * MIB, 1)
     checked.pager.offload(block)
     while block.state is not State.OFFLOADED:
         threading.Event().wait(0.01)
-    assert block.slot is not None
-    (extent,) = block.slot.extents
-    with open(extent.path, "r+b") as file:
-        file.seek(extent.offset_bytes + MIB)
-        file.write(b"\x00")
+    flip_a_bit(block, MIB)
     with pytest.raises(ChecksumError, match="block 'w' in "):
         within(SECONDS, lambda: checked.pager.acquire([block], 0, "read"))
     del tensor

@@ -17,6 +17,7 @@ from runtime.paging.block import Block, State
 from runtime.paging.debug import POISON
 from runtime.paging.pager import Pager
 from runtime.storage.store import Chunk, Extent, Slot
+from runtime.system import storage_swap
 
 from ..cpu.test_mover import MIB, SECONDS, Rig, within
 
@@ -97,6 +98,9 @@ def test_what_does_not_arrive_is_poison_and_found_again_and_again(rig: Rig, monk
     for _ in range(2):
         with pytest.raises(ChecksumError, match="block 'w' in "):
             use(rig.pager, block)
+    with pytest.raises(RuntimeError, match="w was damaged on its way"):
+        tensor.sum()
+    storage_swap.reopen(tensor.untyped_storage())
     assert tensor[: 2 * MIB].unique().tolist() == [7]
     assert tensor[2 * MIB :].unique().tolist() == [POISON]
 

@@ -44,6 +44,21 @@ def test_an_io_error_names_file_block_and_errno(plain_store: PosixStore, monkeyp
         assert part in str(raised.value)
 
 
+@pytest.mark.parametrize("call", ["write", "read", "grow"])
+def test_a_file_that_is_cut_short_between_writes(plain_store: PosixStore, call: str) -> None:
+    """The next write would make it longer again, with zeros for what is gone."""
+    memory = Memory(2 * MIB, random=True)
+    first, second = (plain_store.allocate(2 * MIB, name) for name in ("first", "second"))
+    write_slot(plain_store, first, memory.address)
+    os.truncate(first.extents[0].path, MIB)
+    with pytest.raises(StorageIOError, match="beyond the end of the file|reserve room") as raised:
+        if call == "grow":
+            plain_store.ensure_capacity(plain_store.capacity_bytes + MIB)
+        else:
+            COPIES[call](plain_store, second, memory.address)
+    assert raised.value.path == str(first.extents[0].path)
+
+
 def test_a_file_that_was_truncated_is_an_error_not_zeros(plain_store: PosixStore) -> None:
     slot = plain_store.allocate(2 * MIB, "weights")
     memory = Memory(2 * MIB, random=True)

@@ -27,6 +27,8 @@ def say(word):
     print(word, flush=True)
 """
 
+BY_OWNER = "the user {1} owns {0}, and can remove or exchange spill files in it: give a storage directory of your own"
+
 Start = Callable[[str], subprocess.Popen[str]]
 
 
@@ -189,6 +191,33 @@ def test_a_directory_that_is_not_locked_yet_and_gone_is_replaced(tmp_path: Path,
     directory = RunDirectory(tmp_path)
     assert directory.path == made[1] and directory.path.is_dir() and not made[0].exists()
     directory.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "of_another_user", "warning"),
+    [
+        (0o755, False, None),
+        (0o1777, False, None),
+        (0o777, False, "every user can remove or exchange spill files in {}: chmod +t, or give another storage directory"),
+        (0o755, True, BY_OWNER),
+        (0o1777, True, BY_OWNER),
+    ],
+)
+def test_a_directory_where_others_can_replace_files_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mode: int,
+    of_another_user: bool,
+    warning: str | None,
+) -> None:
+    tmp_path.chmod(mode)
+    if of_another_user:
+        owner = tmp_path.stat().st_uid
+        os.chown(tmp_path, 4711, -1) if owner == 0 else monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    RunDirectory(tmp_path).close()
+    found = [record.getMessage() for record in caplog.records]
+    assert found == ([] if warning is None else [warning.format(tmp_path, tmp_path.stat().st_uid)])
 
 
 def test_its_lock_is_held_until_it_is_closed(tmp_path: Path) -> None:

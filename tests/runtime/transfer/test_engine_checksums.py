@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import pickle
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from planner.errors import ChecksumError, StorageError, UnsupportedError
-from runtime.storage import checksums
+from runtime.storage.page_sums import PAGE_BYTES, PageSums
 from runtime.storage.posix import PosixStore
 from runtime.storage.store import Slot
 from runtime.transfer.engine import Engine, Transfer
@@ -84,7 +83,7 @@ def test_a_flipped_bit_is_found(store: PosixStore, engine: Engine, buffer: Torch
     assert told == [error]
     assert error.path == str(slot.extents[-1].path) and error.block == "layers.3.weight"
     begin = error.offset_bytes - slot.extents[-1].offset_bytes
-    assert begin <= offset_bytes and begin % CHUNK == 0
+    assert begin == offset_bytes // PAGE_BYTES * PAGE_BYTES
     assert error.expected != error.found
     sums = f"{error.expected:016x}", f"{error.found:016x}"
     for part in ("'layers.3.weight'", error.path, f"offset {error.offset_bytes}", *sums):
@@ -147,16 +146,17 @@ def test_a_failed_write_leaves_no_valid_sum(
 
 
 def test_measuring_counts_the_checksums_in(store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[int] = []
-    real = checksums.xxh3_64_intdigest
+    summed: list[int] = []
+    for name in ("note", "compare"):
+        real = getattr(PageSums, name)
 
-    def spy(memory: ctypes.Array[ctypes.c_char]) -> int:
-        hashed.append(len(memory))
-        return real(memory)
+        def spy(self: PageSums, offset: int, address: int, length: int, real: Callable[..., object] = real) -> object:
+            summed.append(length)
+            return real(self, offset, address, length)
 
-    monkeypatch.setattr(checksums, "xxh3_64_intdigest", spy)
+        monkeypatch.setattr(PageSums, name, spy)
     engine.measure(8 * MIB)
-    assert sum(hashed) >= 2 * 8 * MIB
+    assert sum(summed) >= 2 * 8 * MIB
 
 
 def test_memory_of_a_device_is_refused(store: PosixStore) -> None:

@@ -228,7 +228,7 @@ def test_a_directory_that_is_a_link(options: dict[str, Any], tmp_path: Path) -> 
 
 
 def test_a_file_that_is_cut_short(options: dict[str, Any], tmp_path: Path) -> None:
-    """Later writes make the file longer again, with zeros for what is gone: checksums tell."""
+    """Later writes would make the file longer again, with zeros for what is gone."""
 
     class Chain(nn.Module):
         def __init__(self) -> None:
@@ -243,12 +243,12 @@ def test_a_file_that_is_cut_short(options: dict[str, Any], tmp_path: Path) -> No
     training = begin(
         Chain,
         lambda module: [torch.optim.SGD(module.parameters(), lr=0.1)],
-        {**options, "memory_budget": 36 * MIB, "checksums": True},
+        {**options, "memory_budget": 36 * MIB},
     )
     loss = training.model(torch.randn(16384, 64))
     (file,) = tmp_path.glob("*/*.spill")
     os.truncate(file, 0)
-    with pytest.raises(teraio.StorageError, match="read beyond the end of the file|came back different") as raised:
+    with pytest.raises(teraio.StorageError, match="beyond the end of the file") as raised:
         loss.backward()
     assert str(file) in str(raised.value)
 

@@ -1,0 +1,52 @@
+"""`torch.compile(optimizer.step)`: Dynamo compiles PyTorch's code and none of teraio's, and the bits are those of the plain step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ...training import begin, random_rows, unequal
+
+PACKAGES = tuple(str(Path(__file__).parents[3] / name) for name in ("teraio", "runtime", "planner"))
+STEPS = 12
+
+
+def train(options: dict[str, Any] | None, optimizer: type[torch.optim.Optimizer], compiled: bool) -> list[Tensor]:
+    training = begin(
+        lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)]),
+        lambda module: [optimizer(module.parameters(), lr=0.01)],  # type: ignore[call-arg]
+        options,
+    )
+    (stepping,) = training.optimizers
+    step: Callable[..., Any] = torch.compile(stepping.step, backend="eager") if compiled else stepping.step
+
+    def one(batch: Tensor, index: int) -> None:
+        training.model(batch).square().mean().backward()
+        step()
+        stepping.zero_grad()
+
+    training.run(random_rows(STEPS), one)
+    return list(training.finish().values())
+
+
+def code_that_dynamo_saw() -> set[tuple[str, str]]:
+    codes = [code for seen in torch._dynamo.convert_frame.input_codes.seen if (code := seen()) is not None]
+    return {(code.co_filename, code.co_name) for code in codes}
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_dynamo_sees_none_of_teraio_s_functions(
+    optimizer: type[torch.optim.Optimizer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = train({"memory_budget": "16MiB", "storage": tmp_path}, optimizer, compiled=True)
+    assert code_that_dynamo_saw(), "the step is compiled"
+    assert not [each for each in code_that_dynamo_saw() if each[0].startswith(PACKAGES)]
+    assert "recompile_limit" not in caplog.text
+    assert not unequal(found, train(None, optimizer, compiled=False))
