@@ -116,6 +116,7 @@ class RegionUpdates:
         read = tuple(dict.fromkeys((*changed, *(block for block in gradients if block is not None))))
         sizes = [(m.parameter.device.type, m.master_bytes or bytes_of(m.parameter)) for m in members]
         workspace_bytes = temporary_bytes(optimizer, sizes) + casting_bytes([m.master_bytes for m in members])
+        used_up, again = [block for block in gradients if block is not None], iter(members)  # now: memory may run out below
         try:
             self._pager.acquire(read, workspace_bytes, name, then_fetch=self._recorder.stage_reached())
         except BudgetError as error:
@@ -130,9 +131,9 @@ class RegionUpdates:
                 update_replicas(optimizer, _replicas(optimizer, members))
             end = self._recorder.mark()
         finally:
-            for member in members:
+            for member in again:
                 member.parameter.grad = slots[member.final.slot] = None
-            self._pager.retire(read, changed, last_used=[block for block in gradients if block is not None])
+            self._pager.retire(read, changed, last_used=used_up)
         self._recorder.stage_ended(
             StageRun(
                 name=name,

@@ -110,6 +110,10 @@ class ShadowedTraining:
             check_account(pager)
         return hit
 
+    def end_iteration(self) -> None:
+        """Step, after an error in a backward pass that may have updated some parameters."""
+        self._training.optimizers[0].step()
+
     def finish(self) -> None:
         """End teraio's part. Raises AssertionError if that changed a value or left a file."""
         with no_hang():
