@@ -120,8 +120,9 @@ def _decompositions(codegen: str) -> dict[Any, Callable[..., Any]] | None:
         return None
     from torch._inductor.decomposition import select_decomp_table
 
-    eye = {getattr(torch.ops.aten.eye, overload) for overload in torch.ops.aten.eye.overloads()}
-    return {operator: each for operator, each in select_decomp_table().items() if operator not in eye}
+    eye = torch.ops.aten.eye
+    whole = (eye.default, eye.m, eye.out, eye.m_out)
+    return {operator: each for operator, each in select_decomp_table().items() if operator not in whole}
 
 
 def _donate_nothing() -> None:
