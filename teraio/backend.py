@@ -83,7 +83,7 @@ def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Opt
     parameters = _parameters(inputs, example_inputs)
     run = registry.REGISTRY.run_for(options, _device(example_inputs), tuple(parameters.values()))
     with run.agreeing():
-        return _compile_for(run, gm, example_inputs, inputs, parameters)
+        return _compile_for(run, gm, example_inputs, inputs, parameters, options.codegen)
 
 
 def _compile_for(
@@ -92,6 +92,7 @@ def _compile_for(
     example_inputs: Sequence[Any],
     inputs: list[tuple[str, Kind]],
     parameters: Mapping[str, torch.Tensor],
+    codegen: str,
 ) -> Callable[..., Any]:
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
@@ -108,9 +109,23 @@ def _compile_for(
         return run.callable(program)
 
     with functorch_config.patch(**_CONFIG):
-        compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph))
+        compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph), decompositions=_decompositions(codegen))
     run.check(programs)
     return cast(Callable[..., Any], compiled)
+
+
+def _decompositions(codegen: str) -> dict[Any, Callable[..., Any]] | None:
+    """Return into what compile_fx takes operators apart; None for what Inductor chooses.
+
+    The operators that "eager" calls have no kernels for the 16-bit integers without a sign of Inductor's unit matrices.
+    """
+    if codegen != "eager":
+        return None
+    from torch._inductor.decomposition import select_decomp_table
+
+    eye = torch.ops.aten.eye
+    whole = (eye.default, eye.m, eye.out, eye.m_out)
+    return {operator: each for operator, each in select_decomp_table().items() if operator not in whole}
 
 
 def _donate_nothing() -> None:

@@ -72,7 +72,8 @@ def plan(
     error. `threads`: of the solver. `lower_bound`: compute `predicted.lower_bound_seconds`; otherwise it is 0, which may take
     less time. `incumbents`: plans for the same stages and blocks, such as those for smaller budgets or slower links. The fastest
     one is returned if the policy finds no faster plan, or none at all; so with plans for smaller budgets as incumbents, a larger
-    budget never gives a slower plan. Such a plan keeps its own, smaller budgets where that makes it faster.
+    budget never gives a slower plan. Without, it may, by its distance from the lower bound at the most. An incumbent keeps its
+    own, smaller budgets where that makes it faster.
 
     Waits for the result. The solver gets `time_limit_seconds` of processor time for each of its programs: up to six where updates
     may run on the host, otherwise one or two. It is a safeguard: what ends a search is counted, so that a busy machine makes the

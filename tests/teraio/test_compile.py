@@ -58,6 +58,19 @@ def test_the_model_is_the_same_object_and_trains_with_the_same_bits(tmp_path: Pa
     assert status.device_peak_bytes <= BUDGET and status.moved_bytes["device->storage"] > 0
 
 
+def test_what_inductor_computes_in_types_that_no_operator_has() -> None:
+    """A unit matrix of 256 rows and more: Inductor counts them in 16 bits without a sign. DoRA of PEFT makes such ones."""
+
+    class Turned(nn.Module):
+        def forward(self, rows: Tensor) -> Tensor:
+            return rows @ (torch.eye(300, dtype=rows.dtype) + torch.eye(300, 300))
+
+    rows = torch.randn(4, 300, requires_grad=True)
+    model = teraio.compile(Turned(), codegen="eager", fullgraph=True)
+    model(rows).sum().backward()
+    assert torch.equal(model(rows), Turned()(rows)) and rows.grad is not None
+
+
 def test_a_model_whose_forward_is_pytorch_s_own(tmp_path: Path) -> None:
     """`torch.nn.Module.compile` compiles nothing of it."""
     expected = train(nn.Sequential(*(nn.Linear(512, 512) for _ in range(12))))

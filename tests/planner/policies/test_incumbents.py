@@ -38,6 +38,22 @@ def test_more_memory_never_gives_a_slower_plan(case: tuple[Trace, Budgets], step
         before = made
 
 
+@given(st.one_of(problems(), training_problems()), st.integers(1, 4))
+def test_plans_made_apart_differ_by_no_more_than_their_distance_from_the_bound(
+    case: tuple[Trace, Budgets], quarters: int
+) -> None:
+    """Without incumbents too: the bound of more memory is above no plan for less."""
+    trace, budgets = case
+    try:
+        tight = plan(trace, budgets)
+    except (BudgetError, InfeasiblePlanError):
+        return
+    more = max(max(live_bytes(trace)) - budgets.device_bytes, 0) * quarters // 4
+    made = plan(trace, budgets.model_copy(update={"device_bytes": budgets.device_bytes + more}))
+    assert made.predicted is not None
+    assert made.predicted.lower_bound_seconds <= seconds(trace, tight) * SAME
+
+
 @given(training_problems(), st.integers(0, 100))
 def test_a_larger_tier_never_gives_a_slower_plan(case: tuple[Trace, Budgets], more: int) -> None:
     trace, budgets = case

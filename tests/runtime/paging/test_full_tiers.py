@@ -33,7 +33,7 @@ class Rig:
         if folder is not None:
             files = PosixStore([folder], budget_bytes=None)
             self.tiers.append(Tier(name="storage", store=files, engine=Engine(files, threads=1)))
-        self.mover = CpuMover(self.memory, Tiers(self.tiers), debug=Debug())
+        self.mover = CpuMover(self.memory, Tiers(self.tiers), debug=Debug(), keep_slots=True)
         self.pager = Pager(mover=self.mover, budget_bytes=device_blocks * MIB)
         self.pager.enter_region()
         self.tensors: list[torch.Tensor] = []

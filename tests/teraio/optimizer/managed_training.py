@@ -172,7 +172,7 @@ class TieredTraining(ManagedTraining):
         if folders:
             tiers.append(self._tier("storage", PosixStore(folders, budget_bytes=None), checksums))
         self.tiers = {tier.name: tier for tier in tiers}
-        self.mover = CpuMover(self.memory, Tiers(tiers), debug=Debug() if debug else None)
+        self.mover = CpuMover(self.memory, Tiers(tiers), debug=Debug() if debug else None, keep_slots=debug or checksums)
         self._last.callback(self.mover.close)
         super().__init__(Pager(mover=self.mover, budget_bytes=budget_bytes, device=CpuDevice()), parameters)
         self._last.callback(self.steps.close)

@@ -1,4 +1,4 @@
-"""`torch.compile(optimizer.step)`: Dynamo compiles PyTorch's code and none of teraio's, and the bits are those of the plain step."""
+"""`torch.compile(optimizer.step)`: Dynamo compiles none of teraio's functions, and the bits are those of the plain step."""
 
 from __future__ import annotations
 
