@@ -20,6 +20,7 @@ ORDER = (
     "test_training.py",
     "test_asynchronous.py",
     "test_budget.py",
+    "test_whole_trainings.py",
     "test_parity.py",
 )
 """Memory, copies and streams first; then what needs all of it. The longest comes last."""

@@ -71,7 +71,7 @@ def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(autouse=True)
 def quick_measurements_on_a_made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor needs half a minute for the products that keep a real GPU busy for a millisecond, and the rates mean nothing."""
+    """A processor needs half a minute for the products that keep a real GPU busy for a millisecond. The rates mean nothing."""
     if MADE_UP:
         monkeypatch.setattr(busy, "_SIDE", 64)
         monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, 1 << 20))

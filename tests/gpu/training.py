@@ -52,8 +52,8 @@ GPU_SCALE = Scale(rows=4096, width=512, layers=16)
 """In fp32: activations of 8 and 32 MiB, weights of 4 MiB, one to two GiB in all."""
 if STAND_IN:
     GPU_SCALE = Scale(rows=1024, width=256, layers=10, heads=4, sequence=64)
-elif MADE_UP:  # a processor computes: many activations and weights of 1 MiB, which PyTorch takes from segments of 2 MiB
-    GPU_SCALE = Scale(rows=256, width=256, layers=10, heads=4, sequence=64, activations=16)
+elif MADE_UP:  # a processor computes: as much memory with a tenth of the products
+    GPU_SCALE = Scale(rows=2048, width=256, layers=10, heads=4, sequence=64, activations=24)
 
 
 class Feedforward(nn.Module):

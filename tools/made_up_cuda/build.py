@@ -85,16 +85,18 @@ def build() -> Path:
     if (folder / "ready").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
+    flags = [compiler, "-std=c++20", "-shared", "-fPIC", *(f"-I{path}" for path in torch.headers)]
     free = shutil.disk_usage(folder).free
     if free < ROOM_BYTES:
         raise BuildError(f"{folder} has {free:,} bytes free, the made-up GPU needs {ROOM_BYTES:,}: make room there")
     (folder / "missing.cpp").write_text(_missing_functions(torch.runtime))
-    flags = [compiler, "-std=c++20", "-shared", "-fPIC", *(f"-I{path}" for path in torch.headers)]
     driver = [*map(str, HERE.glob("driver/*.cpp")), str(folder / "missing.cpp")]
     _compile([*flags, "-O2", "-g", "-fvisibility=hidden", f"-I{HERE / 'driver'}", *driver, "-ldl", "-lpthread"], folder / DRIVER)
     libraries = torch.folder / "lib"
     of_torch = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10", "-lc10_cuda"]
-    _compile([*flags, "-O1", f"-I{HERE}", str(HERE / "true_numbers.cpp"), *of_torch, f"-L{folder}", "-lmade_up_cuda"], folder / NUMBERS)
+    _compile(
+        [*flags, "-O1", f"-I{HERE}", str(HERE / "true_numbers.cpp"), *of_torch, f"-L{folder}", "-lmade_up_cuda"], folder / NUMBERS
+    )
     for name in STANDS_FOR:
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(DRIVER)
