@@ -320,7 +320,8 @@ def check_within(found: Run, budget_bytes: int, user_bytes: int = 0) -> None:
     assert 0 < last.device_peak_bytes <= budget_bytes
     assert sum(last.moved_bytes.values()) > sum(found.progress[-2].moved_bytes.values()), last.moved_bytes
     assert found.allocated_bytes is None or 0 < found.allocated_bytes <= budget_bytes
-    assert found.reserved_bytes is None or 0 < found.reserved_bytes <= budget_bytes + user_bytes
+    most = budget_bytes + user_bytes
+    assert found.reserved_bytes is None or 0 < found.reserved_bytes <= most, (found.reserved_bytes, budget_bytes, user_bytes)
 
 
 def _convert(module: nn.Module, dtype: torch.dtype) -> None:
