@@ -99,9 +99,9 @@ def test_misuse_ends_the_process_with_a_line_that_names_it(code: str, line: str)
         "assert cuda.cudaEventElapsedTime(ctypes.byref(ms), a, b) == 600; cuda.cudaStreamSynchronize(s)\n"
         "assert cuda.cudaEventElapsedTime(ctypes.byref(ms), a, b) == 0 and 50 <= ms.value < 60\n"
         "assert cuda.cudaEventElapsedTime(ctypes.byref(ms), c, b) == 400",
-        # The NULL stream waits for blocking streams and they for it; non-blocking ones take no part.
-        "s, e = stream(0), made('cudaEventCreate'); busy(s); cuda.cudaEventRecord(e, None); assert cuda.cudaEventQuery(e) == 600\n"
-        "cuda.cudaEventSynchronize(e); s = stream(1); busy(s); cuda.cudaEventRecord(e, None); cuda.cudaEventSynchronize(e)\n"
+        # The NULL stream waits for blocking streams; non-blocking ones take no part.
+        "s, e = stream(0), made('cudaEventCreate'); busy(s); cuda.cudaEventRecord(e, None)\n"
+        "assert cuda.cudaEventQuery(e) == 600; cuda.cudaEventSynchronize(e); s = stream(1); busy(s); cuda.cudaEventRecord(e, None); cuda.cudaEventSynchronize(e)\n"
         "assert cuda.cudaStreamQuery(s) == 600",
         # Pageable memory is taken before the call returns; pinned memory is read when the copy runs.
         "s, d = stream(), memory(MIB); pageable, host = ctypes.create_string_buffer(b'a' * MIB), pinned(MIB)\n"
@@ -113,7 +113,8 @@ def test_misuse_ends_the_process_with_a_line_that_names_it(code: str, line: str)
         "p = ctypes.c_void_p(); assert cuda.cudaMalloc(ctypes.byref(p), ctypes.c_size_t(64 * MIB)) == 2\n"
         "assert cuda.cudaHostAlloc(ctypes.byref(p), ctypes.c_size_t(64 * MIB), 0) == 2",
         # A copy that crosses from one registration into the next is refused; so is one of a kind that it is not.
-        "import mmap; m = mmap.mmap(-1, 2 * MIB); p = ctypes.addressof(ctypes.c_char.from_buffer(m)); d, s = memory(2 * MIB), stream()\n"
+        "import mmap; m = mmap.mmap(-1, 2 * MIB); p = ctypes.addressof(ctypes.c_char.from_buffer(m))\n"
+        "d, s = memory(2 * MIB), stream()\n"
         "for at in (p, p + MIB): assert cuda.cudaHostRegister(ctypes.c_void_p(at), ctypes.c_size_t(MIB), 0) == 0\n"
         "assert cuda.cudaHostRegister(ctypes.c_void_p(p), ctypes.c_size_t(MIB), 0) == 712\n"
         "assert copy(d, ctypes.c_void_p(p), 2 * MIB, s) == 1 and copy(d, ctypes.c_void_p(p + MIB), MIB, s) == 0\n"
