@@ -101,7 +101,8 @@ def test_misuse_ends_the_process_with_a_line_that_names_it(code: str, line: str)
         "assert cuda.cudaEventElapsedTime(ctypes.byref(ms), c, b) == 400",
         # The NULL stream waits for blocking streams; non-blocking ones take no part.
         "s, e = stream(0), made('cudaEventCreate'); busy(s); cuda.cudaEventRecord(e, None)\n"
-        "assert cuda.cudaEventQuery(e) == 600; cuda.cudaEventSynchronize(e); s = stream(1); busy(s); cuda.cudaEventRecord(e, None); cuda.cudaEventSynchronize(e)\n"
+        "assert cuda.cudaEventQuery(e) == 600; cuda.cudaEventSynchronize(e); s = stream(1); busy(s)\n"
+        "cuda.cudaEventRecord(e, None); cuda.cudaEventSynchronize(e)\n"
         "assert cuda.cudaStreamQuery(s) == 600",
         # Pageable memory is taken before the call returns; pinned memory is read when the copy runs.
         "s, d = stream(), memory(MIB); pageable, host = ctypes.create_string_buffer(b'a' * MIB), pinned(MIB)\n"

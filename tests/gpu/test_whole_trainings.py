@@ -82,8 +82,11 @@ def values(training: Training) -> list[Tensor]:
     (optimizer,) = training.optimizers
     parameters = list(training.module.parameters())
     states = [v for p in parameters for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
-    with teraio.on_device([*parameters, *states]):
-        return [tensor.detach().cpu() for tensor in (*parameters, *states)]
+    found = []
+    for tensor in (*parameters, *states):  # one by one: together they exceed the budget
+        with teraio.on_device([tensor]):
+            found.append(tensor.detach().cpu())
+    return found
 
 
 # -- updates on the host
