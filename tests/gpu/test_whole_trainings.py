@@ -1,4 +1,4 @@
-"""Trainings as users run them: updates on the host, checkpoints of blocks on drives, Ctrl-C, and drives that fail.
+"""Trainings as users run them: updates on the host, checkpoints of blocks on drives, and drives that fail.
 
 The model is mostly weights and states, so that a processor computes it in no time and all of it moves.
 """
@@ -6,7 +6,7 @@ The model is mostly weights and states, so that a processor computes it in no ti
 from __future__ import annotations
 
 import errno
-import signal
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 import planner
 import teraio
 from teraio.optimizer.host import HostUpdate
+from teraio.registry import REGISTRY
 
-from ..line_tracing import Place, places_in
-from ..teraio.parity.interrupts import WATCHED, interrupted_at
+from ..teraio.in_process import InProcessJob
 from ..teraio.parity.test_faults import fail_on
 from ..teraio.parity.test_host_updates import TOLERANCE, far
-from ..training import Training, begin, compiled, unequal
+from ..training import Training, begin, unequal
 from .training import needs_gpu
 
 DEVICE = torch.device("cuda", 0)
@@ -33,6 +33,12 @@ WEIGHTS_BYTES = 4 * WIDTH * WIDTH * LAYERS
 BUDGET = 3 * WEIGHTS_BYTES
 UNTIL_PLANNED = 8
 pytestmark = needs_gpu
+
+
+@pytest.fixture(autouse=True)
+def planning_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of its own imports for seconds."""
+    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=InProcessJob))
 
 
 @pytest.fixture
@@ -89,6 +95,11 @@ def values(training: Training) -> list[Tensor]:
     return found
 
 
+def apart(found: list[Tensor], wanted: list[Tensor], tolerance: float = TOLERANCE) -> list[int]:
+    """Positions of tensors that differ by more than rounding: eager code without teraio rounds differently."""
+    return [n for n, pair in enumerate(zip(found, wanted, strict=True)) if not far(*(t.float() for t in pair)) <= tolerance]
+
+
 # -- updates on the host
 
 
@@ -129,12 +140,10 @@ def test_updates_on_the_host_agree_to_rounding(
     assert training.progress[-1][0].phase == "planned" and len(updates) > LAYERS
     teraio.reset()
     found, wanted = values(training), values(train(start(None, make_optimizers, dtype), 0, 12))
-    assert len(found) == len(wanted)
-    tolerance = TOLERANCE if dtype == torch.float32 else 2**-7  # of a parameter in bf16
-    assert [n for n, pair in enumerate(zip(found, wanted, strict=True)) if not far(*(t.float() for t in pair)) <= tolerance] == []
+    assert not apart(found, wanted, TOLERANCE if dtype == torch.float32 else 2**-7)  # of a parameter in bf16
 
 
-# -- checkpoints, Ctrl-C and drives that fail
+# -- checkpoints, and drives that fail
 
 
 def test_a_checkpoint_of_blocks_on_a_drive_is_that_of_a_training_without_teraio(tmp_path: Path) -> None:
@@ -143,31 +152,7 @@ def test_a_checkpoint_of_blocks_on_a_drive_is_that_of_a_training_without_teraio(
     saved = values(training)
     teraio.reset()
     assert not unequal(values(training), saved)
-    assert not unequal(saved, values(train(start(None), 0, UNTIL_PLANNED)))
-
-
-def test_training_goes_on_after_ctrl_c(tmp_path: Path) -> None:
-    """At lines of teraio's code all over an iteration: each value is then that before the step or that after it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        training = train(start({"memory_budget": BUDGET, "host_budget": WEIGHTS_BYTES, "storage": tmp_path}), 0, UNTIL_PLANNED)
-        places = list(places_in(WATCHED, lambda: step(training, UNTIL_PLANNED)))
-        chosen: list[Place] = places[:: len(places) // 4]
-        hits = 0
-        for number, place in enumerate(chosen, UNTIL_PLANNED + 1):
-            old = values(training)
-            shadow = resumed(old)
-            step(shadow, number)
-            hits += interrupted_at(place, lambda number=number: step(training, number))  # type: ignore[misc]
-            training.optimizers[0].zero_grad()
-            for was, new, now in zip(old, values(shadow), values(training), strict=True):
-                assert bool(((now == was) | (now == new)).all()), place
-        assert hits
-        saved = values(training)
-        train(training, 20, 21)
-        assert not unequal(values(training), values(train(resumed(saved), 20, 21)))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    assert not apart(saved, values(train(start(None), 0, UNTIL_PLANNED)))
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
@@ -184,7 +169,7 @@ def test_a_drive_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     found = values(training)
     teraio.reset()
     assert not unequal(values(training), found)
-    assert not unequal(found, values(train(resumed(saved), UNTIL_PLANNED + 1, UNTIL_PLANNED + 2)))
+    assert not apart(found, values(train(resumed(saved), UNTIL_PLANNED + 1, UNTIL_PLANNED + 2)))
 
 
 def resumed(saved: list[Tensor]) -> Training:
@@ -201,13 +186,3 @@ def resumed(saved: list[Tensor]) -> Training:
                 moved = {"exp_avg": average.to(DEVICE), "exp_avg_sq": squares.to(DEVICE)}
                 optimizer.state[parameter] = {"step": step_.clone(), **moved}
     return Training(module=module, model=module, optimizers=optimizers)
-
-
-def test_a_second_training_starts_in_the_same_process(tmp_path: Path) -> None:
-    """`reset` gives all memory back, pinned memory and spill files too."""
-    for _ in range(2):
-        training = train(start({"memory_budget": BUDGET, "host_budget": WEIGHTS_BYTES, "storage": tmp_path}), 0, 2)
-        training.finish()
-        assert not list(tmp_path.iterdir())
-    training.model = compiled(training.module, {"memory_budget": BUDGET, "storage": tmp_path})
-    train(training, 2, 3).finish()
