@@ -7,6 +7,7 @@
 # PIP_ARGS=...    handed to pip install
 # CHROMIUM=...    a Chromium for make test-browser                     (default: Playwright's, which it downloads)
 # WORKERS=...     processes that make test runs the tests in, 0 for none beside itself  (default: 2)
+# MADE_UP_ENVS=... for make test-made-up-gpu: environments that have the CUDA build of torch  (default: it makes them, 4.5 GB each)
 # ARGS=...        handed to the demo, to pytest (make test, make soak, make test-gpu) or to the benchmark
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -15,6 +16,7 @@ NO_VENV ?=
 WHEELS ?=
 PIP_ARGS ?=
 CHROMIUM ?=
+MADE_UP_ENVS ?=
 WORKERS ?= 2
 ARGS ?=
 TORCH := torch==2.13.0
@@ -28,7 +30,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-models test-browser soak coverage check lint types imports docs wheel bench require-gpu test-gpu bench-gpu clean
+.PHONY: help setup demo test test-long test-models test-browser soak coverage check lint types imports docs wheel bench require-gpu test-gpu test-made-up-gpu bench-gpu clean
 
 help:  ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -106,6 +108,9 @@ require-gpu: $(READY)
 
 test-gpu: require-gpu  ## run the tests for a GPU; fails where there is none
 	$(RUN) -m tools.gpu_tests $(ARGS)
+
+test-made-up-gpu:  ## run the tests for a GPU on one made of software, with the oldest and the newest torch that is built for CUDA
+	$(PYTHON) -m tools.made_up_gpu_tests $(addprefix --environment ,$(MADE_UP_ENVS)) --pip-args="$(PIP_ARGS)" $(ARGS)
 
 bench-gpu: require-gpu  ## train Llamas on the GPU and measure, for about 8 minutes; fails where there is none
 	$(RUN) -m benchmarks --device cuda $(ARGS)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 FOLDER = Path("tests/gpu")
 ORDER = (
+    "test_made_up_driver.py",
     "test_storage_swap.py",
     "test_stores.py",
     "test_stream_sequences.py",
@@ -22,6 +23,7 @@ ORDER = (
     "test_training.py",
     "test_asynchronous.py",
     "test_budget.py",
+    "test_whole_trainings.py",
     "test_parity.py",
 )
 """Memory, copies and streams first; then what needs all of it. The longest comes last."""

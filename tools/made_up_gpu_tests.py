@@ -2,8 +2,8 @@
 
 python -m tools.made_up_gpu_tests [--environment FOLDER ...] [--torch VERSION ...] [--pip-args ARGS] [arguments of pytest]
 
-An environment is made under build/ for each version of torch, unless existing ones are named. It takes 4.5 GB. The tests are those
-of `tools.gpu_tests`. Exit status 0 if all have passed in all environments; 1 if not; 2 if something is missing.
+An environment is made under build/ for each version of torch, unless existing ones are named. It takes 4.5 GB. The tests are
+those of `tools.gpu_tests`. Exit status 0 if all have passed in all environments; 1 if not; 2 if something is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOT_MADE_UP = 2
 
 
 def environment(version: str, pip_args: Sequence[str]) -> Path:
-    """Make the environment for a version of torch, if it is not there. Return its folder. Raises SystemExit if there is no room."""
+    """Make the environment for a version of torch, if it is not there. Return its folder. Raises SystemExit without room."""
     folder = ROOT / "build" / f"torch-{version}"
     if (folder / ".ready").exists():
         return folder
@@ -35,7 +35,7 @@ def environment(version: str, pip_args: Sequence[str]) -> Path:
     free = shutil.disk_usage(folder.parent).free
     if free < ROOM_BYTES:
         raise SystemExit(
-            f"{folder.parent} has {free:,} bytes free, an environment with the CUDA build of torch {version} needs {ROOM_BYTES:,}: "
+            f"{folder.parent} has {free:,} bytes free, the CUDA build of torch {version} needs {ROOM_BYTES:,}: "
             "make room there, or name an environment that has one: make test-made-up-gpu MADE_UP_ENVS=/path/to/venv"
         )
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)

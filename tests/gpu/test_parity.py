@@ -33,8 +33,9 @@ from .training import (
 )
 
 DEVICE = torch.device("cuda")
-LOSS_BYTES = 8 * 4 * GPU_SCALE.rows * GPU_SCALE.width
-"""Memory of the loss, which is user code: logits in fp32, their logarithms and gradients, before the allocator rounds up."""
+LOSS_BYTES = 8 * 4 * GPU_SCALE.rows * GPU_SCALE.width + (40 << 20)
+"""Memory of the loss, which is user code: logits in fp32, their logarithms and gradients, and the ends of two pages of 20 MiB,
+which the allocator maps as a whole."""
 
 TRANSFORMER = Case(name="transformer", model=Transformer)
 ADAM = Case(name="adam", model=Transformer, optimizers=one_adam)

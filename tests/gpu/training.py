@@ -52,8 +52,8 @@ GPU_SCALE = Scale(rows=4096, width=512, layers=16)
 """In fp32: activations of 8 and 32 MiB, weights of 4 MiB, one to two GiB in all."""
 if STAND_IN:
     GPU_SCALE = Scale(rows=1024, width=256, layers=10, heads=4, sequence=64)
-elif MADE_UP:  # a processor computes: many activations and weights of 1 MiB, which PyTorch takes from segments of 2 MiB
-    GPU_SCALE = Scale(rows=256, width=256, layers=10, heads=4, sequence=64, activations=16)
+elif MADE_UP:  # a processor computes: as much memory with a tenth of the products
+    GPU_SCALE = Scale(rows=2048, width=256, layers=10, heads=4, sequence=64, activations=24)
 
 
 class Feedforward(nn.Module):
@@ -320,7 +320,8 @@ def check_within(found: Run, budget_bytes: int, user_bytes: int = 0) -> None:
     assert 0 < last.device_peak_bytes <= budget_bytes
     assert sum(last.moved_bytes.values()) > sum(found.progress[-2].moved_bytes.values()), last.moved_bytes
     assert found.allocated_bytes is None or 0 < found.allocated_bytes <= budget_bytes
-    assert found.reserved_bytes is None or 0 < found.reserved_bytes <= budget_bytes + user_bytes
+    most = budget_bytes + user_bytes
+    assert found.reserved_bytes is None or 0 < found.reserved_bytes <= most, (found.reserved_bytes, budget_bytes, user_bytes)
 
 
 def _convert(module: nn.Module, dtype: torch.dtype) -> None:

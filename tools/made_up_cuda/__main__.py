@@ -1,6 +1,6 @@
 """Run Python on a GPU made of software.
 
-python -m tools.made_up_cuda [--device-memory 6GiB] [--host-memory SIZE] [--delay-us N] [--seed N] [--numbers true|none] -- ARGUMENTS
+python -m tools.made_up_cuda [--device-memory 6GiB] [--host-memory SIZE] [--delay-us N] [--seed N] [--numbers none] -- ARGUMENTS
 
 ARGUMENTS are those of `python`: a script and its arguments, or -m and a module. The environment needs a torch that is built for
 CUDA, and a C++ compiler. The first run builds the driver into build/made-up-cuda. See README.md in this folder.

@@ -85,11 +85,11 @@ def build() -> Path:
     if (folder / "ready").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
+    flags = [compiler, "-std=c++20", "-shared", "-fPIC", *(f"-I{path}" for path in torch.headers)]
     free = shutil.disk_usage(folder).free
     if free < ROOM_BYTES:
         raise BuildError(f"{folder} has {free:,} bytes free, the made-up GPU needs {ROOM_BYTES:,}: make room there")
     (folder / "missing.cpp").write_text(_missing_functions(torch.runtime))
-    flags = [compiler, "-std=c++20", "-shared", "-fPIC", *(f"-I{path}" for path in torch.headers)]
     driver = [*map(str, HERE.glob("driver/*.cpp")), str(folder / "missing.cpp")]
     _compile([*flags, "-O2", "-g", "-fvisibility=hidden", f"-I{HERE / 'driver'}", *driver, "-ldl", "-lpthread"], folder / DRIVER)
     libraries = torch.folder / "lib"

@@ -1,0 +1,140 @@
+"""The made-up GPU itself: what it does in order, what it refuses, and the line with which it ends a process that misuses it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from .training import MADE_UP
+
+pytestmark = pytest.mark.skipif(not MADE_UP, reason="tests the made-up GPU: python -m tools.made_up_cuda")
+
+PRELUDE = """
+import ctypes, os
+cuda = ctypes.CDLL(os.environ["MADE_UP_CUDA_FOLDER"] + "/libmade_up_cuda.so")
+MIB, KEEP = 1 << 20, []
+cuda.made_up_wait.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_double]
+
+def made(function, *arguments):
+    pointer = ctypes.c_void_p()
+    assert getattr(cuda, function)(ctypes.byref(pointer), *arguments) == 0
+    return pointer
+
+def stream(flags=1):
+    return made("cudaStreamCreateWithFlags", flags)
+
+def busy(stream, seconds=0.3):
+    cuda.made_up_wait(stream, b"a kernel", seconds)
+
+def copy(target, source, size, stream, kind=4):
+    return cuda.cudaMemcpyAsync(target, source, ctypes.c_size_t(size), kind, stream)
+
+def memory(size):
+    return made("cudaMalloc", ctypes.c_size_t(size))
+
+def pinned(size):
+    return made("cudaHostAlloc", ctypes.c_size_t(size), 0)
+"""
+
+
+def run(code: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run code that calls the driver, in a process without PyTorch."""
+    environment = {**os.environ, **settings}
+    return subprocess.run([sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        (
+            "copy(memory(MIB), pinned(4 * MIB), 3 * MIB, stream())",
+            "copy of 3145728 bytes .* touches device memory that is not mapped",
+        ),
+        ("p = memory(MIB); cuda.cudaFree(p); copy(p, pinned(MIB), MIB, stream())", "touches device memory that is not mapped"),
+        ("p = memory(MIB); cuda.cudaFree(p); cuda.cudaFree(p)", r"cudaFree of 0x\w+, which is not allocated \(freed twice\?\)"),
+        ("p = pinned(MIB); cuda.cudaFreeHost(p); cuda.cudaFreeHost(p)", "cudaFreeHost of .* which is not allocated"),
+        (
+            "e = made('cudaEventCreate'); cuda.cudaEventDestroy(e); cuda.cudaEventQuery(e)",
+            "query of event .* destroyed or never made",
+        ),
+        ("s = stream(); cuda.cudaStreamDestroy(s); cuda.cudaStreamSynchronize(s)", "stream .* destroyed or never made"),
+        (
+            "import mmap; m = mmap.mmap(-1, MIB); p = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(m)))\n"
+            "assert cuda.cudaHostRegister(p, ctypes.c_size_t(MIB), 0) == 0\n"
+            "s = stream(); busy(s); copy(memory(MIB), p, MIB, s); cuda.cudaHostUnregister(p)",
+            "1048576 bytes at .* are unregistered while the queued copy still uses 1048576 bytes",
+        ),
+        (
+            "a = made('cuMemAddressReserve', ctypes.c_size_t(2 * MIB), ctypes.c_size_t(0), None, ctypes.c_ulonglong(0))\n"
+            "h = made('cuMemCreate', ctypes.c_size_t(2 * MIB), None, ctypes.c_ulonglong(0))\n"
+            "cuda.cuMemMap(a, ctypes.c_size_t(2 * MIB), ctypes.c_size_t(0), h, ctypes.c_ulonglong(0))\n"
+            "cuda.cuMemSetAccess(a, ctypes.c_size_t(2 * MIB), None, ctypes.c_size_t(0))\n"
+            "s = stream(); busy(s); copy(a, pinned(MIB), MIB, s); cuda.cuMemUnmap(a, ctypes.c_size_t(2 * MIB))",
+            "2097152 bytes at .* are unmapped while the queued copy still uses 1048576 bytes",
+        ),
+    ],
+)
+def test_misuse_ends_the_process_with_a_line_that_names_it(code: str, line: str) -> None:
+    ended = run(code)
+    assert ended.returncode == -6, ended.stderr
+    (told,) = [text for text in ended.stderr.splitlines() if text.startswith("made-up CUDA: ")]
+    assert re.search(line, told), told
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        # A stream is late, and events tell when it has got there.
+        "s, e = stream(), made('cudaEventCreate'); assert cuda.cudaEventQuery(e) == 0; busy(s); cuda.cudaEventRecord(e, s)\n"
+        "assert cuda.cudaEventQuery(e) == 600 and cuda.cudaStreamQuery(s) == 600\n"
+        "cuda.cudaEventSynchronize(e); assert cuda.cudaEventQuery(e) == 0",
+        # Times come from the stream's clock; an event without timing has none.
+        "s, a, b, c = stream(), made('cudaEventCreate'), made('cudaEventCreate'), made('cudaEventCreateWithFlags', 2)\n"
+        "for e in (a, c): cuda.cudaEventRecord(e, s)\n"
+        "busy(s, 0.05); cuda.cudaEventRecord(b, s); ms = ctypes.c_float()\n"
+        "assert cuda.cudaEventElapsedTime(ctypes.byref(ms), a, b) == 600; cuda.cudaStreamSynchronize(s)\n"
+        "assert cuda.cudaEventElapsedTime(ctypes.byref(ms), a, b) == 0 and 50 <= ms.value < 60\n"
+        "assert cuda.cudaEventElapsedTime(ctypes.byref(ms), c, b) == 400",
+        # The NULL stream waits for blocking streams; non-blocking ones take no part.
+        "s, e = stream(0), made('cudaEventCreate'); busy(s); cuda.cudaEventRecord(e, None)\n"
+        "assert cuda.cudaEventQuery(e) == 600; cuda.cudaEventSynchronize(e); s = stream(1); busy(s)\n"
+        "cuda.cudaEventRecord(e, None); cuda.cudaEventSynchronize(e)\n"
+        "assert cuda.cudaStreamQuery(s) == 600",
+        # Pageable memory is taken before the call returns; pinned memory is read when the copy runs.
+        "s, d = stream(), memory(MIB); pageable, host = ctypes.create_string_buffer(b'a' * MIB), pinned(MIB)\n"
+        "ctypes.memset(host, 97, MIB); busy(s); copy(d, pageable, MIB, s); ctypes.memset(pageable, 98, MIB)\n"
+        "back = ctypes.create_string_buffer(MIB); copy(back, d, MIB, s); assert back.raw == b'a' * MIB\n"
+        "busy(s); copy(d, host, MIB, s); ctypes.memset(host, 98, MIB); copy(back, d, MIB, s); assert back.raw == b'b' * MIB",
+        # New memory is poisoned, and there is as much as was asked for.
+        "back = ctypes.create_string_buffer(16); copy(back, memory(MIB), 16, stream()); assert back.raw == b'\\xa5' * 16\n"
+        "p = ctypes.c_void_p(); assert cuda.cudaMalloc(ctypes.byref(p), ctypes.c_size_t(64 * MIB)) == 2\n"
+        "assert cuda.cudaHostAlloc(ctypes.byref(p), ctypes.c_size_t(64 * MIB), 0) == 2",
+        # A copy that crosses from one registration into the next is refused; so is one of a kind that it is not.
+        "import mmap; m = mmap.mmap(-1, 2 * MIB); p = ctypes.addressof(ctypes.c_char.from_buffer(m))\n"
+        "d, s = memory(2 * MIB), stream()\n"
+        "for at in (p, p + MIB): assert cuda.cudaHostRegister(ctypes.c_void_p(at), ctypes.c_size_t(MIB), 0) == 0\n"
+        "assert cuda.cudaHostRegister(ctypes.c_void_p(p), ctypes.c_size_t(MIB), 0) == 712\n"
+        "assert copy(d, ctypes.c_void_p(p), 2 * MIB, s) == 1 and copy(d, ctypes.c_void_p(p + MIB), MIB, s) == 0\n"
+        "assert copy(ctypes.c_void_p(p), d, MIB, s, 1) == 1\n"
+        "cuda.cudaStreamSynchronize(s); assert cuda.cudaHostUnregister(ctypes.c_void_p(p)) == 0\n"
+        "assert cuda.cudaHostUnregister(ctypes.c_void_p(p)) == 713",
+    ],
+    ids=["late", "times", "null stream", "pageable and pinned", "memory", "registrations"],
+)
+def test_it_does_as_a_real_driver(code: str) -> None:
+    ended = run(code, MADE_UP_CUDA_DEVICE_BYTES=str(32 << 20), MADE_UP_CUDA_HOST_BYTES=str(32 << 20))
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_what_is_not_made_up_says_so() -> None:
+    ended = run("assert cuda.cudaMallocManaged(None, None, 0) == 801; assert cuda.cudaMallocManaged(None, None, 0) == 801")
+    assert ended.returncode == 0 and ended.stderr == "made-up CUDA: cudaMallocManaged was called, which is not made up\n"
+
+
+def test_freed_memory_cannot_be_read() -> None:
+    ended = run("p = memory(MIB); address = p.value; cuda.cudaFree(p); ctypes.string_at(address, 1)")
+    assert ended.returncode == -11

@@ -1,0 +1,65 @@
+"""What the launcher of the made-up GPU says where something is missing. `make test-made-up-gpu` tests the driver."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tools import made_up_gpu_tests
+from tools.made_up_cuda import __main__ as launcher
+from tools.made_up_cuda import build
+
+
+@pytest.fixture
+def torch_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a folder look like an installed torch that is built for a version of CUDA."""
+
+    def make(cuda: str | None) -> Path:
+        folder = tmp_path / "torch"
+        folder.mkdir()
+        (folder / "version.py").write_text(f"__version__ = '2.99.0'\ncuda = {cuda!r}\n")
+        spec = SimpleNamespace(origin=str(folder / "__init__.py"))
+        monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: spec)
+        monkeypatch.setattr(build, "FOLDER", tmp_path / "made")
+        monkeypatch.setattr(build, "_nvidia", lambda pattern: [])
+        return folder
+
+    return make
+
+
+def test_a_torch_without_cuda_is_told(torch_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    torch_of(None)
+    assert launcher.main(["--", "script.py"]) == 2
+    error = capsys.readouterr().err
+    assert "torch 2.99.0 of" in error and "is built without CUDA: python -m pip install torch" in error and error.count("\n") == 1
+
+
+def test_missing_headers_are_told(torch_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    torch_of("13.0")
+    assert launcher.main(["--", "script.py"]) == 2
+    assert "no CUDA headers (cuda.h, cuda_runtime_api.h) beside torch 2.99.0: python -m pip install" in capsys.readouterr().err
+
+
+def test_a_missing_compiler_is_told(torch_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    torch_of("13.0")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    assert launcher.main(["--", "script.py"]) == 2
+    assert "no C++ compiler: install g++" in capsys.readouterr().err
+
+
+def test_too_little_room_for_an_environment_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(made_up_gpu_tests, "ROOT", tmp_path)
+    monkeypatch.setattr(made_up_gpu_tests.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(SystemExit, match=r"has 1,000 bytes free, the CUDA build .* MADE_UP_ENVS"):
+        made_up_gpu_tests.environment("2.99.0", [])
+
+
+def test_sizes() -> None:
+    assert launcher.size("6GiB") == 6 << 30 and launcher.size("1.5MiB") == 3 << 19 and launcher.size("7") == 7
+    with pytest.raises(argparse.ArgumentTypeError, match="found '6 gigs', wanted a size such as 6GiB"):
+        launcher.size("6 gigs")
