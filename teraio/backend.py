@@ -81,11 +81,12 @@ def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Opt
     parameters = _parameters(inputs, example_inputs)
     run = registry.REGISTRY.run_for(options, _device(example_inputs), tuple(parameters.values()))
     with run.agreeing():
-        return _compile_for(run, gm, example_inputs, inputs, parameters)
+        return _compile_for(run, options, gm, example_inputs, inputs, parameters)
 
 
 def _compile_for(
     run: TrainingRun,
+    options: Options,
     gm: GraphModule,
     example_inputs: Sequence[Any],
     inputs: list[tuple[str, Kind]],
@@ -104,8 +105,10 @@ def _compile_for(
         programs.append(program)
         return run.callable(program)
 
+    # Taken apart, an operator is many kernels, each with a result in memory. Inductor fuses them again; without it, nothing does.
+    decompositions: dict[Any, Any] | None = {} if options.codegen == "eager" else None
     with functorch_config.patch(**_CONFIG):
-        compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph))
+        compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph), decompositions=decompositions)
     run.check(programs)
     return cast(Callable[..., Any], compiled)
 

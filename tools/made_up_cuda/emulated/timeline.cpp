@@ -8,7 +8,7 @@
 #include <sys/prctl.h>
 #include <time.h>
 
-#include <atomic>
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -56,13 +56,14 @@ class Engine {
 struct Stream {
   unsigned flags;
   int priority;
-  Time ends;  // of all that is queued
+  Time ends;   // of all that is queued
+  Time asked;  // when it was told to wait for another stream, since its last kernel; else none
 };
 
 struct Device {
   std::mutex mutex;
   std::set<Stream*> known;
-  Stream legacy{0, 0, {}};
+  Stream legacy{0, 0, {}, {}};
   Engine computing, outward, inward;
   EmulatedMachine machine{5e-6, 2e12, 25e9, 1e-5, 25e9, 1e-5};
   EmulatedTimes times{};
@@ -127,14 +128,17 @@ Time queue_kernel(Stream& stream, double seconds, Time now) {
   Time before = all.computing.last(), ready = ready_time(stream);
   Time begin = all.computing.take(std::max(ready, now), lasting(seconds), now);
   if (before != Time{} && begin > before) {  // the engine was idle from `before` to `begin`
-    Time could = std::min(std::max(before, ready), begin);
-    all.times.awaited_copies += seconds_of(could - before);
-    double late = seconds_of(begin - could), host = std::min(waited_between(could, begin), late);
+    // What was queued late is the host's part, also where it waits for a copy then.
+    Time since = stream.asked == Time{} ? begin : std::clamp(stream.asked, before, begin), until = std::clamp(ready, since, begin);
+    double copies = seconds_of(until - since), late = seconds_of(begin - before) - copies;
+    double host = std::min(waited_between(before, since) + waited_between(until, begin), late);
+    all.times.awaited_copies += copies;
     all.times.awaited_host += host;
     all.times.awaited_python += late - host;
   }
   all.times.computed += seconds;
   ++all.times.kernels;
+  stream.asked = {};
   return stream.ends = begin + lasting(seconds);
 }
 
@@ -228,7 +232,8 @@ void stand_in_for_kernels() { made_up_on_launch(launched); }
 struct Event {
   unsigned flags;
   bool recorded = false;
-  Time at = {};
+  Time at = {};    // when it was reached
+  Time work = {};  // when what was queued before it ended; earlier if the stream was idle
 };
 
 // ---- points: moments that are known beforehand
@@ -242,7 +247,7 @@ Time Point::at() { return at_; }
 
 cudaError_t create_stream(cudaStream_t* stream, unsigned flags, int priority) {
   std::lock_guard lock(device().mutex);
-  *stream = (cudaStream_t)*device().known.insert(new Stream{flags, priority, {}}).first;
+  *stream = (cudaStream_t)*device().known.insert(new Stream{flags, priority, {}, {}}).first;
   return cudaSuccess;
 }
 
@@ -269,7 +274,7 @@ void enqueue(cudaStream_t handle, Work work) {
     if (is_copy) end = queue_copy(stream, work, now);
     else if (is_fill) end = queue_kernel(stream, device().machine.launch_seconds + (double)work.uses[0].size / device().machine.device_bytes_per_second, now);
     else if (work.seconds > 0) end = queue_kernel(stream, work.seconds, now);
-    else end = stream.ends = std::max(ready_time(stream), now);
+    else end = std::max(ready_time(stream), now);
   }
   if (is_copy && work.uses.front().size <= 4096) work.run();  // such as a loss that the host reads
   else if (!is_copy && !is_fill && work.run) calls.put({end, std::move(work.run)});
@@ -316,14 +321,19 @@ cudaError_t record_event(cudaEvent_t handle, cudaStream_t stream) {
   std::lock_guard lock(device().mutex);
   auto& event = *(Event*)handle;
   event.recorded = true;
-  event.at = std::max(ready_time(stream_of(stream)), Clock::now());
+  event.work = ready_time(stream_of(stream));
+  event.at = std::max(event.work, Clock::now());
   return cudaSuccess;
 }
 
 cudaError_t wait_for_event(cudaStream_t stream, cudaEvent_t handle) {
   std::lock_guard lock(device().mutex);
   auto& event = *(Event*)handle;
-  if (event.recorded) stream_of(stream).ends = std::max(ready_time(stream_of(stream)), event.at);
+  Stream& waiting = stream_of(stream);
+  Time now = Clock::now();
+  if (!event.recorded || event.work <= now || event.work <= waiting.ends) return cudaSuccess;
+  if (waiting.asked == Time{}) waiting.asked = now;
+  waiting.ends = event.work;
   return cudaSuccess;
 }
 

@@ -1,0 +1,87 @@
+"""The emulated GPU of this process: `install` gives it its machine, `Clock` tells where its time went."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from typing import Any
+
+import torch
+
+from teraio.capturing.hardware import MachineDescription
+from teraio.stages import operator_kernel
+from tools.made_up_cuda.emulated.build import MACHINE_VARIABLE, OPERATORS
+
+
+class _Machine(ctypes.Structure):
+    """`EmulatedMachine` of timeline.hpp."""
+
+    _fields_ = [
+        (name, ctypes.c_double)
+        for name in (
+            "launch_seconds",
+            "device_bytes_per_second",
+            "out_bytes_per_second",
+            "out_latency_seconds",
+            "in_bytes_per_second",
+            "in_latency_seconds",
+        )
+    ]
+
+
+class _Times(ctypes.Structure):
+    """`EmulatedTimes` of timeline.hpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_double) for name in ("computed", "awaited_copies", "awaited_host", "awaited_python", "out", "in")),
+        *((name, ctypes.c_ulonglong) for name in ("kernels", "copies", "out_bytes", "in_bytes")),
+    ]
+
+
+def install() -> MachineDescription:
+    """Let the GPU of this process be the machine that the environment names, see `build.environment`. Return its description.
+
+    Replaces two functions of teraio's host tier: one takes its pages from the system, one asks whether that has so many. Nobody
+    touches this memory here. Attention is PyTorch's own flash kernel, since cuDNN is not made up.
+    """
+    description = MachineDescription.load(os.environ[MACHINE_VARIABLE])
+    links = {link.name: link for link in description.hardware.links}
+    outward, inward = links["device->host"], links["host->device"]
+    machine = _Machine(
+        description.launch_seconds,
+        description.memory_bytes_per_second * description.memory_efficiency,
+        outward.bytes_per_second,
+        outward.latency_seconds,
+        inward.bytes_per_second,
+        inward.latency_seconds,
+    )
+    ctypes.CDLL(None).emulated_machine(ctypes.byref(machine))
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def seconds(name: str, overload: str, arguments: list[Any], results: list[Any]) -> float:
+        space, base = name.split("::")
+        operator = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+        named = dict(zip((each.name for each in operator._schema.arguments), arguments, strict=False))
+        kernel = operator_kernel(operator, named, results)
+        return description.launch_seconds if kernel is None else description.seconds(kernel)
+
+    rate = description.hardware.host_update_elements_per_second
+    importlib.import_module(OPERATORS).observe(seconds, rate or 1e9)
+    _leave_host_memory_untouched()
+    return description
+
+
+def times(*, reset: bool = False) -> dict[str, float]:
+    """Return where the time of the device went since the last reset, in seconds; see timeline.hpp."""
+    found = _Times()
+    ctypes.CDLL(None).emulated_times(ctypes.byref(found), int(reset))
+    return {name: float(getattr(found, name)) for name, _ in _Times._fields_}
+
+
+def _leave_host_memory_untouched() -> None:
+    from runtime.storage import host
+    from runtime.storage.slab import Slab
+
+    Slab.prefault = lambda self, processors: None  # type: ignore[method-assign]
+    host.check_host_memory = lambda size_bytes, limits: None
