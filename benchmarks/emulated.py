@@ -34,7 +34,9 @@ WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "save_on_cpu": {"save_on_cpu": True},
         "FSDP2, CPUOffloadPolicy": {"way": "fsdp2", "collectives": "fake"},
         "torchao, CPUOffloadOptimizer": {"way": "torchao"},
-        "DeepSpeed, ZeRO-Offload": {"way": "zero_offload"},
+        "FSDP2, CPUOffloadPolicy, checkpointing": {"way": "fsdp2", "collectives": "fake", "checkpointed": True},
+        "torchao, CPUOffloadOptimizer, checkpointing": {"way": "torchao", "checkpointed": True},
+        "DeepSpeed, ZeRO-Offload, checkpointing": {"way": "zero_offload", "checkpointed": True},
     }
 )
 """By name, in the order of the runs. Those that are no teraio do not know a budget: each runs if it fits."""

@@ -56,8 +56,8 @@ class Engine {
 struct Stream {
   unsigned flags;
   int priority;
-  Time ends;   // of all that is queued
-  Time asked;  // when it was told to wait for another stream, since its last kernel; else none
+  Time ends;              // of all that is queued
+  Clock::duration waits;  // for copies and other streams, since its last kernel
 };
 
 struct Device {
@@ -129,16 +129,15 @@ Time queue_kernel(Stream& stream, double seconds, Time now) {
   Time begin = all.computing.take(std::max(ready, now), lasting(seconds), now);
   if (before != Time{} && begin > before) {  // the engine was idle from `before` to `begin`
     // What was queued late is the host's part, also where it waits for a copy then.
-    Time since = stream.asked == Time{} ? begin : std::clamp(stream.asked, before, begin), until = std::clamp(ready, since, begin);
-    double copies = seconds_of(until - since), late = seconds_of(begin - before) - copies;
-    double host = std::min(waited_between(before, since) + waited_between(until, begin), late);
+    double gap = seconds_of(begin - before), copies = std::min(seconds_of(stream.waits), gap), late = gap - copies;
+    double host = std::min(waited_between(before, begin), late);
     all.times.awaited_copies += copies;
     all.times.awaited_host += host;
     all.times.awaited_python += late - host;
   }
   all.times.computed += seconds;
   ++all.times.kernels;
-  stream.asked = {};
+  stream.waits = {};
   return stream.ends = begin + lasting(seconds);
 }
 
@@ -156,7 +155,9 @@ Time queue_copy(Stream& stream, const Work& work, Time now) {
   (out ? all.times.out_seconds : all.times.in_seconds) += seconds;
   (out ? all.times.out_bytes : all.times.in_bytes) += (unsigned long long)size;
   ++all.times.copies;
-  return stream.ends = begin + lasting(seconds);
+  Time end = begin + lasting(seconds);
+  stream.waits += end - std::max(now, stream.ends);  // if kernels follow in this stream
+  return stream.ends = end;
 }
 
 // ---- functions of the host that a stream calls
@@ -332,7 +333,7 @@ cudaError_t wait_for_event(cudaStream_t stream, cudaEvent_t handle) {
   Stream& waiting = stream_of(stream);
   Time now = Clock::now();
   if (!event.recorded || event.work <= now || event.work <= waiting.ends) return cudaSuccess;
-  if (waiting.asked == Time{}) waiting.asked = now;
+  waiting.waits += event.work - std::max(now, waiting.ends);
   waiting.ends = event.work;
   return cudaSuccess;
 }
