@@ -171,7 +171,9 @@ def main(
     each: Annotated[float | None, typer.Option(help="Minutes after which a training of gpu_... is stopped.", min=0)] = None,
     trace: Annotated[list[str] | None, typer.Option(help=f"Traces, for {' and '.join(SELECTED)}. May be repeated.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Policies, for planner_policies. May be repeated.")] = None,
-    machine: Annotated[list[str] | None, typer.Option(help=f"Described GPUs, for emulated; default: {', '.join(emulated.MACHINES)}.")] = None,
+    machine: Annotated[
+        list[str] | None, typer.Option(help=f"Described GPUs, for emulated; default: {', '.join(emulated.MACHINES)}.")
+    ] = None,
     percent: Annotated[list[int] | None, typer.Option(help="Budgets, in % of the peak without one, for emulated.")] = None,
     way: Annotated[list[str] | None, typer.Option(help=f"For emulated: {', '.join(emulated.WAYS)}. May be repeated.")] = None,
     processes: Annotated[int, typer.Option(help=f"Cases planned at the same time, for {' and '.join(SELECTED)}.", min=1)] = 1,

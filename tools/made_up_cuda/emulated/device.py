@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import threading
+import time
 from typing import Any
 
 import torch
 
+from planner.schema import Link
 from teraio.capturing.hardware import MachineDescription
 from teraio.stages import operator_kernel
 from tools.made_up_cuda.emulated.build import MACHINE_VARIABLE, OPERATORS
@@ -42,8 +45,8 @@ class _Times(ctypes.Structure):
 def install() -> MachineDescription:
     """Let the GPU of this process be the machine that the environment names, see `build.environment`. Return its description.
 
-    Replaces two functions of teraio's host tier: one takes its pages from the system, one asks whether that has so many. Nobody
-    touches this memory here. Attention is PyTorch's own flash kernel, since cuDNN is not made up.
+    Teraio's host tier takes no pages from the system, its spill files take no room, and reads and writes of them only take their
+    time, so it does not compare what comes back. Attention is PyTorch's own flash kernel, since cuDNN is not made up.
     """
     description = MachineDescription.load(os.environ[MACHINE_VARIABLE])
     links = {link.name: link for link in description.hardware.links}
@@ -68,7 +71,7 @@ def install() -> MachineDescription:
 
     rate = description.hardware.host_update_elements_per_second
     importlib.import_module(OPERATORS).observe(seconds, rate or 1e9)
-    _leave_host_memory_untouched()
+    _keep_no_bytes(_Drive(links["device->storage"]), _Drive(links["storage->device"]), description.hardware.storage_bytes)
     return description
 
 
@@ -79,9 +82,37 @@ def times(*, reset: bool = False) -> dict[str, float]:
     return {name: float(getattr(found, name)) for name, _ in _Times._fields_}
 
 
-def _leave_host_memory_untouched() -> None:
-    from runtime.storage import host
-    from runtime.storage.slab import Slab
+class _Drive:
+    """One direction of a drive: one request after another, each for latency + bytes / rate."""
 
-    Slab.prefault = lambda self, processors: None  # type: ignore[method-assign]
-    host.check_host_memory = lambda size_bytes, limits: None
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait(self, size_bytes: int) -> None:
+        """Wait as long as a request of so many bytes would take now."""
+        with self._lock:
+            began = max(self._free_at, time.monotonic())
+            self._free_at = end = began + self._link.latency_seconds + size_bytes / self._link.bytes_per_second
+        time.sleep(max(end - time.monotonic(), 0.0))
+
+
+def _keep_no_bytes(write: _Drive, read: _Drive, storage_bytes: int) -> None:
+    from runtime.storage import host, posix, spill_file
+    from runtime.storage.slab import Slab
+    from runtime.transfer import Engine
+
+    def copy(action: str, call: Any, slot: Any, chunk: Any, address: int, *, at_end: str) -> None:
+        (write if action == "write" else read).wait(chunk.length_bytes)
+
+    changes: tuple[tuple[Any, str, Any], ...] = (
+        (Slab, "prefault", lambda self, processors: None),
+        (host, "check_host_memory", lambda size_bytes, limits: None),
+        (posix, "_copy", copy),
+        (spill_file.os, "posix_fallocate", lambda file, offset, length: os.ftruncate(file, offset + length)),
+        (spill_file.SpillFile, "available_bytes", property(lambda self: storage_bytes)),
+        (Engine, "verify", lambda self, size_bytes=0: None),
+    )
+    for owner, name, function in changes:
+        setattr(owner, name, function)
