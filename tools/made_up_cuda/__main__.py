@@ -62,7 +62,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.made_up_cuda", description="Run Python on a GPU made of software.")
     parser.add_argument("--device-memory", type=size, default=size("6GiB"), help="memory of the device (default: 6GiB)")
     parser.add_argument("--host-memory", type=size, help="the most host memory that can be pinned (default: no limit)")
-    parser.add_argument("--delay-us", type=int, default=0, help="start each operation of a stream late, by up to so much, at random")
+    parser.add_argument(
+        "--delay-us", type=int, default=0, help="start each operation of a stream late, by up to so much, at random"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the delays")
     parser.add_argument("--numbers", choices=["true", "none"], default="true", help="none: kernels do nothing")
     parser.add_argument("arguments", nargs="+", metavar="-- ARGUMENTS", help="those of python")

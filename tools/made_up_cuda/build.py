@@ -90,10 +90,14 @@ def build() -> Path:
     (folder / "missing.cpp").write_text(missing_functions(torch.runtime))
     flags = [compiler, "-std=c++20", "-shared", "-fPIC", *(f"-I{path}" for path in torch.headers)]
     driver = [*map(str, HERE.glob("driver/*.cpp")), str(folder / "missing.cpp")]
-    compile_library([*flags, "-O2", "-g", "-fvisibility=hidden", f"-I{HERE / 'driver'}", *driver, "-ldl", "-lpthread"], folder / DRIVER)
+    compile_library(
+        [*flags, "-O2", "-g", "-fvisibility=hidden", f"-I{HERE / 'driver'}", *driver, "-ldl", "-lpthread"], folder / DRIVER
+    )
     libraries = torch.folder / "lib"
     of_torch = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10", "-lc10_cuda"]
-    compile_library([*flags, "-O1", f"-I{HERE}", str(HERE / "true_numbers.cpp"), *of_torch, f"-L{folder}", "-lmade_up_cuda"], folder / NUMBERS)
+    compile_library(
+        [*flags, "-O1", f"-I{HERE}", str(HERE / "true_numbers.cpp"), *of_torch, f"-L{folder}", "-lmade_up_cuda"], folder / NUMBERS
+    )
     for name in STANDS_FOR:
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(DRIVER)
