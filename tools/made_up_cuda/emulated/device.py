@@ -79,7 +79,7 @@ def times(*, reset: bool = False) -> dict[str, float]:
     """Return where the time of the device went since the last reset, in seconds; see timeline.hpp."""
     found = _Times()
     ctypes.CDLL(None).emulated_times(ctypes.byref(found), int(reset))
-    return {name: float(getattr(found, name)) for name, _ in _Times._fields_}
+    return {field[0]: float(getattr(found, field[0])) for field in _Times._fields_}
 
 
 class _Drive:
@@ -110,7 +110,7 @@ def _keep_no_bytes(write: _Drive, read: _Drive, storage_bytes: int) -> None:
         (Slab, "prefault", lambda self, processors: None),
         (host, "check_host_memory", lambda size_bytes, limits: None),
         (posix, "_copy", copy),
-        (spill_file.os, "posix_fallocate", lambda file, offset, length: os.ftruncate(file, offset + length)),
+        (os, "posix_fallocate", lambda file, offset, length: os.ftruncate(file, offset + length)),
         (spill_file.SpillFile, "available_bytes", property(lambda self: storage_bytes)),
         (Engine, "verify", lambda self, size_bytes=0: None),
     )
