@@ -129,7 +129,7 @@ def _of_size(what: Emulation, folder: Path, machine: str, size: str, samples: di
 
 
 def _options(description: MachineDescription, budget: int, peak: int, tiers: str, folder: Path) -> dict[str, Any]:
-    """Return teraio's options. The host tier alone holds the whole training if the machine has so much; with drives, a quarter."""
+    """Return teraio's options. The host tier alone holds the whole training if the machine can; beside drives, a quarter."""
     host = peak // 4 if "storage" in tiers else peak * 5 // 4
     options: dict[str, Any] = {"codegen": "eager", "memory_budget": budget}
     options["host_budget"] = min(host, (description.hardware.host_memory_bytes or host) * 3 // 4)
@@ -227,7 +227,8 @@ def _figures(name: str, outcome: Ran | str, base: Ran, budget: int | None) -> It
         status.get("phase", ""),
         f"{base.seconds / outcome.seconds:.3f} of the unconstrained speed",
         f"{found['retries']:.2g} retries",
-        f"GPU waits {1e3 * found['awaited_copies']:.1f} ms for copies, {1e3 * found['awaited_host']:.1f} ms while the host waits, "
+        f"GPU waits {1e3 * found['awaited_copies']:.1f} ms for copies, "
+        f"{1e3 * found['awaited_host']:.1f} ms while the host waits, "
         f"{1e3 * found['awaited_python']:.1f} ms for Python",
         f"threads wait {1e3 * found['waited_for_processor']:.1f} ms for a processor",
         f"{found['collections']:.0f} full collections, {1e3 * found['collect_seconds']:.2f} ms an iteration",
