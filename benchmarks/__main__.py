@@ -15,6 +15,7 @@ from rich.console import Console
 from benchmarks import (
     budgets,
     compile_time,
+    emulated,
     engine,
     gpu_bubble,
     gpu_budgets,
@@ -36,6 +37,7 @@ from benchmarks import (
     warm_start,
 )
 from benchmarks.alone import LlamaScale, Runner, append
+from benchmarks.emulated import Emulation
 from benchmarks.optimizer import LossesDiffer
 from benchmarks.planner_cases import Selection
 from benchmarks.planning import PlanningFailed
@@ -63,7 +65,7 @@ FIGURES = "figures.jsonl"
 """The file in the output folder to which each part is appended, as one line."""
 
 
-def parts(scale: Scale, selection: Selection) -> dict[str, Callable[[], Measured]]:
+def parts(scale: Scale, selection: Selection, emulation: Emulation) -> dict[str, Callable[[], Measured]]:
     """Return all parts that train no Llama, by name. Those about budgets share one run."""
     sweep = cache(budgets.sweep)
     return {
@@ -84,6 +86,7 @@ def parts(scale: Scale, selection: Selection) -> dict[str, Callable[[], Measured
         "planner_bound": lambda: planner_policies.measure_best(selection),
         "planner_recompute": lambda: planner_recompute.measure(scale),
         "planner_ranks": lambda: planner_ranks.measure(scale),
+        "emulated": lambda: emulated.measure(emulation),
     }
 
 
@@ -149,7 +152,7 @@ def one_of(name: str, given: list[str], known: tuple[str, ...]) -> None:
         raise typer.BadParameter(f"no {name} {', '.join(unknown)}; there are {', '.join(known)}")
 
 
-def settings_of(scale: Scale | LlamaScale | Selection) -> dict[str, Any]:
+def settings_of(scale: Scale | LlamaScale | Selection | Emulation) -> dict[str, Any]:
     """Return the settings that the figures depend on, for the file."""
     return {"scale": {name: str(value) for name, value in dataclasses.asdict(scale).items() if name != "output"}}
 
@@ -168,6 +171,11 @@ def main(
     each: Annotated[float | None, typer.Option(help="Minutes after which a training of gpu_... is stopped.", min=0)] = None,
     trace: Annotated[list[str] | None, typer.Option(help=f"Traces, for {' and '.join(SELECTED)}. May be repeated.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Policies, for planner_policies. May be repeated.")] = None,
+    machine: Annotated[
+        list[str] | None, typer.Option(help=f"Described GPUs, for emulated; default: {', '.join(emulated.MACHINES)}.")
+    ] = None,
+    percent: Annotated[list[int] | None, typer.Option(help="Budgets, in % of the peak without one, for emulated.")] = None,
+    way: Annotated[list[str] | None, typer.Option(help=f"For emulated: {', '.join(emulated.WAYS)}. May be repeated.")] = None,
     processes: Annotated[int, typer.Option(help=f"Cases planned at the same time, for {' and '.join(SELECTED)}.", min=1)] = 1,
 ) -> None:
     """Measure teraio, print a table and write a JSON file. Exit status 1 if a part could not be measured."""
@@ -190,7 +198,18 @@ def main(
         context=context,
     )
     selection = Selection(output=output.resolve(), traces=tuple(trace or ()), policies=tuple(policy or ()), processes=processes)
-    known, trained = parts(scale, selection), llama_parts(Runner(llamas))
+    one_of("way", way or [], tuple(emulated.WAYS))
+    emulation = Emulation(
+        output=output.resolve(),
+        machines=tuple(machine or ()),
+        sizes=tuple(size or ()),
+        percents=tuple(percent or ()),
+        ways=tuple(way or ()),
+        batch=batch or 4,
+        context=context or 2048,
+        limit_seconds=None if each is None else 60 * each,
+    )
+    known, trained = parts(scale, selection, emulation), llama_parts(Runner(llamas))
     one_of("part", chosen or [], (*known, *trained))
     output.mkdir(parents=True, exist_ok=True)
     found, failed = [], False
@@ -203,7 +222,8 @@ def main(
             console.print(str(failure), style="red", markup=False, highlight=False)
             failed = True
             continue
-        settings = settings_of(llamas if name in trained else selection if name in SELECTED else scale)
+        of_part = llamas if name in trained else selection if name in SELECTED else emulation if name == "emulated" else scale
+        settings = settings_of(of_part)
         seconds = time.perf_counter() - started
         found.append(Result(part=name, seconds=seconds, figures=figures, samples=samples, settings=settings))
         append(output / FIGURES, found[-1].model_dump(exclude={"samples"}))

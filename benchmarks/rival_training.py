@@ -32,11 +32,13 @@ class RivalSetting(Setting):
     """A setting of another way. way: "plain" for what `Setting` itself can say: `save_on_cpu`, checkpointed layers.
 
     budget_bytes: the most that PyTorch's allocator may reserve on a GPU; None for no limit. folder: for files of the way.
+    collectives: the backend of a process group for tensors on a GPU.
     """
 
     way: Way
     budget_bytes: int | None = None
     folder: str = ""
+    collectives: str = "nccl"
 
 
 class CannotRun(Exception):
@@ -90,7 +92,7 @@ def fsdp2(model: nn.Module, setting: RivalSetting) -> Prepared:
 
     store = tempfile.mkstemp(dir=setting.folder or None, prefix="rendezvous-")[1]
     Path(store).unlink()
-    backend = "cpu:gloo,cuda:nccl" if setting.device == "cuda" else "gloo"
+    backend = f"cpu:gloo,cuda:{setting.collectives}" if setting.device == "cuda" else "gloo"
     init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
     mesh = init_device_mesh(setting.device, (1,))
     policy = CPUOffloadPolicy(pin_memory=setting.device == "cuda")
@@ -139,6 +141,7 @@ def torchao(model: nn.Module, setting: RivalSetting) -> Prepared:
     made = optimizers.CPUOffloadOptimizer(
         model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True, lr=setting.learning_rate
     )
+    made.state = {}  # reports count the states on the GPU, and this optimizer tells of none
     return model if setting.backend == "eager" else torch.compile(model, backend=setting.backend), made
 
 

@@ -83,16 +83,16 @@ def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Opt
     parameters = _parameters(inputs, example_inputs)
     run = registry.REGISTRY.run_for(options, _device(example_inputs), tuple(parameters.values()))
     with run.agreeing():
-        return _compile_for(run, gm, example_inputs, inputs, parameters, options.codegen)
+        return _compile_for(run, options, gm, example_inputs, inputs, parameters)
 
 
 def _compile_for(
     run: TrainingRun,
+    options: Options,
     gm: GraphModule,
     example_inputs: Sequence[Any],
     inputs: list[tuple[str, Kind]],
     parameters: Mapping[str, torch.Tensor],
-    codegen: str,
 ) -> Callable[..., Any]:
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
@@ -108,24 +108,12 @@ def _compile_for(
         programs.append(program)
         return run.callable(program)
 
+    # Taken apart, an operator is many kernels, each with a result in memory. Inductor fuses them again; without it, nothing does.
+    decompositions: dict[Any, Any] | None = {} if options.codegen == "eager" else None
     with functorch_config.patch(**_CONFIG):
-        compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph), decompositions=_decompositions(codegen))
+        compiled = compile_fx(gm, example_inputs, inner_compile=cast(Any, compile_graph), decompositions=decompositions)
     run.check(programs)
     return cast(Callable[..., Any], compiled)
-
-
-def _decompositions(codegen: str) -> dict[Any, Callable[..., Any]] | None:
-    """Return into what compile_fx takes operators apart; None for what Inductor chooses.
-
-    The operators that "eager" calls have no kernels for the 16-bit integers without a sign of Inductor's unit matrices.
-    """
-    if codegen != "eager":
-        return None
-    from torch._inductor.decomposition import select_decomp_table
-
-    eye = torch.ops.aten.eye
-    whole = (eye.default, eye.m, eye.out, eye.m_out)
-    return {operator: each for operator, each in select_decomp_table().items() if operator not in whole}
 
 
 def _donate_nothing() -> None:

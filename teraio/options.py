@@ -152,7 +152,8 @@ class Options:
     `teraio.stats` returns the same as data, and `teraio.on_iteration` takes writers for CSV files and TensorBoard."""
 
     codegen: Literal["inductor", "eager"] = "inductor"
-    """How stages are compiled. `"eager"` runs them operator by operator, which is slow, for debugging."""
+    """How stages are compiled. `"eager"` runs the operators of the model one by one, without fusing any: for debugging, or where
+    Inductor does not work."""
 
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """How thoroughly Inductor compiles stages, as `torch.compile` takes it: tuning takes long and gives faster stages.

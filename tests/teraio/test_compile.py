@@ -71,6 +71,18 @@ def test_what_inductor_computes_in_types_that_no_operator_has() -> None:
     assert torch.equal(model(rows), Turned()(rows)) and rows.grad is not None
 
 
+def test_stages_without_inductor_run_the_operators_of_the_model() -> None:
+    """Taken apart, `silu` would be four kernels, each with a result in memory."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.SiLU())
+    compiled = torch.compile(model, backend="teraio", options={"codegen": "eager"})
+    rows = torch.randn(4, 8)
+    compiled(rows).sum().backward()
+    with torch.profiler.profile() as profiled:
+        compiled(rows).sum().backward()
+    ran = {event.name for event in profiled.events()}
+    assert {"aten::silu", "aten::silu_backward"} <= ran and not ran & {"aten::exp", "aten::sigmoid"}
+
+
 def test_a_model_whose_forward_is_pytorch_s_own(tmp_path: Path) -> None:
     """`torch.nn.Module.compile` compiles nothing of it."""
     expected = train(nn.Sequential(*(nn.Linear(512, 512) for _ in range(12))))

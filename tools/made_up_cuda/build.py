@@ -89,12 +89,14 @@ def build() -> Path:
     free = shutil.disk_usage(folder).free
     if free < ROOM_BYTES:
         raise BuildError(f"{folder} has {free:,} bytes free, the made-up GPU needs {ROOM_BYTES:,}: make room there")
-    (folder / "missing.cpp").write_text(_missing_functions(torch.runtime))
+    (folder / "missing.cpp").write_text(missing_functions(torch.runtime))
     driver = [*map(str, HERE.glob("driver/*.cpp")), str(folder / "missing.cpp")]
-    _compile([*flags, "-O2", "-g", "-fvisibility=hidden", f"-I{HERE / 'driver'}", *driver, "-ldl", "-lpthread"], folder / DRIVER)
+    compile_library(
+        [*flags, "-O2", "-g", "-fvisibility=hidden", f"-I{HERE / 'driver'}", *driver, "-ldl", "-lpthread"], folder / DRIVER
+    )
     libraries = torch.folder / "lib"
     of_torch = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10", "-lc10_cuda"]
-    _compile(
+    compile_library(
         [*flags, "-O1", f"-I{HERE}", str(HERE / "true_numbers.cpp"), *of_torch, f"-L{folder}", "-lmade_up_cuda"], folder / NUMBERS
     )
     for name in STANDS_FOR:
@@ -108,7 +110,7 @@ def build() -> Path:
     return folder
 
 
-def _compile(command: list[str], target: Path) -> None:
+def compile_library(command: list[str], target: Path) -> None:
     part = target.with_suffix(f".{os.getpid()}")  # another process may build the same
     done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -125,7 +127,7 @@ def _nvidia(pattern: str) -> list[Path]:
     return [path for folder in folders for path in sorted(folder.rglob(pattern))]
 
 
-def _missing_functions(runtime: Path) -> str:
+def missing_functions(runtime: Path) -> str:
     """Return code for the functions of libcudart that are not made up: each says its name. Else the real ones would be called."""
     made = set()
     for path in HERE.glob("driver/*.cpp"):

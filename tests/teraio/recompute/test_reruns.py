@@ -143,7 +143,7 @@ def test_programs(tmp_path: Path, name: str) -> None:
 def test_dropout_of_eager_stages_is_not_run_again(tmp_path: Path) -> None:
     trace = profiled(program(lambda: Model(drop=0.2), one_pass), tmp_path).trace
     reasons = {entry.reason for entry in trace.not_recomputed}
-    assert reasons == {"it draws random numbers, and codegen='eager' keeps no seeds of them"}
+    assert reasons == {"it draws random numbers (native_dropout)"}
 
 
 def test_dropout_of_inductor(tmp_path: Path) -> None:

@@ -91,9 +91,9 @@ cudaError_t fill(void* target, unsigned value, size_t width, size_t count, cudaS
 
 int device_attribute(int attribute) {
   switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor: return 9;
-    case cudaDevAttrComputeCapabilityMinor: return 0;
-    case cudaDevAttrMultiProcessorCount: return 132;
+    case cudaDevAttrComputeCapabilityMajor: return (int)settings().capability / 10;
+    case cudaDevAttrComputeCapabilityMinor: return (int)settings().capability % 10;
+    case cudaDevAttrMultiProcessorCount: return (int)settings().multiprocessors;
     case cudaDevAttrWarpSize: return 32;
     case cudaDevAttrMaxThreadsPerBlock: return 1024;
     case cudaDevAttrMaxThreadsPerMultiProcessor: return 2048;

@@ -36,6 +36,8 @@ const Settings& settings() {
         .delay_us = (unsigned)number("MADE_UP_CUDA_DELAY_US", 0),
         .seed = (unsigned)number("MADE_UP_CUDA_SEED", 0),
         .poison = number("MADE_UP_CUDA_POISON", 1) != 0,
+        .capability = (unsigned)number("MADE_UP_CUDA_CAPABILITY", 90),
+        .multiprocessors = (unsigned)number("MADE_UP_CUDA_MULTIPROCESSORS", 132),
         .refuse_kernels = !kernels || strcmp(kernels, "nothing") != 0,
     };
   }();

@@ -10,6 +10,8 @@ struct Settings {
   unsigned delay_us;     // MADE_UP_CUDA_DELAY_US: each queued operation begins late, by up to so many microseconds
   unsigned seed;         // MADE_UP_CUDA_SEED: of those delays
   bool poison;           // MADE_UP_CUDA_POISON=0: leave new memory untouched, so that unused memory costs nothing
+  unsigned capability;       // MADE_UP_CUDA_CAPABILITY: 90 for 9.0
+  unsigned multiprocessors;  // MADE_UP_CUDA_MULTIPROCESSORS
   bool refuse_kernels;   // MADE_UP_CUDA_KERNELS=nothing: a kernel that nobody stands in for does nothing, instead of failing
 };
 
