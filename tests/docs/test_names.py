@@ -22,6 +22,7 @@ import planner.errors
 import teraio
 from benchmarks.__main__ import DEFAULT, llama_parts, llama_scale_for, parts, scale_for
 from benchmarks.alone import Runner
+from benchmarks.emulated import Emulation
 from benchmarks.planner_cases import Selection
 from planner.policies import POLICIES
 from teraio.cli import commands
@@ -190,7 +191,7 @@ def test_the_parts_of_the_benchmarks_are_explained() -> None:
     assert set(on_cpu) == set(DEFAULT["cpu"])
     scale = scale_for("cpu", ROOT, 1)
     llamas = llama_scale_for("cpu", ROOT, 1, sizes=[], dtype=None, minutes=1, batch=None, context=None)
-    known = {*parts(scale, Selection(output=ROOT)), *llama_parts(Runner(llamas))}
+    known = {*parts(scale, Selection(output=ROOT), Emulation(output=ROOT)), *llama_parts(Runner(llamas))}
     assert {*named, "rivals"} == known - {*on_cpu, *on_gpu}
 
 

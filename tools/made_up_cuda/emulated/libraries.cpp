@@ -1,6 +1,6 @@
 // Stand-ins for the host's side of cuBLAS and cuBLASLt: each product is one launch. What it costs is its operator's affair.
 //
-// By the C convention of this processor a function may take fewer arguments than it is given, so what does not matter is left out.
+// By the C convention of this processor a function may take fewer arguments than it is given: what does not matter is left out.
 #include <cstdlib>
 #include <cstring>
 

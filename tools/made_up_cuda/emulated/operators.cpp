@@ -1,6 +1,6 @@
 // Tells the emulated GPU how long each operator of PyTorch takes, by the shapes of its inputs.
 //
-// The formula is Python's: it is asked once for each operator with other shapes, and the answer is kept. An operator counts if it has
+// The formula is Python's: it is asked once for each operator and shape, and the answer is kept. An operator counts if it has
 // a kernel of its own; what it calls is a part of it. Operators that only call others (`aten::linear`) do not count.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy_native.h>
@@ -11,7 +11,6 @@
 #include <chrono>
 #include <cstring>
 #include <mutex>
-#include <thread>
 #include <unordered_map>
 
 #include "timeline.hpp"
@@ -135,26 +134,31 @@ std::chrono::steady_clock::time_point free_at;
 void update_on_host(at::TensorList parameters) {
   double elements = 0;
   for (const at::Tensor& parameter : parameters) elements += (double)parameter.numel();
-  auto length = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(elements / host_elements_per_second));
+  std::chrono::nanoseconds length((long long)(1e9 * elements / host_elements_per_second));
   std::chrono::steady_clock::time_point end;
   {
     std::lock_guard<std::mutex> lock(processor);
     end = free_at = std::max(free_at, std::chrono::steady_clock::now()) + length;
   }
-  std::this_thread::sleep_until(end);
+  emulated_sleep_until(end.time_since_epoch().count());
 }
 
 using Numbers = at::TensorList;
 using Number = const std::optional<at::Tensor>&;
 
-void adamw(Numbers parameters, Numbers, Numbers, Numbers, Numbers, Numbers, double, double, double, double, double, bool, bool, Number, Number) {
+void adamw(
+    Numbers parameters, Numbers, Numbers, Numbers, Numbers, Numbers, double, double, double, double, double, bool, bool, Number,
+    Number) {
   update_on_host(parameters);
 }
-void adamw_with_tensor(Numbers parameters, Numbers, Numbers, Numbers, Numbers, Numbers, const at::Tensor&, double, double, double, double, bool, bool, Number, Number) {
+void adamw_with_tensor(
+    Numbers parameters, Numbers, Numbers, Numbers, Numbers, Numbers, const at::Tensor&, double, double, double, double, bool,
+    bool, Number, Number) {
   update_on_host(parameters);
 }
 
-constexpr size_t UNTOUCHED_BYTES = 1 << 20;  // tensors from this size on are neither cleared nor copied: nobody looks at their numbers
+// Tensors from this size on are neither cleared nor copied: nobody looks at their numbers.
+constexpr size_t UNTOUCHED_BYTES = 1 << 20;
 
 at::Tensor& copy(at::Tensor& target, const at::Tensor& source, bool non_blocking) {
   if (target.nbytes() >= UNTOUCHED_BYTES && source.is_cpu() && target.sizes() == source.sizes()) return target;
@@ -162,7 +166,8 @@ at::Tensor& copy(at::Tensor& target, const at::Tensor& source, bool non_blocking
 }
 
 at::Tensor& zero(at::Tensor& tensor) {
-  if (tensor.is_non_overlapping_and_dense() && tensor.nbytes() < UNTOUCHED_BYTES) memset(tensor.mutable_data_ptr(), 0, tensor.nbytes());
+  if (tensor.is_non_overlapping_and_dense() && tensor.nbytes() < UNTOUCHED_BYTES)
+    memset(tensor.mutable_data_ptr(), 0, tensor.nbytes());
   return tensor;
 }
 
@@ -178,7 +183,8 @@ TORCH_LIBRARY_IMPL(aten, CPU, library) {
 void observe(py::object seconds_of, double elements_per_second) {
   host_elements_per_second = elements_per_second;
   formula = new py::object(std::move(seconds_of));
-  at::addGlobalCallback(at::RecordFunctionCallback(begin, end).needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
+  auto callback = at::RecordFunctionCallback(begin, end).needsInputs(true).needsOutputs(true);
+  at::addGlobalCallback(callback.scopes({at::RecordScope::FUNCTION}));
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ namespace {
 
 using Time = Clock::time_point;
 
-Clock::duration lasting(double seconds) { return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)); }
+Clock::duration lasting(double seconds) { return std::chrono::nanoseconds((long long)(1e9 * seconds)); }
 double seconds_of(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
 
 // Work of one kind that runs one after another: kernels, copies to main memory, copies from there. Work that is queued early but
@@ -139,6 +139,11 @@ Time queue_kernel(Stream& stream, double seconds, Time now) {
   ++all.times.kernels;
   stream.waits = {};
   return stream.ends = begin + lasting(seconds);
+}
+
+double filling(size_t size) {
+  const EmulatedMachine& machine = device().machine;
+  return machine.launch_seconds + (double)size / machine.device_bytes_per_second;
 }
 
 Time queue_copy(Stream& stream, const Work& work, Time now) {
@@ -273,7 +278,7 @@ void enqueue(cudaStream_t handle, Work work) {
     std::lock_guard lock(device().mutex);
     Stream& stream = stream_of(handle);
     if (is_copy) end = queue_copy(stream, work, now);
-    else if (is_fill) end = queue_kernel(stream, device().machine.launch_seconds + (double)work.uses[0].size / device().machine.device_bytes_per_second, now);
+    else if (is_fill) end = queue_kernel(stream, filling(work.uses[0].size), now);
     else if (work.seconds > 0) end = queue_kernel(stream, work.seconds, now);
     else end = std::max(ready_time(stream), now);
   }
@@ -357,7 +362,8 @@ cudaError_t synchronize_event(cudaEvent_t handle) {
 cudaError_t milliseconds_between(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
   std::lock_guard lock(device().mutex);
   auto &first = *(Event*)begin, &last = *(Event*)end;
-  if ((first.flags | last.flags) & cudaEventDisableTiming || !first.recorded || !last.recorded) return cudaErrorInvalidResourceHandle;
+  bool untimed = (first.flags | last.flags) & cudaEventDisableTiming;
+  if (untimed || !first.recorded || !last.recorded) return cudaErrorInvalidResourceHandle;
   if (Clock::now() < std::max(first.at, last.at)) return cudaErrorNotReady;
   *milliseconds = (float)(1e3 * seconds_of(last.at - first.at));
   return cudaSuccess;
@@ -383,6 +389,8 @@ EXPORTED void emulated_begin(double seconds) {
   running.seconds = seconds;
   running.launched = false;
 }
+
+EXPORTED void emulated_sleep_until(long long nanoseconds) { sleep_until(Time(std::chrono::nanoseconds(nanoseconds))); }
 
 EXPORTED int emulated_depth() { return running.depth; }
 EXPORTED int emulated_launched() { return running.launched; }

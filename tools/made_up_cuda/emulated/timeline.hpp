@@ -18,7 +18,8 @@ void emulated_machine(const EmulatedMachine* machine);
 
 /* Where the time of the engine that computes went, in seconds since the last reset, up to the end of its last kernel.
  * computed: kernels. awaited_copies: its stream waited for another one. awaited_host: nothing was queued, and the thread that
- * queues was in a call that waits for the device. awaited_python: nothing was queued, for any other reason. */
+ * queues was in a call that waits for the device, or for an update on the processor. awaited_python: nothing was queued, for any
+ * other reason. */
 typedef struct {
   double computed, awaited_copies, awaited_host, awaited_python;
   double out_seconds, in_seconds;
@@ -27,12 +28,16 @@ typedef struct {
 void emulated_times(EmulatedTimes* times, int reset);
 
 /* An operator begins in the calling thread, and its kernels take so many seconds together; negative: not known before its end.
- * Operators within it do not count. `emulated_end` returns 1 if it has queued kernels, and takes the seconds if they were not known. */
+ * Operators within it do not count. `emulated_end` returns 1 if it has queued kernels, and takes the seconds where they were not
+ * known. */
 void emulated_begin(double seconds);
 int emulated_end(double seconds);
 /* Whether the calling thread is within an operator, and whether that has launched a kernel. */
 int emulated_depth(void);
 int emulated_launched(void);
+
+/* Sleep until a moment of the steady clock, in nanoseconds: the host waits for something else that is emulated. */
+void emulated_sleep_until(long long nanoseconds);
 
 #ifdef __cplusplus
 }
