@@ -25,8 +25,11 @@ _HOST_SHARE = 0.5
 """Share of the available main memory that becomes the host tier if the options give a budget but no lower tier."""
 _MEASURED_RUNS = 4
 """Runs of a stage in which its workspace is measured."""
-_SEGMENT_PAGE_BYTES = 20 << 20
-"""Unit in which PyTorch's allocator maps memory for segments that grow."""
+_PAGE_MIB = 16
+"""Unit in which PyTorch's allocator maps memory for segments that grow. Blocks are often powers of two: in its own pages of 20
+MiB, the ends of most are parts of pages, which nobody else can use. It takes no pages below 11 MiB."""
+_PAGE_BYTES = 20 << 20
+"""The unit, if the user has another one: PyTorch's own."""
 _SPARE_BYTES = 64 << 20
 """Bytes of the budget that no block uses, at least; see `CudaStreams`. A stage must find room when all else has left: in the
 allocator's last page in the pool of stages and in the user's, and in some pages of 2 MiB for small tensors."""
@@ -41,7 +44,7 @@ def open_cuda(
     ownership: StorageOwnership,
     *,
     spare_bytes: int = _SPARE_BYTES,
-    page_bytes: int = _SEGMENT_PAGE_BYTES,
+    page_bytes: int = _PAGE_BYTES,
 ) -> MachineTiers:
     """Open the tiers that the options ask for. Raises UnsupportedError, StorageError, StorageFullError.
 
@@ -133,10 +136,14 @@ def _grow_segments(undo: ExitStack) -> None:
     before: str = known["PYTORCH_CUDA_ALLOC_CONF"]
     if known["expandable_segments"] or "expandable_segments" in before:
         return
-    change = torch._C._accelerator_setAllocatorSettings  # each call resets all settings that it does not name, but for this one
-    change(",".join(filter(None, (before, "expandable_segments:True"))))
+    page = "large_segment_size_mb"
+    own, usual = ["expandable_segments:True"], ["expandable_segments:False"]
+    if page not in before:
+        own, usual = [*own, f"{page}:{_PAGE_MIB}"], [*usual, f"{page}:20"]
+    change = torch._C._accelerator_setAllocatorSettings  # a call resets all settings that it does not name, but for these two
+    change(",".join(filter(None, (before, *own))))
     undo.callback(change, before)
-    undo.callback(change, "expandable_segments:False")  # called first; then the user's text is known again as it was
+    undo.callback(change, ",".join(usual))  # called first; then the user's text is known again as it was
 
 
 def _limit(streams: CudaStreams, budget_bytes: int, page_bytes: int, spare_bytes: int) -> None:

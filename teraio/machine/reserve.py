@@ -22,7 +22,7 @@ from typing import Protocol
 logger = logging.getLogger("teraio")
 
 _STEP_SHARE = 32
-"""The reserve grows by this part of the budget at a time."""
+"""The reserve grows by this part of the budget at first, and by twice as much each time: each raise costs a plan."""
 _MOST_SHARE = 4
 """It grows to this part of the budget at most."""
 _WARM_UP = 2
@@ -89,4 +89,5 @@ class Reserve:
             return False
         self._before_raise = new
         self._allocator.spare_bytes = min(self._allocator.spare_bytes + self._step_bytes, self._most_bytes)
+        self._step_bytes *= 2
         return True

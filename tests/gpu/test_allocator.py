@@ -53,11 +53,24 @@ def settings() -> dict[str, Any]:
     return found
 
 
+def page_bytes() -> int:
+    """Return the unit in which the allocator takes memory for a stream that has none yet."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(DEVICE)
+    with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
+        held = torch.empty(11 << 20, dtype=torch.uint8, device=DEVICE)
+    taken = torch.cuda.memory_reserved(DEVICE) - before
+    del held
+    torch.cuda.empty_cache()
+    return taken
+
+
 def test_settings_of_the_user_survive(own_settings: str) -> None:
     for _ in range(2):
         machine = Machine(Options(memory_budget=512 << 20, host_budget=16 << 20), DEVICE)
         try:
             within = settings()
+            assert page_bytes() == 16 << 20, "most blocks fill whole pages"
         finally:
             machine.close()
         assert within["expandable_segments"] and within["garbage_collection_threshold"] == 0.7
@@ -65,6 +78,16 @@ def test_settings_of_the_user_survive(own_settings: str) -> None:
         after = settings()
         assert after["PYTORCH_CUDA_ALLOC_CONF"] == own_settings and not after["expandable_segments"]
         assert after["garbage_collection_threshold"] == 0.7 and after["max_split_size"] == 256 << 20
+
+
+def test_pages_of_the_allocator_are_its_own_again() -> None:
+    Machine(Options(memory_budget=512 << 20, host_budget=16 << 20), DEVICE).close()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        assert page_bytes() == 20 << 20
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings("")
 
 
 def test_a_device_that_was_kept_busy_has_its_memory_back() -> None:
