@@ -49,7 +49,8 @@ class SpillFile:
     @property
     def cut_short(self) -> bool:
         """Whether somebody has made the file shorter. A write behind its end makes it long again, with zeros."""
-        return os.fstat(self._buffered).st_size < self.size_bytes
+        known = self.size_bytes  # first: another thread may grow the file meanwhile, and makes it longer before it says so
+        return os.fstat(self._buffered).st_size < known
 
     @property
     def available_bytes(self) -> int:

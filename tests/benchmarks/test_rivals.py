@@ -34,7 +34,9 @@ def losses(training: Training) -> list[float]:
 @pytest.fixture(scope="module")
 def wanted() -> list[float]:
     """Losses of the plain training."""
-    return losses(Training(Setting.model_validate(setting("plain").model_dump(exclude={"way", "budget_bytes", "folder"}))))
+    return losses(
+        Training(Setting.model_validate(setting("plain").model_dump(exclude={"way", "budget_bytes", "folder", "collectives"})))
+    )
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def flip_a_bit_of_every_page() -> None:
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, object]:
-    return {"memory_budget": "36MiB", "storage": tmp_path}
+    return {"memory_budget": "30MiB", "storage": tmp_path}
 
 
 def test_a_damaged_spill_file_stops_training(options: dict[str, object], tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def damage_a_block(damage: Damage, file: Path, before: bytes, draw: random.Rando
 def test_no_damaged_byte_is_used(damage: Damage, seed: int, option: str, expected: list[Tensor], tmp_path: Path) -> None:
     draw = random.Random(seed)
     when = draw.randrange(2, STEPS - 1), draw.choice(["after forward", "after step"])
-    training = start({"memory_budget": "14MiB", "storage": tmp_path, option: True})
+    training = start({"memory_budget": "14MiB", "storage": tmp_path, "unlink_spill_files": False, option: True})
     damaged: list[Block] = []
     before: list[bytes] = []
 

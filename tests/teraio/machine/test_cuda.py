@@ -221,15 +221,19 @@ def test_memory_that_is_not_in_one_piece_costs_time_only(monkeypatch: pytest.Mon
     def give_back(streams: CudaStreams) -> None:
         crumbled[0], sure[0] = False, 10  # what the stage at hand needs is there then
 
+    def between(step: int, module: torch.nn.Module) -> None:
+        if step == STEPS - 1:  # what comes back at the end has one more try in all
+            sure[0] = 1 << 30
+
     monkeypatch.setattr(executor, "_run_stage", run_stage)
     monkeypatch.setattr(CudaStreams, "allocate", allocated)
     monkeypatch.setattr(CudaStreams, "give_back_memory", give_back)
     budget = int(0.85 * peak)
     options = {"memory_budget": budget, "host_budget": 4 * peak, "solver_time_limit": 5}
-    found = train(case, options, device=CPU, scale=SCALE)
+    found = train(case, options, device=CPU, scale=SCALE, between=between)
     check_equal(found, wanted)
     assert found.progress[-1].device_peak_bytes <= budget
-    assert crumbled[1] > 5 and crumbled[2] > 5
+    assert min(crumbled[1:]) > 1, crumbled
 
 
 def test_a_stage_that_finds_no_memory_twice_asks_for_a_larger_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,9 @@ class EagerDevice(SimulatedDevice):
     def mark(self) -> WallMark:
         return WallMark(float(self.steps))
 
+    def try_memory(self, size_bytes: int) -> None:
+        """There always is some."""
+
     def external_bytes(self, known_bytes: int) -> int:
         return 0
 

@@ -46,6 +46,9 @@ class Gpu:
     def mark(self) -> WallMark:
         return WallMark(float(self.device.steps))
 
+    def try_memory(self, size_bytes: int) -> None:
+        """There always is some."""
+
     def external_bytes(self, known_bytes: int) -> int:
         return 0
 

@@ -123,12 +123,12 @@ def test_a_timer_that_raises_at_random_times(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_keeps_its_parameters_if_its_own_call_is_interrupted(tmp_path: Path) -> None:
-    """teraio's hook has updated all parameters, and leaves none for the call of PyTorch."""
+    """teraio's hook has updated all parameters, and leaves nothing to do for the call of PyTorch."""
     training = ShadowedTraining(small(tmp_path))
     training.step()
 
     def trace(frame: FrameType, event: str, argument: object) -> None:
-        if frame.f_code is step.__code__ and not frame.f_locals["self"].param_groups[0]["params"]:
+        if frame.f_code is step.__code__ and not any(p.requires_grad for p in frame.f_locals["self"].param_groups[0]["params"]):
             signal.raise_signal(signal.SIGINT)
 
     def interrupted(run: Callable[[], None]) -> bool:

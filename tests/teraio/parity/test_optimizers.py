@@ -63,7 +63,7 @@ def test_thirty_percent_of_the_peak(tmp_path: Path) -> None:
 
 
 def test_the_smallest_budgets_that_the_errors_name(tmp_path: Path) -> None:
-    """Each is larger than the one before, and the last one works."""
+    """Each is larger than the one before, and the last one works. The first counts the update of the largest parameter."""
     case = Case(make=one(torch.optim.AdamW), steps=3)
     expected = unmanaged(case, tmp_path)
     budgets, stages = [MIB], []
@@ -76,6 +76,6 @@ def test_the_smallest_budgets_that_the_errors_name(tmp_path: Path) -> None:
             stages.append(error.stage)
         else:
             break
-    assert len(stages) > 1 and stages[-1].startswith("optimizer/subgroup."), stages
+    assert len(stages) == 1, stages
     assert budgets[-1] < 6.5 * MIB, "a parameter, its gradient, two states, two temporaries, and what is small"
     assert found.status.device_peak_bytes <= budgets[-1] and all(map(torch.equal, found.values, expected.values))

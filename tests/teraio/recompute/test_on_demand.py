@@ -38,7 +38,8 @@ def on_demand(trained: Program, folder: Path, monkeypatch: pytest.MonkeyPatch, *
 @pytest.mark.parametrize("name", every_other("plain", *PROGRAMS))
 def test_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     again = on_demand({"plain": PLAIN, **PROGRAMS}[name], tmp_path, monkeypatch, debug=True)
-    assert min(again[1:]) > 0 or name == "retain_graph", "there, the peak comes after the first backward pass"
+    # There, the peak comes after the first backward pass; and the smallest budget, of the longest rows, holds the others whole.
+    assert min(again[1:]) > 0 or name in ("retain_graph", "changing lengths")
 
 
 def test_not_if_the_option_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
