@@ -91,7 +91,7 @@ def values(training: Training) -> list[Tensor]:
     found = []
     for tensor in (*parameters, *states):  # one by one: together they exceed the budget
         with teraio.on_device([tensor]):
-            found.append(tensor.detach().cpu())
+            found.append(tensor.detach().cpu().clone())  # counters are in main memory already, and go on
     return found
 
 
