@@ -303,6 +303,7 @@ class StreamMover:
     def _queue_range(self, lane: Lane, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
         place = slot_range(_slot(block), begin_bytes, memory.nbytes)
         copied = self._copies.queue(lane, place, place.content_bytes, memory.data_ptr())
+        self._note_last(block, copied)
         return QueuedRange(self._streams, copied, memory)
 
     # -- the rest
