@@ -161,7 +161,7 @@ class CudaStreams:
         self.allocate(size_bytes)
 
     def give_back_memory(self) -> None:
-        torch.cuda.synchronize(self.device)
+        self.synchronize()
         torch.cuda.empty_cache()
 
     def external_bytes(self, known_bytes: int) -> int:

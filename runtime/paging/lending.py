@@ -100,7 +100,7 @@ class Lending:
                 self._transitions.begin_offload(block)
 
     def _still_leaving(self, blocks: Sequence[Block]) -> bool:
-        """Whether a copy out may still write to a slot: its block is OFFLOADED already if its memory was taken meanwhile."""
+        """Whether a copy may still write to a slot, or read it: a block may be OFFLOADED before its last copy has ended."""
         finished, queued = self._transitions.need_mover().finished, self._transitions.queued_offloads
         for block in [b for b in blocks if b in queued and finished(b)]:
             self._transitions.take_memory(block)

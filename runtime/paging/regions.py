@@ -131,10 +131,8 @@ class Regions:
         for block in self._table:
             held = block.storage() if block.user_visible and block.state is OFFLOADED else None
             if held is not None:
-                try:
+                with _kept(damage):
                     self._mover.invalidate_mapping(block)
-                except ChecksumError as error:
-                    damage.append(error)
         if damage:
             raise damage[0]
 

@@ -29,7 +29,7 @@ _PAGE_MIB = 16
 """Unit in which PyTorch's allocator maps memory for segments that grow. Blocks are often powers of two: in its own pages of 20
 MiB, the ends of most are parts of pages, which nobody else can use. It takes no pages below 11 MiB."""
 _PAGE_BYTES = 20 << 20
-"""The unit, if the user has another one: PyTorch's own."""
+"""What the end of the last page may take beyond the budget: PyTorch's own unit, which a user may have kept."""
 _SPARE_BYTES = 64 << 20
 """Bytes of the budget that no block uses, at least; see `CudaStreams`. A stage must find room when all else has left: in the
 allocator's last page in the pool of stages and in the user's, and in some pages of 2 MiB for small tensors."""
