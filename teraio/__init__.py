@@ -43,7 +43,7 @@ from planner.errors import (  # noqa: E402
 from teraio.given_options import GivenOptions  # noqa: E402
 from teraio.status import Status  # noqa: E402
 from teraio.version import __version__  # noqa: E402
-from teraio.watching import CsvWriter, IterationStats, Stats, TensorBoardWriter  # noqa: E402
+from teraio.watching import CsvWriter, IterationStats, Stats  # noqa: E402
 
 _Compiled = TypeVar("_Compiled", bound=Callable[..., Any])
 
@@ -60,7 +60,6 @@ __all__ = [
     "StorageError",
     "StorageFullError",
     "StorageIOError",
-    "TensorBoardWriter",
     "TeraioError",
     "TraceError",
     "UnsupportedError",

@@ -32,7 +32,7 @@ from teraio.profiling import Iteration, IterationBorder, IterationRecorder, Larg
 from teraio.ranks import RankGroup
 from teraio.stages import Codegen, CutPolicy, SpeedOf, StageCompiler, speed_of
 from teraio.status import Status
-from teraio.watching import History, IterationStats, LiveLine, Stats
+from teraio.watching import History, IterationStats, Stats
 
 logger = logging.getLogger("teraio")
 
@@ -136,7 +136,6 @@ class TrainingRun:
         self.number = 0
         self.on_iteration: Callable[[IterationStats], None] = lambda stats: None
         self._history = History(machine, self._pager)
-        self._live = LiveLine() if options.live else None
         self._sizes = LargestSizes()
         self._stages = 0
         self._finished = 0
@@ -334,8 +333,6 @@ class TrainingRun:
         follower = self._phase.follower
         predicted = follower.predicted_seconds if follower is not None else None
         stats = self._history.note(iteration, self._phase.name, predicted, run=self.number, number=self._finished - 1)
-        if self._live is not None:
-            self._live(stats)
         return stats
 
     # -- from outside
@@ -440,8 +437,6 @@ class TrainingRun:
             self._close()
 
     def _close(self) -> None:
-        if self._live is not None:
-            self._live.close()
         self._steps.close()
         self._calls.close()
         ending, self._phase = self._phase, ClosedPhase(self._context)

@@ -54,7 +54,6 @@ def test_exported_names() -> None:
         "StorageError",
         "StorageFullError",
         "StorageIOError",
-        "TensorBoardWriter",
         "TeraioError",
         "TraceError",
         "UnsupportedError",

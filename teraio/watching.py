@@ -1,0 +1,192 @@
+"""What each iteration of a run took: as data, and in a CSV file whose columns are described in `docs/architecture.md`."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, get_args
+
+from planner.errors import FileFormatError
+from teraio.status import RunPhase, Status
+
+if TYPE_CHECKING:  # `import teraio` must not import torch
+    from runtime.paging import Pager
+    from teraio.machine import Machine
+    from teraio.profiling import Iteration
+
+__all__ = ["CsvWriter", "History", "IterationStats", "Stats", "read_csv"]
+
+LINKS = ("device->host", "host->device", "device->storage", "storage->device")
+"""All links that there can be, by the name that traces give them."""
+TIERS = ("device", "host", "storage")
+COLUMNS = (
+    "run",
+    "iteration",
+    "phase",
+    "seconds",
+    "waited_seconds",
+    "recompute_seconds",
+    "predicted_seconds",
+    *(f"{tier}_bytes" for tier in TIERS),
+    *(f"{link} bytes" for link in LINKS),
+    *(f"{link} busy_seconds" for link in LINKS),
+)
+_LENGTH = 1000
+"""Iterations that are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationStats:
+    """What one iteration took.
+
+    run: number of the run in this process, from 0: models compiled with equal options share one. iteration: its number, from 0.
+    phase: of the run while it ran, see `teraio.Status`.
+    seconds: from the end of the iteration before to its own end. The first one includes compilation.
+    waited_seconds: the part of them in which training waited for copies, for room and for updates on the host; on a GPU, also
+    for the host. recompute_seconds: of stages that ran again. On a GPU under a plan, both are those of the latest iteration whose
+    stages were timed: every eighth at least. predicted_seconds: by the plan in force; None without one.
+    tier_bytes: what is in each tier at its end: blocks and what stays on the device; in lower tiers, their slots.
+    moved_bytes, busy_seconds: by link ("device->storage"): what it carried, and for how long it was copying.
+    """
+
+    run: int
+    iteration: int
+    phase: RunPhase
+    seconds: float
+    waited_seconds: float
+    recompute_seconds: float
+    predicted_seconds: float | None
+    tier_bytes: dict[str, int]
+    moved_bytes: dict[str, int]
+    busy_seconds: dict[str, float]
+
+    def bytes_per_second(self, link: str) -> float | None:
+        """Return the rate at which the link carried bytes while it was busy; None if it carried nothing."""
+        seconds = self.busy_seconds.get(link, 0.0)
+        return self.moved_bytes.get(link, 0) / seconds if seconds else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """A run: its present state, and its latest iterations, the oldest first, up to 1,000."""
+
+    status: Status
+    iterations: tuple[IterationStats, ...]
+
+
+class History:
+    """The latest iterations of one run. `note` is for the training thread, `latest` for any."""
+
+    def __init__(self, machine: Machine, pager: Pager) -> None:
+        self._machine = machine
+        self._pager = pager
+        self._moved_bytes: Mapping[str, int] = {}
+        self._busy_seconds: Mapping[str, float] = {}
+        self._waited_seconds = self._recompute_seconds = 0.0
+        self._iterations: deque[IterationStats] = deque(maxlen=_LENGTH)
+
+    @property
+    def latest(self) -> tuple[IterationStats, ...]:
+        """The iterations, the oldest first."""
+        return tuple(self._iterations)
+
+    def note(
+        self, iteration: Iteration, phase: RunPhase, predicted_seconds: float | None, *, run: int, number: int
+    ) -> IterationStats:
+        """Take in an iteration that has ended, and whose times are known.
+
+        run, number: of the run and of the iteration, for `IterationStats`.
+        """
+        moved_bytes, busy_seconds = self._machine.moved_bytes(), self._machine.busy_seconds()
+        if iteration.timed:
+            self._waited_seconds = iteration.waited_seconds
+            self._recompute_seconds = sum(rerun.seconds for rerun in iteration.reruns)
+        stats = IterationStats(
+            run=run,
+            iteration=number,
+            phase=phase,
+            seconds=iteration.seconds,
+            waited_seconds=self._waited_seconds,
+            recompute_seconds=self._recompute_seconds,
+            predicted_seconds=predicted_seconds,
+            tier_bytes={"device": self._pager.used_bytes + self._pager.unmoved_bytes, **self._machine.used_bytes()},
+            moved_bytes={link: value - self._moved_bytes.get(link, 0) for link, value in moved_bytes.items()},
+            busy_seconds={link: value - self._busy_seconds.get(link, 0.0) for link, value in busy_seconds.items()},
+        )
+        self._moved_bytes, self._busy_seconds = moved_bytes, busy_seconds
+        self._iterations.append(stats)
+        return stats
+
+
+class CsvWriter:
+    """Writes each iteration as a line of a CSV file, for `teraio.on_iteration`.
+
+    path: is replaced if it exists. Each line is in the file as soon as its iteration has ended. Raises OSError.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file: TextIO = Path(path).open("w", newline="", encoding="utf-8", buffering=1)
+        self._rows = csv.writer(self._file)
+        self._rows.writerow(COLUMNS)
+
+    def __call__(self, stats: IterationStats) -> None:
+        """Write one iteration."""
+        self._rows.writerow(
+            [
+                stats.run,
+                stats.iteration,
+                stats.phase,
+                stats.seconds,
+                stats.waited_seconds,
+                stats.recompute_seconds,
+                "" if stats.predicted_seconds is None else stats.predicted_seconds,
+                *(stats.tier_bytes.get(tier, "") for tier in TIERS),
+                *(stats.moved_bytes.get(link, "") for link in LINKS),
+                *(stats.busy_seconds.get(link, "") for link in LINKS),
+            ]
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_csv(path: str | os.PathLike[str]) -> tuple[IterationStats, ...]:
+    """Return the iterations of a file that `CsvWriter` wrote. A last line that was cut short is left out.
+
+    Raises FileFormatError with the file, the line and what is wrong.
+    """
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            lines = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise FileFormatError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not lines or tuple(lines[0]) != COLUMNS:
+        raise FileFormatError(f"{path}: line 1 has not the columns of measured iterations; write the file by teraio.CsvWriter")
+    if len(lines) > 1 and len(lines[-1]) < len(COLUMNS):
+        lines.pop()  # the training was killed
+    return tuple(_parsed(path, number, values) for number, values in enumerate(lines[1:], start=2))
+
+
+def _parsed(path: str | os.PathLike[str], number: int, values: list[str]) -> IterationStats:
+    try:
+        given = dict(zip(COLUMNS, values, strict=True))
+        phase = next(name for name in get_args(RunPhase) if name == given["phase"])
+        return IterationStats(
+            run=int(given["run"]),
+            iteration=int(given["iteration"]),
+            phase=phase,
+            seconds=float(given["seconds"]),
+            waited_seconds=float(given["waited_seconds"]),
+            recompute_seconds=float(given["recompute_seconds"]),
+            predicted_seconds=float(given["predicted_seconds"]) if given["predicted_seconds"] else None,
+            tier_bytes={tier: int(given[f"{tier}_bytes"]) for tier in TIERS if given[f"{tier}_bytes"]},
+            moved_bytes={link: int(given[f"{link} bytes"]) for link in LINKS if given[f"{link} bytes"]},
+            busy_seconds={link: float(given[f"{link} busy_seconds"]) for link in LINKS if given[f"{link} busy_seconds"]},
+        )
+    except (ValueError, StopIteration) as error:
+        raise FileFormatError(f"{path}: line {number} is no measured iteration: {str(error) or 'no such phase'}") from error
