@@ -39,6 +39,7 @@ import planner
 from planner.errors import TeraioError
 from runtime.execution import Program
 from runtime.paging import Pager
+from runtime.system import QuietCollector
 from teraio.graph_breaks import graph_break_reasons
 from teraio.machine import Machine
 from teraio.optimizer import SubgroupSizes
@@ -358,6 +359,8 @@ class PlannedPhase(Phase):
         )
         self._planned = profile.iteration.signature
         self._unplanned = 0
+        self._collector = QuietCollector()
+        self._collector.begin()  # what is there now was made for the iterations to come
         if run.machine.reserve is not None:
             run.machine.reserve.begin()
         logger.info(
@@ -394,6 +397,7 @@ class PlannedPhase(Phase):
 
     def end(self) -> None:
         self.follower.stop()
+        self._collector.end()  # the model may be another one from now on
 
 
 class FitsPhase(Phase):

@@ -9,6 +9,8 @@ from typing import cast
 
 import torch
 
+from runtime.system import thawed
+
 _OWN_REFERENCES = 2
 """References to the storage of a tensor without aliases: the tensor's and that of the storage's object in Python."""
 
@@ -41,7 +43,9 @@ def _use_count(tensor: torch.Tensor) -> int:
 
 def _all_tensors() -> Iterable[torch.Tensor]:
     """All tensors with memory of their own that have an object in Python."""
-    for each in gc.get_objects():
+    with thawed():
+        objects = gc.get_objects()
+    for each in objects:
         if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout is torch.strided:
             if not torch._C._functorch.is_functorch_wrapped_tensor(each):
                 yield each

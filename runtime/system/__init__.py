@@ -5,6 +5,7 @@ And, by native code, other memory for tensors.
 
 from runtime.system import descriptors, short_turns, storage_swap
 from runtime.system.annotation import Name, annotate, first_of
+from runtime.system.garbage import QuietCollector, thawed
 from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
 from runtime.system.interrupts import checkpoint, forget_undo, interruptible, undo_if_interrupted, uninterrupted
 from runtime.system.missing_gpu import missing_gpu
@@ -18,6 +19,7 @@ __all__ = [
     "Name",
     "PIN_CHUNK_BYTES",
     "Pinner",
+    "QuietCollector",
     "annotate",
     "check_host_memory",
     "checkpoint",
@@ -33,6 +35,7 @@ __all__ = [
     "processors_near",
     "short_turns",
     "storage_swap",
+    "thawed",
     "undo_if_interrupted",
     "uninterrupted",
 ]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from runtime.system import thawed
 from teraio.distributed.private_names import DDP, refuse_hidden_states
 from teraio.distributed.zero import refuse_overlapping
 
@@ -53,8 +54,9 @@ class GradientBuckets:
         self.size_bytes = 0
         if not dist.is_available() or not dist.is_initialized():
             return
-        gc.collect()
-        objects = gc.get_objects()
+        with thawed():
+            gc.collect()
+            objects = gc.get_objects()
         for each in objects:  # nobody has to call its step, so nothing else would show it
             refuse_overlapping(each)
         refuse_hidden_states(objects)

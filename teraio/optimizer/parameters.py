@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from runtime.paging import Block
+from runtime.system import thawed
 
 
 class OwnedParameter(NamedTuple):
@@ -31,7 +32,9 @@ def owned_parameters(optimizer: Optimizer) -> tuple[OwnedParameter, ...]:
 
 def optimizers_alive() -> Iterator[Optimizer]:
     """Yield all optimizers of the process. Looks through all objects of Python, which takes a while: for errors only."""
-    for found in gc.get_objects():
+    with thawed():
+        objects = gc.get_objects()
+    for found in objects:
         if issubclass(type(found), Optimizer) and hasattr(found, "param_groups"):
             yield found
 

@@ -284,6 +284,7 @@ class _DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        torch.cuda.empty_cache()  # what an earlier training has left in the cache is no memory from before this one
         self._before = (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
         self._retries = 0
 
