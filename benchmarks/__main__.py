@@ -28,7 +28,6 @@ from benchmarks import (
     optimizer,
     planner,
     planner_policies,
-    planner_ranks,
     planner_recompute,
     rank_optimizer,
     recompute,
@@ -85,7 +84,6 @@ def parts(scale: Scale, selection: Selection, emulation: Emulation) -> dict[str,
         "planner_policies": lambda: planner_policies.measure(selection),
         "planner_bound": lambda: planner_policies.measure_best(selection),
         "planner_recompute": lambda: planner_recompute.measure(scale),
-        "planner_ranks": lambda: planner_ranks.measure(scale),
         "emulated": lambda: emulated.measure(emulation),
     }
 

@@ -2,14 +2,13 @@
 
 Rooms, each of which imports only those below it:
 
-* `ranks`: plans for all ranks of a machine together
 * `policies`: the ways to make a plan, and `plan` itself
 * `schedule`: from decisions to exact moves
 * `bound`: a lower bound on the iteration time
 * `simulator`: the replay of a plan
 * `ilp`, `lp`: the integer program, and what it shares with the bound
 * `problem`: what follows from a trace and budgets
-* `schema`: the files: traces, plans and nodes
+* `schema`: the files: traces and plans
 """
 
 from planner.errors import (
@@ -28,16 +27,13 @@ from planner.errors import (
     UnsupportedError,
 )
 from planner.policies import plan
-from planner.problem import InactivePeriod, floor, inactive_periods, recomputed
-from planner.ranks import NodePlans, divided_budgets, node_of, plan_node, waited_for_ranks
+from planner.problem import InactivePeriod, floor, inactive_periods, of_equal_ranks, recomputed
 from planner.schema import (
     Block,
     Budgets,
     Hardware,
     Link,
     Move,
-    Node,
-    NodeRate,
     NotRecomputed,
     Offload,
     Plan,
@@ -49,7 +45,7 @@ from planner.schema import (
     Subgroup,
     Trace,
 )
-from planner.simulator import HostUpdate, NodeTimeline, StageTimes, Timeline, Transfer, simulate, simulate_node
+from planner.simulator import HostUpdate, StageTimes, Timeline, Transfer, simulate
 from planner.subgroup_size import Station, stations_of_step, step_seconds, subgroup_bytes
 
 __all__ = [
@@ -63,10 +59,6 @@ __all__ = [
     "InfeasiblePlanError",
     "Link",
     "Move",
-    "Node",
-    "NodePlans",
-    "NodeRate",
-    "NodeTimeline",
     "NotRecomputed",
     "Offload",
     "OptionsError",
@@ -91,17 +83,13 @@ __all__ = [
     "TraceError",
     "Transfer",
     "UnsupportedError",
-    "divided_budgets",
     "floor",
     "inactive_periods",
-    "node_of",
+    "of_equal_ranks",
     "plan",
-    "plan_node",
     "recomputed",
     "simulate",
-    "simulate_node",
     "stations_of_step",
     "step_seconds",
     "subgroup_bytes",
-    "waited_for_ranks",
 ]

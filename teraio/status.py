@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
-
-import planner
 
 RunPhase = Literal["profile", "planning", "planned", "fits", "demand"]
 
@@ -87,8 +85,21 @@ class Status:
 
 def with_waiting(statuses: Mapping[int, Status]) -> dict[int, Status]:
     """Return what the ranks of one training have told, by rank, with `waited_for_ranks_seconds`."""
-    waited = planner.waited_for_ranks([status.collective_seconds for status in statuses.values()])
+    waited = waited_for_ranks([status.collective_seconds for status in statuses.values()])
     if waited is None:
         return dict(statuses)
     pairs = zip(statuses.items(), waited, strict=True)
     return {rank: replace(status, waited_for_ranks_seconds=seconds) for (rank, status), seconds in pairs}
+
+
+def waited_for_ranks(seconds: Sequence[Mapping[str, float]]) -> tuple[float, ...] | None:
+    """Return by rank the seconds that it waited in collectives until the last rank had come.
+
+    seconds: by rank, those of each stage with collectives, both work and waiting. The rank that comes last does not wait: the
+    shortest time of all ranks is what the collectives of a stage take themselves, and the rest is waiting.
+    None if the ranks have no collectives, or not the same ones.
+    """
+    if len(seconds) < 2 or not seconds[0] or any(each.keys() != seconds[0].keys() for each in seconds):
+        return None
+    work = sum(min(each[stage] for each in seconds) for stage in seconds[0])
+    return tuple(max(sum(each.values()) - work, 0.0) for each in seconds)

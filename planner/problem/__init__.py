@@ -27,7 +27,7 @@ from planner.problem.problem import Decision, Decisions, Problem, Route, build_p
 from planner.problem.recompute import folded, made_bytes, recompute_seconds, recomputed, reruns_of, spelled_out
 from planner.problem.rerun_places import RerunPlaces
 from planner.problem.rerun_sets import by_kind, over_half, rounded, simple_sets, whole_layers
-from planner.problem.shared_limits import SharedLimit, max_min_rates
+from planner.problem.shared_limits import SharedLimit, max_min_rates, of_equal_ranks
 from planner.problem.solver_settings import (
     DEFAULT_GAP,
     DEFAULT_THREADS,
@@ -78,6 +78,7 @@ __all__ = [
     "over_half",
     "parameters",
     "made_bytes",
+    "of_equal_ranks",
     "recompute_seconds",
     "solver_unit",
     "recomputed",

@@ -1,4 +1,4 @@
-"""What links that share rates can carry together, for linear programs.
+"""What links that share rates can carry together, for linear programs; and what ranks that share links have each.
 
 [Note: links that share rates] Links that are busy at the same time get max-min fair rates. So a slow drive beside host memory
 takes its fair share of the bus as long as it copies: with 50 GB/s to the host, 24 to the drive and 55 together, both are busy at
@@ -9,13 +9,13 @@ the rows: for each pair of links, Σ seconds_per_byte · bytes ≤ seconds. They
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from planner.schema import Hardware, Link
+from planner.schema import Budgets, Hardware, Link, Trace
 
-__all__ = ["SharedLimit", "max_min_rates", "shared_limits"]
+__all__ = ["SharedLimit", "max_min_rates", "of_equal_ranks", "shared_limits"]
 
 _SAME = 1e-9
 
@@ -98,3 +98,31 @@ def max_min_rates(limits: Sequence[float], groups: Sequence[tuple[float, Sequenc
                 stopped |= rising.intersection(members)
         rising -= stopped
     return rates
+
+
+def of_equal_ranks(trace: Trace, budgets: Budgets, *, ranks: int, links: Collection[str] = ()) -> tuple[Trace, Budgets]:
+    """Return the trace and budgets to plan one of `ranks` equal ranks of a machine with.
+
+    budgets: of the machine for host and storage, of one rank for the device. Host and storage are divided by the ranks. links:
+    names of the links (such as "device->storage") behind which all ranks have the same drives or memory. Equal ranks with one
+    plan copy at the same times, so each has a share of 1 / ranks of these links, and of the rates that only these links share.
+
+    Rates that were measured while all ranks copied are such shares already: a link with `alone_bytes_per_second` keeps its rate.
+    """
+
+    def share(link: Link) -> Link:
+        if link.name not in links or link.alone_bytes_per_second is not None:
+            return link
+        return link.model_copy(update={"bytes_per_second": link.bytes_per_second / ranks})
+
+    divided = tuple(share(link) for link in trace.hardware.links)
+    kept = {link.name for link, mine in zip(trace.hardware.links, divided, strict=True) if link is mine}
+    shared = tuple(
+        rate if kept.intersection(rate.links) else rate.model_copy(update={"bytes_per_second": rate.bytes_per_second / ranks})
+        for rate in trace.hardware.shared
+    )
+    tiers = {name: getattr(budgets, name) for name in ("host_bytes", "storage_bytes")}
+    return (
+        trace.rebuilt(hardware=trace.hardware.model_copy(update={"links": divided, "shared": shared})),
+        budgets.model_copy(update={name: size and size // ranks for name, size in tiers.items()}),
+    )

@@ -4,7 +4,6 @@ from planner.schema.json_file import read_format, read_model, write_atomic
 from planner.schema.limits import MAX_NUMBER, MAX_TEXT_CHARACTERS
 from planner.schema.messages import printable, short_repr
 from planner.schema.models import FrozenModel
-from planner.schema.node import MAX_RANKS, Node, NodeRate
 from planner.schema.plan import (
     Budgets,
     Move,
@@ -29,11 +28,8 @@ __all__ = [
     "Hardware",
     "Link",
     "MAX_NUMBER",
-    "MAX_RANKS",
     "MAX_TEXT_CHARACTERS",
     "Move",
-    "Node",
-    "NodeRate",
     "NotRecomputed",
     "Offload",
     "Phase",

@@ -51,11 +51,6 @@ class Link(GrownModel):
         """`"device->storage"` and the like; a key of `moved_bytes`."""
         return f"{self.from_tier}->{self.to_tier}"
 
-    @property
-    def own_bytes_per_second(self) -> float:
-        """The rate while the other ranks of the machine are idle, as far as it is known."""
-        return self.bytes_per_second if self.alone_bytes_per_second is None else self.alone_bytes_per_second
-
     def seconds(self, size_bytes: int) -> float:
         """Return the time that a block of `size_bytes` occupies the link."""
         return self.latency_seconds + size_bytes / self.bytes_per_second

@@ -1,7 +1,6 @@
 """The replay of a plan on its trace, which does not depend on how the plan was made."""
 
 from planner.simulator.critical_path import STAGES, CriticalPath, PathSegment, critical_path
-from planner.simulator.node import NodeTimeline, simulate_node
 from planner.simulator.simulate import simulate
 from planner.simulator.timeline import HostUpdate, MemoryChange, MemoryKind, StageTimes, Timeline, Transfer
 
@@ -10,7 +9,6 @@ __all__ = [
     "HostUpdate",
     "MemoryChange",
     "MemoryKind",
-    "NodeTimeline",
     "PathSegment",
     "STAGES",
     "StageTimes",
@@ -18,5 +16,4 @@ __all__ = [
     "Transfer",
     "critical_path",
     "simulate",
-    "simulate_node",
 ]

@@ -1,4 +1,4 @@
-"""What a replay carries out: a plan laid out by stage and checked against the trace."""
+"""What a replay carries out: trace and plan laid out by stage, and the plan checked against the trace."""
 
 from __future__ import annotations
 
@@ -6,14 +6,72 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planner.errors import InfeasiblePlanError
-from planner.problem import gradients, host_start, host_updatable, parameters
+from planner.problem import device_iteration, gradients, host_start, host_updatable, parameters, user_stages
 from planner.schema import Block, Move, Plan, Subgroup, Trace
-from planner.simulator.layout import Layout, layout_of
 
-__all__ = ["NOWHERE", "ReplayProgram", "compile_program"]
+__all__ = ["NOWHERE", "Layout", "ReplayProgram", "compile_program"]
 
 NOWHERE: frozenset[str] = frozenset()
 """No tier."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What each stage of `trace`, the device's part of the iteration, uses, makes, writes and ends, and the bytes that it needs.
+
+    `read_only`: persistent blocks that nothing writes. `user_stages`: stages of user code. `visible`: blocks that user code can
+    reach; empty if there are no such stages.
+    """
+
+    trace: Trace
+    inputs: tuple[tuple[int, ...], ...]
+    born: tuple[tuple[int, ...], ...]
+    dying: tuple[tuple[int, ...], ...]
+    written: tuple[tuple[int, ...], ...]
+    need_bytes: tuple[int, ...]
+    read_only: frozenset[int]
+    user_stages: frozenset[int]
+    visible: frozenset[int]
+
+
+def _layout_of(source: Trace, on_host: frozenset[int]) -> Layout:
+    """Return the layout of what is left for the device when the subgroups `on_host` (ids) update on the host.
+
+    It is worked out once for each trace and set of subgroups.
+    """
+    return source.once((_layout_of, on_host), lambda: _laid_out(source, on_host))
+
+
+def _laid_out(source: Trace, on_host: frozenset[int]) -> Layout:
+    trace, user = device_iteration(source, on_host), frozenset(user_stages(source))
+    consumed = {block.id for number in on_host for block in gradients(source, source.subgroups[number])}
+    inputs: list[list[int]] = [[] for _ in trace.stages]
+    born: list[list[int]] = [[] for _ in trace.stages]
+    dying: list[list[int]] = [[] for _ in trace.stages]
+    written: list[list[int]] = [[] for _ in trace.stages]
+    need_bytes = [stage.workspace_bytes for stage in trace.stages]
+    for block in trace.blocks:
+        for stage in block.uses:
+            if not block.persistent and stage == block.uses[0]:
+                born[stage].append(block.id)
+                need_bytes[stage] += block.size_bytes
+            else:
+                inputs[stage].append(block.id)
+        for stage in block.writes:
+            written[stage].append(block.id)
+        if not block.persistent and block.id not in consumed:  # an update on the host ends those
+            dying[block.last_stage].append(block.id)
+    return Layout(
+        trace=trace,
+        inputs=tuple(map(tuple, inputs)),
+        born=tuple(map(tuple, born)),
+        dying=tuple(map(tuple, dying)),
+        written=tuple(map(tuple, written)),
+        need_bytes=tuple(need_bytes),
+        read_only=frozenset(block.id for block in source.blocks if block.persistent and not block.writes),
+        user_stages=user,
+        visible=frozenset(block.id for block in source.blocks if user and block.user_visible),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +101,7 @@ def compile_program(trace: Trace, plan: Plan) -> ReplayProgram:
     Re-runs must have been spelled out. Raises InfeasiblePlanError where a move or an update does not fit the trace.
     """
     on_host = _on_host(trace, plan)
-    layout = layout_of(trace, frozenset(subgroup.id for subgroup in on_host))
+    layout = _layout_of(trace, frozenset(subgroup.id for subgroup in on_host))
     source, trace = trace, layout.trace
     count = len(trace.stages)
     program = ReplayProgram(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from math import inf
 from typing import Literal
 
 from planner.errors import InfeasiblePlanError
-from planner.schema import Plan, Trace
-from planner.simulator.host_processor import HostProcessor
-from planner.simulator.links import Channel, Links, QueuedTransfer
+from planner.schema import Budgets, Plan, Trace
 from planner.simulator.program import NOWHERE, ReplayProgram
-from planner.simulator.standing import Standing
-from planner.simulator.tier_usage import TierUsage
-from planner.simulator.timeline import HostUpdate, MemoryChange, MemoryKind, StageTimes, Timeline, Transfer
+from planner.simulator.queues import Channel, HostProcessor, Links, QueuedTransfer
+from planner.simulator.timeline import HostUpdate, MemoryChange, MemoryKind, StageTimes, Standing, Timeline, Transfer
 
 __all__ = ["Replay"]
 
@@ -23,11 +20,10 @@ _HOST = frozenset({"host"})
 class Replay:
     """State of one replay, by the rules of [Note: execution semantics] in `planner.simulator.simulate`.
 
-    A block is on the device, leaving, coming or away. `links`: of all ranks; the replay uses those of `rank`. One rank alone is
-    replayed by `one_iteration`. Several are by a driver that calls `arrive`, `begin`, `run`, `complete_transfer` and so on.
+    A block is on the device, leaving, coming or away.
     """
 
-    def __init__(self, trace: Trace, plan: Plan, program: ReplayProgram, links: Links, rank: int = 0) -> None:
+    def __init__(self, trace: Trace, plan: Plan, program: ReplayProgram, links: Links) -> None:
         self.source = trace
         self.layout = program.layout
         self.trace = program.layout.trace
@@ -35,7 +31,7 @@ class Replay:
         self.program = program
         self.device_budget = plan.budgets.device_bytes
         self.links = links
-        self.channels = links.channels[rank]
+        self.channels = links.channels
         self.state: list[Literal["device", "leaving", "coming", "away"]] = ["away"] * len(trace.blocks)
         self.copies: list[frozenset[str]] = [NOWHERE] * len(trace.blocks)  # tiers with a valid copy
         self.dead: set[int] = set()  # blocks that died while they were leaving
@@ -46,14 +42,13 @@ class Replay:
         self.reached_at = 0.0
         self.waiting_bytes = 0  # outputs and workspace of a stage that is reached and has not started
         self.processor = HostProcessor(trace, program)
-        self.tier_usage = TierUsage(trace, plan.budgets, program.persistent_places)
+        self.tier_usage = _TierUsage(trace, plan.budgets, program.persistent_places)
         self.visible_copies = 0  # copies that user code waits for: queued outwards, under way inwards
         self.times: list[StageTimes] = []
         self.transfers: list[Transfer] = []
         self.updated: list[HostUpdate] = []
         self.moved: dict[str, int] = {}
         self.memory: list[MemoryChange] = []
-        self._arrived_at_change: int | None = None
         self._place_persistent()
 
     def _place_persistent(self) -> None:
@@ -87,65 +82,42 @@ class Replay:
         )
 
     def one_iteration(self) -> Timeline:
-        """Replay one iteration of this rank alone. Its times count from the end of the iteration before."""
-        self.arrive()
-        self.begin()
-        for until in self.run():
-            if until < inf:
-                while self._proceed(until):
-                    pass
-                self.now = until
-            elif not self._proceed(inf):
-                raise self.stuck()
-        return self.timeline()
-
-    def arrive(self) -> None:
-        """Reach the first stage of the next iteration. Copies may begin from now on; the stage runs after `begin`."""
-        self._arrived_at_change = len(self.memory)
+        """Replay one iteration. Its times count from the end of the iteration before."""
         self._reach(0)
-
-    def begin(self) -> None:
-        """Begin an iteration now; what comes is recorded for its timeline."""
+        # Only now, so that the copies that begin at this instant are part of what the iteration finds on the device.
         self.times, self.transfers, self.updated, self.moved = [], [], [], {}
         self.iteration_began = self.reached_at = self.now
         self.memory = self._held()
-        self._arrived_at_change = None
-
-    def run(self) -> Iterator[float]:
-        """Run all stages. Yields the time at which the stage that runs ends, and infinity while a stage waits.
-
-        Whoever iterates carries out what links and processor do until then, and sets `now`. While a stage waits, it is asked
-        again after each event.
-        """
         for stage in range(len(self.trace.stages)):
             if stage:
                 self._reach(stage)
-            while not self._can_start(stage):
-                yield inf
-            start = self.now
-            for block in self.layout.born[stage]:
-                self._take_device(self.trace.blocks[block].size_bytes, self.trace.blocks[block].kind)
-            self._take_device(self.trace.stages[stage].workspace_bytes, "workspace")
-            self.waiting_bytes = 0
-            yield start + self.trace.stages[stage].duration_seconds
-            self._end_stage(stage, start)
-
-    def timeline(self) -> Timeline:
-        """Return the iteration that ends now."""
-        seconds, arrived = self.now - self.iteration_began, self._arrived_at_change
-        memory = self.memory[:arrived]  # the rest is from waiting for other ranks; what happens when the wait ends comes next
-        if arrived is not None:
-            memory += [change for change in self.memory[arrived:] if change[0] < seconds]
+            self._run(stage)
         return Timeline(
-            iteration_seconds=seconds,
+            iteration_seconds=self.now - self.iteration_began,
             stages=tuple(self.times),
             transfers=tuple(self.transfers),
             updates=tuple(self.updated),
-            memory=tuple(memory),
+            memory=tuple(self.memory),
             peak_bytes={"device": self.peak, **self.tier_usage.peak_bytes},
             moved_bytes=dict(self.moved),
             storage_written_bytes=sum(size for name, size in self.moved.items() if name.endswith("->storage")),
         )
+
+    def _run(self, stage: int) -> None:
+        """Wait until the stage can start, and run it. Meanwhile links and processor go on."""
+        while not self._can_start(stage):
+            if not self._proceed(inf):
+                raise self._stuck()
+        start = self.now
+        for block in self.layout.born[stage]:
+            self._take_device(self.trace.blocks[block].size_bytes, self.trace.blocks[block].kind)
+        self._take_device(self.trace.stages[stage].workspace_bytes, "workspace")
+        self.waiting_bytes = 0
+        end = start + self.trace.stages[stage].duration_seconds
+        while self._proceed(end):
+            pass
+        self.now = end
+        self._end_stage(stage, start)
 
     def _held(self) -> list[MemoryChange]:
         """What is on the device now, by kind, as the changes that an iteration begins with."""
@@ -272,23 +244,19 @@ class Replay:
             self.now = channel.event
             job = self.links.proceed(channel)
             if job is not None:
-                self.complete_transfer(channel, job)
+                self._end_transfer(channel, job)
             return True
         if self.processor.event > limit or self.processor.event == inf:
             return False
         self.now = self.processor.event
-        self.complete_update()
-        return True
-
-    def complete_update(self) -> None:
-        """End the update on the host that ends now."""
         update = self.processor.end(self.iteration_began)
         for block in self.program.parameters[update.subgroup]:
             self.copies[block] = _HOST
         self.updated.append(update)
         self._dispatch()
+        return True
 
-    def complete_transfer(self, channel: Channel, job: QueuedTransfer) -> None:
+    def _end_transfer(self, channel: Channel, job: QueuedTransfer) -> None:
         """End the transfer that ends now."""
         name = channel.link.name
         self.moved[name] = self.moved.get(name, 0) + job.size
@@ -317,7 +285,7 @@ class Replay:
         )
         self._dispatch()
 
-    def stuck(self) -> InfeasiblePlanError:
+    def _stuck(self) -> InfeasiblePlanError:
         """Return the error of a stage that waits for ever."""
         missing = [block for block in self.layout.inputs[self.stage] if self.state[block] != "device"]
         name = self.trace.stages[self.stage].name
@@ -340,3 +308,52 @@ class Replay:
         if size:
             self.used -= size
             self.memory.append((self.now - self.iteration_began, kind, -size))
+
+
+class _TierUsage:
+    """Bytes used in each lower tier.
+
+    A copy has its place from its start until its block dies; in the tiers `lasting` (by block) for good.
+
+    `peak_bytes`: the most bytes that were used, by tier.
+    """
+
+    def __init__(self, trace: Trace, budgets: Budgets, lasting: Sequence[frozenset[str]]) -> None:
+        self._trace = trace
+        self._limits = {"host": budgets.host_bytes, "storage": budgets.storage_bytes}
+        self._lasting = lasting
+        self._held: list[frozenset[str]] = [frozenset()] * len(trace.blocks)
+        self._used = dict.fromkeys(self._limits, 0)
+        self.peak_bytes = dict(self._used)
+        for block, tiers in enumerate(lasting):
+            for tier in tiers:
+                self.take(block, tier, stage=0)
+
+    def take(self, block: int, tier: str, *, stage: int) -> None:
+        """Record a copy that begins in `stage`, or that is there from the start.
+
+        Raises InfeasiblePlanError where there is no room.
+        """
+        if tier in self._held[block]:
+            return
+        self._held[block] |= {tier}
+        self._used[tier] += self._trace.blocks[block].size_bytes
+        self.peak_bytes[tier] = max(self.peak_bytes[tier], self._used[tier])
+        limit = self._limits[tier]
+        if limit is not None and self._used[tier] > limit:
+            raise InfeasiblePlanError(
+                f"the {tier} tier would hold {self._used[tier]:,} bytes; its budget is {limit:,} bytes: raise "
+                f"it, or move fewer blocks (the last was {self._trace.blocks[block].name!r})",
+                stage=self._trace.stages[stage].name,
+                block=self._trace.blocks[block].name,
+            )
+
+    def held(self) -> list[frozenset[str]]:
+        """The tiers that each block has a place in, by block."""
+        return list(self._held)
+
+    def give_back(self, block: int) -> None:
+        """Record that the block has died."""
+        for tier in self._held[block] - self._lasting[block]:
+            self._used[tier] -= self._trace.blocks[block].size_bytes
+        self._held[block] &= self._lasting[block]

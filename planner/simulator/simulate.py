@@ -19,10 +19,8 @@
 * User code: [Note: user code] in `planner.problem.user_code`. A stage of phase "user" waits for updates on the host and for
   copies of blocks that user code can reach, and holds back copies in of these blocks.
 * The iteration is cyclic. Times are those of the steady state: iterations are replayed until one ends as it began, or two in a
-  row agree in the time of every stage, transfer and update. After MAX_ITERATIONS the last one counts (a link may lag behind only
+  row agree in the time of every stage, transfer and update. After 32 the last one counts (a link may lag behind only
   slightly in each, or two states may alternate).
-* Several ranks of a machine (`planner.simulator.node`) follow these rules each for itself. They begin an iteration together: the
-  first stage starts when every rank has reached it. Links of several ranks may share a rate, too.
 """
 
 from __future__ import annotations
@@ -32,15 +30,14 @@ from dataclasses import replace
 from planner.errors import PlanError
 from planner.problem import spelled_out
 from planner.schema import Plan, Trace
-from planner.simulator.links import Links
 from planner.simulator.program import compile_program
+from planner.simulator.queues import Links
 from planner.simulator.replay import Replay
-from planner.simulator.standing import same
-from planner.simulator.timeline import Timeline, agree
+from planner.simulator.timeline import Timeline, agree, same
 
-__all__ = ["MAX_ITERATIONS", "as_planned", "replay_of", "simulate"]
+__all__ = ["simulate"]
 
-MAX_ITERATIONS = 32
+_MAX_ITERATIONS = 32
 
 
 def simulate(trace: Trace, plan: Plan) -> Timeline:
@@ -52,28 +49,19 @@ def simulate(trace: Trace, plan: Plan) -> Timeline:
     InfeasiblePlanError, naming stage and block, when a move or an update does not fit the trace, a budget is exceeded, the
     iteration is not cyclic, or stages and links wait for each other for ever.
     """
-    replay = replay_of(trace, plan, Links([trace.hardware]))
+    if plan.trace_fingerprint != trace.fingerprint:
+        raise PlanError(f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: plan again")
+    source, laid_out = spelled_out(trace, plan)
+    replay = Replay(source, laid_out, compile_program(source, laid_out), Links(source.hardware))
     previous, began = None, replay.standing()
-    for _ in range(MAX_ITERATIONS):
+    for _ in range(_MAX_ITERATIONS):
         timeline = replay.one_iteration()
         ended = replay.standing()
         if same(began, ended, timeline.iteration_seconds) or (previous is not None and agree(previous, timeline)):
             break
         previous, began = timeline, ended
-    return as_planned(plan, timeline)
-
-
-def replay_of(trace: Trace, plan: Plan, links: Links, rank: int = 0) -> Replay:
-    """Return a replay that has not begun. Raises as `simulate` does."""
-    if plan.trace_fingerprint != trace.fingerprint:
-        raise PlanError(f"the plan was made for trace {plan.trace_fingerprint}, but this one is {trace.fingerprint}: plan again")
-    trace, plan = spelled_out(trace, plan)
-    return Replay(trace, plan, compile_program(trace, plan), links, rank)
-
-
-def as_planned(plan: Plan, timeline: Timeline) -> Timeline:
-    """Return the timeline with the blocks that the plan names, where it runs groups again."""
     if not plan.recompute:
         return timeline
+    # The replay numbers blocks as in the iteration with re-runs; the plan and the caller know those of `trace`.
     named = tuple(transfer._replace(block=plan.moves[transfer.move].block) for transfer in timeline.transfers)
     return replace(timeline, transfers=named)

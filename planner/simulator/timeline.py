@@ -1,16 +1,18 @@
-"""The result of a replay."""
+"""The result of a replay, and when two iterations of it are the same."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from math import isclose
+from typing import Any, Literal, NamedTuple
 
 from planner.schema import BlockKind
 
-__all__ = ["HostUpdate", "MemoryChange", "MemoryKind", "StageTimes", "Timeline", "Transfer", "agree"]
+__all__ = ["HostUpdate", "MemoryChange", "MemoryKind", "StageTimes", "Standing", "Timeline", "Transfer", "agree", "same"]
 
 _SAME = 1e-9
+"""Share of the iteration by which times may differ: sums in another order round differently."""
 
 MemoryKind = BlockKind | Literal["workspace"]
 """What takes room on the device: blocks of a kind, or the workspace of the stage that runs."""
@@ -100,3 +102,19 @@ def _times(timeline: Timeline) -> Iterator[float]:
         yield from (transfer.start_seconds, transfer.end_seconds)
     for update in timeline.updates:
         yield from (update.start_seconds, update.end_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """All that the next iteration depends on: `what` is where and under way, and the times of that, in `seconds` from now."""
+
+    what: tuple[Any, ...]
+    seconds: tuple[float, ...]
+
+
+def same(one: Standing, other: Standing, iteration_seconds: float) -> bool:
+    """Whether the iterations after these are the same. Times may differ by a tiny share of the iteration's."""
+    if one.what != other.what or len(one.seconds) != len(other.seconds):
+        return False
+    tolerance = _SAME * max(iteration_seconds, 1e-12)
+    return all(isclose(a, b, rel_tol=0.0, abs_tol=tolerance) for a, b in zip(one.seconds, other.seconds, strict=True))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
-from enum import StrEnum
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,32 +20,8 @@ from teraio.options import parse_bytes
 MAX_THREADS = 256
 
 
-class SharedTier(StrEnum):
-    """A lower tier that all ranks of a machine may share."""
-
-    HOST = "host"
-    STORAGE = "storage"
-
-
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file, as the option trace_out writes it.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
-TraceFiles = Annotated[
-    list[Path],
-    typer.Argument(metavar="TRACE", help="A trace file, as the option trace_out writes it. With --ranks, one for each rank."),
-]
-TraceAndPlan = Annotated[
-    list[Path],
-    typer.Argument(metavar="TRACE PLAN", help="A trace file, and a plan file for it. With --ranks, those of each rank."),
-]
-Ranks = Annotated[bool, typer.Option("--ranks", help="The files are those of the ranks of one machine, in their order.")]
-NodeFile = Annotated[
-    Path | None,
-    typer.Option("--node", help="With --ranks: a file that says what the ranks share.", show_default="as the traces measured it"),
-]
-Shared = Annotated[
-    list[SharedTier] | None,
-    typer.Option("--shared", help="With --ranks: all ranks have the same drives (or host memory) behind this tier."),
-]
 Device = Annotated[str, typer.Option(help="Device budget: bytes, or text such as 24GiB.")]
 Host = Annotated[str | None, typer.Option(help="Host budget. 0: the host tier is not used.", show_default="no limit")]
 Storage = Annotated[str | None, typer.Option(help="Storage budget. 0: the drives are not used.", show_default="no limit")]
@@ -108,17 +83,6 @@ def solver_settings(
     if not 0 <= write_weight < float("inf"):
         raise planner.OptionsError(f"option --write-weight: found {write_weight}, wanted a number of at least 0")
     return SolverSettings(time_limit_seconds=time_limit, gap=gap, threads=threads, write_weight=write_weight)
-
-
-def only(wanted: str, files: Sequence[Path], node: Path | None = None, shared: object = None) -> Sequence[Path]:
-    """Return the files of a command that was given no --ranks. wanted: their names, such as "TRACE PLAN"."""
-    if node is not None or shared:
-        raise planner.OptionsError(f"option {'--node' if node is not None else '--shared'} is for several ranks: add --ranks")
-    if len(files) != len(wanted.split()):
-        raise planner.OptionsError(
-            f"found {len(files)} file{'s' if len(files) > 1 else ''}, wanted {wanted}; several ranks of one machine take --ranks"
-        )
-    return files
 
 
 def size(name: str, text: str) -> int:

@@ -13,13 +13,10 @@ import planner
 from planner.errors import FileFormatError
 from planner.schema import FrozenModel, printable, read_format
 from teraio.cli import arguments
-from teraio.cli.arguments import AsJson, NodeFile, Ranks, Rows, Shared
-from teraio.cli.node_summary import summarise_node
-from teraio.cli.node_tables import node_tables
+from teraio.cli.arguments import AsJson, Rows
 from teraio.cli.output import show_or_print
 from teraio.cli.plan_summary import summarise_plan
 from teraio.cli.plan_tables import plan_tables
-from teraio.cli.ranks import RankFiles
 from teraio.cli.tables import write_out
 from teraio.cli.trace_summary import summarise_trace
 from teraio.cli.trace_tables import trace_tables
@@ -28,7 +25,7 @@ FORMATS: dict[str, type[planner.Trace] | type[planner.Plan]] = {
     "teraio.trace": planner.Trace,
     "teraio.plan": planner.Plan,
 }
-SCHEMAS: dict[str, type[FrozenModel]] = {"trace": planner.Trace, "plan": planner.Plan, "node": planner.Node}
+SCHEMAS: dict[str, type[FrozenModel]] = {"trace": planner.Trace, "plan": planner.Plan}
 
 
 class FileKind(StrEnum):
@@ -36,36 +33,21 @@ class FileKind(StrEnum):
 
     TRACE = "trace"
     PLAN = "plan"
-    NODE = "node"
 
 
 def inspect(
-    files: Annotated[
-        list[Path], typer.Argument(metavar="FILE", help="A trace or a plan. With --ranks, the traces of all ranks.")
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace or a plan.")],
     trace: Annotated[Path | None, typer.Option(help="The trace of the plan, for names, sizes and stalls.")] = None,
     tbw: Annotated[
         str | None,
         typer.Option(help="Rated bytes written of the drives (TBW), such as 600TB. Shows how long they last."),
     ] = None,
-    ranks: Ranks = False,
-    node: NodeFile = None,
-    shared: Shared = None,
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
     """Show what a trace or a plan contains. A trace: stages, memory over time, idle blocks, updates that can run on the host, the
     smallest budget. A plan: moves, updates on the host, predictions; with --trace also why each block moves and why the iteration
-    takes as long as it does. With --ranks: the traces of a machine's ranks side by side, and what they share."""
-    if ranks:
-        if trace is not None or tbw is not None:
-            raise planner.OptionsError("options --trace and --tbw are for one plan: leave them out, or leave --ranks out")
-        found = RankFiles.read(files, node, shared or ())
-        found.refuse_plans()
-        node_summary = summarise_node(found.node, found.traces)
-        show_or_print(node_summary, node_tables(node_summary), as_json=as_json)
-        return
-    (file,) = arguments.only("FILE", files, node, shared)
+    takes as long as it does."""
     loaded = _load(file)
     if isinstance(loaded, planner.Plan):
         plan_summary = summarise_plan(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -18,57 +17,40 @@ from teraio.cli.arguments import (
     AsJson,
     Device,
     Host,
-    NodeFile,
+    PlanFile,
     Policy,
-    Ranks,
     Rows,
-    Shared,
     Storage,
-    TraceAndPlan,
     TraceFile,
-    TraceFiles,
     with_solver_options,
 )
 from teraio.cli.comparison import compare_policies, sweep_budgets
 from teraio.cli.comparison_tables import comparison_tables, sweep_tables
-from teraio.cli.node_summary import summarise_node_replay
-from teraio.cli.node_tables import node_replay_tables
 from teraio.cli.output import save, show_or_print
 from teraio.cli.plan_summary import summarise_plan
 from teraio.cli.plan_tables import plan_tables, replay_tables
-from teraio.cli.ranks import RankFiles, plan_paths
 from teraio.cli.replay_summary import summarise_replay
 from teraio.options import require_directory
 
 
 @with_solver_options
 def plan(
-    traces: TraceFiles,
+    trace: TraceFile,
     device: Device,
     host: Host = None,
     storage: Storage = None,
     policy: Policy = "ilp",
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Where to write the plan. With --ranks, a name with {rank} if they differ."),
-    ] = None,
-    ranks: Ranks = False,
-    node: NodeFile = None,
-    shared: Shared = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan.")] = None,
     as_json: AsJson = False,
     rows: Rows = 10,
     *,
     settings: SolverSettings,
 ) -> None:
-    """Make a plan for TRACE under the budgets and show it. --json prints the plan itself. With --ranks, plan the ranks of a
-    machine together; budgets are those of each rank."""
+    """Make a plan for TRACE under the budgets and show it. --json prints the plan itself."""
     budgets = arguments.budgets(arguments.size("--device", device), host, storage)
     if output is not None:
         require_directory("--output", output.parent)
-    if ranks:
-        _plan_ranks(RankFiles.read(traces, node, shared or ()), budgets, policy, output, settings, as_json=as_json)
-        return
-    loaded = planner.Trace.load(*arguments.only("TRACE", traces, node, shared))
+    loaded = planner.Trace.load(trace)
     with Console(stderr=True).status("planning"):
         made = planner.plan(loaded, budgets, policy=policy, **asdict(settings))
     if output is not None:
@@ -76,46 +58,14 @@ def plan(
     show_or_print(made, plan_tables(summarise_plan(made, loaded), rows), as_json=as_json)
 
 
-def _plan_ranks(
-    files: RankFiles,
-    budgets: planner.Budgets,
-    policy: str,
-    output: Path | None,
-    settings: SolverSettings,
-    *,
-    as_json: bool,
-) -> None:
-    files.refuse_plans()
-    plan_paths(output, files.traces)  # refuses before the planning
-
-    def make(trace: planner.Trace, each: planner.Budgets, known: Sequence[planner.Plan]) -> planner.Plan:
-        return planner.plan(trace, each, policy=policy, incumbents=known, **asdict(settings))
-
-    with Console(stderr=True).status("planning") as status:
-        found = planner.plan_node(files.node, files.traces, [budgets] * files.node.ranks, make=make, progress=status.update)
-    for path, made in zip(plan_paths(output, files.traces), found.plans, strict=False):
-        save(made, path)
-    summary = summarise_node_replay(files.node, files.traces, found.plans, found.timeline, found)
-    show_or_print(summary, node_replay_tables(summary), as_json=as_json)
-
-
 def simulate(
-    files: TraceAndPlan,
-    ranks: Ranks = False,
-    node: NodeFile = None,
-    shared: Shared = None,
+    trace: TraceFile,
+    plan: PlanFile,
     as_json: AsJson = False,
     rows: Rows = 10,
 ) -> None:
     """Replay PLAN on TRACE in the simulator. Shows iteration time, stalls, peak memory, the work of each link and of the host's
-    processor, and the critical path. With --ranks, replay the plans of the ranks of a machine together."""
-    if ranks:
-        found = RankFiles.read(files, node, shared or ())
-        timeline = planner.simulate_node(found.node, found.traces, found.needed_plans())
-        node_summary = summarise_node_replay(found.node, found.traces, found.needed_plans(), timeline)
-        show_or_print(node_summary, node_replay_tables(node_summary), as_json=as_json)
-        return
-    trace, plan = arguments.only("TRACE PLAN", files, node, shared)
+    processor, and the critical path."""
     loaded, decided = planner.Trace.load(trace), planner.Plan.load(plan)
     summary = summarise_replay(loaded, decided, planner.simulate(loaded, decided))
     show_or_print(summary, replay_tables(summary, rows), as_json=as_json)

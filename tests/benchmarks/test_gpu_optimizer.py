@@ -10,8 +10,7 @@ from benchmarks.__main__ import llama_parts
 from benchmarks.alone import Missing
 from benchmarks.gpu_optimizer import policy_figures
 from planner import Budgets, Plan, plan
-from planner.schema.plan import Update
-from planner.schema.trace import Subgroup
+from planner.schema import Subgroup, Update
 
 from .test_gpu_parts import GIB, MadeUp, a_trace, by_name, run
 

@@ -17,7 +17,7 @@ from benchmarks.results import Figure
 from examples.llama import SIZES
 from examples.training import Report, Setting, Step
 from planner import Budgets, Hardware, Link, Trace, plan
-from planner.schema.trace import Block, Stage
+from planner.schema import Block, Stage
 
 GIB = 2**30
 

@@ -17,7 +17,7 @@ from benchmarks.transformer_trace import LLAMA_3_8B, Workload
 from benchmarks.variants import budgets_for, device_budgets, peak_bytes, with_errors, with_rates, with_times
 from planner import Trace, plan, simulate
 from planner.errors import OptionsError
-from planner.policies.registry import POLICIES
+from planner.policies import POLICIES
 from planner.problem import Problem
 
 HAND = Path(__file__).parents[2] / "traces" / "hand"

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.machines import A100_80GB_TF32, H100_NVL, H100_NVL_TF32, Machine
 from benchmarks.transformer_trace import GRANITE_8B, LLAMA_3_8B, WORKLOADS, Workload
 from planner import Block, Trace, floor
-from planner.problem.lifetimes import live_bytes
+from planner.problem import live_bytes
 
 PUBLISHED_PARAMETERS = {"Llama-3-8B": 8_030_261_248, "Granite-8B": 8_054_000_000, "Llama-3-70B": 70_553_706_496}
 LEAST_STAGES = {"Llama-3-8B": 390, "Granite-8B": 390, "Llama-3-70B": 960}

@@ -16,7 +16,6 @@ OPTIMIZER = RESULTS / "2026-11-22T030900-intel_r__xeon_r__processorx2-optimizer.
 SWEEP = RESULTS / "2026-11-21T135641-amd_epycx2-stage_overhead-budget_sweep-rss-prediction-compile_time-engine.json"
 RECOMPUTE = RESULTS / "2026-11-23T062436-amd_epycx2-planner_recompute.json"
 BOUNDS = [RESULTS / f"2026-11-23T{time}-amd_epycx2-planner_bound.json" for time in ("092605", "095404")]
-RANKS = RESULTS / "2026-11-23T023153-amd_epycx2-planner_ranks.json"
 
 
 def figures(path: Any) -> dict[str, dict[str, Any]]:
@@ -59,18 +58,6 @@ def test_training_under_a_budget() -> None:
         assert teraio == f"{found[f'teraio {budget}']['value']:.2f}"
         assert found[f"teraio {budget}"]["note"].endswith(f"rounds from {spread}")
         assert checkpointing.startswith(f"{found[f'checkpoint {budget}']['value']:.2f} ")
-
-
-def test_what_sharing_costs() -> None:
-    page = DOCS["ranks"]
-    assert RANKS.name in page.text
-    samples = json.loads(RANKS.read_text())["results"][0]["samples"]
-    rows = page.table("machine, tiers")
-    assert len(rows) == len(samples)
-    for name, *cells in rows:
-        _, alone, apart, together = samples[name]
-        times = [f"{seconds:.2f} s" for seconds in (alone, apart, together)]
-        assert cells == [*times, f"{together / alone:.2f}", f"{apart / together:.2f}"]
 
 
 def test_what_recomputation_is_worth() -> None:

@@ -9,9 +9,7 @@ from math import prod
 from typing import Any
 
 from planner import BudgetError, Budgets, InfeasiblePlanError, PlanError, Recompute, Trace, floor, recomputed, simulate
-from planner.problem.host_updates import host_updatable
-from planner.problem.lifetimes import live_bytes
-from planner.problem.problem import Decision, Decisions, Problem, build_plan
+from planner.problem import Decision, Decisions, Problem, build_plan, host_updatable, live_bytes
 
 from .strategies import with_user_code
 

@@ -9,12 +9,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Plan, Timeline, Trace, floor, simulate
-from planner.ilp.coarse import in_order_of_need
-from planner.problem.host_updates import host_start, host_updatable
-from planner.problem.lifetimes import live_bytes
-from planner.problem.problem import Decision, Decisions, Problem, build_plan
-from planner.problem.tier_capacity import TierCapacity
-from planner.schedule.eviction import evict_furthest
+from planner.ilp import in_order_of_need
+from planner.problem import Decision, Decisions, Problem, TierCapacity, build_plan, host_start, host_updatable, live_bytes
+from planner.schedule import evict_furthest
 
 KINDS = ("parameter", "gradient", "optimizer_state", "activation", "buffer")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from planner.errors import StorageError, StorageIOError
-from planner.schema.plan import WaitingTier
+from planner.schema import WaitingTier
 from runtime.device.span import Span
 from runtime.paging.block import Block, State
 from runtime.paging.mover import Done

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from planner.schema.limits import MAX_NUMBER
+from planner.schema import MAX_NUMBER
 
 VALUES: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 2, 3, 7, 10, 1 << 31, 1 << 62, MAX_NUMBER, MAX_NUMBER + 1, 10**30, -(1 << 63)),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import teraio
 from planner import Budgets, Trace, floor
-from planner.problem.lifetimes import live_bytes
+from planner.problem import live_bytes
 
 from ..planner.strategies import random_plan
 from ..thoroughness import by_profile

@@ -9,7 +9,7 @@ import torch
 
 import planner
 from planner import Budgets, Hardware, Link, Move, Plan, Prefetch
-from planner.schema.plan import Placement
+from planner.schema import Placement
 from runtime.device import device as device_module
 from runtime.execution import StageRun
 from runtime.paging.block import Block

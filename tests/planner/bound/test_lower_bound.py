@@ -8,13 +8,12 @@ from hypothesis import given
 
 from planner import Budgets, InfeasiblePlanError, Plan, Trace, floor, plan, simulate
 from planner.bound import lower_bound as bound_module
-from planner.bound.lower_bound import MAX_WHOLE, lower_bound_seconds
+from planner.bound import lower_bound_seconds
+from planner.bound.lower_bound import MAX_WHOLE
 from planner.bound.windows import Instants
 from planner.errors import BudgetError, SolverError, UnsupportedError
-from planner.policies.registry import POLICIES
-from planner.problem.lifetimes import live_bytes
-from planner.problem.problem import Problem
-from planner.problem.user_code import user_stages
+from planner.policies import POLICIES
+from planner.problem import Problem, live_bytes, user_stages
 from planner.schema import Stage
 
 from ...thoroughness import by_profile

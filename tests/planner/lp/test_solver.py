@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from planner.errors import SolverError
-from planner.lp import Program, solver
-from planner.lp.solver import solve_program
+from planner.lp import Program, solve_program, solver
 from planner.problem import SolverSettings
 
 SETTINGS = SolverSettings(gap=0.0)

@@ -7,8 +7,7 @@ import pytest
 
 from planner import Budgets, InfeasiblePlanError, Trace, UnsupportedError, floor, plan, simulate
 from planner.policies.fixed_updates import every_nth_on_device
-from planner.problem.lifetimes import live_bytes
-from planner.problem.problem import Problem
+from planner.problem import Problem, live_bytes
 
 from ..strategies import hardware, with_user_code
 

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from planner import BudgetError, Budgets, InfeasiblePlanError, Move, Plan, Trace, floor, plan, simulate
 from planner.policies.registry import HEURISTICS
-from planner.problem.lifetimes import live_bytes
+from planner.problem import live_bytes
 
 from ..strategies import hardware, problems, transformer_trace
 

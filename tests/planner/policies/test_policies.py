@@ -9,17 +9,15 @@ import pulp
 import pytest
 
 from planner import BudgetError, Budgets, InfeasiblePlanError, OptionsError, Plan, Trace, plan, simulate
-from planner.ilp.solve import CoarseSolution
+from planner.ilp import CoarseSolution
 from planner.lp import solver
 from planner.policies import ilp
 from planner.policies.decisions import decisions_of
 from planner.policies.ilp import optimise
 from planner.policies.replayed import ReplayedPlan
-from planner.problem import SolverSettings
-from planner.problem.lifetimes import live_bytes
-from planner.problem.problem import Decisions, Problem, build_plan
-from planner.schedule.eviction import evict_furthest
-from planner.schema.plan import SolverReport, WaitingTier
+from planner.problem import Decisions, Problem, SolverSettings, build_plan, live_bytes
+from planner.schedule import evict_furthest
+from planner.schema import SolverReport, WaitingTier
 
 from ..strategies import hardware, transformer_trace
 

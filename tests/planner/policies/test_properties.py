@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import BudgetError, Budgets, InfeasiblePlanError, Plan, Trace, floor, plan, simulate
-from planner.bound.lower_bound import lower_bound_seconds
-from planner.problem.lifetimes import live_bytes
-from planner.problem.problem import Problem
+from planner.bound import lower_bound_seconds
+from planner.problem import Problem, live_bytes
 
 from ..strategies import problems, random_plan, replay_of_random_plan, traces, training_problems
 

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from planner import Budgets, InfeasiblePlanError, Plan, Trace, TraceError, plan, simulate
-from planner.bound.lower_bound import lower_bound_seconds
-from planner.problem.host_updates import host_updatable
-from planner.problem.problem import Problem
+from planner.bound import lower_bound_seconds
+from planner.problem import Problem, host_updatable
 
 from ..strategies import hardware
 
@@ -163,15 +162,6 @@ def test_a_copy_in_another_tier_is_stale_after_the_update() -> None:
 def test_subgroups_cannot_take_longer_than_their_stage() -> None:
     with pytest.raises(ValueError, match=r"subgroups up to 1 take 2\.0 s of stage 3, which lasts 1\.0 s"):
         training([1, 1, 1, 1], subgroups=2)
-
-
-def test_links_share_their_rate_fairly() -> None:
-    """Three links share 10 bytes per second; one of them can take only 2. Worked out by hand."""
-    from planner.problem.shared_limits import max_min_rates
-
-    assert max_min_rates([2.0, 20.0, 20.0], [(10.0, [0, 1, 2])]) == [2.0, 4.0, 4.0]
-    assert max_min_rates([20.0, 20.0, 20.0], [(10.0, [0, 1]), (8.0, [1, 2])]) == pytest.approx([6.0, 4.0, 4.0])
-    assert max_min_rates([3.0], []) == [3.0]
 
 
 def test_no_prefetch_takes_the_room_that_the_next_stage_needs() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from planner import Trace, inactive_periods
-from planner.problem.lifetimes import block_activities, live_bytes, live_bytes_by_kind, mean_active_fraction
+from planner.problem import block_activities, live_bytes, live_bytes_by_kind, mean_active_fraction
 
 from ..strategies import hardware, traces
 

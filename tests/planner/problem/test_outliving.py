@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from planner import Budgets, InfeasiblePlanError, Plan, Trace, TraceError, floor, inactive_periods, plan, simulate
-from planner.problem.host_updates import host_updatable
-from planner.problem.lifetimes import live_bytes
-from planner.problem.problem import Problem
+from planner.problem import Problem, host_updatable, live_bytes
 
 from ..strategies import hardware
 

@@ -9,12 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Plan, Timeline, Trace, plan, simulate
-from planner.bound.lower_bound import lower_bound_seconds
-from planner.problem.host_updates import host_updatable
-from planner.problem.lifetimes import live_bytes
-from planner.problem.problem import Problem
-from planner.problem.user_code import next_user_stage, user_stages
-from planner.simulator.critical_path import HOST_UPDATES, STAGES, critical_path
+from planner.bound import lower_bound_seconds
+from planner.problem import Problem, host_updatable, live_bytes, next_user_stage, user_stages
+from planner.simulator import STAGES, critical_path
 
 from ..strategies import (
     hardware,
@@ -197,7 +194,7 @@ def test_user_code_waits_for_updates_on_the_host() -> None:
     assert waiting.stages[3].start_seconds == pytest.approx(update.end_seconds)
     assert waiting.iteration_seconds == pytest.approx(beside.iteration_seconds + 2.0)
     path = [(segment.resource, segment.index) for segment in critical_path(trace, by_hand, waiting).segments]
-    assert (HOST_UPDATES, 0) in path and path[path.index((HOST_UPDATES, 0)) + 1] == (STAGES, 3)
+    assert ("host updates", 0) in path and path[path.index(("host updates", 0)) + 1] == (STAGES, 3)
 
 
 def test_no_plan_counts_on_an_update_that_goes_on_in_user_code() -> None:

@@ -10,14 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Trace, simulate
-from planner.ilp.coarse import in_order_of_need
+from planner.ilp import in_order_of_need
 from planner.policies.ilp import _undecided
 from planner.policies.replayed import around_user_code, exact_candidates
-from planner.problem.host_updates import host_updatable
-from planner.problem.problem import Decision, Decisions, Problem, build_plan
-from planner.problem.user_code import user_stages
-from planner.schedule.prefetch import StageClock, prefetch_from, schedule
-from planner.schedule.user_code import user_code_proposals
+from planner.problem import Decision, Decisions, Problem, build_plan, host_updatable, user_stages
+from planner.schedule import StageClock, prefetch_from, schedule, user_code_proposals
 
 from ..strategies import hardware, training_problems
 

@@ -20,11 +20,10 @@ import pytest
 
 from planner import Budgets, Plan, PlanError, TeraioError, Trace, TraceError, plan, simulate
 from planner.errors import FileFormatError
-from planner.problem.problem import Problem, build_plan
-from planner.schedule.eviction import evict_furthest
-from planner.schema.json_file import read_format
-from planner.schema.limits import MAX_BYTES, MAX_NUMBER, MAX_TEXT_CHARACTERS, MAX_VALUES
-from planner.schema.messages import printable
+from planner.problem import Problem, build_plan
+from planner.schedule import evict_furthest
+from planner.schema import MAX_NUMBER, MAX_TEXT_CHARACTERS, printable, read_format
+from planner.schema.limits import MAX_BYTES, MAX_VALUES
 from teraio.cli import commands as cli
 from teraio.cli.plan_summary import summarise_plan
 from teraio.cli.plan_tables import plan_tables, replay_tables

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from planner import Budgets, Plan, Trace, floor, plan, simulate
-from planner.simulator.critical_path import HOST_UPDATES, STAGES, CriticalPath, critical_path
+from planner.simulator import STAGES, CriticalPath, critical_path
 
 from ..strategies import activation, hardware, problems, transformer_trace
 
@@ -29,7 +29,7 @@ def path_of(trace: Trace, made: Plan) -> CriticalPath:
     assert sum(path.seconds().values()) == pytest.approx(timeline.iteration_seconds, rel=1e-9)
     times = {(STAGES, n): (s.start_seconds, s.end_seconds) for n, s in enumerate(timeline.stages)}
     times |= {(t.link, t.move): (t.start_seconds, t.end_seconds) for t in timeline.transfers}
-    times |= {(HOST_UPDATES, u.subgroup): (u.start_seconds, u.end_seconds) for u in timeline.updates}
+    times |= {("host updates", u.subgroup): (u.start_seconds, u.end_seconds) for u in timeline.updates}
     for segment in path.segments:
         began, ended = times[segment.resource, segment.index]
         assert (segment.start_seconds, segment.end_seconds) == (max(began, 0.0), ended)
@@ -162,7 +162,7 @@ def test_the_host_updates_while_the_device_waits() -> None:
     path = path_of(trace, plan_of(trace, [gone, back], 80, **more))
     assert [(p.resource, p.index, p.seconds) for p in path.segments] == [
         ("device->host", 0, 1.0),
-        (HOST_UPDATES, 0, 3.0),
+        ("host updates", 0, 3.0),
         ("host->device", 1, 1.0),
         (STAGES, 0, 1.0),
         (STAGES, 1, 1.0),
@@ -185,7 +185,7 @@ def test_a_host_update_waits_for_the_optimizer_stages() -> None:
         (STAGES, 0, 2.0),
         (STAGES, 1, 2.0),
         (STAGES, 2, 2.0),
-        (HOST_UPDATES, 0, 3.0),
+        ("host updates", 0, 3.0),
         ("host->device", 1, 1.0),
         (STAGES, 4, 2.0),
     ]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from planner import Budgets, InfeasiblePlanError, Plan, PlanError, Trace, simulate
-from planner.problem.problem import Decision, Problem, build_plan
+from planner.problem import Decision, Problem, build_plan
 
 HAND = Path(__file__).parents[3] / "traces" / "hand"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planner.errors import StorageFullError
-from planner.schema.plan import WaitingTier
+from planner.schema import WaitingTier
 from runtime.paging.block import Block
 from runtime.paging.tiers import Tier, Tiers
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
-from planner.schema.plan import WaitingTier
+from planner.schema import WaitingTier
 from runtime.paging.account import MemoryAccount
 from runtime.paging.block import Block, State
 from runtime.paging.block_table import BlockTable

@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import teraio
-from planner import Trace, waited_for_ranks
+from planner import Trace
+from teraio.status import waited_for_ranks
 
 from ...training import MIB
 from ..rank_processes import COUNT, Ranks

@@ -8,7 +8,7 @@ import pytest
 
 import planner
 from planner import Hardware, Link, SharedRate, Stage
-from planner.simulator.timeline import StageTimes, Timeline, Transfer
+from planner.simulator import StageTimes, Timeline, Transfer
 from teraio.planning.drift import Expectation, Observation, drift_of, remeasured
 
 OUT, IN = "device->storage", "storage->device"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planner import Budgets, Move, Offload, Plan, Prefetch
-from planner.schema.plan import WaitingTier
+from planner.schema import WaitingTier
 from runtime.device.device import CpuDevice, WallMark
 from runtime.execution import StageRun
 from runtime.paging.block import Block

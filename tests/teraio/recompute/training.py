@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 import teraio
 from planner import Budgets, Plan, Recompute, Trace, floor, recomputed
 from planner.errors import BudgetError, PlanError
-from planner.problem import folded
-from planner.problem.lifetimes import live_bytes
+from planner.problem import folded, live_bytes
 
 from ...planner.strategies import random_plan
 from ...training import Training, begin, require, unequal

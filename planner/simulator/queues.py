@@ -1,4 +1,4 @@
-"""Links in a replay: each serves its queue in order, and links that share a rate divide it, also those of several ranks."""
+"""What serves queues in a replay: links, of which some share a rate, and the host's processor."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from math import inf
 from typing import Any
 
 from planner.problem import max_min_rates
-from planner.schema import Hardware, Link, NodeRate
+from planner.schema import Hardware, Link, Trace
+from planner.simulator.program import ReplayProgram
+from planner.simulator.timeline import HostUpdate
 
-__all__ = ["Channel", "QueuedTransfer", "Links"]
+__all__ = ["Channel", "HostProcessor", "Links", "QueuedTransfer"]
 
 
 @dataclass(slots=True)
@@ -28,16 +30,13 @@ class QueuedTransfer:
 
 @dataclass(slots=True, eq=False)
 class Channel:
-    """A link of one rank and its queue. `event`: when the transfer under way, or its latency, ends; infinite if there is none.
+    """A link and its queue. `event`: when the transfer under way, or its latency, ends; infinite if there is none.
 
-    A link that shares a rate with others has `left` bytes to move at `rate`, from the time `since` on. Rates are divided anew
-    among `company`: all links with shared rates of the ranks that share anything with this one.
+    A link that shares a rate with others (`shares`) has `left` bytes to move at `rate`, from the time `since` on.
     """
 
     link: Link
-    rank: int
     shares: bool = False
-    company: list[Channel] = field(default_factory=list)
     queue: deque[QueuedTransfer] = field(default_factory=deque)
     active: QueuedTransfer | None = None
     began: float = 0.0
@@ -62,39 +61,25 @@ class Channel:
 
 
 class Links:
-    """All links of all ranks of a machine; one rank if nothing else is said.
+    """All links of a machine. A transfer takes latency + size / rate; it takes longer where a shared rate is used up.
 
-    A transfer takes latency + size / rate; it takes longer where a shared rate is used up. `hardware`: by rank. `shared`: what
-    links of several ranks share, beyond what the hardware says of each rank's own. `channels`: by rank and name of the link.
+    `channels`: by name of the link.
     """
 
-    def __init__(self, hardware: Sequence[Hardware], shared: Sequence[NodeRate] = ()) -> None:
-        self.channels = [{link.name: Channel(link, rank) for link in each.links} for rank, each in enumerate(hardware)]
-        self._all = [channel for channels in self.channels for channel in channels.values()]
-        self._shared = [
-            (rate.bytes_per_second, [self.channels[rank][name] for name in rate.links])
-            for rank, each in enumerate(hardware)
-            for rate in each.shared
-        ]
-        for rate in shared:
-            self._shared.append((rate.bytes_per_second, self._members(rate)))
+    def __init__(self, hardware: Hardware) -> None:
+        self.channels = {link.name: Channel(link) for link in hardware.links}
+        self._shared = [(rate.bytes_per_second, [self.channels[name] for name in rate.links]) for rate in hardware.shared]
         for _, members in self._shared:
             for channel in members:
                 channel.shares = True
-        company = _companies(len(hardware), [{channel.rank for channel in members} for _, members in self._shared])
-        for channel in self._all:
-            channel.company = [other for other in self._all if other.shares and company[other.rank] == company[channel.rank]]
+        self._sharing = [channel for channel in self.channels.values() if channel.shares]
         self._rates: dict[tuple[Channel, ...], list[float]] = {}
         self._begun = 0
-
-    def _members(self, rate: NodeRate) -> list[Channel]:
-        mine = [self.channels[rank] for rank in rate.members(len(self.channels))]
-        return [channels[name] for channels in mine for name in rate.links if name in channels]
 
     def next(self) -> Channel | None:
         """Return the link with the next event; of several at the same time, the one that began first. None if all are idle."""
         first: Channel | None = None
-        for channel in self._all:
+        for channel in self.channels.values():
             if channel.active is not None and (first is None or (channel.event, channel.order) < (first.event, first.order)):
                 first = channel
         return first
@@ -118,12 +103,12 @@ class Links:
         else:
             channel.moving, channel.since, channel.rate = True, now, 0.0
         if channel.shares:
-            self._divide(channel.company, now)
+            self._divide(now)
         return ended
 
-    def _divide(self, company: Sequence[Channel], now: float) -> None:
+    def _divide(self, now: float) -> None:
         """Divide the shared rates again, since a transfer has joined or left."""
-        moving = [channel for channel in company if channel.moving]
+        moving = [channel for channel in self._sharing if channel.moving]
         for channel, rate in zip(moving, self._fair_rates(moving), strict=True):
             channel.left = max(channel.left - channel.rate * (now - channel.since), 0.0)
             channel.since, channel.rate = now, rate
@@ -138,10 +123,57 @@ class Links:
         return self._rates[key]
 
 
-def _companies(ranks: int, sharing: Sequence[set[int]]) -> list[int]:
-    """For each rank, a number that ranks have in common if they share something, also through others. sharing: sets of ranks."""
-    company = list(range(ranks))
-    for members in sharing:
-        joined = {company[rank] for rank in members}
-        company = [min(joined) if each in joined else each for each in company]
-    return company
+class HostProcessor:
+    """The queue of updates, and the one that runs: one at a time, see [Note: updates on the host] in
+    `planner.problem.host_updates`.
+
+    `landed`: gradients that have been copied out and are not yet consumed. `stale`: parameters that wait for their update.
+    `event`: when the update under way ends; infinite if there is none.
+    """
+
+    def __init__(self, source: Trace, program: ReplayProgram) -> None:
+        self._source, self._program = source, program
+        self._queue: deque[tuple[int, float]] = deque()
+        self._active: tuple[int, float, float] | None = None  # subgroup, when it was queued, when it began
+        self.landed: set[int] = set()
+        self.stale: set[int] = set()
+        self.event = inf
+
+    @property
+    def idle(self) -> bool:
+        """Whether no update is queued or under way."""
+        return self._active is None and not self._queue
+
+    def standing(self, now: float) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+        """Return what waits and runs, and its times from `now` on."""
+        under_way = [self._active[:1] if self._active else None, *(subgroup for subgroup, _ in self._queue)]
+        times = [queued - now for _, queued in self._queue]
+        if self._active:
+            times += [time - now for time in (*self._active[1:], self.event)]
+        return (under_way, set(self.landed), set(self.stale)), tuple(times)
+
+    def add(self, subgroup: int, now: float) -> None:
+        """Queue an update."""
+        self._queue.append((subgroup, now))
+
+    def begin(self, now: float) -> None:
+        """Begin the head of the queue, if no update runs and its gradients are there."""
+        if self._active is None and self._queue and self._program.gradients[self._queue[0][0]] <= self.landed:
+            subgroup, queued = self._queue.popleft()
+            self._active = (subgroup, queued, now)
+            self.event = now + (self._source.subgroups[subgroup].host_seconds or 0.0)
+
+    def end(self, origin: float) -> HostUpdate:
+        """End the update under way, and return it. Its times count from `origin`."""
+        assert self._active is not None  # `event` was finite
+        subgroup, queued, began = self._active
+        done = HostUpdate(
+            subgroup=subgroup,
+            queued_seconds=queued - origin,
+            start_seconds=began - origin,
+            end_seconds=self.event - origin,
+        )
+        self._active, self.event = None, inf
+        self.landed -= self._program.gradients[subgroup]
+        self.stale -= self._program.parameters[subgroup]
+        return done
