@@ -10,12 +10,9 @@ from typing import Any
 import torch
 
 from runtime.device import Mark
-from runtime.execution.collective_clock import CollectiveClock
-from runtime.execution.observer import InterleavedStages, Observer, StageRun
-from runtime.execution.program import Constant, Program, Stage
+from runtime.execution.one_stage import CollectiveClock, WorkspaceMeter, run_with_room
+from runtime.execution.program import Constant, InterleavedStages, Observer, Program, Stage, StageRun
 from runtime.execution.rerun import Rerun, Reruns, kept_for_nothing, why_no_reruns
-from runtime.execution.room import run_with_room
-from runtime.execution.workspace import WorkspaceMeter
 from runtime.paging import DROPPED, Block, Pager
 from runtime.system import annotate
 
@@ -120,8 +117,10 @@ class _ManagedRun:
                 blocks[i] = self._block(i, user_visible=False)
             if rerun is not None:
                 rerun.has_run([blocks[i] for i in stage.outputs])
-                rerun.seconds = None if pager.device.asynchronous else _seconds(begin, end)
+                # Where the host runs ahead, to ask for the time would make it wait.
+                rerun.seconds = None if pager.device.asynchronous else end.seconds_since(begin)
                 rerun.need_bytes += self._meter.workspace_bytes(stage) - stage.workspace_bytes
+                pager.set_source(rerun.made, rerun)
             if stage.frees:
                 last_used = list(dict.fromkeys([b for i in stage.frees if (b := blocks[i]) is not None]))
         finally:
@@ -231,10 +230,6 @@ def _run_stage(stage: Stage, slots: list[Any]) -> None:
         made = stage.run(values)
     for i, value in zip(stage.outputs, made, strict=True):
         slots[i] = value
-
-
-def _seconds(begin: Mark, end: Mark) -> float:
-    return end.seconds_since(begin)
 
 
 def _next_uses(stage: Stage, number: int, blocks: list[Block | None]) -> dict[Block, int]:

@@ -26,10 +26,8 @@ import torch
 
 from planner.errors import StorageError, UnsupportedError
 from runtime.device import Mark
-from runtime.execution.observer import Observer, StageRerun
-from runtime.execution.program import Program, Stage
-from runtime.execution.room import run_with_room
-from runtime.execution.workspace import WorkspaceMeter
+from runtime.execution.one_stage import WorkspaceMeter, run_with_room
+from runtime.execution.program import Observer, Program, Stage, StageRerun
 from runtime.paging import Block, Pager, State
 from runtime.system import annotate
 
@@ -76,7 +74,6 @@ class Rerun:
         for position, block in enumerate(outputs):
             if block is not None and block.span is not None and block not in self._blocks:
                 self.made.setdefault(block, position)
-                block.source = self
 
     def let_go_of(self, saved: Collection[Block]) -> None:
         """Keep inputs in these blocks without keeping them alive: PyTorch holds them for as long as they are needed."""
@@ -96,8 +93,6 @@ class Rerun:
 
     def spend(self) -> None:
         """It has run again: keep nothing of it."""
-        for block in self.made:
-            block.source = None
         self._inputs, self._blocks, self._held = [], [], []
 
     def check(self) -> None:
@@ -145,7 +140,7 @@ class Reruns:
         self.make_anew(blocks, then_fetch=then_fetch)
         for block in blocks:
             if isinstance(block.source, Rerun):
-                block.source.spend()
+                self._spend(block.source)
 
     def _run(self, rerun: Rerun, then_fetch: Sequence[Block]) -> None:
         rerun.check()
@@ -170,8 +165,12 @@ class Reruns:
             pager.renew(fresh)
         finally:
             pager.retire(read, [])
-        rerun.spend()
+        self._spend(rerun)
         self._observer.stage_ran_again(StageRerun(name=stage.name, begin=begin, end=end, made=tuple(fresh)))
+
+    def _spend(self, rerun: Rerun) -> None:
+        self._pager.set_source(rerun.made, None)
+        rerun.spend()
 
 
 def _storages(made: Sequence[Any], wanted: Mapping[Block, int]) -> dict[Block, torch.UntypedStorage]:

@@ -17,7 +17,7 @@ from planner.errors import StorageFullError
 from planner.schema import WaitingTier
 from runtime.device import CpuDevice, Device
 from runtime.paging.account import MemoryAccount
-from runtime.paging.block import ON_DEVICE, Block
+from runtime.paging.block import ON_DEVICE, Block, Source
 from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
 from runtime.paging.dropping import CopyRates, DropChoice
@@ -249,6 +249,12 @@ class Pager:
                 block.uses = positions
             if ids:
                 self.assign_trace_ids(ids)
+
+    def set_source(self, blocks: Iterable[Block], source: Source | None) -> None:
+        """From now on `source` recomputes these blocks once they are dropped; None: nothing does."""
+        with self._lock:
+            for block in blocks:  # one that a thread of a copy has forgotten meanwhile holds nothing any more
+                block.source = source if self.table.holds(block) else None
 
     def assign_trace_ids(self, ids: Mapping[Block, int]) -> None:
         """Set the id of each block in the trace that the current plan was made for."""

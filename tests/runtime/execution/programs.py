@@ -8,13 +8,9 @@ from typing import Any
 
 import torch
 
-from runtime.device import CpuDevice
-from runtime.device.device import WallMark
-from runtime.execution import StageRerun, StageRun
-from runtime.execution.executor import run_managed
-from runtime.execution.program import Constant, Kind, Program, Stage
-from runtime.execution.workspace import WorkspaceMeter
-from runtime.paging.block import Block
+from runtime.device import CpuDevice, WallMark
+from runtime.execution import Constant, Kind, Program, Stage, StageRerun, StageRun, WorkspaceMeter, run_managed
+from runtime.paging import Block
 
 from ..memory_mover import UNIT, Bench
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.errors import StorageFullError
-from runtime.execution.executor import run_managed, run_plain
-from runtime.execution.program import Stage
-from runtime.execution.workspace import WorkspaceMeter
-from runtime.paging.block import State
-from runtime.paging.pager import Pager
+from runtime.execution import Stage, WorkspaceMeter, run_managed, run_plain
+from runtime.paging import Pager, State
 
 from ..memory_mover import UNIT, Bench
 from .programs import WIDTH, Recorder, chain, filled, managed, program, stage
@@ -140,6 +142,38 @@ def test_numbers_and_sparse_tensors_are_no_blocks() -> None:
     (result,) = managed(plan, [3, torch.eye(4).to_sparse()], bench)
     assert float(result) == 12
     assert [block.name for block in bench.pager.blocks] == ["slot2"]
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    """Two ranks, of which the other one does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_time_in_collectives_is_told_apart(ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the operators of torch.distributed, also of one that fails. Each look at the clock finds it a second later."""
+    seconds = itertools.count()
+
+    def reduce(a: torch.Tensor, group: str) -> torch.Tensor:
+        begun = torch.ops._c10d_functional.all_reduce.default(a * 2, "sum", group)
+        return torch.ops._c10d_functional.wait_tensor.default(begun)
+
+    def all_reduced(a: torch.Tensor) -> tuple[torch.Tensor]:
+        monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
+        with pytest.raises(RuntimeError):
+            reduce(a, "no such group")
+        result = reduce(a, dist.group.WORLD.group_name)
+        monkeypatch.undo()
+        return (result,)
+
+    one = stage("reduce", all_reduced, (0,), (1,))
+    recorder = Recorder()
+    for each in (one, replace(one, has_collectives=True)):
+        (found,) = managed(program(each, inputs=1, results=(1,)), [filled(2)], Bench(None), recorder)
+        assert torch.equal(found, filled(4))
+    assert [run.collective_seconds for run in recorder.stages] == [0.0, 3.0]
 
 
 # -- errors

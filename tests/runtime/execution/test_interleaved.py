@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.execution.executor import run_managed
-from runtime.execution.workspace import WorkspaceMeter
-from runtime.paging.block import Block
+from runtime.execution import WorkspaceMeter, run_managed
+from runtime.paging import Block
 
 from ..memory_mover import Bench
 from .programs import Recorder, chain, filled

@@ -11,11 +11,8 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from planner.errors import BudgetError, UnsupportedError
-from runtime.execution.program import Program, Stage
-from runtime.execution.rerun import Rerun, Reruns
-from runtime.execution.workspace import WorkspaceMeter
-from runtime.paging.block import Block, State
-from runtime.paging.dropping import CopyRates
+from runtime.execution import Program, Reruns, Stage, WorkspaceMeter
+from runtime.paging import Block, CopyRates, State
 
 from ..memory_mover import Bench
 from .programs import WIDTH, Recorder, filled, managed, program, stage
@@ -181,6 +178,22 @@ def test_an_input_that_was_changed_is_an_error(how: str) -> None:
     assert passes.bench.pager.account.reserved_bytes == 0
 
 
+def test_sources_change_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of copies forget dead blocks meanwhile, and let go of their sources."""
+    field, held = Block.source, []
+    passes = Passes()
+
+    def change(block: Block, source: object) -> None:
+        held.append(passes.bench.condition._is_owned())
+        field.__set__(block, source)
+
+    monkeypatch.setattr(Block, "source", property(field.__get__, change))
+    passes.forward()
+    passes.drop()
+    assert passes.backward() == [28]
+    assert len(held) > 4 and all(held)
+
+
 def test_a_stage_that_fails_can_be_repeated() -> None:
     passes = passed()
     passes.drop()
@@ -198,7 +211,7 @@ def test_without_a_plan_stages_that_need_nothing_else_kept_may_run_again() -> No
     passes.bench.pager.copy_rates = CopyRates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
     passes.forward()
     first, second = passes.blocks()
-    assert isinstance(first.source, Rerun) and first.source.seconds is not None and second.source is None
+    assert first.source is not None and first.source.seconds is not None and second.source is None
     passes.runs.clear()
     passes.bench.pager.budget_bytes = 9 * WIDTH
     passes.bench.pager.evict_until_free(9 * WIDTH, keep=[])
@@ -268,15 +281,31 @@ def test_everything_can_be_brought_back() -> None:
     assert [set(tensor.tolist()) for tensor in passes.saved] == [{4.0}, {24.0}]
 
 
-def test_views_of_what_was_saved_are_restored_as_they_were() -> None:
-    bench = Bench(None)
-    base = torch.arange(WIDTH // 4, dtype=torch.float32)
-    view = base.view(2, -1).t()[1:]
-    block = bench.pager.block_of(base, name="w", kind="activation", user_visible=False)
-    rerun = Rerun(stage("look", lambda a: (a,), (0,), (1,)), ["w"], [view], [block])
-    rerun.let_go_of([block])
-    (restored,) = rerun.values()
-    assert torch.equal(restored, view) and restored.stride() == view.stride()
-    del base, view, restored
-    with pytest.raises(UnsupportedError, match="its input w is gone"):
-        rerun.check()
+@pytest.mark.parametrize("base", ["held", "gone"])
+def test_views_of_what_was_saved_are_restored_as_they_were(base: str) -> None:
+    """A re-run reads what autograd holds by size, stride and offset. It does not keep it alive."""
+    passes = Passes(kept=(2,))
+    seen: list[tuple[Any, ...]] = []
+
+    def look(view: torch.Tensor) -> tuple[torch.Tensor]:
+        seen.append((view.tolist(), view.stride(), view.storage_offset()))
+        return (view.reshape(-1).repeat(8)[: WIDTH // 4].clone(),)
+
+    forward = program(
+        stage("base", lambda a: (a + torch.arange(WIDTH // 4),), (0,), (1,)),
+        stage("view", lambda a: (a.view(2, -1).t()[1:],), (1,), (2,)),
+        stage("look", look, (2,), (3,), frees=(2,)),
+        inputs=1,
+        results=(0, 1, 3),
+    )
+    _, *passes.saved = managed(forward, [passes.input], passes.bench, passes.recorder)
+    dropped = passes.blocks()[1]
+    passes.bench.pager.drop(dropped)
+    if base == "held":
+        passes.backward()
+        assert len(seen) == 2 and seen[0] == seen[1] and dropped.state is State.ON_DEVICE
+        return
+    del passes.saved[0]
+    reruns = Reruns(passes.bench.pager, passes.recorder, WorkspaceMeter(None))
+    with pytest.raises(UnsupportedError, match="its input slot2 is gone"):
+        reruns.make_anew([dropped])

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.cpu.memory import CpuMemory
-from runtime.execution.executor import run_managed
-from runtime.execution.workspace import WorkspaceMeter
+from runtime.cpu import CpuMemory
+from runtime.execution import WorkspaceMeter, run_managed
 
 from ..memory_mover import Bench
 from .programs import MIB, WIDTH, Recorder, filled, program, stage

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from runtime.cpu.memory import CpuMemory
-from runtime.execution.executor import run_managed, run_plain
-from runtime.execution.program import Program, StageFunction
-from runtime.execution.workspace import WorkspaceMeter
-from runtime.paging.pager import Pager
+from runtime.cpu import CpuMemory
+from runtime.execution import Program, StageFunction, WorkspaceMeter, run_managed, run_plain
+from runtime.paging import Pager
 from teraio.profiling.recorder import IterationRecorder
 from teraio.stages import memory
 from teraio.stages.compile import StageCompiler, eager_codegen

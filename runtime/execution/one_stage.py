@@ -1,14 +1,54 @@
-"""How much memory a stage needs beyond its inputs and outputs: estimated at first, measured once it has run."""
+"""How one stage runs: its memory is measured, its collectives are timed, and it runs once more where memory is short.
+
+[Note: Out of memory]
+The allocator of a GPU serves a request in one piece. The budget counts bytes, wherever they lie: so a stage can find no memory
+although the account has room for it. Then everything leaves that can, free memory goes back to the device, and the stage runs
+once more: that is one slow iteration, with the same results. Its inputs are kept meanwhile; without that, those that it needs
+last would be gone. A stage that writes in place or draws random numbers cannot run twice. For it the pager tries beforehand
+whether its memory is there in one piece (`in_one_piece`). A block that comes back and finds no memory is treated alike.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from runtime.execution.program import Stage
+from runtime.paging import Block, Pager, out_of_memory
+
+_T = TypeVar("_T")
+
+
+def run_with_room(
+    attempt: Callable[[], _T], pager: Pager, read: Sequence[Block], new_bytes: int, stage: str, *, again: bool
+) -> _T:
+    """Return what `attempt` returns: a run of the stage that holds `read`, and `new_bytes` beside. See [Note: Out of memory].
+
+    again: whether it may run twice. Waits for copies where it does. Raises BudgetError if there is no memory even so.
+    """
+    if again:
+        try:
+            return attempt()
+        except torch.OutOfMemoryError:
+            pass  # not handled here: the traceback keeps what the stage has made until this block ends
+        pager.acquire_again(read, new_bytes, stage)
+    try:
+        return attempt()
+    except torch.OutOfMemoryError as error:
+        budget = pager.budget_bytes
+        if budget is None:
+            raise
+        raise out_of_memory(budget, stage) from error
+
+
+# -- memory
 
 
 class MeasuredMemory(Protocol):
@@ -103,3 +143,34 @@ class WorkspaceMeter:
 def _key(stage: Stage) -> _Key:
     """Stages with the same code and sizes need the same workspace. Compiled stages live as long as their compiler."""
     return id(stage.run), stage.input_bytes, stage.output_bytes
+
+
+# -- collectives
+
+_NAMESPACES = frozenset(("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d_functional"))
+
+
+class CollectiveClock(TorchFunctionMode):
+    """Within the block, adds up the `seconds` that operators of torch.distributed take on this thread.
+
+    What a rank waits for others is part of it. Only for devices on which such an operator returns when it is done.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(function, "namespace", None) not in _NAMESPACES:
+            return function(*args, **(kwargs or {}))
+        begin = time.perf_counter()
+        try:
+            return function(*args, **(kwargs or {}))
+        finally:
+            self.seconds += time.perf_counter() - begin
