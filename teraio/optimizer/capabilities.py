@@ -148,6 +148,8 @@ def after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[
     """Return the arguments of a step with another closure: it calls that of the user, then `then`, and returns the loss."""
     closure = closure_of(args, kwargs)
 
+    # A step that is compiled would take the closure's model into its own graphs, past the backend that the model has.
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def closure_and_then() -> Any:
         loss = closure() if closure is not None else None
         then()

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from runtime.device import MIN_MOVED_BYTES
@@ -152,6 +154,17 @@ def _tensors(states: dict[Any, Any], parameter: Any) -> Iterator[tuple[str, int,
     device = parameter.device if isinstance(parameter, torch.Tensor) else None
     for name, value in named:
         leaves = (value,) if isinstance(value, torch.Tensor) else tree_iter(value)
-        for ordinal, leaf in enumerate(leaves):
+        for ordinal, leaf in enumerate(chain.from_iterable(map(_with_memory, leaves))):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and device in (None, leaf.device):
                 yield str(name), ordinal, leaf
+
+
+def _with_memory(value: Any) -> Iterator[Any]:
+    """Yield the tensors that hold the data of a state: of one of 8 bits its codes and scales, since it has no memory itself."""
+    holder = holder_of(value) if isinstance(value, torch.Tensor) else value
+    if is_traceable_wrapper_subclass(holder):
+        names, _ = holder.__tensor_flatten__()
+        for name in names:
+            yield from _with_memory(getattr(holder, name))
+    else:
+        yield value

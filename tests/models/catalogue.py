@@ -24,7 +24,6 @@ class RealModel:
     core: bool = False
 
 
-_VIT = {"img_size": 64, "patch_size": 8, "embed_dim": 256, "depth": 2, "num_heads": 4}
 _LIST = (
     RealModel(name="GPT-2", make=text.gpt2, make_batches=text.sentences),
     RealModel(name="Llama", make=text.llama, make_batches=text.padded()),
@@ -38,6 +37,8 @@ _LIST = (
     RealModel(name="T5", make=text.t5, make_batches=text.padded(), core=True),
     RealModel(name="ViT", make=others.vit, make_batches=others.pictures, core=True),
     RealModel(name="ConvNeXt V2", make=others.convnextv2, make_batches=partial(others.pictures, rows=64)),
+    RealModel(name="Swin Transformer V2", make=others.swinv2, make_batches=others.pictures),
+    RealModel(name="LLaVA", make=others.llava, make_batches=others.pictures_among_words),
     RealModel(name="Whisper", make=others.whisper, make_batches=others.spectrograms),
     RealModel(name="wav2vec 2.0", make=others.wav2vec2, make_batches=others.waves),
     RealModel(name="Llama with LoRA", make=others.llama_with_adapters, make_batches=text.sentences, package="peft"),
@@ -46,6 +47,20 @@ _LIST = (
         name="DiT",
         make=others.dit,
         make_batches=partial(others.noised, rows=16, channels=4, classes=True),
+        package="diffusers",
+        compute_loss=others.noise_loss,
+    ),
+    RealModel(
+        name="UNet of Stable Diffusion",
+        make=others.conditional_unet,
+        make_batches=partial(others.noised, channels=4, encoder_hidden_states=(16, 64)),
+        package="diffusers",
+        compute_loss=others.noise_loss,
+    ),
+    RealModel(
+        name="Stable Diffusion 3",
+        make=others.sd3,
+        make_batches=partial(others.noised, rows=16, channels=4, encoder_hidden_states=(16, 64), pooled_projections=(64,)),
         package="diffusers",
         compute_loss=others.noise_loss,
     ),
@@ -63,7 +78,7 @@ _LIST = (
             (
                 "ViT (timm)",
                 "vit_tiny_patch16_224",
-                _VIT,
+                others.VIT,
             ),
         )
     ),

@@ -23,7 +23,7 @@ __all__ = [
     "planning_in_process",
     "quick_links",
 ]
-PACKAGES = ("torch", "transformers", "timm", "diffusers", "peft", "safetensors")
+PACKAGES = ("torch", "transformers", "timm", "diffusers", "peft", "safetensors", "torchao", "lightning", "trl")
 
 _found: dict[tuple[str, str], dict[str, Any] | None] = {}
 """By kind and model what the tests found, as they recorded it ("row" and "facts"); None where they failed."""

@@ -1,25 +1,39 @@
-"""What training scripts do with a model of transformers: the loops and settings of `test_loops.py`, as cases by name."""
+"""What training scripts do: loops and settings, most of them over a Llama, by name in `LOOPS`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 
 from ..teraio.parity.harness import Case, Run, plain_step
-from . import text
+from . import others, text
 from .others import own_loss
 from .parity import adamw
 from .text import Batch
 
 
-def autocast_loss(model: nn.Module, batch: Batch) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """package: that it needs. codegen: how stages are compiled."""
+
+    case: Case
+    package: str = "transformers"
+    codegen: str = "eager"
+
+
+def autocast_loss(model: nn.Module, batch: Batch, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The loss in mixed precision."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=dtype):
         return own_loss(model, batch)
 
 
@@ -103,15 +117,15 @@ def freeze_and_unfreeze(run: Run, batch: Batch, index: int) -> None:
 
 def step_by_closure(run: Run, batch: Batch, index: int) -> None:
     """The optimizer computes the loss, as in Lightning's automatic loop."""
+    run.optimizer.step(partial(closure, run, batch))
 
-    def closure() -> Tensor:
-        run.optimizer.zero_grad()
-        loss = run.loss(batch)
-        loss.backward()
-        record(run, loss)
-        return loss
 
-    run.optimizer.step(closure)
+def closure(run: Run, batch: Batch) -> Tensor:
+    run.optimizer.zero_grad()
+    loss = run.loss(batch)
+    loss.backward()
+    record(run, loss)
+    return loss
 
 
 def of_changing_length(steps: int) -> list[Batch]:
@@ -134,34 +148,140 @@ def recommender_loss(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(model(batch["input_ids"]), batch["labels"][:, 0] % 10)
 
 
-def llama_case(
-    step: Callable[[Run, Batch, int], None] = plain_step, make: Callable[[], nn.Module] = text.llama, **settings: object
-) -> Case:
-    """A Llama that trains for four steps on padded sentences."""
+def scale(run: Run, batch: Batch, index: int) -> None:
+    """Scale the loss so that gradients in half precision do not vanish; a step whose gradients overflow is left out."""
+    scaler = run.kept.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=2))
+    run.optimizer.zero_grad()
+    loss = run.loss(batch)
+    scaler.scale(loss).backward()
+    scaler.unscale_(run.optimizer)
+    norm = nn.utils.clip_grad_norm_(run.module.parameters(), 1.0)
+    run.record_loss(loss)
+    if norm.isfinite():  # no NaN equals another
+        run.record("norm", norm)
+        run.record_gradients()
+    scaler.step(run.optimizer)
+    scaler.update()
+    run.record("scale", torch.tensor(scaler.get_scale()))
+
+
+def from_workers(start: str) -> Callable[[Run, Batch, int], None]:
+    """Steps on batches of a data loader. Its worker processes start every two steps, by that method, while blocks are away."""
+
+    def step(run: Run, batch: Batch, index: int) -> None:
+        if index % 2 == 0:
+            rows = text.sentences(2)
+            run.kept["rows"] = iter(DataLoader(rows, batch_size=None, num_workers=2, multiprocessing_context=start))
+        plain_step(run, next(run.kept["rows"]), index)
+
+    return step
+
+
+def compiled_step(run: Run, batch: Batch, index: int) -> None:
+    """A step with a closure, compiled; without other operators, which would round in another way."""
+    step = run.kept.setdefault("step", torch.compile(run.optimizer.step, backend="eager"))
+    step(partial(closure, run, batch))
+
+
+def eight_bits(module: nn.Module) -> Optimizer:
+    """AdamW with states of 8 bits."""
+    import torchao.optim
+
+    return torchao.optim.AdamW8bit([p for p in module.parameters() if p.requires_grad], lr=1e-3)
+
+
+def fused(module: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+
+
+def lbfgs(module: nn.Module) -> Optimizer:
+    """Each step computes the loss up to three times."""
+    return torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=2, max_eval=3, history_size=2)
+
+
+def two_adapters() -> nn.Module:
+    """A Llama with the LoRA adapters `default` and `other`."""
+    model = others.llama_with_adapters()
+    model.add_adapter("other", model.peft_config["default"])
+    return model
+
+
+def of_all_adapters(module: nn.Module) -> Optimizer:
+    return torch.optim.AdamW([p for name, p in module.named_parameters() if "lora_" in name], lr=1e-3)
+
+
+def switch_adapters(run: Run, batch: Batch, index: int) -> None:
+    """Train the two adapters by turns, and evaluate without any."""
+    run.module.set_adapter(("default", "other")[index % 2])
+    plain_step(run, batch, index)
+    with torch.no_grad(), run.module.disable_adapter():
+        run.record("loss without adapters", run.loss(batch))
+
+
+def mix(run: Run, batch: Batch, index: int) -> None:
+    """As timm's script: mixed pictures and classes, clipped gradients, and a moving average of the model."""
+    import timm.data
+    import timm.utils
+
+    mixup = run.kept.setdefault("mixup", timm.data.Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, num_classes=10))
+    mean = run.kept.setdefault("mean", timm.utils.ModelEmaV3(run.module, decay=0.9))
+    np.random.seed(index)
+    pictures, shares = mixup(batch["pixel_values"].clone(), batch["labels"])
+    run.optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(run.model(pictures), shares)
+    loss.backward()
+    timm.utils.dispatch_clip_grad(run.module.parameters(), 1.0)
+    record(run, loss)
+    run.optimizer.step()
+    mean.update(run.module)
+    with torch.no_grad():
+        run.record("loss of the average", others.classes_loss(mean.module, batch))
+
+
+def llama(
+    step: Callable[[Run, Batch, int], None] = plain_step, make: Callable[[], nn.Module] = text.llama, **settings: Any
+) -> Loop:
+    """A Llama that trains for four steps on padded sentences. settings: others than those, and than the usual ones of `Loop`."""
     usual = {"make_batches": text.padded(), "make_optimizer": adamw, "compute_loss": own_loss, "steps": 4}
-    return Case(make_model=make, step=step, **usual | settings)
+    of_loop = {name: settings.pop(name) for name in ("package", "codegen") if name in settings}
+    return Loop(case=Case(make_model=make, step=step, **usual | settings), **of_loop)
 
 
+PLANNED = {"steps": None, "planned": True}
 LOOPS = {
-    "autocast to bf16": llama_case(compute_loss=autocast_loss, steps=None, planned=True),
-    "weights in bf16": llama_case(make=in_bf16, make_batches=lambda n: text.sentences(n, rows=32)),
-    "tied embeddings": llama_case(make=lambda: text.llama(tie_word_embeddings=True)),
-    "evaluation in between": llama_case(evaluate),
-    "`generate` in between": llama_case(generate),
-    "accumulation of gradients": llama_case(accumulate, make_batches=lambda n: text.sentences(n, rows=32)),
-    "clipping, with a scheduler": llama_case(clip, make_scheduler=warm_up),
-    "moving average of the parameters": llama_case(average),
-    "freezing and unfreezing": llama_case(freeze_and_unfreeze, steps=6),
-    "gradient checkpointing": llama_case(make=checkpointed(reentrant=False)),
-    "gradient checkpointing, reentrant": llama_case(make=checkpointed(reentrant=True)),
-    "a step with a closure": llama_case(step_by_closure),
-    "sentences of changing length": llama_case(make_batches=of_changing_length, steps=6),
-    "sparse embedding": Case(
-        make_model=Recommender,
+    "autocast to bf16": llama(compute_loss=autocast_loss, **PLANNED),
+    "weights in bf16": llama(make=in_bf16, make_batches=lambda n: text.sentences(n, rows=32)),
+    "tied embeddings": llama(make=lambda: text.llama(tie_word_embeddings=True)),
+    "evaluation in between": llama(evaluate),
+    "`generate` in between": llama(generate),
+    "accumulation of gradients": llama(accumulate, make_batches=lambda n: text.sentences(n, rows=32)),
+    "clipping, with a scheduler": llama(clip, make_scheduler=warm_up),
+    "moving average of the parameters": llama(average),
+    "freezing and unfreezing": llama(freeze_and_unfreeze, steps=6),
+    "gradient checkpointing": llama(make=checkpointed(reentrant=False)),
+    "gradient checkpointing, reentrant": llama(make=checkpointed(reentrant=True)),
+    "a step with a closure": llama(step_by_closure),
+    "`torch.compile(optimizer.step)` with a closure": llama(compiled_step),
+    "sentences of changing length": llama(make_batches=of_changing_length, steps=6),
+    "fused AdamW": llama(make_optimizer=fused, **PLANNED),
+    "AdamW with states of 8 bits": llama(make_optimizer=eight_bits, package="torchao", **PLANNED),
+    "LBFGS": llama(step_by_closure, make_optimizer=lbfgs),
+    "`GradScaler`, autocast to fp16": llama(scale, compute_loss=partial(autocast_loss, dtype=torch.float16), steps=6),
+    "`GradScaler`, autocast to bf16": llama(scale, compute_loss=autocast_loss, **PLANNED),
+    "a data loader with forked workers": llama(from_workers("fork")),
+    "a data loader with spawned workers": llama(from_workers("spawn")),
+    "two LoRA adapters by turns": llama(switch_adapters, two_adapters, make_optimizer=of_all_adapters, steps=6, package="peft"),
+    "mixup and moving average, as in timm's script": llama(
+        mix,
+        partial(others.timm_model, "vit_tiny_patch16_224", **others.VIT),
+        make_batches=others.pictures,
+        package="timm",
+        **PLANNED,
+    ),
+    "sparse embedding": llama(
+        make=Recommender,
         make_batches=lambda n: text.sentences(n, rows=128),
         make_optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
         compute_loss=recommender_loss,
-        step=plain_step,
-        steps=4,
     ),
 }

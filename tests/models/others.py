@@ -8,7 +8,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from .text import HEADS, INNER, LAYERS, SIZES, WIDTH, Batch, llama
+from .text import HEADS, INNER, LAYERS, SIZES, WIDTH, Batch, llama, sentences
+
+VIT = {"img_size": 64, "patch_size": 8, "embed_dim": WIDTH, "depth": LAYERS, "num_heads": HEADS}
+IMAGE_WORD = 3
+"""Stands for a piece of a picture."""
 
 
 def vit() -> nn.Module:
@@ -19,6 +23,25 @@ def vit() -> nn.Module:
 def convnextv2() -> nn.Module:
     config = transformers.ConvNextV2Config(image_size=64, hidden_sizes=[32, 64, 128, 256], depths=[1, 1, 1, 1], num_labels=10)
     return transformers.ConvNextV2ForImageClassification(config)
+
+
+def swinv2() -> nn.Module:
+    """Windows of which every second layer is shifted."""
+    config = transformers.Swinv2Config(
+        image_size=64, patch_size=4, embed_dim=64, depths=[1, 2, 1], num_heads=[2, 4, 8], window_size=4, num_labels=10
+    )
+    return transformers.Swinv2ForImageClassification(config)
+
+
+def llava() -> nn.Module:
+    """Pictures of 64 x 64 as 16 words each, between the others."""
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**SIZES, image_size=64, patch_size=16),
+        text_config=llama().config,
+        image_token_index=IMAGE_WORD,
+        vision_feature_layer=-1,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
 
 
 def whisper() -> nn.Module:
@@ -78,6 +101,43 @@ def unet() -> nn.Module:
     )
 
 
+def conditional_unet() -> nn.Module:
+    """As in Stable Diffusion: attention to words [rows, words, 64]."""
+    import diffusers
+
+    return diffusers.UNet2DConditionModel(
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
+        layers_per_block=1,
+        block_out_channels=(64, 128),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=64,
+        attention_head_dim=4,
+    )
+
+
+def sd3() -> nn.Module:
+    """The transformer of Stable Diffusion 3: pictures and words in one attention."""
+    import diffusers
+
+    return diffusers.SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=LAYERS,
+        attention_head_dim=WIDTH // HEADS,
+        num_attention_heads=HEADS,
+        joint_attention_dim=64,
+        caption_projection_dim=WIDTH,
+        pooled_projection_dim=64,
+        pos_embed_max_size=16,
+        qk_norm="rms_norm",
+    )
+
+
 def dit() -> nn.Module:
     import diffusers
 
@@ -112,6 +172,16 @@ def pictures(steps: int, *, rows: int = 16, size: int = 64) -> list[Batch]:
     ]
 
 
+def pictures_among_words(steps: int) -> list[Batch]:
+    """Pictures [16, 3, 64, 64], each of which stands for 16 of the 64 words of its row, which are not learned."""
+    made = sentences(steps)
+    for batch, shown in zip(made, pictures(steps), strict=True):
+        batch["input_ids"].clamp_(min=IMAGE_WORD + 1)[:, 4:20] = IMAGE_WORD
+        batch["labels"][:, 4:20] = -100
+        batch["pixel_values"] = shown["pixel_values"]
+    return made
+
+
 def spectrograms(steps: int) -> list[Batch]:
     """Random mel spectrograms [4, 80, 128] and words [4, 32]."""
     draw = torch.Generator().manual_seed(23)
@@ -133,14 +203,18 @@ def waves(steps: int) -> list[Batch]:
     ]
 
 
-def noised(steps: int, *, rows: int = 32, channels: int = 3, classes: bool = False) -> list[Batch]:
-    """Noisy samples [rows, channels, 16, 16], their noise and its level [rows], and with `classes` those [rows]."""
+def noised(steps: int, *, rows: int = 32, channels: int = 3, classes: bool = False, **given: tuple[int, ...]) -> list[Batch]:
+    """Noisy samples [rows, channels, 16, 16], their noise and its level [rows], and with `classes` those [rows].
+
+    given: names of what else the model takes, normal values [rows, *shape].
+    """
     draw = torch.Generator().manual_seed(25)
     made = []
     for _ in range(steps):
         clean, noise = (torch.randn(rows, channels, 16, 16, generator=draw) for _ in range(2))
         batch = {"sample": clean + 0.5 * noise, "timestep": torch.randint(0, 1000, (rows,), generator=draw), "noise": noise}
-        made.append(batch | ({"class_labels": torch.randint(0, 10, (rows,), generator=draw)} if classes else {}))
+        batch |= {"class_labels": torch.randint(0, 10, (rows,), generator=draw)} if classes else {}
+        made.append(batch | {name: torch.randn(rows, *shape, generator=draw) for name, shape in given.items()})
     return made
 
 
@@ -156,6 +230,5 @@ def classes_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def noise_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean square of what is left of the noise."""
-    sample, *given = (batch[name] for name in ("sample", "timestep", "class_labels") if name in batch)
-    labels = {"class_labels": given[1]} if len(given) > 1 else {}
-    return nn.functional.mse_loss(model(sample, given[0], **labels).sample, batch["noise"])
+    given = {name: value for name, value in batch.items() if name not in ("sample", "noise")}
+    return nn.functional.mse_loss(model(batch["sample"], **given).sample, batch["noise"])

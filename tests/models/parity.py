@@ -55,14 +55,16 @@ def half_of_peak(unbudgeted: Result) -> int:
     return max(max(s.device_peak_bytes for s in statuses) // 2, floor + floor // 16)
 
 
-def check_half(case: Case, tmp_path: Path) -> dict[str, Any]:
+def check_half(case: Case, tmp_path: Path, codegen: str = "eager") -> dict[str, Any]:
     """Train `case` without a budget and under half of its peak. Returns the facts for the table of models.
+
+    codegen: how stages are compiled.
 
     Raises AssertionError unless all losses, gradients, parameters and buffers are equal bit for bit, the budget was kept, blocks
     moved both ways, and for a planned case a plan took over.
     """
-    unbudgeted = train(case, backend="teraio", options={"codegen": "eager", "storage": str(tmp_path)})
-    budget, budgeted = _train_under(half_of_peak(unbudgeted), case, tmp_path)
+    unbudgeted = train(case, backend="teraio", options={"codegen": codegen, "storage": str(tmp_path)})
+    budget, budgeted = _train_under(half_of_peak(unbudgeted), case, tmp_path, codegen)
     check_exact(budgeted, unbudgeted)
     check_budget(budgeted, budget)
     if case.planned:
@@ -70,14 +72,14 @@ def check_half(case: Case, tmp_path: Path) -> dict[str, Any]:
     return facts(budgeted, unbudgeted)
 
 
-def _train_under(budget: int, case: Case, folder: Path, *, attempts: int = 3) -> tuple[int, Result]:
+def _train_under(budget: int, case: Case, folder: Path, codegen: str, *, attempts: int = 3) -> tuple[int, Result]:
     """Train under `budget`, or what errors name if that is too little for one stage. Return the budget that did."""
     try:
-        return budget, train(case, backend="teraio", options=budgeted_options(case, folder, budget=budget, codegen="eager"))
+        return budget, train(case, backend="teraio", options=budgeted_options(case, folder, budget=budget, codegen=codegen))
     except BudgetError as error:  # it names a part that may ask once more
         if attempts == 1 or not error.not_counted:
             raise
-        return _train_under(error.smallest_bytes, case, folder, attempts=attempts - 1)
+        return _train_under(error.smallest_bytes, case, folder, codegen, attempts=attempts - 1)
 
 
 def facts(budgeted: Result, unbudgeted: Result) -> dict[str, Any]:

@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.usefixtures("fine_and_quick"), *of_libraries]
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_half_of_the_memory(name: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    loop = LOOPS[name]
+    pytest.importorskip(loop.package, reason=f"needs {loop.package}", exc_type=ImportError)
     record_property("row", ("loop", name))
-    found = check_half(LOOPS[name], tmp_path)
-    record_property("facts", {"kind": "loop", "model": name, "package": "transformers", **found})
+    found = check_half(loop.case, tmp_path, loop.codegen)
+    record_property("facts", {"kind": "loop", "model": name, "package": loop.package, **found})

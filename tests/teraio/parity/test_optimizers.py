@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
 
 import teraio
 
@@ -54,6 +55,27 @@ def test_states_in_the_host_tier(tmp_path: Path) -> None:
     case = Case(make=one(torch.optim.AdamW), planned=True, steps=8)
     result = check(case, tmp_path, states=6, host_budget=6 * MIB, host_updates=False, checksums=True)
     assert min(result.status.moved_bytes[f"device->{tier}"] for tier in ("host", "storage")) > 0
+
+
+class Doubled(Optimizer):
+    """Momentum as a tensor without memory of its own, over two that have it, as in optimizers of 8 bits."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                both = self.state[parameter].setdefault("momentum", TwoTensor(*(torch.zeros_like(parameter) for _ in range(2))))
+                for each in (both.a, both.b):
+                    each.mul_(0.9).add_(parameter.grad)
+                parameter.sub_(both.a, alpha=0.01)
+
+
+def test_states_over_several_tensors(tmp_path: Path) -> None:
+    found = check(Case(make=one(Doubled), planned=True, steps=8), tmp_path, states=4)
+    assert {name.rsplit(".", 1)[-1] for name in found.moved_states} >= {"1"}, "the second one is a block of its own"
 
 
 def test_thirty_percent_of_the_peak(tmp_path: Path) -> None:
