@@ -11,7 +11,7 @@
     │   ├── TraceError           ... a trace
     │   └── PlanError            ... a plan, or a plan that belongs to another trace
     ├── InfeasiblePlanError      a plan cannot be carried out (over a budget, deadlocked, inconsistent)
-    ├── SolverError              no solver is installed, or it failed
+    ├── SolverError              the solver failed
     └── StorageError             the storage tier failed
         ├── StorageFullError     not enough free space, or the storage budget is used up
         ├── StorageIOError       a read or write of a spill file failed
@@ -151,7 +151,7 @@ class InfeasiblePlanError(TeraioError):
 
 
 class SolverError(TeraioError):
-    """No solver is available, or the solver found no solution."""
+    """The solver failed, or it found no solution."""
 
 
 class StorageError(TeraioError):

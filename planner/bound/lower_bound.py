@@ -110,8 +110,8 @@ def lower_bound_seconds(
     for short iterations; for others 8 and, if the bound is below `enough_seconds` then, 16. `max_whole`: up to how many stages of
     idle blocks, summed over blocks and tiers, blocks count as whole.
 
-    Waits for at most about `time_limit_seconds` for each number of instants. The simple bound holds where the solver fails, is
-    missing or does not finish: the sum of the stage durations, and the time to move over the links what must cross them.
+    Waits for at most about `time_limit_seconds` for each number of instants. The simple bound holds where the solver fails
+    or does not finish: the sum of the stage durations, and the time to move over the links what must cross them.
     """
     updatable = host_update_candidates(problem)
     saved = sum(subgroup.device_seconds for subgroup in updatable)
@@ -131,7 +131,7 @@ def lower_bound_seconds(
 
 
 def _proved_seconds(problem: Problem, max_instants: int, max_whole: int, settings: SolverSettings) -> float:
-    """The bound with so many instants. Raises SolverError where the solver fails, is missing or does not finish."""
+    """The bound with so many instants. Raises SolverError where the solver fails or does not finish."""
     unit = solver_unit(problem)
     instants = Instants.of(problem, max_instants)
     idle = sum(period.gap for period in problem.periods) * len(problem.routes)

@@ -17,8 +17,8 @@ __all__ = ["least_stall"]
 def least_stall(program: Program, *, whole: bool, settings: SolverSettings) -> float:
     """Return the proved lower bound on the program's objective.
 
-    `whole`: it is an integer program. Raises SolverError when no solver is installed or the solver fails, and when a linear
-    program is not solved in time.
+    `whole`: it is an integer program. Raises SolverError when the solver fails, and when a linear program is not solved in
+    time.
     """
     solved = solve_program(program, settings, linear=not whole, vertex=False)
     if not whole and not solved.optimal:  # the interior point method got stuck
@@ -27,7 +27,7 @@ def least_stall(program: Program, *, whole: bool, settings: SolverSettings) -> f
     if solved.bound is not None:
         return solved.bound
     if not solved.optimal:
-        raise SolverError(f"{solved.solver} proved no lower bound in {settings.time_limit_seconds} s; the simple bound holds")
+        raise SolverError(f"HiGHS proved no lower bound in {settings.time_limit_seconds} s; the simple bound holds")
     return solved.objective if whole else _weak_dual(program, solved.prices)
 
 

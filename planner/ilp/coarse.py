@@ -37,7 +37,7 @@ def coarse_solutions(
 
     on_host: the subgroups that update on the host, if that is already decided. If not, the relaxed program decides it at a low
     resolution first, and then it is fixed. If it were rounded at the end instead, the moves of a subgroup that is half here and
-    half there would fit neither. Yields nothing where no solver is installed or all runs fail.
+    half there would fit neither. Yields nothing where all runs of the solver fail.
     """
     decided = on_host is not None
     subgroups = [subgroup for subgroup in host_update_candidates(problem) if on_host is None or subgroup.id in on_host]

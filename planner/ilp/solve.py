@@ -34,28 +34,25 @@ class CoarseSolution:
 def solve(
     built: CoarseProgram, *, relaxed: bool, vertex: bool, settings: SolverSettings, max_nodes: int | None = None
 ) -> CoarseSolution:
-    """Solve with HiGHS, or with CBC where HiGHS is not installed.
+    """Solve a coarse program.
 
     relaxed: solve the linear relaxation and round it. The report then has a bound, the relaxation's objective; it has no
     objective of its own and no gap. vertex: end in a vertex, which has few fractions; takes more time.
 
-    Waits for about the time limit at most (CBC may overrun it). The objective includes the ideal iteration time. The report
-    is in seconds. Raises SolverError when no solver is installed, or when the limit
-    passes with no solution.
+    Waits for about the time limit at most. The objective includes the ideal iteration time. The report is in seconds. Raises
+    SolverError when the solver fails, or when the limit passes with no solution.
     """
     model = built.model
     began = time.perf_counter()
     solved = solve_program(model.program, settings, linear=relaxed, vertex=vertex, max_nodes=max_nodes)
     seconds = time.perf_counter() - began
     if not solved.values:
-        raise SolverError(
-            f"{solved.solver} found no solution in {settings.time_limit_seconds} s; give a longer solver_time_limit"
-        )
+        raise SolverError(f"HiGHS found no solution in {settings.time_limit_seconds} s; give a longer solver_time_limit")
     objective = max(solved.objective * built.unit_seconds, 0.0)
     proved = solved.objective if relaxed else solved.bound
     bound = None if proved is None else proved * built.unit_seconds
     report = SolverReport(
-        name=solved.solver,
+        name="HiGHS",
         status="optimal" if solved.optimal and not relaxed else "feasible",
         objective_seconds=None if relaxed else objective,
         bound_seconds=None if bound is None else max(bound, 0.0) if relaxed else bound,

@@ -1,7 +1,7 @@
-"""Run a solver on a program: HiGHS, or CBC where HiGHS is not installed.
+"""Run HiGHS on a program.
 
-PuLP hands integer programs to either solver. Linear programs are many and large: HiGHS gets their lists directly, as arrays,
-which halves the time of planning.
+PuLP models integer programs. Linear programs are many and large: HiGHS gets their lists directly, as arrays, which halves the
+time of planning.
 
 [Note: work, not time] Where a search ends must not depend on what else the machine does: a busy machine would make other plans.
 So what ends the search of HiGHS is counted: iterations, and nodes of the search tree. Its time limit is a safeguard, and counts
@@ -12,22 +12,17 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import highspy
 import numpy as np
 import pulp
 
 from planner.errors import SolverError
 from planner.lp.program import Program
 from planner.problem import SolverSettings
-
-try:
-    import highspy
-except ImportError:  # CBC stands in
-    highspy = None  # type: ignore[assignment]
 
 __all__ = ["Solved", "solve_program"]
 
@@ -41,14 +36,13 @@ _MAX_INTERIOR_ITERATIONS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """What a solver found. `solver`: "HiGHS" or "CBC".
+    """What the solver found.
 
     `values`: by variable; empty without a solution. `optimal`: no solution is better, but for the gap. `bound`:
     what the solver proved about an integer program's objective; None where it reports nothing. `prices`: of the rows of a linear
     program.
     """
 
-    solver: str
     values: Sequence[float]
     objective: float = math.inf
     optimal: bool = False
@@ -61,36 +55,29 @@ def solve_program(
 ) -> Solved:
     """Solve the program. linear: take whole variables as continuous. vertex: end in a vertex, which has few fractions.
 
-    max_nodes: of the search tree of an integer program (HiGHS only). Works for about the time limit at most, in seconds of
-    processor time; before that, the simplex method may take a counted number of iterations ([Note: work, not time]). CBC may
-    overrun the limit. Raises SolverError when no solver is installed or it fails. A program that is not solved in time is no
-    error: see `Solved`.
+    max_nodes: of the search tree of an integer program. Works for at most about the time limit, in seconds of processor time;
+    before that, the simplex method may take a counted number of iterations ([Note: work, not time]). Raises SolverError when the
+    solver fails. A program that is not solved in time is no error: see `Solved`.
     """
-    if highspy is not None:
-        try:
-            return _by_highs(program, settings, linear=linear, vertex=vertex, max_nodes=max_nodes)
-        finally:
-            highspy.Highs.resetGlobalScheduler(True)  # ends its threads: a child that is forked now would wait for them for ever
-    return _by_cbc(program, settings, linear=linear)
-
-
-def _by_highs(program: Program, settings: SolverSettings, *, linear: bool, vertex: bool, max_nodes: int | None) -> Solved:
-    if linear:
-        solver = _linear(program, settings, vertex=vertex)
-        values: Sequence[float] = list(solver.getSolution().col_value)
-    else:
-        model, variables = _pulp_model(program)
-        solver = _integer(model, settings, max_nodes)
-        values = [variable.value() or 0.0 for variable in variables]
-    status, info, solution = solver.getModelStatus().name, solver.getInfo(), solver.getSolution()
+    try:
+        if linear:
+            solver = _linear(program, settings, vertex=vertex)
+            values: Sequence[float] = list(solver.getSolution().col_value)
+        else:
+            model, variables = _pulp_model(program)
+            solver = _integer(model, settings, max_nodes)
+            values = [variable.value() or 0.0 for variable in variables]
+        status, info, solution = solver.getModelStatus().name, solver.getInfo(), solver.getSolution()
+    finally:
+        # This ends the threads of HiGHS: a child that is forked now would wait for them for ever.
+        highspy.Highs.resetGlobalScheduler(True)
     if status in ("kNotset", "kLoadError", "kModelError", "kPresolveError", "kSolveError", "kPostsolveError"):
         raise SolverError(f"HiGHS failed: {status}")
     optimal = status in ("kOptimal", "kModelEmpty")
     bound = None if linear or not math.isfinite(info.mip_dual_bound) else float(info.mip_dual_bound)
     if not optimal and (linear or not math.isfinite(info.objective_function_value) or not solution.value_valid):
-        return Solved(solver="HiGHS", values=(), bound=bound)
+        return Solved(values=(), bound=bound)
     return Solved(
-        solver="HiGHS",
         values=values,
         objective=float(info.objective_function_value),
         optimal=optimal,
@@ -110,7 +97,10 @@ def _integer(model: pulp.LpProblem, settings: SolverSettings, max_nodes: int | N
     return cast("highspy.Highs", model.solverModel)
 
 
-class _QuietHighs(highspy.Highs if highspy is not None else object):  # type: ignore[misc]
+_UntypedHighs: Any = highspy.Highs  # its methods have no annotations
+
+
+class _QuietHighs(_UntypedHighs):  # type: ignore[misc]
     """HiGHS that prints nothing. A plain one says who it is from 1.16 on, because its constructor enables callbacks."""
 
     def enableCallbacks(self) -> None:  # noqa: N802 - HiGHS' name
@@ -197,37 +187,6 @@ def _stop_after(seconds: float, callback: highspy.highs.HighsCallback) -> None:
             event.interrupt()
 
     callback.subscribe(check)
-
-
-def _by_cbc(program: Program, settings: SolverSettings, *, linear: bool) -> Solved:
-    limits = {"timeLimit": settings.time_limit_seconds, "gapRel": settings.gap, "threads": settings.threads}
-    # PuLP bundles CBC until its version 4; COIN_CMD is a CBC on the path.
-    for cbc_class in (pulp.COIN_CMD, getattr(pulp, "PULP_CBC_CMD", None)):
-        if cbc_class is None:
-            continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            cbc = cbc_class(mip=not linear, msg=False, **limits)
-        if cbc.available():
-            break
-    else:
-        raise SolverError("no solver is installed: install highspy (pip install highspy), or use policy='belady'")
-    model, variables = _pulp_model(program)
-    try:
-        model.solve(cbc)
-    except pulp.PulpSolverError as failure:
-        raise SolverError(f"CBC failed: {failure}") from failure
-    # `status` says Optimal even after a time limit; only `sol_status` tells a proved optimum from a solution.
-    optimal = model.sol_status == pulp.LpSolutionOptimal
-    if not optimal and (linear or model.sol_status != pulp.LpSolutionIntegerFeasible):
-        return Solved(solver="CBC", values=())
-    return Solved(
-        solver="CBC",
-        values=[variable.value() or 0.0 for variable in variables],
-        objective=float(pulp.value(model.objective)),
-        optimal=optimal,
-        prices=[row.pi or 0.0 for row in model.constraints()] if linear else (),
-    )
 
 
 def _pulp_model(program: Program) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from planner.errors import InfeasiblePlanError, UnsupportedError
 from planner.problem import Problem, host_updatable, movable_blocks, total_bytes
 
-__all__ = ["all_on_host", "every_nth_on_device"]
+__all__ = ["all_on_host", "every_second_on_device"]
 
 
 def all_on_host(policy: str, problem: Problem) -> Sequence[int]:
@@ -27,11 +27,11 @@ def all_on_host(policy: str, problem: Problem) -> Sequence[int]:
     return _with_room(policy, problem, [subgroup.id for subgroup in subgroups])
 
 
-def every_nth_on_device(policy: str, problem: Problem, *, stride: int) -> Sequence[int]:
-    """Return all but every `stride`-th of the subgroups that can update on the host, in the order of their stages.
+def every_second_on_device(policy: str, problem: Problem) -> Sequence[int]:
+    """Return all but every second of the subgroups that can update on the host, in the order of their stages.
 
-    While the host updates `stride` − 1 of them, the device updates one, whose states come in and go out meanwhile. Raises the
-    same errors as `all_on_host`.
+    While the host updates one of them, the device updates the next, whose states come in and go out meanwhile. Raises the same
+    errors as `all_on_host`.
 
     Source: Maurya et al., Deep Optimizer States: Towards Scalable Training of Transformer Models Using Interleaved Offloading
     (Middleware 2024), on the scheduling of subgroups.
@@ -39,7 +39,7 @@ def every_nth_on_device(policy: str, problem: Problem, *, stride: int) -> Sequen
     subgroups = sorted(host_updatable(problem.source), key=lambda subgroup: (subgroup.stage, subgroup.id))
     if not subgroups:
         return all_on_host(policy, problem)  # raises the error that says why
-    kept = {subgroup.id for subgroup in subgroups[stride - 1 :: stride]}
+    kept = {subgroup.id for subgroup in subgroups[1::2]}
     return _with_room(policy, problem, [subgroup.id for subgroup in subgroups if subgroup.id not in kept])
 
 

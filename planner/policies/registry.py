@@ -8,7 +8,7 @@ from functools import partial
 
 from planner.errors import BudgetError, InfeasiblePlanError, OptionsError
 from planner.ilp import MAX_INTEGER_STAGES
-from planner.policies.fixed_updates import all_on_host, every_nth_on_device
+from planner.policies.fixed_updates import all_on_host, every_second_on_device
 from planner.policies.greedy import g10_decisions, teraio_decisions
 from planner.policies.ilp import optimise
 from planner.policies.incumbents import no_slower_than
@@ -28,7 +28,7 @@ from planner.problem import (
 from planner.schedule import evict_furthest
 from planner.schema import Budgets, Plan, Trace
 
-__all__ = ["POLICIES", "plan"]
+__all__ = ["HEURISTICS", "POLICIES", "plan"]
 
 _AT_THE_BOUND = 1 + 1e-9
 _NEAR = 1.02
@@ -188,7 +188,7 @@ HEURISTICS: dict[str, Callable[[Problem], Decisions]] = {
 RULES: dict[str, Policy] = {
     "device-updates": _fixed_updates("device-updates", lambda name, problem: ()),
     "host-updates": _fixed_updates("host-updates", all_on_host),
-    "stride-2": _fixed_updates("stride-2", partial(every_nth_on_device, stride=2)),
+    "stride-2": _fixed_updates("stride-2", every_second_on_device),
 }
 """Where updates run is fixed."""
 POLICIES: dict[str, Policy] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 
@@ -30,7 +29,7 @@ def software() -> Iterator[Finding]:
     )
     yield _torch()
     yield _compiler()
-    yield _solver()
+    yield Finding(what="solver", verdict="ok", found=f"HiGHS (highspy {importlib.metadata.version('highspy')})")
     if torch.version.cuda is not None:
         yield from _cuda(torch.version.cuda)
 
@@ -58,23 +57,6 @@ def _compiler() -> Finding:
             remedy="apt-get install g++, or name a compiler in the environment variable CXX",
         )
     return Finding(what="C++ compiler", verdict="ok", found="builds and loads native code")
-
-
-def _solver() -> Finding:
-    version = _version("highspy")
-    if version is not None:
-        return Finding(what="solver", verdict="ok", found=f"HiGHS (highspy {version})")
-    if shutil.which("cbc") is not None or _version("pulp") is not None:
-        return Finding(
-            what="solver",
-            verdict="slow",
-            found="CBC, which comes with PuLP",
-            effect="plans take many times longer",
-            remedy="pip install highspy",
-        )
-    return Finding(
-        what="solver", verdict="missing", found="none", effect="plans are made by simple rules", remedy="pip install highspy"
-    )
 
 
 def _cuda(version: str) -> Iterator[Finding]:
@@ -106,10 +88,3 @@ def _cuda(version: str) -> Iterator[Finding]:
         )
     else:
         yield Finding(what="KvikIO", verdict="ok", found=kvikio.__version__)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -218,6 +218,13 @@ def random_plan(trace: Trace, budgets: Budgets, rng: random.Random) -> Plan:
 
     Replayed in the simulator before it is returned. Raises BudgetError below the floor.
     """
+    plan = build_plan(*random_decisions(trace, budgets, rng), policy="random")
+    simulate(trace, plan)
+    return plan
+
+
+def random_decisions(trace: Trace, budgets: Budgets, rng: random.Random) -> tuple[Problem, Decisions]:
+    """Return what such a plan carries out: the problem with random updates on the host, and random moves that fit."""
     updatable = [subgroup.id for subgroup in host_updatable(trace)]
     on_host = rng.sample(updatable, rng.randint(0, len(updatable)))
     if budgets.host_bytes is not None:
@@ -246,9 +253,7 @@ def random_plan(trace: Trace, budgets: Budgets, rng: random.Random) -> Plan:
             start -= 1
             occupied[start % problem.stage_count] += size
         decisions[index] = Decision(tier=decision.tier, leave=decision.leave, start=start)
-    plan = build_plan(problem, decisions, policy="random")
-    simulate(trace, plan)
-    return plan
+    return problem, decisions
 
 
 def replay_of_random_plan(trace: Trace, budgets: Budgets, seed: int) -> Timeline | None:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from planner import Budgets, InfeasiblePlanError, Trace, UnsupportedError, floor, plan, simulate
-from planner.policies.fixed_updates import every_nth_on_device
-from planner.problem import Problem, live_bytes
+from planner.problem import live_bytes
 
 from ..strategies import hardware, with_user_code
 
@@ -62,12 +61,7 @@ def test_where_updates_run_under_each_policy(user_code: bool, share: float) -> N
     assert where(trace, "host-updates", budgets) == {0, 2, 3}
     # In the order of their stages 3, 2, 0 can update on the host; every second of these stays on the device.
     assert where(trace, "stride-2", budgets) == {3, 0}
-
-
-@pytest.mark.parametrize(("stride", "on_host"), [(1, []), (2, [4, 2, 0]), (3, [4, 3, 1, 0]), (9, [4, 3, 2, 1, 0])])
-def test_every_nth_stays_on_the_device(stride: int, on_host: list[int]) -> None:
-    problem = Problem.of(layered(5), Budgets(device_bytes=1000))
-    assert every_nth_on_device("stride", problem, stride=stride) == on_host
+    assert where(layered(5), "stride-2", Budgets(device_bytes=1000)) == {4, 2, 0}
 
 
 def test_the_program_is_as_good_as_what_is_decided_beforehand() -> None:

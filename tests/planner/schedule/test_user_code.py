@@ -10,13 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Trace, simulate
-from planner.ilp import in_order_of_need
-from planner.policies.ilp import _undecided
-from planner.policies.replayed import around_user_code, exact_candidates
-from planner.problem import Decision, Decisions, Problem, build_plan, host_updatable, user_stages
+from planner.problem import Decision, Decisions, Problem, build_plan, user_stages
 from planner.schedule import StageClock, prefetch_from, schedule, user_code_proposals
 
-from ..strategies import hardware, training_problems
+from ..strategies import hardware, random_decisions, training_problems
 
 HAND = Path(__file__).parents[3] / "traces" / "hand"
 
@@ -158,19 +155,14 @@ def test_what_would_be_held_back_is_queued_after_user_code() -> None:
 @given(training_problems(most_layers=4), st.integers(0, 2**32))
 def test_every_proposal_can_be_carried_out(case: tuple[Trace, Budgets], seed: int) -> None:
     trace, budgets = case
-    if not user_stages(trace):
-        return
-    rng, updatable = random.Random(seed), [subgroup.id for subgroup in host_updatable(trace)]
-    whole = Problem.of(trace, budgets)
-    on_host = in_order_of_need(whole, rng.sample(updatable, rng.randint(0, len(updatable))))
     try:
-        candidates = exact_candidates(*_undecided(whole, on_host), 0.005)
+        whole, start = random_decisions(trace, budgets, random.Random(seed))
+        found = proposed(whole, start)
     except InfeasiblePlanError:
         assert budgets.host_bytes is not None  # too small for what has to move
         return
-    for candidate in candidates:
-        for problem, decisions in user_code_proposals(candidate.problem, candidate.decisions, candidate.plan, candidate.timeline):
-            assert max(problem.occupancy(decisions)) <= budgets.device_bytes
-            timeline = simulate(trace, build_plan(problem, decisions, policy="proposed"))
-            assert timeline.peak_bytes["device"] <= budgets.device_bytes
-        assert around_user_code(candidate, 0.005).cost <= candidate.cost
+    assert user_stages(trace) or not found
+    for problem, decisions in found:
+        assert max(problem.occupancy(decisions)) <= budgets.device_bytes
+        timeline = simulate(trace, build_plan(problem, decisions, policy="proposed"))
+        assert timeline.peak_bytes["device"] <= budgets.device_bytes
