@@ -1,8 +1,7 @@
 """Main memory as the device tier."""
 
-from runtime.cpu.memory import CpuMemory
+from runtime.cpu.memory import CpuMemory, system_tells
 from runtime.cpu.mover import CpuMover
-from runtime.cpu.touched import system_tells
 
 __all__ = [
     "CpuMemory",

@@ -10,6 +10,13 @@ This needs memory whose pages belong to nobody else. So `page_pool.cpp` replaces
 gives up are used for the next block. The kernel then neither clears nor maps new pages during training, which also makes
 training without a budget faster. One kind of block is different: if another thread of the user may be reading the block (a
 parameter), its pages go back to the system, because only then the exchange is atomic.
+
+[Note: What user code has touched]
+With `checksums` or `debug`, the slot that stands in for a block is mapped privately. User code still reads the slot, but what it
+writes goes to new pages of its own, and the file stays as teraio wrote it: any other change of it is damage. The kernel tells
+which pages of the mapping were touched, and which of them are such new ones (/proc/self/pagemap, for a process of its own without
+any privilege). When user code has run, `CpuMover` reads the touched pages of the slot again and compares them; then it brings the
+written ones to the slot. So a page that user code has changed in part is one that was whole before.
 """
 
 from __future__ import annotations
@@ -19,27 +26,23 @@ import errno
 import functools
 import mmap
 import os
+import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
 from planner.errors import StorageError, UnsupportedError
 from runtime.device import MIN_MOVED_BYTES, Span
+from runtime.storage import Extent
 from runtime.system import native
 
-
-class FileRange(Protocol):
-    """A range of a file, in whole pages."""
-
-    @property
-    def file_descriptor(self) -> int: ...
-    @property
-    def offset_bytes(self) -> int: ...
-    @property
-    def length_bytes(self) -> int: ...
+_MAX_PAGES = 256
+_PRESENT_OR_SWAPPED, _OF_FILE = 6, 1
+"""In the highest three bits of a page's entry, see the kernel's page on pagemap."""
 
 
 class CpuMemory:
@@ -93,18 +96,18 @@ class CpuMemory:
         _check(self._pool.teraio_adopt(storage._cdata), "mmap", storage.nbytes())
 
     def map_files(
-        self, span: Span, ranges: Sequence[FileRange], *, keep_pages: bool, shared: bool = True, poison: int | None = None
+        self, span: Span, extents: Sequence[Extent], *, keep_pages: bool, shared: bool = True, poison: int | None = None
     ) -> None:
-        """Map file ranges in place of the pages of a span. Together they are as long as the span.
+        """Map extents in place of the pages of a span. Together they are as long as the span.
 
         keep_pages: keep the pages for later allocations. A thread that reads the span at this moment may see zeros.
         shared: what is written to the span goes to the files; if not, see [Note: What user code has touched].
         poison: the byte that fills the kept pages once they have left the span.
         """
-        count = len(ranges)
-        files = (ctypes.c_int * count)(*(each.file_descriptor for each in ranges))
-        offsets = (ctypes.c_size_t * count)(*(each.offset_bytes for each in ranges))
-        lengths = (ctypes.c_size_t * count)(*(each.length_bytes for each in ranges))
+        count = len(extents)
+        files = (ctypes.c_int * count)(*(each.file_descriptor for each in extents))
+        offsets = (ctypes.c_size_t * count)(*(each.offset_bytes for each in extents))
+        lengths = (ctypes.c_size_t * count)(*(each.length_bytes for each in extents))
         fill = -1 if poison is None else poison
         error = self._pool.teraio_map_files(span.address, count, files, offsets, lengths, keep_pages, shared, fill)
         _check(error, "mmap", span.length_bytes)
@@ -180,3 +183,50 @@ def _load_pool() -> ctypes.CDLL:
 def _check(error: int, call: str, length: int) -> None:
     if error:
         raise StorageError(f"{call} of {length} bytes failed: {os.strerror(error)}; if memory is free, raise vm.max_map_count")
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """Neighbouring pages, 1 MiB at most if pages have 4 KiB. written: user code wrote to them, so that they are its own."""
+
+    offset_bytes: int
+    length_bytes: int
+    written: bool
+
+
+def touched(address: int, length_bytes: int) -> Iterator[Touched]:
+    """Yield the pages of a private mapping of files that were touched since they were mapped or forgotten last."""
+    page = mmap.PAGESIZE
+    with open("/proc/self/pagemap", "rb", buffering=0) as table:
+        table.seek(address // page * 8)
+        entries = torch.frombuffer(bytearray(table.read(length_bytes // page * 8)), dtype=torch.int64) >> 61
+    found = (entries & _PRESENT_OR_SWAPPED).nonzero().flatten()
+    written = (entries[found] & _OF_FILE == 0).tolist()
+    begin = end = 0
+    kind = False
+    for number, own in zip(found.tolist(), written, strict=True):
+        if number != end or own is not kind or end - begin == _MAX_PAGES:
+            if begin < end:
+                yield Touched(begin * page, (end - begin) * page, kind)
+            begin, kind = number, own
+        end = number + 1
+    if begin < end:
+        yield Touched(begin * page, (end - begin) * page, kind)
+
+
+def system_tells() -> bool:
+    """Whether this system tells what was touched. Some containers do not."""
+    page = mmap.PAGESIZE
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(3 * page))
+        file.flush()
+        with mmap.mmap(file.fileno(), 3 * page, flags=mmap.MAP_PRIVATE) as pages:
+            pages[0], _ = 1, pages[2 * page]
+            first = ctypes.c_char.from_buffer(pages)
+            try:
+                found = {each.offset_bytes: each.written for each in touched(ctypes.addressof(first), 3 * page)}
+            except (OSError, RuntimeError):
+                return False
+            finally:
+                del first
+    return found.get(0) is True and found.get(2 * page, found.get(page)) is False

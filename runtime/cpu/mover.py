@@ -11,8 +11,7 @@ import torch
 
 from planner.errors import ChecksumError, StorageError
 from planner.schema import WaitingTier
-from runtime.cpu.memory import CpuMemory
-from runtime.cpu.touched import touched
+from runtime.cpu.memory import CpuMemory, touched
 from runtime.device import Span
 from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tiers, dropped_message
 from runtime.storage import HostStore, RangeCopy, cut_slot, slot_range

@@ -1,7 +1,6 @@
 """An NVIDIA GPU as the device tier."""
 
-from runtime.cuda.busy import computing
-from runtime.cuda.host_links import measure_host_links
+from runtime.cuda.measurement import computing, measure_host_links
 from runtime.cuda.mover import StreamMover
 from runtime.cuda.storage_paths import cuda_candidates
 from runtime.cuda.streams import CudaStreams

@@ -13,8 +13,7 @@ import torch
 
 from planner.errors import StorageError
 from planner.schema import WaitingTier
-from runtime.cuda.host_copies import HostCopies, QueuedRange
-from runtime.cuda.last_point import LastPoint
+from runtime.cuda.host_copies import HostCopies, LastPoint, QueuedRange
 from runtime.device import COMPUTE, INWARD, OUTWARD, USER, Event, Lane, Span, Streams
 from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tier, Tiers, dropped_message
 from runtime.storage import Extent, RangeCopy, Slot, slot_range

@@ -1,24 +1,26 @@
-"""The lanes, the clock and the memory of an NVIDIA GPU."""
+"""The lanes, the clock and the memory of an NVIDIA GPU; and tensors over raw addresses, for copies that know nothing else."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 
-from runtime.cuda.addresses import device_bytes, host_bytes
-from runtime.device import COMPUTE, INWARD, MIN_MOVED_BYTES, OUTWARD, USER, DeviceMemoryError, Event, Lane
+from runtime.device import COMPUTE, INWARD, MIN_MOVED_BYTES, OUTWARD, USER, DeviceBytes, DeviceMemoryError, Event, Lane
 
 
 class CudaEvent:
-    """A point in a lane of a GPU. A thread that waits for it sleeps, because the training thread needs its core."""
+    """A point in a lane of a GPU. timed: with the time of the GPU's clock."""
 
     __slots__ = ("event",)
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    def __init__(self, stream: torch.cuda.Stream, *, timed: bool = False) -> None:
+        # A thread that waits for it sleeps, because the training thread needs its core.
+        self.event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
     def done(self) -> bool:
@@ -27,23 +29,8 @@ class CudaEvent:
     def wait(self) -> None:
         self.event.synchronize()
 
-
-class CudaMark:
-    """A point in a lane of a GPU with the time of the GPU's clock."""
-
-    __slots__ = ("event",)
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-        self.event.record(stream)
-
-    def done(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def seconds_since(self, earlier: CudaMark) -> float:
+    def seconds_since(self, earlier: CudaEvent) -> float:
+        """Return the seconds between two timed points."""
         earlier.event.synchronize()  # it need not come first: the user may have gone on in another stream
         self.event.synchronize()
         return float(earlier.event.elapsed_time(self.event)) / 1000
@@ -106,10 +93,10 @@ class CudaStreams:
         return CudaEvent(self._streams[lane])
 
     def wait(self, lane: Lane, event: Event) -> None:
-        self._streams[lane].wait_event(cast(CudaEvent | CudaMark, event).event)
+        self._streams[lane].wait_event(cast(CudaEvent, event).event)
 
-    def mark_lane(self, lane: Lane) -> CudaMark:
-        return CudaMark(self._streams[lane])
+    def mark_lane(self, lane: Lane) -> CudaEvent:
+        return CudaEvent(self._streams[lane], timed=True)
 
     def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
         """Queue a copy between the GPU and main memory. If the main memory is not pinned, the call waits for the copy."""
@@ -151,8 +138,8 @@ class CudaStreams:
 
     # -- Device
 
-    def mark(self) -> CudaMark:
-        return CudaMark(torch.cuda.current_stream(self.device))
+    def mark(self) -> CudaEvent:
+        return CudaEvent(torch.cuda.current_stream(self.device), timed=True)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -209,3 +196,24 @@ class CudaStreams:
 
     def _on_device(self, address: int, size_bytes: int) -> torch.Tensor:
         return device_bytes(address, size_bytes, self.device)
+
+
+def device_bytes(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return a tensor over bytes in the memory of `device`. It owns nothing."""
+    return torch.as_tensor(DeviceBytes(address, size_bytes), device=device)
+
+
+@functools.lru_cache(maxsize=4096)
+def host_bytes(address: int, size_bytes: int) -> torch.Tensor:
+    """Return a tensor over bytes in main memory. It owns nothing.
+
+    Blocks have the same slots in each iteration, so it is kept for a while.
+    """
+    with torch.inference_mode(mode=False):  # else nobody could write to it outside of that mode later on
+        return torch.frombuffer(_bytes_type(size_bytes).from_address(address), dtype=torch.uint8)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bytes_type(size_bytes: int) -> Any:
+    """Return the type of so many bytes. ctypes forgets types that nobody holds, and takes 40 µs to make one."""
+    return ctypes.c_char * size_bytes

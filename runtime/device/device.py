@@ -1,4 +1,4 @@
-"""Where stages run: what the timeline and the executor need to know of order and time."""
+"""Where stages run: what the timeline and the executor need to know of order and time, and of memory that can leave."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from planner.errors import StorageError
+
+MIN_MOVED_BYTES = 1 << 20
+"""Smaller blocks stay on the device: system calls would cost more than the memory is worth."""
 
 
 class DeviceMemoryError(StorageError):
@@ -86,3 +89,24 @@ class CpuDevice:
     def external_bytes(self, known_bytes: int) -> int:
         """Return 0: main memory has other users, and the budget is for what the pager knows of."""
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Whole pages of memory. address, length_bytes: multiples of the page size. serial: of the allocation; never used twice."""
+
+    address: int
+    length_bytes: int
+    serial: int = 0
+
+
+class DeviceBytes:
+    """Bytes in device memory as the CUDA array interface (version 3) describes them: for libraries. Does not own them."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }

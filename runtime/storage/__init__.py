@@ -1,14 +1,23 @@
 """The tiers below the device: slots for blocks in host memory and in preallocated spill files, and copies of their bytes."""
 
-from runtime.storage.checksums import Checksums
+from runtime.storage.contents import Checksums, PageSums, UnchangedChunks
 from runtime.storage.host import HostStore
 from runtime.storage.kvikio import KvikioStore, load_kvikio
-from runtime.storage.page_sums import PageSums
-from runtime.storage.posix import PosixStore
-from runtime.storage.slot_range import RangeCopy, in_turns, slot_range
-from runtime.storage.staged import StagedStore
-from runtime.storage.store import ALIGNMENT_BYTES, Chunk, ChunkIO, Extent, Slot, Store, align_up, cut_slot
-from runtime.storage.unchanged import UnchangedChunks
+from runtime.storage.posix import PosixStore, StagedStore
+from runtime.storage.store import (
+    ALIGNMENT_BYTES,
+    Chunk,
+    ChunkIO,
+    Extent,
+    MoveChunk,
+    RangeCopy,
+    Slot,
+    Store,
+    align_up,
+    cut_slot,
+    in_turns,
+    slot_range,
+)
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -18,6 +27,7 @@ __all__ = [
     "Extent",
     "HostStore",
     "KvikioStore",
+    "MoveChunk",
     "PageSums",
     "PosixStore",
     "RangeCopy",

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
-from runtime.storage.free_space import FreeSpace, take_largest_holes
-from runtime.storage.run_directory import RunDirectory
-from runtime.storage.slot_store import SlotStore
-from runtime.storage.spill_file import DRIVE_FULL, SpillFile
+from runtime.storage.run_directory import SPILL_NAME, RunDirectory, close_descriptor, keep_from_children
+from runtime.storage.slot_store import FreeSpace, SlotStore
 from runtime.storage.store import ALIGNMENT_BYTES, Extent, align_up
 
 _GROWTH_BYTES = 64 << 20
 """A file grows by at least so many bytes at a time, if they fit: each time costs a wait for the file system."""
+_DRIVE_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The drive, or the user's quota, is used up."""
 
 
 class FileSpace(SlotStore):
@@ -23,11 +25,9 @@ class FileSpace(SlotStore):
 
     A subclass adds the calls that copy a chunk. The files lie in a run directory under each of `directories`.
 
-    A slot consists of as many equal contiguous extents as there are directories. If the files cannot grow, a slot is put
-    together from the largest holes instead, so that all of the capacity can be used.
-
     budget_bytes: limit of `capacity_bytes` over all directories. None: only the drives limit it.
-    direct: use direct I/O if the file system allows it, else the page cache. False: always use the page cache.
+    direct: use direct I/O if the file system allows it, else the page cache. False: always use the page cache. The attribute
+    tells whether all reads and writes bypass the page cache.
     Raises StorageError if a directory is missing, is given twice or cannot be used.
     """
 
@@ -44,57 +44,34 @@ class FileSpace(SlotStore):
             raise StorageError(f"storage {[str(p) for p in parents]}: give one or several different directories")
         self._budget_bytes = budget_bytes
         with ExitStack() as undo:
-            self._runs = [self._open_run(parent, undo) for parent in parents]
-            self._files = [self._open_file(run, undo, direct) for run in self._runs]
-            self._drives = tuple(dict.fromkeys(file.drive for file in self._files))
-            self._by_path = {file.path: file for file in self._files}
+            files = [undo.enter_context(closing(SpillFile(parent, direct=direct))) for parent in parents]
             self._open = undo.pop_all()
+        self._files = {file.descriptor: file for file in files}
+        self._spaces = {file.descriptor: file.free for file in files}
+        self.direct = all(file.direct for file in files)
         self._named = True
-
-    @staticmethod
-    def _open_run(parent: Path, undo: ExitStack) -> RunDirectory:
-        run = RunDirectory(parent)
-        undo.callback(run.close)
-        return run
-
-    @staticmethod
-    def _open_file(run: RunDirectory, undo: ExitStack, direct: bool) -> SpillFile:
-        try:
-            file = SpillFile(run.path, direct=direct)
-        except OSError as error:
-            raise StorageError(f"cannot create a spill file: {error}; give another storage directory") from error
-        undo.callback(file.close)
-        return file
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        return tuple(run.path for run in self._runs) if self._named else ()
+        return tuple(file.path.parent for file in self._files.values()) if self._named else ()
 
     @property
     def drives(self) -> tuple[int, ...]:
-        return self._drives
-
-    @property
-    def direct(self) -> bool:
-        return all(file.direct for file in self._files)
-
-    @property
-    def capacity_bytes(self) -> int:
-        return sum(file.size_bytes for file in self._files)
+        return tuple(dict.fromkeys(file.drive for file in self._files.values()))
 
     @property
     def limit_bytes(self) -> int:
         with self._lock:
             self._check_open()
-            drives = {file.drive: file.available_bytes for file in self._files}
-            limit = self.capacity_bytes + sum(drives.values())
+            free = {file.drive: file.available_bytes for file in self._files.values()}
+            limit = self.capacity_bytes + sum(free.values())
         return limit if self._budget_bytes is None else min(limit, self._budget_bytes)
 
     def ensure_capacity(self, size_bytes: int) -> None:
         with self._lock:
             self._check_open()
             shares = self._shares(align_up(size_bytes))
-            more = [max(0, share - file.size_bytes) for share, file in zip(shares, self._files, strict=True)]
+            more = [max(0, share - file.size_bytes) for share, file in zip(shares, self._files.values(), strict=True)]
             # A file that is larger than its share saves the other files that many bytes.
             excess = self.capacity_bytes + sum(more) - align_up(size_bytes)
             for index in range(len(more)):
@@ -105,8 +82,8 @@ class FileSpace(SlotStore):
 
     def unlink(self) -> None:
         self._named = False
-        for run in self._runs:
-            run.close()
+        for file in self._files.values():
+            file.unlink()
 
     # -- for SlotStore, which holds the lock
 
@@ -115,35 +92,35 @@ class FileSpace(SlotStore):
         try:
             self._grow_for(shares, name)
         except StorageFullError:
-            if sum(space.free_bytes for space in self._spaces()) < size_bytes:
+            if self._free_bytes < size_bytes:
                 raise
         return shares
 
-    def _take_extents(self, shares: Sequence[int]) -> list[Extent]:
-        files = list(zip(self._files, shares, strict=True))
-        if any(file.free.largest_bytes < share for file, share in files):
-            holes = take_largest_holes(self._spaces(), sum(shares))
-            return [self._files[index].extent(offset, length) for index, offset, length in holes]
-        return [_take(file, share) for file, share in files if share]
-
-    def _spaces(self) -> list[FreeSpace]:
-        return [file.free for file in self._files]
-
-    def _space_of(self, extent: Extent) -> FreeSpace:
-        return self._by_path[extent.path].free
+    def _extents(self, file_descriptor: int, offset_bytes: int, length_bytes: int) -> list[Extent]:
+        file = self._files[file_descriptor]
+        return [
+            Extent(
+                file_descriptor=file_descriptor,
+                path=file.path,
+                offset_bytes=offset_bytes,
+                length_bytes=length_bytes,
+                drive=file.drive,
+            )
+        ]
 
     def _free_everything(self) -> None:
         self._open.close()
-        self._files = []
+        self._files, self._spaces = {}, {}
 
     # -- growth (lock held)
 
     def _shares(self, size: int) -> list[int]:
         """Split `size` evenly over the files. Pages that are left over go to the files with the most free bytes."""
-        pages, files = size // ALIGNMENT_BYTES, len(self._files)
-        shares = [pages // files * ALIGNMENT_BYTES] * files
-        by_free_bytes = sorted(range(files), key=lambda index: self._files[index].free.free_bytes, reverse=True)
-        for index in by_free_bytes[: pages % files]:
+        files = list(self._files.values())
+        pages = size // ALIGNMENT_BYTES
+        shares = [pages // len(files) * ALIGNMENT_BYTES] * len(files)
+        by_free_bytes = sorted(range(len(files)), key=lambda index: files[index].free.free_bytes, reverse=True)
+        for index in by_free_bytes[: pages % len(files)]:
             shares[index] += ALIGNMENT_BYTES
         return shares
 
@@ -151,7 +128,7 @@ class FileSpace(SlotStore):
         """Grow every file until it has a hole as large as its share: by _GROWTH_BYTES if they fit, else by what is missing."""
         missing = [
             share - file.free.tail_bytes if file.free.largest_bytes < share else 0
-            for share, file in zip(shares, self._files, strict=True)
+            for share, file in zip(shares, self._files.values(), strict=True)
         ]
         if not any(missing):
             return
@@ -162,13 +139,13 @@ class FileSpace(SlotStore):
         shortage = self._shortage(more)
         if shortage is not None:
             raise StorageFullError(shortage)
-        for file, size in zip(self._files, more, strict=True):
+        for file, size in zip(self._files.values(), more, strict=True):
             if not size:
                 continue
             try:
                 file.grow(size)
             except OSError as error:
-                if error.errno in DRIVE_FULL:
+                if error.errno in _DRIVE_FULL:
                     raise StorageFullError(_drive_full(size, file)) from error
                 raise StorageIOError(
                     path=str(file.path), block=name, errno=error.errno or 0, action="reserve room for"
@@ -184,18 +161,103 @@ class FileSpace(SlotStore):
                 f"storage_budget allows {self._budget_bytes:,}; raise storage_budget or memory_budget"
             )
         needed: dict[int, int] = {}
-        for file, size in zip(self._files, more, strict=True):
+        for file, size in zip(self._files.values(), more, strict=True):
             needed[file.drive] = needed.get(file.drive, 0) + size
             if size and needed[file.drive] > file.available_bytes:
                 return _drive_full(needed[file.drive], file)
         return None
 
 
-def _take(file: SpillFile, size: int) -> Extent:
-    offset = file.free.take(size)
-    if offset is None:
-        raise StorageError(f"{file.path} has no hole of {size} bytes; this is a bug in teraio, please report it")
-    return file.extent(offset, size)
+class SpillFile:
+    """A file in a run directory of its own under `parent`, grown in preallocated steps, with its free bytes.
+
+    Not thread-safe: the store's lock guards it.
+
+    descriptor: for reads and writes. drive: number of the file system. Files with the same number share its free bytes.
+    direct: try to bypass the page cache. The attribute tells whether reads and writes do so: a real write and a real read
+    at the start show whether the file system allows it.
+    Raises StorageError if the file cannot be created.
+    """
+
+    def __init__(self, parent: Path, *, direct: bool) -> None:
+        self._run = RunDirectory(parent)
+        self.path = self._run.path / SPILL_NAME
+        self.free = FreeSpace()
+        with ExitStack() as undo:
+            undo.callback(self._run.close)
+            try:
+                # Two descriptors: the C library may preallocate by writing single bytes, which direct I/O refuses.
+                self._buffered = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                undo.callback(os.close, self._buffered)
+                unbuffered = _open_direct(self.path, self._buffered) if direct else None
+            except OSError as error:
+                raise StorageError(f"cannot create a spill file: {error}; give another storage directory") from error
+            undo.pop_all()
+        self.direct = unbuffered is not None
+        self.descriptor = self._buffered if unbuffered is None else unbuffered
+        for each in {self._buffered, self.descriptor}:
+            keep_from_children(each)
+        self.drive = os.fstat(self._buffered).st_dev
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file, all reserved on the drive."""
+        return self.free.size_bytes
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether somebody has made the file shorter. A write behind its end makes it long again, with zeros."""
+        known = self.size_bytes  # first: another thread may grow the file meanwhile, and makes it longer before it says so
+        return os.fstat(self._buffered).st_size < known
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes that the file system has free for this user."""
+        system = os.fstatvfs(self._buffered)
+        return system.f_bavail * system.f_frsize
+
+    def grow(self, more_bytes: int) -> None:
+        """Reserve `more_bytes` (aligned) at the end. Waits for the file system. Raises OSError; then the size stays the same."""
+        if self.cut_short:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        try:
+            os.posix_fallocate(self._buffered, self.size_bytes, more_bytes)
+        except OSError:
+            # Some file systems keep what they had reserved before the drive was full.
+            os.ftruncate(self._buffered, self.size_bytes)
+            raise
+        self.free.grow(more_bytes)
+
+    def unlink(self) -> None:
+        """Remove its name, and its directory. The bytes stay usable."""
+        self._run.close()
+
+    def close(self) -> None:
+        """Remove the file. Nothing may be reading or writing."""
+        for each in {self._buffered, self.descriptor}:
+            close_descriptor(each)
+        self._run.close()
+
+
+def _open_direct(path: Path, buffered: int) -> int | None:
+    """Open a new, empty file for direct I/O, and try a write and a read. Return the descriptor, None if they do not work."""
+    try:
+        direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+    except OSError:
+        return None
+    # Pages of their own: direct I/O needs aligned addresses.
+    sent, received = mmap.mmap(-1, ALIGNMENT_BYTES), mmap.mmap(-1, ALIGNMENT_BYTES)
+    sent.write(os.urandom(ALIGNMENT_BYTES))
+    try:
+        moved = os.pwritev(direct, [sent], 0), os.preadv(direct, [received], 0)
+        works = moved == (ALIGNMENT_BYTES, ALIGNMENT_BYTES) and received[:] == sent[:]
+    except OSError:
+        works = False
+    os.ftruncate(buffered, 0)
+    if works:
+        return direct
+    os.close(direct)
+    return None
 
 
 def _drive_full(needed: int, file: SpillFile) -> str:

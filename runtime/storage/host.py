@@ -1,21 +1,25 @@
-"""The host tier: slots in one slab of main memory."""
+"""The host tier: slots in one slab of main memory, which a file descriptor stands for so that it can be mapped elsewhere, too."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
+import mmap
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from planner.errors import StorageError, StorageFullError
-from runtime.storage.free_space import FreeSpace, take_largest_holes
-from runtime.storage.slab import Slab
-from runtime.storage.slot_store import SlotStore
+from runtime.storage.slot_store import FreeSpace, SlotStore
 from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot
-from runtime.system import PIN_CHUNK_BYTES, HostLimit, Pinner, check_host_memory, host_limits
+from runtime.system import PIN_CHUNK_BYTES, HostLimit, Pinner, check_host_memory, host_limits, on_processors
 
 _PATH = Path("memfd:teraio-host")
 """The name of the slab in messages and extents. It is in no file system."""
+_FAULT_BYTES = 64 << 20
+_MAX_FAULT_THREADS = 8
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +31,7 @@ class HostStore(SlotStore):
     mapped elsewhere by an extent's descriptor and offset. A block gets several extents if no hole is large enough for it.
     No extent crosses a multiple of PIN_CHUNK_BYTES.
 
-    prefault: take all pages from the system now, in threads on `processors` (see `runtime.system.numa`). False: each page
+    prefault: take all pages from the system now, in threads on `processors` (see `processors_near`). False: each page
     is taken when it is first written.
     pinner: pins the slab, and implies `prefault`. If pinning fails, `pinned` is False and a warning says why.
     limits: of the machine, by default those that hold now.
@@ -51,11 +55,11 @@ class HostStore(SlotStore):
                 "leave it out"
             )
         check_host_memory(size, host_limits() if limits is None else limits)
-        self._free = FreeSpace()
-        self._free.grow(size)
         self._pinner: Pinner | None = None
-        self._slab = Slab(size)
+        self._slab = _Slab(size)
         try:
+            self._spaces[self._slab.descriptor] = free = FreeSpace()
+            free.grow(size)
             if prefault or pinner is not None:
                 self._slab.prefault(processors)
             if pinner is not None:
@@ -85,14 +89,6 @@ class HostStore(SlotStore):
     @property
     def drives(self) -> tuple[int, ...]:
         return (0,)
-
-    @property
-    def direct(self) -> bool:
-        return True  # no page cache holds a second copy
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._slab.size_bytes
 
     @property
     def limit_bytes(self) -> int:
@@ -127,7 +123,7 @@ class HostStore(SlotStore):
     # -- for SlotStore, which holds the lock
 
     def _make_room(self, size_bytes: int, name: str) -> list[int]:
-        free = self._free.free_bytes
+        free = self._free_bytes
         if size_bytes > free:
             raise StorageFullError(
                 f"block {name!r} needs {size_bytes:,} bytes of host memory, but {free:,} of the host_budget of "
@@ -135,13 +131,13 @@ class HostStore(SlotStore):
             )
         return [size_bytes]
 
-    def _take_extents(self, shares: Sequence[int]) -> list[Extent]:
-        (size_bytes,) = shares
-        offset = self._free.take(size_bytes)
-        if offset is not None:
-            return self._extents(offset, size_bytes)
-        holes = take_largest_holes([self._free], size_bytes)
-        return [extent for _, offset, length in holes for extent in self._extents(offset, length)]
+    def _extents(self, file_descriptor: int, offset_bytes: int, length_bytes: int) -> list[Extent]:
+        found = []
+        while length_bytes:  # cut at the multiples of PIN_CHUNK_BYTES, which no copy of a GPU may cross
+            size = min(length_bytes, PIN_CHUNK_BYTES - offset_bytes % PIN_CHUNK_BYTES)
+            found.append(Extent(file_descriptor=file_descriptor, path=_PATH, offset_bytes=offset_bytes, length_bytes=size))
+            offset_bytes, length_bytes = offset_bytes + size, length_bytes - size
+        return found
 
     def _contiguous_address(self, extents: Sequence[Extent]) -> int | None:
         end = extents[0].offset_bytes
@@ -151,26 +147,11 @@ class HostStore(SlotStore):
             end += extent.length_bytes
         return self.address_of(extents[0])
 
-    def _spaces(self) -> list[FreeSpace]:
-        return [self._free]
-
-    def _space_of(self, extent: Extent) -> FreeSpace:
-        return self._free
-
     def _free_everything(self) -> None:
         if self._pinner is not None:
             self._pinner.unpin(self._slab.address, self._slab.size_bytes)
             self._pinner = None
         self._slab.close()
-
-    def _extents(self, offset: int, length: int) -> list[Extent]:
-        """Cut a range of the slab into extents at the multiples of PIN_CHUNK_BYTES."""
-        found = []
-        while length:
-            size = min(length, PIN_CHUNK_BYTES - offset % PIN_CHUNK_BYTES)
-            found.append(Extent(file_descriptor=self._slab.descriptor, path=_PATH, offset_bytes=offset, length_bytes=size))
-            offset, length = offset + size, length - size
-        return found
 
     def _pin(self, pinner: Pinner) -> None:
         try:
@@ -179,3 +160,53 @@ class HostStore(SlotStore):
             _log.warning("host memory is not pinned, and copies will be slower: %s", error)
         else:
             self._pinner = pinner
+
+
+class _Slab:
+    """`size_bytes` of main memory, mapped at `address` until `close`. Raises StorageError if the system refuses it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        try:
+            self.descriptor = os.memfd_create("teraio-host")
+        except OSError as error:
+            raise StorageError(_refused(size_bytes, error)) from error
+        try:
+            os.ftruncate(self.descriptor, size_bytes)
+            self._mapping = mmap.mmap(self.descriptor, size_bytes)
+        except OSError as error:
+            os.close(self.descriptor)
+            raise StorageError(_refused(size_bytes, error)) from error
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    def prefault(self, processors: frozenset[int] | None) -> None:
+        """Take all pages from the system, in several threads that run on `processors`.
+
+        Waits while the kernel clears the pages, which takes seconds for tens of GiB. Raises StorageFullError.
+        """
+
+        def touch(offset: int) -> None:
+            length = min(_FAULT_BYTES, self.size_bytes - offset)
+            with on_processors(processors):
+                # Without memory left, fallocate fails; a write to a page would end the process.
+                os.posix_fallocate(self.descriptor, offset, length)
+                ctypes.memset(self.address + offset, 0, length)
+
+        try:
+            with ThreadPoolExecutor(min(_MAX_FAULT_THREADS, os.cpu_count() or 1)) as threads:
+                list(threads.map(touch, range(0, self.size_bytes, _FAULT_BYTES)))
+        except OSError as error:
+            raise StorageFullError(_refused(self.size_bytes, error)) from error
+
+    def close(self) -> None:
+        """Give the memory back to the system, unless it is mapped elsewhere too."""
+        self._mapping.close()
+        os.close(self.descriptor)
+
+
+def _refused(size: int, error: OSError) -> str:
+    return (
+        f"the system refuses {size:,} bytes of host memory: [errno {error.errno}] "
+        f"{os.strerror(error.errno or errno.ENOMEM)}; lower host_budget, or raise the limits on memory (ulimit -v, "
+        "vm.overcommit_memory)"
+    )

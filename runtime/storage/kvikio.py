@@ -63,17 +63,13 @@ class KvikioStore(FileSpace):
         how = "GPUDirect Storage" if self.bypasses_host else "compatibility mode (POSIX + bounce buffer)"
         self.description = f"kvikio {self._kvikio.__version__}, {how}"
 
-    @property
-    def direct(self) -> bool:
-        return all(handle.is_direct_io_supported() for handle in self._handles.values())
-
     def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         self._check_open()
-        self._copy("write", self._handles[chunk.extent.path].pwrite, slot, chunk, address)
+        self._copy("write", self._handles[chunk.extent.file_descriptor].pwrite, slot, chunk, address)
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         self._check_open()
-        self._copy("read", self._handles[chunk.extent.path].pread, slot, chunk, address)
+        self._copy("read", self._handles[chunk.extent.file_descriptor].pread, slot, chunk, address)
 
     def _copy(self, action: str, call: Any, slot: Slot, chunk: Chunk, address: int) -> None:
         where = f"at offset {chunk.file_offset_bytes:,}"
@@ -86,8 +82,8 @@ class KvikioStore(FileSpace):
         if moved != size:
             raise io_error(f"{action} more than {moved:,} of {size:,} bytes {where}", slot, chunk, None)
 
-    def _open_files(self) -> tuple[dict[Any, Any], bool]:
-        """Return a cuFile handle for each file by its path, and whether bytes travel without host memory.
+    def _open_files(self) -> tuple[dict[int, Any], bool]:
+        """Return a cuFile handle for each file by its descriptor, and whether bytes travel without host memory.
 
         By default KvikIO falls back to ordinary reads and writes without a message. So try without the fallback first.
         """
@@ -108,11 +104,11 @@ class KvikioStore(FileSpace):
         except RuntimeError as error:
             raise UnsupportedError(f"KvikIO cannot open the spill files: {error}; choose another storage_path") from error
 
-    def _handles_of_files(self, undo: ExitStack) -> dict[Any, Any]:
+    def _handles_of_files(self, undo: ExitStack) -> dict[int, Any]:
         handles = {}
-        for file in self._files:
-            handles[file.path] = self._kvikio.CuFile(file.path, "r+")
-            undo.callback(handles[file.path].close)
+        for descriptor, file in self._files.items():
+            handles[descriptor] = self._kvikio.CuFile(file.path, "r+")
+            undo.callback(handles[descriptor].close)
         return handles
 
 

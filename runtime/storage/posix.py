@@ -1,13 +1,25 @@
-"""The store over ordinary files, which system calls read and write from and to host memory."""
+"""The stores over ordinary files, which system calls read and write: for host memory, and for device memory by way of buffers.
+
+[Note: Short turns]
+A thread that returns from a system call needs the interpreter's lock. If the training thread holds it, because it launches
+kernels, Python lets that one go on for the switch interval, 5 ms by default. A thread that copies through small buffers returns
+from a call every half millisecond or so: it would spend most of its time waiting. With turns of half a millisecond it does not.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
+from runtime.storage.contents import Checksums
 from runtime.storage.file_space import FileSpace
-from runtime.storage.store import Chunk, Slot, io_error
+from runtime.storage.store import Chunk, Slot, align_up, content_bytes_of, cut_chunk, io_error
+
+_SHORT_TURN_SECONDS = 0.0005
 
 
 class PosixStore(FileSpace):
@@ -24,7 +36,7 @@ class PosixStore(FileSpace):
     def _check_whole(self, action: str, slot: Slot, chunk: Chunk) -> None:
         """Raise StorageIOError if somebody has cut the file short, StorageError if the store is closed."""
         self._check_open()  # the number of a closed descriptor may be another file's
-        if self._by_path[chunk.extent.path].cut_short:
+        if self._files[chunk.extent.file_descriptor].cut_short:
             raise io_error(f"{action} beyond the end of the file", slot, chunk, None)
 
 
@@ -33,13 +45,156 @@ def _copy(action: str, call: Callable[[int, list[memoryview], int], int], slot: 
 
     Raises StorageIOError.
     """
-    view = memoryview((ctypes.c_char * chunk.length_bytes).from_address(address + chunk.slot_offset_bytes))
+    view = memoryview(chunk.memory(address))
     done = 0
     while done < chunk.length_bytes:
         try:
             count = call(chunk.extent.file_descriptor, [view[done:]], chunk.file_offset_bytes + done)
         except OSError as error:
             raise io_error(action, slot, chunk, error.errno) from error
-        if count == 0:
+        if count == 0:  # a read finds no bytes there: the file has become shorter since it was checked
             raise io_error(f"{action} beyond the end of the file", slot, chunk, None)
         done += count
+
+
+class PendingCopy(Protocol):
+    """A copy that has begun."""
+
+    def wait(self) -> None:
+        """Wait until all bytes have arrived. May be called again. Raises the error that stopped the copy."""
+
+
+class HostBuffer(Protocol):
+    """Host memory that the device copies from and to at full rate. The memory lives as long as this object."""
+
+    @property
+    def address(self) -> int:
+        """Where the memory begins, a multiple of ALIGNMENT_BYTES."""
+
+
+class Copier(Protocol):
+    """Copies between device and host memory. Safe from several threads. The caller owns the memory until `wait` returns."""
+
+    def buffer(self, size_bytes: int) -> HostBuffer:
+        """Return new host memory. May take some milliseconds."""
+
+    def to_host(self, target_address: int, source_address: int, size_bytes: int) -> PendingCopy:
+        """Begin to copy from the device. Never waits."""
+
+    def to_device(self, target_address: int, source_address: int, size_bytes: int) -> PendingCopy:
+        """Begin to copy to the device. Never waits."""
+
+
+class StagedStore(PosixStore):
+    """A `Store` whose addresses are in device memory: `copier` copies between there and buffers, system calls the rest.
+
+    A chunk is copied in parts of at most `buffer_bytes`. Each call has two buffers of this size: the drive works on one of
+    them while the device works on the other. So a chunk should be several times as long as a buffer. Calls that run at the
+    same time have separate buffers, and later calls use these again.
+
+    The store does not order its copies after kernels. What a call reads or writes on the device must be ready when the call
+    begins; it has been read or written when the call returns.
+
+    checksums: check the parts as they go to and from the files, see [Note: What a checksum covers].
+    Until `close`, all threads of the process take short turns, see [Note: Short turns].
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]],
+        copier: Copier,
+        *,
+        budget_bytes: int | None,
+        buffer_bytes: int = 4 << 20,
+        checksums: bool = False,
+    ) -> None:
+        super().__init__(directories, budget_bytes=budget_bytes)
+        # From here on `write_chunk` and `read_chunk` are those of this class.
+        write, read = super().write_chunk, super().read_chunk
+        checked = Checksums(write, read) if checksums else None
+        self._write_part = checked.write_chunk if checked else write
+        self._read_part = checked.read_chunk if checked else read
+        self._copier = copier
+        self._buffer_bytes = align_up(buffer_bytes)
+        self._buffers_lock = threading.Lock()
+        self._idle: list[tuple[HostBuffer, HostBuffer]] = []
+        _SHORT_TURNS.begin()
+        self._open.callback(_SHORT_TURNS.end)
+
+    def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
+        parts = cut_chunk(chunk, self._buffer_bytes)
+        with self._two_buffers() as buffers, ExitStack() as copies:
+
+            def fetch(number: int) -> PendingCopy:
+                source = address + parts[number].slot_offset_bytes
+                copy = self._copier.to_host(buffers[number % 2].address, source, content_bytes_of(slot, parts[number]))
+                copies.callback(copy.wait)  # after an error too: the next call uses the buffers again
+                return copy
+
+            copy = fetch(0)
+            for number, part in enumerate(parts):
+                copy.wait()
+                if number + 1 < len(parts):  # the device fills one buffer while the drive empties the other
+                    copy = fetch(number + 1)
+                self._write_part(slot, part, _slot_at(buffers[number % 2], part))
+
+    def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
+        begun: list[PendingCopy] = []
+        with self._two_buffers() as buffers, ExitStack() as copies:
+            for number, part in enumerate(cut_chunk(chunk, self._buffer_bytes)):
+                if number >= 2:  # the device may still be emptying this buffer
+                    begun[number - 2].wait()
+                buffer = buffers[number % 2]
+                self._read_part(slot, part, _slot_at(buffer, part))
+                copy = self._copier.to_device(address + part.slot_offset_bytes, buffer.address, content_bytes_of(slot, part))
+                copies.callback(copy.wait)
+                begun.append(copy)
+
+    def _free_everything(self) -> None:
+        super()._free_everything()
+        self._idle.clear()
+
+    @contextmanager
+    def _two_buffers(self) -> Iterator[tuple[HostBuffer, HostBuffer]]:
+        with self._buffers_lock:
+            pair = self._idle.pop() if self._idle else None
+        if pair is None:
+            pair = self._copier.buffer(self._buffer_bytes), self._copier.buffer(self._buffer_bytes)
+        try:
+            yield pair
+        finally:
+            with self._buffers_lock:
+                self._idle.append(pair)
+
+
+def _slot_at(buffer: HostBuffer, part: Chunk) -> int:
+    """Return where the slot would begin if the buffer were this part of it."""
+    return buffer.address - part.slot_offset_bytes
+
+
+class _ShortTurns:
+    """The switch interval of the process, short until as many calls of `end` have followed as of `begin`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._before = self._during = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._count == 0:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, _SHORT_TURN_SECONDS))
+                self._during = sys.getswitchinterval()  # Python rounds it
+            self._count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            # Somebody else may have set another interval meanwhile: that one stays.
+            if self._count == 0 and sys.getswitchinterval() == self._during:
+                sys.setswitchinterval(self._before)
+
+
+_SHORT_TURNS = _ShortTurns()
+"""One for the process, as its switch interval is."""

@@ -24,15 +24,18 @@ import os
 import re
 import secrets
 import stat
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from planner.errors import StorageError
-from runtime.system import descriptors
 
-SPILL_SUFFIX = ".spill"
+SPILL_NAME = "blocks.spill"
 _LOCK_NAME = "lock"
 _NAME = re.compile(r"teraio-\d+-[0-9a-f]{16}")
 _MAX_ATTEMPTS = 100
+
+_OWN: set[int] = set()
+"""Descriptors that forked children do not keep: a child that outlives its parent would keep locks and deleted files."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ _log = logging.getLogger(__name__)
 class RunDirectory:
     """A directory `teraio-<pid>-<random>` (mode 0700) under `parent`, see [Note: How a run directory ends].
 
-    It may hold only files that end in SPILL_SUFFIX. Directories of dead runs under `parent` are removed first.
+    It may hold a file SPILL_NAME, and no other. Directories of dead runs under `parent` are removed first.
     Raises StorageError if `parent` is no directory, or if it allows no new files or no file locks.
     """
 
@@ -51,35 +54,32 @@ class RunDirectory:
         self._process = os.getpid()
         _warn_of_others(parent)
         try:
-            remove_leftovers(parent)
+            _remove_leftovers(parent)
             self.path, self._lock = _create(parent.absolute())
-            descriptors.keep_from_children(self._lock)
+            keep_from_children(self._lock)
         except OSError as error:
             raise StorageError(
                 f"storage {str(parent)!r} cannot be used: {error.strerror} (errno {error.errno}); "
                 "give a directory that you can write to, on a file system with file locks"
             ) from error
-        atexit.register(self.remove)
+        self._open = True
+        atexit.register(self.close)
 
-    def remove(self) -> None:
-        """Remove the directory and its files. Open files stay usable. Does nothing in a forked child.
+    def close(self) -> None:
+        """Remove the directory with its files, and release its lock. Open files stay usable. May be called again.
 
-        Waits while the file system frees the bytes. If something cannot be removed, logs a warning.
+        Waits while the file system frees the bytes. If something cannot be removed, logs a warning. Does nothing in a forked
+        child: the directory is its parent's.
         """
-        if os.getpid() != self._process:
+        if not self._open or os.getpid() != self._process:
             return
+        self._open = False
         try:
             _delete(self.path)
         except OSError as error:
             _log.warning("cannot remove the spill directory %s: %s; please remove it", self.path, error)
-
-    def close(self) -> None:
-        """Remove the directory and release its lock. May be called again."""
-        self.remove()
-        atexit.unregister(self.remove)
-        if self._lock >= 0:
-            descriptors.close(self._lock)
-            self._lock = -1
+        atexit.unregister(self.close)
+        close_descriptor(self._lock)
 
 
 def _warn_of_others(parent: Path) -> None:
@@ -95,9 +95,8 @@ def _warn_of_others(parent: Path) -> None:
         _log.warning("every user can remove or exchange spill files in %s: chmod +t, or give another storage directory", parent)
 
 
-def remove_leftovers(parent: Path) -> tuple[Path, ...]:
-    """Remove the run directories under `parent` that belong to this user and to no living process. Return their paths."""
-    removed = []
+def _remove_leftovers(parent: Path) -> None:
+    """Remove the run directories under `parent` that belong to this user and to no living process."""
     for path in _run_directories(parent):
         try:
             dead = _remove_if_dead(path)
@@ -106,8 +105,6 @@ def remove_leftovers(parent: Path) -> tuple[Path, ...]:
             continue
         if dead:
             _log.info("removed the spill directory %s, which no process held any more", path)
-            removed.append(path)
-    return tuple(removed)
 
 
 def _remove_if_dead(directory: Path) -> bool:
@@ -120,11 +117,10 @@ def _remove_if_dead(directory: Path) -> bool:
             os.close(lock)
         return True
     try:
-        directory.rmdir()  # fails unless the directory is empty
-    except FileNotFoundError:
-        return False
+        directory.rmdir()  # a run that ended between its two last steps has left it empty
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        # Gone: its owner was faster. Not empty: its owner lives, and holds the lock. POSIX allows both numbers for that.
+        if error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
             return False
         raise
     return True
@@ -162,26 +158,44 @@ def _take_lock(directory: Path, *, create: bool) -> int | None:
         lock = os.open(lock_path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
     except FileNotFoundError:
         return None
-    try:
+    with ExitStack() as undo, suppress(BlockingIOError, FileNotFoundError):
+        undo.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(lock), os.stat(lock_path)):
+            undo.pop_all()
             return lock
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
-        os.close(lock)
-        raise
-    os.close(lock)
     return None
 
 
 def _delete(directory: Path) -> None:
     """Remove the files of a run, its lock last, and then the directory. Other processes may do the same at the same time."""
     try:
-        for name in os.listdir(directory):
-            if name.endswith(SPILL_SUFFIX):
-                (directory / name).unlink(missing_ok=True)
-        (directory / _LOCK_NAME).unlink(missing_ok=True)
+        for name in (SPILL_NAME, _LOCK_NAME):
+            (directory / name).unlink(missing_ok=True)
         directory.rmdir()
     except FileNotFoundError:
         return
+
+
+def keep_from_children(descriptor: int) -> None:
+    """Replace the descriptor by one of /dev/null in the children that Python forks from now on, until `close_descriptor`.
+
+    Its number stays taken there: a child that writes to it by mistake writes to no other file.
+    """
+    _OWN.add(descriptor)
+
+
+def close_descriptor(descriptor: int) -> None:
+    """Close a descriptor, also of `keep_from_children`."""
+    _OWN.discard(descriptor)
+    os.close(descriptor)
+
+
+def _replace_in_child() -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in _OWN:
+        os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_replace_in_child)

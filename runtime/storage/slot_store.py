@@ -1,28 +1,35 @@
-"""The base of all stores that allocate slots themselves: it knows which slots are in use."""
+"""The base of all stores: which bytes are free, and which slots are in use."""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from planner.errors import StorageError
-from runtime.storage.free_space import AllOrNothing, FreeSpace
 from runtime.storage.store import Chunk, Extent, Slot, align_up
+
+_Hole = tuple[int, int]  # offset and length
+_length = itemgetter(1)
 
 
 class SlotStore(ABC):
-    """Keeps the set of slots in use, guarded by `_lock`. A subclass knows where their bytes lie, and copies them.
+    """Keeps the set of slots in use, guarded by `_lock`. A subclass says where their bytes lie, and copies them.
 
-    A slot is taken or released completely or not at all, also if memory runs out meanwhile.
+    A slot consists of one contiguous range in each of the `_spaces`. If there is no such range, it is put together from the
+    largest holes instead, so that all of the capacity can be used. It is taken or released completely or not at all, also if
+    memory runs out meanwhile.
 
-    tier: the name of the tier, for messages.
+    tier: the name of the tier, for messages. `_spaces`: the free bytes of each file, by its descriptor; the subclass fills it.
     """
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
         self._lock = threading.Lock()
         self._closed = False
+        self._spaces: dict[int, FreeSpace] = {}
         self._in_use: set[Slot] = set()
         self._used_bytes = 0
 
@@ -30,14 +37,22 @@ class SlotStore(ABC):
     def used_bytes(self) -> int:
         return self._used_bytes
 
+    @property
+    def capacity_bytes(self) -> int:
+        return sum([space.size_bytes for space in self._spaces.values()])
+
+    @property
+    def _free_bytes(self) -> int:
+        return sum([space.free_bytes for space in self._spaces.values()])
+
     def allocate(self, size_bytes: int, name: str) -> Slot:
         size = align_up(max(size_bytes, 1))
         with self._lock:
             self._check_open()
             used = self._used_bytes + size
             shares = self._make_room(size, name)
-            with AllOrNothing(self._spaces()):
-                extents = tuple(self._take_extents(shares))
+            with _AllOrNothing(self._spaces.values()):
+                extents = tuple([extent for range_ in self._take(shares) for extent in self._extents(*range_)])
                 address = self._contiguous_address(extents)
                 slot = Slot(name=name, size_bytes=size, content_bytes=size_bytes, extents=extents, address=address)
                 self._in_use.add(slot)
@@ -53,9 +68,9 @@ class SlotStore(ABC):
                     f"the slot of block {slot.name!r} is not in use here; this is a bug in teraio, please report it"
                 )
             used = self._used_bytes - slot.size_bytes
-            with AllOrNothing(self._spaces()):
+            with _AllOrNothing(self._spaces.values()):
                 for extent in slot.extents:
-                    self._space_of(extent).give(extent.offset_bytes, extent.length_bytes)
+                    self._spaces[extent.file_descriptor].give(extent.offset_bytes, extent.length_bytes)
                 self._in_use.remove(slot)
             self._used_bytes = used
 
@@ -82,23 +97,12 @@ class SlotStore(ABC):
         """
 
     @abstractmethod
-    def _take_extents(self, shares: Sequence[int]) -> Sequence[Extent]:
-        """Take extents that add up to what `_make_room` has returned: from each space its share, or from where room is.
-
-        The caller holds the lock.
-        """
+    def _extents(self, file_descriptor: int, offset_bytes: int, length_bytes: int) -> Sequence[Extent]:
+        """Return a range of one space as extents. The caller holds the lock."""
 
     def _contiguous_address(self, extents: Sequence[Extent]) -> int | None:
         """Return where these extents begin in this process's memory; None if they are not there, or not in one piece."""
         return None
-
-    @abstractmethod
-    def _spaces(self) -> Sequence[FreeSpace]:
-        """Return where slots can lie. The caller holds the lock."""
-
-    @abstractmethod
-    def _space_of(self, extent: Extent) -> FreeSpace:
-        """Return where an extent lies. The caller holds the lock."""
 
     @abstractmethod
     def _free_everything(self) -> None:
@@ -107,3 +111,97 @@ class SlotStore(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise StorageError(f"the {self._tier} tier is closed; compile the model again to open a new one")
+
+    def _take(self, shares: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Take from each space its share, or as much in all from where room is. Return (descriptor, offset, length) of each.
+
+        The caller has made room.
+        """
+        spaces = list(self._spaces.items())
+        divided = zip(spaces, shares, strict=True)
+        if all([space.largest_bytes >= share for (_, space), share in divided]):
+            return [(file, *space.take(share)) for (file, space), share in zip(spaces, shares, strict=True) if share]
+        taken, left = [], sum(shares)
+        while left:  # the largest holes first: the fewer pieces, the fewer copies
+            file, space = max(spaces, key=lambda each: each[1].largest_bytes)
+            taken.append((file, *space.take(left)))
+            left -= taken[-1][2]
+        return taken
+
+
+class FreeSpace:
+    """The free bytes of a file as a list of holes. A hole is joined with its neighbours when a slot comes back.
+
+    Not thread-safe: the store's lock guards it. Each change is one assignment: an error, such as memory that runs out, leaves
+    everything as it was.
+
+    size_bytes: of the file, with what is in use.
+    """
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._holes: tuple[_Hole, ...] = ()  # from the lowest offset to the highest
+
+    @property
+    def free_bytes(self) -> int:
+        """Sum of all holes."""
+        return sum([length for _, length in self._holes])
+
+    @property
+    def largest_bytes(self) -> int:
+        """Length of the largest hole, 0 if there is none."""
+        return max((length for _, length in self._holes), default=0)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Length of the hole at the end of the file, 0 if there is none."""
+        offset, length = self._holes[-1] if self._holes else (0, 0)
+        return length if offset + length == self.size_bytes else 0
+
+    def grow(self, more_bytes: int) -> None:
+        """The file has so many more bytes at its end, all free."""
+        holes = self._with_hole(self.size_bytes, more_bytes)
+        self._holes, self.size_bytes = holes, self.size_bytes + more_bytes
+
+    def take(self, size_bytes: int) -> tuple[int, int]:
+        """Take `size_bytes` from the smallest hole that is large enough, or all of the largest hole if none is.
+
+        Of equal holes, that with the lowest offset serves. Return offset and length. There must be a hole.
+        """
+        fitting = [hole for hole in self._holes if hole[1] >= size_bytes]
+        hole = min(fitting, key=_length) if fitting else max(self._holes, key=_length)
+        place, taken = bisect_left(self._holes, hole), min(hole[1], size_bytes)
+        rest = [(hole[0] + taken, hole[1] - taken)] if hole[1] > taken else []
+        self._holes = (*self._holes[:place], *rest, *self._holes[place + 1 :])
+        return hole[0], taken
+
+    def give(self, offset: int, length_bytes: int) -> None:
+        """Make a range free, which must be in use. Join it with the holes on both sides."""
+        self._holes = self._with_hole(offset, length_bytes)
+
+    def _with_hole(self, offset: int, length: int) -> tuple[_Hole, ...]:
+        begin = end = bisect_left(self._holes, (offset, 0))
+        if end < len(self._holes) and self._holes[end][0] == offset + length:
+            length += self._holes[end][1]
+            end += 1
+        if begin > 0 and sum(self._holes[begin - 1]) == offset:
+            begin -= 1
+            offset, length = self._holes[begin][0], length + self._holes[begin][1]
+        return (*self._holes[:begin], (offset, length), *self._holes[end:])
+
+
+class _AllOrNothing:
+    """A context: if what is taken or given inside fails, all of it is put back. The spaces must not grow inside."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, spaces: Iterable[FreeSpace]) -> None:
+        self._before = [(space, space._holes) for space in spaces]
+
+    def __enter__(self) -> None:
+        """Nothing has changed since it was made."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for space, holes in self._before:
+                space._holes = holes

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, zip_longest
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from planner.errors import StorageIOError
+from planner.errors import StorageError, StorageIOError
 
 ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
 """Offsets and sizes in spill files, and addresses in memory, are multiples of this. Direct I/O and mmap need it."""
@@ -46,7 +46,7 @@ class Slot:
     size_bytes: aligned size of the slot.
     content_bytes: size of the block itself. A store of device memory touches no memory beyond it.
     extents: in the order of the block's bytes; their lengths add up to `size_bytes`.
-    of: the slot that this one is a range of, see `runtime.storage.slot_range`. A range is never released.
+    of, begin_bytes: the slot that this one is a range of, see `slot_range`, and where it begins there. A range is never released.
     address: where it begins in this process's memory until its store is closed; None if it is not there, or not in one piece.
     """
 
@@ -55,6 +55,7 @@ class Slot:
     content_bytes: int
     extents: tuple[Extent, ...]
     of: Slot | None = None
+    begin_bytes: int = 0
     address: int | None = None
 
 
@@ -115,6 +116,49 @@ def cut_chunk(chunk: Chunk, chunk_bytes: int) -> list[Chunk]:
     ]
 
 
+def slot_range(slot: Slot, begin_bytes: int, size_bytes: int) -> Slot:
+    """Return `size_bytes` of `slot` from `begin_bytes` on, or fewer if the slot ends before. The result is for copies only.
+
+    Raises StorageError unless both are multiples of ALIGNMENT_BYTES and the range begins within the slot.
+    """
+    end = min(begin_bytes + size_bytes, slot.size_bytes)
+    if begin_bytes % ALIGNMENT_BYTES or size_bytes % ALIGNMENT_BYTES or not 0 <= begin_bytes < end:
+        raise StorageError(
+            f"bytes {begin_bytes:,} to {begin_bytes + size_bytes:,} are no range of the slot of block {slot.name!r}, which has "
+            f"{slot.size_bytes:,} in pages of {ALIGNMENT_BYTES:,}; this is a bug in teraio, please report it"
+        )
+    return Slot(
+        name=slot.name,
+        size_bytes=end - begin_bytes,
+        content_bytes=max(min(end, slot.content_bytes) - begin_bytes, 0),
+        extents=tuple(_within(slot.extents, begin_bytes, end)),
+        of=slot.of or slot,
+        begin_bytes=slot.begin_bytes + begin_bytes,
+    )
+
+
+def in_turns(slot: Slot, begins_bytes: Sequence[int]) -> list[int]:
+    """Reorder places in a slot so that its drives take turns. A drive that has no places left is skipped."""
+    ends = list(accumulate(extent.length_bytes for extent in slot.extents))
+    by_drive: dict[int, list[int]] = {}
+    for begin in begins_bytes:
+        extent = next(e for e, end in zip(slot.extents, ends, strict=True) if begin < end)
+        by_drive.setdefault(extent.drive, []).append(begin)
+    return list(alternate(by_drive.values()))
+
+
+def _within(extents: Sequence[Extent], begin: int, end: int) -> list[Extent]:
+    """Return those parts of the extents that lie between two places in their slot."""
+    found, first = [], 0
+    for extent in extents:
+        skipped = max(begin - first, 0)
+        length = min(extent.length_bytes, end - first) - skipped
+        if length > 0:
+            found.append(replace(extent, offset_bytes=extent.offset_bytes + skipped, length_bytes=length))
+        first += extent.length_bytes
+    return found
+
+
 def alternate(lists: Iterable[Sequence[_Item]]) -> Iterator[_Item]:
     """Yield the first item of each list, then the second item of each list, and so on, until all lists are used up."""
     rounds = chain.from_iterable(zip_longest(*([(item,) for item in each] for each in lists)))
@@ -124,6 +168,10 @@ def alternate(lists: Iterable[Sequence[_Item]]) -> Iterator[_Item]:
 def io_error(action: str, slot: Slot, chunk: Chunk, code: int | None) -> StorageIOError:
     """Return the error of a chunk that could not be copied. code: the errno, None if the system gave none."""
     return StorageIOError(path=str(chunk.extent.path), block=slot.name, errno=code or errno.EIO, action=action)
+
+
+MoveChunk = Callable[[Slot, Chunk, int], None]
+"""Copies one chunk of a slot, as the calls of a `ChunkIO` do."""
 
 
 class ChunkIO(Protocol):
@@ -150,10 +198,6 @@ class Store(ChunkIO, Protocol):
     @property
     def drives(self) -> tuple[int, ...]:
         """The drives that extents lie on, each once. A link has a queue for each of them."""
-
-    @property
-    def direct(self) -> bool:
-        """True if all reads and writes bypass the page cache."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -185,3 +229,13 @@ class Store(ChunkIO, Protocol):
 
     def close(self) -> None:
         """Remove the files. Nothing may be reading or writing. Mappings stay readable. May be called again."""
+
+
+class RangeCopy(Protocol):
+    """A copy of a range of a slot that has begun, or that the device has queued."""
+
+    def wait(self) -> None:
+        """Order the device's next work after the copy. If threads make the copy, wait until it has ended.
+
+        Raises the StorageError that stopped the copy, StorageIOError if a drive no longer answers.
+        """

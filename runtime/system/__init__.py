@@ -3,15 +3,13 @@
 And, by native code, other memory for tensors.
 """
 
-from runtime.system import descriptors, short_turns, storage_swap
+from runtime.system import native, storage_swap
 from runtime.system.annotation import Name, annotate, first_of
 from runtime.system.garbage import QuietCollector, thawed
-from runtime.system.host_limits import HostLimit, check_host_memory, host_limits
+from runtime.system.host_pages import PIN_CHUNK_BYTES, CudaPinner, Pinner, on_processors, pci_address, processors_near
 from runtime.system.interrupts import checkpoint, forget_undo, interruptible, undo_if_interrupted, uninterrupted
+from runtime.system.limits import HostLimit, check_host_memory, host_limits, machine_cores
 from runtime.system.missing_gpu import missing_gpu
-from runtime.system.numa import on_processors, pci_address, processors_near
-from runtime.system.pinning import PIN_CHUNK_BYTES, CudaPinner, Pinner
-from runtime.system.processors import machine_cores
 
 __all__ = [
     "CudaPinner",
@@ -23,17 +21,16 @@ __all__ = [
     "annotate",
     "check_host_memory",
     "checkpoint",
-    "descriptors",
     "first_of",
     "forget_undo",
     "host_limits",
     "interruptible",
     "machine_cores",
     "missing_gpu",
+    "native",
     "on_processors",
     "pci_address",
     "processors_near",
-    "short_turns",
     "storage_swap",
     "thawed",
     "undo_if_interrupted",

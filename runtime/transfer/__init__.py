@@ -1,9 +1,9 @@
 """Copies blocks between memory and stores: engines, links, their queues, and their measured rates."""
 
-from runtime.transfer.engine import Engine, Ready, Transfer
-from runtime.transfer.measurement import LinkRates
+from runtime.transfer.engine import Engine
+from runtime.transfer.measurement import LinkRates, TorchMemory
 from runtime.transfer.storage_path import OpenEngine, PathCandidate, StoragePath, choose_path, cpu_candidates, open_path
-from runtime.transfer.torch_memory import TorchMemory
+from runtime.transfer.transfer import Ready, Transfer
 
 __all__ = [
     "PathCandidate",

@@ -10,21 +10,15 @@ from typing import Literal
 
 import torch
 
-from planner.errors import StorageFullError, UnsupportedError
-from runtime.storage import ALIGNMENT_BYTES, Checksums, ChunkIO, Slot, Store, UnchangedChunks, align_up
+from planner.errors import UnsupportedError
+from runtime.storage import Checksums, ChunkIO, Slot, Store, UnchangedChunks, align_up
 from runtime.transfer import measurement
-from runtime.transfer.link import Link, OnDone, Ready, Transfer
-from runtime.transfer.measurement import LinkRates
-from runtime.transfer.pace import Pace
-from runtime.transfer.torch_memory import TorchMemory
-
-__all__ = ["Engine", "Link", "LinkRates", "OnDone", "Ready", "Transfer"]
+from runtime.transfer.link import Link
+from runtime.transfer.measurement import LinkRates, TorchMemory
+from runtime.transfer.transfer import OnDone, Ready, Transfer
 
 _EXIT_SECONDS = 5.0
 """How long the exit of the interpreter waits for chunks that are moving, over all threads."""
-
-_MEASURED_BLOCKS = 8
-"""A rate is measured over so many blocks, one after the other."""
 
 
 class Engine:
@@ -37,7 +31,6 @@ class Engine:
     threads: I/O threads per direction and drive.
     chunk_bytes: the smallest number of bytes that a thread copies at a time.
     stuck_after_seconds: if a drive needs longer for one chunk, it no longer answers, see `check`.
-    limit_bytes_per_second: of each link, to measure what a slower drive would do; None for no limit.
     chunk_io: copies single chunks in the thread that calls, checked as all others.
 
     Only the process that made the engine can use it, not a forked child. The caller owns the store: close it after the engine.
@@ -55,7 +48,6 @@ class Engine:
         threads: int = 4,
         chunk_bytes: int = 8 << 20,
         stuck_after_seconds: float = 120.0,
-        limit_bytes_per_second: float | None = None,
     ) -> None:
         self._store = store
         self._memory = memory or TorchMemory(torch.device("cpu"))
@@ -64,15 +56,14 @@ class Engine:
                 "checksums are computed by the processor, which cannot read the memory that blocks are copied from here; "
                 "leave the option checksums out"
             )
-        self._checksums = Checksums(store) if checksums else None
+        self._checksums = Checksums(store.write_chunk, store.read_chunk) if checksums else None
         self.chunk_io: ChunkIO = self._checksums or store
         can_compare = bool(unchanged) and self._memory.on_host
-        self._unchanged = UnchangedChunks(self.chunk_io, verify=unchanged == "verify") if can_compare else None
+        self._unchanged = UnchangedChunks(self.chunk_io.read_chunk, verify=unchanged == "verify") if can_compare else None
         self._names = f"device->{tier}", f"{tier}->device"
         self._threads = threads
         self._chunk_bytes = align_up(chunk_bytes)
         self._stuck_after_seconds = stuck_after_seconds
-        self._limit_bytes_per_second = limit_bytes_per_second
         self.write_link, self.read_link = self._open_links()
         self.links = MappingProxyType({link.name: link for link in (self.write_link, self.read_link)})
         atexit.register(self._abandon)
@@ -105,13 +96,8 @@ class Engine:
         Waits until all transfers have ended; the engine should be idle. Takes `size_bytes` of memory and of the store during
         that time, or less if the store has less, but at least 1 MiB. Raises StorageFullError, StorageIOError.
         """
-        slots = self._slots_to_measure(size_bytes)
-        try:
-            with self._links_to_measure() as links:
-                return measurement.measure(links, slots[:-1], slots[-1], self._memory)
-        finally:
-            for slot in slots:
-                self._store.release(slot)
+        with self._trial(size_bytes) as (links, slots):
+            return measurement.measure(links, slots, self._memory)
 
     def verify(self, size_bytes: int = 4 << 20) -> None:
         """Write `size_bytes` random bytes, read them back and compare. No counter counts them.
@@ -119,13 +105,8 @@ class Engine:
         Waits until both transfers have ended. Takes bytes of the store as `measure` does, and twice as much memory.
         Raises StorageError if the store reports an error, or if bytes differ.
         """
-        slots = self._slots_to_measure(size_bytes)
-        try:
-            with self._links_to_measure() as links:
-                measurement.verify(links, slots, self._memory)
-        finally:
-            for slot in slots:
-                self._store.release(slot)
+        with self._trial(size_bytes) as (links, slots):
+            measurement.verify(links, slots, self._memory)
 
     def check(self) -> None:
         """Raise StorageIOError if a drive has not answered for `stuck_after_seconds`. Never waits."""
@@ -146,11 +127,10 @@ class Engine:
     def _open_links(self) -> tuple[Link, Link]:
         read_chunk = self.chunk_io.read_chunk if self._unchanged is None else self._unchanged.read_chunk
         is_there = None if self._unchanged is None else self._unchanged.holds
-        limit = self._limit_bytes_per_second
         write, read = (
             Link(
                 name,
-                move if limit is None else Pace(move, limit),
+                move,
                 is_there=check,
                 drives=self._store.drives,
                 threads=self._threads,
@@ -162,12 +142,16 @@ class Engine:
         return write, read
 
     @contextmanager
-    def _links_to_measure(self) -> Iterator[tuple[Link, Link]]:
+    def _trial(self, size_bytes: int) -> Iterator[tuple[tuple[Link, Link], list[Slot]]]:
+        """Yield links of their own, which count for nobody, and slots to copy from and to."""
         with ExitStack() as last:
+            slots = measurement.slots_to_measure(self._store, size_bytes)
+            for slot in slots:
+                last.callback(self._store.release, slot)
             links = self._open_links()
-            for link in links:
+            for link in links:  # closed first: nothing moves when the slots are released
                 last.callback(link.close)
-            yield links
+            yield links, slots
 
     def _abandon(self) -> None:
         """Wait at exit until no thread is moving bytes, because the interpreter goes next. Drop what is queued."""
@@ -175,19 +159,3 @@ class Engine:
         threads = sum(link.thread_count for link in links)
         for link in links:
             link.close(drop_queued=True, timeout_seconds=_EXIT_SECONDS / threads)
-
-    def _slots_to_measure(self, size_bytes: int) -> list[Slot]:
-        """Return equal slots that add up to `size_bytes`, or to less if the store is nearly full, and a last one of a page."""
-        size = align_up(size_bytes // _MEASURED_BLOCKS)
-        while True:
-            slots: list[Slot] = []
-            try:
-                for number in range(_MEASURED_BLOCKS):
-                    slots.append(self._store.allocate(size, f"measurement {number}"))
-                return [*slots, self._store.allocate(ALIGNMENT_BYTES, "measurement")]  # full pages, which `verify` compares
-            except StorageFullError:
-                for slot in slots:
-                    self._store.release(slot)
-                if size * _MEASURED_BLOCKS <= 1 << 20:
-                    raise
-                size = align_up(size // 2)

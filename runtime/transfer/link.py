@@ -33,18 +33,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from planner.errors import StorageError, StorageIOError
-from runtime.storage import Chunk, Slot, align_up, cut_slot
+from runtime.storage import Chunk, MoveChunk, Slot, align_up, cut_slot
 from runtime.system import annotate
-from runtime.transfer.drive_queues import DriveQueue, DriveQueues
-from runtime.transfer.meter import LinkMeter
-from runtime.transfer.transfer import OnDone, Ready, Transfer
+from runtime.transfer.transfer import DriveQueue, DriveQueues, OnDone, Ready, Transfer
 
-__all__ = ["MAX_THREADS", "Link", "OnDone", "Ready", "Transfer"]
-
-MoveChunk = Callable[[Slot, Chunk, int], None]
 IsThere = Callable[[Slot, Chunk, int], bool]
 
-MAX_THREADS = 16
+_MAX_THREADS = 16
 """Highest number of I/O threads of a link over all drives. A link with more drives than this has one thread per drive."""
 
 
@@ -54,7 +49,7 @@ class Link:
     move: copies one chunk and waits until it is copied. Raises StorageError.
     is_there: returns whether a chunk need not be copied, because its bytes are there already. Such chunks do not count as moved.
     drives: all drives that slots may lie on.
-    threads: I/O threads per drive, but at most MAX_THREADS in all.
+    threads: I/O threads per drive, but at most _MAX_THREADS in all.
     chunk_bytes: the smallest size of a chunk, except for the end of an extent.
     stuck_after_seconds: a chunk that takes longer is an error, see `check`.
     health_check_seconds: seconds between two calls of `check` by a thread that waits for a transfer or for the end.
@@ -83,8 +78,8 @@ class Link:
         self._closed = False
         self._failed: Transfer | None = None
         self._stuck_after_seconds = stuck_after_seconds
-        self._meter = LinkMeter()
-        threads = max(1, min(threads, MAX_THREADS // len(self._queues)))
+        self._meter = _Meter()
+        threads = max(1, min(threads, _MAX_THREADS // len(self._queues)))
         self._threads = [
             threading.Thread(target=self._serve, args=[drive], name=f"teraio {name} {index}.{number}", daemon=True)
             for index, drive in enumerate(self._queues)
@@ -108,12 +103,6 @@ class Link:
         """Time during which at least one chunk was moving, until now."""
         with self._lock:
             return self._meter.busy_seconds
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Average rate while the link was busy, 0 before it has moved anything."""
-        busy = self.busy_seconds
-        return self.moved_bytes / busy if busy else 0.0
 
     def submit(self, slot: Slot, address: int, on_done: OnDone, ready: Ready | None = None) -> Transfer:
         """Queue the copy of a whole slot from or to `address` (aligned). Never waits.
@@ -183,15 +172,6 @@ class Link:
             failed, self._failed = self._failed, None
         if failed is not None:
             raise failed.failure_after()
-
-    def cancel(self, transfer: Transfer) -> bool:
-        """See `Transfer.cancel`."""
-        with self._lock:
-            if not self._queues.remove(transfer):
-                return False
-            transfer.cancelled = True
-        transfer.ended.set()
-        return True
 
     def promote(self, transfer: Transfer) -> bool:
         """See `Transfer.promote`."""
@@ -298,3 +278,47 @@ class Link:
             here = threading.current_thread()
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, here)))
         transfer.ended.set()
+
+
+class _Meter:
+    """The counters of one link. Not thread-safe: the link's lock guards it.
+
+    moved_bytes: of all chunks that have moved since the start.
+    moving: the chunks that move now, and when each of them began, by `time.perf_counter`.
+    """
+
+    __slots__ = ("_busy_seconds", "_busy_since", "moved_bytes", "moving")
+
+    def __init__(self) -> None:
+        self.moved_bytes = 0
+        self.moving: dict[tuple[Transfer, Chunk], float] = {}
+        self._busy_since = 0.0
+        self._busy_seconds = 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time during which at least one chunk was moving, until now."""
+        since = time.perf_counter() - self._busy_since if self.moving else 0.0
+        return self._busy_seconds + since
+
+    def start(self, transfer: Transfer, chunk: Chunk) -> None:
+        """Note that a chunk begins to move."""
+        now = time.perf_counter()
+        if not self.moving:
+            self._busy_since = now
+        if transfer.begun_at is None:
+            transfer.begun_at = now
+        self.moving[transfer, chunk] = now
+
+    def stop(self, transfer: Transfer, chunk: Chunk, *, moved: bool) -> None:
+        """Note that a chunk has moved; if not `moved`, it was there already, or it failed, perhaps before it began to move."""
+        begun = self.moving.pop((transfer, chunk), None)
+        if begun is None:
+            return
+        now = time.perf_counter()
+        if not self.moving:
+            self._busy_seconds += now - self._busy_since
+        if moved:
+            self.moved_bytes += chunk.length_bytes
+        if transfer.begun_at is not None:
+            transfer.seconds = now - transfer.begun_at

@@ -1,18 +1,24 @@
-"""Measures two links by real transfers, and verifies that bytes come back unchanged."""
+"""Measures two links by real transfers, and verifies that bytes come back unchanged: with memory of the device."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from statistics import median
 
-from planner.errors import StorageError
-from runtime.storage import Slot
-from runtime.transfer.link import Link, Transfer
-from runtime.transfer.torch_memory import TorchMemory
+import torch
 
+from planner.errors import StorageError, StorageFullError
+from runtime.storage import ALIGNMENT_BYTES, Slot, Store, align_up
+from runtime.transfer.link import Link
+from runtime.transfer.transfer import Transfer
+
+_MEASURED_BLOCKS = 8
+"""A rate is measured over so many blocks, one after the other."""
 _LATENCY_TRIALS = 9
 _RATE_TRIALS = 3
 _FILL_BYTES = 1 << 20
@@ -33,12 +39,33 @@ class LinkRates:
     duplex_read_bytes_per_second: float
 
 
-def measure(links: tuple[Link, Link], slots: Sequence[Slot], small: Slot, memory: TorchMemory) -> LinkRates:
-    """Measure the rates of (write, read) over several `slots`, one after the other, and the latencies of `small`.
+def slots_to_measure(store: Store, size_bytes: int) -> list[Slot]:
+    """Return equal slots that add up to `size_bytes`, or to less if the store is nearly full, and a last one of a page.
+
+    Raises StorageFullError if there is less room than 1 MiB.
+    """
+    size = align_up(size_bytes // _MEASURED_BLOCKS)
+    while True:
+        slots: list[Slot] = []
+        try:
+            for number in range(_MEASURED_BLOCKS):
+                slots.append(store.allocate(size, f"measurement {number}"))
+            return [*slots, store.allocate(ALIGNMENT_BYTES, "measurement")]  # full pages, which `verify` compares
+        except StorageFullError:
+            for slot in slots:
+                store.release(slot)
+            if size * _MEASURED_BLOCKS <= 1 << 20:
+                raise
+            size = align_up(size // 2)
+
+
+def measure(links: tuple[Link, Link], slots: Sequence[Slot], memory: TorchMemory) -> LinkRates:
+    """Measure the rates of (write, read) over several slots, one after the other, and the latencies of the last one.
 
     The device works meanwhile, see `TorchMemory`. Waits until all transfers have ended.
     """
     write, read = links
+    *slots, small = slots
     size = sum(slot.size_bytes for slot in slots)
     with memory.allocate(size) as buffer, memory.load():
         for offset in range(0, size, _FILL_BYTES):
@@ -128,3 +155,52 @@ def _duplex_rates(
             # `rates` are measured too, so the result may be wrong: return at least half of the average rate.
             found[index].append(max(together / shared, size / end / 2))
     return median(found[0]), median(found[1])
+
+
+class TorchMemory:
+    """The memory of `device`: the addresses that an engine is given point there.
+
+    on_host: whether the processor can read it.
+    load: within, the device works as it will while blocks move. A store is measured so.
+    """
+
+    def __init__(
+        self, device: torch.device, *, load: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> None:
+        self._device = device
+        self.load = load
+        self.on_host = device.type == "cpu"
+
+    @contextmanager
+    def allocate(self, size_bytes: int) -> Iterator[TorchBuffer]:
+        """Yield aligned memory, which goes back to PyTorch's allocator when the context ends. Raises StorageError."""
+        try:
+            memory = torch.empty(size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise StorageError(
+                f"{self._device} has no {size_bytes:,} bytes free to try the storage path with; free memory there before the "
+                "model is compiled"
+            ) from error
+        yield TorchBuffer(memory)
+
+
+class TorchBuffer:
+    """A tensor of bytes from its first aligned address on. `write` and `read` wait until the bytes have moved.
+
+    address: of the first byte, for a store.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        skipped = -tensor.data_ptr() % ALIGNMENT_BYTES
+        self._bytes = tensor[skipped : tensor.numel() - ALIGNMENT_BYTES + skipped]
+        self.address = self._bytes.data_ptr()
+
+    def write(self, offset_bytes: int, content: bytes) -> None:
+        """Put `content` at an offset."""
+        # A copy from pageable memory returns when it has ended, so other streams and drives may read the bytes then.
+        source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self._bytes[offset_bytes : offset_bytes + len(content)].copy_(source)
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Return the bytes at an offset."""
+        return self._bytes[offset_bytes : offset_bytes + length_bytes].cpu().numpy().tobytes()

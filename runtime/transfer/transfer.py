@@ -1,10 +1,10 @@
-"""The copy of one block over a link: what is copied, whether it has ended, and how to wait for it."""
+"""The copy of one block over a link: what is copied, whether it has ended, how to wait for it; and the queues it waits in."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from planner.errors import StorageError
@@ -23,7 +23,6 @@ class TransferLink(Protocol):
     health_check_seconds: float
 
     def check(self) -> None: ...
-    def cancel(self, transfer: Transfer) -> bool: ...
     def promote(self, transfer: Transfer) -> bool: ...
 
 
@@ -40,9 +39,7 @@ class Transfer:
 
     __slots__ = (
         "address",
-        "begun",
         "begun_at",
-        "cancelled",
         "done",
         "ended",
         "error",
@@ -68,7 +65,6 @@ class Transfer:
         self.slot = slot
         self.address = address
         self.done = False
-        self.cancelled = False
         self.error: StorageError | None = None
         self.error_after: Exception | None = None
         self.seconds = 0.0
@@ -79,14 +75,11 @@ class Transfer:
         self.unfinished = len(chunks)
         self.on_done: OnDone | None = on_done  # None when it has been called
         self.ready = ready
-        self.begun = False
         self.begun_at: float | None = None
         self.ended = threading.Event()
 
     def __repr__(self) -> str:
-        state = (
-            "cancelled" if self.cancelled else "failed" if self.error or self.error_after else "done" if self.done else "pending"
-        )
+        state = "failed" if self.error or self.error_after else "done" if self.done else "pending"
         return f"<Transfer {self.link.name} {self.slot.name} {self.bytes} bytes {state}>"
 
     @property
@@ -97,15 +90,13 @@ class Transfer:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the bytes have moved and `on_done` has returned, for `timeout` seconds at most.
 
-        Raises the StorageError that stopped the transfer, or that says it was cancelled. Raises TimeoutError. Without a
-        timeout, raises StorageIOError if a drive of the link does not answer. Must not be called from an `on_done`.
+        Raises the StorageError that stopped the transfer. Raises TimeoutError. Without a timeout, raises StorageIOError if a
+        drive of the link does not answer. Must not be called from an `on_done`.
         """
         while timeout is None and not self.ended.wait(self.link.health_check_seconds):
             self.link.check()
         if not self.ended.wait(timeout):
             raise TimeoutError(f"{self} has not ended after {timeout} seconds")
-        if self.cancelled:
-            raise StorageError(f"{self} was cancelled before it began; submit it again")
         if self.error is not None:
             raise self.error
         if self.error_after is not None:
@@ -117,16 +108,95 @@ class Transfer:
         failure.__cause__ = self.error_after
         return failure
 
-    def cancel(self) -> bool:
-        """Remove the transfer from all queues, if it has not begun. Return whether it was removed.
-
-        If it was, nothing moves, and `on_done` is never called.
-        """
-        return self.link.cancel(self)
-
     def promote(self) -> bool:
         """Put the transfer first in the queues of all drives where none of its chunks has begun.
 
-        Return False if there is no such drive, because it has begun on all of them or was cancelled.
+        Return False if there is no such drive, because it has begun on all of them.
         """
         return self.link.promote(self)
+
+
+class DriveQueue:
+    """The transfers that wait for one drive, in the order in which they begin.
+
+    current: the transfer that has begun on this drive and has chunks left to start.
+    submitted: notified when there is something to take.
+    """
+
+    def __init__(self, number: int, lock: threading.Lock) -> None:
+        self.number = number
+        self.queue: deque[Transfer] = deque()
+        self.current: Transfer | None = None
+        self.submitted = threading.Condition(lock)
+
+    def take(self) -> tuple[Transfer, Chunk] | None:
+        """Take the next chunk, None if nothing is waiting. Never waits. If it raises MemoryError, nothing was taken."""
+        if self.current is None and not self.queue:
+            return None
+        transfer = self.current or self.queue[0]
+        chunks = transfer.waiting[self.number]
+        taken = transfer, chunks[0]
+        if self.current is None:
+            self.current = self.queue.popleft()
+        chunks.popleft()
+        if not chunks:
+            self.current = None
+        return taken
+
+
+class DriveQueues:
+    """The queues of all drives of a link. Not thread-safe: `lock`, the link's, guards them."""
+
+    def __init__(self, drives: Sequence[int], lock: threading.Lock) -> None:
+        self._drives = {number: DriveQueue(number, lock) for number in drives}
+
+    def __iter__(self) -> Iterator[DriveQueue]:
+        return iter(self._drives.values())
+
+    def __len__(self) -> int:
+        return len(self._drives)
+
+    def put(self, transfer: Transfer) -> None:
+        """Add a transfer at the end of the queues of all drives that it has chunks on."""
+        for number, chunks in transfer.waiting.items():
+            drive = self._drives[number]
+            drive.queue.append(transfer)
+            drive.submitted.notify(len(chunks))
+
+    def remove(self, transfer: Transfer) -> None:
+        """Remove a transfer that has not begun on any drive."""
+        for queue in self._queues_with(transfer):
+            queue.remove(transfer)
+
+    def promote(self, transfer: Transfer) -> bool:
+        """Put a transfer first wherever it is queued. Return whether it is queued anywhere."""
+        queues = self._queues_with(transfer)
+        for queue in queues:
+            queue.remove(transfer)
+            queue.appendleft(transfer)
+        return bool(queues)
+
+    def drop_rest(self, transfer: Transfer) -> None:
+        """Drop the chunks of a transfer that have not begun. Those that move are not touched. May be called again."""
+        for drive in self:
+            if drive.current is transfer:
+                drive.current = None
+            elif transfer in drive.queue:
+                drive.queue.remove(transfer)
+        unfinished = transfer.unfinished - sum(len(chunks) for chunks in transfer.waiting.values())
+        transfer.waiting = {}
+        transfer.unfinished = unfinished
+
+    def drop_queued(self) -> list[Transfer]:
+        """Drop all transfers that have not begun. Return those that have begun and have chunks left to start."""
+        for drive in self:
+            drive.queue.clear()
+        return [drive.current for drive in self if drive.current is not None]
+
+    def wake_all(self) -> None:
+        """Wake all threads that wait for something to take."""
+        for drive in self:
+            drive.submitted.notify_all()
+
+    def _queues_with(self, transfer: Transfer) -> list[deque[Transfer]]:
+        return [drive.queue for drive in self if transfer in drive.queue]

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.cuda import busy
-from runtime.transfer.engine import Engine
+from runtime.cuda import measurement
+from runtime.transfer import Engine
 from teraio.registry import REGISTRY
 from teraio.stages.cut import CutPolicy
 
@@ -73,7 +73,7 @@ def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def quick_measurements_on_a_made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor needs half a minute for the products that keep a real GPU busy for a millisecond. The rates mean nothing."""
     if MADE_UP:
-        monkeypatch.setattr(busy, "_SIDE", 64)
+        monkeypatch.setattr(measurement, "_SIDE", 64)
         monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, 1 << 20))
 
 

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from planner import Trace
-from runtime.cuda.host_links import measure_host_links
-from runtime.cuda.streams import CudaStreams
+from runtime.cuda import CudaStreams, measure_host_links
 from runtime.execution import executor
-from runtime.storage.host import HostStore
-from runtime.system.pinning import CudaPinner
+from runtime.storage import HostStore
+from runtime.system import CudaPinner
 
 from ..training import pagers
 from .training import GPU_SCALE, MIB, STEPS, Case, Perceptron, Run, needs_gpu, train

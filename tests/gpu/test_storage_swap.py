@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from runtime.storage.host import HostStore
-from runtime.system import storage_swap
-from runtime.system.pinning import CudaPinner
+from runtime.storage import HostStore
+from runtime.system import CudaPinner, storage_swap
 
 from .training import needs_gpu
 

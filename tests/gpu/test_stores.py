@@ -11,14 +11,10 @@ import pytest
 import torch
 
 from planner.errors import StorageError, UnsupportedError
-from runtime.cuda.copier import CudaCopier, PinnedBuffer
-from runtime.storage.host import HostStore
-from runtime.storage.kvikio import KvikioStore, load_kvikio
-from runtime.storage.posix import PosixStore
-from runtime.storage.staged import StagedStore
-from runtime.storage.store import ALIGNMENT_BYTES, Store
-from runtime.system.pinning import PIN_CHUNK_BYTES, CudaPinner
-from runtime.transfer.engine import Engine
+from runtime.cuda.storage_paths import CudaCopier, PinnedBuffer
+from runtime.storage import ALIGNMENT_BYTES, HostStore, KvikioStore, StagedStore, Store, load_kvikio
+from runtime.system import PIN_CHUNK_BYTES, CudaPinner
+from runtime.transfer import Engine
 
 from ..runtime.slot_copies import read_slot, write_slot
 from ..runtime.storage import contract
@@ -68,7 +64,7 @@ def kvikio_store(folders: Folders, size_bytes: int) -> Store:
 
 
 def staged_store(buffer_bytes: int) -> Callable[[Folders, int], Store]:
-    return lambda folders, size: StagedStore(PosixStore(folders, budget_bytes=size), CudaCopier(CUDA), buffer_bytes=buffer_bytes)
+    return lambda folders, size: StagedStore(folders, CudaCopier(CUDA), budget_bytes=size, buffer_bytes=buffer_bytes)
 
 
 def pinned_store(folders: Folders, size_bytes: int) -> Store:
@@ -127,7 +123,7 @@ class TestStoreWithAGpu(contract.StoreContract):
 
 
 def test_an_engine_carries_blocks_of_the_device(tmp_path: Path) -> None:
-    store = StagedStore(PosixStore([tmp_path], budget_bytes=None), CudaCopier(CUDA))
+    store = StagedStore([tmp_path], CudaCopier(CUDA), budget_bytes=None)
     engine = Engine(store)
     blocks = [GpuBytes(5 * MIB, True) for _ in range(8)]
     expected = [block.content for block in blocks]

@@ -13,16 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.cuda.copier import CudaCopier
-from runtime.cuda.streams import CudaStreams
-from runtime.device.streams import Lane
+from runtime.cuda import CudaStreams
+from runtime.cuda.storage_paths import CudaCopier
+from runtime.device import Lane
 from runtime.paging.tiers import Tier
-from runtime.storage.host import HostStore
-from runtime.storage.posix import PosixStore
-from runtime.storage.staged import StagedStore
-from runtime.system.pinning import CudaPinner
-from runtime.transfer.engine import Engine
-from runtime.transfer.torch_memory import TorchMemory
+from runtime.storage import HostStore, StagedStore
+from runtime.system import CudaPinner
+from runtime.transfer import Engine, TorchMemory
 
 from ..runtime.block_machine import TIERS, Machine
 from .training import needs_gpu
@@ -83,7 +80,7 @@ def host() -> Iterator[HostStore]:
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[Tier]:
     with ExitStack() as undo:
-        store = StagedStore(PosixStore([tmp_path], budget_bytes=None), CudaCopier(DEVICE), buffer_bytes=1 << 20)
+        store = StagedStore([tmp_path], CudaCopier(DEVICE), budget_bytes=None, buffer_bytes=1 << 20)
         undo.callback(store.close)
         engine = Engine(store, memory=TorchMemory(DEVICE))
         undo.callback(engine.close)

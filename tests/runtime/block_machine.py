@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.cuda.mover import StreamMover
+from runtime.cuda import StreamMover
 from runtime.device import CpuDevice, DeviceMemoryError, Lane
 from runtime.paging.block import Block, State
 from runtime.paging.debug import Debug
 from runtime.paging.pager import Pager
 from runtime.paging.tiers import Tier, Tiers
-from runtime.storage.slot_range import RangeCopy
-from runtime.storage.store import Extent
+from runtime.storage import Extent, RangeCopy
 
 SLICES = 4
 TIERS = [("host",), ("storage",), ("host", "storage")]

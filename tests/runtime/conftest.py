@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.storage.posix import PosixStore
+from runtime.storage import PosixStore
 
 
 @pytest.fixture(params=[1, 2])

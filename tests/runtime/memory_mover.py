@@ -13,7 +13,7 @@ import torch
 
 from planner.errors import StorageError, StorageIOError
 from planner.schema import WaitingTier
-from runtime.device.span import Span
+from runtime.device import Span
 from runtime.paging.block import Block, State
 from runtime.paging.mover import Done
 from runtime.paging.pager import Pager

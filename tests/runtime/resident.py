@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from runtime.device.span import Span
+from runtime.device import Span
 
 
 def anonymous_bytes(span: Span) -> int:

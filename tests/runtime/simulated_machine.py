@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from runtime.device.streams import Lane
+from runtime.device import Lane
 from runtime.paging.block import Block
 from runtime.paging.tiers import Tier
-from runtime.storage.store import Slot
-from runtime.transfer.engine import Ready
+from runtime.storage import Slot
+from runtime.transfer import Ready
 
 from .block_machine import Machine
 from .memory_mover import Stepping

@@ -6,7 +6,7 @@ import ctypes
 from pathlib import Path
 
 from planner.errors import StorageFullError
-from runtime.storage.store import Extent, Slot
+from runtime.storage import Extent, Slot
 
 
 class Slab:

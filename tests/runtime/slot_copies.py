@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.storage.store import ChunkIO, Slot, cut_slot
+from runtime.storage import ChunkIO, Slot, cut_slot
 
 _CHUNK_BYTES = 256 << 20
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.transfer.engine import Engine
+from runtime.transfer import Engine
 from teraio import phases
 from teraio.registry import REGISTRY
 

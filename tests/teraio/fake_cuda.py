@@ -12,11 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.cuda import copier as cuda_copier
-from runtime.cuda.copier import CudaCopier
-from runtime.cuda.streams import CudaStreams
+from runtime.cuda import CudaStreams, storage_paths
 from runtime.paging import StorageOwnership
-from runtime.system.pinning import CudaPinner
+from runtime.system import CudaPinner
 from teraio.machine import Machine, MeasuredPaths
 from teraio.machine import cuda as cuda_machine
 from teraio.machine.tiers import MachineTiers
@@ -103,8 +101,8 @@ class FakeCuda:
 
         monkeypatch.setattr(CudaStreams, "__init__", make)
         monkeypatch.setattr(CudaStreams, "_on_device", on_device)
-        monkeypatch.setattr(CudaCopier, "_on_device", on_device)
-        monkeypatch.setattr(cuda_copier, "_pinned", lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
+        monkeypatch.setattr(storage_paths.CudaCopier, "_on_device", on_device)
+        monkeypatch.setattr(storage_paths, "_pinned", lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
         refused = "CUDA error 1 (refused)"
         monkeypatch.setattr(CudaPinner, "_cuda_register", lambda self_, address, size: None if self.pins else refused)
         monkeypatch.setattr(CudaPinner, "_cuda_unregister", lambda self_, address: None)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.transfer.engine import Engine
+from runtime.transfer import Engine
 from teraio import phases
 from teraio.registry import REGISTRY
 

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from planner import ChecksumError
-from runtime.storage.host import HostStore
-from runtime.storage.posix import PosixStore
-from runtime.storage.store import Chunk, Slot
+from runtime.storage import Chunk, HostStore, PosixStore, Slot
 
 from .test_checksums import train
 

@@ -18,10 +18,9 @@ import torch
 
 from examples.memory import resident_bytes
 from planner.errors import StorageError
-from runtime.cpu.memory import CpuMemory
-from runtime.device.span import Span
-from runtime.storage.posix import PosixStore
-from runtime.storage.store import Slot
+from runtime.cpu import CpuMemory
+from runtime.device import Span
+from runtime.storage import PosixStore, Slot
 
 from ..resident import anonymous_bytes
 from ..slot_copies import read_slot, write_slot
@@ -356,7 +355,7 @@ NEAR_THE_LIMIT = """
 import ctypes, mmap, os, sys, torch
 from dataclasses import dataclass
 from planner.errors import StorageError
-from runtime.cpu.memory import CpuMemory
+from runtime.cpu import CpuMemory
 MIB, LIMIT = 1 << 20, int(open("/proc/sys/vm/max_map_count").read())
 memory = CpuMemory()
 libc = ctypes.CDLL(None)
@@ -516,7 +515,7 @@ def test_a_forked_process_can_allocate_whatever_other_threads_do() -> None:
     """A child inherits the pool's lock in its state at the time of the fork."""
     printed = in_another_process("""
 import os, threading, torch
-from runtime.cpu.memory import CpuMemory
+from runtime.cpu import CpuMemory
 memory = CpuMemory()
 ended = threading.Event()
 def churn():
@@ -540,7 +539,7 @@ def test_no_compiler(tmp_path: Path) -> None:
     printed = in_another_process(
         """
 from planner.errors import UnsupportedError
-from runtime.cpu.memory import CpuMemory
+from runtime.cpu import CpuMemory
 try:
     CpuMemory()
 except UnsupportedError as error:

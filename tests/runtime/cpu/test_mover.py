@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from planner.errors import ChecksumError, StorageError, StorageIOError
-from runtime.cpu.memory import CpuMemory
-from runtime.cpu.mover import CpuMover
+from runtime.cpu import CpuMemory, CpuMover
 from runtime.paging.block import Block, State
 from runtime.paging.debug import Debug
 from runtime.paging.mover import Done
 from runtime.paging.ownership import StorageOwnership
 from runtime.paging.pager import Pager
 from runtime.paging.tiers import Tier, Tiers
-from runtime.storage.posix import PosixStore
-from runtime.transfer.engine import Engine
+from runtime.storage import PosixStore
+from runtime.transfer import Engine
 
 MIB = 1 << 20
 SECONDS = 30

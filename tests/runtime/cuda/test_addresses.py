@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from runtime.cuda.addresses import host_bytes
+from runtime.cuda.streams import host_bytes
 
 
 def test_a_tensor_over_host_memory_shares_its_bytes_and_is_kept() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from planner.errors import StorageError
-from runtime.cuda.copier import CudaCopier, PinnedBuffer
-from runtime.storage.store import ALIGNMENT_BYTES
+from runtime.cuda.storage_paths import CudaCopier, PinnedBuffer
+from runtime.storage import ALIGNMENT_BYTES
 
 SIZE = 8192
 

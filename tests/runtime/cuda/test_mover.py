@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from planner.errors import ChecksumError
-from runtime.device.streams import Lane
+from runtime.device import Lane
 from runtime.paging.block import Block, State
 
 from ..block_machine import TIERS

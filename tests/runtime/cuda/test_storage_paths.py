@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from planner.errors import UnsupportedError
-from runtime.cuda.storage_paths import cuda_candidates
+from runtime.cuda import cuda_candidates
 from runtime.storage import kvikio as kvikio_file
-from runtime.transfer.storage_path import PathCandidate
+from runtime.transfer import PathCandidate
 
 from ..storage.fake_kvikio import FakeKvikio
 

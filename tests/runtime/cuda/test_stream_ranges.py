@@ -12,8 +12,8 @@ import pytest
 
 from planner.errors import ChecksumError
 from runtime.cuda.host_copies import QueuedRange
-from runtime.device.streams import Lane
-from runtime.storage.store import ALIGNMENT_BYTES
+from runtime.device import Lane
+from runtime.storage import ALIGNMENT_BYTES
 
 from ..block_machine import SLICES, TIERS
 from ..simulated_device import SimulatedDevice, SimulatedEvent

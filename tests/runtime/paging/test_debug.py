@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from planner.errors import ChecksumError, UnsupportedError
-from runtime.device.span import Span
+from runtime.device import Span
 from runtime.paging.block import Block, State
 from runtime.paging.debug import POISON
 from runtime.paging.pager import Pager
-from runtime.storage.store import Chunk, Extent, Slot
+from runtime.storage import Chunk, Extent, Slot
 from runtime.system import storage_swap
 
 from ..cpu.test_mover import MIB, SECONDS, Rig, within

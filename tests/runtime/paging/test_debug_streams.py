@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 
 from planner.errors import ChecksumError, StorageError, UnsupportedError
-from runtime.device.streams import Lane
+from runtime.device import Lane
 from runtime.paging.block import Block, State
 from runtime.paging.debug import POISON
-from runtime.storage.store import Slot
+from runtime.storage import Slot
 
 from ..simulated_machine import UNIT, SimulatedMachine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.device.span import Span
+from runtime.device import Span
 from runtime.paging.block import Block, State
 from runtime.paging.eviction import EvictionPolicy
 

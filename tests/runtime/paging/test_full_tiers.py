@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from planner.errors import StorageFullError
-from runtime.cpu.memory import CpuMemory
-from runtime.cpu.mover import CpuMover
+from runtime.cpu import CpuMemory, CpuMover
 from runtime.paging.block import Block, State
 from runtime.paging.debug import Debug
 from runtime.paging.pager import Pager
 from runtime.paging.tiers import Tier, Tiers
-from runtime.storage.host import HostStore
-from runtime.storage.posix import PosixStore
-from runtime.transfer.engine import Engine
+from runtime.storage import HostStore, PosixStore
+from runtime.transfer import Engine
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ import torch
 
 from planner.errors import StorageError, StorageIOError
 from runtime.paging.block import Block, State
-from runtime.storage.store import Slot
+from runtime.storage import Slot
 
 from ..memory_mover import UNIT, Bench, Deadlock, evicted, io_error
 

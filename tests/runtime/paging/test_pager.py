@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planner.errors import BudgetError, StorageError
-from runtime.device.device import CpuDevice
+from runtime.device import CpuDevice
 from runtime.paging.block import State
 from runtime.paging.pager import Pager
 

@@ -15,7 +15,7 @@ from runtime.paging.block_table import BlockTable
 from runtime.paging.copy_signal import CopySignal
 from runtime.paging.mover import Done
 from runtime.paging.transitions import BlockTransitions
-from runtime.storage.store import Slot
+from runtime.storage import Slot
 
 from ..memory_mover import UNIT, MemoryMover, io_error
 

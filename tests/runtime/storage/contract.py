@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.errors import StorageError, StorageFullError
-from runtime.storage.store import ALIGNMENT_BYTES, Slot, Store, cut_slot
+from runtime.storage import ALIGNMENT_BYTES, Slot, Store, cut_slot
 
 from ..slot_copies import read_slot, write_slot
 
@@ -196,6 +196,17 @@ class StoreContract:
         store.release(slot)
         assert store.used_bytes == 4 * MIB
         assert case.stored(store, slots[3]) == kept.content
+
+    def test_the_smallest_hole_that_is_large_enough_is_used(self, case: StoreCase) -> None:
+        store, third = case.make(12 * MIB), 3 * ALIGNMENT_BYTES  # which any number of files here divides into whole pages
+        taken = [store.allocate(third * pages, f"block {pages}") for pages in (60, 2, 20, 2, 40, 2)]
+        store.allocate(12 * MIB - store.used_bytes, "all the rest")
+        for slot in taken[::2]:
+            store.release(slot)
+        for pages, hole in ((20, 2), (30, 4), (5, 4), (50, 0)):
+            slot = store.allocate(third * pages, "in a hole")
+            inside = zip(ranges([slot]), ranges([taken[hole]]), strict=True)
+            assert all(one[0] == of[0] and of[1] <= one[1] and one[2] <= of[2] for one, of in inside)
 
     def test_chunks_cover_a_slot_once_and_take_the_files_in_turns(self, case: StoreCase, store: Store) -> None:
         slot = store.allocate(5 * MIB + 3, "weights")

@@ -53,9 +53,6 @@ class _CuFile:
         os.close(self._descriptor)
         self._module.live.remove(self)
 
-    def is_direct_io_supported(self) -> bool:
-        return True
-
     def pwrite(self, memory: Any, size: int, file_offset: int, task_size: int) -> _Future:
         view = self._view("write", memory, size, file_offset, task_size)
         return _Future(lambda: self._module.shorten(os.pwrite(self._descriptor, view, file_offset)))

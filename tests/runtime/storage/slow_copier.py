@@ -7,7 +7,7 @@ import random
 import threading
 import time
 
-from .memory import Memory
+from ..memory import Memory
 
 POISON = 0xA5
 
@@ -31,10 +31,9 @@ class SlowCopy(threading.Thread):
 
 
 class SlowCopier:
-    """A `Copier` between ordinary memory and ordinary memory. begun: the direction ("out" or "in") and bytes of each copy."""
+    """A `Copier` between ordinary memory and ordinary memory. buffers: the bytes of each buffer that was asked for."""
 
     def __init__(self) -> None:
-        self.begun: list[tuple[str, int]] = []
         self.buffers: list[int] = []
         self._random = random.Random(0)
 
@@ -49,5 +48,4 @@ class SlowCopier:
         return self._begin("in", target_address, source_address, size_bytes)
 
     def _begin(self, direction: str, target_address: int, source_address: int, size_bytes: int) -> SlowCopy:
-        self.begun.append((direction, size_bytes))
         return SlowCopy(target_address, source_address, size_bytes, self._random.choice((0.0, 0.0005, 0.002)))

@@ -16,14 +16,12 @@ import pytest
 import torch
 
 from planner.errors import StorageError, StorageFullError
-from runtime.cpu.memory import CpuMemory
-from runtime.storage.host import HostStore
-from runtime.storage.store import cut_slot
-from runtime.system.host_limits import HostLimit
-from runtime.system.pinning import PIN_CHUNK_BYTES
+from runtime.cpu import CpuMemory
+from runtime.storage import HostStore, cut_slot
+from runtime.system import PIN_CHUNK_BYTES, HostLimit
 
+from ..memory import Memory
 from ..slot_copies import read_slot, write_slot
-from .memory import Memory
 
 MIB = 1 << 20
 LIMITS = (HostLimit(what="the machine has available", available_bytes=1 << 40, remedy="lower host_budget"),)

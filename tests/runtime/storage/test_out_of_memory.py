@@ -8,28 +8,28 @@ from pathlib import Path
 import pytest
 
 from runtime.storage import HostStore, PosixStore, Slot
-from runtime.storage.slot_store import SlotStore
 
 from ...line_tracing import can_run_out_of_memory, out_of_memory_at, places_in
 
 PAGE = 4096
-WATCHED = tuple(f"runtime/storage/{name}.py" for name in ("free_space", "slot_store", "file_space", "spill_file", "host"))
+Stores = PosixStore | HostStore
+WATCHED = tuple(f"runtime/storage/{name}.py" for name in ("slot_store", "file_space", "host"))
 
 
-def two_files(folder: Path) -> SlotStore:
+def two_files(folder: Path) -> Stores:
     folders = [folder / name for name in "ab"]
     for each in folders:
         each.mkdir(exist_ok=True)
     return PosixStore(folders, budget_bytes=40 * PAGE, direct=False)
 
 
-def host(folder: Path) -> SlotStore:
+def host(folder: Path) -> Stores:
     return HostStore(40 * PAGE)
 
 
 @pytest.mark.parametrize("make", [two_files, host])
-def test_no_byte_is_lost(make: Callable[[Path], SlotStore], tmp_path: Path) -> None:
-    def use(store: SlotStore, held: list[Slot]) -> None:
+def test_no_byte_is_lost(make: Callable[[Path], Stores], tmp_path: Path) -> None:
+    def use(store: Stores, held: list[Slot]) -> None:
         """Take slots, free every other one and take one that fits into no hole, until a release fails."""
         held += [store.allocate(4 * PAGE, "w") for _ in range(8)]
         for slot in held[::2]:
@@ -47,6 +47,6 @@ def test_no_byte_is_lost(make: Callable[[Path], SlotStore], tmp_path: Path) -> N
         assert hit and store.used_bytes == sum(slot.size_bytes for slot in store._in_use), place
         for slot in list(store._in_use):
             store.release(slot)
-        assert store.used_bytes == 0 and sum(space.free_bytes for space in store._spaces()) == store.capacity_bytes, place
+        assert store.used_bytes == 0 and sum(space.free_bytes for space in store._spaces.values()) == store.capacity_bytes, place
         store.release(store.allocate(40 * PAGE, "all"))
         store.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from runtime.storage.posix import PosixStore
-from runtime.storage.run_directory import RunDirectory, remove_leftovers
+from runtime.storage import PosixStore
 
 PRELUDE = """
 import os, signal, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores them, for example
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from runtime.storage.posix import PosixStore
+from runtime.storage import PosixStore
 store = PosixStore([sys.argv[1]], budget_bytes=None)
 store.allocate(1 << 20, "weights")
 def say(word):
@@ -52,6 +50,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def left(parent: Path) -> list[str]:
     return [entry.name for entry in parent.iterdir()]
+
+
+def opened(parent: Path) -> PosixStore:
+    """Open a store, which first removes what dead runs have left."""
+    return PosixStore([parent], budget_bytes=None)
 
 
 WAIT = """
@@ -105,7 +108,7 @@ def test_what_a_killed_run_left_goes_at_the_next_start(start: Start, tmp_path: P
     assert killed.wait(30) == -number
     (of_the_killed,) = set(left(tmp_path)) - {of_the_living}
     assert (tmp_path / of_the_killed / "blocks.spill").exists()
-    store = PosixStore([tmp_path], budget_bytes=None)
+    store = opened(tmp_path)
     assert set(left(tmp_path)) == {of_the_living, store.directories[0].name}
     store.close()
     living.send_signal(signal.SIGINT)
@@ -151,7 +154,9 @@ time.sleep(600)
     try:
         process.kill()
         process.wait(30)
-        assert len(remove_leftovers(tmp_path)) == 1 and left(tmp_path) == []
+        assert len(left(tmp_path)) == 1
+        opened(tmp_path).close()
+        assert left(tmp_path) == []
         held = [os.readlink(entry) for entry in Path(f"/proc/{child}/fd").iterdir()]
         assert not [path for path in held if path.startswith(str(tmp_path))]
     finally:
@@ -185,12 +190,12 @@ def test_a_directory_that_is_not_locked_yet_and_gone_is_replaced(tmp_path: Path,
         real(path, mode)
         made.append(path)
         if len(made) == 1:
-            assert remove_leftovers(tmp_path) == (path,)
+            opened(tmp_path).close()
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    directory = RunDirectory(tmp_path)
-    assert directory.path == made[1] and directory.path.is_dir() and not made[0].exists()
-    directory.close()
+    store = opened(tmp_path)
+    assert store.directories == (made[-1],) and made[-1].is_dir() and len(made) == 3 and not made[0].exists()
+    store.close()
 
 
 @pytest.mark.parametrize(
@@ -215,19 +220,19 @@ def test_a_directory_where_others_can_replace_files_is_told(
     if of_another_user:
         owner = tmp_path.stat().st_uid
         os.chown(tmp_path, 4711, -1) if owner == 0 else monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    RunDirectory(tmp_path).close()
+    opened(tmp_path).close()
     found = [record.getMessage() for record in caplog.records]
     assert found == ([] if warning is None else [warning.format(tmp_path, tmp_path.stat().st_uid)])
 
 
 def test_its_lock_is_held_until_it_is_closed(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
-    with open(directory.path / "lock") as lock, pytest.raises(BlockingIOError):
+    store = opened(tmp_path)
+    (directory,) = store.directories
+    with open(directory / "lock") as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert remove_leftovers(tmp_path) == ()
-    directory.close()
-    directory.close()
+    opened(tmp_path).close()
+    assert left(tmp_path) == [directory.name]
+    store.close()
     assert left(tmp_path) == []
 
 
@@ -240,13 +245,13 @@ def test_only_what_looks_like_a_leftover_is_touched(tmp_path: Path) -> None:
     mixed.mkdir()
     for name in ("lock", "blocks.spill", "notes.txt"):
         (mixed / name).touch()
-    assert remove_leftovers(tmp_path) == ()
+    opened(tmp_path).close()
     assert (results / "loss.csv").exists() and (mixed / "notes.txt").exists()
     assert not (mixed / "blocks.spill").exists()
 
 
 def test_the_programs_handlers_stay_as_they_are(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in signal.valid_signals()]
-    directory = RunDirectory(tmp_path)
+    store = opened(tmp_path)
     assert [signal.getsignal(number) for number in signal.valid_signals()] == before
-    directory.close()
+    store.close()

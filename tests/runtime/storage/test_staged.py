@@ -5,58 +5,47 @@ The copier spoils its target and reads its source late, so that the contract sui
 
 from __future__ import annotations
 
-import errno
+import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from planner.errors import StorageIOError
-from runtime.storage.posix import PosixStore
-from runtime.storage.staged import StagedStore
-from runtime.storage.store import Chunk, Slot, cut_slot
-from runtime.transfer.engine import Engine
+from planner.errors import ChecksumError, StorageIOError
+from runtime.storage import StagedStore, cut_slot
+from runtime.transfer import Engine
 
+from ..memory import Memory
 from ..slot_copies import COPIES, read_slot, write_slot
-from .memory import Memory
 from .slow_copier import SlowCopier, SlowCopy
 
 MIB = 1 << 20
 BUFFER = MIB // 4
 
-
-def test_threads_take_short_turns_while_it_is_open(tmp_path: Path) -> None:
-    before = sys.getswitchinterval()
-    store = StagedStore(PosixStore([tmp_path], budget_bytes=None), SlowCopier())
-    assert sys.getswitchinterval() == min(before, 0.0005)
-    store.close()
-    store.close()
-    assert sys.getswitchinterval() == before
+Call = tuple[str, int, int]
 
 
-class Drive(PosixStore):
-    """Records the calls. The call with number `fails_at` fails."""
+class Drive:
+    """The system calls of a drive, recorded: direction, offset and bytes. The call with number `fails_at` fails."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__([folder], budget_bytes=None)
-        self.calls: list[tuple[str, int, int]] = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[Call] = []
         self.fails_at = -1
+        for action, name in (("write", "pwritev"), ("read", "preadv")):
+            monkeypatch.setattr(os, name, self._recording(action, getattr(os, name)))
 
-    def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
-        self._note("write", slot, chunk)
-        super().write_chunk(slot, chunk, address)
+    def _recording(self, action: str, real: Callable[..., int]) -> Callable[..., int]:
+        def call(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            if len(self.calls) == self.fails_at:
+                raise OSError(5, "Input/output error")
+            self.calls.append((action, offset, len(buffers[0])))
+            return real(descriptor, buffers, offset)
 
-    def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
-        self._note("read", slot, chunk)
-        super().read_chunk(slot, chunk, address)
-
-    def _note(self, action: str, slot: Slot, chunk: Chunk) -> None:
-        if len(self.calls) == self.fails_at:
-            raise StorageIOError(path=str(chunk.extent.path), block=slot.name, errno=errno.EIO, action=action)
-        self.calls.append((action, chunk.file_offset_bytes, chunk.length_bytes))
+        return call
 
 
 class Log(SlowCopier):
@@ -72,31 +61,66 @@ class Log(SlowCopier):
 
 
 @pytest.fixture
-def drive(tmp_path: Path) -> Iterator[Drive]:
-    drive = Drive(tmp_path)
-    yield drive
-    drive.close()
+def open_store(tmp_path: Path) -> Iterator[Callable[..., StagedStore]]:
+    stores: list[StagedStore] = []
+
+    def make(copier: SlowCopier | None = None, **options: Any) -> StagedStore:
+        stores.append(StagedStore([tmp_path], copier or SlowCopier(), budget_bytes=None, buffer_bytes=BUFFER, **options))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
 
 
-def test_chunks_of_a_chunk_go_to_their_places_in_the_file(drive: Drive) -> None:
-    store = StagedStore(drive, SlowCopier(), buffer_bytes=BUFFER)
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch) -> Drive:
+    return Drive(monkeypatch)
+
+
+Open = Callable[..., StagedStore]
+
+
+@pytest.mark.parametrize(("usual", "during"), [(0.005, 0.0005), (0.0001, 0.0001)])
+def test_threads_take_short_turns_until_the_last_one_is_closed(open_store: Open, usual: float, during: float) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(usual)
+    try:
+        stores = [open_store(), open_store()]
+        for store in stores:
+            assert sys.getswitchinterval() == pytest.approx(during, rel=0.02)
+            store.close()
+            store.close()
+        assert sys.getswitchinterval() == pytest.approx(usual, rel=0.02)
+        store = open_store()
+        sys.setswitchinterval(0.02)  # somebody else's
+        store.close()
+        assert sys.getswitchinterval() == pytest.approx(0.02, rel=0.02)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_parts_of_a_chunk_go_to_their_places_in_the_file(open_store: Open, drive: Drive) -> None:
+    store = open_store()
     store.allocate(MIB, "before")
     slot = store.allocate(2 * MIB, "weights")
     memory = Memory(slot.size_bytes, random=True)
     chunk = cut_slot(slot, MIB - 4096)[1]
+    drive.calls.clear()
     store.write_chunk(slot, chunk, memory.address)
     begins = [chunk.file_offset_bytes + number * BUFFER for number in range(4)]
     assert drive.calls == [("write", begin, min(BUFFER, begins[0] + chunk.length_bytes - begin)) for begin in begins]
 
 
-def test_the_next_chunk_is_fetched_while_one_is_written(drive: Drive) -> None:
-    store = StagedStore(drive, Log(drive), buffer_bytes=BUFFER)
+def test_the_next_part_is_fetched_while_one_is_written(open_store: Open, drive: Drive) -> None:
+    store = open_store(Log(drive))
     slot, memory = store.allocate(4 * BUFFER, "weights"), Memory(4 * BUFFER)
+    drive.calls.clear()
     write_slot(store, slot, memory.address)
     assert [call[0] for call in drive.calls] == ["out", "out", "write", "out", "write", "out", "write", "write"]
 
 
-def test_the_next_chunk_is_read_while_one_goes_to_the_device(drive: Drive) -> None:
+def test_the_next_part_is_read_while_one_goes_to_the_device(open_store: Open, drive: Drive) -> None:
     class Held(SlowCopy):
         """Ends when somebody waits for it, and records the wait."""
 
@@ -116,17 +140,18 @@ def test_the_next_chunk_is_read_while_one_goes_to_the_device(drive: Drive) -> No
             return Held(target_address, source_address, size_bytes, 0)
 
     arrived = threading.Event()
-    store = StagedStore(drive, Copier(drive), buffer_bytes=BUFFER)
+    store = open_store(Copier(drive))
     slot = store.allocate(3 * BUFFER, "weights")
     memory = Memory(slot.size_bytes)
+    drive.calls.clear()
     read_slot(store, slot, memory.address)
     # The store waits for the first copy only when it needs the buffer again.
     assert [call[0] for call in drive.calls][:6] == ["read", "in", "read", "in", "wait", "read"]
 
 
-def test_each_thread_has_two_buffers_and_later_calls_use_them_again(drive: Drive) -> None:
+def test_each_thread_has_two_buffers_and_later_calls_use_them_again(open_store: Open) -> None:
     copier = SlowCopier()
-    store = StagedStore(drive, copier, buffer_bytes=BUFFER)
+    store = open_store(copier)
     slots = [store.allocate(MIB, f"block {number}") for number in range(3)]
     memories = [Memory(MIB, random=True) for _ in slots]
     barrier = threading.Barrier(3)
@@ -138,19 +163,18 @@ def test_each_thread_has_two_buffers_and_later_calls_use_them_again(drive: Drive
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(carry, range(3)))
-    assert set(copier.buffers) == {BUFFER} and 2 <= len(copier.buffers) <= 6
-    assert store.staging_bytes == len(copier.buffers) * BUFFER
     taken = len(copier.buffers)
+    assert set(copier.buffers) == {BUFFER} and 2 <= taken <= 6
     for number in range(3):
         write_slot(store, slots[number], memories[number].address)
     assert len(copier.buffers) == taken
-    store.close()
-    assert store.staging_bytes == 0
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
 @pytest.mark.parametrize("call", ["write", "read"])
-def test_an_error_of_the_drive_ends_the_call_after_all_its_copies(drive: Drive, call: str, fails_at: int) -> None:
+def test_an_error_of_the_drive_ends_the_call_after_all_its_copies(
+    open_store: Open, drive: Drive, call: str, fails_at: int
+) -> None:
     copies: list[SlowCopy] = []
 
     class Copier(SlowCopier):
@@ -158,9 +182,10 @@ def test_an_error_of_the_drive_ends_the_call_after_all_its_copies(drive: Drive, 
             copies.append(SlowCopy(target_address, source_address, size_bytes, 0.02))
             return copies[-1]
 
-    store = StagedStore(drive, Copier(), buffer_bytes=BUFFER)
+    store = open_store(Copier())
     slot = store.allocate(4 * BUFFER, "layers.3.weight")
     memory = Memory(slot.size_bytes)
+    drive.calls.clear()
     drive.fails_at = fails_at
     with pytest.raises(StorageIOError, match=f"cannot {call} block 'layers.3.weight'"):
         COPIES[call](store, slot, memory.address)
@@ -174,9 +199,10 @@ def test_an_error_of_the_drive_ends_the_call_after_all_its_copies(drive: Drive, 
     assert back.content == content
 
 
-def test_an_engine_carries_blocks_through_the_buffers(drive: Drive) -> None:
+@pytest.mark.parametrize("checksums", [False, True])
+def test_an_engine_carries_blocks_through_the_buffers(open_store: Open, checksums: bool) -> None:
     copier = SlowCopier()
-    store = StagedStore(drive, copier, buffer_bytes=BUFFER)
+    store = open_store(copier, checksums=checksums)
     engine = Engine(store, threads=2, chunk_bytes=MIB)
     memories = [Memory(3 * MIB, random=True) for _ in range(6)]
     expected = [memory.content for memory in memories]
@@ -191,4 +217,14 @@ def test_an_engine_carries_blocks_through_the_buffers(drive: Drive) -> None:
                 memory.fill()
     assert [memory.content for memory in memories] == expected
     assert len(done) == 12 and len(copier.buffers) <= 4  # two threads at a time
+    (extent,) = slots[5].extents
+    with open(extent.path, "r+b") as file:
+        file.seek(extent.offset_bytes + 2 * MIB + 5)
+        file.write(bytes(8))
+    again = engine.read(slots[5], memories[5].address, done.append)
+    if checksums:
+        with pytest.raises(ChecksumError, match=f"block 'block 5' .* from offset {extent.offset_bytes + 2 * MIB} on"):
+            again.wait()
+    else:
+        again.wait()
     engine.close()

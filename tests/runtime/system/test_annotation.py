@@ -87,19 +87,14 @@ def test_after_a_profiler_has_stopped_nothing_is_made_any_more() -> None:
     assert annotate("stage", "one") is before
 
 
-def test_emit_itt_turns_it_on_as_well() -> None:
-    before = annotate("stage", "one")
-    with emit_itt():
-        assert annotate("stage", "one") is not before
-
-
-def test_emit_nvtx_turns_it_on_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as can be seen without a GPU: PyTorch's part is left out."""
+@pytest.mark.parametrize("emit", [emit_itt, emit_nvtx])
+def test_other_timelines_turn_it_on_as_well(monkeypatch: pytest.MonkeyPatch, emit: type[emit_itt | emit_nvtx]) -> None:
+    """As far as can be seen without a GPU: PyTorch's part of NVTX is left out."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for name in ("_enable_profiler", "_disable_profiler"):
+    for name in ("_enable_profiler", "_disable_profiler") if emit is emit_nvtx else ():
         monkeypatch.setattr(torch.autograd.profiler, name, lambda *_: None)
     before = annotate("stage", "one")
-    with emit_nvtx():
+    with emit():
         assert annotate("stage", "one") is not before
     assert annotate("stage", "one") is before
 

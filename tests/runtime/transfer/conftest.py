@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from runtime.transfer.link import Link
-
-from .gate import CHUNK, Gate, MakeLink
+from .gate import Gate, MakeLink, link_over
 
 
 @pytest.fixture
@@ -19,20 +18,11 @@ def gate() -> Gate:
 @pytest.fixture
 def make_link(gate: Gate) -> Iterator[MakeLink]:
     """Make links whose every chunk waits at the gate. They are closed at the end."""
-    links: list[Link] = []
+    links: list[Any] = []
 
-    def make(drives: int = 1, threads: int = 1, stuck_after_seconds: float = 30.0) -> Link:
-        links.append(
-            Link(
-                "device->storage",
-                gate.move,
-                drives=range(drives),
-                threads=threads,
-                chunk_bytes=CHUNK,
-                stuck_after_seconds=stuck_after_seconds,
-                health_check_seconds=0.05,
-            )
-        )
+    def make(drives: int = 1, threads: int = 1, stuck_after_seconds: float = 30.0) -> Any:
+        links.append(link_over(gate.move, range(drives), threads, stuck_after_seconds))
+        links[-1].health_check_seconds = 0.05
         return links[-1]
 
     yield make

@@ -1,16 +1,17 @@
-"""A store whose reads and writes wait until the test releases them, so that tests can look at queues that do not change."""
+"""A store whose chunks wait until the test releases them, so that tests can look at queues that do not change."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from runtime.storage.store import Chunk, Extent, Slot
-from runtime.transfer.link import Link, Transfer
+from runtime.storage import Chunk, Extent, Slot
+from runtime.transfer import Engine, Transfer
 
 CHUNK = 4096
-MakeLink = Callable[..., Link]
+MakeLink = Callable[..., Any]
 
 
 def nothing(transfer: Transfer) -> None:
@@ -31,6 +32,24 @@ def slot(name: str, size_bytes: int = 4096, extents: int = 1, drives: tuple[int,
         for n in range(extents)
     )
     return Slot(name=name, size_bytes=size_bytes, content_bytes=size_bytes, extents=parts)
+
+
+def striped(name: str, chunks: int = 2) -> Slot:
+    """Make a slot with chunks on drives 0 and 1 in turns."""
+    return slot(name, chunks * CHUNK, extents=chunks, drives=(0, 1))
+
+
+def link_over(write: Callable[[Slot, Chunk, int], None], drives: Sequence[int], threads: int, stuck_after_seconds: float) -> Any:
+    """Return the outward link of an engine over a store that has no bytes: `write` is called for each chunk."""
+
+    class Store:
+        write_chunk = staticmethod(write)
+        read_chunk = staticmethod(write)
+
+    Store.drives = drives  # type: ignore[attr-defined]
+    engine = Engine(Store(), threads=threads, chunk_bytes=CHUNK, stuck_after_seconds=stuck_after_seconds)  # type: ignore[arg-type]
+    engine.read_link.close()
+    return engine.write_link
 
 
 class Gate:

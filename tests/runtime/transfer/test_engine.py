@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import random
 import subprocess
@@ -18,31 +17,14 @@ import pytest
 import torch
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
-from runtime.storage.posix import PosixStore
-from runtime.transfer.engine import Engine, Transfer
-from runtime.transfer.torch_memory import TorchMemory
+from runtime.storage import PosixStore
+from runtime.transfer import Engine, TorchMemory, Transfer
 
+from ..memory import Memory
 from ..slot_copies import read_slot, write_slot
+from .gate import nothing
 
 MIB = 1 << 20
-
-
-def nothing(transfer: Transfer) -> None:
-    """An `on_done` for transfers that the test waits for."""
-
-
-class Memory:
-    """Page-aligned memory with an address."""
-
-    def __init__(self, size_bytes: int, content: bytes = b"") -> None:
-        self._map = mmap.mmap(-1, size_bytes)
-        self._map[: len(content)] = content
-        self._view = ctypes.c_char.from_buffer(self._map)
-        self.address = ctypes.addressof(self._view)
-
-    @property
-    def content(self) -> bytes:
-        return self._map[:]
 
 
 @pytest.fixture
@@ -67,7 +49,9 @@ def test_links_are_measured_while_the_device_works(store: PosixStore) -> None:
             super().write_chunk(*arguments)
 
     store.__class__ = Watched
-    engine = Engine(store, memory=TorchMemory(torch.device("cpu"), load=load))
+    memory = TorchMemory(torch.device("cpu"), load=load)
+    assert memory.on_host and not TorchMemory(torch.device("cuda")).on_host
+    engine = Engine(store, memory=memory)
     verifying = True
     engine.verify(MIB)
     verifying = False
@@ -80,7 +64,7 @@ def test_many_blocks_of_all_sizes_come_back_as_they_left(store: PosixStore, engi
     draw = random.Random(0)
     sizes = [draw.randint(1, 3 * MIB) for _ in range(20)]
     slots = [store.allocate(size, f"block {number}") for number, size in enumerate(sizes)]
-    sent = [Memory(slot.size_bytes, draw.randbytes(slot.size_bytes)) for slot in slots]
+    sent = [Memory(slot.size_bytes, random=True) for slot in slots]
     received = [Memory(slot.size_bytes) for slot in slots]
     returned: list[Transfer] = []
 
@@ -140,7 +124,7 @@ def wait_for(event: threading.Event) -> None:
 
 def test_measuring(store: PosixStore, engine: Engine) -> None:
     kept = store.allocate(MIB, "kept")
-    memory = Memory(MIB, random.Random(0).randbytes(MIB))
+    memory = Memory(MIB, random=True)
     write_slot(store, kept, memory.address)
     rates = engine.measure(8 * MIB)
     for name in ("write", "read", "duplex_write", "duplex_read"):
@@ -200,8 +184,8 @@ def test_closing_stops_the_threads(store: PosixStore) -> None:
 def test_the_interpreter_ends_with_work_in_flight(tmp_path: Path, end: str) -> None:
     code = f"""
 import atexit, mmap, ctypes, sys, time
-from runtime.transfer.engine import Engine
-from runtime.storage.posix import PosixStore
+from runtime.transfer import Engine
+from runtime.storage import PosixStore
 memory = mmap.mmap(-1, 64 << 20)
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 store = PosixStore([sys.argv[1]], budget_bytes=None)

@@ -13,20 +13,15 @@ import pytest
 import torch
 
 from planner.errors import ChecksumError, StorageError, UnsupportedError
-from runtime.storage.page_sums import PAGE_BYTES, PageSums
-from runtime.storage.posix import PosixStore
-from runtime.storage.store import Slot
-from runtime.transfer.engine import Engine, Transfer
-from runtime.transfer.torch_memory import TorchBuffer, TorchMemory
+from runtime.storage import PageSums, PosixStore, Slot
+from runtime.transfer import Engine, TorchMemory
 
+from ..memory import Memory
 from ..slot_copies import write_slot
+from .gate import nothing
 
 MIB = 1 << 20
 CHUNK = 256 << 10
-
-
-def nothing(transfer: Transfer) -> None:
-    """An `on_done` for transfers that the test waits for."""
 
 
 @pytest.fixture
@@ -37,13 +32,11 @@ def engine(store: PosixStore) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def buffer() -> Iterator[TorchBuffer]:
-    with TorchMemory(torch.device("cpu")).allocate(3 * MIB) as buffer:
-        buffer.write(0, os.urandom(3 * MIB))
-        yield buffer
+def buffer() -> Memory:
+    return Memory(3 * MIB, random=True)
 
 
-def written(store: PosixStore, engine: Engine, buffer: TorchBuffer) -> Slot:
+def written(store: PosixStore, engine: Engine, buffer: Memory) -> Slot:
     slot = store.allocate(3 * MIB, "layers.3.weight")
     engine.write(slot, buffer.address, nothing).wait(30)
     return slot
@@ -60,20 +53,20 @@ def flip(slot: Slot, extent: int, offset_bytes: int) -> None:
         os.fsync(file.fileno())
 
 
-def test_what_is_unchanged_passes(store: PosixStore, engine: Engine, buffer: TorchBuffer) -> None:
-    before = buffer.read(0, 3 * MIB)
+def test_what_is_unchanged_passes(store: PosixStore, engine: Engine, buffer: Memory) -> None:
+    before = buffer.content
     slot = written(store, engine, buffer)
-    buffer.write(0, bytes(3 * MIB))
+    buffer.fill()
     for _ in range(2):
         engine.read(slot, buffer.address, nothing).wait(30)
-    assert buffer.read(0, 3 * MIB) == before
-    buffer.write(5, b"changed")
+    assert buffer.content == before
+    buffer.fill()
     engine.write(slot, buffer.address, nothing).wait(30)  # replaces the old checksums
     engine.read(slot, buffer.address, nothing).wait(30)
 
 
 @pytest.mark.parametrize("offset_bytes", [0, CHUNK - 1, CHUNK, MIB + 17])
-def test_a_flipped_bit_is_found(store: PosixStore, engine: Engine, buffer: TorchBuffer, offset_bytes: int) -> None:
+def test_a_flipped_bit_is_found(store: PosixStore, engine: Engine, buffer: Memory, offset_bytes: int) -> None:
     slot = written(store, engine, buffer)
     flip(slot, -1, offset_bytes)
     told: list[StorageError | None] = []
@@ -83,7 +76,7 @@ def test_a_flipped_bit_is_found(store: PosixStore, engine: Engine, buffer: Torch
     assert told == [error]
     assert error.path == str(slot.extents[-1].path) and error.block == "layers.3.weight"
     begin = error.offset_bytes - slot.extents[-1].offset_bytes
-    assert begin == offset_bytes // PAGE_BYTES * PAGE_BYTES
+    assert begin == offset_bytes // 4096 * 4096
     assert error.expected != error.found
     sums = f"{error.expected:016x}", f"{error.found:016x}"
     for part in ("'layers.3.weight'", error.path, f"offset {error.offset_bytes}", *sums):
@@ -95,7 +88,7 @@ def test_a_flipped_bit_is_found(store: PosixStore, engine: Engine, buffer: Torch
     engine.read(slot, buffer.address, nothing).wait(30)
 
 
-def test_without_checksums_nobody_notices(store: PosixStore, buffer: TorchBuffer) -> None:
+def test_without_checksums_nobody_notices(store: PosixStore, buffer: Memory) -> None:
     engine = Engine(store)
     slot = written(store, engine, buffer)
     flip(slot, 0, 5)
@@ -104,7 +97,7 @@ def test_without_checksums_nobody_notices(store: PosixStore, buffer: TorchBuffer
     engine.close()
 
 
-def test_what_user_code_may_have_written_is_let_pass(store: PosixStore, engine: Engine, buffer: TorchBuffer) -> None:
+def test_what_user_code_may_have_written_is_let_pass(store: PosixStore, engine: Engine, buffer: Memory) -> None:
     slot, other = written(store, engine, buffer), written(store, engine, buffer)
     for changed in (slot, other):
         flip(changed, 0, 5)
@@ -114,7 +107,7 @@ def test_what_user_code_may_have_written_is_let_pass(store: PosixStore, engine: 
         engine.read(other, buffer.address, nothing).wait(30)
 
 
-def test_sums_go_with_the_slot(store: PosixStore, engine: Engine, buffer: TorchBuffer) -> None:
+def test_sums_go_with_the_slot(store: PosixStore, engine: Engine, buffer: Memory) -> None:
     slot = written(store, engine, buffer)
     places = slot.extents
     store.release(slot)
@@ -129,10 +122,10 @@ def test_sums_go_with_the_slot(store: PosixStore, engine: Engine, buffer: TorchB
 
 
 def test_a_failed_write_leaves_no_valid_sum(
-    store: PosixStore, engine: Engine, buffer: TorchBuffer, monkeypatch: pytest.MonkeyPatch
+    store: PosixStore, engine: Engine, buffer: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slot = written(store, engine, buffer)
-    buffer.write(0, os.urandom(3 * MIB))
+    buffer.fill()
 
     def fail(*_: object) -> int:
         raise OSError(5, "Input/output error")

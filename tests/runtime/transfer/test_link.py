@@ -1,27 +1,36 @@
-"""The queue of one link: order, cancelling, promoting, errors, closing. A gate holds every chunk."""
+"""One link: order, promoting, errors, closing, over one drive and over several. A gate holds every chunk."""
 
 from __future__ import annotations
 
 import errno
 import os
+import random
 import threading
 
 import pytest
 
 from planner.errors import StorageError, StorageIOError
-from runtime.transfer.link import Transfer
+from runtime.storage import Chunk, Slot
+from runtime.transfer import Transfer
 
-from .gate import CHUNK, Gate, MakeLink, nothing, slot
+from .gate import CHUNK, Gate, MakeLink, link_over, nothing, slot, striped
+
+BROKEN = StorageIOError(path="/nowhere", block="bad", errno=5)
 
 
-def test_blocks_move_in_the_order_of_issue(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link()
+# -- order
+
+
+def test_the_order_on_each_drive_is_that_of_submission(make_link: MakeLink, gate: Gate) -> None:
+    link = make_link(drives=2)
     ended: list[str] = []
-    transfers = [link.submit(slot(name), 0, lambda t: ended.append(t.slot.name)) for name in "abcde"]
-    gate.let()
+    transfers = [link.submit(striped(name), 0, lambda t: ended.append(t.slot.name)) for name in "abcde"]
+    gate.let_on(1)
+    gate.wait_until_begun(6)
+    gate.let_on(0)
     for transfer in transfers:
         transfer.wait(30)
-    assert gate.begun == ended == list("abcde")
+    assert gate.begun_on(0) == gate.begun_on(1) == ended == list("abcde")
 
 
 def test_all_threads_work_on_the_first_block_and_then_go_on_to_the_next(make_link: MakeLink, gate: Gate) -> None:
@@ -36,38 +45,98 @@ def test_all_threads_work_on_the_first_block_and_then_go_on_to_the_next(make_lin
     assert first.done and second.done
 
 
-def test_what_has_not_begun_can_be_cancelled(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link()
-    ended: list[str] = []
-    one, two, three = (link.submit(slot(name), 0, lambda t: ended.append(t.slot.name)) for name in "abc")
-    gate.wait_until_begun(1)
-    assert two.cancel() and two.cancelled
-    assert not two.cancel() and not two.promote()
-    assert not one.cancel()  # has begun
-    with pytest.raises(StorageError, match="b 4096 bytes cancelled> was cancelled before it began"):
-        two.wait(30)
+def test_what_is_promoted_goes_first_on_the_drives_where_it_has_not_begun(make_link: MakeLink, gate: Gate) -> None:
+    link = make_link(drives=2)
+    transfers = {name: link.submit(striped(name), 0, nothing) for name in "abcd"}
+    gate.wait_until_begun(2)
+    gate.let_on(1, 2)
+    gate.wait_until_begun(4)  # b and c have begun on drive 1, and a on both
+    assert transfers["c"].promote()  # on drive 0
+    assert transfers["d"].promote()  # on both
+    assert not transfers["a"].promote()
     gate.let()
-    three.wait(30)
-    assert not three.cancel() and not three.promote()
-    assert gate.begun == ended == ["a", "c"]
+    for transfer in transfers.values():
+        transfer.wait(30)
+    assert gate.begun_on(0) == ["a", "d", "c", "b"]
+    assert gate.begun_on(1) == ["a", "b", "c", "d"]
+    assert not transfers["d"].promote()
 
 
-def test_what_is_promoted_begins_next(make_link: MakeLink, gate: Gate) -> None:
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_blocked_drive_does_not_hold_up_the_other(make_link: MakeLink, gate: Gate, threads: int) -> None:
+    link = make_link(drives=2, threads=threads)
+    blocked = [link.submit(slot(f"blocked {n}", drives=(1,)), 0, nothing) for n in range(8)]
+    healthy = [link.submit(slot(f"healthy {n}", drives=(0,)), 0, nothing) for n in range(8)]
+    gate.let_on(0)
+    for transfer in healthy:
+        transfer.wait(30)
+    assert not any(transfer.done for transfer in blocked)
+    assert len(gate.begun_on(1)) <= threads
+    gate.let_on(1)
+    for transfer in blocked:
+        transfer.wait(30)
+
+
+def test_a_transfer_ends_when_its_chunks_on_all_drives_have(make_link: MakeLink, gate: Gate) -> None:
+    link = make_link(drives=2)
+    ended: list[str] = []
+    both = link.submit(striped("both", 6), 0, lambda t: ended.append(t.slot.name))
+    last = link.submit(slot("last", drives=(0,)), 0, lambda t: ended.append(t.slot.name))
+    gate.let_on(0)
+    last.wait(30)  # behind all chunks of the first on this drive
+    assert ended == ["last"] and not both.done and link.moved_bytes == 4 * CHUNK
+    gate.let_on(1)
+    both.wait(30)
+    assert ended == ["last", "both"] and link.moved_bytes == 7 * CHUNK
+
+
+@pytest.mark.parametrize(("drives", "threads", "expected"), [(1, 4, 4), (3, 4, 12), (5, 4, 15), (20, 4, 20)])
+def test_threads_are_bounded(make_link: MakeLink, drives: int, threads: int, expected: int) -> None:
+    before = threading.active_count()
+    link = make_link(drives=drives, threads=threads)
+    assert link.thread_count == threading.active_count() - before == expected
+    link.close()
+    assert threading.active_count() == before
+
+
+def test_a_callback_may_submit_the_next_block(make_link: MakeLink, gate: Gate) -> None:
     link = make_link()
-    transfers = [link.submit(slot(name), 0, nothing) for name in "abcd"]
-    gate.wait_until_begun(1)
-    assert transfers[3].promote()
-    assert transfers[2].promote()
-    assert not transfers[0].promote()
+    gate.let()
+    names = iter("bcd")
+    finished = threading.Event()
+
+    def again(transfer: Transfer) -> None:
+        name = next(names, None)
+        if name is None:
+            finished.set()
+        else:
+            link.submit(slot(name), 0, again)
+
+    link.submit(slot("a"), 0, again)
+    assert finished.wait(30)
+    assert gate.begun == list("abcd")
+
+
+def test_counters(make_link: MakeLink, gate: Gate) -> None:
+    link = make_link(threads=2)
+    assert (link.moved_bytes, link.busy_seconds) == (0, 0.0)
+    transfers = [link.submit(slot(name, 3 * CHUNK), 0, nothing) for name in "ab"]
+    gate.wait_until_begun(2)
+    threading.Event().wait(0.02)
+    assert link.busy_seconds >= 0.02 and link.moved_bytes == 0
     gate.let()
     for transfer in transfers:
         transfer.wait(30)
-    assert gate.begun == ["a", "c", "d", "b"]
+    assert link.moved_bytes == 6 * CHUNK
+    assert link.busy_seconds == link.busy_seconds <= 2 * max(t.seconds for t in transfers)
+
+
+# -- errors
 
 
 def test_an_error_reaches_the_callback_and_whoever_waits(make_link: MakeLink, gate: Gate) -> None:
     link = make_link()
-    gate.errors["bad"] = StorageIOError(path="/nowhere", block="bad", errno=5)
+    gate.errors["bad"] = BROKEN
     told: list[tuple[bool, object]] = []
     bad = link.submit(slot("bad", 5 * CHUNK), 0, lambda t: told.append((t.done, t.error)))
     good = link.submit(slot("good"), 0, nothing)
@@ -76,22 +145,40 @@ def test_an_error_reaches_the_callback_and_whoever_waits(make_link: MakeLink, ga
     for _ in range(2):
         with pytest.raises(StorageIOError) as raised:
             bad.wait(30)
-        assert raised.value is gate.errors["bad"]
-    assert told == [(True, gate.errors["bad"])]
+        assert raised.value is BROKEN
+    assert told == [(True, BROKEN)]
     assert link.moved_bytes == CHUNK
 
 
-def test_after_an_error_the_rest_of_the_block_is_left_out(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link(threads=2)
-    gate.errors["bad"] = StorageIOError(path="/nowhere", block="bad", errno=5)
-    told: list[Transfer] = []
-    bad = link.submit(slot("bad", 12 * CHUNK, extents=6), 0, told.append)
+def test_after_an_error_on_one_drive_the_others_leave_the_rest_out(make_link: MakeLink, gate: Gate) -> None:
+    link = make_link(drives=2)
+    before = link.submit(slot("before", drives=(0,)), 0, nothing)
+    gate.errors["bad"] = BROKEN
+    bad = link.submit(striped("bad", 8), 0, nothing)
+    after = link.submit(slot("after", drives=(0,)), 0, nothing)
     gate.wait_until_begun(2)
+    gate.let_on(1)
+    with pytest.raises(StorageIOError):
+        bad.wait(30)  # although it has not begun on drive 0
     gate.let()
+    after.wait(30)
+    before.wait(30)
+    assert gate.begun_on(0) == ["before", "after"] and gate.begun_on(1) == ["bad"]
+
+
+def test_an_error_where_chunks_move_on_the_other_drive_too(make_link: MakeLink, gate: Gate) -> None:
+    link = make_link(drives=2)
+    gate.errors["bad"] = BROKEN
+    told: list[Transfer] = []
+    bad = link.submit(striped("bad", 8), 0, told.append)
+    gate.wait_until_begun(2)
+    gate.let_on(1, 1)
+    threading.Event().wait(0.05)
+    assert not bad.done, "its memory must live until the last chunk that moves has ended"
+    gate.let_on(0, 1)
     with pytest.raises(StorageIOError):
         bad.wait(30)
-    assert told == [bad]
-    assert len(gate.begun) <= 3  # a thread may take one more before it knows of the first error
+    assert told == [bad] and gate.begun == ["bad", "bad"]
 
 
 def test_an_unexpected_exception_is_not_lost(make_link: MakeLink, gate: Gate) -> None:
@@ -135,6 +222,9 @@ def test_waiting_can_time_out(make_link: MakeLink, gate: Gate) -> None:
     assert transfer.done and transfer.seconds > 0.0 and transfer.bytes == 4096
 
 
+# -- closing, and drives that do not answer
+
+
 def test_closing_lets_everything_end_that_was_submitted(make_link: MakeLink, gate: Gate) -> None:
     link = make_link(threads=2)
     ended: list[str] = []
@@ -165,40 +255,6 @@ def test_at_the_end_of_the_process_what_has_not_begun_is_dropped(make_link: Make
     assert begun.done and not queued.done
 
 
-def test_a_callback_may_submit_the_next_block(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link()
-    gate.let()
-    names = iter("bcd")
-    finished = threading.Event()
-
-    def again(transfer: Transfer) -> None:
-        name = next(names, None)
-        if name is None:
-            finished.set()
-        else:
-            link.submit(slot(name), 0, again)
-
-    link.submit(slot("a"), 0, again)
-    assert finished.wait(30)
-    assert gate.begun == list("abcd")
-
-
-def test_counters(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link(threads=2)
-    assert (link.moved_bytes, link.busy_seconds, link.bytes_per_second) == (0, 0.0, 0.0)
-    transfers = [link.submit(slot(name, 3 * CHUNK), 0, nothing) for name in "ab"]
-    gate.wait_until_begun(2)
-    threading.Event().wait(0.02)
-    assert link.busy_seconds >= 0.02 and link.moved_bytes == 0
-    gate.let()
-    for transfer in transfers:
-        transfer.wait(30)
-    assert link.moved_bytes == 6 * CHUNK
-    busy = link.busy_seconds
-    assert busy == link.busy_seconds <= 2 * max(t.seconds for t in transfers)
-    assert link.bytes_per_second == link.moved_bytes / busy
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_is_told_and_its_parent_goes_on(make_link: MakeLink, gate: Gate) -> None:
     link = make_link()
@@ -221,22 +277,38 @@ def test_a_forked_child_is_told_and_its_parent_goes_on(make_link: MakeLink, gate
 
 
 def test_a_drive_that_does_not_answer_is_an_error_and_no_hang(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link(stuck_after_seconds=0.2)
-    stuck = link.submit(slot("weights"), 0, nothing)
-    behind = link.submit(slot("behind"), 0, nothing)
-    gate.wait_until_begun(1)
+    link = make_link(drives=2, stuck_after_seconds=0.2)
+    stuck = link.submit(striped("stuck"), 0, nothing)
+    gate.wait_until_begun(2)
     link.check()  # it has not been stuck for long enough
-    with pytest.raises(StorageIOError, match=r"cannot write \(no answer in 0.2 s\) block 'weights' in ") as caught:
+    gate.let_on(0)
+    link.submit(slot("healthy", drives=(0,)), 0, nothing).wait(30)
+    behind = link.submit(slot("behind", drives=(1,)), 0, nothing)
+    with pytest.raises(StorageIOError, match=r"cannot write \(no answer in 0.2 s\) block 'stuck' in ") as caught:
         stuck.wait()
-    assert caught.value.errno == errno.ETIMEDOUT and caught.value.path == str(stuck.slot.extents[0].path)
-    with pytest.raises(StorageIOError, match="no answer"):
-        link.check()
-    with pytest.raises(StorageIOError, match="no answer"):
-        link.close()
+    assert caught.value.errno == errno.ETIMEDOUT and caught.value.path == str(stuck.slot.extents[1].path)
+    for call in (link.check, link.close):
+        with pytest.raises(StorageIOError, match="no answer"):
+            call()
     gate.let()
     stuck.wait(30)
     assert stuck.done and not behind.done, "the drive came back: its chunk ends, but nothing new begins"
     link.check()
+
+
+def test_behind_a_drive_that_does_not_answer_nothing_begins_on_any(make_link: MakeLink, gate: Gate) -> None:
+    """The store is closed next. A chunk that began later would be written through a closed descriptor."""
+    link = make_link(drives=2, stuck_after_seconds=0.2)
+    both = link.submit(striped("both", 8), 0, nothing)
+    behind = link.submit(striped("behind"), 0, nothing)
+    gate.wait_until_begun(2)
+    with pytest.raises(StorageIOError, match="no answer"):
+        link.close()
+    gate.let()
+    with pytest.raises(StorageError, match="both 32768 bytes .* was cut short: the link device->storage was closed"):
+        both.wait(30)
+    link.close()
+    assert gate.begun == ["both", "both"] and not behind.done
 
 
 def test_a_drive_that_is_only_slow_is_none(make_link: MakeLink, gate: Gate) -> None:
@@ -246,3 +318,111 @@ def test_a_drive_that_is_only_slow_is_none(make_link: MakeLink, gate: Gate) -> N
     threading.Timer(0.2, gate.let).start()
     slow.wait()  # checks the drive several times
     link.close()
+
+
+# -- memory that is not ready
+
+
+class Fence:
+    """A `ready` that waits until the test opens it. It counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self) -> None:
+        self.calls += 1
+        self.reached.set()
+        assert self.opened.wait(30)
+
+
+def test_no_chunk_moves_before_its_memory_is_ready(make_link: MakeLink, gate: Gate) -> None:
+    link = make_link(drives=2)
+    gate.let()
+    fence = Fence()
+    late = link.submit(striped("late", 6), 0, nothing, fence)
+    behind = link.submit(slot("behind", drives=(0,)), 0, nothing)
+    assert fence.reached.wait(30)
+    closer = threading.Thread(target=link.close)  # waits for memory, too
+    closer.start()
+    closer.join(0.05)
+    assert gate.begun == [] and not behind.done and closer.is_alive(), "the order stays"
+    assert not late.promote()
+    fence.opened.set()
+    closer.join(30)
+    assert late.done and behind.done and late.error is None
+    assert fence.calls == 6 and gate.begun_on(0) == ["late"] * 3 + ["behind"]
+
+
+def test_waiting_for_memory_is_no_drives_fault_and_no_work(make_link: MakeLink, gate: Gate) -> None:
+    link = make_link(drives=1, stuck_after_seconds=0.1)
+    fence = Fence()
+    transfer = link.submit(slot("late"), 0, nothing, fence)
+    assert fence.reached.wait(30)
+    threading.Event().wait(0.3)
+    link.check()
+    assert link.busy_seconds == 0.0
+    gate.let()
+    fence.opened.set()
+    transfer.wait(30)
+    assert 0 < link.busy_seconds < 0.3 and transfer.seconds < 0.3
+    assert link.moved_bytes == CHUNK
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), StorageError("gone")])
+def test_memory_that_never_gets_ready_fails_the_transfer(make_link: MakeLink, gate: Gate, error: Exception) -> None:
+    link = make_link(drives=1)
+    gate.let()
+
+    def broken() -> None:
+        raise error
+
+    told: list[StorageError | None] = []
+    bad = link.submit(slot("bad", 5 * CHUNK), 0, lambda t: told.append(t.error), broken)
+    good = link.submit(slot("good"), 0, nothing)
+    good.wait(30)
+    with pytest.raises(StorageError) as raised:
+        bad.wait(30)
+    assert told == [raised.value] and bad.seconds == 0.0
+    assert gate.begun == ["good"] and link.moved_bytes == CHUNK
+    if isinstance(error, StorageError):
+        assert raised.value is error
+    else:
+        assert raised.value.__cause__ is error
+        assert "illegal memory access" in str(raised.value) and "did not become ready" in str(raised.value)
+
+
+def test_random_traffic() -> None:
+    """Every transfer ends exactly once, with an error if one of its chunks failed."""
+    draw = random.Random(0)
+    lock = threading.Lock()
+    moved: dict[str, list[int]] = {}
+    ended: list[Transfer] = []
+
+    def move(where: Slot, chunk: Chunk, address: int) -> None:
+        if where.name.startswith("bad") and chunk.slot_offset_bytes == CHUNK:
+            raise StorageIOError(path=str(chunk.extent.path), block=where.name, errno=5)
+        with lock:
+            moved.setdefault(where.name, []).append(chunk.slot_offset_bytes)
+
+    link = link_over(move, range(3), threads=2, stuck_after_seconds=30.0)
+    transfers: list[Transfer] = []
+    for number in range(1000):
+        chunks = draw.randint(2, 6)
+        drives = tuple(draw.sample(range(3), draw.randint(1, 3)))
+        name = f"{'bad' if draw.random() < 0.2 else 'good'} {number}"
+        ready = (lambda: None) if draw.random() < 0.3 else None
+        transfers.append(link.submit(slot(name, chunks * CHUNK, chunks, drives), 0, ended.append, ready))
+        if draw.random() < 0.3:
+            draw.choice(transfers).promote()
+    link.close()
+    assert len(ended) == len(set(ended)) and set(ended) == set(transfers)
+    for transfer in transfers:
+        places = sorted(moved.get(transfer.slot.name, []))
+        whole = list(range(0, transfer.bytes, CHUNK))
+        if transfer.slot.name.startswith("good"):
+            assert places == whole and transfer.error is None
+        else:
+            assert set(places) < set(whole) and isinstance(transfer.error, StorageIOError)
+    assert link.moved_bytes == sum(map(len, moved.values())) * CHUNK

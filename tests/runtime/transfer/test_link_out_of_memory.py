@@ -12,12 +12,12 @@ import pytest
 
 from planner.errors import StorageError, StorageIOError
 from runtime.storage import Chunk, Slot
-from runtime.transfer.link import Link, Transfer
+from runtime.transfer import Transfer
 
 from ...line_tracing import ROOT, Place, can_run_out_of_memory
-from .gate import CHUNK, nothing, slot
+from .gate import CHUNK, link_over, nothing, slot
 
-WATCHED = tuple(str(ROOT / f"runtime/transfer/{name}.py") for name in ("link", "drive_queues", "meter"))
+WATCHED = tuple(str(ROOT / f"runtime/transfer/{name}.py") for name in ("link", "transfer"))
 BAD = "bad"
 
 
@@ -57,13 +57,14 @@ def _use(injector: Injector, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(threading, "excepthook", lambda args: None)  # it is told by the link as well
         threading.settrace(injector.trace)
         try:
-            link = Link("device->storage", _move, drives=(0, 1), threads=1, chunk_bytes=CHUNK, stuck_after_seconds=30)
+            link = link_over(_move, (0, 1), threads=1, stuck_after_seconds=30)
         finally:
             threading.settrace(None)  # type: ignore[arg-type]  # what `sys.settrace` takes as well
 
         def send(name: str, chunks: int) -> Transfer:
             where = slot(name, chunks * CHUNK, extents=chunks, drives=(0, 1))
-            return link.submit(where, 0, lambda t: told.append(t.slot.name), ready=lambda: None)
+            transfer: Transfer = link.submit(where, 0, lambda t: told.append(t.slot.name), ready=lambda: None)
+            return transfer
 
         sent = [send("a", 1), send("b", 4), send(BAD, 4), send("c", 2)]
         for transfer in sent:

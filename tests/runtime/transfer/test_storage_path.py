@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from planner.errors import StorageError, StorageFullError, StorageIOError, UnsupportedError
-from runtime.storage.posix import PosixStore
-from runtime.storage.store import Store
-from runtime.transfer.engine import Engine, LinkRates
-from runtime.transfer.storage_path import PathCandidate, StoragePath, choose_path, cpu_candidates, open_path
+from runtime.storage import PosixStore, Store
+from runtime.transfer import Engine, LinkRates, PathCandidate, StoragePath, choose_path, cpu_candidates, open_path
 
 from ..direct_io import refuse_direct_io
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import teraio
-from runtime.cuda.streams import CudaMark, CudaStreams
-from runtime.device import DeviceMemoryError
+from runtime.cuda import CudaStreams
+from runtime.device import DeviceMemoryError, Mark
 from runtime.execution import executor
-from runtime.transfer.engine import Engine
+from runtime.transfer import Engine
 from teraio import registry
 from teraio.planning import follower
 from teraio.profiling import recorder
@@ -262,7 +262,7 @@ def test_few_iterations_under_a_plan_create_timing_events(monkeypatch: pytest.Mo
     marks, counts = [0], []
     mark = CudaStreams.mark
 
-    def counted(streams: CudaStreams) -> CudaMark:
+    def counted(streams: CudaStreams) -> Mark:
         marks[0] += 1
         return mark(streams)
 

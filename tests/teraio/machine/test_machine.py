@@ -10,7 +10,7 @@ import torch
 
 from planner import OptionsError, StorageError, StorageFullError, UnsupportedError
 from runtime.system import HostLimit
-from runtime.transfer.engine import Engine, LinkRates
+from runtime.transfer import Engine, LinkRates
 from teraio.machine.machine import Machine
 from teraio.machine.tiers import MeasuredPaths
 from teraio.options import parse_options

@@ -13,18 +13,15 @@ from torch.optim import Optimizer
 
 from planner import Hardware, Link
 from planner.errors import StorageError
-from runtime.cpu.memory import CpuMemory
-from runtime.cpu.mover import CpuMover
-from runtime.device.device import CpuDevice, Device
+from runtime.cpu import CpuMemory, CpuMover
+from runtime.device import CpuDevice, Device
 from runtime.paging.block import Block, State
 from runtime.paging.debug import Debug
 from runtime.paging.mover import Mover
 from runtime.paging.pager import Pager
 from runtime.paging.tiers import Tier, Tiers
-from runtime.storage.host import HostStore
-from runtime.storage.posix import PosixStore
-from runtime.storage.store import Store
-from runtime.transfer.engine import Engine
+from runtime.storage import HostStore, PosixStore, Store
+from runtime.transfer import Engine
 from teraio.optimizer.steps import OptimizerSteps
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.profiling.iteration import Iteration

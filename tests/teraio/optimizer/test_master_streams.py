@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.cuda.mover import StreamMover
+from runtime.cuda import StreamMover
 from runtime.paging.block import State
 from runtime.paging.tiers import Tier, Tiers
 

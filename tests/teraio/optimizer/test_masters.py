@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner.errors import BudgetError
-from runtime.cpu.memory import CpuMemory
+from runtime.cpu import CpuMemory
 from runtime.paging.block import State
 from runtime.paging.pager import Pager
 from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers

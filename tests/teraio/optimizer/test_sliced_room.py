@@ -11,8 +11,7 @@ from torch import nn
 
 from planner.errors import BudgetError, StorageFullError, StorageIOError
 from runtime.paging.block import State
-from runtime.storage.host import HostStore
-from runtime.storage.store import align_up
+from runtime.storage import HostStore, align_up
 from teraio.optimizer.sliced import SlicedUpdate
 from teraio.profiling.profiler import states_that_stay
 

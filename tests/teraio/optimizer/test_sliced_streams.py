@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.cuda.mover import StreamMover
-from runtime.device.device import WallMark
-from runtime.device.streams import Lane
+from runtime.cuda import StreamMover
+from runtime.device import Lane, WallMark
 from runtime.paging.block import State
 from runtime.paging.debug import Debug
 from runtime.paging.pager import Pager
 from runtime.paging.tiers import Tier, Tiers
-from runtime.storage.posix import PosixStore
-from runtime.transfer.engine import Engine
+from runtime.storage import PosixStore
+from runtime.transfer import Engine
 
 from ...runtime.simulated_device import SimulatedDevice
 from ...runtime.slab import Slab

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.cuda.mover import StreamMover
-from runtime.device.device import WallMark
-from runtime.device.streams import Lane
+from runtime.cuda import StreamMover
+from runtime.device import Lane, WallMark
 from runtime.paging.block import State
 from runtime.paging.tiers import Tier, Tiers
 

@@ -17,7 +17,7 @@ import planner
 import teraio
 from planner import Hardware, Link, stations_of_step, subgroup_bytes
 from planner.subgroup_size import UNMEASURED_BYTES
-from runtime.device.device import CpuDevice, Device, WallMark
+from runtime.device import CpuDevice, Device, WallMark
 from runtime.paging.pager import Pager
 from teraio import training_run
 from teraio.optimizer.subgroup_sizes import MIN_SUBGROUP_BYTES, SubgroupSizes, subgroup_seconds

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import planner
 import teraio
-from runtime.storage import spill_file
+from runtime.storage import file_space
 from teraio.optimizer.subgroup_steps import SubgroupSteps
 from teraio.registry import REGISTRY
 
@@ -110,7 +110,7 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, call: str, folder: Path, code: int 
 
 
 def test_a_drive_that_is_full_before_training(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill_file.SpillFile, "available_bytes", property(lambda file: 2 * MIB))
+    monkeypatch.setattr(file_space.SpillFile, "available_bytes", property(lambda file: 2 * MIB))
     training = start(options)
     with pytest.raises(teraio.StorageFullError, match="has 2,097,152 bytes free; free some"):
         train(training, 0, 1)

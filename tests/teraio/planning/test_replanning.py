@@ -15,7 +15,7 @@ from torch import nn
 
 import planner
 import teraio
-from runtime.transfer.engine import Engine, LinkRates
+from runtime.transfer import Engine, LinkRates
 from teraio.machine import Machine, MeasuredPaths
 from teraio.planning.job import PlanningJob
 from teraio.registry import REGISTRY

@@ -6,7 +6,7 @@ import torch
 
 import planner
 from planner import Hardware
-from runtime.device.span import Span
+from runtime.device import Span
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
 from teraio.profiling.iteration import Iteration, Region, StageRecord

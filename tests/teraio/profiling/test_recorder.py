@@ -10,7 +10,7 @@ import torch
 
 from planner import Budgets, Move, Offload, Plan, Prefetch
 from planner.schema import WaitingTier
-from runtime.device.device import CpuDevice, WallMark
+from runtime.device import CpuDevice, WallMark
 from runtime.execution import StageRun
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager

@@ -9,7 +9,7 @@ import pytest
 import planner
 from planner import Budgets, Plan, Recompute
 from planner.errors import PlanError
-from runtime.device.device import WallMark
+from runtime.device import WallMark
 from runtime.execution import StageRerun
 from runtime.paging.block import Block
 from teraio.profiling.reruns_by_stage import RerunsByStage

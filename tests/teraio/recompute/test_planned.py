@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import planner
-from runtime.transfer.engine import Engine, LinkRates
+from runtime.transfer import Engine, LinkRates
 
 from ...training import Training
 from .test_reruns import ROWS, Model, batch, loss_of

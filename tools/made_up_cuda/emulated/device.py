@@ -99,19 +99,18 @@ class _Drive:
 
 
 def _keep_no_bytes(write: _Drive, read: _Drive, storage_bytes: int) -> None:
-    from runtime.storage import host, posix, spill_file
-    from runtime.storage.slab import Slab
+    from runtime.storage import file_space, host, posix
     from runtime.transfer import Engine
 
-    def copy(action: str, call: Any, slot: Any, chunk: Any, address: int, *, at_end: str) -> None:
+    def copy(action: str, call: Any, slot: Any, chunk: Any, address: int) -> None:
         (write if action == "write" else read).wait(chunk.length_bytes)
 
     changes: tuple[tuple[Any, str, Any], ...] = (
-        (Slab, "prefault", lambda self, processors: None),
+        (host._Slab, "prefault", lambda self, processors: None),
         (host, "check_host_memory", lambda size_bytes, limits: None),
         (posix, "_copy", copy),
         (os, "posix_fallocate", lambda file, offset, length: os.ftruncate(file, offset + length)),
-        (spill_file.SpillFile, "available_bytes", property(lambda self: storage_bytes)),
+        (file_space.SpillFile, "available_bytes", property(lambda self: storage_bytes)),
         (Engine, "verify", lambda self, size_bytes=0: None),
     )
     for owner, name, function in changes:

@@ -1,8 +1,11 @@
-"""Measures the copies that a GPU makes by itself to the host tier and back: each direction alone, and both at once."""
+"""Measures the copies that a GPU makes by itself to the host tier and back; and keeps it computing while others are measured."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Iterator
 from statistics import median
 
 import torch
@@ -18,10 +21,15 @@ _COPIES = 8
 _TRIALS = 3
 _LATENCY_TRIALS = 9
 _LANES = (Lane.OUTWARD, Lane.INWARD)
+_SIDE = 2048
+_PRODUCTS = 32
+"""Products of matrices that are queued at a time: about a millisecond."""
 
 
 def measure_host_links(streams: CudaStreams, store: HostStore, size_bytes: int = 256 << 20) -> LinkRates:
     """Measure rates over copies of `size_bytes` in all, by the GPU's clock, and the latency of a small copy.
+
+    Each direction is measured alone, and both at once.
 
     Waits until all copies have ended. Takes `size_bytes` of the GPU and of the store during that time; less if one of them
     has less, but at least 1 MiB. Raises StorageFullError if the store has less than that, StorageError if the GPU has.
@@ -105,3 +113,52 @@ def _latency(streams: CudaStreams, store: HostStore, slot: Slot, device: int, la
         streams.record(lane).wait()
         trials.append(time.perf_counter() - begun)
     return median(trials)
+
+
+@contextlib.contextmanager
+def computing(device: torch.device) -> Iterator[None]:
+    """Within, a stream of `device` multiplies matrices, and the default stream waits for each millisecond of that.
+
+    So paths to drives are measured as they will be in training. KvikIO's compatibility mode copies on streams that wait for the
+    default stream. In training the default stream waits for the lane of computation at the end of each region, so that such
+    copies wait for stages. An idle GPU does not show that.
+
+    Takes 24 MiB of the device, and what cuBLAS takes. Without room for them the device stays idle. Waits at the end until the
+    last product is done, and leaves nothing behind.
+    """
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    try:
+        with torch.cuda.stream(stream):
+            factor = torch.full((_SIDE, _SIDE), 1e-3, dtype=torch.bfloat16, device=device)
+            product = torch.empty_like(factor)
+    except torch.OutOfMemoryError:
+        yield
+        return
+    stop = threading.Event()
+
+    def compute() -> None:
+        before = _ended(stream)
+        while not stop.is_set():
+            with torch.cuda.stream(stream):
+                for _ in range(_PRODUCTS):
+                    torch.mm(factor, factor, out=product)
+            now = _ended(stream)
+            torch.cuda.default_stream(device).wait_event(now)
+            before.synchronize()  # never more than two portions ahead
+            before = now
+        before.synchronize()
+
+    thread = threading.Thread(target=compute, name="teraio computes while it measures", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        torch._C._cuda_clearCublasWorkspaces()  # this stream's: 32 MiB on Hopper, which nobody would use again
+
+
+def _ended(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

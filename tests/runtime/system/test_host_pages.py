@@ -1,17 +1,24 @@
-"""The processors near a device, read from a sysfs that the tests make, and threads that run on them."""
+"""Pages near a device, by a sysfs that the tests make; pinned pages, with functions that stand for those of the CUDA runtime."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
+import resource
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
-from runtime.system.numa import node_of, on_processors, pci_address, processors_near, processors_of
+from planner.errors import StorageError
+from runtime.system import PIN_CHUNK_BYTES, CudaPinner, on_processors, pci_address, processors_near
 
 GPU = "0000:3b:00.0"
+GIB = 1 << 30
+BASE = 0x7F00_0000_0000
 
 
 @pytest.fixture
@@ -36,16 +43,11 @@ def test_the_name_of_a_device() -> None:
     assert pci_address(0x10000, 0xFF, 0x1F) == "10000:ff:1f.0"
 
 
-def test_processors_of_a_node(two_nodes: Path) -> None:
-    assert processors_of(0, two_nodes) == {0, 1, 2, 3, 8, 9, 10, 11}
-    assert processors_of(1, two_nodes) == {4, 5, 6, 7, 12, 14}
-    assert processors_of(2, two_nodes) == frozenset()
-
-
 def test_processors_near_a_device(two_nodes: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert node_of(GPU.upper(), two_nodes) == 1
-    with caplog.at_level(logging.INFO, "runtime.system.numa"):
+    with caplog.at_level(logging.INFO, "runtime.system.host_pages"):
         assert processors_near(GPU, two_nodes) == {4, 5, 6, 7, 12, 14}
+        attach(two_nodes, "0")
+        assert processors_near(GPU.upper(), two_nodes) == {0, 1, 2, 3, 8, 9, 10, 11}
     assert not caplog.records
 
 
@@ -71,7 +73,7 @@ def test_why_it_makes_no_difference_is_logged(
     else:
         (nodes / "node1/cpulist").unlink()
         (nodes / "node1").rmdir()
-    with caplog.at_level(logging.INFO, "runtime.system.numa"):
+    with caplog.at_level(logging.INFO, "runtime.system.host_pages"):
         assert processors_near(GPU, two_nodes) is None
     assert [record.getMessage() for record in caplog.records] == [f"host memory is not placed near device {GPU}: {reason}"]
 
@@ -96,10 +98,62 @@ def test_a_thread_runs_on_the_processors_and_only_it() -> None:
 
 def test_processors_that_are_not_allowed_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
     allowed = os.sched_getaffinity(0)
-    with caplog.at_level(logging.INFO, "runtime.system.numa"):
+    with caplog.at_level(logging.INFO, "runtime.system.host_pages"):
         with on_processors(None):
             assert os.sched_getaffinity(0) == allowed
         assert not caplog.records
         with on_processors(frozenset({1022, 1023})):
             assert os.sched_getaffinity(0) == allowed
     assert "may not run on [1022, 1023]" in caplog.text
+
+
+class Runtime:
+    """Registers ranges, and refuses from `fails_at` on. It is an error to register twice, or to unregister what is not."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+        self.registered: dict[int, int] = {}
+        self.threads: set[int] = set()
+        self.most = 0
+
+    def register(self, address: int, size_bytes: int) -> str | None:
+        self.threads.add(threading.get_ident())
+        assert size_bytes <= PIN_CHUNK_BYTES and address not in self.registered
+        if self.fails_at is not None and address + size_bytes > self.fails_at:
+            return "CUDA error 2 (out of memory)"
+        self.registered[address] = size_bytes
+        self.most = max(self.most, len(self.registered))
+        return None
+
+    def unregister(self, address: int) -> str | None:
+        del self.registered[address]
+        return None
+
+    def pinner(self) -> CudaPinner:
+        return CudaPinner(torch.device("cuda"), register=self.register, unregister=self.unregister)
+
+
+def test_chunks_cover_the_range_and_all_are_taken_back() -> None:
+    runtime = Runtime()
+    pinner = runtime.pinner()
+    pinner.pin(BASE, 3 * GIB + 4096)
+    assert runtime.registered == {BASE: GIB, BASE + GIB: GIB, BASE + 2 * GIB: GIB, BASE + 3 * GIB: 4096}
+    pinner.unpin(BASE, 3 * GIB + 4096)
+    assert runtime.registered == {}
+
+
+def test_a_failure_leaves_nothing_pinned_and_names_value_limit_and_remedy() -> None:
+    runtime = Runtime(fails_at=BASE + 2 * GIB)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
+    with pytest.raises(
+        StorageError,
+        match=re.escape(
+            "cannot pin 3,221,225,472 bytes of host memory: CUDA error 2 (out of memory) after 2,147,483,648 bytes "
+            f"(limit on locked memory: {text}); raise the limit (ulimit -l, or the container's), or lower host_budget"
+        ),
+    ):
+        runtime.pinner().pin(BASE, 3 * GIB)
+    assert runtime.registered == {} and runtime.most == 2
+    # In a thread that ends: otherwise PyTorch finds the error of the failed call here, and takes it for one of its own.
+    assert runtime.threads and threading.get_ident() not in runtime.threads

@@ -1,20 +1,23 @@
-"""The errors of a store when the drive is full, broken or missing."""
+"""Stores in files: where the files are and how they are opened; the errors when a drive is full, broken or missing."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
-from runtime.storage.posix import PosixStore
+from runtime.storage import PosixStore
 
+from ..direct_io import refuse_direct_io
+from ..memory import Memory
 from ..slot_copies import COPIES, read_slot, write_slot
-from .memory import Memory
 
 MIB = 1 << 20
 Call = Callable[..., int]
@@ -24,6 +27,41 @@ Call = Callable[..., int]
 def plain_store(tmp_path: Path) -> Iterator[PosixStore]:
     store = PosixStore([tmp_path], budget_bytes=None)
     yield store
+    store.close()
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    return folders
+
+
+@pytest.mark.parametrize("way", ["direct", "refused", "buffered"])
+def test_files_are_private_reserved_and_opened_as_told(folders: list[Path], monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Direct I/O is taken if the file system has it and nobody has said no."""
+    if way == "refused":
+        refuse_direct_io(monkeypatch)
+    store = PosixStore(folders, budget_bytes=None, direct=way != "buffered")
+    store.ensure_capacity(10 * MIB + 1)
+    assert store.capacity_bytes == 10 * MIB + 4096 <= sum(os.stat(d / "blocks.spill").st_blocks for d in store.directories) * 512
+    slot = store.allocate(MIB, "weights")
+    for extent, directory, folder in zip(slot.extents, store.directories, folders, strict=True):
+        assert extent.path.parent == directory and directory.parent == folder
+        assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700 and stat.S_IMODE(os.stat(extent.path).st_mode) == 0o600
+        assert extent.drive == os.stat(extent.path).st_dev
+        assert bool(fcntl.fcntl(extent.file_descriptor, fcntl.F_GETFL) & os.O_DIRECT) == (way == "direct") == store.direct
+    store.close()
+
+
+def test_the_storage_budget_is_named_with_what_is_in_use(tmp_path: Path) -> None:
+    store = PosixStore([tmp_path], budget_bytes=6 * MIB)
+    store.allocate(5 * MIB, "weights")
+    with pytest.raises(
+        StorageFullError, match=r"\(5,242,880 in use\), but the storage_budget allows 6,291,456; raise storage_budget or"
+    ):
+        store.allocate(2 * MIB, "one too many")
     store.close()
 
 
@@ -57,15 +95,6 @@ def test_a_file_that_is_cut_short_between_writes(plain_store: PosixStore, call: 
         else:
             COPIES[call](plain_store, second, memory.address)
     assert raised.value.path == str(first.extents[0].path)
-
-
-def test_a_file_that_was_truncated_is_an_error_not_zeros(plain_store: PosixStore) -> None:
-    slot = plain_store.allocate(2 * MIB, "weights")
-    memory = Memory(2 * MIB, random=True)
-    write_slot(plain_store, slot, memory.address)
-    os.truncate(slot.extents[0].path, MIB)
-    with pytest.raises(StorageIOError, match="beyond the end of the file block 'weights'"):
-        read_slot(plain_store, slot, memory.address)
 
 
 def test_a_real_refusal_of_the_operating_system(plain_store: PosixStore) -> None:
@@ -114,11 +143,8 @@ def test_too_little_free_space_is_found_before_anything_is_reserved(
     assert plain_store.capacity_bytes == 5 * MIB
 
 
-def test_directories_on_one_drive_share_its_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parents = [tmp_path / "a", tmp_path / "b"]
-    for parent in parents:
-        parent.mkdir()
-    store = PosixStore(parents, budget_bytes=None)
+def test_directories_on_one_drive_share_its_free_space(tmp_path: Path, folders: list[Path]) -> None:
+    store = PosixStore(folders, budget_bytes=None)
     free = os.statvfs(tmp_path)
     with pytest.raises(StorageFullError):
         store.ensure_capacity(free.f_bavail * free.f_frsize + 64 * MIB)  # each half would fit
@@ -143,11 +169,8 @@ def test_a_drive_that_fills_up_while_room_is_reserved(
     assert (plain_store.directories[0] / "blocks.spill").stat().st_size == 0
 
 
-def test_room_that_is_there_already_counts_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parents = [tmp_path / "a", tmp_path / "b"]
-    for parent in parents:
-        parent.mkdir()
-    store = PosixStore(parents, budget_bytes=4 * MIB)
+def test_room_that_is_there_already_counts_wherever_it_is(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PosixStore(folders, budget_bytes=4 * MIB)
     real, calls = os.posix_fallocate, []
 
     def fail_once(descriptor: int, offset: int, length: int) -> None:
@@ -185,16 +208,29 @@ def test_a_limit_on_file_size_is_named(plain_store: PosixStore) -> None:
 
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="does not exist; create it"):
-        PosixStore([tmp_path / "absent"], budget_bytes=None)
-    with pytest.raises(StorageError, match="is not a directory"):
-        PosixStore([tmp_path / "file"], budget_bytes=None)
-    with pytest.raises(StorageError, match="one or several different directories"):
-        PosixStore([tmp_path, f"{tmp_path}/."], budget_bytes=None)
-    with pytest.raises(StorageError, match="one or several different directories"):
-        PosixStore([], budget_bytes=None)
-    with pytest.raises(StorageError, match=r"cannot be used: .*errno"):
-        PosixStore(["/proc"], budget_bytes=None)
-    with pytest.raises(StorageError, match="does not exist"):
-        PosixStore([tmp_path, tmp_path / "absent"], budget_bytes=None)
+    refused: list[tuple[list[Path | str], str]] = [
+        ([tmp_path / "absent"], "does not exist; create it"),
+        ([tmp_path / "file"], "is not a directory"),
+        ([tmp_path, f"{tmp_path}/."], "one or several different directories"),
+        ([], "one or several different directories"),
+        (["/proc"], r"cannot be used: .*errno"),
+        ([tmp_path, tmp_path / "absent"], "does not exist"),
+    ]
+    for directories, why in refused:
+        with pytest.raises(StorageError, match=why):
+            PosixStore(directories, budget_bytes=None)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]  # the run directory in the good one was removed
+
+
+def test_a_file_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def full(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if str(path).endswith(".spill"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(StorageError, match="cannot create a spill file: .*No space left.*; give another storage directory"):
+        PosixStore([tmp_path], budget_bytes=None)
+    assert not list(tmp_path.iterdir())
