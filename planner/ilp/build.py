@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from planner.ilp.block_classes import classes_of
 from planner.ilp.formulation import build_model
 from planner.ilp.model import CoarseModel
-from planner.ilp.rerun_classes import rerun_classes
+from planner.ilp.reruns import rerun_classes
 from planner.lp import SegmentGrid, host_update_windows, segments_of
 from planner.problem import Problem, RerunPlaces, in_units, solver_unit
 from planner.schema import Subgroup

@@ -21,7 +21,7 @@ from math import inf
 from planner.ilp.block_classes import BlockClass, ClassPeriod
 from planner.ilp.limits import add_capacity, add_link_time, add_shared_limit, add_updates, add_user_code
 from planner.ilp.model import CoarseModel, PeriodVariables, RerunClass
-from planner.ilp.recompute_rows import add_rerun_memory, add_rerun_reads, rerun_cost, reruns_in
+from planner.ilp.reruns import add_rerun_memory, add_rerun_reads, rerun_cost, reruns_in
 from planner.lp import HostUpdateWindows, Program, Segment, Terms, add_host_update, byte_scale
 from planner.problem import TIE_WEIGHT, Problem, Route, outward_weight
 

@@ -12,7 +12,6 @@ from planner.problem.host_updates import (
     states,
     total_bytes,
 )
-from planner.problem.layers import layer_of
 from planner.problem.lifetimes import (
     BlockActivity,
     InactivePeriod,
@@ -26,7 +25,7 @@ from planner.problem.lifetimes import (
 from planner.problem.problem import Decision, Decisions, Problem, Route, build_plan, copies_out, in_units, solver_unit
 from planner.problem.recompute import folded, made_bytes, recompute_seconds, recomputed, reruns_of, spelled_out
 from planner.problem.rerun_places import RerunPlaces
-from planner.problem.rerun_sets import by_kind, over_half, rounded, simple_sets, whole_layers
+from planner.problem.rerun_sets import by_kind, layer_of, over_half, rounded, simple_sets, whole_layers
 from planner.problem.shared_limits import SharedLimit, max_min_rates, of_equal_ranks
 from planner.problem.solver_settings import (
     DEFAULT_GAP,

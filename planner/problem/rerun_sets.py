@@ -5,11 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-from planner.problem.layers import layer_of
 from planner.problem.recompute import made_bytes
 from planner.schema import Trace
 
 __all__ = ["by_kind", "over_half", "rounded", "simple_sets", "whole_layers"]
+
+# An index, and each index further inside, with or without a name before it, as long as there is something inside it.
+_LAYER = re.compile(r"(.*?[./]\d+(?:(?:\.[^.\d{:][^.{:]*)?\.\d+(?=\.[^.]))*)(?:[./:]|$)")
+
+
+def layer_of(name: str) -> str | None:
+    """Return the beginning of a stage's name that is its layer's; None if it is in no layer.
+
+    It ends with the first index (`forward/layers.3` for `forward/layers.3.mlp.up`). Layers right inside a layer count by
+    themselves: `stages.0.blocks.3` for `stages.0.blocks.3.mlp.fc1`. A module without modules inside it is no layer there, such
+    as a part of a sequence: `layers.3` for `layers.3.mlp.0`.
+    """
+    found = _LAYER.match(name)
+    return found[1] if found is not None else None
 
 
 def rounded(trace: Trace, shares: Mapping[int, float]) -> frozenset[int]:

@@ -17,8 +17,21 @@ from planner.schema.plan import (
     Update,
     WaitingTier,
 )
-from planner.schema.recompute import NotRecomputed, RecomputeGroup
-from planner.schema.trace import Block, BlockKind, Hardware, Link, Phase, Rate, SharedRate, Stage, Subgroup, Tier, Trace
+from planner.schema.trace import (
+    Block,
+    BlockKind,
+    Hardware,
+    Link,
+    NotRecomputed,
+    Phase,
+    Rate,
+    RecomputeGroup,
+    SharedRate,
+    Stage,
+    Subgroup,
+    Tier,
+    Trace,
+)
 
 __all__ = [
     "Block",

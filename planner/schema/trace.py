@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
@@ -14,7 +15,6 @@ from planner.errors import TraceError
 from planner.schema.json_file import read_model, write_atomic
 from planner.schema.messages import describe
 from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Ids, Seconds, check_consecutive, check_ids
-from planner.schema.recompute import NotRecomputed, RecomputeGroup, check_group
 
 FORMAT = "teraio.trace"
 VERSION = 1
@@ -198,6 +198,29 @@ class Subgroup(FrozenModel):
     host_seconds: Seconds | None = None
 
 
+class RecomputeGroup(FrozenModel):
+    """What running the forward stage `stage` again makes: `blocks`, from `reads`, in `duration_seconds`.
+
+    `blocks`: movable blocks that begin to exist in the stage and that user code cannot reach. `reads`: all other blocks that the
+    stage reads; also those that die in the forward pass. `workspace_bytes`: the peak of a re-run beyond `reads` and `blocks`: the
+    stage's own workspace, and outputs that are not in `blocks`.
+    """
+
+    id: Id
+    stage: Id
+    blocks: Annotated[tuple[Id, ...], FailFast()] = Field(min_length=1)
+    reads: Ids
+    duration_seconds: Seconds
+    workspace_bytes: Bytes = 0
+
+
+class NotRecomputed(FrozenModel):
+    """A forward stage that cannot be run again, and why. For people; plans do not depend on it."""
+
+    stage: Id
+    reason: str
+
+
 class Trace(GrownModel):
     """One iteration as measured: stages in order, blocks with their uses, links.
 
@@ -280,7 +303,7 @@ class Trace(GrownModel):
             if group.stage in seen:
                 raise ValueError(f"recompute group {group.id} runs stage {group.stage} again as another does; leave one")
             seen.add(group.stage)
-            check_group(group, self.stages[group.stage], touched[group.stage])
+            _check_group(group, self.stages[group.stage], touched[group.stage])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -315,3 +338,30 @@ class Trace(GrownModel):
         content = self.model_dump(mode="json", by_alias=True)
         content["fingerprint"] = self.fingerprint
         return json.dumps(content, indent=1) + "\n"
+
+
+def _check_group(group: RecomputeGroup, stage: Stage, used: Iterable[Block]) -> None:
+    """Raise ValueError if running `stage` again does not make the group's blocks. `used`: all blocks that the stage uses."""
+    what = f"recompute group {group.id}"
+    if stage.phase != "forward":
+        raise ValueError(f"{what} runs stage {stage.id} again, which is of phase {stage.phase!r}; only forward stages can be")
+    born: dict[int, Block] = {}
+    before: dict[int, Block] = {}
+    for block in used:
+        (before if block.persistent or block.uses[0] < stage.id else born)[block.id] = block
+    for block in before.values():
+        if stage.id in block.writes:
+            raise ValueError(f"{what}: stage {stage.id} changes block {block.id}, which exists before it; leave the group out")
+    for number in group.blocks:
+        made = born.get(number)
+        if made is None or stage.id not in made.writes or not made.movable or made.user_visible:
+            raise ValueError(
+                f"{what} cannot make block {number}: that takes a movable activation or buffer that stage {stage.id} writes first"
+            )
+    if set(group.reads) != before.keys():
+        raise ValueError(
+            f"{what} reads the blocks {sorted(group.reads)[:20]}, its stage {sorted(before)[:20]}: name exactly these"
+        )
+    for label, ids in (("blocks", group.blocks), ("reads", group.reads)):
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"{what} names a block twice in {label}: {list(ids)[:20]}")

@@ -1,4 +1,4 @@
-"""Rows of the coarse program for forward stages that run again in the backward pass.
+"""Forward stages that run again in the backward pass, in the coarse program: which it cannot tell apart, and their rows.
 
 Symbols: c classes of like recompute groups (equal layers are one class, as far as they are in the same segments); κ(c) the
 segment in which they run again, which is as late as possible; d_c the seconds of all their re-runs; r_c ∈ [0, 1] how many of them
@@ -11,13 +11,52 @@ come twice; the exact stage sees that), unless a re-run no later makes it anew. 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from math import inf
 
-from planner.ilp.model import CoarseModel, PeriodVariables
-from planner.lp import Terms, Variable
-from planner.problem import TIE_WEIGHT, Problem
+from planner.ilp.model import CoarseModel, PeriodVariables, RerunClass
+from planner.lp import SegmentGrid, Terms, Variable
+from planner.problem import TIE_WEIGHT, Problem, RerunPlaces, made_bytes
+from planner.schema import RecomputeGroup
 
-__all__ = ["add_rerun_memory", "add_rerun_reads", "rerun_cost", "reruns_in"]
+__all__ = ["add_rerun_memory", "add_rerun_reads", "rerun_classes", "rerun_cost", "reruns_in"]
+
+
+def rerun_classes(problem: Problem, places: RerunPlaces, grid: SegmentGrid, unit_seconds: float) -> list[RerunClass]:
+    """Put groups together whose stages and places are in the same segments, and that take about as long for their bytes.
+
+    Equal layers are one class, as far as they are in the same segments. Groups whose blocks are away for no segment are left out.
+    """
+    found: dict[tuple[int, int, str], list[RecomputeGroup]] = {}
+    for number, place in places.alone.items():
+        group = problem.source.recompute[number]
+        begin, end = grid.span_of(group.stage), grid.span_of(place)
+        size = made_bytes(problem.source, group)
+        if end - begin >= 2 and size:
+            found.setdefault((begin, end, f"{group.duration_seconds / size:.0e}"), []).append(group)
+    return [
+        RerunClass(
+            groups=tuple(group.id for group in groups),
+            end=end,
+            seconds=sum(group.duration_seconds for group in groups) / unit_seconds,
+            room_bytes=max(group.workspace_bytes for group in groups),
+            held_bytes=_held(problem, groups, grid, end),
+            reads=frozenset(block for group in groups for block in group.reads),
+        )
+        for (_, end, _), groups in found.items()
+    ]
+
+
+def _held(problem: Problem, groups: Iterable[RecomputeGroup], grid: SegmentGrid, end: int) -> dict[int, int]:
+    """By segment, the bytes that live on between their last use and the segment `end` of the re-run."""
+    held: dict[int, int] = {}
+    for number in {block for group in groups for block in group.reads}:
+        block = problem.trace.blocks[number]
+        if block.persistent:
+            continue
+        for k in range(grid.span_of(block.last_stage) + 1, end):
+            held[k] = held.get(k, 0) + block.size_bytes
+    return held
 
 
 def rerun_cost(model: CoarseModel) -> Terms:
