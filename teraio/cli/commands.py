@@ -15,9 +15,8 @@ import planner
 from planner.schema import printable
 from teraio import __version__
 from teraio.cli.arguments import with_solver_options
-from teraio.cli.file_commands import inspect, schema
 from teraio.cli.machine_commands import advise, capture, doctor
-from teraio.cli.plan_commands import compare, plan, simulate, sweep
+from teraio.cli.plan_commands import compare, inspect, plan, schema, simulate, sweep
 from teraio.cli.report.command import report
 
 app = typer.Typer(

@@ -1,116 +1,145 @@
-"""The results of `teraio compare` (policies side by side) and `teraio sweep` (time against budget), also as JSON."""
+"""The results of `teraio compare` (policies side by side) and `teraio sweep` (time against budget), and their pages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 import planner
-from planner.errors import TeraioError
 from planner.problem import SolverSettings, live_bytes
-from planner.schema import Budgets, FrozenModel, Predicted
-
-__all__ = ["Comparison", "Sweep", "SweepPoint", "Verdict", "compare_policies", "sweep_budgets"]
+from teraio.cli.output import Column, Data, Facts, Page, Table, budget_facts, data_of, exact_bytes, format_bytes, format_seconds
 
 Progress = Callable[[str], None]
 """Called with a text that says what is being planned now."""
 
 
-class Verdict(FrozenModel):
-    """One policy: its prediction from the simulator, or the error that it ended with."""
-
-    policy: str
-    predicted: Predicted | None = None
-    error: str = ""
-
-
-class Comparison(FrozenModel):
-    """All policies under the same budgets. `lower_bound_seconds`: no plan is faster than this; None if no policy found a plan."""
-
-    trace_name: str
-    budgets: Budgets
-    ideal_seconds: float
-    lower_bound_seconds: float | None
-    verdicts: tuple[Verdict, ...]
-
-
-class SweepPoint(FrozenModel):
-    """One device budget. `planned_for_bytes`: the budget that the best plan was made for; it is this budget or a smaller one."""
-
-    device_bytes: int
-    planned_for_bytes: int | None = None
-    predicted: Predicted | None = None
-    error: str = ""
-
-
-class Sweep(FrozenModel):
-    """Iteration time for each device budget, ascending. A larger budget is never slower."""
-
-    trace_name: str
-    policy: str
-    ideal_seconds: float
-    floor_bytes: int
-    peak_bytes: int
-    points: tuple[SweepPoint, ...]
-
-
 def compare_policies(
-    trace: planner.Trace, budgets: Budgets, policies: Sequence[str], *, settings: SolverSettings, progress: Progress
-) -> Comparison:
-    """Plan with each policy, one after the other, and compare. Raises OptionsError for an unknown policy."""
-    verdicts = []
+    trace: planner.Trace, budgets: planner.Budgets, policies: Sequence[str], *, settings: SolverSettings, progress: Progress
+) -> Data:
+    """Plan with each policy under the same budgets, one after the other. Raises OptionsError for an unknown policy.
+
+    `verdicts`: for each policy the prediction from the simulator (None without a plan), and the error that it ended with.
+    `lower_bound_seconds`: no plan is faster than this; None if no policy found a plan.
+    """
+    verdicts: list[Data] = []
     for policy in policies:
         progress(f"planning with {policy}")
-        try:
-            made = planner.plan(trace, budgets, policy=policy, **asdict(settings))
-        except planner.OptionsError:
-            raise
-        except TeraioError as error:
-            verdicts.append(Verdict(policy=policy, error=str(error)))
-        else:
-            verdicts.append(Verdict(policy=policy, predicted=made.predicted))
-    bounds = [verdict.predicted.lower_bound_seconds for verdict in verdicts if verdict.predicted is not None]
-    return Comparison(
-        trace_name=trace.name,
-        budgets=budgets,
-        ideal_seconds=trace.ideal_seconds,
-        lower_bound_seconds=max(bounds, default=None),
-        verdicts=tuple(verdicts),
-    )
+        made, error = _planned(trace, budgets, policy, settings)
+        verdicts.append({"policy": policy, "predicted": made and data_of(made)["predicted"], "error": error})
+    bounds = [verdict["predicted"]["lower_bound_seconds"] for verdict in verdicts if verdict["predicted"]]
+    return {
+        "trace_name": trace.name,
+        "budgets": data_of(budgets),
+        "ideal_seconds": trace.ideal_seconds,
+        "lower_bound_seconds": max(bounds, default=None),
+        "verdicts": verdicts,
+    }
 
 
 def sweep_budgets(
     trace: planner.Trace,
     device_bytes: Sequence[int],
-    budgets: Budgets,
+    budgets: planner.Budgets,
     policy: str,
     *,
     settings: SolverSettings,
     progress: Progress,
-) -> Sweep:
+) -> Data:
     """Plan for each of `device_bytes`, with the other budgets as in `budgets`.
 
     A plan for a smaller budget is a candidate for a larger one, so that a larger budget is never slower.
+    `points`: by device budget, ascending. `planned_for_bytes`: the budget that the best plan was made for, which is this one or
+    a smaller one; None without a plan.
     """
-    points: list[SweepPoint] = []
-    incumbents: list[planner.Plan] = []
+    points: list[Data] = []
+    best: planner.Plan | None = None
     for number, size in enumerate(sorted(device_bytes), 1):
         progress(f"planning for {size:,} bytes, {number} of {len(device_bytes)}")
         tried = budgets.model_copy(update={"device_bytes": size})
-        try:
-            made = planner.plan(trace, tried, policy=policy, incumbents=incumbents, **asdict(settings))
-        except planner.OptionsError:
-            raise
-        except TeraioError as error:
-            points.append(SweepPoint(device_bytes=size, error=str(error)))
-            continue
-        incumbents = [made]
-        points.append(SweepPoint(device_bytes=size, planned_for_bytes=made.budgets.device_bytes, predicted=made.predicted))
-    return Sweep(
-        trace_name=trace.name,
-        policy=policy,
-        ideal_seconds=trace.ideal_seconds,
-        floor_bytes=planner.floor(trace)[0],
-        peak_bytes=max(live_bytes(trace)),
-        points=tuple(points),
-    )
+        made, error = _planned(trace, tried, policy, settings, [best] if best else [])
+        planned_for = made and made.budgets.device_bytes
+        predicted = made and data_of(made)["predicted"]
+        points.append({"device_bytes": size, "planned_for_bytes": planned_for, "predicted": predicted, "error": error})
+        best = made or best
+    return {
+        "trace_name": trace.name,
+        "policy": policy,
+        "ideal_seconds": trace.ideal_seconds,
+        "floor_bytes": planner.floor(trace)[0],
+        "peak_bytes": max(live_bytes(trace)),
+        "points": points,
+    }
+
+
+def _planned(
+    trace: planner.Trace,
+    budgets: planner.Budgets,
+    policy: str,
+    settings: SolverSettings,
+    incumbents: Sequence[planner.Plan] = (),
+) -> tuple[planner.Plan | None, str]:
+    """Return a plan, or None and why there is none. Raises OptionsError for an unknown policy."""
+    try:
+        return planner.plan(trace, budgets, policy=policy, incumbents=incumbents, **asdict(settings)), ""
+    except planner.OptionsError:
+        raise
+    except planner.TeraioError as error:
+        return None, str(error)
+
+
+def comparison_page(comparison: Data) -> Page:
+    """Show policies side by side, and the bound that none can beat."""
+    bound = comparison["lower_bound_seconds"]
+    overview = {
+        "trace": comparison["trace_name"],
+        **budget_facts(comparison["budgets"]),
+        "without waiting": format_seconds(comparison["ideal_seconds"]),
+        "no plan is faster than": "" if bound is None else format_seconds(bound),
+    }
+    return Facts(overview), comparison_table(comparison)
+
+
+def comparison_table(comparison: Data) -> Table:
+    """Return a row for each policy."""
+    achieved = _achieved(">over the bound", comparison["lower_bound_seconds"])
+    return Table(columns={"policy": "policy", **achieved, "note": "error"}, rows=comparison["verdicts"])
+
+
+def sweep_page(sweep: Data) -> Page:
+    """Show iteration time against device budget."""
+    overview = {
+        "trace": sweep["trace_name"],
+        "policy": sweep["policy"],
+        "without waiting": format_seconds(sweep["ideal_seconds"]),
+        "floor (smallest budget)": exact_bytes(sweep["floor_bytes"]),
+        "peak if nothing moves": exact_bytes(sweep["peak_bytes"]),
+    }
+    return Facts(overview), sweep_table(sweep)
+
+
+def sweep_table(sweep: Data) -> Table:
+    """Return a row for each device budget."""
+
+    def note(point: Data) -> str:
+        planned_for = point["planned_for_bytes"]
+        smaller = planned_for is not None and planned_for < point["device_bytes"]
+        return f"the plan for {format_bytes(planned_for)}" if smaller else point["error"]
+
+    achieved = _achieved(">over the ideal", sweep["ideal_seconds"])
+    return Table(columns={">device budget": "device_bytes", **achieved, "note": note}, rows=sweep["points"])
+
+
+def _achieved(over: str, seconds: float | None) -> Mapping[str, Column]:
+    """Return the columns of what a plan achieves. over: the name of that for its time beyond `seconds`."""
+
+    def beyond(row: Data) -> str:
+        return f"{row['predicted']['iteration_seconds'] / seconds - 1:.1%}" if row["predicted"] and seconds else ""
+
+    return {
+        ">iteration": "predicted.iteration_seconds",
+        over: beyond,
+        ">stall": "predicted.stall_seconds",
+        ">recomputed": lambda row: row["predicted"] and format_seconds(row["predicted"].get("recompute_seconds", 0.0)),
+        ">moved": lambda row: row["predicted"] and format_bytes(sum(row["predicted"]["moved_bytes"].values())),
+        ">written to storage": "predicted.storage_written_bytes",
+    }

@@ -1,12 +1,20 @@
-"""The commands about machines: what a step would need of one (capture), what would help (advise), what this one has (doctor)."""
+"""The commands about machines: what a step would need of one (capture), what would help (advise), what this one has (doctor).
+
+`capture` and `doctor` need torch, which is imported when they run.
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 import planner
 from planner.problem import SolverSettings
@@ -14,13 +22,23 @@ from planner.schema import write_atomic
 from teraio.advice import Case
 from teraio.advice import advise as advice_of
 from teraio.cli import arguments
-from teraio.cli.advice_tables import advice_tables
 from teraio.cli.arguments import AsJson, Device, Host, Rows, Storage, TraceFile, with_solver_options
-from teraio.cli.capture import captured
-from teraio.cli.doctor import doctor_tables, examined
-from teraio.cli.output import save, show_or_print
-from teraio.cli.trace_summary import summarise_trace
-from teraio.cli.trace_tables import trace_tables
+from teraio.cli.output import (
+    Column,
+    Data,
+    Facts,
+    Page,
+    Table,
+    budget_facts,
+    data_of,
+    exact_bytes,
+    format_bytes,
+    format_seconds,
+    save,
+    show_or_print,
+    some_seconds,
+)
+from teraio.cli.trace_summary import summarise_trace, trace_page
 from teraio.options import require_directory
 
 
@@ -52,10 +70,38 @@ def capture(
     require_directory("--output", output.parent)
     size = None if subgroup is None else arguments.size("--subgroup", subgroup)
     with Console(stderr=True).status("capturing"):
-        trace = captured(target, hardware, name, size, calibrate, smaller)
+        training = _function_of(target)
+        from teraio.capturing import capture as capture_trace
+
+        trace = capture_trace(
+            training,
+            hardware=hardware,
+            name=name,
+            subgroup_bytes=size,
+            calibrate=calibrate,
+            smaller=None if smaller is None else _function_of(smaller),
+        )
     save(trace, output)
     summary = summarise_trace(trace)
-    show_or_print(summary, trace_tables(summary, rows), as_json=as_json)
+    show_or_print(summary, trace_page(summary, rows), as_json=as_json)
+
+
+def _function_of(target: str) -> Callable[[], Any]:
+    """Import the function that a text such as "examples.captures:llama" names; modules of the current directory are found."""
+    module_name, _, function_name = target.partition(":")
+    if not module_name or not function_name:
+        raise planner.OptionsError(f"capture: found {target!r}, wanted MODULE:FUNCTION, such as examples.captures:llama_3_8b")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise planner.OptionsError(f"capture: {error}; run the command in the directory that has the module") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise planner.OptionsError(
+            f"capture: module {module_name} ({getattr(module, '__file__', None)}) has no function {function_name!r}"
+        )
+    return function  # type: ignore[no-any-return]
 
 
 @with_solver_options
@@ -93,9 +139,45 @@ def advise(
             progress=status.update,
             made=keep,
         )
-    show_or_print(found, advice_tables(found), as_json=as_json)
+    data = data_of(found)
+    show_or_print(data, _advice_page(data), as_json=as_json)
     if found.answers[0].predicted is None:
         raise typer.Exit(1)
+
+
+def _advice_page(advice: Data) -> Page:
+    """Show what was asked for, then each change beside it."""
+    asked = advice["answers"][0]
+    overview = {
+        "trace": advice["trace_name"],
+        **budget_facts(asked["budgets"]),
+        "smallest device budget": exact_bytes(asked["floor_bytes"]),
+        "peak if nothing moves": exact_bytes(asked["peak_bytes"]),
+        "does it fit": asked["fit"] if asked["predicted"] else f"{asked['fit']}: {asked['reason']}",
+        "what holds it up": _held_up(asked),
+    }
+    columns: dict[str, Column] = {
+        "case": "what",
+        "fits": "fit",
+        ">iteration": "predicted.iteration_seconds",
+        ">without waiting": lambda answer: answer["predicted"] and format_seconds(answer["ideal_seconds"]),
+        ">speed": lambda answer: "" if answer["speed"] is None else f"{answer['speed']:.2f}x",
+        "held up by": _held_up,
+        ">recomputed": lambda answer: answer["predicted"] and some_seconds(answer["predicted"].get("recompute_seconds")),
+        ">written a day": _written,
+        ">drives last": lambda answer: "" if answer["lifetime_days"] is None else f"{answer['lifetime_days']:,.0f} days",
+    }
+    return Facts(overview), Table(columns=columns, rows=advice["answers"])
+
+
+def _held_up(answer: Data) -> str:
+    return answer["holds_up"] or ("computation" if answer["predicted"] else "")
+
+
+def _written(answer: Data) -> str:
+    if not answer["predicted"]:
+        return ""
+    return format_bytes(answer["written_bytes_per_day"]) if answer["written_bytes_per_day"] else "nothing"
 
 
 def doctor(
@@ -110,10 +192,28 @@ def doctor(
     Exit code 1 if something is missing."""
     if hardware_out is not None:
         require_directory("--hardware-out", hardware_out.parent)
+    import torch
+
+    from teraio.doctor import examine, measured_machine
+
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen not in ("cpu", "cuda"):
+        raise planner.OptionsError(f"option --device: found {device!r}, wanted cpu or cuda")
+    where, directories = torch.device(chosen), storage or []
     with Console(stderr=True).status("looking at this machine"):
-        found, described = examined(storage or [], device, describe=hardware_out is not None)
+        found = examine(directories, where)
+        described = None if hardware_out is None else measured_machine(directories, where)
     if hardware_out is not None and described is not None:
         write_atomic(hardware_out, described.model_dump_json(by_alias=True, indent=1) + "\n")
-    show_or_print(found, doctor_tables(found), as_json=as_json)
+    styles = {"ok": "green", "note": "", "slow": "yellow", "missing": "bold red"}
+    columns: dict[str, Column] = {
+        "looked at": "what",
+        "": lambda finding: Text(finding["verdict"], style=styles[finding["verdict"]]),
+        "found": "found",
+        "what follows": "effect",
+        "what to do": "remedy",
+    }
+    data = data_of(found)
+    show_or_print(data, [Table(columns=columns, rows=data["findings"])], as_json=as_json)
     if not found.healthy:
         raise typer.Exit(1)

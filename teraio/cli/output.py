@@ -1,13 +1,60 @@
-"""What a command gives: a file that it writes, and tables or JSON on standard output."""
+"""What a command gives: a file that it writes, and tables or the same data as JSON on standard output.
+
+This is the only place that renders. A command makes data, which `--json` prints, and declares a page over the same data: facts by
+name, and tables as columns of rows. Names of fields tell units, so that a column is mostly the name of a field.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from rich import table as rich_table
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 
 import planner
-from planner.schema import FrozenModel
-from teraio.cli.tables import Page, show, write_out
+from planner.schema import FrozenModel, printable
+
+_WIDE = 300
+
+Data = dict[str, Any]
+"""What JSON can say."""
+
+Column = str | Callable[[Data], Any]
+"""A field of the row (`"size_bytes"`, or `"predicted.stall_seconds"` of what may be None), or a function that makes text of the
+row; None is an empty cell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows under the names of columns. A table without rows is left out of its page.
+
+    A leading ">" in a column's name aligns it to the right, "|" only keeps it in one line. `most`: how many rows are shown;
+    the title tells if there are more.
+    """
+
+    columns: Mapping[str, Column]
+    rows: Sequence[Data]
+    title: str = ""
+    most: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Values beside their names. Those that are empty are left out."""
+
+    entries: Mapping[str, str]
+    title: str = ""
+
+
+Page = Sequence[Table | Facts | str]
+"""Parts that are printed with an empty line between them."""
 
 
 def save(made: planner.Plan | planner.Trace, path: Path) -> None:
@@ -18,9 +65,142 @@ def save(made: planner.Plan | planner.Trace, path: Path) -> None:
         raise planner.TeraioError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def show_or_print(model: FrozenModel, page: Page, *, as_json: bool) -> None:
-    """Print the model as JSON if that is asked for, else the tables that show it. Raises as `write_out` does."""
+def data_of(model: FrozenModel) -> Data:
+    """Return a model as data."""
+    return model.model_dump(mode="json", by_alias=True)
+
+
+def show_or_print(data: Data, page: Page, *, as_json: bool) -> None:
+    """Print the data as JSON if that is asked for, else the page that shows it. Raises as `write_out` does."""
     if as_json:
-        write_out(json.dumps(model.model_dump(mode="json", by_alias=True), indent=1))
-    else:
-        show(page)
+        write_out(json.dumps(data, indent=1))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDE  # a file is as wide as needed, so that programs find each row in one line
+    parts = [part for part in page if not isinstance(part, Table) or part.rows]
+    with _explained(), console.capture() as capture:
+        for position, part in enumerate(parts):
+            console.print(*([""] if position else []), _rendered(part), sep="\n")
+    text = "\n".join(line.rstrip() for line in capture.get().splitlines())
+    write_out(text.encode(console.encoding, "replace").decode(console.encoding))  # the terminal may lack a character
+
+
+def write_out(text: str) -> None:
+    """Print to the standard output at once. Raises TeraioError if it cannot be written, and BrokenPipeError."""
+    with _explained():
+        print(text, flush=True)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # whoever read it has enough: the command ends quietly
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # otherwise the interpreter writes what is left when it ends, and fails again
+        raise planner.TeraioError(f"the standard output cannot be written: {error.strerror}") from error
+
+
+def _rendered(part: Table | Facts | str) -> RenderableType:
+    if isinstance(part, str):
+        return _plain(part)
+    shown = _facts(part.entries) if isinstance(part, Facts) else _rows(part)
+    title = part.title
+    if isinstance(part, Table) and part.most is not None and part.most < len(part.rows):
+        title += f": {part.most} of {len(part.rows)} (--rows shows more)"
+    return Group(Text(title, style="bold"), shown) if title else shown
+
+
+def _rows(part: Table) -> RenderableType:
+    shown = rich_table.Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in part.columns:
+        whole = name.startswith((">", "|"))  # numbers stay in one line to be compared; long names are folded, never cut
+        justify: Any = "right" if name.startswith(">") else "left"
+        shown.add_column(name.lstrip(">|"), justify=justify, overflow="fold", no_wrap=whole)
+    for row in part.rows[: part.most]:
+        shown.add_row(*(_plain(cell(row, column)) for column in part.columns.values()))
+    return shown
+
+
+def _facts(entries: Mapping[str, str]) -> RenderableType:
+    shown = rich_table.Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    shown.add_column(no_wrap=True)
+    shown.add_column(overflow="fold")
+    for name, value in entries.items():
+        if value:
+            shown.add_row(name, _plain(value))
+    return shown
+
+
+def _plain(text: str | Text) -> Text:
+    """Return text that is shown as it is. Names come from files: no markup, no characters that a terminal might act on."""
+    return text if isinstance(text, Text) else Text(printable(text))
+
+
+def cell(row: Data, column: Column) -> Any:
+    """Return what stands in a column of a row: a field in the unit that its name tells, "" for None."""
+    if not isinstance(column, str):
+        return column(row) or ""
+    value: Any = row
+    for name in column.split("."):
+        value = None if value is None else value.get(name)
+    if value is None:
+        return ""
+    if column.endswith("bytes_per_second"):
+        return f"{format_bytes(value)}/s"
+    if column.endswith("_bytes"):
+        return format_bytes(value)
+    if column.endswith("seconds"):
+        return format_seconds(value)
+    return f"{value:.1%}" if column.endswith(("_fraction", "_share")) else str(value)
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Return "1.50 GiB", "64.0 MiB" or "10 B": three digits, so that columns are easy to compare."""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= scale:
+            return f"{_three_digits(size_bytes / scale)} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return "1.50 s", "64.0 ms" or "3.00 µs"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return "0 s" if seconds <= 0 else f"{seconds / 1e-9:.0f} ns"
+
+
+def some_seconds(seconds: float | None) -> str:
+    """Return "" for None and for 0, so that a fact is left out."""
+    return format_seconds(seconds) if seconds else ""
+
+
+def exact_bytes(size_bytes: int | None) -> str:
+    """Return "1.50 GiB (1,610,612,736 bytes)"; "" for None."""
+    if size_bytes is None:
+        return ""
+    rounded = format_bytes(size_bytes)
+    return rounded if size_bytes < 1024 else f"{rounded} ({size_bytes:,} bytes)"
+
+
+def budget_facts(budgets: Data) -> dict[str, str]:
+    """Return the budgets as facts."""
+    return {f"{tier} budget": exact_bytes(budgets[f"{tier}_bytes"]) or "no limit" for tier in ("device", "host", "storage")}
+
+
+def share(part: float, whole: float) -> str:
+    """Return "12.5%"; 0 if `whole` is 0."""
+    return f"{part / whole if whole else 0.0:.1%}"
+
+
+def named(number: int | None, name: str | None) -> str:
+    """Return the number of a stage or block, with its name if that is known; "" for None."""
+    return " ".join(str(each) for each in (number, name) if each is not None)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"

@@ -1,8 +1,10 @@
-"""The commands that make plans and replay them: plan, simulate, compare, sweep."""
+"""The commands about plans and traces: plan, simulate, compare and sweep; inspect shows what is in a file, schema its format."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +12,10 @@ import typer
 from rich.console import Console
 
 import planner
+from planner.errors import FileFormatError
 from planner.policies import POLICIES
 from planner.problem import SolverSettings
+from planner.schema import FrozenModel, printable, read_format
 from teraio.cli import arguments
 from teraio.cli.arguments import (
     AsJson,
@@ -24,13 +28,25 @@ from teraio.cli.arguments import (
     TraceFile,
     with_solver_options,
 )
-from teraio.cli.comparison import compare_policies, sweep_budgets
-from teraio.cli.comparison_tables import comparison_tables, sweep_tables
-from teraio.cli.output import save, show_or_print
-from teraio.cli.plan_summary import summarise_plan
-from teraio.cli.plan_tables import plan_tables, replay_tables
-from teraio.cli.replay_summary import summarise_replay
+from teraio.cli.comparison import compare_policies, comparison_page, sweep_budgets, sweep_page
+from teraio.cli.output import data_of, save, show_or_print, write_out
+from teraio.cli.plan_summary import plan_page, summarise_plan
+from teraio.cli.replay_summary import replay_page, summarise_replay
+from teraio.cli.trace_summary import summarise_trace, trace_page
 from teraio.options import require_directory
+
+FORMATS: dict[str, type[planner.Trace] | type[planner.Plan]] = {
+    "teraio.trace": planner.Trace,
+    "teraio.plan": planner.Plan,
+}
+SCHEMAS: dict[str, type[FrozenModel]] = {"trace": planner.Trace, "plan": planner.Plan}
+
+
+class FileKind(StrEnum):
+    """The file formats."""
+
+    TRACE = "trace"
+    PLAN = "plan"
 
 
 @with_solver_options
@@ -55,7 +71,7 @@ def plan(
         made = planner.plan(loaded, budgets, policy=policy, **asdict(settings))
     if output is not None:
         save(made, output)
-    show_or_print(made, plan_tables(summarise_plan(made, loaded), rows), as_json=as_json)
+    show_or_print(data_of(made), plan_page(summarise_plan(made, loaded), rows), as_json=as_json)
 
 
 def simulate(
@@ -68,7 +84,7 @@ def simulate(
     processor, and the critical path."""
     loaded, decided = planner.Trace.load(trace), planner.Plan.load(plan)
     summary = summarise_replay(loaded, decided, planner.simulate(loaded, decided))
-    show_or_print(summary, replay_tables(summary, rows), as_json=as_json)
+    show_or_print(summary, replay_page(summary, rows), as_json=as_json)
 
 
 @with_solver_options
@@ -87,9 +103,9 @@ def compare(
     loaded = planner.Trace.load(trace)
     with Console(stderr=True).status("planning") as status:
         found = compare_policies(loaded, budgets, policy or list(POLICIES), settings=settings, progress=status.update)
-    if all(verdict.predicted is None for verdict in found.verdicts):
-        raise planner.TeraioError(f"no policy finds a plan: {found.verdicts[0].error}")
-    show_or_print(found, comparison_tables(found), as_json=as_json)
+    if found["lower_bound_seconds"] is None:
+        raise planner.TeraioError(f"no policy finds a plan: {found['verdicts'][0]['error']}")
+    show_or_print(found, comparison_page(found), as_json=as_json)
 
 
 @with_solver_options
@@ -117,6 +133,47 @@ def sweep(
             settings=settings,
             progress=status.update,
         )
-    if found.points[-1].predicted is None:
-        raise planner.TeraioError(f"no budget of the range suffices: {found.points[-1].error}")
-    show_or_print(found, sweep_tables(found), as_json=as_json)
+    if found["points"][-1]["predicted"] is None:
+        raise planner.TeraioError(f"no budget of the range suffices: {found['points'][-1]['error']}")
+    show_or_print(found, sweep_page(found), as_json=as_json)
+
+
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace or a plan.")],
+    trace: Annotated[Path | None, typer.Option(help="The trace of the plan, for names, sizes and stalls.")] = None,
+    tbw: Annotated[
+        str | None,
+        typer.Option(help="Rated bytes written of the drives (TBW), such as 600TB. Shows how long they last."),
+    ] = None,
+    as_json: AsJson = False,
+    rows: Rows = 10,
+) -> None:
+    """Show what a trace or a plan contains. A trace: stages, memory over time, idle blocks, updates that can run on the host, the
+    smallest budget. A plan: moves, updates on the host, predictions; with --trace also why each block moves and why the iteration
+    takes as long as it does."""
+    loaded = _load(file)
+    if isinstance(loaded, planner.Plan):
+        named = None if trace is None else planner.Trace.load(trace)
+        found = summarise_plan(loaded, named, rated_bytes=None if tbw is None else arguments.size("--tbw", tbw))
+        show_or_print(found, plan_page(found, rows), as_json=as_json)
+        return
+    if trace is not None:
+        raise planner.OptionsError(f"option --trace: {file} is a trace itself; leave the option out")
+    if tbw is not None:
+        raise planner.OptionsError(f"option --tbw: {file} is a trace; only a plan tells what is written")
+    found = summarise_trace(loaded)
+    show_or_print(found, trace_page(found, rows), as_json=as_json)
+
+
+def schema(kind: Annotated[FileKind, typer.Argument(help="The file format.")]) -> None:
+    """Print the JSON Schema of a file format."""
+    write_out(json.dumps(SCHEMAS[kind.value].model_json_schema(), indent=1))
+
+
+def _load(path: Path) -> planner.Trace | planner.Plan:
+    """Return the trace or plan in a file. Raises FileFormatError if it is neither or is damaged."""
+    found = read_format(path)
+    if found is None or found not in FORMATS:
+        shown = repr(found and printable(found, most=60))
+        raise FileFormatError(f"{path}: field 'format' is {shown}; this command takes {' and '.join(map(repr, FORMATS))} only")
+    return FORMATS[found].load(path)

@@ -1,4 +1,4 @@
-"""The result of `teraio plan` and `teraio inspect PLAN`: a plan in numbers and why its blocks move, also as JSON."""
+"""The result of `teraio plan` and `teraio inspect PLAN`: a plan and why its blocks move, its data and its page."""
 
 from __future__ import annotations
 
@@ -6,114 +6,60 @@ from collections.abc import Sequence
 
 import planner
 from planner.problem import live_bytes
-from planner.schema import FrozenModel, Predicted, SolverReport
-from teraio.cli.recompute_summary import RerunSummary, summarise_reruns
-from teraio.cli.replay_summary import CriticalSummary, LinkSummary, ProcessorSummary, StallSummary, summarise_replay
-
-__all__ = ["HostUpdateSummary", "MoveSummary", "PlanSummary", "summarise_moves", "summarise_plan"]
-
-
-class MoveSummary(FrozenModel):
-    """One move of the plan. Names, size and reason are None without the trace.
-
-    `offload_start` is None if the block has a valid copy and is only dropped. `prefetch_start` is None if the block does not come
-    back: an update on the host consumes it, or nothing uses it before it dies.
-    The reason: suppose that no block ever left. Of the stages that run while this block is away, `relieved_stage` would exceed
-    the device budget the most, by `excess_bytes`. Both are None if no such stage would exceed it.
-    `host_update`: the subgroup whose update on the host needs the block there; such a move needs no other reason.
-    """
-
-    block: int
-    block_name: str | None
-    size_bytes: int | None
-    tier: str
-    after: int
-    after_name: str | None
-    before: int
-    before_name: str | None
-    offload_start: int | None
-    prefetch_start: int | None
-    relieved_stage: int | None
-    relieved_name: str | None
-    excess_bytes: int | None
-    host_update: int | None
+from teraio.cli.output import (
+    Column,
+    Data,
+    Facts,
+    Page,
+    Table,
+    budget_facts,
+    exact_bytes,
+    format_bytes,
+    format_seconds,
+    named,
+    share,
+    some_seconds,
+)
+from teraio.cli.replay_summary import critical_fact, links_table, peak_facts, processor_fact, summarise_replay, waiting
+from teraio.cli.trace_summary import copy_seconds
 
 
-class HostUpdateSummary(FrozenModel):
-    """An optimizer subgroup that is updated on the host. All fields but `subgroup` are None without the trace.
-
-    `stage`: the stage that would update it on the device. `seconds`: duration of the update on the host's processor.
-    """
-
-    subgroup: int
-    stage: int | None
-    stage_name: str | None
-    elements: int | None
-    seconds: float | None
-
-
-class PlanSummary(FrozenModel):
-    """A plan. Stages are numbered as in `planner.recomputed`: a stage that runs again counts as one more.
-
-    `moves`: by size, largest first; in the plan's order without the trace.
-
-    `dropped`: number of moves without a copy out. `subgroups`: how many the trace has. `host_updates`: those that are updated on
-    the host, in that order. `stalls`: longest first. `stalls`, `links`, `host_processor` and `critical` come from a replay; they
-    and `subgroups` are None without the trace.
-    `drive_lifetime_seconds`: training time without a break until the rated bytes of the drives (TBW) are written; None if that
-    was not asked for, or if nothing is written.
-    """
-
-    policy: str
-    trace_fingerprint: str
-    trace_name: str | None
-    budgets: planner.Budgets
-    solver: SolverReport
-    predicted: Predicted | None
-    blocks_moved: int
-    dropped: int
-    moves: tuple[MoveSummary, ...]
-    subgroups: int | None
-    host_updates: tuple[HostUpdateSummary, ...]
-    reruns: tuple[RerunSummary, ...] = ()
-    stalls: tuple[StallSummary, ...] | None = None
-    links: tuple[LinkSummary, ...] | None = None
-    host_processor: ProcessorSummary | None = None
-    critical: CriticalSummary | None = None
-    drive_lifetime_seconds: float | None = None
-
-
-def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, rated_bytes: int | None = None) -> PlanSummary:
+def summarise_plan(plan: planner.Plan, trace: planner.Trace | None = None, *, rated_bytes: int | None = None) -> Data:
     """Return the plan in numbers; with names, sizes and stalls if `trace` is given.
 
-    rated_bytes: bytes that may be written to the drives in their life (TBW). Raises PlanError if the plan does not belong to the
-    trace, InfeasiblePlanError if it cannot be carried out.
+    Stages are numbered as in `planner.recomputed`: a stage that runs again counts as one more.
+    `moves`: see `summarise_moves`; by size, largest first; in the plan's order without the trace. `dropped`: how many of them
+    have no copy out. `subgroups`: how many the trace has. `host_updates`: the subgroups that are updated on the host, in that
+    order, and the stage that would do it on the device. `reruns`: the forward stages that run again, just before stage `at` of
+    the trace; what they make and take, and what copies of that would take.
+    `stalls`, `links`, `host_processor` and `critical` come from a replay, see `summarise_replay`. They and `subgroups` are None
+    without the trace, as is all that it tells about updates and re-runs.
+    `drive_lifetime_seconds`: training time without a break until the drives have written `rated_bytes` (TBW); None if that is
+    not given, or if nothing is written.
+
+    Raises PlanError if the plan does not belong to the trace, InfeasiblePlanError if it cannot be carried out.
     """
-    replay = derived = None
+    derived = replay = None
     if trace is not None:
         _check_belongs(plan, trace)
         replay = summarise_replay(trace, plan, planner.simulate(trace, plan))
         derived = planner.recomputed(trace, plan.recompute)
     moves = summarise_moves(plan, derived)
-    return PlanSummary(
-        policy=plan.policy,
-        trace_fingerprint=plan.trace_fingerprint,
-        trace_name=None if trace is None else trace.name,
-        budgets=plan.budgets,
-        solver=plan.solver,
-        predicted=plan.predicted,
-        blocks_moved=len({move.block for move in plan.moves}),
-        dropped=sum(move.offload is None for move in plan.moves),
-        moves=tuple(sorted(moves, key=lambda move: -(move.size_bytes or 0))),
-        subgroups=None if trace is None else len(trace.subgroups),
-        host_updates=tuple(_host_update(update.subgroup, derived) for update in plan.updates if update.where == "host"),
-        reruns=summarise_reruns(plan, trace),
-        stalls=None if replay is None else replay.stalls,
-        links=None if replay is None else replay.links,
-        host_processor=None if replay is None else replay.host_processor,
-        critical=None if replay is None else replay.critical,
-        drive_lifetime_seconds=_drive_lifetime(plan.predicted, rated_bytes),
-    )
+    written = plan.predicted.storage_written_bytes if plan.predicted else 0
+    return {
+        **plan.model_dump(mode="json", include={"policy", "trace_fingerprint", "budgets", "solver", "predicted"}),
+        "trace_name": None if trace is None else trace.name,
+        "blocks_moved": len({move.block for move in plan.moves}),
+        "dropped": sum(move.offload is None for move in plan.moves),
+        "moves": sorted(moves, key=lambda move: -(move["size_bytes"] or 0)),
+        "subgroups": None if trace is None else len(trace.subgroups),
+        "host_updates": [_host_update(update.subgroup, derived) for update in plan.updates if update.where == "host"],
+        "reruns": [_rerun(each, trace) for each in plan.recompute],
+        **{name: replay and replay[name] for name in ("stalls", "links", "host_processor", "critical")},
+        "drive_lifetime_seconds": rated_bytes / written * plan.predicted.iteration_seconds
+        if plan.predicted and rated_bytes is not None and written
+        else None,
+    }
 
 
 def _check_belongs(plan: planner.Plan, trace: planner.Trace) -> None:
@@ -131,44 +77,63 @@ def _check_belongs(plan: planner.Plan, trace: planner.Trace) -> None:
             )
 
 
-def summarise_moves(plan: planner.Plan, trace: planner.Trace | None) -> list[MoveSummary]:
-    """Return the moves in the order of the plan. trace: with the plan's re-runs (`planner.recomputed`), for names and reasons."""
-    excess = () if trace is None else [size - plan.budgets.device_bytes for size in live_bytes(trace)]
-    updated = {block: subgroup for subgroup in _on_host(plan, trace) for block in subgroup.blocks}
-    return [_move(move, trace, excess, updated.get(move.block)) for move in plan.moves]
+def summarise_moves(plan: planner.Plan, trace: planner.Trace | None) -> list[Data]:
+    """Return the moves in the order of the plan. trace: with the plan's re-runs (`planner.recomputed`), for names and reasons.
 
-
-def _on_host(plan: planner.Plan, trace: planner.Trace | None) -> list[planner.Subgroup]:
-    if trace is None:
-        return []
-    return [trace.subgroups[update.subgroup] for update in plan.updates if update.where == "host"]
-
-
-def _move(
-    move: planner.Move, trace: planner.Trace | None, excess: Sequence[int], updated: planner.Subgroup | None
-) -> MoveSummary:
-    """excess: for each stage the bytes beyond the device budget if no block ever left; empty without the trace.
-
-    updated: the subgroup of the block, if it is updated on the host.
+    `offload_start` is None if the block has a valid copy and is only dropped. `prefetch_start` is None if the block does not come
+    back: an update on the host consumes it, or nothing uses it before it dies.
+    The reason: suppose that no block ever left. Of the stages that run while this block is away, `relieved_stage` would exceed
+    the device budget the most, by `excess_bytes`. Both are None if no such stage would exceed it.
+    `host_update`: the subgroup whose update on the host needs the block there; such a move needs no other reason.
     """
-    block = None if trace is None else trace.blocks[move.block]
-    relieved = None if trace is None else _relieved(move, excess, consumed=updated is not None)
-    return MoveSummary(
-        block=move.block,
-        block_name=None if block is None else block.name,
-        size_bytes=None if block is None else block.size_bytes,
-        tier=move.tier,
-        after=move.after,
-        after_name=_stage_name(move.after, trace),
-        before=move.before,
-        before_name=_stage_name(move.before, trace),
-        offload_start=None if move.offload is None else move.offload.start,
-        prefetch_start=None if move.prefetch is None else move.prefetch.start,
-        relieved_stage=relieved,
-        relieved_name=None if relieved is None else _stage_name(relieved, trace),
-        excess_bytes=None if relieved is None else excess[relieved],
-        host_update=None if updated is None or not _serves(move, updated.stage, len(excess)) else updated.id,
+    excess = [] if trace is None else [size - plan.budgets.device_bytes for size in live_bytes(trace)]
+    on_host = [] if trace is None else [trace.subgroups[update.subgroup] for update in plan.updates if update.where == "host"]
+    updated = {block: subgroup for subgroup in on_host for block in subgroup.blocks}
+    return [
+        {
+            "block": move.block,
+            "tier": move.tier,
+            "after": move.after,
+            "before": move.before,
+            "offload_start": None if move.offload is None else move.offload.start,
+            "prefetch_start": None if move.prefetch is None else move.prefetch.start,
+            **(dict.fromkeys(_REASONS) if trace is None else _reason(move, trace, excess, updated.get(move.block))),
+        }
+        for move in plan.moves
+    ]
+
+
+_REASONS = (
+    "block_name",
+    "size_bytes",
+    "after_name",
+    "before_name",
+    "relieved_stage",
+    "relieved_name",
+    "excess_bytes",
+    "host_update",
+)
+
+
+def _reason(move: planner.Move, trace: planner.Trace, excess: Sequence[int], updated: planner.Subgroup | None) -> Data:
+    """Return what the trace tells about a move.
+
+    excess: for each stage the bytes beyond the device budget if no block ever left. updated: the subgroup of the block, if it is
+    updated on the host.
+    """
+    block = trace.blocks[move.block]
+    relieved = _relieved(move, excess, consumed=updated is not None)
+    values = (
+        block.name,
+        block.size_bytes,
+        _stage_name(move.after, trace),
+        _stage_name(move.before, trace),
+        relieved,
+        None if relieved is None else _stage_name(relieved, trace),
+        None if relieved is None else excess[relieved],
+        None if updated is None or not _serves(move, updated.stage, len(excess)) else updated.id,
     )
+    return dict(zip(_REASONS, values, strict=True))
 
 
 def _relieved(move: planner.Move, excess: Sequence[int], *, consumed: bool) -> int | None:
@@ -191,25 +156,137 @@ def _serves(move: planner.Move, stage: int, stages: int) -> bool:
     return move.prefetch is None or any(move.after < update < move.before for update in (stage, stage + stages))
 
 
-def _host_update(number: int, trace: planner.Trace | None) -> HostUpdateSummary:
-    subgroup = None if trace is None else trace.subgroups[number]
-    return HostUpdateSummary(
-        subgroup=number,
-        stage=None if subgroup is None else subgroup.stage,
-        stage_name=None if subgroup is None else _stage_name(subgroup.stage, trace),
-        elements=None if subgroup is None else subgroup.elements,
-        seconds=None if subgroup is None else subgroup.host_seconds,
-    )
-
-
-def _stage_name(stage: int, trace: planner.Trace | None) -> str | None:
+def _host_update(number: int, trace: planner.Trace | None) -> Data:
     if trace is None:
-        return None
+        return {"subgroup": number, **dict.fromkeys(("stage", "stage_name", "elements", "seconds"))}
+    subgroup = trace.subgroups[number]
+    name = _stage_name(subgroup.stage, trace)
+    work = {"elements": subgroup.elements, "seconds": subgroup.host_seconds}
+    return {"subgroup": number, "stage": subgroup.stage, "stage_name": name, **work}
+
+
+def _rerun(each: planner.Recompute, trace: planner.Trace | None) -> Data:
+    known = {"group": each.group, "at": each.at}
+    if trace is None:
+        return {**known, **dict.fromkeys(("stage", "stage_name", "at_name", "size_bytes", "seconds", "copy_seconds"))}
+    group = trace.recompute[each.group]
+    blocks = [trace.blocks[number] for number in group.blocks]
+    return {
+        **known,
+        "stage": group.stage,
+        "stage_name": trace.stages[group.stage].name,
+        "at_name": trace.stages[each.at].name,
+        "size_bytes": sum(block.size_bytes for block in blocks),
+        "seconds": group.duration_seconds,
+        "copy_seconds": copy_seconds(trace, blocks),
+    }
+
+
+def _stage_name(stage: int, trace: planner.Trace) -> str:
     iteration, position = divmod(stage, len(trace.stages))
     return trace.stages[position].name + (" (next iteration)" if iteration else "")
 
 
-def _drive_lifetime(predicted: Predicted | None, rated_bytes: int | None) -> float | None:
-    if predicted is None or rated_bytes is None or not predicted.storage_written_bytes:
-        return None
-    return rated_bytes / predicted.storage_written_bytes * predicted.iteration_seconds
+def plan_page(plan: Data, rows: int) -> Page:
+    """Show overview, prediction, moves and re-runs, `rows` of each; with links, stalls and critical path if it was replayed."""
+    solver, critical, predicted, processor = plan["solver"], plan["critical"], plan["predicted"], plan["host_processor"]
+    ended = solver["status"] if solver["gap"] is None else f"{solver['status']}, gap {solver['gap']:.2%}"
+    iteration = sum(critical["seconds"].values()) if critical else 0.0
+    overview = {
+        "plan for": plan["trace_name"] or plan["trace_fingerprint"],
+        "policy": plan["policy"],
+        "solver": f"{solver['name']}: {ended}, {format_seconds(solver['solve_seconds'])}",
+        **budget_facts(plan["budgets"]),
+        "moves": f"{len(plan['moves'])} of {plan['blocks_moved']} blocks, {plan['dropped']} without a copy out",
+        "recomputed": _recomputed(plan["reruns"]),
+        "updates on the host": _updates(plan["host_updates"], plan["subgroups"]),
+        "host's processor": processor_fact(processor, iteration) if processor else "",
+        "drives last": _lifetime(plan["drive_lifetime_seconds"]),
+        "critical path": critical_fact(critical) if critical else "",
+    }
+    return (
+        Facts(overview),
+        *([Facts(_prediction(predicted), title="predicted, per iteration")] if predicted else []),
+        _moves(plan["moves"], rows),
+        _reruns(plan["reruns"], rows),
+        links_table(plan["links"] or (), iteration),
+        *(waiting(plan["stalls"], critical, rows) if critical else []),
+    )
+
+
+def _prediction(predicted: Data) -> dict[str, str]:
+    stall, iteration = predicted["stall_seconds"], predicted["iteration_seconds"]
+    return {
+        "iteration": format_seconds(iteration),
+        "without waiting": format_seconds(predicted["ideal_seconds"]),
+        "recomputation": some_seconds(predicted.get("recompute_seconds")),
+        "no plan is faster than": format_seconds(predicted["lower_bound_seconds"]),
+        "stall": f"{format_seconds(stall)}, {share(stall, iteration)}",
+        **peak_facts(predicted["peak_bytes"]),
+        **{f"moved {link}": exact_bytes(size) for link, size in predicted["moved_bytes"].items()},
+    }
+
+
+def _recomputed(reruns: Sequence[Data]) -> str:
+    """Return how many stages run again, how long that takes, and how long copying instead would take."""
+    if not reruns:
+        return ""
+    stages = f"{len(reruns)} forward stages"
+    if any(each["seconds"] is None for each in reruns):
+        return stages
+    size, seconds = sum(each["size_bytes"] for each in reruns), sum(each["seconds"] for each in reruns)
+    copies = sum(each["copy_seconds"] or 0.0 for each in reruns)
+    saved = f" in place of {format_seconds(copies)} of copies" if copies else ""
+    return f"{stages}, {format_bytes(size)}: {format_seconds(seconds)}{saved}"
+
+
+def _reruns(reruns: Sequence[Data], rows: int) -> Table:
+    """The last two columns tell why a stage runs again: what it takes, and what copying its blocks out and in would take."""
+    columns: dict[str, Column] = {
+        ">group": "group",
+        "stage": lambda each: named(each["stage"], each["stage_name"]),
+        "runs again before": lambda each: named(each["at"], each["at_name"]),
+        ">makes": "size_bytes",
+        ">in": "seconds",
+        ">copies would take": "copy_seconds",
+    }
+    return Table(title="recomputed", columns=columns, rows=reruns, most=rows)
+
+
+def _moves(moves: Sequence[Data], rows: int) -> Table:
+    """The last two columns tell why a block moves. They need the trace and are left out without it."""
+
+    def excess(move: Data) -> str:
+        if move["excess_bytes"] is not None:
+            return format_bytes(move["excess_bytes"])
+        return "no stage" if move["host_update"] is None else "for its update"
+
+    reasons: dict[str, Column] = {
+        ">over budget if nothing leaves": excess,
+        "in": lambda move: named(move["relieved_stage"], move["relieved_name"]),
+    }
+    columns: dict[str, Column] = {
+        "block": lambda move: named(move["block"], move["block_name"]),
+        ">size": "size_bytes",
+        "tier": "tier",
+        "after": lambda move: named(move["after"], move["after_name"]),
+        "before": lambda move: named(move["before"], move["before_name"]),
+        ">copy out": lambda move: "dropped" if move["offload_start"] is None else str(move["offload_start"]),
+        ">copy in": lambda move: "does not come back" if move["prefetch_start"] is None else str(move["prefetch_start"]),
+        **(reasons if any(move["size_bytes"] is not None for move in moves) else {}),
+    }
+    return Table(title="moves", columns=columns, rows=moves, most=rows)
+
+
+def _updates(host_updates: Sequence[Data], subgroups: int | None) -> str:
+    if subgroups is None:
+        return str(len(host_updates)) if host_updates else ""
+    return f"{len(host_updates)} of {subgroups} subgroups" if subgroups else ""
+
+
+def _lifetime(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    days = seconds / 86400
+    length = f"{days:,.1f} days" if days < 1000 else f"{days / 365.25:,.1f} years"
+    return f"{length} of training without a break"

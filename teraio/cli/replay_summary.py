@@ -1,152 +1,152 @@
-"""The result of `teraio simulate`: the replay of a plan in numbers, also as JSON."""
+"""The result of `teraio simulate`: the replay of a plan, its data and its page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import planner
 from planner.problem import recompute_seconds
-from planner.schema import FrozenModel
-from planner.simulator import STAGES, CriticalPath, PathSegment, critical_path
-
-__all__ = ["CriticalSummary", "LinkSummary", "ProcessorSummary", "ReplaySummary", "StallSummary", "summarise_replay"]
+from planner.simulator import STAGES, PathSegment, critical_path
+from teraio.cli.output import Data, Facts, Page, Table, exact_bytes, format_seconds, share, some_seconds
 
 _ROUNDING_SECONDS = 1e-9
+"""Sums of times differ by less: a shorter stall is none."""
 
 
-class StallSummary(FrozenModel):
-    """A stage that waits for its inputs, or for room."""
+def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner.Timeline) -> Data:
+    """Return the replay of `plan` on `trace` in numbers.
 
-    stage: int
-    name: str
-    stall_seconds: float
-
-
-class LinkSummary(FrozenModel):
-    """One link in one iteration of the steady state. `busy_seconds`: time during which it copied."""
-
-    link: str
-    transfers: int
-    size_bytes: int
-    busy_seconds: float
-
-
-class ProcessorSummary(FrozenModel):
-    """The host's processor in one iteration of the steady state. `busy_seconds`: time during which it updated subgroups."""
-
-    updates: int
-    busy_seconds: float
-
-
-class SegmentSummary(FrozenModel):
-    """One segment of the critical path. Times are seconds from the start of the iteration.
-
-    `resource`: `"stages"`, `"host updates"` or the name of a link. `index`: number of the stage, the subgroup or the move.
-    `name`: of the stage, of the subgroup's stage, or of the block that is copied.
+    `ideal_seconds`: of the trace, with all updates on the device and without re-runs; these take `recompute_seconds`. An
+    iteration with updates on the host can be shorter than that, and its stalls can add up to more than its excess over it.
+    `planned_seconds`: the iteration time in the plan's file. `links`, `host_processor`: the work of each in one iteration of the
+    steady state. `stalls`: stages that wait for their inputs, or for room; longest first.
+    `critical`: the critical path, which is why the iteration takes as long as it does. `pieces`: its segments in order, without
+    gaps between them, in seconds from the iteration's start. `index`: number of the stage, the subgroup or the move. `seconds`:
+    time on the path by resource ("stages", "host updates" or a link), largest first; the sum is the iteration's time.
     """
-
-    resource: str
-    index: int
-    name: str
-    start_seconds: float
-    end_seconds: float
-
-
-class CriticalSummary(FrozenModel):
-    """The critical path: why the iteration takes as long as it does.
-
-    `pieces`: its segments in order, without gaps between them. `seconds`: time on the path by resource, largest first; the sum is
-    the iteration's time.
-    """
-
-    seconds: dict[str, float]
-    pieces: tuple[SegmentSummary, ...]
-
-
-class ReplaySummary(FrozenModel):
-    """The replay of a plan. `planned_seconds`: the iteration time in the plan's file. `stalls`: longest first.
-
-    `ideal_seconds`: of the trace, with all updates on the device and without re-runs; these take `recompute_seconds`.
-    An iteration with updates on the host can be shorter than that, and its stalls can add up to more than its excess over
-    `ideal_seconds`.
-    """
-
-    iteration_seconds: float
-    ideal_seconds: float
-    recompute_seconds: float
-    stall_seconds: float
-    planned_seconds: float | None
-    device_budget_bytes: int
-    peak_bytes: dict[str, int]
-    moved_bytes: dict[str, int]
-    storage_written_bytes: int
-    links: tuple[LinkSummary, ...]
-    host_processor: ProcessorSummary
-    stalls: tuple[StallSummary, ...]
-    critical: CriticalSummary
-
-
-def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner.Timeline) -> ReplaySummary:
-    """Return the replay of `plan` on `trace` in numbers."""
     stages = planner.recomputed(trace, plan.recompute).stages
-    return ReplaySummary(
-        iteration_seconds=timeline.iteration_seconds,
-        ideal_seconds=trace.ideal_seconds,
-        recompute_seconds=recompute_seconds(trace, plan.recompute),
-        stall_seconds=timeline.stall_seconds,
-        planned_seconds=None if plan.predicted is None else plan.predicted.iteration_seconds,
-        device_budget_bytes=plan.budgets.device_bytes,
-        peak_bytes=timeline.peak_bytes,
-        moved_bytes=timeline.moved_bytes,
-        storage_written_bytes=timeline.storage_written_bytes,
-        links=tuple(_link(link.name, timeline) for link in trace.hardware.links),
-        host_processor=ProcessorSummary(
-            updates=len(timeline.updates),
-            busy_seconds=sum(update.end_seconds - update.start_seconds for update in timeline.updates),
-        ),
-        stalls=_stalls(stages, timeline),
-        critical=_critical(trace, stages, critical_path(trace, plan, timeline)),
-    )
-
-
-def _stalls(stages: Sequence[planner.Stage], timeline: planner.Timeline) -> tuple[StallSummary, ...]:
     stalls = [
-        StallSummary(stage=stage.id, name=stage.name, stall_seconds=times.stall_seconds)
+        {"stage": stage.id, "name": stage.name, "stall_seconds": times.stall_seconds}
         for stage, times in zip(stages, timeline.stages, strict=True)
         if times.stall_seconds > _ROUNDING_SECONDS
     ]
-    return tuple(sorted(stalls, key=lambda stall: -stall.stall_seconds))
+    path = critical_path(trace, plan, timeline)
+    return {
+        "iteration_seconds": timeline.iteration_seconds,
+        "ideal_seconds": trace.ideal_seconds,
+        "recompute_seconds": recompute_seconds(trace, plan.recompute),
+        "stall_seconds": timeline.stall_seconds,
+        "planned_seconds": None if plan.predicted is None else plan.predicted.iteration_seconds,
+        "device_budget_bytes": plan.budgets.device_bytes,
+        "peak_bytes": dict(timeline.peak_bytes),
+        "moved_bytes": dict(timeline.moved_bytes),
+        "storage_written_bytes": timeline.storage_written_bytes,
+        "links": [_link(link.name, timeline) for link in trace.hardware.links],
+        "host_processor": {
+            "updates": len(timeline.updates),
+            "busy_seconds": sum(update.end_seconds - update.start_seconds for update in timeline.updates),
+        },
+        "stalls": sorted(stalls, key=lambda stall: -stall["stall_seconds"]),
+        "critical": {"seconds": path.seconds(), "pieces": [_segment(trace, stages, piece) for piece in path.segments]},
+    }
 
 
-def _link(name: str, timeline: planner.Timeline) -> LinkSummary:
+def _link(name: str, timeline: planner.Timeline) -> Data:
     transfers = [transfer for transfer in timeline.transfers if transfer.link == name]
-    return LinkSummary(
-        link=name,
-        transfers=len(transfers),
-        size_bytes=timeline.moved_bytes.get(name, 0),
-        busy_seconds=sum(transfer.end_seconds - transfer.start_seconds for transfer in transfers),
-    )
+    return {
+        "link": name,
+        "transfers": len(transfers),
+        "size_bytes": timeline.moved_bytes.get(name, 0),
+        "busy_seconds": sum(transfer.end_seconds - transfer.start_seconds for transfer in transfers),
+    }
 
 
-def _critical(trace: planner.Trace, stages: Sequence[planner.Stage], path: CriticalPath) -> CriticalSummary:
-    return CriticalSummary(
-        seconds=path.seconds(),
-        pieces=tuple(
-            SegmentSummary(
-                resource=piece.resource,
-                index=piece.index,
-                name=_segment_name(trace, stages, piece),
-                start_seconds=piece.start_seconds,
-                end_seconds=piece.end_seconds,
-            )
-            for piece in path.segments
-        ),
-    )
-
-
-def _segment_name(trace: planner.Trace, stages: Sequence[planner.Stage], piece: PathSegment) -> str:
+def _segment(trace: planner.Trace, stages: Sequence[planner.Stage], piece: PathSegment) -> Data:
     if piece.block is not None:
-        return trace.blocks[piece.block].name
-    if piece.resource == STAGES:
-        return stages[piece.index].name
-    return trace.stages[trace.subgroups[piece.index].stage].name
+        name = trace.blocks[piece.block].name
+    elif piece.resource == STAGES:
+        name = stages[piece.index].name
+    else:
+        name = trace.stages[trace.subgroups[piece.index].stage].name
+    times = {"start_seconds": piece.start_seconds, "end_seconds": piece.end_seconds}
+    return {"resource": piece.resource, "index": piece.index, "name": name, **times}
+
+
+def replay_page(replay: Data, rows: int) -> Page:
+    """Show overview, links, and `rows` each of the longest stalls and of the copies on the critical path."""
+    iteration = replay["iteration_seconds"]
+    overview = {
+        "iteration": format_seconds(iteration),
+        "in the plan's file": "not given" if replay["planned_seconds"] is None else format_seconds(replay["planned_seconds"]),
+        "without waiting": format_seconds(replay["ideal_seconds"]),
+        "recomputation": some_seconds(replay["recompute_seconds"]),
+        "stall": f"{format_seconds(replay['stall_seconds'])}, {share(replay['stall_seconds'], iteration)}",
+        "device budget": exact_bytes(replay["device_budget_bytes"]),
+        **peak_facts(replay["peak_bytes"]),
+        "host's processor": processor_fact(replay["host_processor"], iteration),
+        "written to storage": exact_bytes(replay["storage_written_bytes"]),
+        "critical path": critical_fact(replay["critical"]),
+    }
+    links = links_table(replay["links"], iteration)
+    return Facts(overview), links, *waiting(replay["stalls"], replay["critical"], rows)
+
+
+def peak_facts(peak_bytes: Mapping[str, int]) -> dict[str, str]:
+    """Return the peak of each tier that is used."""
+    return {f"peak of {tier}": exact_bytes(size) for tier, size in peak_bytes.items() if size}
+
+
+def processor_fact(processor: Data, iteration_seconds: float) -> str:
+    """Return what the host's processor does in an iteration; "" if it does nothing."""
+    updates, seconds = processor["updates"], processor["busy_seconds"]
+    if not updates:
+        return ""
+    return f"{updates} update{'s' if updates > 1 else ''}, busy {format_seconds(seconds)}, {share(seconds, iteration_seconds)}"
+
+
+def critical_fact(critical: Data) -> str:
+    """Return the share of each resource of the critical path."""
+    whole = sum(critical["seconds"].values())
+    return ", ".join(f"{resource} {share(seconds, whole)}" for resource, seconds in critical["seconds"].items())
+
+
+def links_table(links: Sequence[Data], iteration_seconds: float) -> Table:
+    """Return what each link carries in an iteration."""
+    return Table(
+        columns={
+            "link": "link",
+            ">copies": "transfers",
+            ">size": "size_bytes",
+            ">busy": "busy_seconds",
+            ">of the iteration": lambda link: share(link["busy_seconds"], iteration_seconds),
+        },
+        rows=links,
+    )
+
+
+def stalls_table(stalls: Sequence[Data], rows: int) -> Table:
+    """Return the stages that wait, the longest first."""
+    columns = {">stage": "stage", "name": "name", ">waits": "stall_seconds"}
+    return Table(title="stages that wait", columns=columns, rows=stalls, most=rows)
+
+
+def waiting(stalls: Sequence[Data], critical: Data, rows: int) -> Page:
+    """Return the stages that wait, and the copies and updates on the critical path, `rows` of each.
+
+    The iteration gets shorter only if these, or stages on the critical path, do.
+    """
+    awaited = Table(
+        title="on the critical path beside the stages",
+        columns={
+            "on": "resource",
+            "what": "name",
+            ">begins": "start_seconds",
+            ">takes": lambda piece: format_seconds(piece["end_seconds"] - piece["start_seconds"]),
+        },
+        rows=sorted(
+            (piece for piece in critical["pieces"] if piece["resource"] != STAGES),
+            key=lambda piece: piece["start_seconds"] - piece["end_seconds"],
+        ),
+        most=rows,
+    )
+    return stalls_table(stalls, rows) if stalls else "no stage waits", awaited

@@ -1,190 +1,260 @@
-"""The result of `teraio inspect TRACE`: a trace in numbers, also as JSON."""
+"""The result of `teraio inspect TRACE`: a trace in numbers, its data and its page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import planner
-from planner.problem import BlockActivity, block_activities, host_updatable, live_bytes, live_bytes_by_kind, mean_active_fraction
-from planner.schema import BlockKind, FrozenModel, Phase
-from teraio.cli.recompute_summary import RecomputeSummary, summarise_groups
+from planner.problem import block_activities, host_updatable, live_bytes, live_bytes_by_kind, mean_active_fraction
+from planner.schema import WaitingTier
+from teraio.cli.output import Column, Data, Facts, Page, Table, data_of, exact_bytes, format_bytes, format_seconds, some_seconds
 
-__all__ = ["BlockSummary", "TraceSummary", "idlest_blocks", "summarise_trace"]
+_LEVELS = "·▁▂▃▄▅▆▇█"
+_COLUMNS = 60
+"""Characters over which the stages are spread: a line of a terminal has room for them beside two columns."""
 
-
-class PhaseSummary(FrozenModel):
-    """All stages of one phase."""
-
-    phase: Phase
-    stages: int
-    duration_seconds: float
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
-class KindSummary(FrozenModel):
-    """All blocks of one kind. `movable_bytes`: bytes of the blocks that may leave the device."""
+def summarise_trace(trace: planner.Trace) -> Data:
+    """Return the trace in numbers.
 
-    kind: BlockKind
-    blocks: int
-    size_bytes: int
-    movable_bytes: int
-
-
-class StageSummary(FrozenModel):
-    """One stage. `live_bytes`: bytes on the device while it runs if no block ever leaves, with the workspace.
-
-    `bytes_by_kind`: the same by kind of block, without the workspace. `collective_seconds`: see `planner.Stage`.
+    `collective_seconds`: the part of `ideal_seconds` in collectives; of stages too. `peak_bytes`, `peak_stage`: the most bytes on
+    the device if no block ever leaves, and the stage in which that is. `floor_bytes`, `floor_stage`: the smallest device budget
+    that works, and the stage that needs it. `mean_active_fraction`: average share of the movable bytes that is in use.
+    `updates`: on the device (all subgroups), then on the host (those that can be updated there); empty without subgroups.
+    `recompute`: how many stages can run again, the blocks that they make, the time that this and copying them would take, and
+    why the others cannot. `stages`: `live_bytes` is what is on the device meanwhile if no block ever leaves, with the workspace;
+    `bytes_by_kind` the same by kind of block, without it. `blocks`: see `block_summaries`; largest first.
     """
-
-    id: int
-    name: str
-    phase: Phase
-    duration_seconds: float
-    collective_seconds: float
-    workspace_bytes: int
-    live_bytes: int
-    bytes_by_kind: dict[BlockKind, int]
-
-
-class BlockSummary(planner.Block):
-    """One block and its use in an iteration that never waits.
-
-    `active_fraction`: share of the iteration time in which a stage uses it. `idle_seconds`: length of all its inactive periods.
-    `longest_idle_seconds`: length of the longest. `clean`: whether no stage writes it, so that it needs no copy out.
-    """
-
-    active_fraction: float
-    idle_seconds: float
-    longest_idle_seconds: float
-    clean: bool
-
-
-class UpdateSummary(FrozenModel):
-    """The optimizer subgroups that can be updated in one place, and the time of all these updates there."""
-
-    where: Literal["device", "host"]
-    subgroups: int
-    elements: int
-    seconds: float
-
-
-class TraceSummary(FrozenModel):
-    """A trace. `collective_seconds`: the part of `ideal_seconds` in collectives.
-
-    `floor_bytes`, `floor_stage`: the smallest device budget that works, and the stage that needs it.
-
-    `peak_bytes`, `peak_stage`: the most bytes on the device if no block ever leaves, and the stage in which that is.
-    `mean_active_fraction`: average share of the movable bytes that is in use. `updates`: on the device (all subgroups), then on
-    the host; empty without subgroups. `recompute`: what can run again. `blocks`: largest first.
-    """
-
-    name: str
-    created_by: str
-    fingerprint: str
-    hardware: planner.Hardware
-    ideal_seconds: float
-    collective_seconds: float
-    peak_bytes: int
-    peak_stage: str
-    floor_bytes: int
-    floor_stage: str
-    mean_active_fraction: float
-    phases: tuple[PhaseSummary, ...]
-    kinds: tuple[KindSummary, ...]
-    updates: tuple[UpdateSummary, ...]
-    recompute: RecomputeSummary
-    stages: tuple[StageSummary, ...]
-    blocks: tuple[BlockSummary, ...]
-
-
-def summarise_trace(trace: planner.Trace) -> TraceSummary:
-    """Return the trace in numbers."""
     live = live_bytes(trace)
     peak_stage = max(range(len(live)), key=live.__getitem__)
     floor_bytes, floor_stage = planner.floor(trace)
     kinds = live_bytes_by_kind(trace)
-    blocks = [_block(block, found) for block, found in zip(trace.blocks, block_activities(trace), strict=True)]
-    return TraceSummary(
-        name=trace.name,
-        created_by=trace.created_by,
-        fingerprint=trace.fingerprint,
-        hardware=trace.hardware,
-        ideal_seconds=trace.ideal_seconds,
-        collective_seconds=sum(stage.collective_seconds for stage in trace.stages),
-        peak_bytes=live[peak_stage],
-        peak_stage=trace.stages[peak_stage].name,
-        floor_bytes=floor_bytes,
-        floor_stage=trace.stages[floor_stage].name,
-        mean_active_fraction=mean_active_fraction(trace),
-        phases=tuple(_phases(trace.stages)),
-        kinds=tuple(_kinds(trace.blocks)),
-        updates=_updates(trace),
-        recompute=summarise_groups(trace),
-        stages=tuple(
-            StageSummary(
+    return {
+        "name": trace.name,
+        "created_by": trace.created_by,
+        "fingerprint": trace.fingerprint,
+        "hardware": data_of(trace.hardware),
+        "ideal_seconds": trace.ideal_seconds,
+        "collective_seconds": sum(stage.collective_seconds for stage in trace.stages),
+        "peak_bytes": live[peak_stage],
+        "peak_stage": trace.stages[peak_stage].name,
+        "floor_bytes": floor_bytes,
+        "floor_stage": trace.stages[floor_stage].name,
+        "mean_active_fraction": mean_active_fraction(trace),
+        "phases": [
+            {"phase": phase, "stages": len(stages), "duration_seconds": sum(stage.duration_seconds for stage in stages)}
+            for phase, stages in _grouped(trace.stages, lambda stage: stage.phase)
+        ],
+        "kinds": [
+            {
+                "kind": kind,
+                "blocks": len(blocks),
+                "size_bytes": sum(block.size_bytes for block in blocks),
+                "movable_bytes": sum(block.size_bytes for block in blocks if block.movable),
+            }
+            for kind, blocks in _grouped(trace.blocks, lambda block: block.kind)
+        ],
+        "updates": _updates(trace),
+        "recompute": _recompute(trace),
+        "stages": [
+            {
                 **dict(stage),
-                live_bytes=live[stage.id],
-                bytes_by_kind={kind: sizes[stage.id] for kind, sizes in kinds.items()},
-            )
+                "live_bytes": live[stage.id],
+                "bytes_by_kind": {kind: sizes[stage.id] for kind, sizes in kinds.items()},
+            }
             for stage in trace.stages
-        ),
-        blocks=tuple(sorted(blocks, key=lambda block: (-block.size_bytes, block.id))),
-    )
+        ],
+        "blocks": sorted(block_summaries(trace), key=lambda block: (-block["size_bytes"], block["id"])),
+    }
 
 
-def idlest_blocks(blocks: Sequence[BlockSummary]) -> list[BlockSummary]:
+def block_summaries(trace: planner.Trace) -> list[Data]:
+    """Return each block and its use in an iteration that never waits.
+
+    `active_fraction`: share of the iteration time in which a stage uses it. `idle_seconds`: length of all its inactive periods.
+    `longest_idle_seconds`: length of the longest. `clean`: whether no stage writes it, so that it needs no copy out.
+    """
+    return [
+        {
+            **data_of(block),
+            "active_fraction": found.active_fraction,
+            "idle_seconds": found.idle_seconds,
+            "longest_idle_seconds": found.longest_idle_seconds,
+            "clean": found.clean,
+        }
+        for block, found in zip(trace.blocks, block_activities(trace), strict=True)
+    ]
+
+
+def idlest_blocks(blocks: Iterable[Data]) -> list[Data]:
     """Return the movable blocks that are idle for some time, sorted by size times length of the longest inactive period."""
-    idle = [block for block in blocks if block.movable and block.size_bytes and block.longest_idle_seconds]
-    return sorted(idle, key=lambda block: -block.size_bytes * block.longest_idle_seconds)
+    idle = [block for block in blocks if block["movable"] and block["size_bytes"] and block["longest_idle_seconds"]]
+    return sorted(idle, key=lambda block: -block["size_bytes"] * block["longest_idle_seconds"])
 
 
-def _block(block: planner.Block, found: BlockActivity) -> BlockSummary:
-    return BlockSummary(
-        **block.model_dump(),
-        active_fraction=found.active_fraction,
-        idle_seconds=found.idle_seconds,
-        longest_idle_seconds=found.longest_idle_seconds,
-        clean=found.clean,
-    )
+def copy_seconds(trace: planner.Trace, blocks: Iterable[planner.Block]) -> float | None:
+    """Return the time of copying blocks out and in again on the links of the tier where that is shortest, if nothing else used
+    them; None if no tier can be used."""
+    tiers: tuple[WaitingTier, ...] = ("host", "storage")
+    sizes = [block.size_bytes for block in blocks]
+    times = []
+    for tier in tiers:
+        out, back = trace.hardware.link("device", tier), trace.hardware.link(tier, "device")
+        if out is not None and back is not None:
+            times.append(sum(out.seconds(size) + back.seconds(size) for size in sizes))
+    return min(times, default=None)
 
 
-def _phases(stages: Iterable[planner.Stage]) -> Iterable[PhaseSummary]:
-    by_phase: dict[Phase, list[planner.Stage]] = {}
-    for stage in stages:
-        by_phase.setdefault(stage.phase, []).append(stage)
-    for phase, members in by_phase.items():
-        seconds = sum(stage.duration_seconds for stage in members)
-        yield PhaseSummary(phase=phase, stages=len(members), duration_seconds=seconds)
+def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> Iterable[tuple[Key, list[Item]]]:
+    """Return the items by their key, in the order in which the keys come."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups.items()
 
 
-def _kinds(blocks: Iterable[planner.Block]) -> Iterable[KindSummary]:
-    by_kind: dict[BlockKind, list[planner.Block]] = {}
-    for block in blocks:
-        by_kind.setdefault(block.kind, []).append(block)
-    for kind, members in by_kind.items():
-        yield KindSummary(
-            kind=kind,
-            blocks=len(members),
-            size_bytes=sum(block.size_bytes for block in members),
-            movable_bytes=sum(block.size_bytes for block in members if block.movable),
-        )
-
-
-def _updates(trace: planner.Trace) -> tuple[UpdateSummary, ...]:
+def _updates(trace: planner.Trace) -> list[Data]:
     if not trace.subgroups:
-        return ()
-    on_host = host_updatable(trace)
+        return []
+    places = {
+        "device": [(subgroup.elements, subgroup.device_seconds) for subgroup in trace.subgroups],
+        "host": [(subgroup.elements, subgroup.host_seconds or 0.0) for subgroup in host_updatable(trace)],  # none is None
+    }
+    return [
+        {
+            "where": where,
+            "subgroups": len(updates),
+            "elements": sum(elements for elements, _ in updates),
+            "seconds": sum(seconds for _, seconds in updates),
+        }
+        for where, updates in places.items()
+    ]
+
+
+def _recompute(trace: planner.Trace) -> Data:
+    reasons = _grouped(trace.not_recomputed, lambda entry: entry.reason)
+    blocks = [trace.blocks[number] for group in trace.recompute for number in group.blocks]
+    return {
+        "groups": len(trace.recompute),
+        "size_bytes": sum(block.size_bytes for block in blocks),
+        "seconds": sum(group.duration_seconds for group in trace.recompute),
+        "copy_seconds": copy_seconds(trace, blocks),
+        "not_recomputed": [
+            {"reason": reason, "stages": len(entries), "example": trace.stages[entries[0].stage].name}
+            for reason, entries in sorted(reasons, key=lambda entry: -len(entry[1]))
+        ],
+    }
+
+
+def trace_page(trace: Data, rows: int) -> Page:
+    """Show overview, phases, kinds of blocks, optimizer subgroups, memory over time, links and their shared rates.
+
+    Then `rows` each of the longest stages, of the largest blocks and of those with the longest inactive periods.
+    """
+    overview = {
+        "trace": trace["name"],
+        "made by": trace["created_by"],
+        "fingerprint": trace["fingerprint"],
+        "hardware": trace["hardware"]["name"],
+        "iteration without waiting": format_seconds(trace["ideal_seconds"]),
+        "of that in collectives": some_seconds(trace["collective_seconds"]),
+        "peak if nothing moves": f"{exact_bytes(trace['peak_bytes'])}, in {trace['peak_stage']}",
+        "floor (smallest budget)": f"{exact_bytes(trace['floor_bytes'])}, set by {trace['floor_stage']}",
+        "can be recomputed": _recomputed(trace["recompute"]),
+        "active on average": f"{trace['mean_active_fraction']:.1%} of the bytes that may move",
+    }
+    kinds = {"kind": "kind", ">blocks": "blocks", ">size": "size_bytes", ">may move": "movable_bytes"}
+    updates: dict[str, Column] = {
+        "can update on": "where",
+        ">subgroups": "subgroups",
+        ">elements": lambda update: f"{update['elements']:,}",
+        ">time": "seconds",
+    }
+    reasons = {"cannot be recomputed, because": "reason", ">stages": "stages", "such as": "example"}
     return (
-        UpdateSummary(
-            where="device",
-            subgroups=len(trace.subgroups),
-            elements=sum(subgroup.elements for subgroup in trace.subgroups),
-            seconds=sum(subgroup.device_seconds for subgroup in trace.subgroups),
-        ),
-        UpdateSummary(
-            where="host",
-            subgroups=len(on_host),
-            elements=sum(subgroup.elements for subgroup in on_host),
-            seconds=sum(subgroup.host_seconds or 0.0 for subgroup in on_host),  # none of them is None
-        ),
+        Facts(overview),
+        Table(columns={"phase": "phase", ">stages": "stages", ">time": "duration_seconds"}, rows=trace["phases"]),
+        Table(columns=kinds, rows=trace["kinds"]),
+        Table(columns=updates, rows=trace["updates"]),
+        Table(columns=reasons, rows=trace["recompute"]["not_recomputed"]),
+        _memory(trace),
+        *_links(trace["hardware"]),
+        *_longest(trace, rows),
     )
+
+
+def _recomputed(recompute: Data) -> str:
+    """Return what the groups make and what that takes, against the time of copying it out and in; empty without groups."""
+    if not recompute["groups"]:
+        return ""
+    stages, copies = f"{recompute['groups']} stages", recompute["copy_seconds"]
+    made = f"{format_bytes(recompute['size_bytes'])} by {stages}, in {format_seconds(recompute['seconds'])}"
+    return made if copies is None else f"{made} (to copy out and in: {format_seconds(copies)})"
+
+
+def _links(hardware: Data) -> Page:
+    links: dict[str, Column] = {
+        "link": lambda link: f"{link['from']}->{link['to']}",
+        ">rate": "bytes_per_second",
+        ">latency": "latency_seconds",
+        **({"path": "path"} if any(link.get("path") for link in hardware["links"]) else {}),
+    }
+    shared: dict[str, Column] = {
+        "shared rate": "name",
+        ">at the most": "bytes_per_second",
+        "by": lambda rate: ", ".join(rate["links"]),
+    }
+    return Table(columns=links, rows=hardware["links"]), Table(columns=shared, rows=hardware["shared"])
+
+
+def _memory(trace: Data) -> Table:
+    """Return a row of bars for each kind of block: its bytes over the iteration if no block ever leaves."""
+    stages, full = trace["stages"], trace["peak_bytes"]
+    count = min(len(stages), _COLUMNS)
+    columns = [range(len(stages) * n // count, len(stages) * (n + 1) // count) for n in range(count)]
+
+    def bars(kind: str, sizes: Sequence[int]) -> Data:
+        shown = "".join(_bar(max(sizes[stage] for stage in column), full) for column in columns)
+        return {"kind": kind, "most_bytes": max(sizes), "bars": shown}
+
+    return Table(
+        title="memory over time if nothing moves (f forward, b backward, o optimizer, u user)",
+        columns={"kind": "kind", ">most at once": "most_bytes", "|stage after stage": "bars"},
+        rows=[
+            {"kind": "phase", "bars": "".join(stages[column[0]]["phase"][0] for column in columns)},
+            *(bars(each["kind"], [stage["bytes_by_kind"][each["kind"]] for stage in stages]) for each in trace["kinds"]),
+            bars("workspace", [stage["workspace_bytes"] for stage in stages]),
+            bars("in all", [stage["live_bytes"] for stage in stages]),
+        ],
+    )
+
+
+def _bar(size_bytes: int, full_bytes: int) -> str:
+    """Return a character that shows a size as a share of `full_bytes`, rounded up; a dot for 0."""
+    return _LEVELS[-(-size_bytes * (len(_LEVELS) - 1) // full_bytes) if full_bytes else 0]
+
+
+def _longest(trace: Data, rows: int) -> Page:
+    stage = {">stage": "id", "name": "name", ">time": "duration_seconds"}
+    size = {">workspace": "workspace_bytes", ">if nothing moves": "live_bytes"}
+    stages = sorted(trace["stages"], key=lambda each: -each["duration_seconds"])
+    block: dict[str, Column] = {">block": "id", "name": "name", "kind": "kind", ">size": "size_bytes"}
+    copy: dict[str, Column] = {"copy": lambda each: "clean" if each["clean"] else "dirty"}
+    used: dict[str, Column] = {">active": "active_fraction", **copy, "used by stages": _uses}
+    idle: dict[str, Column] = {">longest idle": "longest_idle_seconds", ">idle in all": "idle_seconds", **copy}
+    idlest = idlest_blocks(trace["blocks"])
+    return (
+        Table(title="longest stages", columns={**stage, **size}, rows=stages, most=rows),
+        Table(title="largest blocks", columns={**block, **used}, rows=trace["blocks"], most=rows),
+        Table(title="idlest blocks (size x longest inactive period)", columns={**block, **idle}, rows=idlest, most=rows),
+    )
+
+
+def _uses(block: Data, most: int = 6) -> str:
+    stages = sorted({*block["reads"], *block["writes"]})
+    listed = ", ".join(str(stage) for stage in stages[:most])
+    return listed if len(stages) <= most else f"{listed}, … ({len(stages)})"

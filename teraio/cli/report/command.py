@@ -14,16 +14,12 @@ from planner.policies import POLICIES
 from planner.problem import SolverSettings, live_bytes
 from planner.schema import Plan, Trace, write_atomic
 from teraio.cli.arguments import AsJson, PlanFile
-from teraio.cli.comparison import Comparison, Sweep, compare_policies, sweep_budgets
-from teraio.cli.report.content import Report, report_of
-from teraio.cli.report.measured import MeasuredRun
+from teraio.cli.comparison import compare_policies, sweep_budgets
+from teraio.cli.output import Data, write_out
+from teraio.cli.report.content import measured_run, report_of
+from teraio.cli.report.exports import chrome_trace, draw
 from teraio.cli.report.page import html_page
-from teraio.cli.report.perfetto import chrome_trace
-from teraio.cli.report.picture import draw
-from teraio.cli.tables import write_out
 from teraio.options import require_directory
-
-__all__ = ["report"]
 
 _COMPARED = ("ilp", "offload-only", "teraio", "g10", "zero-infinity", "belady")
 
@@ -50,18 +46,17 @@ def report(
     _check(outputs, trace, as_json=as_json)
     decided = Plan.load(plan)
     loaded = None if trace is None else Trace.load(trace)
-    run = None if measured is None else MeasuredRun.load(measured)
     needed = as_json or output is not None
     made = report_of(
         decided,
         loaded,
         sweep=_sweep(decided, loaded, points, settings) if loaded is not None and points and needed else None,
         comparison=_comparison(decided, loaded, settings) if loaded is not None and compare and needed else None,
-        measured=run,
+        measured=None if measured is None else measured_run(measured),
     )
     _write(made, output, perfetto, png)
     if as_json:
-        write_out(made.model_dump_json(by_alias=True, indent=1))
+        write_out(json.dumps(made, indent=1))
     for path in outputs.values():
         if path is not None and not as_json:
             write_out(f"written: {path}")
@@ -79,15 +74,16 @@ def _check(outputs: dict[str, Path | None], trace: Path | None, *, as_json: bool
             raise planner.OptionsError(f"option {option}: a timeline needs the trace of the plan; give --trace")
 
 
-def _write(made: Report, output: Path | None, perfetto: Path | None, png: Path | None) -> None:
+def _write(made: Data, output: Path | None, perfetto: Path | None, png: Path | None) -> None:
     if output is not None:
         _write_text(output, html_page(made))
-    if made.facts is None:
+    facts = made["facts"]
+    if facts is None:
         return
     if perfetto is not None:
-        _write_text(perfetto, json.dumps(chrome_trace(made.facts.name, made.facts.timeline)))
+        _write_text(perfetto, json.dumps(chrome_trace(facts["name"], facts["timeline"])))
     if png is not None:
-        draw(f"plan for {made.facts.name} (predicted)", made.facts.timeline, png)
+        draw(f"plan for {facts['name']} (predicted)", facts["timeline"], png)
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -97,7 +93,7 @@ def _write_text(path: Path, text: str) -> None:
         raise planner.TeraioError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _sweep(plan: Plan, trace: Trace, points: int, settings: SolverSettings) -> Sweep:
+def _sweep(plan: Plan, trace: Trace, points: int, settings: SolverSettings) -> Data:
     lowest = int(_BELOW_FLOOR * planner.floor(trace)[0])
     highest = max(*live_bytes(trace), plan.budgets.device_bytes)
     sizes = {lowest + (highest - lowest) * number // max(points - 1, 1) for number in range(points)}
@@ -113,6 +109,6 @@ def _sweep(plan: Plan, trace: Trace, points: int, settings: SolverSettings) -> S
         )
 
 
-def _comparison(plan: Plan, trace: Trace, settings: SolverSettings) -> Comparison:
+def _comparison(plan: Plan, trace: Trace, settings: SolverSettings) -> Data:
     with Console(stderr=True).status("planning") as status:
         return compare_policies(trace, plan.budgets, _COMPARED, settings=settings, progress=status.update)

@@ -2,132 +2,108 @@
 
 from __future__ import annotations
 
-import planner
-from planner.schema import Budgets, FrozenModel, Plan, Predicted, Trace
-from teraio.cli.comparison import Comparison, Sweep
-from teraio.cli.plan_summary import summarise_plan
-from teraio.cli.replay_summary import LinkSummary, StallSummary
-from teraio.cli.report.measured import MeasuredRun
-from teraio.cli.report.timeline import TimelineRows, timeline_rows
-from teraio.cli.trace_summary import BlockSummary, idlest_blocks, summarise_trace
+import os
+import statistics
+from collections import Counter
+from collections.abc import Sequence
 
-__all__ = ["Report", "TraceFacts", "report_of"]
+import planner
+from planner import Plan, Trace
+from planner.errors import FileFormatError
+from planner.problem import live_bytes
+from teraio.cli.output import Data
+from teraio.cli.plan_summary import summarise_plan
+from teraio.cli.report.timeline import timeline_of
+from teraio.cli.trace_summary import block_summaries, idlest_blocks
+from teraio.watching import IterationStats, read_csv
 
 _ROWS = 12
 """Stalls and idle blocks of which a report has the first ones."""
-
-
-class IdleBlock(FrozenModel):
-    """A block and how long it is idle in an iteration that never waits.
-
-    `moves`: how often the plan lets it leave. `remade`: whether the plan makes it anew by a re-run.
-    """
-
-    block: int
-    name: str
-    kind: str
-    size_bytes: int
-    longest_idle_seconds: float
-    idle_seconds: float
-    moves: int
-    remade: bool
-
-
-class TraceFacts(FrozenModel):
-    """What a report knows only with the trace. `critical`: seconds on the critical path by resource.
-
-    `stalls`, `idle`: the longest, and how many there are in all.
-    """
-
-    name: str
-    created_by: str
-    hardware: str
-    peak_bytes: int
-    floor_bytes: int
-    links: tuple[LinkSummary, ...]
-    critical: dict[str, float]
-    stalls: tuple[StallSummary, ...]
-    stall_count: int
-    idle: tuple[IdleBlock, ...]
-    idle_count: int
-    timeline: TimelineRows
-
-
-class Report(FrozenModel):
-    """A plan, shown. Everything but `measured` is a prediction."""
-
-    policy: str
-    trace_fingerprint: str
-    budgets: Budgets
-    predicted: Predicted | None
-    moves: int
-    blocks_moved: int
-    host_updates: int
-    reruns: int
-    facts: TraceFacts | None = None
-    sweep: Sweep | None = None
-    comparison: Comparison | None = None
-    measured: MeasuredRun | None = None
 
 
 def report_of(
     plan: Plan,
     trace: Trace | None,
     *,
-    sweep: Sweep | None = None,
-    comparison: Comparison | None = None,
-    measured: MeasuredRun | None = None,
-) -> Report:
-    """Return the report of a plan. Raises PlanError if the plan does not belong to the trace, InfeasiblePlanError if it cannot
-    be carried out."""
-    return Report(
-        policy=plan.policy,
-        trace_fingerprint=plan.trace_fingerprint,
-        budgets=plan.budgets,
-        predicted=plan.predicted,
-        moves=len(plan.moves),
-        blocks_moved=len({move.block for move in plan.moves}),
-        host_updates=sum(update.where == "host" for update in plan.updates),
-        reruns=len(plan.recompute),
-        facts=None if trace is None else _facts(plan, trace),
-        sweep=sweep,
-        comparison=comparison,
-        measured=measured,
-    )
+    sweep: Data | None = None,
+    comparison: Data | None = None,
+    measured: Data | None = None,
+) -> Data:
+    """Return the report of a plan. Everything but `measured` is a prediction. `facts`: what is known only with the trace.
+
+    Raises PlanError if the plan does not belong to the trace, InfeasiblePlanError if it cannot be carried out.
+    """
+    return {
+        **plan.model_dump(mode="json", include={"policy", "trace_fingerprint", "budgets", "predicted"}),
+        "moves": len(plan.moves),
+        "blocks_moved": len({move.block for move in plan.moves}),
+        "host_updates": sum(update.where == "host" for update in plan.updates),
+        "reruns": len(plan.recompute),
+        "facts": None if trace is None else _facts(plan, trace),
+        "sweep": sweep,
+        "comparison": comparison,
+        "measured": measured,
+    }
 
 
-def _facts(plan: Plan, trace: planner.Trace) -> TraceFacts:
-    summary, traced = summarise_plan(plan, trace), summarise_trace(trace)
-    assert summary.stalls is not None and summary.links is not None and summary.critical is not None  # the trace is given
-    idle = idlest_blocks(traced.blocks)
-    leaves: dict[int, int] = {}
-    for move in plan.moves:
-        leaves[move.block] = leaves.get(move.block, 0) + 1
+def _facts(plan: Plan, trace: Trace) -> Data:
+    """Return what the trace tells. `stalls`, `idle`: the longest, and how many there are in all.
+
+    `idle`: in an iteration that never waits. `moves`: how often the plan lets the block leave. `remade`: whether the plan makes
+    it anew by a re-run.
+    """
+    summary = summarise_plan(plan, trace)
+    idle = idlest_blocks(block_summaries(trace))
+    leaves = Counter(move.block for move in plan.moves)
     remade = {block for each in plan.recompute for block in trace.recompute[each.group].blocks}
-    return TraceFacts(
-        name=trace.name,
-        created_by=trace.created_by,
-        hardware=trace.hardware.name,
-        peak_bytes=traced.peak_bytes,
-        floor_bytes=traced.floor_bytes,
-        links=summary.links,
-        critical=summary.critical.seconds,
-        stalls=summary.stalls[:_ROWS],
-        stall_count=len(summary.stalls),
-        idle=tuple(_idle(block, leaves.get(block.id, 0), remade=block.id in remade) for block in idle[:_ROWS]),
-        idle_count=len(idle),
-        timeline=timeline_rows(plan, trace),
-    )
+    told = ("name", "kind", "size_bytes", "longest_idle_seconds", "idle_seconds")
+    return {
+        "name": trace.name,
+        "created_by": trace.created_by,
+        "hardware": trace.hardware.name,
+        "peak_bytes": max(live_bytes(trace)),
+        "floor_bytes": planner.floor(trace)[0],
+        "links": summary["links"],
+        "critical": summary["critical"]["seconds"],
+        "stalls": summary["stalls"][:_ROWS],
+        "stall_count": len(summary["stalls"]),
+        "idle": [
+            {
+                "block": block["id"],
+                **{name: block[name] for name in told},
+                "moves": leaves[block["id"]],
+                "remade": block["id"] in remade,
+            }
+            for block in idle[:_ROWS]
+        ],
+        "idle_count": len(idle),
+        "timeline": timeline_of(plan, trace),
+    }
 
 
-def _idle(block: BlockSummary, moves: int, *, remade: bool) -> IdleBlock:
-    return IdleBlock(
-        block=block.id,
-        name=block.name,
-        kind=block.kind,
-        size_bytes=block.size_bytes,
-        longest_idle_seconds=block.longest_idle_seconds,
-        idle_seconds=block.idle_seconds,
-        moves=moves,
-        remade=remade,
-    )
+def measured_run(path: str | os.PathLike[str]) -> Data:
+    """Return what the latest run in a file of `teraio.CsvWriter` measured, to stand beside what its plan predicts.
+
+    `planned`, `iterations`: how many followed a plan, and how many there are. The figures are medians over those that did, by
+    link where they are about links; None or empty if none did. `predicted_seconds`: by the plan that the last of them followed.
+    Raises FileFormatError with the file, the line and what is wrong.
+    """
+    found = read_csv(path)
+    if not found:
+        raise FileFormatError(f"{path}: no iteration is in it; give the file of a run that has ended some")
+    last = max(each.run for each in found)
+    iterations = [each for each in found if each.run == last]
+    planned = [each for each in iterations if each.phase == "planned"]
+    links = dict.fromkeys(link for each in planned for link in each.moved_bytes)
+    return {
+        "planned": len(planned),
+        "iterations": len(iterations),
+        "predicted_seconds": planned[-1].predicted_seconds if planned else None,
+        **{name: _median(planned, name) for name in ("seconds", "waited_seconds", "recompute_seconds")},
+        "moved_bytes": {link: statistics.median(each.moved_bytes.get(link, 0) for each in planned) for link in links},
+        "busy_seconds": {link: statistics.median(each.busy_seconds.get(link, 0.0) for each in planned) for link in links},
+    }
+
+
+def _median(iterations: Sequence[IterationStats], name: str) -> float | None:
+    return statistics.median(getattr(each, name) for each in iterations) if iterations else None

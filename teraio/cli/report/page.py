@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from html import escape
 from importlib import resources
 
+from planner.schema import printable
 from planner.simulator import STAGES
-from teraio.cli.report.content import Report, TraceFacts
-from teraio.cli.report.markup import bar, section, table, text
-from teraio.cli.tables import exact_bytes, format_bytes, format_seconds, share
-
-__all__ = ["html_page"]
+from teraio.cli.comparison import comparison_table, sweep_table
+from teraio.cli.output import Column, Data, Table, cell, exact_bytes, format_bytes, format_seconds, share
+from teraio.cli.replay_summary import links_table, stalls_table
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """What the page may load: nothing."""
@@ -59,221 +60,218 @@ use the arrow keys; + and - zoom, Escape shows all. Drag to move.</p>
 <noscript><p>The charts need JavaScript. The tables do not.</p></noscript>"""
 
 
-def html_page(report: Report) -> str:
+class _Html(str):
+    """Text that is HTML already. All other text is shown as it is, whatever it contains."""
+
+
+def html_page(report: Data) -> str:
     """Return the page. Names from files are shown as text, whatever they contain."""
-    name = report.facts.name if report.facts is not None else report.trace_fingerprint
+    facts = report["facts"]
+    title = f"Plan for {_text(report['trace_fingerprint'] if facts is None else facts['name'])}"
+    without = "<p>Give the trace (--trace) to see memory, copies, stalls and idle blocks.</p>"
     sections = [
-        f"<h1>Plan for {text(name)}</h1>",
+        f"<h1>{title}</h1>",
         _origin(report),
         _tiles(report),
-        *(_of_trace(report, report.facts) if report.facts is not None else [_without_trace()]),
-        _sweep(report),
-        _policies(report),
+        *([without] if facts is None else _of_trace(facts)),
+        _sweep(report["sweep"]),
+        _policies(report["comparison"]),
         _measured(report),
     ]
     room = resources.files("teraio.cli.report")
     return _PAGE.format(
         policy=_POLICY,
-        title=f"Plan for {text(name)}",
+        title=title,
         css=room.joinpath("report.css").read_text("utf-8"),
-        js="\n".join(room.joinpath(name).read_text("utf-8") for name in ("basics.js", "charts.js", "report.js")),
+        js="\n".join(room.joinpath(name).read_text("utf-8") for name in ("charts.js", "report.js")),
         body="\n".join(section for section in sections if section),
-        data=report.model_dump_json().replace("<", "\\u003c"),
+        # A name in the data must not end the script: no "<" of it is one of HTML.
+        data=json.dumps(report, separators=(",", ":")).replace("<", "\\u003c"),
     )
 
 
-def _origin(report: Report) -> str:
-    facts = report.facts
-    hardware = "" if facts is None else f" Hardware: {text(facts.hardware)}."
-    made = "" if facts is None or not facts.created_by else f" The trace was made by {text(facts.created_by)}."
-    return f'<p class="faint">Policy {text(report.policy)}.{hardware}{made}</p>'
+def _text(value: str) -> str:
+    return value if isinstance(value, _Html) else escape(printable(value))
 
 
-def _tiles(report: Report) -> str:
-    predicted, facts = report.predicted, report.facts
-    tiles = [("device budget", format_bytes(report.budgets.device_bytes))]
+def _section(name: str, title: str, told: str, table: Table, above: str = "") -> str:
+    """Return a part of the page with a table. told: text; above: HTML that stands above the table."""
+    head, classes = [], []
+    for column in table.columns:
+        label = column.lstrip(">")
+        look = "number" if column.startswith(">") else label if label in ("link", "name", "note", "on") else ""
+        classes.append(look)
+        head.append(f'<th scope="col" class="{look}">{_text(label)}</th>')
+    body = "\n".join(
+        "<tr>" + "".join(map(_cell, classes, (cell(row, column) for column in table.columns.values()))) + "</tr>"
+        for row in table.rows
+    )
+    shown = f"<table><thead><tr>{''.join(head)}</tr></thead><tbody>\n{body}</tbody></table>"
+    return (
+        f'<section id="{name}"><h2>{title}</h2><p class="faint">{_text(told)}</p>{above}'
+        f'<div class="scroll" tabindex="0">{shown}</div></section>'
+    )
+
+
+def _cell(look: str, value: str) -> str:
+    shown = _text(value)
+    return f'<td class="{look}">{shown.replace("-&gt;", " → ") if look in ("link", "on") else shown}</td>'
+
+
+def _bar(part: float, whole: float) -> _Html:
+    """Return a bar as long as a share of the whole."""
+    return _Html(f'<meter-bar><i style="width:{100 * part / whole if whole else 0:.1f}%"></i></meter-bar>')
+
+
+def _origin(report: Data) -> str:
+    told, facts = f"Policy {report['policy']}.", report["facts"]
     if facts is not None:
-        tiles.append(("needed if nothing moves", format_bytes(facts.peak_bytes)))
-        tiles.append(("smallest budget", format_bytes(facts.floor_bytes)))
-    tiles += [("host budget", _limit(report.budgets.host_bytes)), ("storage budget", _limit(report.budgets.storage_bytes))]
+        told += f" Hardware: {facts['hardware']}."
+        told += f" The trace was made by {facts['created_by']}." if facts["created_by"] else ""
+    return f'<p class="faint">{_text(told)}</p>'
+
+
+def _tiles(report: Data) -> str:
+    predicted, facts, budgets = report["predicted"], report["facts"], report["budgets"]
+    tiles = {"device budget": format_bytes(budgets["device_bytes"])}
+    if facts is not None:
+        tiles["needed if nothing moves"] = format_bytes(facts["peak_bytes"])
+        tiles["smallest budget"] = format_bytes(facts["floor_bytes"])
+    for tier in ("host", "storage"):
+        limit = budgets[f"{tier}_bytes"]
+        tiles[f"{tier} budget"] = "no limit" if limit is None else format_bytes(limit)
     if predicted is not None:
-        tiles += [
-            ("iteration (predicted)", format_seconds(predicted.iteration_seconds)),
-            ("without waiting", format_seconds(predicted.ideal_seconds)),
-            (
-                "no plan is faster than",
-                format_seconds(predicted.lower_bound_seconds) if predicted.lower_bound_seconds else "unknown",
-            ),
-            (
-                "waits",
-                f"{format_seconds(predicted.stall_seconds)}, {share(predicted.stall_seconds, predicted.iteration_seconds)}",
-            ),
-            ("moved", format_bytes(sum(predicted.moved_bytes.values()))),
-            ("written to drives", format_bytes(predicted.storage_written_bytes)),
-        ]
-    tiles.append(("moves", f"{report.moves:,}, by {report.blocks_moved:,} blocks"))
-    if report.reruns:
-        tiles.append(("stages run again", str(report.reruns)))
-    if report.host_updates:
-        tiles.append(("updates on the host", str(report.host_updates)))
-    entries = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in tiles)
+        seconds, waits, bound = (predicted[f"{name}_seconds"] for name in ("iteration", "stall", "lower_bound"))
+        tiles["iteration (predicted)"] = format_seconds(seconds)
+        tiles["without waiting"] = format_seconds(predicted["ideal_seconds"])
+        tiles["no plan is faster than"] = format_seconds(bound) if bound else "unknown"
+        tiles["waits"] = f"{format_seconds(waits)}, {share(waits, seconds)}"
+        tiles["moved"] = format_bytes(sum(predicted["moved_bytes"].values()))
+        tiles["written to drives"] = format_bytes(predicted["storage_written_bytes"])
+    tiles["moves"] = f"{report['moves']:,}, by {report['blocks_moved']:,} blocks"
+    if report["reruns"]:
+        tiles["stages run again"] = str(report["reruns"])
+    if report["host_updates"]:
+        tiles["updates on the host"] = str(report["host_updates"])
+    entries = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in tiles.items())
     return f'<dl class="tiles">{entries}</dl>'
 
 
-def _limit(size_bytes: int | None) -> str:
-    return "no limit" if size_bytes is None else format_bytes(size_bytes)
-
-
-def _without_trace() -> str:
-    return "<p>Give the trace (--trace) to see memory, copies, stalls and idle blocks.</p>"
-
-
-def _of_trace(report: Report, facts: TraceFacts) -> list[str]:
-    rows = facts.timeline
-    kinds = dict.fromkeys((*rows.unplanned.kinds, *rows.memory.kinds))
-    looks = [(stage.phase, stage.phase) for stage in rows.stages]
-    shown = dict.fromkeys([*looks, ("stall", "stall"), ("out", "copy out"), ("in", "copy in")])
+def _of_trace(facts: Data) -> list[str]:
+    rows = facts["timeline"]
+    kinds = dict.fromkeys((*rows["unplanned"]["kinds"], *rows["memory"]["kinds"]))
+    phases = dict.fromkeys(stage["phase"] for stage in rows["stages"])
+    looks = [*((phase, phase) for phase in phases), ("stall", "stall"), ("out", "copy out"), ("in", "copy in")]
+    links = links_table(facts["links"], rows["seconds"])
     return [
         _MEMORY.format(legend=_legend((kind, kind.replace("_", " ")) for kind in kinds)),
-        _TIMELINE.format(legend=_legend(shown)),
-        _critical(facts),
-        _links(report, facts),
+        _TIMELINE.format(legend=_legend(looks)),
+        _critical(facts["critical"]),
+        _section("links", "Links", "Predicted, for one iteration.", links),
         _stalls(facts),
         _idle(facts),
     ]
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    return "".join(f'<li><i class="{look}"></i>{text(name)}</li>' for look, name in entries)
+    return "".join(f'<li><i class="{look}"></i>{_text(name)}</li>' for look, name in entries)
 
 
-def _critical(facts: TraceFacts) -> str:
-    whole = sum(facts.critical.values())
-    rows = [
-        ["computing" if resource == STAGES else _link(resource), format_seconds(time), share(time, whole), bar(time, whole)]
-        for resource, time in facts.critical.items()
-    ]
+def _critical(critical: Data) -> str:
+    whole = sum(critical.values())
     told = "The iteration takes as long as these, one after another. To make it shorter, one of them must get shorter."
-    return section("critical", "What holds it up", told, ["on", ">time", ">share", ""], rows)
+    columns: dict[str, Column] = {
+        "on": lambda row: "computing" if row["on"] == STAGES else row["on"],
+        ">time": "seconds",
+        ">share": lambda row: share(row["seconds"], whole),
+        "": lambda row: _bar(row["seconds"], whole),
+    }
+    rows = [{"on": resource, "seconds": seconds} for resource, seconds in critical.items()]
+    return _section("critical", "What holds it up", told, Table(columns=columns, rows=rows))
 
 
-def _links(report: Report, facts: TraceFacts) -> str:
-    seconds = facts.timeline.seconds
-    rows = [
-        [
-            _link(link.link),
-            str(link.transfers),
-            format_bytes(link.size_bytes),
-            format_seconds(link.busy_seconds),
-            share(link.busy_seconds, seconds),
-        ]
-        for link in facts.links
-    ]
-    return section("links", "Links", "Predicted, for one iteration.", ["link", ">copies", ">bytes", ">busy", ">share"], rows)
-
-
-def _link(name: str) -> str:
-    return text(name).replace("-&gt;", " → ")
-
-
-def _stalls(facts: TraceFacts) -> str:
-    if not facts.stalls:
+def _stalls(facts: Data) -> str:
+    stalls = facts["stalls"]
+    if not stalls:
         return '<section id="stalls"><h2>Stalls</h2><p>No stage waits.</p></section>'
-    rows = [[str(stall.stage), text(stall.name), format_seconds(stall.stall_seconds)] for stall in facts.stalls]
-    told = f"Stages that wait for a copy or for room, the longest first: {len(rows)} of {facts.stall_count}."
-    return section("stalls", "Stalls", told, [">stage", "name", ">waits"], rows)
+    told = f"Stages that wait for a copy or for room, the longest first: {len(stalls)} of {facts['stall_count']}."
+    return _section("stalls", "Stalls", told, stalls_table(stalls, len(stalls)))
 
 
-def _idle(facts: TraceFacts) -> str:
-    rows = [
-        [
-            str(block.block),
-            text(block.name),
-            text(block.kind.replace("_", " ")),
-            format_bytes(block.size_bytes),
-            format_seconds(block.longest_idle_seconds),
-            format_seconds(block.idle_seconds),
-            "made anew" if block.remade else _leaves(block.moves),
-        ]
-        for block in facts.idle
-    ]
-    told = f"By size and longest idle time, in an iteration that never waits: {len(rows)} of {facts.idle_count}."
-    columns = [">block", "name", "kind", ">size", ">longest idle", ">idle in all", "with the plan"]
-    return section("idle", "Idlest blocks", told, columns, rows)
+def _idle(facts: Data) -> str:
+    told = f"By size and longest idle time, in an iteration that never waits: {len(facts['idle'])} of {facts['idle_count']}."
+    columns: dict[str, Column] = {
+        ">block": "block",
+        "name": "name",
+        "kind": lambda block: block["kind"].replace("_", " "),
+        ">size": "size_bytes",
+        ">longest idle": "longest_idle_seconds",
+        ">idle in all": "idle_seconds",
+        "with the plan": lambda block: "made anew" if block["remade"] else _leaves(block["moves"]),
+    }
+    return _section("idle", "Idlest blocks", told, Table(columns=columns, rows=facts["idle"]))
 
 
 def _leaves(moves: int) -> str:
     return ("stays", "leaves once")[moves] if moves < 2 else f"leaves {moves} times"
 
 
-def _sweep(report: Report) -> str:
-    sweep = report.sweep
+def _time(row: Data) -> str:
+    return cell(row, "predicted.iteration_seconds") or "no plan"
+
+
+def _sweep(sweep: Data | None) -> str:
     if sweep is None:
         return ""
-    rows = []
-    for point in sweep.points:
-        predicted = point.predicted
-        if predicted is None:
-            rows.append([exact_bytes(point.device_bytes), "no plan", "", "", f'<span class="faint">{text(point.error)}</span>'])
-            continue
-        over = f"{predicted.iteration_seconds / sweep.ideal_seconds - 1:.1%}" if sweep.ideal_seconds else ""
-        smaller = point.planned_for_bytes is not None and point.planned_for_bytes < point.device_bytes
-        note = f"the plan for {format_bytes(point.planned_for_bytes or 0)}" if smaller else ""
-        cells = [format_seconds(predicted.iteration_seconds), over, format_seconds(predicted.stall_seconds), note]
-        rows.append([exact_bytes(point.device_bytes), *cells])
     told = (
-        f"Predicted, each budget planned anew with the policy {text(sweep.policy)}. Dotted: without waiting. Shaded: no plan. "
+        f"Predicted, each budget planned anew with the policy {sweep['policy']}. Dotted: without waiting. Shaded: no plan. "
         "The ring is this plan."
     )
-    shown = table([">device budget", ">iteration", ">over the ideal", ">waits", "note"], rows)
-    return f"""<section id="sweep"><h2>Time against budget</h2><p class="faint">{told}</p>
-<div id="sweep-chart"></div>{shown}</section>"""
+    table = sweep_table(sweep)
+    columns = {**table.columns, ">device budget": lambda point: exact_bytes(point["device_bytes"]), ">iteration": _time}
+    chart = '<div id="sweep-chart"></div>'
+    return _section("sweep", "Time against budget", told, Table(columns=columns, rows=table.rows), above=chart)
 
 
-def _policies(report: Report) -> str:
-    comparison = report.comparison
+def _policies(comparison: Data | None) -> str:
     if comparison is None:
         return ""
-    slowest = max((v.predicted.iteration_seconds for v in comparison.verdicts if v.predicted is not None), default=0.0)
-    rows = []
-    for verdict in comparison.verdicts:
-        predicted = verdict.predicted
-        if predicted is None:
-            rows.append([text(verdict.policy), "no plan", "", "", "", f'<span class="faint">{text(verdict.error)}</span>'])
-            continue
-        bound = comparison.lower_bound_seconds
-        over = f"{predicted.iteration_seconds / bound - 1:.1%}" if bound else ""
-        cells = [format_seconds(predicted.stall_seconds), format_bytes(predicted.storage_written_bytes)]
-        length = bar(predicted.iteration_seconds, slowest)
-        rows.append([text(verdict.policy), format_seconds(predicted.iteration_seconds), over, *cells, length])
+    table = comparison_table(comparison)
+    slowest = max((each["predicted"]["iteration_seconds"] for each in table.rows if each["predicted"]), default=0.0)
+
+    def bar_or_error(each: Data) -> str:
+        return _bar(each["predicted"]["iteration_seconds"], slowest) if each["predicted"] else each["error"]
+
+    columns = {**table.columns, ">iteration": _time, "note": bar_or_error}
     told = "Predicted, all under the budgets of this plan."
-    columns = ["policy", ">iteration", ">over the bound", ">waits", ">written to drives", ""]
-    return section("policies", "Policies compared", told, columns, rows)
+    return _section("policies", "Policies compared", told, Table(columns=columns, rows=table.rows))
 
 
-def _measured(report: Report) -> str:
-    run, predicted = report.measured, report.predicted
+def _measured(report: Data) -> str:
+    run, predicted = report["measured"], report["predicted"] or {}
     if run is None:
         return ""
-    if not run.planned:
-        told = f"None of the {run.iterations} iterations of the run followed a plan, so that none can stand beside this one."
+    if not run["planned"]:
+        told = f"None of the {run['iterations']} iterations of the run followed a plan, so that none can stand beside this one."
         return f'<section id="measured"><h2>Predicted and measured</h2><p>{told}</p></section>'
     rows = [
-        ["iteration", _seconds(predicted.iteration_seconds if predicted else None), _seconds(run.seconds)],
-        ["waits", _seconds(predicted.stall_seconds if predicted else None), _seconds(run.waited_seconds)],
-        ["re-runs", _seconds(predicted.recompute_seconds if predicted else None), _seconds(run.recompute_seconds)],
+        _beside("iteration", predicted.get("iteration_seconds"), run["seconds"]),
+        _beside("waits", predicted.get("stall_seconds"), run["waited_seconds"]),
+        _beside("re-runs", predicted.get("recompute_seconds", 0.0 if predicted else None), run["recompute_seconds"]),
     ]
-    busy = {link.link: link.busy_seconds for link in report.facts.links} if report.facts is not None else {}
-    for link, size in run.moved_bytes.items():
-        moved = format_bytes(predicted.moved_bytes.get(link, 0)) if predicted else ""
-        rows.append([f"{_link(link)}, bytes", moved, format_bytes(size)])
-        rows.append([f"{_link(link)}, busy", _seconds(busy.get(link)), _seconds(run.busy_seconds.get(link))])
-    told = f"Measured: medians over {run.planned} planned iterations of {run.iterations}."
-    seconds = run.predicted_seconds
-    if predicted and seconds is not None and abs(seconds - predicted.iteration_seconds) > 0.01 * predicted.iteration_seconds:
+    busy = {link["link"]: link["busy_seconds"] for link in (report["facts"] or {"links": ()})["links"]}
+    for link, size in run["moved_bytes"].items():
+        moved = format_bytes(predicted["moved_bytes"].get(link, 0)) if predicted else ""
+        rows.append({"on": f"{link}, bytes", "predicted": moved, "measured": format_bytes(size)})
+        rows.append(_beside(f"{link}, busy", busy.get(link), run["busy_seconds"].get(link)))
+    told = f"Measured: medians over {run['planned']} planned iterations of {run['iterations']}."
+    seconds, expected = run["predicted_seconds"], predicted.get("iteration_seconds")
+    if expected is not None and seconds is not None and abs(seconds - expected) > 0.01 * expected:
         told += f" The run follows another plan by now: that one predicts {format_seconds(seconds)} for an iteration."
-    return section("measured", "Predicted and measured", told, ["on", ">predicted", ">measured"], rows)
+    columns = {"on": "on", ">predicted": "predicted", ">measured": "measured"}
+    return _section("measured", "Predicted and measured", told, Table(columns=columns, rows=rows))
 
 
-def _seconds(value: float | None) -> str:
-    return "" if value is None else format_seconds(value)
+def _beside(name: str, *seconds: float | None) -> Data:
+    predicted, measured = ("" if value is None else format_seconds(value) for value in seconds)
+    return {"on": name, "predicted": predicted, "measured": measured}

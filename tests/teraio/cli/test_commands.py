@@ -16,8 +16,8 @@ import teraio
 from planner import Budgets, Plan, Trace, plan
 from planner.policies import POLICIES
 from planner.schema import SolverReport
-from teraio.cli import commands as cli
-from teraio.cli.tables import format_bytes, format_seconds
+from teraio import cli
+from teraio.cli.output import format_bytes, format_seconds
 
 TRACES = Path(__file__).parents[3] / "traces"
 

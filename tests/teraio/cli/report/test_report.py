@@ -18,7 +18,6 @@ from planner import Budgets, Plan, Trace
 from planner.problem import live_bytes
 from planner.simulator import critical_path
 from teraio.cli.commands import app
-from teraio.cli.report.timeline import timeline_rows
 from teraio.status import RunPhase
 from teraio.watching import CsvWriter, IterationStats
 from tests.teraio.cli.report.pages import HAND, PLANNED, planned
@@ -73,29 +72,34 @@ def page(chain: tuple[Path, Path], tmp_path: Path) -> Page:
 
 
 @pytest.mark.parametrize(("name", "device_bytes"), PLANNED)
-def test_the_timeline_is_that_of_the_simulator(name: str, device_bytes: int) -> None:
+def test_the_timeline_is_that_of_the_simulator(name: str, device_bytes: int, tmp_path: Path) -> None:
     trace = Trace.load(HAND / f"{name}.json")
     plan = planner.plan(trace, Budgets(device_bytes=device_bytes))
-    rows, replayed = timeline_rows(plan, trace), planner.simulate(trace, plan)
-    assert rows.seconds == replayed.iteration_seconds
-    assert [(s.reached, s.start, s.end) for s in rows.stages] == list(replayed.stages)
-    copies = [(c.link, c.block, c.queued, c.start, c.end) for c in rows.copies]
+    plan.save(tmp_path / "plan.json")
+    rows, replayed = timeline(HAND / f"{name}.json", tmp_path / "plan.json"), planner.simulate(trace, plan)
+    assert rows["seconds"] == replayed.iteration_seconds
+    assert [(s["reached"], s["start"], s["end"]) for s in rows["stages"]] == list(replayed.stages)
+    copies = [(c["link"], c["block"], c["queued"], c["start"], c["end"]) for c in rows["copies"]]
     assert copies == [(t.link, t.block, t.queued_seconds, t.start_seconds, t.end_seconds) for t in replayed.transfers]
-    assert [(u.subgroup, u.start, u.end) for u in rows.updates] == [
+    assert [(u["subgroup"], u["start"], u["end"]) for u in rows["updates"]] == [
         (u.subgroup, u.start_seconds, u.end_seconds) for u in replayed.updates
     ]
-    held = [sum(point[1:]) for point in rows.memory.points]
+    held = [sum(point[1:]) for point in rows["memory"]["points"]]
     assert max(held) == replayed.peak_bytes["device"] <= device_bytes
-    assert max(sum(point[1:]) for point in rows.unplanned.points) == max(live_bytes(trace))
+    assert max(sum(point[1:]) for point in rows["unplanned"]["points"]) == max(live_bytes(trace))
+
+
+def timeline(trace: Path, plan: Path) -> Any:
+    """The timeline that a report has."""
+    return json.loads(report(plan, "--trace", trace, "--json", "--points", 0, "--no-compare"))["facts"]["timeline"]
 
 
 def test_each_copy_says_why(chain: tuple[Path, Path]) -> None:
-    trace, plan = Trace.load(chain[0]), Plan.load(chain[1])
-    rows = timeline_rows(plan, trace)
-    told = {copy.why for copy in rows.copies if copy.name == "activation.0"}
+    rows = timeline(*chain)
+    told = {copy["why"] for copy in rows["copies"] if copy["name"] == "activation.0"}
     assert told == {"away after forward/0, until backward/0; if nothing left, forward/2 would exceed the budget by 20 B"}
-    waiting = [stage for stage in rows.stages if stage.start > stage.reached]
-    assert waiting and all(stage.waits_for for stage in waiting)
+    waiting = [stage for stage in rows["stages"] if stage["start"] > stage["reached"]]
+    assert waiting and all(stage["waits_for"] for stage in waiting)
 
 
 def test_the_page_has_the_data_that_json_prints(page: Page, chain: tuple[Path, Path]) -> None:
