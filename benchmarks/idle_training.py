@@ -16,7 +16,8 @@ from benchmarks.idle_device import IdleDevice
 from benchmarks.idle_plan import Life, host_tier, idle_pager, moves_of, need_bytes, size_bytes
 from runtime.execution import Kind, Phase, Program, Stage, WorkspaceMeter, run_managed, run_plain
 from runtime.system import uninterrupted
-from teraio.profiling import Iteration, IterationRecorder, RerunsByStage, StageSchedule
+from teraio.following import IterationObserver, RerunsByStage, StageSchedule
+from teraio.profiling import Iteration
 
 LAYERS = 200
 PARAMETERS = 4
@@ -48,7 +49,7 @@ class IdleTraining:
         self.moves = moves_of(self._lives, _POSITIONS) if moving else []
         self._store = host_tier(blocks)
         self.pager, self._device = idle_pager(self._store)
-        self._recorder = IterationRecorder(self.pager)
+        self._observer = IterationObserver(self.pager)
         self._meter = WorkspaceMeter(None)
         self._forward, self._backward = self._programs()
         self._tensors = [_tensor(life.size_bytes) for life in self._lives[: self._parameters]]
@@ -66,13 +67,13 @@ class IdleTraining:
     def iterate(self) -> None:
         """Run one iteration, as calls of compiled graphs do."""
         with uninterrupted():
-            saved = run_managed(self._forward, [*self._tensors], self.pager, self._recorder, self._meter)
+            saved = run_managed(self._forward, [*self._tensors], self.pager, self._observer, self._meter)
         arguments = [*self._tensors, *saved]
         del saved
         with uninterrupted():
-            run_managed(self._backward, arguments, self.pager, self._recorder, self._meter)
+            run_managed(self._backward, arguments, self.pager, self._observer, self._meter)
         with uninterrupted():
-            done, self._before = self._before, self._recorder.iteration_ends()
+            done, self._before = self._before, self._observer.iteration_ends()
             if done is not None:
                 done.read_times()
 
@@ -128,8 +129,8 @@ class IdleTraining:
             reruns=RerunsByStage.none(_POSITIONS),
         )
         blocks = [self.pager.known_block(tensor) for tensor in self._tensors]
-        self._recorder.follow(schedule, {number: block for number, block in enumerate(blocks) if block is not None})
-        self._recorder.times_wanted = False  # as in the long run: the stages of one iteration in eight are timed
+        self._observer.plan.follow(schedule, {number: block for number, block in enumerate(blocks) if block is not None})
+        self._observer.recorder.sampled = True  # as in the long run: the stages of one iteration in eight are timed
         self.pager.budget_bytes = need_bytes(self._lives, self.moves, _POSITIONS) + (LAYERS + 4) * _SMALL_BYTES
 
 

@@ -40,12 +40,13 @@ from planner.errors import TeraioError
 from runtime.execution import Program
 from runtime.paging import Pager
 from runtime.system import QuietCollector
+from teraio.following import IterationObserver, PlanFollower
 from teraio.graph_breaks import graph_break_reasons
 from teraio.machine import Machine
 from teraio.optimizer import SubgroupSizes
 from teraio.options import Options
-from teraio.planning import BackgroundPlanner, PlanFollower, WarmStart, fit_given_plan, save
-from teraio.profiling import Iteration, IterationBorder, IterationRecorder, PeakWatch, Profile, build_profile, times_agree
+from teraio.planning import BackgroundPlanner, WarmStart, fit_given_plan, save
+from teraio.profiling import Iteration, IterationBorder, PeakWatch, Profile, build_profile, times_agree
 from teraio.status import RunPhase
 
 logger = logging.getLogger("teraio")
@@ -88,7 +89,7 @@ class RunContext:
     options: Options
     machine: Machine
     pager: Pager
-    recorder: IterationRecorder
+    observer: IterationObserver
     border: IterationBorder
     background: BackgroundPlanner
     subgroups: SubgroupSizes
@@ -174,8 +175,11 @@ class ProfilePhase(Phase):
         return so_far if self._problem is None else f"{so_far}; the last ones did not count, since {self._problem}"
 
     def graph_begins(self, program: Program) -> None:
-        if self._run.warm is not None:
-            self._run.warm.graph_begins(program)
+        run = self._run
+        if run.warm is not None and run.observer.recorder.iteration_begins:
+            kept_bytes = run.warm.iteration_begins(program)
+            if run.subgroups.used_bytes is None:
+                run.subgroups.used_bytes = kept_bytes
 
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:
         kept = self._run.warm.plan_for(iteration) if self._run.warm is not None else None
@@ -355,7 +359,7 @@ class PlannedPhase(Phase):
         if not kept:
             self._keep(profile.trace, plan)
         self.follower: PlanFollower = PlanFollower(
-            run.options, run.machine, run.recorder, run.background, profile, plan, keep=self._keep
+            run.options, run.machine, run.observer, run.background, profile, plan, keep=self._keep
         )
         self._planned = profile.iteration.signature
         self._unplanned = 0

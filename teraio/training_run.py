@@ -21,6 +21,7 @@ from runtime.execution import Program, Reruns, WorkspaceMeter, run_managed, run_
 from runtime.paging import Block, CopyRates, Pager
 from runtime.system import interruptible, uninterrupted
 from teraio.distributed import GroupStages, LibraryCalls, ShardedParameters, UpdateBroadcasts
+from teraio.following import IterationObserver
 from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine
 from teraio.one_thread import one_thread
@@ -28,7 +29,7 @@ from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes, host_thre
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext, why_no_reruns
 from teraio.planning import BackgroundPlanner, PlanCache, PlanningJob, StartJob, WarmStart
-from teraio.profiling import Iteration, IterationBorder, IterationRecorder, LargestSizes, PeakWatch, RerunRecord
+from teraio.profiling import Iteration, IterationBorder, LargestSizes, PeakWatch, RerunRecord
 from teraio.ranks import RankGroup
 from teraio.stages import Codegen, CutPolicy, SpeedOf, StageCompiler, speed_of
 from teraio.status import Status
@@ -88,7 +89,7 @@ class TrainingRun:
             busy_seconds=machine.busy_seconds,
         )
         self._pager.copy_rates = _copy_rates(options, machine)
-        self._recorder = IterationRecorder(self._pager)
+        self._observer = IterationObserver(self._pager)
         self._meter = WorkspaceMeter(
             machine.memory,
             runs=machine.measured_runs,
@@ -111,7 +112,7 @@ class TrainingRun:
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._calls = LibraryCalls(
             self._pager,
-            self._recorder,
+            self._observer,
             active=lambda: self._phase.managed,
             explained=self._needs.with_all_that_is_known,
         )
@@ -123,14 +124,14 @@ class TrainingRun:
             options=options,
             machine=machine,
             pager=self._pager,
-            recorder=self._recorder,
+            observer=self._observer,
             border=self._border,
             background=self._background,
             subgroups=subgroups,
             given=given,
             peaks=_peak_watch(machine),
             findings=self._findings,
-            warm=self._warm_start(as_given or options, device, subgroups) if given is None else None,
+            warm=self._warm_start(as_given or options, device) if given is None else None,
         )
         self._phase: Phase = first_phase(self._context)
         self.number = 0
@@ -146,16 +147,16 @@ class TrainingRun:
         self._collective_seconds: dict[str, float] = {}
         self._replaced = False
 
-    def _warm_start(self, options: Options, device: torch.device, subgroups: SubgroupSizes) -> WarmStart | None:
+    def _warm_start(self, options: Options, device: torch.device) -> WarmStart | None:
         if options.plan_cache == "off" or not self.is_limited:
             return None
         cache = PlanCache(options, device)
-        return WarmStart(cache, self._machine, self._pager, self._recorder, self._background, subgroups)
+        return WarmStart(cache, self._machine, self._pager, self._background)
 
     def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes, rates: HostRates | None) -> OptimizerSteps:
         return OptimizerSteps(
             self._pager,
-            self._recorder,
+            self._observer,
             active=lambda: self._phase.managed,
             step_done=self._step_done,
             automatic=options.optimizer == "auto",
@@ -222,7 +223,7 @@ class TrainingRun:
         overlap = self._steps.overlap
         interleaved = overlap.interleaved(program, arguments) if overlap is not None else None
         try:
-            return run_managed(program, arguments, self._pager, self._recorder, self._meter, interleaved)
+            return run_managed(program, arguments, self._pager, self._observer, self._meter, interleaved)
         except BudgetError as error:
             raise self._needs.with_all_that_is_known(error, program) from None
 
@@ -272,12 +273,12 @@ class TrainingRun:
         """An iteration has ended, says the user. From now on no other one does."""
         with uninterrupted():
             if self._border.tell():
-                self._iteration_ended(self._recorder.iteration_ends())
+                self._iteration_ended(self._observer.iteration_ends())
 
     def _step_done(self, optimizer: Optimizer) -> None:
         """Take in a step of an optimizer, which may end an iteration."""
         if self._border.ends_with(optimizer):
-            self._iteration_ended(self._recorder.iteration_ends())
+            self._iteration_ended(self._observer.iteration_ends())
 
     def _note_pass(self, program: Program) -> None:
         """A graph is about to run. Where no optimizer steps, that may end an iteration."""
@@ -285,9 +286,9 @@ class TrainingRun:
             self._border.backward_begins()
         elif torch._C._current_graph_task_id() < 0:  # else: computed again inside backward
             if self._border.ends_before(
-                program.identity, inference=program.is_inference, gradients_left=lambda: self._recorder.gradients_left
+                program.identity, inference=program.is_inference, gradients_left=lambda: self._observer.recorder.gradients_left
             ):
-                self._iteration_ended(self._recorder.iteration_ends(with_last_region=True))
+                self._iteration_ended(self._observer.iteration_ends(with_last_region=True))
 
     def _iteration_ended(self, iteration: Iteration) -> None:
         watching = self._steps.overlap is not None and not self._steps.overlap.settled
@@ -386,7 +387,7 @@ class TrainingRun:
             measured_iteration_seconds=phase.measured_seconds,
             ideal_iteration_seconds=trace.ideal_seconds if trace is not None else None,
             floor_bytes=found.floor[0] if found.floor is not None else None,
-            deviations=self._recorder.deviations,
+            deviations=self._observer.plan.deviations,
             drift=drift.iteration if drift is not None else None,
             late_seconds=self._late_seconds,
             recomputed_stages=len(reruns),
@@ -452,7 +453,7 @@ class TrainingRun:
     def _make_dropped_anew(self) -> None:
         """Make anew what a backward pass that is still due will read: it runs unmanaged."""
         self._pager.budget_bytes = None
-        reruns = Reruns(self._pager, self._recorder, self._meter)
+        reruns = Reruns(self._pager, self._observer, self._meter)
         for block in self._pager.blocks:
             try:
                 reruns.make_anew([block])

@@ -18,7 +18,7 @@ from planner.errors import BudgetError
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager
 from runtime.system import annotate, uninterrupted
-from teraio.profiling import IterationRecorder
+from teraio.following import IterationObserver
 
 _NOT_AGAIN = "it is a collective, which all ranks have to launch as often"
 
@@ -33,7 +33,7 @@ class LibraryCalls:
     def __init__(
         self,
         pager: Pager,
-        recorder: IterationRecorder,
+        observer: IterationObserver,
         *,
         active: Callable[[], bool],
         explained: Callable[[BudgetError], BudgetError],
@@ -41,7 +41,7 @@ class LibraryCalls:
         self.pager = pager
         self.active = active
         self._explained = explained
-        self._recorder = recorder
+        self._observer = observer
         self._changed: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
 
     def replace(self, owner: Any, name: str, method: Callable[..., None]) -> None:
@@ -73,15 +73,15 @@ class LibraryCalls:
     def region(self, identity: Hashable, stage_count: int, *, step_goes_on: bool = False) -> Iterator[None]:
         """Within, `stage` is called so many times. Waits at the end until no block that user code can reach is being copied.
 
-        step_goes_on: see `IterationRecorder.region_begins`.
+        step_goes_on: see `IterationObserver.region_begins`.
         """
         with uninterrupted(), self.pager.device.region():
             self.pager.enter_region()
             try:
-                self._recorder.region_begins(identity, stage_count, step_goes_on=step_goes_on)
+                self._observer.region_begins(identity, stage_count, step_goes_on=step_goes_on)
                 yield
             finally:
-                self._recorder.region_ended()
+                self._observer.region_ended()
                 self.pager.leave_region()
 
     def stage(
@@ -101,19 +101,19 @@ class LibraryCalls:
         Waits for copies of blocks. Raises BudgetError, StorageError, and what the call raises.
         """
         pager, phase = self.pager, name.partition("/")[0]
-        fetch = self._recorder.stage_reached()
+        fetch = self._observer.stage_reached()
         try:
             pager.acquire(read, made_bytes + workspace_bytes, name, then_fetch=fetch)
         except BudgetError as error:
             raise self._explained(error) from None
         try:
-            begin = self._recorder.mark()
+            begin = self._observer.mark()
             with annotate("stage", name):
                 made = call()
-            end = self._recorder.mark()
+            end = self._observer.mark()
         finally:
             pager.retire(read, written, last_used=freed)
-        self._recorder.stage_ended(
+        self._observer.stage_ended(
             StageRun(
                 name=name,
                 phase=phase,

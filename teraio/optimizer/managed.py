@@ -14,13 +14,13 @@ from torch.utils.hooks import RemovableHandle
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Block, Pager, holder_of
 from teraio.distributed import GradientBuckets, ShardedParameters
+from teraio.following import IterationObserver
 from teraio.optimizer.capabilities import bytes_of, keeps_masters, reason_to_stay_whole, state_sizes, states_per_parameter
 from teraio.optimizer.masters import lacks_master, master_bytes
 from teraio.optimizer.parameters import OwnedParameter, ParameterGroups, ParameterUpdate, PendingStep, owned_parameters
 from teraio.optimizer.states import OptimizerStates
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.optimizer.subgroups import Subgroups
-from teraio.profiling import IterationRecorder
 
 
 class ManagedOptimizer:
@@ -179,7 +179,7 @@ class ManagedOptimizers:
     def __init__(
         self,
         pager: Pager,
-        recorder: IterationRecorder,
+        recorder: IterationObserver,
         sizes: SubgroupSizes,
         *,
         sharded: ShardedParameters | None = None,

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_iter
 
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Block, Pager, holder_of
+from teraio.following import IterationObserver
 from teraio.optimizer.capabilities import bytes_of
 from teraio.optimizer.parameters import OwnedParameter, owned_parameters
-from teraio.profiling import IterationRecorder
 
 _StateKey = tuple[int, str, int]
 """Number of the parameter, name of the state, position among the tensors of that name."""
@@ -42,7 +42,7 @@ class OptimizerStates:
         self,
         optimizer: Optimizer,
         pager: Pager,
-        recorder: IterationRecorder,
+        recorder: IterationObserver,
         *,
         changed: Callable[[], None],
         min_moved_bytes: int = MIN_MOVED_BYTES,

@@ -22,6 +22,7 @@ from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Pager
 from runtime.system import forget_undo, undo_if_interrupted, uninterrupted
 from teraio.distributed import ShardedParameters, UpdateBroadcasts, optimizer_inside, refuse_overlapping
+from teraio.following import IterationObserver
 from teraio.optimizer.capabilities import OwnerHooks, OwnHooks, StepArguments, after_closure, calls_closure_first, closure_of
 from teraio.optimizer.host_rates import HostRates
 from teraio.optimizer.in_backward import OverlappedSteps
@@ -30,7 +31,6 @@ from teraio.optimizer.master_hooks import refuse_with_masters
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.optimizer.subgroup_steps import SubgroupSteps
 from teraio.optimizer.whole import WholeSteps
-from teraio.profiling import IterationRecorder
 
 logger = logging.getLogger("teraio")
 
@@ -51,7 +51,7 @@ class OptimizerSteps(OwnHooks):
     def __init__(
         self,
         pager: Pager,
-        recorder: IterationRecorder,
+        recorder: IterationObserver,
         *,
         active: Callable[[], bool],
         step_done: Callable[[Optimizer], None],

@@ -18,6 +18,7 @@ from runtime.device import MIN_MOVED_BYTES, Mark
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager, State
 from runtime.system import annotate
+from teraio.following import IterationObserver
 from teraio.optimizer.capabilities import updates_alone
 from teraio.optimizer.gradients import GradientVersions
 from teraio.optimizer.host import HostUpdate, HostUpdates
@@ -27,7 +28,6 @@ from teraio.optimizer.masters import run_step
 from teraio.optimizer.parameters import ParameterGroups, PendingStep
 from teraio.optimizer.sliced import SlicedUpdate, lent_slices
 from teraio.optimizer.subgroups import ParameterSubgroup
-from teraio.profiling import IterationRecorder
 
 
 class SubgroupSteps:
@@ -40,7 +40,7 @@ class SubgroupSteps:
     def __init__(
         self,
         pager: Pager,
-        recorder: IterationRecorder,
+        recorder: IterationObserver,
         *,
         rates: HostRates | None = None,
         ensure_room: Callable[[int], None] | None = None,
@@ -103,7 +103,7 @@ class _SubgroupStep:
 
     def run(self) -> None:
         """Update all subgroups."""
-        wanted = self._recorder.subgroups_on_host
+        wanted = self._recorder.plan.updates_on_host
         begun: dict[int, HostUpdate] = {}
         with ExitStack() as failed:
             for number in wanted:
@@ -117,7 +117,7 @@ class _SubgroupStep:
             for number, update in begun.items():
                 seconds = self._host.wait_for(update)
                 if seconds is not None:
-                    self._recorder.updated_on_host(number, seconds)
+                    self._recorder.recorder.updated_on_host(number, seconds)
                 else:
                     self._update_later(number, update.members)
             failed.pop_all()
@@ -134,7 +134,7 @@ class _SubgroupStep:
         subgroup, name = self._subgroups[number], _stage_name(number)
         with self._slices(on_device, name) as slices:
             fetch = self._recorder.stage_reached()
-            unplanned = number + 1 < len(self._subgroups) and not self._recorder.in_step
+            unplanned = number + 1 < len(self._subgroups) and not self._recorder.plan.in_step
             following = self._subgroups[number + 1].read if unplanned else ()
             begin, end, made = self._update(on_device, name, slices, following=following, fetch=fetch)
             self._recorder.stage_ended(
@@ -158,7 +158,7 @@ class _SubgroupStep:
         missed = self._without(subgroup, frozenset(subgroup.numbers) - members)
         with self._slices(missed, name) as slices:
             begin, end, _ = self._update(missed, name, slices)
-        self._recorder.updated_later(number, begin, end)
+        self._recorder.recorder.updated_later(number, begin, end)
 
     @contextmanager
     def _slices(self, subgroup: ParameterSubgroup, name: str) -> Iterator[SlicedUpdate | None]:

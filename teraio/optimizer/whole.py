@@ -14,10 +14,10 @@ from runtime.device import Mark
 from runtime.execution import StageRun
 from runtime.paging import Pager
 from runtime.system import annotate
+from teraio.following import IterationObserver
 from teraio.optimizer.managed import ManagedOptimizer
 from teraio.optimizer.parameters import owned_parameters
 from teraio.optimizer.subgroups import ParameterSubgroup
-from teraio.profiling import IterationRecorder
 
 _NAME = "optimizer/whole"
 
@@ -35,7 +35,7 @@ class _RunningStep:
 class WholeSteps:
     """Holds the blocks of one step at a time between the step's hooks."""
 
-    def __init__(self, pager: Pager, recorder: IterationRecorder) -> None:
+    def __init__(self, pager: Pager, recorder: IterationObserver) -> None:
         self._pager = pager
         self._recorder = recorder
         self._running: _RunningStep | None = None

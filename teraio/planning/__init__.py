@@ -1,20 +1,19 @@
-"""Plans in a training run: made in the background, followed, corrected."""
+"""Make plans in the background of a training run, once for all equal ranks, and keep them for later starts."""
 
-from teraio.planning.background import BackgroundPlanner
-from teraio.planning.follower import PlanFollower
-from teraio.planning.given import fit_given_plan
+from teraio.planning.background import BackgroundPlanner, PlanMade
 from teraio.planning.job import PlanningJob, StartJob
 from teraio.planning.plan_cache import PlanCache
-from teraio.planning.saving import save
+from teraio.planning.plan_files import fit_given_plan, record_plan, save
 from teraio.planning.warm_start import WarmStart
 
 __all__ = [
     "BackgroundPlanner",
     "PlanCache",
-    "PlanFollower",
+    "PlanMade",
     "PlanningJob",
     "StartJob",
     "WarmStart",
     "fit_given_plan",
+    "record_plan",
     "save",
 ]

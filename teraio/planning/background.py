@@ -13,7 +13,7 @@ from teraio.machine import Machine
 from teraio.options import Options
 from teraio.planning.job import Job, PlanningJob, StartJob
 from teraio.planning.rank_plan import RankPlan, signature_of
-from teraio.profiling import Profile, states_that_stay
+from teraio.profiling import Profile
 from teraio.ranks import RankGroup
 
 logger = logging.getLogger("teraio")
@@ -65,9 +65,13 @@ class BackgroundPlanner:
     def budgets(self, profile: Profile) -> planner.Budgets:
         """Return what a plan for this profile may use of each tier.
 
-        Optimizer states that always stay in a lower tier are in no trace. The bytes that they take there are subtracted.
+        Optimizer states that always stay in a lower tier, see [Note: Updates by slices], are in no trace. The bytes of their
+        slots are subtracted.
         """
-        taken = states_that_stay(self._pager.blocks, profile.ids)
+        taken = {"host": 0, "storage": 0}
+        for block in self._pager.blocks:
+            if block.kind == "optimizer_state" and block not in profile.ids and block.slot is not None and block.tier is not None:
+                taken[block.tier] += block.slot.size_bytes
         host, storage = self._machine.host_bytes, self._options.storage_budget
         return planner.Budgets(
             device_bytes=self._pager.budget_bytes or 0,

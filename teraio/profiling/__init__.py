@@ -1,28 +1,23 @@
-"""Record what an iteration does and when, and build a trace from it."""
+"""Record what an iteration does and when, find where it ends, and build a trace from several."""
 
-from teraio.profiling.border import IterationBorder
-from teraio.profiling.iteration import Iteration, RerunRecord
+from teraio.profiling.iteration import Iteration, LateBlocks, Region, RerunRecord, StageRecord
+from teraio.profiling.iteration_end import IterationBorder
 from teraio.profiling.peaks import LargestSizes, PeakWatch
-from teraio.profiling.profiler import Profile, build_profile, states_that_stay
-from teraio.profiling.recognition import recognise
+from teraio.profiling.profiler import FIXED_NAME, Profile, build_profile, times_agree
 from teraio.profiling.recorder import IterationRecorder
-from teraio.profiling.reruns_by_stage import RerunsByStage
-from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
-from teraio.profiling.typical import times_agree
 
 __all__ = [
+    "FIXED_NAME",
     "Iteration",
-    "LargestSizes",
-    "PeakWatch",
-    "Profile",
-    "RerunRecord",
-    "RerunsByStage",
-    "StageSchedule",
     "IterationBorder",
     "IterationRecorder",
+    "LargestSizes",
+    "LateBlocks",
+    "PeakWatch",
+    "Profile",
+    "Region",
+    "RerunRecord",
+    "StageRecord",
     "build_profile",
-    "lay_out_plan",
-    "recognise",
-    "states_that_stay",
     "times_agree",
 ]

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from runtime.device import Mark
 from runtime.paging import Block
 
+LateBlocks = tuple[tuple[int, float], ...]
+"""Prefetched blocks that were waited for, by trace id, each with the seconds from the start of the wait to its arrival."""
+
 
 @dataclass(slots=True, kw_only=True)
 class StageRecord:
@@ -20,8 +23,7 @@ class StageRecord:
     read, made, written: the blocks that it used, created and changed.
     collective_seconds: the part of its time in collectives, waiting for other ranks as well; 0 where that cannot be told.
     never_again: why it must not run again; "" if it may.
-    late: trace ids of the prefetched blocks that it had to wait for, each with the seconds from the start of the wait to its
-    arrival.
+    late: the prefetched blocks that it had to wait for.
     """
 
     name: str
@@ -36,7 +38,7 @@ class StageRecord:
     made: tuple[Block, ...] = ()
     written: tuple[Block, ...] = ()
     never_again: str = ""
-    late: tuple[tuple[int, float], ...] = ()
+    late: LateBlocks = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +52,7 @@ class RerunRecord:
     position: int | None
     made_bytes: int
     seconds: float = 0.0
-    late: tuple[tuple[int, float], ...] = ()
+    late: LateBlocks = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,6 +110,22 @@ class Iteration:
         self.waited_seconds += sum(end.seconds_since(begin) for begin, end in self.gaps)
         self.untimed.clear()
         self.gaps.clear()
+
+    def uses(self) -> dict[Block, tuple[int, ...]]:
+        """Return the positions at which each block was used, in the order of first use."""
+        uses: dict[Block, list[int]] = {}
+        for position, stage in enumerate(self.stages):
+            for block in (*stage.read, *stage.made, *stage.written):
+                if block not in uses:
+                    uses[block] = [position]
+                elif uses[block][-1] != position:
+                    uses[block].append(position)
+        return {block: tuple(positions) for block, positions in uses.items()}
+
+    def alive(self) -> set[tuple[int, int]]:
+        """Return (number of the region, ordinal in it) of the blocks that were made in it and are still alive."""
+        regions = enumerate(self.regions)
+        return {(index, number) for index, each in regions for number, b in enumerate(each.made) if b.storage() is not None}
 
     @property
     def signature(self) -> tuple[tuple[Hashable, int], ...]:

@@ -1,21 +1,34 @@
-"""Build a trace from recorded iterations."""
+"""Builds a trace from recorded iterations. Reads no clock.
+
+[Note: Disturbed iterations]
+Another program on the same machine makes some stages of some iterations slower, and none faster. So a stage's time is the median
+of those measurements that are near the fastest one: as precise as a median, but it stays right if most iterations were disturbed.
+The time of user code is the median of all, since user code does not do the same in each iteration.
+
+A fastest measurement that no other one confirms may itself be disturbed. If too much of the time is in such stages, more
+iterations are profiled. A disturbance that lasts through all of them shows only later, see [Note: Planning again] in
+`teraio.following.follower`.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import planner
 from runtime.paging import Block
-from teraio.profiling.groups import recompute_groups
 from teraio.profiling.iteration import Iteration, StageRecord
-from teraio.profiling.typical import stage_seconds
 
 FIXED_NAME = "small optimizer states"
 """The name of the block that stands for all that stays on the device without being a block."""
+_NEAR = 1.5
+"""Measurements up to this multiple of the fastest one count as undisturbed."""
+_UNSURE = 0.1
+"""Share of the time that may be in stages with a single undisturbed measurement."""
+_ENOUGH_TO_JUDGE = 3
+"""With fewer iterations, whoever has asked for so few gets what they say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +59,13 @@ def build_profile(
     """
     last = iterations[-1]
     stages = last.stages
-    times = stage_seconds(iterations)
+    times = _stage_seconds(iterations)
     collectives = _medians([stage.collective_seconds for stage in i.stages] for i in iterations)
     uses = _Uses.of(last)
     blocks = [_block(last, uses, block, number, survivors) for block, number in uses.ids.items()]
     if fixed_bytes:
         blocks.append(_fixed_block(len(blocks), fixed_bytes, [s.phase for s in stages]))
-    groups, not_recomputed = recompute_groups(stages, times, blocks, uses.ids, against=no_reruns)
+    groups, not_recomputed = _recompute_groups(stages, times, blocks, uses.ids, against=no_reruns)
     trace = planner.Trace(
         name=name,
         created_by=created_by,
@@ -136,18 +149,6 @@ def _block(iteration: Iteration, uses: _Uses, block: Block, number: int, survivo
     )
 
 
-def states_that_stay(blocks: Iterable[Block], ids: Container[Block]) -> Counter[str]:
-    """Return, by tier, the bytes of the slots of states that no stage has on the device, see [Note: Updates by slices].
-
-    ids: the blocks of the trace; these states are not among them.
-    """
-    taken: Counter[str] = Counter()
-    for block in blocks:
-        if block.kind == "optimizer_state" and block not in ids and block.slot is not None and block.tier is not None:
-            taken[block.tier] += block.slot.size_bytes
-    return taken
-
-
 def _user_stage_before(iteration: Iteration, position: int) -> int:
     """Return the position of the user code before the region of `position`: there, the inputs of the region were created."""
     return max(region.first for region in iteration.regions if region.first <= position)
@@ -181,3 +182,91 @@ def _fixed_block(number: int, size_bytes: int, phases: Sequence[str]) -> planner
         writes=steps,
         movable=False,
     )
+
+
+# -- stages that can run again
+
+
+def _recompute_groups(
+    stages: Sequence[StageRecord],
+    times: Sequence[float],
+    blocks: Sequence[planner.Block],
+    ids: Mapping[Block, int],
+    *,
+    against: str = "",
+) -> tuple[tuple[planner.RecomputeGroup, ...], tuple[planner.NotRecomputed, ...]]:
+    """Return the groups, and the stages that make something for the backward pass but cannot run again, with the reason.
+
+    times: seconds of each stage. blocks: of the trace. ids: their trace ids. against: a reason that holds for all of them.
+    """
+    used: list[list[planner.Block]] = [[] for _ in stages]
+    for block in blocks:
+        for use in block.uses:
+            used[use].append(block)
+    groups: list[planner.RecomputeGroup] = []
+    others: list[planner.NotRecomputed] = []
+    for position, stage in enumerate(stages):
+        if stage.phase != "forward":
+            continue
+        wanted = [ids[b] for b in stage.made if _can_be_dropped(b) and _for_backward(blocks[ids[b]], position, stages)]
+        if wanted and (reason := against or stage.never_again or _kept_result(stage, blocks, ids)):
+            others.append(planner.NotRecomputed(stage=position, reason=reason))
+        elif wanted:
+            unwanted = sum(block.size_bytes for block in stage.made if ids[block] not in wanted)
+            before = {block.id for block in used[position] if block.persistent or block.uses[0] < position}
+            groups.append(
+                planner.RecomputeGroup(
+                    id=len(groups),
+                    stage=position,
+                    blocks=tuple(sorted(wanted)),
+                    reads=tuple(sorted(before)),
+                    duration_seconds=times[position],
+                    workspace_bytes=stage.workspace_bytes + unwanted,
+                )
+            )
+    return tuple(groups), tuple(others)
+
+
+def _kept_result(stage: StageRecord, blocks: Sequence[planner.Block], ids: Mapping[Block, int]) -> str:
+    """Return which result of the stage outlives the iteration, as a reason; "" if none does. To a trace, the stage changes it."""
+    kept = (block.name for block in stage.made if blocks[ids[block]].persistent)
+    return next((f"it makes {name}, which your code keeps beyond the end of the iteration" for name in kept), "")
+
+
+def _can_be_dropped(block: Block) -> bool:
+    return block.span is not None and not block.user_visible and block.kind == "activation"
+
+
+def _for_backward(block: planner.Block, made_in: int, stages: Sequence[StageRecord]) -> bool:
+    if block.persistent or block.dies_after is not None or block.uses[0] != made_in:
+        return False
+    return any(stages[use].phase == "backward" for use in block.uses)
+
+
+# -- times, see [Note: Disturbed iterations]
+
+
+def _stage_seconds(iterations: Sequence[Iteration]) -> list[float]:
+    """Return the seconds of each stage while nothing disturbs it, by position. The iterations must have equal signatures."""
+    return [statistics.median(times if phase == "user" else _undisturbed(times)) for phase, times in _measurements(iterations)]
+
+
+def times_agree(iterations: Sequence[Iteration]) -> bool:
+    """Return whether at least two of the iterations agree about most of the time that compiled stages and updates take."""
+    if len(iterations) < _ENOUGH_TO_JUDGE:
+        return True
+    stages = [times for phase, times in _measurements(iterations) if phase != "user"]
+    typical = [statistics.median(times) for times in stages]
+    unsure = sum(seconds for seconds, times in zip(typical, stages, strict=True) if len(_undisturbed(times)) < 2)
+    return unsure <= _UNSURE * sum(typical)
+
+
+def _undisturbed(times: Sequence[float]) -> list[float]:
+    fastest = min(times)
+    return [seconds for seconds in times if seconds <= max(fastest, _NEAR * fastest)]  # a coarse clock may go back
+
+
+def _measurements(iterations: Sequence[Iteration]) -> list[tuple[str, list[float]]]:
+    """Return the phase of each stage with its seconds in each iteration, by position."""
+    runs = zip(*(iteration.stages for iteration in iterations), strict=True)
+    return [(stages[0].phase, [stage.seconds for stage in stages]) for stages in runs]

@@ -14,8 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from runtime.paging import Block
-from teraio.profiling import recorder
-from teraio.profiling.iteration import StageRecord
+from teraio.profiling import StageRecord, recorder
 from teraio.registry import REGISTRY
 from teraio.stages import CutPolicy
 

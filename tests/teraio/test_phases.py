@@ -27,11 +27,10 @@ from teraio.phases import (
     ProfilePhase,
     RunContext,
 )
-from teraio.planning.background import BackgroundPlanner
-from teraio.profiling import Iteration, IterationBorder
-from teraio.profiling.peaks import PeakWatch
+from teraio.planning import BackgroundPlanner
+from teraio.profiling import Iteration, IterationBorder, PeakWatch
 
-from .planning.instant_jobs import InstantJobs
+from .instant_jobs import InstantJobs
 from .virtual import BLOCK_BYTES, STAGES, VirtualTraining, plan_for
 
 
@@ -73,7 +72,7 @@ class Rig:
             options=checked,
             machine=machine,
             pager=self.training.pager,
-            recorder=self.training.recorder,
+            observer=self.training.observer,
             border=IterationBorder(),
             background=BackgroundPlanner(checked, machine, self.training.pager, start_job=self.jobs),
             subgroups=subgroups,  # type: ignore[arg-type]
@@ -92,15 +91,15 @@ class Rig:
         """Iterations; `evaluated`: with a region that the plan has not got; `updated`: with an update alone."""
         for _ in range(count):
             if evaluated:
-                self.training.recorder.region_begins("evaluation", 0)
-                self.training.recorder.region_ended()
+                self.training.observer.region_begins("evaluation", 0)
+                self.training.observer.region_ended()
             iteration = self._update() if updated else self.training.iteration()
             self.phase = self.phase.iteration_ended(iteration, compiled=compiled)
         return self.phase
 
     def _update(self) -> Iteration:
         """What the last step has updated is sent, and an optimizer steps again."""
-        recorder = self.training.recorder
+        recorder = self.training.observer
         for goes_on in (True, False):
             recorder.region_begins("broadcast" if goes_on else "optimizer", 1, step_goes_on=goes_on)
             mark, phase = recorder.mark(), "forward" if goes_on else "optimizer"
@@ -206,11 +205,11 @@ class Turns:
         rig, found = self.rig, []
         for evaluations in kinds:
             for _ in range(evaluations):
-                rig.training.recorder.region_begins("evaluation", 0)
-                rig.training.recorder.region_ended()
+                rig.training.observer.region_begins("evaluation", 0)
+                rig.training.observer.region_ended()
             rig.training.regions()
             if rig.context.border.tell():
-                rig.phase = rig.phase.iteration_ended(rig.training.recorder.iteration_ends(), compiled=False)
+                rig.phase = rig.phase.iteration_ended(rig.training.observer.iteration_ends(), compiled=False)
             found.append((rig.phase.name, rig.context.border.period))
         return found
 
@@ -251,7 +250,7 @@ def test_what_repeats_no_more_counts_one_by_one_again(monkeypatch: pytest.Monkey
 def test_an_iteration_without_regions_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
     for _ in range(5):
-        rig.phase = rig.phase.iteration_ended(rig.training.recorder.iteration_ends(), compiled=False)
+        rig.phase = rig.phase.iteration_ended(rig.training.observer.iteration_ends(), compiled=False)
     assert isinstance(rig.phase, ProfilePhase)
 
 
@@ -317,7 +316,7 @@ def test_a_plan_is_followed_from_the_end_of_the_iteration_on(
         planned = rig.run()
     assert isinstance(planned, PlannedPhase) and planned.name == "planned" and planned.managed
     assert planned.follower.predicted_seconds == pytest.approx(8.0) and planned.measured_seconds is None
-    assert rig.training.recorder._plan.schedule is not None
+    assert rig.training.observer.plan.schedule is not None
     assert rig.context.findings.plan_path == tmp_path / "plan.json" and rig.context.findings.plan_path.exists()
     assert messages(caplog) == [
         f"following a plan with 1 moves an iteration (storage: {BLOCK_BYTES} bytes): predicted 8.000 s an iteration, "
@@ -383,7 +382,7 @@ def test_iterations_that_run_other_graphs_end_the_plan(monkeypatch: pytest.Monke
     assert rig.run(4, updated=True) is planned, "more passes are to come"
     with caplog.at_level(logging.INFO, logger="teraio"):
         assert isinstance(rig.run(evaluated=True), ProfilePhase)
-    assert rig.training.recorder._plan.schedule is None and rig.phase.follower is None
+    assert rig.training.observer.plan.schedule is None and rig.phase.follower is None
     assert messages(caplog) == ["the last 3 iterations were not those that were planned: profiling again"]
 
 

@@ -15,7 +15,7 @@ import planner
 from teraio.registry import REGISTRY
 
 from ..training import MIB, Training, begin, mean_square_step, random_rows, unequal
-from .planning.instant_jobs import InstantJob
+from .instant_jobs import InstantJob
 
 STEPS = 4
 

@@ -15,9 +15,8 @@ from runtime.execution import StageRun
 from runtime.paging.block import Block
 from runtime.paging.mover import Done
 from runtime.paging.pager import Pager
-from teraio.profiling.iteration import Iteration
-from teraio.profiling.profiler import Profile, build_profile
-from teraio.profiling.recorder import IterationRecorder
+from teraio.following import IterationObserver
+from teraio.profiling import Iteration, Profile, build_profile
 
 from ..runtime.memory_mover import UNIT, MemoryMover, Stepping
 
@@ -90,7 +89,7 @@ class VirtualTraining:
             condition=Stepping(self.mover.end_next),
             now_seconds=self.mover.perf_counter,
         )
-        self.recorder = IterationRecorder(self.pager)
+        self.observer = IterationObserver(self.pager)
         self.stage_seconds = [1.0] * STAGES
         self.between_seconds = 0.0
         self.weights: list[Block] = []
@@ -113,21 +112,21 @@ class VirtualTraining:
 
     def iteration(self) -> Iteration:
         self.regions()
-        return self.recorder.iteration_ends()
+        return self.observer.iteration_ends()
 
     def regions(self) -> None:
         """All regions of an iteration."""
         self.pager.enter_region()
-        self.recorder.region_begins("graph", STAGES)
+        self.observer.region_begins("graph", STAGES)
         for number, weight in enumerate(self.weights):
-            fetch = self.recorder.stage_reached()
+            fetch = self.observer.stage_reached()
             self.pager.acquire([weight], 0, f"stage {number}", then_fetch=fetch)
-            begin = self.recorder.mark()
+            begin = self.observer.mark()
             self.mover.pass_seconds(self.stage_seconds[number])
-            end = self.recorder.mark()
+            end = self.observer.mark()
             self.pager.retire([weight], [])
             self.mover.pass_seconds(self.between_seconds)
-            self.recorder.stage_ended(
+            self.observer.stage_ended(
                 StageRun(
                     name=f"forward/{number}",
                     phase="forward",
@@ -139,7 +138,7 @@ class VirtualTraining:
                     written=[],
                 )
             )
-        self.recorder.region_ended()
+        self.observer.region_ended()
         self.pager.leave_region()
 
     def profile(self) -> Profile:

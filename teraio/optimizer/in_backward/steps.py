@@ -22,6 +22,7 @@ from planner.errors import BudgetError, UnsupportedError
 from runtime.execution import InterleavedStages, Program
 from runtime.paging import Block, Pager
 from teraio.distributed import rank_count
+from teraio.following import IterationObserver
 from teraio.optimizer.capabilities import reason_to_stay_whole, states_per_parameter
 from teraio.optimizer.in_backward.autograd import Leaf, leaf_problem, leaves, pass_problem
 from teraio.optimizer.in_backward.records import FinalGradient, Settings, UpdateEligibility, WatchedRun, settings_of
@@ -30,7 +31,6 @@ from teraio.optimizer.in_backward.watch import Watch
 from teraio.optimizer.managed import ManagedOptimizers
 from teraio.optimizer.masters import lacks_master
 from teraio.optimizer.parameters import OwnedParameter, owned_parameters
-from teraio.profiling import IterationRecorder
 
 _REMEDY = "leave out the option overlap_step, and restart from the last checkpoint"
 
@@ -53,7 +53,7 @@ class _Updated:
 class OverlappedSteps:
     """Decides for every run of a graph which parameters are updated in it, and which are left for the steps."""
 
-    def __init__(self, pager: Pager, recorder: IterationRecorder, optimizers: ManagedOptimizers) -> None:
+    def __init__(self, pager: Pager, recorder: IterationObserver, optimizers: ManagedOptimizers) -> None:
         self._pager = pager
         self._recorder = recorder
         self._optimizers = optimizers

@@ -13,11 +13,11 @@ from planner.errors import BudgetError
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager
 from runtime.system import annotate
+from teraio.following import IterationObserver
 from teraio.optimizer.capabilities import bytes_of, keeps_masters, states_per_parameter, temporary_bytes
 from teraio.optimizer.in_backward.records import FinalGradient, UpdateEligibility
 from teraio.optimizer.masters import casting_bytes, master_bytes, update_replicas
 from teraio.optimizer.replica import Replica, by_group
-from teraio.profiling import IterationRecorder
 
 MIN_STAGE_BYTES = 4 << 20
 """Parameters, gradients and states of an update stage. Smaller updates wait for those of later stages."""
@@ -89,7 +89,7 @@ class RegionUpdates:
     def __init__(
         self,
         pager: Pager,
-        recorder: IterationRecorder,
+        recorder: IterationObserver,
         name: str,
         members: Sequence[Member],
         stages: Sequence[UpdateStage],

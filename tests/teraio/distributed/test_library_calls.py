@@ -11,7 +11,7 @@ import torch
 from planner.errors import BudgetError, StorageError
 from runtime.paging import Block, Pager
 from teraio.distributed import LibraryCalls
-from teraio.profiling import IterationRecorder
+from teraio.following import IterationObserver
 
 from ..virtual import TimedMover
 
@@ -31,8 +31,8 @@ class Ours:
         Library.work(owner, f"{how}, by us")
 
 
-def calls_for(pager: Pager) -> tuple[LibraryCalls, IterationRecorder]:
-    recorder = IterationRecorder(pager)
+def calls_for(pager: Pager) -> tuple[LibraryCalls, IterationObserver]:
+    recorder = IterationObserver(pager)
     return LibraryCalls(pager, recorder, active=lambda: True, explained=explained), recorder
 
 

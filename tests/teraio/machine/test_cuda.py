@@ -18,7 +18,7 @@ from runtime.device import DeviceMemoryError, Mark
 from runtime.execution import executor
 from runtime.transfer import Engine
 from teraio import registry
-from teraio.planning import follower
+from teraio.following import follower
 from teraio.profiling import recorder
 from teraio.stages.cut import CutPolicy
 from teraio.training_run import TrainingRun

@@ -22,11 +22,10 @@ from runtime.paging.pager import Pager
 from runtime.paging.tiers import Tier, Tiers
 from runtime.storage import HostStore, PosixStore, Store
 from runtime.transfer import Engine
+from teraio.following import IterationObserver
 from teraio.optimizer.steps import OptimizerSteps
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
-from teraio.profiling.iteration import Iteration
-from teraio.profiling.profiler import Profile, build_profile
-from teraio.profiling.recorder import IterationRecorder
+from teraio.profiling import Iteration, Profile, build_profile
 
 from ...runtime.memory_mover import MemoryMover, Stepping
 from .plain_training import KIB, LARGE, SIZE, large_parameters, set_gradients, square_parameters
@@ -54,7 +53,7 @@ class ManagedTraining:
     ) -> None:
         self.pager = pager
         self.parameters = parameters
-        self.recorder = IterationRecorder(pager)
+        self.recorder = IterationObserver(pager)
         self.active = True
         self.iterations: list[Iteration] = []
         self._finished: list[weakref.ref[Optimizer]] = []

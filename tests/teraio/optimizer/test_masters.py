@@ -13,10 +13,10 @@ from planner.errors import BudgetError
 from runtime.cpu import CpuMemory
 from runtime.paging.block import State
 from runtime.paging.pager import Pager
+from teraio.following import IterationObserver
 from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
 from teraio.optimizer.masters import run_step
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
-from teraio.profiling.recorder import IterationRecorder
 
 from .managed_training import Start, Training
 from .plain_training import (
@@ -130,7 +130,7 @@ def test_the_floor_counts_fp32(started: Start) -> None:
 def unmoved(optimizer: Optimizer) -> ManagedOptimizer:
     """The optimizer under a pager without budget and lower tiers."""
     pager = Pager(mover=None, budget_bytes=None)
-    return ManagedOptimizers(pager, IterationRecorder(pager), SubgroupSizes()).of(optimizer)
+    return ManagedOptimizers(pager, IterationObserver(pager), SubgroupSizes()).of(optimizer)
 
 
 def test_sizes_of_updates_count_masters_and_fp32_states() -> None:

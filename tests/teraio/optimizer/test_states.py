@@ -13,10 +13,9 @@ from planner import plan as make_plan
 from planner.errors import BudgetError
 from runtime.paging.block import State
 from runtime.paging.pager import Pager
+from teraio.following import IterationObserver, StageSchedule
 from teraio.optimizer.steps import OptimizerSteps
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
-from teraio.profiling.recorder import IterationRecorder
-from teraio.profiling.schedule_by_stage import lay_out_plan
 
 from .managed_training import Start, Training
 from .plain_training import KIB, SIZE, everything, plain, same, set_gradients, square_parameters, state_bytes
@@ -162,14 +161,14 @@ def test_a_plan_moves_states(started: Start) -> None:
     plan = make_plan(trace, Budgets(device_bytes=20 * SIZE))
     moved = {trace.blocks[move.block].name for move in plan.moves} & {block.name for block in states}
     assert moved and not plan.updates
-    hints = lay_out_plan(plan, profile.iteration, profile.ids, [block.size_bytes for block in trace.blocks])
-    training.recorder.follow(hints, {number: block for block, number in profile.ids.items() if not block.dead})
+    schedule = StageSchedule.of(profile, plan)
+    training.recorder.plan.follow(schedule, {number: block for block, number in profile.ids.items() if not block.dead})
     training.train(optimizer, 3, first=4)
     training.mover.log.clear()
     training.train(optimizer, 1, first=7)
     assert moved <= {entry.removeprefix("in ") for entry in training.mover.log if entry.startswith("in ")}
     assert same(everything(optimizer), plain(8, square_parameters(8)))
-    assert training.recorder.deviations == 0
+    assert training.recorder.plan.deviations == 0
 
 
 # -- what user code does
@@ -203,8 +202,8 @@ def test_loaded_states_take_the_place_of_the_old_ones(started: Start) -> None:
     optimizer = torch.optim.AdamW(training.parameters)
     training.train(optimizer, 4)
     before = training.states()
-    training.recorder.follow(None, {})
-    training.recorder._plan._by_id = {number: block for number, block in enumerate(before.values())}
+    training.recorder.plan.follow(None, {})
+    training.recorder.plan._by_id = {number: block for number, block in enumerate(before.values())}
     for number, block in enumerate(before.values()):
         block.trace_id = number
     content = optimizer.state_dict()
@@ -215,7 +214,7 @@ def test_loaded_states_take_the_place_of_the_old_ones(started: Start) -> None:
     del content
     after = training.states()
     assert after.keys() == before.keys() and not set(after.values()) & set(before.values())
-    assert [training.recorder._plan._by_id[n] for n in range(len(after))] == [after[name] for name in before]
+    assert [training.recorder.plan._by_id[n] for n in range(len(after))] == [after[name] for name in before]
     assert [after[name].uses for name in before] == [block.uses for block in before.values()]
     training.train(optimizer, 2, first=4)
     assert same(everything(optimizer), plain(6))
@@ -239,7 +238,7 @@ def test_without_anywhere_to_go(started: Start) -> None:
         pager.block_of(parameter, name="p", kind="parameter", user_visible=True)
     steps = OptimizerSteps(
         pager,
-        IterationRecorder(pager),
+        IterationObserver(pager),
         active=lambda: True,
         step_done=lambda _: None,
         sizes=SubgroupSizes(min_bytes=SIZE),

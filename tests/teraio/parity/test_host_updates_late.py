@@ -13,10 +13,10 @@ from torch import Tensor
 
 from planner.errors import StorageError
 from runtime.paging.pager import Pager
+from teraio.following import IterationObserver
 from teraio.optimizer import subgroup_steps
 from teraio.optimizer.host import HostUpdate, HostUpdates
-from teraio.profiling.iteration import Iteration
-from teraio.profiling.recorder import IterationRecorder
+from teraio.profiling import Iteration
 
 from .optimizers import Case, Run, one, train, unmanaged
 from .test_host_updates import HOST_BYTES, check_close, counted, on_host, plan_for, updates
@@ -110,14 +110,14 @@ def test_a_step_that_fails_leaves_no_update_behind(tmp_path: Path, monkeypatch: 
 
 
 def test_waiting_for_an_update_is_no_work_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, ends = HostUpdate.run, IterationRecorder.iteration_ends
+    run, ends = HostUpdate.run, IterationObserver.iteration_ends
     waited = []
 
     def slow(self: HostUpdate, *args: Any) -> float | None:
         time.sleep(0.02)
         return run(self, *args)
 
-    def ending(self: IterationRecorder) -> Iteration:
+    def ending(self: IterationObserver) -> Iteration:
         iteration = ends(self)
         count = sum(stage.on_host for stage in iteration.stages)
         if count:
@@ -125,7 +125,7 @@ def test_waiting_for_an_update_is_no_work_of_the_device(tmp_path: Path, monkeypa
         return iteration
 
     monkeypatch.setattr(HostUpdate, "run", slow)
-    monkeypatch.setattr(IterationRecorder, "iteration_ends", ending)
+    monkeypatch.setattr(IterationObserver, "iteration_ends", ending)
     on_host(Case(make=one(torch.optim.AdamW), steps=10), tmp_path)
     assert waited and all(seconds > 0.01 * count for seconds, count in waited)
 
@@ -133,7 +133,7 @@ def test_waiting_for_an_update_is_no_work_of_the_device(tmp_path: Path, monkeypa
 def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if that turns out late; and not only once."""
     case = Case(make=one(torch.optim.AdamW), steps=12)
-    ends, run_step = IterationRecorder.iteration_ends, subgroup_steps.run_step
+    ends, run_step = IterationObserver.iteration_ends, subgroup_steps.run_step
     refused, seconds = [], []
 
     def refuse(self: Any, blocks: Any) -> None:
@@ -144,14 +144,14 @@ def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monke
         if any(group["params"] for group in optimizer.param_groups):
             time.sleep(0.005)
 
-    def ending(self: IterationRecorder) -> Iteration:
+    def ending(self: IterationObserver) -> Iteration:
         iteration = ends(self)
         seconds.append([stage.seconds for stage in iteration.stages if stage.elements])
         return iteration
 
     monkeypatch.setattr("runtime.paging.pager.Pager.lend_memory", refuse)
     monkeypatch.setattr(subgroup_steps, "run_step", slow)
-    monkeypatch.setattr(IterationRecorder, "iteration_ends", ending)
+    monkeypatch.setattr(IterationObserver, "iteration_ends", ending)
     expected, found = on_host(case, tmp_path)
     assert refused and not updates
     assert min(seconds[-1]) > 0.005, "what the device did in the end is measured as ever"

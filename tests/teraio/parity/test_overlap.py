@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import planner
 import teraio
 from runtime.execution import StageRun
-from teraio.profiling.recorder import IterationRecorder
+from teraio.following import IterationObserver
 
 from ...thoroughness import every_other
 from ...training import blocks
@@ -198,13 +198,13 @@ def test_compiled_by_inductor(tmp_path: Path) -> None:
 def gradient_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of all gradients that exist, after each stage."""
     found: list[int] = []
-    stage_ended = IterationRecorder.stage_ended
+    stage_ended = IterationObserver.stage_ended
 
-    def noting(self: IterationRecorder, run: StageRun) -> None:
+    def noting(self: IterationObserver, run: StageRun) -> None:
         stage_ended(self, run)
         found.append(sum(block.size_bytes for block in blocks() if block.kind == "gradient"))
 
-    monkeypatch.setattr(IterationRecorder, "stage_ended", noting)
+    monkeypatch.setattr(IterationObserver, "stage_ended", noting)
     return found
 
 

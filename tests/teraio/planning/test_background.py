@@ -9,11 +9,11 @@ import pytest
 
 from planner import Budgets, SolverError
 from teraio.options import parse_options
-from teraio.planning.background import BackgroundPlanner
-from teraio.profiling.profiler import Profile
+from teraio.planning import BackgroundPlanner
+from teraio.profiling import Profile
 
+from ..instant_jobs import InstantJobs
 from ..virtual import STAGES, VirtualTraining, plan_for
-from .instant_jobs import InstantJobs
 
 BUDGETS = Budgets(device_bytes=1)
 

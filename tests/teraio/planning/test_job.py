@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import planner
+from teraio.planning import PlanningJob
 from teraio.planning import job as planning
-from teraio.planning.job import PlanningJob
 
 SECONDS = 60
 

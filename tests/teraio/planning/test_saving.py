@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import planner
-from teraio.planning.saving import save
+from teraio.planning import save
 
 from ...training import mean_square_step, random_rows, weights_of_1_mib
 

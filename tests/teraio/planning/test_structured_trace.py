@@ -13,7 +13,7 @@ import pytest
 from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter, trace_log
 
 import planner
-from teraio.planning.structured_trace import record_plan, summary
+from teraio.planning.plan_files import record_plan, summary
 
 from ...training import MIB, mean_square_step, random_rows, weights_of_1_mib
 

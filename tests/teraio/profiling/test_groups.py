@@ -8,8 +8,8 @@ import pytest
 
 import planner
 from runtime.paging.block import Block
-from teraio.profiling.groups import recompute_groups
-from teraio.profiling.iteration import StageRecord
+from teraio.profiling import StageRecord
+from teraio.profiling.profiler import _recompute_groups as recompute_groups
 
 from ...runtime.memory_mover import UNIT, Bench
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from teraio.profiling.peaks import PeakWatch
+from teraio.profiling import PeakWatch
 
 BUDGET_BYTES = 100
 MANAGED_BYTES = 20

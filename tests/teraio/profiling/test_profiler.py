@@ -9,8 +9,7 @@ from planner import Hardware
 from runtime.device import Span
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
-from teraio.profiling.iteration import Iteration, Region, StageRecord
-from teraio.profiling.profiler import Profile, build_profile
+from teraio.profiling import Iteration, Profile, Region, StageRecord, build_profile
 
 HARDWARE = Hardware(name="made up", device_memory_bytes=1 << 30)
 

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 
 import planner
-from teraio.profiling.iteration import Iteration, Region, StageRecord
-from teraio.profiling.profiler import build_profile
-from teraio.profiling.recognition import recognise
+from teraio.planning.warm_start import recognise
+from teraio.profiling import Iteration, Region, StageRecord, build_profile
 
 from .test_profiler import HARDWARE, Blocks, record, user
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teraio.profiling.iteration import Iteration, Region, StageRecord
-from teraio.profiling.typical import stage_seconds, times_agree
+from teraio.profiling import Iteration, Region, StageRecord, times_agree
+from teraio.profiling.profiler import _stage_seconds as stage_seconds
 
 
 def iterations(*seconds: tuple[float, ...], phase: str = "forward") -> list[Iteration]:

@@ -84,9 +84,9 @@ def train(steps: int, *, together: bool = True, pause: float = 0.0, **options: A
 def drifting(always: bool) -> Iterator[None]:
     """Find drift after four planned iterations, and not again before eight more; or find none."""
     with (
-        mock.patch("teraio.planning.drift.DRIFT_LIMIT", -1.0 if always else 1e9),
-        mock.patch("teraio.planning.follower._FIRST_WAIT", 4),
-        mock.patch("teraio.planning.follower._WINDOW", 2),
+        mock.patch("teraio.following.drift.DRIFT_LIMIT", -1.0 if always else 1e9),
+        mock.patch("teraio.following.follower._FIRST_WAIT", 4),
+        mock.patch("teraio.following.follower._WINDOW", 2),
     ):
         yield
 

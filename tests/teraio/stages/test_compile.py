@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from runtime.cpu import CpuMemory
 from runtime.execution import Program, StageFunction, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Pager
-from teraio.profiling.recorder import IterationRecorder
+from teraio.following import IterationObserver
 from teraio.stages import memory
 from teraio.stages.compile import StageCompiler, eager_codegen
 from teraio.stages.cut import CutPolicy
@@ -60,7 +60,7 @@ def test_the_same_bits_under_management(graphs: list[Captured]) -> None:
     for captured, program in zip(graphs, programs(graphs), strict=True):
         pager = Pager(mover=None, budget_bytes=None)
         arguments = clones(captured.arguments[0])
-        found = run_managed(program, arguments, pager, IterationRecorder(pager), WorkspaceMeter(None))
+        found = run_managed(program, arguments, pager, IterationObserver(pager), WorkspaceMeter(None))
         assert same(found, captured.results[0])
 
 

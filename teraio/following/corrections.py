@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.schema import Move
-from teraio.planning.drift import Expectation
+from teraio.following.drift import Expectation
 
 _DAMPING = 0.5
 """Share of the lateness that one correction makes up for."""

@@ -4,7 +4,7 @@
 decides when each of them acts.
 
 [Note: Planning again]
-When the latest iterations drift from what the plan predicts (see `teraio.planning.drift`), a trace with the measured times is
+When the latest iterations drift from what the plan predicts (see `teraio.following.drift`), a trace with the measured times is
 made, and a plan for it in the background; training goes on by the old plan. At the end of an iteration the new plan takes
 over if it beats the old one, both replayed on that trace. Otherwise the old plan stays, and promises from now on what its own
 replay says. After each attempt twice as many iterations have to pass before the next one. So a machine whose times vary does
@@ -33,14 +33,14 @@ from dataclasses import dataclass, replace
 
 import planner
 from planner.errors import InfeasiblePlanError, TeraioError
+from teraio.following.corrections import Corrections, planned_starts
+from teraio.following.drift import Drift, Expectation, Observation, drift_of, iterations_drift, remeasured, stages_plainly_off
+from teraio.following.observer import IterationObserver
+from teraio.following.schedule import StageSchedule
 from teraio.machine import Machine
 from teraio.options import Options
-from teraio.planning.background import BackgroundPlanner, PlanMade
-from teraio.planning.corrections import Corrections, planned_starts
-from teraio.planning.drift import Drift, Expectation, Observation, drift_of, iterations_drift, remeasured, stages_plainly_off
-from teraio.planning.saving import save
-from teraio.planning.structured_trace import record_plan
-from teraio.profiling import Iteration, IterationRecorder, Profile, RerunsByStage, StageSchedule, lay_out_plan
+from teraio.planning import BackgroundPlanner, PlanMade, record_plan, save
+from teraio.profiling import Iteration, Profile
 
 logger = logging.getLogger("teraio")
 
@@ -62,20 +62,18 @@ class _InForce:
     profile: Profile
     plan: planner.Plan
     expected: Expectation
-    hints: StageSchedule
+    schedule: StageSchedule
     corrections: Corrections
 
     @classmethod
     def of(cls, profile: Profile, plan: planner.Plan, replayed: planner.Timeline) -> _InForce:
-        trace = profile.trace
-        reruns = RerunsByStage.of(trace, plan.recompute)
-        sizes = [block.size_bytes for block in trace.blocks]
+        schedule = StageSchedule.of(profile, plan)
         return cls(
             profile=profile,
             plan=plan,
-            expected=Expectation.of(trace, replayed),
-            hints=lay_out_plan(plan, profile.iteration, profile.ids, sizes, reruns),
-            corrections=Corrections(plan.moves, reruns.count),
+            expected=Expectation.of(profile.trace, replayed),
+            schedule=schedule,
+            corrections=Corrections(plan.moves, schedule.reruns.count),
         )
 
 
@@ -91,7 +89,7 @@ class PlanFollower:
         self,
         options: Options,
         machine: Machine,
-        recorder: IterationRecorder,
+        observer: IterationObserver,
         background: BackgroundPlanner,
         profile: Profile,
         plan: planner.Plan,
@@ -101,7 +99,7 @@ class PlanFollower:
         self._options = options
         self._keep = keep
         self._machine = machine
-        self._recorder = recorder
+        self._recorder, self._cursor = observer.recorder, observer.plan
         self._background = background
         self._adaptive = options.replan and options.plan is None
         self._observations: deque[Observation] = deque(maxlen=_WINDOW)
@@ -113,18 +111,19 @@ class PlanFollower:
         self._look_early = True
         self._why = ""
         self._enforce(_InForce.of(profile, plan, planner.simulate(profile.trace, plan)))
-        recorder.follow(self._now.hints, {number: b for b, number in profile.ids.items() if not b.dead})
+        self._cursor.follow(self._now.schedule, {number: b for b, number in profile.ids.items() if not b.dead})
 
     def stop(self) -> None:
         """Follow no plan any more. Waits until a solver that was at work has ended."""
         self._background.cancel()
-        self._recorder.follow(None, {})
+        self._recorder.sampled = False
+        self._cursor.follow(None, {})
 
     def _enforce(self, now: _InForce) -> None:
         self._now = now
         self._observations.clear()
         self._seconds.clear()
-        self._recorder.times_wanted = True
+        self._recorder.sampled = False
         self._unsettled = self._recorder.iteration_number
         record_plan(now.plan, now.profile.trace)
 
@@ -165,7 +164,7 @@ class PlanFollower:
             self._wait *= 2
             self._plan_again("another rank of this machine plans again", self._observations)
         if as_planned and iteration.timed:
-            self._recorder.adopt(self._now.profile.iteration, self._now.profile.ids, iteration)
+            self._cursor.adopt(self._now.profile.iteration, self._now.profile.ids, iteration)
         if not as_planned:
             self._unsettled = iteration.number + 1  # the next one begins in another state than the plan's
         if iteration.number <= self._unsettled:
@@ -177,7 +176,7 @@ class PlanFollower:
                 self._look_for_drift()
             if self._adaptive:
                 self._correct(iteration, observation)
-        self._recorder.times_wanted = self._wants_times()
+        self._recorder.sampled = not self._wants_times()
         return False
 
     def _wants_times(self) -> bool:
@@ -204,11 +203,11 @@ class PlanFollower:
 
     def _correct(self, iteration: Iteration, observation: Observation) -> None:
         now = self._now
-        reruns = now.hints.reruns
+        reruns = now.schedule.reruns
         if now.corrections.note(reruns.late(iteration), observation.waited_seconds, now.expected):
             again = {each.position: each.seconds for each in iteration.reruns if each.position is not None}
             starts = now.corrections.starts(reruns.spread(observation.stage_seconds, again))
-            self._recorder.change(replace(now.hints, fetch_at=starts.fetch_at), due=starts.due)
+            self._cursor.change(replace(now.schedule, fetch_at=starts.fetch_at), due=starts.due)
 
     # -- planning again
 
@@ -266,7 +265,7 @@ class PlanFollower:
         self._tell(promised, _replay(trace, self._old_plan_for(trace)), another=another)
         if another:
             after = _InForce.of(profile, plan, promised)
-            self._recorder.change(after.hints, due=planned_starts(plan.moves, after.hints.reruns.count).due)
+            self._cursor.change(after.schedule, due=planned_starts(plan.moves, after.schedule.reruns.count).due)
         else:
             after = replace(now, profile=profile, plan=plan, expected=Expectation.of(trace, promised))
         self._enforce(after)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 from runtime.paging import Block, Pager
-from teraio.profiling.iteration import Iteration
-from teraio.profiling.schedule_by_stage import StageSchedule
+from teraio.following.schedule import StageSchedule
+from teraio.profiling import Iteration
 
 
 class PlanCursor:
@@ -33,6 +33,7 @@ class PlanCursor:
         self._pager = pager
         self._by_id: dict[int, Block] = {}
         self._next_region = 0
+        self._stage_count = 0  # of the region that runs now
 
     # -- plans
 
@@ -93,6 +94,7 @@ class PlanCursor:
         """Find the region in the plan, first from here on, then from the beginning, and set whether it is in step."""
         self.rerun_position = None
         self.in_step = False
+        self._stage_count = stage_count
         if self.schedule is None:
             return
         regions, count = self.schedule.regions, len(self.schedule.regions)
@@ -107,12 +109,16 @@ class PlanCursor:
                 return
         self.deviations += 1
 
-    def updates_on_host(self, stage_count: int) -> tuple[int, ...]:
-        """Return which of so many stages that follow are updated on the host: their numbers, in the order of these updates."""
+    @property
+    def updates_on_host(self) -> tuple[int, ...]:
+        """Numbers of the stages that the plan updates on the host, in the order of these updates.
+
+        They count from the start of the region that has just begun. Empty if no plan applies.
+        """
         if not self.in_step or self.schedule is None:
             return ()
         numbers = (position - self.position for position in self.schedule.on_host)
-        return tuple(number for number in numbers if 0 <= number < stage_count)
+        return tuple(number for number in numbers if 0 <= number < self._stage_count)
 
     @property
     def kept_stages(self) -> Collection[int] | None:

@@ -8,16 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from planner import Budgets, Move, Offload, Plan, Prefetch
+from planner import Budgets, Hardware, Move, Offload, Plan, Prefetch
 from planner.schema import WaitingTier
 from runtime.device import CpuDevice, WallMark
 from runtime.execution import StageRun
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
-from teraio.profiling import recorder
-from teraio.profiling.iteration import Iteration
-from teraio.profiling.recorder import IterationRecorder
-from teraio.profiling.schedule_by_stage import StageSchedule, lay_out_plan
+from teraio.following import IterationObserver, StageSchedule
+from teraio.profiling import Iteration, Profile, build_profile, recorder
 
 from ..virtual import STAGES, VirtualTraining, plan_for
 
@@ -45,7 +43,7 @@ class Training:
 
     def __init__(self) -> None:
         self.pager = NotingPager()
-        self.recorder = IterationRecorder(self.pager)
+        self.observer = IterationObserver(self.pager)
         self.weight, self._tensor = self.block("weight")
         self.kept: list[torch.Tensor] = []
         self.made: list[Block] = []
@@ -57,19 +55,19 @@ class Training:
 
     def region(self, identity: Hashable, *, stages: int | None = None, fails_at: int | None = None) -> None:
         count = COUNTS[str(identity)] if stages is None else stages
-        self.recorder.region_begins(identity, count, is_inference=identity == EVALUATION)
+        self.observer.region_begins(identity, count, is_inference=identity == EVALUATION)
         for number in range(count):
             self.run_due(f"{identity} {number}")
-            wanted = [block.name for block in self.recorder.stage_reached()]
+            wanted = [block.name for block in self.observer.stage_reached()]
             self.fetched.append((f"{identity} {number}", wanted))
             if number == fails_at:
                 break
             self._stage(str(identity), number)
-        self.recorder.region_ended()
+        self.observer.region_ended()
 
     def run_due(self, stage: str) -> None:
         """Run what has its place before a stage: nothing, in these plans."""
-        assert not list(self.recorder.reruns_due())
+        assert not list(self.observer.reruns_due())
 
     def _stage(self, identity: str, number: int) -> None:
         read, made = [self.weight], list[Block]()
@@ -80,7 +78,7 @@ class Training:
             made = [block]
         if identity == BACKWARD and self.made:
             read.append(self.made.pop())
-        self.recorder.stage_ended(
+        self.observer.stage_ended(
             StageRun(
                 name=f"{identity}/{number}",
                 phase=identity,
@@ -98,10 +96,10 @@ class Training:
     def iteration(self, regions: Sequence[str] = (FORWARD, BACKWARD, STEP)) -> Iteration:
         for identity in regions:
             self.region(identity)
-        return self.recorder.iteration_ends()
+        return self.observer.iteration_ends()
 
     def follow(self, schedule: StageSchedule, blocks: dict[int, Block]) -> None:
-        self.recorder.follow(schedule, blocks)
+        self.observer.plan.follow(schedule, blocks)
         self.pager.asked.clear()
         self.fetched.clear()
 
@@ -118,17 +116,26 @@ WEIGHT, FIRST, SECOND = 0, 1, 2
 """Trace ids of the weight and the two activations."""
 
 
-def lay_out(recorded: Iteration) -> tuple[StageSchedule, dict[Block, int]]:
+def profile_of(recorded: Iteration) -> Profile:
+    hardware = Hardware(name="made up", device_memory_bytes=1 << 20, links=())
+    return build_profile([recorded], name="t", created_by="tests", hardware=hardware, fixed_bytes=0, survivors=set())
+
+
+def schedule_of(recorded: Iteration, *moves: Move) -> StageSchedule:
+    profile = profile_of(recorded)
+    assert [block.name for block in profile.trace.blocks[:3]] == ["weight", "activation0", "activation1"]
+    plan = Plan(trace_fingerprint="", policy="by hand", budgets=Budgets(device_bytes=0), moves=moves)
+    return StageSchedule.of(profile, plan)
+
+
+def lay_out(recorded: Iteration) -> StageSchedule:
     """Positions: 0 user, 1-2 forward, 3 user, 4-5 backward, 6 user, 7 step."""
-    first, second = recorded.regions[0].made
-    ids = {recorded.stages[1].read[0]: WEIGHT, first: FIRST, second: SECOND}
     moves = (
         move(FIRST, after=1, start=2, fetch=4, before=5),
         move(WEIGHT, after=5, start=5, fetch=6, before=7),
         move(WEIGHT, after=7, start=7, fetch=8, before=9),
     )
-    plan = Plan(trace_fingerprint="", policy="by hand", budgets=Budgets(device_bytes=0), moves=moves)
-    return lay_out_plan(plan, recorded, ids, [64, 64, 64]), ids
+    return schedule_of(recorded, *moves)
 
 
 def move(block: int, *, after: int, start: int, fetch: int, before: int) -> Move:
@@ -146,7 +153,7 @@ def planned() -> Training:
     """A training that has recorded two iterations and follows a plan since."""
     training = Training()
     training.iteration()
-    schedule, _ = lay_out(training.iteration())
+    schedule = lay_out(training.iteration())
     training.follow(schedule, {WEIGHT: training.weight})
     return training
 
@@ -182,7 +189,7 @@ def test_blocks_are_recognised_by_their_order() -> None:
     training = Training()
     training.iteration()
     training.region(FORWARD)
-    first, second = training.recorder._iteration.regions[0].made
+    first, second = training.observer.recorder._iteration.regions[0].made
     assert first.uses == (1, 5) and second.uses == (2, 4)
 
 
@@ -192,7 +199,7 @@ def test_the_next_use_is_known_from_the_iteration_before() -> None:
     training.iteration()
     training.region(FORWARD)
     clock = training.pager.clock
-    first, second = training.recorder._iteration.regions[0].made
+    first, second = training.observer.recorder._iteration.regions[0].made
     # The clock stands at the end of stage 2; a block made at position p is used 5 - 1 and 4 - 2 stages after it.
     assert (first.next_use, second.next_use) == (clock - 1 + 4, clock + 2)
     assert training.weight.next_use == clock + 2
@@ -204,8 +211,8 @@ def test_the_next_use_is_known_from_the_iteration_before() -> None:
 
 def test_uses_within_the_region_come_first() -> None:
     training = Training()
-    training.recorder.region_begins(FORWARD, 3)
-    training.recorder.stage_ended(
+    training.observer.region_begins(FORWARD, 3)
+    training.observer.stage_ended(
         StageRun(
             name="x",
             phase="forward",
@@ -227,7 +234,7 @@ def test_a_region_that_failed_is_not_complete() -> None:
     training.region(FORWARD)
     training.region(BACKWARD, fails_at=1)
     training.region(STEP)
-    assert [r.complete for r in training.recorder.iteration_ends().regions] == [True, False, True]
+    assert [r.complete for r in training.observer.iteration_ends().regions] == [True, False, True]
 
 
 def test_a_long_row_of_inference_is_left_out_and_counts_as_user_code() -> None:
@@ -239,7 +246,7 @@ def test_a_long_row_of_inference_is_left_out_and_counts_as_user_code() -> None:
         for _ in range(500):
             training.region(EVALUATION)
     training.region(STEP)
-    recorded = training.recorder.iteration_ends()
+    recorded = training.observer.iteration_ends()
     assert recorded.complete and recorded.left_out == [2, 4, 6]
     assert [region.identity for region in recorded.regions] == [FORWARD, BACKWARD] * 3 + [STEP]
     assert [r.first for r in recorded.regions[1:]] == [r.first + len(r.stages) for r in recorded.regions[:-1]]
@@ -258,7 +265,7 @@ def test_the_time_of_inference_that_is_left_out(monkeypatch: pytest.MonkeyPatch)
         training.region(EVALUATION)
     now += 1.0
     training.region(STEP)
-    recorded = training.recorder.iteration_ends()
+    recorded = training.observer.iteration_ends()
     assert [each.stages[0].seconds for each in recorded.regions] == [0.0, 101.0] and recorded.seconds == 101.0
 
 
@@ -275,7 +282,7 @@ def test_iterations_that_never_end_are_recorded_up_to_a_limit(monkeypatch: pytes
     for _ in range(200):
         training.region(FORWARD)
         training.region(BACKWARD)
-    recorded = training.recorder.iteration_ends()
+    recorded = training.observer.iteration_ends()
     assert recorded.truncated and len(recorded.stages) == recorded.stage_count == 99
     following = training.iteration()
     assert following.complete and following.stage_count == 8
@@ -296,7 +303,7 @@ def test_survivors_are_what_lives_when_the_next_iteration_begins() -> None:
     for identity in (FORWARD, BACKWARD, STEP):
         training.region(identity)
     training.region(FORWARD)  # its activations live on: there was no backward for them
-    before = training.recorder.iteration_ends()
+    before = training.observer.iteration_ends()
     training.iteration()
     assert before.survivors == {(3, 0), (3, 1)}
 
@@ -307,18 +314,18 @@ def test_waiting_at_the_end_of_a_region_is_not_the_user_s_time(monkeypatch: pyte
     training.iteration()
     training.weights[0].user_visible = True
     training.pager.enter_region()
-    training.recorder.region_begins("one", 1)
+    training.observer.region_begins("one", 1)
     training.pager.offload(training.weights[0])
-    training.recorder.region_ended()
+    training.observer.region_ended()
     training.pager.leave_region()
     training.mover.pass_seconds(0.25)
     training.pager.enter_region()
-    training.recorder.region_begins("two", 1)
-    training.recorder.region_ended()
-    recorded = training.recorder.iteration_ends()
+    training.observer.region_begins("two", 1)
+    training.observer.region_ended()
+    recorded = training.observer.iteration_ends()
     assert [stage.seconds for stage in recorded.stages] == [0.0, 0.25]
     assert (recorded.waited_seconds, recorded.seconds) == (1.0, 1.25)
-    assert training.recorder.iteration_ends().waited_seconds == 0.0
+    assert training.observer.iteration_ends().waited_seconds == 0.0
 
 
 @pytest.mark.parametrize(("asynchronous", "waited"), [(False, 0.0), (True, 0.25 * (STAGES - 1))])
@@ -340,8 +347,8 @@ def test_what_is_in_no_stage_is_waiting_on_an_asynchronous_device(
 def test_late_blocks_are_recorded_where_they_were_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     training = VirtualTraining(monkeypatch)
     profile = training.profile()
-    schedule = lay_out_plan(plan_for(profile.trace, (3, 3), (6, 6)), profile.iteration, profile.ids, [64] * STAGES)
-    training.recorder.follow(schedule, {number: block for block, number in profile.ids.items()})
+    schedule = StageSchedule.of(profile, plan_for(profile.trace, (3, 3), (6, 6)))
+    training.observer.plan.follow(schedule, {number: block for block, number in profile.ids.items()})
     training.iteration()
     training.mover.seconds["storage->device"] = 1.75
     recorded = training.iteration()
@@ -355,8 +362,8 @@ def test_late_blocks_are_recorded_where_they_were_waited_for(monkeypatch: pytest
 def test_what_a_stage_that_failed_waited_for_is_not_the_next_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
     training = VirtualTraining(monkeypatch)
     profile = training.profile()
-    schedule = lay_out_plan(plan_for(profile.trace, (3, 3)), profile.iteration, profile.ids, [64] * STAGES)
-    training.recorder.follow(schedule, {number: block for block, number in profile.ids.items()})
+    schedule = StageSchedule.of(profile, plan_for(profile.trace, (3, 3)))
+    training.observer.plan.follow(schedule, {number: block for block, number in profile.ids.items()})
     training.iteration()
     training.pager.prefetch(training.weights[3])
     training.pager.acquire([training.weights[3]], 0, "a stage that fails")
@@ -373,7 +380,7 @@ def test_in_step_all_moves_come_in_their_places() -> None:
     for _ in range(3):
         training.iteration()
         assert training.asked() == AS_PLANNED
-    assert training.recorder.deviations == 0
+    assert training.observer.plan.deviations == 0
 
 
 @pytest.mark.parametrize("extra", [None, EVALUATION])
@@ -383,16 +390,16 @@ def test_an_iteration_as_planned_without_times_is_not_looked_through_again(
     """Its blocks keep the uses of the iteration before. One that ran otherwise is looked through."""
     monkeypatch.setattr(CpuDevice, "asynchronous", True)
     training = planned()
-    training.recorder.times_wanted = False
+    training.observer.recorder.sampled = True
     training.iteration()
     training.region(FORWARD)
     if extra is not None:
         training.region(extra)
     training.region(BACKWARD)
     training.region(STEP)
-    first, second = training.recorder._iteration.regions[0].made
+    first, second = training.observer.recorder._iteration.regions[0].made
     known = training.weight.uses
-    done = training.recorder.iteration_ends()
+    done = training.observer.iteration_ends()
     assert not done.timed
     if extra is None:
         assert training.weight.uses is known == (1, 2, 4, 5, 7) and (first.uses, second.uses) == ((1, 5), (2, 4))
@@ -407,8 +414,7 @@ def test_what_leaves_after_user_code_leaves_when_the_next_region_begins() -> Non
     training.iteration()
     recorded = training.iteration()
     moves = (move(WEIGHT, after=2, start=3, fetch=4, before=4),)  # 3 is user code
-    plan = Plan(trace_fingerprint="", policy="by hand", budgets=Budgets(device_bytes=0), moves=moves)
-    training.follow(lay_out_plan(plan, recorded, {}, [64]), {WEIGHT: training.weight})
+    training.follow(schedule_of(recorded, *moves), {WEIGHT: training.weight})
     training.region(FORWARD)
     assert training.asked() == ({}, [])
     training.region(BACKWARD)
@@ -418,12 +424,12 @@ def test_what_leaves_after_user_code_leaves_when_the_next_region_begins() -> Non
 def test_a_plan_that_begins_in_the_middle_of_an_iteration() -> None:
     training = Training()
     training.iteration()
-    schedule, _ = lay_out(training.iteration())
+    schedule = lay_out(training.iteration())
     training.region(FORWARD)
     training.follow(schedule, {WEIGHT: training.weight})
     training.region(BACKWARD)
     training.region(STEP)
-    training.recorder.iteration_ends()
+    training.observer.iteration_ends()
     training.asked()
     training.iteration()
     assert training.asked() == AS_PLANNED
@@ -435,11 +441,11 @@ def test_an_evaluation_pass_in_between_asks_for_nothing_and_changes_nothing() ->
     training.region(EVALUATION)
     training.region(BACKWARD)
     training.region(STEP)
-    training.recorder.iteration_ends()
+    training.observer.iteration_ends()
     assert training.asked() == AS_PLANNED
-    assert training.recorder.deviations == 1
+    assert training.observer.plan.deviations == 1
     training.iteration()
-    assert training.asked() == AS_PLANNED and training.recorder.deviations == 1
+    assert training.asked() == AS_PLANNED and training.observer.plan.deviations == 1
 
 
 def test_the_training_graph_as_an_evaluation_pass_falls_into_step_again() -> None:
@@ -455,16 +461,14 @@ def test_more_and_fewer_accumulation_steps() -> None:
     twice = (FORWARD, BACKWARD, FORWARD, BACKWARD, STEP)
     training.iteration(twice)
     recorded = training.iteration(twice)
-    ids = {recorded.stages[1].read[0]: WEIGHT}
     moves = (move(WEIGHT, after=2, start=2, fetch=4, before=4), move(WEIGHT, after=8, start=8, fetch=10, before=10))
-    plan = Plan(trace_fingerprint="", policy="by hand", budgets=Budgets(device_bytes=0), moves=moves)
-    training.follow(lay_out_plan(plan, recorded, ids, [64]), {WEIGHT: training.weight})
+    training.follow(schedule_of(recorded, *moves), {WEIGHT: training.weight})
     expected = ({"backward 0": ["weight", "weight"]}, ["out weight", "out weight"])
     training.iteration(twice)
     fetched, asked = training.asked()
     assert asked == expected[1] and list(fetched) == ["backward 0"]
     training.iteration((FORWARD, BACKWARD, STEP))
-    assert training.asked()[1] == ["out weight"] and training.recorder.deviations == 1
+    assert training.asked()[1] == ["out weight"] and training.observer.plan.deviations == 1
     training.iteration((FORWARD, BACKWARD) * 3 + (STEP,))
     assert training.asked()[1].count("out weight") >= 2
     training.iteration(twice)
@@ -477,8 +481,8 @@ def test_a_region_with_another_number_of_stages_is_another_region() -> None:
     training.region(FORWARD)
     training.region(BACKWARD)
     training.region(STEP, stages=4)
-    training.recorder.iteration_ends()
-    assert training.recorder.deviations == 1
+    training.observer.iteration_ends()
+    assert training.observer.plan.deviations == 1
     training.asked()
     training.iteration()
     assert training.asked() == AS_PLANNED
@@ -497,7 +501,7 @@ def test_a_region_that_fails_and_is_repeated() -> None:
 def test_a_block_of_another_size_is_not_taken_for_the_planned_one() -> None:
     training = Training()
     training.iteration()
-    schedule, _ = lay_out(training.iteration())
+    schedule = lay_out(training.iteration())
     other = replace(schedule, sizes=(64, 65, 64))
     training.follow(other, {WEIGHT: training.weight})
     training.iteration()
@@ -506,7 +510,7 @@ def test_a_block_of_another_size_is_not_taken_for_the_planned_one() -> None:
 
 def test_without_a_plan_nothing_is_asked_for() -> None:
     training = planned()
-    training.recorder.follow(None, {})
+    training.observer.plan.follow(None, {})
     training.asked()
     training.iteration()
     assert training.asked() == ({}, [])
@@ -516,16 +520,11 @@ def test_moves_that_run_over_the_end_are_laid_out_from_the_beginning() -> None:
     training = Training()
     training.iteration()
     recorded = training.iteration()
-    plan = Plan(
-        trace_fingerprint="",
-        policy="by hand",
-        budgets=Budgets(device_bytes=0),
-        moves=(
-            move(WEIGHT, after=7, start=8, fetch=9, before=9),
-            Move(block=SECOND, after=2, before=4, tier="storage", offload=None, prefetch=Prefetch(start=3, ready_by=4)),
-        ),
+    moves = (
+        move(WEIGHT, after=7, start=8, fetch=9, before=9),
+        Move(block=SECOND, after=2, before=4, tier="storage", offload=None, prefetch=Prefetch(start=3, ready_by=4)),
     )
-    schedule = lay_out_plan(plan, recorded, {}, [64] * 3)
+    schedule = schedule_of(recorded, *moves)
     leave = {p: ids for p, ids in enumerate(schedule.leave_after) if ids}
     fetch = {p: ids for p, ids in enumerate(schedule.fetch_at) if ids}
     assert leave == {0: ((WEIGHT, "storage"),), 2: ((SECOND, "storage"),)} and fetch == {1: (WEIGHT,), 3: (SECOND,)}

@@ -9,7 +9,7 @@ import pytest
 import planner
 from planner import Hardware, Link, SharedRate, Stage
 from planner.simulator import StageTimes, Timeline, Transfer
-from teraio.planning.drift import Expectation, Observation, drift_of, remeasured
+from teraio.following.drift import Expectation, Observation, drift_of, remeasured
 
 OUT, IN = "device->storage", "storage->device"
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from planner import SolverError
 from runtime.device import device as device_module
+from teraio.following import PlanFollower
 from teraio.options import parse_options
-from teraio.planning.background import BackgroundPlanner
-from teraio.planning.follower import PlanFollower
+from teraio.planning import BackgroundPlanner
 from teraio.ranks import RankGroup, RankPlace
 
+from ..instant_jobs import InstantJob, InstantJobs
 from ..virtual import IN, STAGES, VirtualTraining, plan_for
-from .instant_jobs import InstantJob, InstantJobs
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
@@ -56,7 +56,7 @@ class Rank:
         self.follower = PlanFollower(
             given,
             machine,  # type: ignore[arg-type]
-            self.training.recorder,
+            self.training.observer,
             self.background,
             profile,
             plan,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from planner import Move, Offload, Prefetch
-from teraio.planning.corrections import Corrections, corrected_starts, lay_out_starts, planned_starts
-from teraio.planning.drift import Expectation
+from teraio.following.corrections import Corrections, corrected_starts, lay_out_starts, planned_starts
+from teraio.following.drift import Expectation
 
 COUNT = 10
 ONE_SECOND_STAGES = [1.0] * COUNT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -12,11 +13,10 @@ from planner.errors import PlanError
 from runtime.device import WallMark
 from runtime.execution import StageRerun
 from runtime.paging.block import Block
-from teraio.profiling.reruns_by_stage import RerunsByStage
-from teraio.profiling.schedule_by_stage import lay_out_plan
+from teraio.following import RerunsByStage, StageSchedule
 
 from ...planner.recompute_traces import layers
-from .test_recorder import BACKWARD, FIRST, FORWARD, SECOND, STEP, WEIGHT, Training, move
+from .test_observer import BACKWARD, FIRST, FORWARD, SECOND, STEP, WEIGHT, Training, move, profile_of
 
 CHOSEN = [Recompute(group=0, at=5), Recompute(group=1, at=4)]
 """Of three layers: 0, 1, 2 forward, 3, 4, 5 backward. Re-runs are stages 4 (of 1) and 6 (of 0) then."""
@@ -64,30 +64,33 @@ class Dropping(Training):
         return late
 
     def run_due(self, stage: str) -> None:
-        for made, fetch in self.recorder.reruns_due():
+        for made, fetch in self.observer.reruns_due():
             self.late.append((self.weight, 0.5))
             self.ran.append((stage, [b.name for b in made], [b.name for b in fetch]))
             again = StageRerun(name="forward/0", begin=WallMark(0.0), end=WallMark(0.25), made=made)
-            self.recorder.stage_ran_again(again)
+            self.observer.stage_ran_again(again)
 
     def _stage(self, identity: str, number: int) -> None:
         if number == 0:
-            self.kept_stages.append(sorted(self.recorder.kept_stages() or ()))
+            self.kept_stages.append(sorted(self.observer.kept_stages() or ()))
         super()._stage(identity, number)
 
 
-def with_rerun(training: Dropping, moves: Sequence[planner.Move] = ()) -> dict[int, Block]:
+def with_rerun(training: Dropping, moves: Sequence[planner.Move] = ()) -> None:
     """Follow a plan: positions 0 user, 1-2 forward, 3 user, 4-5 backward, 6 user, 7 step; stage 1 runs again before 5."""
     training.iteration()
     recorded = training.iteration()
-    first, second = recorded.regions[0].made
-    ids = {recorded.stages[1].read[0]: WEIGHT, first: FIRST, second: SECOND}
-    reruns = RerunsByStage(
-        numbers=(0, 1, 2, 3, 4, 6, 7, 8), count=9, stages=frozenset([1]), made={5: (FIRST,)}, dropped_after={1: (FIRST,)}
+    profile = profile_of(recorded)
+    group = planner.RecomputeGroup(id=0, stage=1, blocks=(FIRST,), reads=(WEIGHT,), duration_seconds=0.25, workspace_bytes=0)
+    profile = replace(profile, trace=profile.trace.model_copy(update={"recompute": (group,)}))
+    plan = Plan(
+        trace_fingerprint="",
+        policy="by hand",
+        budgets=Budgets(device_bytes=0),
+        moves=tuple(moves),
+        recompute=(Recompute(group=0, at=5),),
     )
-    plan = Plan(trace_fingerprint="", policy="by hand", budgets=Budgets(device_bytes=0), moves=tuple(moves))
-    training.follow(lay_out_plan(plan, recorded, ids, [64, 64, 64], reruns), {WEIGHT: training.weight})
-    return {number: block for block, number in ids.items()}
+    training.follow(StageSchedule.of(profile, plan), {WEIGHT: training.weight})
 
 
 def test_the_recorder_drops_and_runs_again_by_the_plan() -> None:
@@ -108,8 +111,8 @@ def test_what_a_rerun_waits_for_is_late_at_its_place() -> None:
     with_rerun(training)
     done = training.iteration()
     assert not any(stage.late for stage in done.stages)
-    assert training.recorder._plan.schedule is not None
-    assert training.recorder._plan.schedule.reruns.late(done) == {(WEIGHT, 5): 0.5}
+    assert training.observer.plan.schedule is not None
+    assert training.observer.plan.schedule.reruns.late(done) == {(WEIGHT, 5): 0.5}
 
 
 def test_moves_count_reruns_as_stages() -> None:

@@ -17,7 +17,7 @@ import planner
 import teraio
 from runtime.transfer import Engine, LinkRates
 from teraio.machine import Machine, MeasuredPaths
-from teraio.planning.job import PlanningJob
+from teraio.planning import PlanningJob
 from teraio.registry import REGISTRY
 
 from ...training import begin, unequal

@@ -1,0 +1,7 @@
+"""Follow a plan: where the iteration is in it, what it says there, and how far it is off."""
+
+from teraio.following.follower import PlanFollower
+from teraio.following.observer import IterationObserver
+from teraio.following.schedule import RerunsByStage, StageSchedule
+
+__all__ = ["IterationObserver", "PlanFollower", "RerunsByStage", "StageSchedule"]

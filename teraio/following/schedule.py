@@ -1,0 +1,123 @@
+"""A plan, laid out by position in the iteration: where blocks leave, come back, are dropped, and where stages run again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import planner
+from planner.schema import WaitingTier
+from teraio.profiling import Iteration, Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RerunsByStage:
+    """A plan counts re-runs as stages. Here are its numbers, where it counts so, and those of the trace.
+
+    numbers: the number in the plan of each stage of the trace. count: number of stages with re-runs.
+    stages: those stages of the trace that run again.
+    made: for each re-run, by its number in the plan, the blocks (trace ids) that it makes anew.
+    dropped_after: the blocks (trace ids) that are dropped after a stage, by its number in the plan.
+    """
+
+    numbers: Sequence[int]
+    count: int
+    stages: frozenset[int] = frozenset()
+    made: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    dropped_after: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def none(cls, count: int) -> RerunsByStage:
+        """Nothing runs again. count: number of stages."""
+        return cls(numbers=range(count), count=count)
+
+    @classmethod
+    def of(cls, trace: planner.Trace, chosen: Sequence[planner.Recompute]) -> RerunsByStage:
+        """Lay out the re-runs of a plan. Raises PlanError where a group cannot run again in its place."""
+        if not chosen:
+            return cls.none(len(trace.stages))
+        derived = planner.recomputed(trace, chosen)
+        made: dict[int, tuple[int, ...]] = {}
+        drops: list[tuple[int, int]] = []
+        for number, each in enumerate(sorted(chosen, key=lambda each: each.at)):
+            again = each.at + number
+            group = trace.recompute[each.group]
+            made[again] = tuple(i for i in group.blocks if trace.blocks[i].uses[-1] >= each.at)
+            drops += [(derived.blocks[i].uses[-1], i) for i in made[again]]
+        after = {stage: tuple(i for _, i in each) for stage, each in groupby(sorted(drops), key=lambda drop: drop[0])}
+        return cls(
+            numbers=tuple(stage.id for stage in derived.stages if stage.phase != "recompute"),
+            count=len(derived.stages),
+            stages=frozenset(trace.recompute[each.group].stage for each in chosen),
+            made=made,
+            dropped_after=after,
+        )
+
+    def late(self, iteration: Iteration) -> dict[tuple[int, int], float]:
+        """Return how long stages and re-runs waited for prefetches, by trace id and by stage as the plan counts it."""
+        stages = zip(self.numbers, iteration.stages, strict=False)
+        first = {(block, number): seconds for number, stage in stages for block, seconds in stage.late}
+        planned = [(each.position, each.late) for each in iteration.reruns if each.position is not None]
+        return first | {(block, number): seconds for number, late in planned for block, seconds in late}
+
+    def spread(self, seconds: Sequence[float], again: Mapping[int, float]) -> list[float]:
+        """Return the seconds of all stages as the plan counts them. seconds: of those of the trace. again: of the re-runs."""
+        spread = [again.get(number, 0.0) for number in range(self.count)]
+        for number, each in zip(self.numbers, seconds, strict=True):
+            spread[number] = each
+        return spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSchedule:
+    """What to offload and to prefetch at each position, see [Note: Positions], and the regions that the plan expects.
+
+    Positions are the plan's: its re-runs count as stages.
+    regions: identity of each region and position of its user stage, in order. counts: its number of stages, without re-runs.
+    made_ids: for each region the trace ids of the blocks that it makes, in order; -1 for a block that the trace lacks.
+    sizes: bytes of each block, by trace id.
+    leave_after: for each position the blocks (trace ids) to offload after that stage, and the tier for each.
+    fetch_at: for each position the blocks (trace ids) to prefetch. Those of the next iteration are counted from 0 again.
+    on_host: positions of the stages whose updates run on the host, in the order of these updates.
+    kept: for each region the numbers of its stages that run again later; they count from the first one after the user code.
+    reruns: what runs again, and what is dropped.
+    """
+
+    regions: tuple[tuple[Hashable, int], ...]
+    counts: tuple[int, ...]
+    made_ids: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    leave_after: tuple[tuple[tuple[int, WaitingTier], ...], ...]
+    fetch_at: tuple[tuple[int, ...], ...]
+    on_host: tuple[int, ...] = ()
+    kept: tuple[frozenset[int], ...] = ()
+    reruns: RerunsByStage
+
+    @classmethod
+    def of(cls, profile: Profile, plan: planner.Plan) -> StageSchedule:
+        """Lay out a plan that was made for the profile's trace. Raises PlanError where a stage cannot run again in its place."""
+        recorded, ids = profile.iteration, profile.ids
+        reruns = RerunsByStage.of(profile.trace, plan.recompute)
+        leave: list[list[tuple[int, WaitingTier]]] = [[] for _ in range(reruns.count)]
+        fetch: list[list[int]] = [[] for _ in range(reruns.count)]
+        for move in plan.moves:  # in this order they enter the queues of the links
+            start = move.after if move.offload is None else move.offload.start
+            leave[start % reruns.count].append((move.block, move.tier))
+            if move.prefetch is not None:  # otherwise the block does not come back
+                fetch[move.prefetch.start % reruns.count].append(move.block)
+        # The trace has one subgroup for each stage that updates parameters, in this order.
+        updates = [position for position, stage in enumerate(recorded.stages) if stage.elements]
+        return cls(
+            regions=tuple((r.identity, reruns.numbers[r.first]) for r in recorded.regions),
+            counts=tuple(len(r.stages) for r in recorded.regions),
+            made_ids=tuple(tuple(ids.get(b, -1) for b in r.made) for r in recorded.regions),
+            sizes=tuple(block.size_bytes for block in profile.trace.blocks),
+            leave_after=tuple(map(tuple, leave)),
+            fetch_at=tuple(map(tuple, fetch)),
+            on_host=tuple(reruns.numbers[updates[update.subgroup]] for update in plan.updates if update.where == "host"),
+            kept=tuple(
+                frozenset(n for n in range(len(r.stages) - 1) if r.first + 1 + n in reruns.stages) for r in recorded.regions
+            ),
+            reruns=reruns,
+        )
