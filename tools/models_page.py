@@ -72,7 +72,7 @@ def page(found: Mapping[str, Any]) -> str:
         f"Versions: {versions}.\n",
         "## Models\n",
         _table("model", results, "model"),
-        "\n## Loops and settings\n\nOver the Llama of the first table.\n",
+        "\n## Loops and settings\n\nOver the Llama of the first table, or over a model of the package that the row names.\n",
         _table("what the script does", results, "loop"),
         "",
         EAGER,

@@ -14,13 +14,17 @@ from .text import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealModel:
-    """A model, its data and its loss. package: that the class comes from. core: whether `make test` trains it too."""
+    """A model, its data and its loss.
+
+    package: that the class comes from. codegen: how stages are compiled. core: whether `make test` trains it too.
+    """
 
     name: str
     make: Callable[[], nn.Module]
     make_batches: Callable[[int], list[Batch]]
     package: str = "transformers"
     compute_loss: Callable[[nn.Module, Batch], Tensor] = others.own_loss
+    codegen: str = "eager"
     core: bool = False
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from ..teraio.parity.harness import Case, Run, plain_step
 from . import others, text
 from .others import own_loss
-from .parity import adamw
+from .parity import Script, adamw
 from .text import Batch
 
 
@@ -26,7 +26,7 @@ from .text import Batch
 class Loop:
     """package: that it needs. codegen: how stages are compiled."""
 
-    case: Case
+    case: Case | Script
     package: str = "transformers"
     codegen: str = "eager"
 

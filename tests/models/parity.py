@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ..teraio.parity.harness import (
     moved_bytes,
     train,
 )
+from ..training import forget
 from .catalogue import RealModel
 
 of_libraries = (
@@ -30,6 +33,14 @@ of_libraries = (
     pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning"),
 )
 """Marks for tests of models whose code makes these warnings, which no user can avoid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A training that owns its loop. run: trains with these options, in this folder. planned: see `Case`."""
+
+    run: Callable[[Mapping[str, Any], Path], Result]
+    planned: bool = False
 
 
 def adamw(module: nn.Module) -> Optimizer:
@@ -55,15 +66,13 @@ def half_of_peak(unbudgeted: Result) -> int:
     return max(max(s.device_peak_bytes for s in statuses) // 2, floor + floor // 16)
 
 
-def check_half(case: Case, tmp_path: Path, codegen: str = "eager") -> dict[str, Any]:
-    """Train `case` without a budget and under half of its peak. Returns the facts for the table of models.
+def check_half(case: Case | Script, tmp_path: Path, codegen: str = "eager") -> dict[str, Any]:
+    """Train without a budget and under half of the peak. Returns the facts for the tables of docs/models.md.
 
-    codegen: how stages are compiled.
-
-    Raises AssertionError unless all losses, gradients, parameters and buffers are equal bit for bit, the budget was kept, blocks
-    moved both ways, and for a planned case a plan took over.
+    codegen: how stages are compiled. Raises AssertionError unless all losses, gradients, parameters and buffers are equal bit for
+    bit, the budget was kept, blocks moved both ways, and for a planned case a plan took over.
     """
-    unbudgeted = train(case, backend="teraio", options={"codegen": codegen, "storage": str(tmp_path)})
+    unbudgeted = _train(case, {"codegen": codegen, "storage": str(tmp_path)}, tmp_path)
     budget, budgeted = _train_under(half_of_peak(unbudgeted), case, tmp_path, codegen)
     check_exact(budgeted, unbudgeted)
     check_budget(budgeted, budget)
@@ -72,14 +81,21 @@ def check_half(case: Case, tmp_path: Path, codegen: str = "eager") -> dict[str, 
     return facts(budgeted, unbudgeted)
 
 
-def _train_under(budget: int, case: Case, folder: Path, codegen: str, *, attempts: int = 3) -> tuple[int, Result]:
+def _train_under(budget: int, case: Case | Script, folder: Path, codegen: str, *, attempts: int = 3) -> tuple[int, Result]:
     """Train under `budget`, or what errors name if that is too little for one stage. Return the budget that did."""
     try:
-        return budget, train(case, backend="teraio", options=budgeted_options(case, folder, budget=budget, codegen=codegen))
+        return budget, _train(case, budgeted_options(case, folder, budget=budget, codegen=codegen), folder)
     except BudgetError as error:  # it names a part that may ask once more
         if attempts == 1 or not error.not_counted:
             raise
         return _train_under(error.smallest_bytes, case, folder, codegen, attempts=attempts - 1)
+
+
+def _train(case: Case | Script, options: Mapping[str, Any], folder: Path) -> Result:
+    if isinstance(case, Script):
+        forget()
+        return case.run(options, folder)
+    return train(case, backend="teraio", options=options)
 
 
 def facts(budgeted: Result, unbudgeted: Result) -> dict[str, Any]:

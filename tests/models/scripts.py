@@ -1,0 +1,170 @@
+"""Scripts whose loop is not ours: those of frameworks, and processes that stop and go on. By name in `SCRIPTS`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import teraio
+
+from ..teraio.parity.harness import Result
+from ..training import PLAN_SECONDS, named_values
+from . import nano_gpt, text
+from .loops import Loop
+from .others import own_loss
+from .parity import Script
+
+Options = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Watch:
+    """What a script has computed so far. progress: teraio's status after each step."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    progress: list[tuple[teraio.Status, ...]] = field(default_factory=list)
+
+    def after_step(self, loss: Tensor | float) -> None:
+        """Wait for the plan that is being made, if any, so that all runs follow one at the same time."""
+        self.losses.append(torch.as_tensor(loss).detach().clone())
+        teraio.wait_for_plan(PLAN_SECONDS)
+        self.progress.append(teraio.status())
+
+    def result(self, module: nn.Module) -> Result:
+        """End teraio's part."""
+        teraio.reset()
+        values = {name: value.detach().clone() for name, value in named_values(module)}
+        return Result(tuple(self.losses), (), (), values, tuple(self.progress))
+
+
+def lightning_fit(options: Options, folder: Path) -> Result:
+    """Lightning's automatic optimization, in mixed precision, with clipping, checkpoints and a schedule."""
+    import lightning
+    from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
+    watch = Watch()
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = text.llama()
+
+        def training_step(self, batch: text.Batch, index: int) -> Tensor:
+            loss = own_loss(self.model, batch)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+        def on_train_batch_end(self, outputs: Mapping[str, Tensor], batch: text.Batch, index: int) -> None:
+            watch.after_step(outputs["loss"])
+
+    lightning.seed_everything(1, verbose=False)
+    module = Module()
+    teraio.compile(module.model, **options)
+    trainer = lightning.Trainer(
+        max_steps=8,
+        accelerator="cpu",
+        precision="bf16-mixed",
+        gradient_clip_val=1.0,
+        default_root_dir=folder,
+        logger=CSVLogger(folder),
+        callbacks=[ModelCheckpoint(every_n_train_steps=3), LearningRateMonitor()],
+        log_every_n_steps=2,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(text.sentences(8), batch_size=None))
+    return watch.result(module)
+
+
+def sft(strategy: str) -> Callable[[Options, Path], Result]:
+    """TRL's supervised fine-tuning on texts of different length, packed by that strategy."""
+
+    def run(options: Options, folder: Path) -> Result:
+        from datasets import Dataset
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
+        from trl import SFTConfig, SFTTrainer
+
+        watch = Watch()
+
+        class AfterStep(TrainerCallback):
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                watch.after_step(0.0)
+
+        set_seed(1)
+        model = text.llama()
+        teraio.compile(model, **options)
+        words = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
+        draw = np.random.default_rng(1)
+        rows = [draw.integers(3, text.WORDS, size=draw.integers(8, 64)).tolist() for _ in range(400)]
+        arguments = SFTConfig(
+            output_dir=str(folder / "out"),
+            per_device_train_batch_size=16,
+            max_length=64,
+            packing=True,
+            packing_strategy=strategy,
+            max_steps=8,
+            logging_steps=1,
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+        )
+        trainer = SFTTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=Dataset.from_dict({"input_ids": rows}),
+            processing_class=tokenizer,
+            callbacks=[AfterStep()],
+        )
+        trainer.train()
+        watch.losses = [torch.tensor(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+        return watch.result(model)
+
+    return run
+
+
+def nano_gpt_resumed(options: Options, folder: Path) -> Result:
+    """With a budget: a process trains for six steps, and another one goes on from its checkpoint. Without: one process."""
+    np.random.default_rng(1).integers(1024, size=20_000).astype(np.uint16).tofile(folder / "train.bin")
+    environment = {f"TERAIO_{name.upper()}": str(value) for name, value in options.items()}
+    parts = [("scratch", 6), ("resume", 14)] if "memory_budget" in options else [("scratch", 14)]
+    found = [_in_new_process(environment, folder, *part) for part in parts]
+    losses = sum((result.losses for result in found), start=())
+    return Result(losses, (), (), found[-1].parameters, found[-1].progress)
+
+
+def _in_new_process(environment: Mapping[str, str], folder: Path, init_from: str, steps: int) -> Result:
+    arguments = [f"--out={folder}", "--backend=teraio", f"--init_from={init_from}", f"--max_iters={steps}", "--eval_interval=6"]
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_train_nano_gpt, environment, arguments).result()
+
+
+def _train_nano_gpt(environment: Mapping[str, str], arguments: list[str]) -> Result:
+    os.environ |= environment
+    torch.set_num_threads(1)
+    watch = Watch()
+    return watch.result(nano_gpt.main(arguments, watch.after_step))
+
+
+SCRIPTS = {
+    "Lightning's automatic loop": Loop(case=Script(run=lightning_fit, planned=True), package="lightning"),
+    "`SFTTrainer`, packed": Loop(case=Script(run=sft("bfd")), package="trl"),
+    "`SFTTrainer`, packed and cut (`wrapped`)": Loop(case=Script(run=sft("wrapped"), planned=True), package="trl"),
+    "nanoGPT's script, resumed in a new process": Loop(case=Script(run=nano_gpt_resumed), package="torch"),
+}
