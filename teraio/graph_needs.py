@@ -11,7 +11,7 @@ from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Program
 from runtime.paging import Pager
 from teraio.machine import Machine
-from teraio.optimizer import USUAL_STATES, optimizers_alive, owned_parameters, update_bytes
+from teraio.optimizer import USUAL_STATES, OptimizerFacts, optimizers_alive, owned_parameters
 from teraio.phases import Findings
 from teraio.stages import Need, largest_of, need_of
 
@@ -88,9 +88,9 @@ class GraphNeeds:
     def _largest_update_bytes(self) -> int:
         """Return what one update of the largest parameter takes, by the optimizers that there are. 0 if there is none yet."""
         updates = (
-            update_bytes(optimizer, owned.tensor)
-            for optimizer in optimizers_alive()
-            for owned in owned_parameters(optimizer)
+            facts.update_bytes(owned.tensor)
+            for facts in map(OptimizerFacts.of, optimizers_alive())
+            for owned in owned_parameters(facts.optimizer)
             if owned.tensor.requires_grad and self._has_in_graph(owned.tensor)
         )
         return max(updates, default=0)

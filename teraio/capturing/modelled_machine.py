@@ -5,13 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import torch
-from torch.optim import Optimizer
 
 import planner
 from teraio.capturing.hardware import MachineDescription
 from teraio.capturing.modelled_device import ModelledDevice, ResidentMover
 from teraio.machine import Machine, MachineTiers
-from teraio.optimizer import HostRates, reason_against_host
+from teraio.optimizer import HostRates, OptimizerFacts
 from teraio.options import Options
 
 
@@ -40,7 +39,7 @@ class DescribedHostRates(HostRates):
     def __init__(self, elements_per_second: float | None) -> None:
         self._elements_per_second = elements_per_second
 
-    def seconds(self, optimizer: Optimizer, dtype: torch.dtype, elements: int) -> float | None:
-        if self._elements_per_second is None or reason_against_host(optimizer) is not None:
+    def seconds(self, facts: OptimizerFacts, dtype: torch.dtype, elements: int) -> float | None:
+        if self._elements_per_second is None or facts.off_host_because is not None:
             return None
         return elements / self._elements_per_second

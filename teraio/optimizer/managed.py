@@ -1,33 +1,42 @@
-"""All that teraio knows of one optimizer, in one object: its states as blocks, its subgroups, and its narrowed groups."""
+"""All that teraio knows of one optimizer, in one object: its facts, its states as blocks, its subgroups, and its narrowed groups.
+
+[Note: Optimizer states]
+A tensor in `optimizer.state` that is large enough to move is a block like any other. It is persistent. The stage that updates
+its parameter reads and writes it. User code may read, save and replace it. Smaller tensors (step counters, states of biases)
+stay on the device and are counted in `Pager.fixed_bytes`.
+
+The pager cannot tell a tensor that `torch.load` has read from memory whose address somebody else has. Such a tensor would have
+to stay where it is. An optimizer that was given such states gets copies of them, which can leave.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
-from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import Block, Pager, holder_of
 from teraio.distributed import GradientBuckets, ShardedParameters
 from teraio.following import IterationObserver
-from teraio.optimizer.capabilities import bytes_of, keeps_masters, reason_to_stay_whole, state_sizes, states_per_parameter
-from teraio.optimizer.masters import lacks_master, master_bytes
-from teraio.optimizer.parameters import OwnedParameter, ParameterGroups, ParameterUpdate, PendingStep, owned_parameters
-from teraio.optimizer.states import OptimizerStates
+from teraio.optimizer.arithmetic import NarrowedGroups, lacks_master, lacks_states
+from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, bytes_of, moves, owned_parameters
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
-from teraio.optimizer.subgroups import Subgroups
+from teraio.optimizer.subgroups import ParameterUpdate, PendingStep, Subgroups
 
 
 class ManagedOptimizer:
     """One optimizer of the process. Keeps neither the optimizer nor, outside of a step, a tensor of it alive.
 
-    states: its states as blocks. subgroups: how its parameters are cut. buckets, sharded: what other libraries hold of its
-    gradients and parameters.
+    facts: what was last read from the optimizer; `renew` reads them again.
+    subgroups: how its parameters are cut. buckets, sharded: what other libraries hold of its gradients and parameters.
     chosen: whether the user gave it to `teraio.manage_optimizer`.
     adoption_due: whether user code may have given it states that are no blocks yet.
     """
@@ -42,7 +51,7 @@ class ManagedOptimizer:
         buckets: GradientBuckets,
         sharded: ShardedParameters,
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self.facts = OptimizerFacts.of(optimizer)
         self._pager = pager
         self._buckets = buckets
         self._sharded = sharded
@@ -52,26 +61,28 @@ class ManagedOptimizer:
         self.adoption_due = False
         self._had_blocks = False
         self._load_hook: RemovableHandle | None = None
-        self._emptied: ParameterGroups | None = None
+        self._emptied: NarrowedGroups | None = None
+
+    def renew(self) -> OptimizerFacts:
+        """Read the facts again: where a step or a backward pass begins, since user code may have changed settings and hooks."""
+        self.facts = OptimizerFacts.of(self.facts.optimizer)
+        return self.facts
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer itself. Raises ReferenceError if nobody holds it any more."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise ReferenceError("the optimizer is gone; this is a bug in teraio, please report it")
-        return optimizer
+        return self.facts.optimizer
 
     @property
     def identity(self) -> tuple[str, int]:
         """What a trace and a plan know its steps by: another one for the same parameters takes its place (meta-learning)."""
-        first = next(iter(owned_parameters(self.optimizer)), None)
-        return f"optimizer {type(self.optimizer).__name__}", id(self.optimizer if first is None else first.tensor)
+        first = next((p for group in self.optimizer.param_groups for p in group["params"]), self.optimizer)
+        return f"optimizer {self.facts.name}", id(first)
 
     @property
     def has_blocks(self) -> bool:
         """Whether a parameter of it is a block, or a shard of one that a graph takes."""
-        own = (owned.tensor for owned in owned_parameters(self.optimizer))
+        own = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
         found = any(self._pager.known_block(parameter) is not None or parameter in self._sharded for parameter in own)
         self._had_blocks |= found
         return found
@@ -80,15 +91,6 @@ class ManagedOptimizer:
     def has_had_blocks(self) -> bool:
         """Whether a parameter of it is or was a block. Where everything fits, other memory that it got since is none."""
         return self.has_blocks or self._had_blocks
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether it keeps fp32 copies of its half-precision parameters, see [Note: Master copies]."""
-        return keeps_masters(self.optimizer)
-
-    def reason_to_stay_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Return why a step with these arguments is not cut into subgroups; None if it is."""
-        return reason_to_stay_whole(self.optimizer, args, kwargs)
 
     # -- states that user code brings
 
@@ -119,47 +121,40 @@ class ManagedOptimizer:
 
         To be called before a region begins: new blocks would count twice in a region.
         """
-        optimizer = self.optimizer
-        parameters = owned_parameters(optimizer)
-        states, masters = states_per_parameter(optimizer), self.keeps_masters
-        updates: list[list[ParameterUpdate]] = [[] for _ in optimizer.param_groups]
-        for owned in parameters:
-            updates[owned.group].append(self._update(optimizer, owned, states, masters))
-        return PendingStep(optimizer=optimizer, parameters=parameters, updates=tuple(map(tuple, updates)))
+        parameters = owned_parameters(self.optimizer)
+        return PendingStep(facts=self.facts, parameters=parameters, updates=tuple(map(self._update, parameters)))
 
-    def _update(self, optimizer: Optimizer, owned: OwnedParameter, states: int, masters: bool) -> ParameterUpdate:
-        number, parameter = owned.number, owned.tensor
-        size = bytes_of(parameter)
-        master = master_bytes(parameter) if masters else 0
-        updated = master or size
-        total_bytes = 2 * size + states * updated + master
-        gradient = parameter.grad
+    def _update(self, owned: OwnedParameter) -> ParameterUpdate:
+        number, parameter, gradient = owned.number, owned.tensor, owned.tensor.grad
+        total_bytes = self.facts.trained_bytes(parameter)
         if gradient is None:
             return ParameterUpdate(total_bytes=total_bytes)
         others = self._buckets.hold(parameter) or (parameter in self._sharded and self._sharded.stay)
         own = gradient.layout is torch.strided and not others
-        state_bytes = state_sizes(optimizer, parameter, updated)
-        fresh_master = master if lacks_master(optimizer, parameter) else 0
+        master = self.facts.master_bytes(parameter)
+        state_bytes = self.facts.state_sizes(parameter)
+        fresh_master = master if lacks_master(self.facts, parameter) else 0
         return ParameterUpdate(
             total_bytes=total_bytes,
-            size_bytes=updated,
+            size_bytes=master or bytes_of(parameter),
             master_bytes=master,
             device=parameter.device.type,
             dtype=parameter.dtype,
             elements=holder_of(parameter).numel(),
-            fresh_bytes=fresh_master + (0 if self.states.exist(parameter) else sum(state_bytes)),
+            fresh_bytes=fresh_master + (sum(state_bytes) if lacks_states(self.facts, parameter) else 0),
             state_bytes=max((*state_bytes, fresh_master), default=0),
-            parameter=self._block(parameter, f"optimizer/parameter.{number}", "parameter"),
-            gradient=self._block(gradient, f"optimizer/gradient.{number}", "gradient") if own else None,
+            parameter=self.block(parameter, f"optimizer/parameter.{number}", "parameter"),
+            gradient=self.block(gradient, f"optimizer/gradient.{number}", "gradient") if own else None,
             states=tuple(self.states.blocks(owned)),
         )
 
-    def _block(self, tensor: Tensor, name: str, kind: str) -> Block:
+    def block(self, tensor: Tensor, name: str, kind: str) -> Block:
+        """Return the block of a parameter or a gradient; `name` if it becomes one."""
         return self._pager.block_of(tensor, name=name, kind=kind, user_visible=True)
 
-    def leave_nothing(self, groups: ParameterGroups) -> None:
+    def leave_nothing(self, groups: NarrowedGroups) -> None:
         """All parameters are updated: PyTorch's own call of `step` finds none. `step_ended` gives them back."""
-        groups.empty()
+        groups.narrow(())
         self._emptied = groups
 
     def step_ended(self) -> bool:
@@ -183,7 +178,6 @@ class ManagedOptimizers:
         sizes: SubgroupSizes,
         *,
         sharded: ShardedParameters | None = None,
-        min_moved_bytes: int = MIN_MOVED_BYTES,
         on_host: bool = False,
     ) -> None:
         self._pager = pager
@@ -192,7 +186,6 @@ class ManagedOptimizers:
         self.sizes = sizes
         self.buckets = GradientBuckets()
         self._sharded = sharded or ShardedParameters(pager)
-        self._min_moved_bytes = min_moved_bytes
         self._managed: weakref.WeakKeyDictionary[Optimizer, ManagedOptimizer] = weakref.WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[ManagedOptimizer]:
@@ -203,16 +196,13 @@ class ManagedOptimizers:
         """Return what is known of the optimizer. An optimizer that is new here has no blocks yet."""
         managed = self._managed.get(optimizer)
         if managed is None:
-            states = OptimizerStates(
+            managed = self._managed[optimizer] = ManagedOptimizer(
                 optimizer,
                 self._pager,
-                self._recorder,
-                changed=self._count_small_states,
-                min_moved_bytes=self._min_moved_bytes,
-            )
-            subgroups = Subgroups(self._pager, self.sizes, min_moved_bytes=self._min_moved_bytes, on_host=self._on_host)
-            managed = self._managed[optimizer] = ManagedOptimizer(
-                optimizer, self._pager, states=states, subgroups=subgroups, buckets=self.buckets, sharded=self._sharded
+                states=OptimizerStates(optimizer, self._pager, self._recorder, changed=self._count_small_states),
+                subgroups=Subgroups(self._pager, self.sizes, on_host=self._on_host),
+                buckets=self.buckets,
+                sharded=self._sharded,
             )
         return managed
 
@@ -224,3 +214,123 @@ class ManagedOptimizers:
     def _count_small_states(self) -> None:
         """States that are no blocks stay on the device, of all optimizers together, and so do buckets of gradients."""
         self._pager.fixed_bytes = sum(managed.states.small_bytes for managed in self) + self.buckets.size_bytes
+
+
+class OptimizerStates:
+    """Knows which block is which state of one optimizer. Keeps neither a tensor nor the optimizer alive.
+
+    changed: called when `small_bytes` was counted again. small_bytes: bytes of all tensors in the state that are no blocks.
+    """
+
+    def __init__(self, optimizer: Optimizer, pager: Pager, recorder: IterationObserver, *, changed: Callable[[], None]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._pager = pager
+        self._recorder = recorder
+        self._changed = changed
+        # By number of the parameter, name of the state, and position among the tensors of that name.
+        self._blocks: dict[tuple[int, str, int], Block] = {}
+        self.small_bytes = 0
+
+    def blocks(self, owned: OwnedParameter, *, just_made: bool = False) -> list[Block]:
+        """Return the blocks of a parameter's large states. New states become blocks.
+
+        just_made: the states were made in the region that runs, and did not exist when it began. Waits while a state that was
+        made before teraio managed the optimizer is moved to memory that can leave.
+        """
+        found = []
+        for name, ordinal, tensor in _tensors(self._all_states(), owned.tensor):
+            if not moves(bytes_of(tensor)):
+                continue
+            self._pager.make_movable(tensor)
+            full_name = self.name(owned, name) + (f".{ordinal}" if ordinal else "")
+            block = self._pager.block_of(tensor, name=full_name, kind="optimizer_state", user_visible=not just_made)
+            key = owned.number, name, ordinal
+            before = self._blocks.get(key)
+            if before is not None and before is not block and before.dead:  # a plan goes on with the new one
+                self._recorder.replace(before, block)
+            self._blocks[key] = block
+            found.append(block)
+        self._pager.show_to_user(found)
+        return found
+
+    def name(self, owned: OwnedParameter, state: str) -> str:
+        """Return the name of the block of a parameter's state."""
+        own = self._pager.known_block(owned.tensor)
+        owner = own.name if own is not None and not own.name.startswith("optimizer/") else str(owned.number)
+        return f"optimizer/{owner}.{state}"
+
+    def made(self, parameters: Iterable[OwnedParameter], known: Sequence[Block]) -> list[Block]:
+        """Return the states of these parameters that are not in `known`, which an update has just made.
+
+        Counts the small states again.
+        """
+        found = [block for owned in parameters for block in self.blocks(owned, just_made=True)]
+        self.count()
+        return [block for block in dict.fromkeys(found) if block not in known]
+
+    def adopt(self) -> None:
+        """Make blocks of all large states, and count the others.
+
+        Waits while states are copied to memory that can leave.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        for owned in owned_parameters(optimizer):
+            state = optimizer.state.get(owned.tensor)
+            if self._pager.can_move and isinstance(state, dict):
+                for name in [name for name, value in state.items() if self._is_immovable(value)]:
+                    state[name] = state[name].clone()  # who owns the old one too, such as a loaded dictionary, keeps that memory
+            self.blocks(owned)
+        self.count()
+
+    def _is_immovable(self, value: Any) -> bool:
+        """Return whether a large state cannot leave, because somebody else may have its address."""
+        if not isinstance(value, Tensor) or value.layout is not torch.strided or self._pager.known_block(value) is not None:
+            return False
+        held = holder_of(value)
+        storage = held.untyped_storage()
+        whole = held.nbytes == storage.nbytes() and moves(held.nbytes)
+        return whole and not storage.resizable() and not storage.is_shared() and not self._pager.can_leave(value)
+
+    def count(self) -> None:
+        """Count the bytes of states that are no blocks."""
+        storages: dict[int, int] = {}
+        states = self._all_states()
+        for parameter in list(states):
+            for _, _, tensor in _tensors(states, parameter):
+                if self._pager.known_block(tensor) is None:
+                    storage = holder_of(tensor).untyped_storage()
+                    storages[storage._cdata] = storage.nbytes()
+        self.small_bytes = sum(storages.values())
+        self._changed()
+
+    def _all_states(self) -> dict[Any, Any]:
+        optimizer = self._optimizer()
+        return {} if optimizer is None else optimizer.state
+
+
+def _tensors(states: dict[Any, Any], parameter: Any) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield the strided tensors of a parameter's state that are on its device, each with its name and position.
+
+    Adds no entry to `states`, which is a defaultdict.
+    """
+    state = states.get(parameter)
+    named: Sequence[tuple[Any, Any]] = list(state.items()) if isinstance(state, dict) else [("state", state)]
+    device = parameter.device if isinstance(parameter, Tensor) else None
+    for name, value in named:
+        leaves = (value,) if isinstance(value, Tensor) else tree_iter(value)
+        for ordinal, leaf in enumerate(chain.from_iterable(map(_with_memory, leaves))):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and device in (None, leaf.device):
+                yield str(name), ordinal, leaf
+
+
+def _with_memory(value: Any) -> Iterator[Any]:
+    """Yield the tensors that hold the data of a state: of one of 8 bits its codes and scales, since it has no memory itself."""
+    holder = holder_of(value) if isinstance(value, Tensor) else value
+    if is_traceable_wrapper_subclass(holder):
+        names, _ = holder.__tensor_flatten__()
+        for name in names:
+            yield from _with_memory(getattr(holder, name))
+    else:
+        yield value

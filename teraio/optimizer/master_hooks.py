@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from planner.errors import UnsupportedError
 from runtime.system import forget_undo, undo_if_interrupted, uninterrupted
-from teraio.optimizer.capabilities import OwnHooks, StepArguments, after_closure, closure_of, keeps_masters, reason_to_stay_whole
-from teraio.optimizer.masters import HALF, MASTER, master_bytes, run_step, scaling_put_aside
-from teraio.optimizer.parameters import ParameterGroups
+from teraio.optimizer.arithmetic import MASTER, NarrowedGroups, run_step, scaling_put_aside
+from teraio.optimizer.facts import HALF, OptimizerFacts, OwnHooks, StepArguments, after_closure, closure_of, owned_parameters
 from teraio.optimizer.subgroups import cut
 
 SUBGROUP_BYTES = 64 << 20
@@ -32,9 +31,10 @@ def keep_masters(
     on_device: a context in which tensors can be read. subgroup_bytes: of masters that are updated together in steps that are not
     managed. Raises UnsupportedError, and changes nothing, if the optimizer cannot be cut into subgroups or was loaded before.
     """
-    if keeps_masters(optimizer):
+    facts = OptimizerFacts.of(optimizer)
+    if facts.keeps_masters:
         return
-    refuse_with_masters(optimizer, reason_to_stay_whole(optimizer, (optimizer,), {}))
+    refuse_with_masters(facts, facts.whole_because)
     named = [
         (group, optimizer.state[p])
         for group in optimizer.param_groups
@@ -64,11 +64,11 @@ def _widened(group: dict[str, Any], state: dict[str, Any], name: str, value: Ten
     return value.float()
 
 
-def refuse_with_masters(optimizer: Optimizer, reason: str | None) -> None:
+def refuse_with_masters(facts: OptimizerFacts, reason: str | None) -> None:
     """Raise UnsupportedError if there is a reason why this optimizer, which is to keep masters, cannot be cut into subgroups."""
     if reason is not None:
         raise UnsupportedError(
-            f"master_weights: {type(optimizer).__name__} cannot be updated over fp32 copies: {reason}; use an optimizer of "
+            f"master_weights: {facts.name} cannot be updated over fp32 copies: {reason}; use an optimizer of "
             "torch.optim that updates each parameter by itself, without step hooks"
         )
 
@@ -88,29 +88,28 @@ class MasterHooks(OwnHooks):
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
         """Update all parameters that the optimizer shows now, and leave none for the step itself; after its closure, if any."""
-        self._restore()  # if the step before failed
-        refuse_with_masters(optimizer, reason_to_stay_whole(optimizer, args, kwargs))
+        self._after.close()  # if the step before failed
+        facts = OptimizerFacts.of(optimizer)
+        refuse_with_masters(facts, facts.reason_to_stay_whole(args, kwargs))
         if closure_of(args, kwargs) is not None:
-            return after_closure(args, kwargs, lambda: self._update_all(optimizer))
-        self._update_all(optimizer)
+            return after_closure(args, kwargs, lambda: self._update_all(facts))
+        self._update_all(facts)
         return None
 
-    def _update_all(self, optimizer: Optimizer) -> None:
+    def _update_all(self, facts: OptimizerFacts) -> None:
+        groups = NarrowedGroups(facts.optimizer)
+        sizes = [facts.master_bytes(owned.tensor) or owned.tensor.nbytes for owned in owned_parameters(facts.optimizer)]
         with uninterrupted():
             undo_if_interrupted(self._restore)
-            self._update(optimizer)
-
-    def _update(self, optimizer: Optimizer) -> None:
-        groups = ParameterGroups(optimizer)
-        sizes = [[master_bytes(p) or p.nbytes for p in group["params"]] for group in optimizer.param_groups]
-        with ExitStack() as restoring:
-            restoring.callback(groups.restore)
-            for ranges in cut(sizes, self._subgroup_bytes):
-                groups.narrow([range(*each) for each in ranges])
-                run_step(optimizer)
-            groups.empty()
-            restoring.enter_context(scaling_put_aside(optimizer))
-            self._after = restoring.pop_all()
+            with ExitStack() as restoring:
+                restoring.callback(groups.restore)
+                for numbers in cut(sizes, self._subgroup_bytes):
+                    groups.narrow(numbers)
+                    run_step(facts)
+                groups.narrow(())
+                # PyTorch's own call would refuse a scale, or apply it to nothing: the updates above have used it up.
+                restoring.enter_context(scaling_put_aside(facts.optimizer))
+                self._after = restoring.pop_all()
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

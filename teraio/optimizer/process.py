@@ -20,10 +20,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from runtime.device import MIN_MOVED_BYTES
 from teraio.graph_breaks import graph_break_reasons
-from teraio.optimizer.capabilities import OwnHooks, StepArguments, after_closure, calls_closure_first, closure_of
-from teraio.optimizer.parameters import owned_parameters
+from teraio.optimizer.facts import OptimizerFacts, OwnHooks, StepArguments, after_closure, closure_of, moves, owned_parameters
 
 logger = logging.getLogger("teraio")
 
@@ -69,7 +67,7 @@ class ProcessSteps(OwnHooks):
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if self._steps[optimizer] == 2:
             self._look_for_parameters(optimizer, before)
-        if closure_of(args, kwargs) is None or not calls_closure_first(optimizer):
+        if closure_of(args, kwargs) is None or not OptimizerFacts.of(optimizer).closure_first:
             return None
 
         # The model may be compiled in the step's closure: a run that is made there has no hook on this step yet.
@@ -85,7 +83,7 @@ class ProcessSteps(OwnHooks):
         found = [owned.tensor for owned in owned_parameters(optimizer) if type(owned.tensor) in (Tensor, Parameter)]
         trained = [parameter for parameter in found if parameter.requires_grad and parameter.device.type != "meta"]
         total = sum(parameter.nbytes for parameter in trained)
-        if total < MIN_MOVED_BYTES:
+        if not moves(total):
             return
         name = type(optimizer).__name__
         if not runs and not self._had_runs and self._wanted():

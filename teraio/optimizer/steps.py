@@ -3,7 +3,7 @@
 Optimizers stay as they are: PyTorch's global step hooks are enough. The pre-hook updates the parameters subgroup by subgroup, by
 the undecorated `step` with `param_groups` narrowed to the subgroup (`teraio.optimizer.subgroup_steps`). It leaves the groups
 empty for the original call, so that schedulers, states and hooks see one ordinary step. The post-hook gives the groups back.
-An optimizer that cannot be cut runs as a whole, see `teraio.optimizer.whole`.
+An optimizer that cannot be cut runs as a whole: all blocks that it touches are brought in first.
 Dynamo sees none of the hooks, nor what they call, where the program compiles the step.
 If the step has a closure, all of this waits until the optimizer has called it: the pre-hook puts another closure in its place.
 """
@@ -12,25 +12,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from runtime.device import MIN_MOVED_BYTES
+from planner.errors import BudgetError
+from runtime.device import Mark
+from runtime.execution import StageRun
 from runtime.paging import Pager
-from runtime.system import forget_undo, undo_if_interrupted, uninterrupted
+from runtime.system import annotate, forget_undo, undo_if_interrupted, uninterrupted
 from teraio.distributed import ShardedParameters, UpdateBroadcasts, optimizer_inside, refuse_overlapping
 from teraio.following import IterationObserver
-from teraio.optimizer.capabilities import OwnerHooks, OwnHooks, StepArguments, after_closure, calls_closure_first, closure_of
-from teraio.optimizer.host_rates import HostRates
+from teraio.optimizer.facts import OwnHooks, StepArguments, after_closure, closure_of, owned_parameters
+from teraio.optimizer.host import HostRates
 from teraio.optimizer.in_backward import OverlappedSteps
 from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
 from teraio.optimizer.master_hooks import refuse_with_masters
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 from teraio.optimizer.subgroup_steps import SubgroupSteps
-from teraio.optimizer.whole import WholeSteps
+from teraio.optimizer.subgroups import ParameterSubgroup
 
 logger = logging.getLogger("teraio")
 
@@ -41,10 +47,9 @@ class OptimizerSteps(OwnHooks):
     active: returns whether steps are managed now. step_done: called with the optimizer after each step of it, when all
     bookkeeping is finished. automatic: manage every optimizer; if False, only those given to `manage`. ensure_room: called before
     an optimizer makes states, with the bytes of all states that it will have; may raise StorageFullError. rates: of updates on
-    the host, None if there is no host tier. sizes: chooses how large subgroups are. min_moved_bytes: smaller tensors stay on the
-    device. overlap: update parameters inside the backward pass where possible; the attribute `overlap` is then the interface of
-    that option for compiled graphs, else None. sharded: shards of the parameters that the graphs take.
-    broadcasts: makes stages of what `ZeroRedundancyOptimizer` sends.
+    the host, None if there is no host tier. sizes: chooses how large subgroups are. overlap: update parameters inside the
+    backward pass where possible; the attribute `overlap` is then the interface of that option for compiled graphs, else None.
+    sharded: shards of the parameters that the graphs take. broadcasts: makes stages of what `ZeroRedundancyOptimizer` sends.
     buckets_due: whether there may be buckets of gradients that are not counted yet.
     """
 
@@ -59,7 +64,6 @@ class OptimizerSteps(OwnHooks):
         ensure_room: Callable[[int], None] | None = None,
         rates: HostRates | None = None,
         sizes: SubgroupSizes | None = None,
-        min_moved_bytes: int = MIN_MOVED_BYTES,
         overlap: bool = False,
         sharded: ShardedParameters | None = None,
         broadcasts: UpdateBroadcasts | None = None,
@@ -72,16 +76,15 @@ class OptimizerSteps(OwnHooks):
             recorder,
             sizes or SubgroupSizes(),
             sharded=sharded,
-            min_moved_bytes=min_moved_bytes,
             on_host=rates is not None,
         )
-        self._subgroups = SubgroupSteps(pager, recorder, rates=rates, ensure_room=ensure_room, min_moved_bytes=min_moved_bytes)
-        self._whole = WholeSteps(pager, recorder)
+        self._subgroups = SubgroupSteps(pager, recorder, rates=rates, ensure_room=ensure_room)
+        self._whole = _WholeSteps(pager, recorder)
         self.overlap = OverlappedSteps(pager, recorder, self._optimizers) if overlap else None
         self._reads_where_it_waits = not pager.device.asynchronous  # so a step can do without having its states brought in
         self.buckets_due = True
         self._broadcasts = broadcasts
-        self._owners = OwnerHooks()
+        self._owners = _OwnerHooks()
         self._said: set[str] = set()
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
@@ -148,9 +151,10 @@ class OptimizerSteps(OwnHooks):
             if self._broadcasts is not None:
                 self._broadcasts.watch(optimizer)
             return None
+        managed = self._optimizers.of(optimizer)
         with uninterrupted():
-            self._optimizers.of(optimizer).step_ended()  # if the step before failed
-        if closure_of(args, kwargs) is not None and calls_closure_first(optimizer):
+            managed.step_ended()  # if the step before failed
+        if closure_of(args, kwargs) is not None and managed.facts.closure_first:
             return after_closure(args, kwargs, lambda: self.begin(optimizer, args, kwargs))
         self.begin(optimizer, args, kwargs)
         return None
@@ -162,24 +166,25 @@ class OptimizerSteps(OwnHooks):
 
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         managed = self._optimizers.of(optimizer)
+        facts = managed.renew()
         self.between_regions()
         included = self._automatic or managed.chosen
+        reason = facts.reason_to_stay_whole(args, kwargs)
         if self.overlap is not None:
-            self.overlap.step_begins(optimizer, args, kwargs, managed=included)
+            self.overlap.step_begins(managed, reason, included=included)
         if not included or not self._active() or not managed.has_blocks:
             return
-        reason = managed.reason_to_stay_whole(args, kwargs)
         if reason is not None:
-            if managed.keeps_masters:
-                refuse_with_masters(optimizer, reason)
-            self._say(f"{type(optimizer).__name__} is updated as a whole: {reason}")
-            if closure_of(args, kwargs) is not None and not calls_closure_first(optimizer):  # its passes need the memory
+            if facts.keeps_masters:
+                refuse_with_masters(facts, reason)
+            self._say(f"{facts.name} is updated as a whole: {reason}")
+            if closure_of(args, kwargs) is not None and not facts.closure_first:  # its passes need the memory
                 return
         if not managed.adopted:
             managed.adopt(self._loaded)
         if reason is None:
             undo_if_interrupted(managed.step_ended)  # also if PyTorch's own call, or the way to it, is interrupted
-            self._subgroups.run(managed, done=self.overlap.done(optimizer) if self.overlap is not None else frozenset())
+            self._subgroups.run(managed, done=self.overlap.done(managed) if self.overlap is not None else frozenset())
         else:
             self._whole.begin(managed, reason)
 
@@ -204,3 +209,127 @@ class OptimizerSteps(OwnHooks):
                 managed.adopt(self._loaded)  # the states that the step may have made
             managed.states.count()
             self._step_done(managed.optimizer)
+
+
+_WHOLE = "optimizer/whole"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunningStep:
+    """A step that runs: whose it is, what is held for it, and since when it runs."""
+
+    managed: ManagedOptimizer
+    subgroup: ParameterSubgroup
+    begin: Mark
+    annotation: AbstractContextManager[object]
+
+
+class _WholeSteps:
+    """Steps that cannot be cut. Holds the blocks of one step at a time between the step's hooks.
+
+    Where they do not fit, the step reads and writes what is not on the device through its mapping into the lower tiers, which is
+    slower. On a GPU it is refused, since blocks on a drive have no such mapping.
+    """
+
+    def __init__(self, pager: Pager, recorder: IterationObserver) -> None:
+        self._pager = pager
+        self._recorder = recorder
+        self._running: _RunningStep | None = None
+
+    def begin(self, managed: ManagedOptimizer, reason: str) -> None:
+        """Bring in all that the step will touch, if it fits. Waits for it.
+
+        reason: why the step is not cut. Raises BudgetError on a GPU where it does not fit.
+        """
+        step = managed.pending_step()
+        subgroup = managed.subgroups.one(step, range(len(step.updates)))
+        needed, _ = managed.subgroups.smallest_budget([subgroup])
+        what = f"optimizer/{managed.facts.name}, which is updated as a whole because {reason},"
+        with self._pager.device.region():
+            self._pager.enter_region()
+            try:
+                if not self._fits(needed, what):
+                    return
+                self._recorder.region_begins(managed.identity, 1)
+                fetch = self._recorder.stage_reached()
+                self._pager.acquire(subgroup.read, subgroup.workspace_bytes, _WHOLE, then_fetch=fetch)
+            finally:
+                self._pager.leave_region()
+        annotation, begin = annotate("update", _WHOLE), self._recorder.mark()
+        self._running = _RunningStep(managed=managed, subgroup=subgroup, begin=begin, annotation=annotation)
+        annotation.__enter__()
+
+    def _fits(self, needed: int, what: str) -> bool:
+        budget = self._pager.budget_bytes
+        if budget is None or needed <= budget:
+            return True
+        if self._pager.device.asynchronous:
+            raise BudgetError(smallest_bytes=needed, budget_bytes=budget, stage=what)
+        return False
+
+    def end(self, managed: ManagedOptimizer) -> bool:
+        """Record the step that is done, and let go of its blocks. Return whether it was that of `managed`.
+
+        Waits until no state of it is being copied.
+        """
+        running = self._running
+        if running is None or running.managed is not managed:
+            return False
+        self._running = None
+        subgroup, end = running.subgroup, self._recorder.mark()
+        running.annotation.__exit__(None, None, None)
+        with self._pager.device.region():
+            try:
+                parameters = owned_parameters(managed.optimizer)
+                made = managed.states.made([parameters[number] for number in subgroup.numbers], subgroup.read)
+            finally:
+                self._pager.retire(subgroup.read, subgroup.read, last_used=subgroup.states)
+            self._recorder.stage_ended(
+                StageRun(
+                    name=_WHOLE,
+                    phase="optimizer",
+                    begin=running.begin,
+                    end=end,
+                    workspace_bytes=subgroup.temporary_bytes,
+                    elements=subgroup.elements,
+                    read=[block for block in subgroup.read if not block.dead],  # an update may replace states by new tensors
+                    made=made,
+                    written=[block for block in subgroup.written if not block.dead],
+                )
+            )
+            self._recorder.region_ended()
+            self._pager.leave_region()
+        return True
+
+    def give_up(self) -> None:
+        """Let go of the blocks: the step has failed, or runs compiled regions of its own. Never waits."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.annotation.__exit__(None, None, None)
+            self._pager.retire(running.subgroup.read, running.subgroup.read)
+            self._recorder.region_ended()
+
+
+class _OwnerHooks(OwnHooks):
+    """Marks optimizers whose parameters no other rank updates: those inside a `ZeroRedundancyOptimizer`."""
+
+    updates_alone = True
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._marked: WeakSet[Optimizer] = WeakSet()
+
+    def mark(self, optimizer: Optimizer) -> None:
+        """Mark the optimizer, unless it is marked."""
+        if optimizer not in self._marked:
+            self._marked.add(optimizer)
+            self._handles.append(optimizer.register_step_pre_hook(self._before))
+
+    def close(self) -> None:
+        """Remove the marks."""
+        for handle in self._handles:
+            handle.remove()
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do nothing: that the hook is there says enough."""

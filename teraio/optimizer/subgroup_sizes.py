@@ -10,17 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from torch.optim import Optimizer
-
 from planner import Hardware, Station, stations_of_step, subgroup_bytes
 from planner.schema import WaitingTier
 from planner.subgroup_size import UNMEASURED_BYTES, largest_subgroup_bytes
 from runtime.device import MIN_MOVED_BYTES, Mark
 from runtime.paging import Pager
-from teraio.optimizer.capabilities import is_elementwise
-from teraio.optimizer.masters import scaling_put_aside, update_replicas
-from teraio.optimizer.parameters import owned_parameters
-from teraio.optimizer.replica import by_group, scratch_replica
+from teraio.optimizer.arithmetic import scaling_put_aside, scratch_replica, update_replicas
+from teraio.optimizer.facts import OptimizerFacts, owned_parameters
 
 logger = logging.getLogger("teraio")
 
@@ -46,7 +42,7 @@ class SubgroupSizes:
         given_bytes: int | None = None,
         min_bytes: int = MIN_SUBGROUP_BYTES,
         max_bytes: Callable[[int], int] = largest_subgroup_bytes,
-        measure: Callable[[Optimizer, Pager], float] | None = None,
+        measure: Callable[[OptimizerFacts, Pager], float] | None = None,
     ) -> None:
         self.used_bytes = given_bytes
         self._hardware = hardware
@@ -61,7 +57,7 @@ class SubgroupSizes:
         return self.used_bytes or self._min_bytes
 
     def choose(
-        self, optimizer: Optimizer, sizes: Sequence[int], room_bytes: int | None, pager: Pager, *, others_bytes: int = 0
+        self, facts: OptimizerFacts, sizes: Sequence[int], room_bytes: int | None, pager: Pager, *, others_bytes: int = 0
     ) -> int:
         """Choose the size if that is possible and has not been done yet. Return `subgroup_bytes`.
 
@@ -70,10 +66,10 @@ class SubgroupSizes:
         called in a region. Waits the first time, while some tiny updates run and the device gets to them.
         """
         if self.used_bytes is None and sum(sizes) > self._min_bytes and len(sizes) > 1:
-            self.used_bytes = self._best(optimizer, sum(sizes) + others_bytes, room_bytes, pager)
+            self.used_bytes = self._best(facts, sum(sizes) + others_bytes, room_bytes, pager)
         return self.subgroup_bytes
 
-    def _best(self, optimizer: Optimizer, total_bytes: int, room_bytes: int | None, pager: Pager) -> int:
+    def _best(self, facts: OptimizerFacts, total_bytes: int, room_bytes: int | None, pager: Pager) -> int:
         """Return the size by [Note: The size of subgroups]; a usual one without a budget, the largest without known links."""
         if room_bytes is None:
             return UNMEASURED_BYTES
@@ -81,7 +77,7 @@ class SubgroupSizes:
         tier = _tier(hardware, total_bytes) if hardware is not None else None
         stations: tuple[Station, ...] = ()
         if hardware is not None and tier is not None:
-            stations = stations_of_step(hardware, tier, update_seconds=self._measure(optimizer, pager))
+            stations = stations_of_step(hardware, tier, update_seconds=self._measure(facts, pager))
         best = subgroup_bytes(
             stations,
             total_bytes=total_bytes,
@@ -106,25 +102,24 @@ def _tier(hardware: Hardware, total_bytes: int) -> WaitingTier | None:
     return next((tier for tier in tiers if hardware.link(tier, "device") is not None), None)
 
 
-def subgroup_seconds(optimizer: Optimizer, pager: Pager) -> float:
+def subgroup_seconds(facts: OptimizerFacts, pager: Pager) -> float:
     """Return the fixed cost of a subgroup of the optimizer: the shortest of some updates of a tiny parameter.
 
     Includes what the pager does around an update when memory is short, and so searches for dead blocks first. On an asynchronous
     device: the longer of launching the update and running it. Waits until the device has done all its work, these updates
     included. Does not change the optimizer.
     """
-    largest = max(owned_parameters(optimizer), key=lambda owned: owned.tensor.numel())
-    replica = scratch_replica(optimizer, largest.tensor, _SHAPE, states=is_elementwise(optimizer))
-    groups = by_group(optimizer, [(largest.group, replica)])
-    with scaling_put_aside(optimizer):
-        update_replicas(optimizer, groups)  # the first one takes longer
+    largest = max(owned_parameters(facts.optimizer), key=lambda owned: owned.tensor.numel())
+    replicas = [scratch_replica(facts, largest, _SHAPE)]
+    with scaling_put_aside(facts.optimizer):
+        update_replicas(facts, replicas)  # the first one takes longer
         pager.device.mark().wait()
         marks: list[Mark] = [pager.device.mark()]
         for _ in range(_RUNS):
             pager.forget_dead()
             pager.acquire((), 0, "a tiny update")
             try:
-                update_replicas(optimizer, groups)
+                update_replicas(facts, replicas)
             finally:
                 pager.retire((), ())
             marks.append(pager.device.mark())

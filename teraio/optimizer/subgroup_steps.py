@@ -11,23 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from runtime.device import MIN_MOVED_BYTES, Mark
+from runtime.device import Mark
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager, State
 from runtime.system import annotate
 from teraio.following import IterationObserver
-from teraio.optimizer.capabilities import updates_alone
-from teraio.optimizer.gradients import GradientVersions
-from teraio.optimizer.host import HostUpdate, HostUpdates
-from teraio.optimizer.host_rates import HostRates
+from teraio.optimizer.arithmetic import NarrowedGroups, run_step
+from teraio.optimizer.host import HostRates, HostUpdate, HostUpdates
 from teraio.optimizer.managed import ManagedOptimizer
-from teraio.optimizer.masters import run_step
-from teraio.optimizer.parameters import ParameterGroups, PendingStep
-from teraio.optimizer.sliced import SlicedUpdate, lent_slices
-from teraio.optimizer.subgroups import ParameterSubgroup
+from teraio.optimizer.slices import SlicedUpdate, lent_slices
+from teraio.optimizer.subgroups import ParameterSubgroup, PendingStep
 
 
 class SubgroupSteps:
@@ -44,12 +42,11 @@ class SubgroupSteps:
         *,
         rates: HostRates | None = None,
         ensure_room: Callable[[int], None] | None = None,
-        min_moved_bytes: int = MIN_MOVED_BYTES,
     ) -> None:
         self.pager = pager
         self.recorder = recorder
         self.rates = rates
-        self.host = HostUpdates(pager, min_moved_bytes=min_moved_bytes, threads=None if rates is None else rates.threads)
+        self.host = HostUpdates(pager, threads=None if rates is None else rates.threads)
         self._ensure_room = ensure_room
 
     def close(self) -> None:
@@ -62,7 +59,7 @@ class SubgroupSteps:
         done: numbers of the parameters that are updated already. Waits for blocks. Raises BudgetError if an update does not fit,
         StorageError if a copy failed.
         """
-        step, groups = managed.pending_step(), ParameterGroups(managed.optimizer)
+        step, groups = managed.pending_step(), NarrowedGroups(managed.optimizer)
         with self.pager.device.region():
             self.pager.enter_region()
             try:
@@ -76,68 +73,63 @@ class SubgroupSteps:
         managed.leave_nothing(groups)
 
     def _ensure_room_for_states(self, subgroups: Sequence[ParameterSubgroup]) -> None:
-        if self._ensure_room is not None and any(subgroup.made_bytes for subgroup in subgroups):
+        made_bytes = sum(subgroup.made_bytes for subgroup in subgroups)
+        if self._ensure_room is not None and made_bytes:
             there = {block for subgroup in subgroups for block in subgroup.states}
-            self._ensure_room(sum(block.size_bytes for block in there) + sum(subgroup.made_bytes for subgroup in subgroups))
+            self._ensure_room(sum(block.size_bytes for block in there) + made_bytes)
 
 
+@dataclass(slots=True)
 class _SubgroupStep:
     """One step. Updates on the host begin first, and run while the device updates the other subgroups."""
 
-    def __init__(
-        self,
-        steps: SubgroupSteps,
-        managed: ManagedOptimizer,
-        step: PendingStep,
-        groups: ParameterGroups,
-        subgroups: Sequence[ParameterSubgroup],
-    ) -> None:
-        self._pager = steps.pager
-        self._recorder = steps.recorder
-        self._rates = steps.rates
-        self._host = steps.host
-        self._managed = managed
-        self._step = step
-        self._groups = groups
-        self._subgroups = subgroups
+    by: SubgroupSteps
+    managed: ManagedOptimizer
+    step: PendingStep
+    groups: NarrowedGroups
+    subgroups: Sequence[ParameterSubgroup]
 
     def run(self) -> None:
         """Update all subgroups."""
-        wanted = self._recorder.plan.updates_on_host
+        recorder, host = self.by.recorder, self.by.host
+        wanted = recorder.plan.updates_on_host
         begun: dict[int, HostUpdate] = {}
         with ExitStack() as failed:
             for number in wanted:
-                update = self._host.begin(self._step.optimizer, self._step.owned(self._subgroups[number].numbers))
+                parameters = [self.step.parameters[own] for own in self.subgroups[number].numbers]
+                update = host.begin(self.step.facts, parameters)
                 if update is not None:
                     begun[number] = update
                     failed.callback(update.give_up)  # the last one first, so that those in the queue do not begin
-            for number, subgroup in enumerate(self._subgroups):
+            for number, subgroup in enumerate(self.subgroups):
                 on_host = begun[number].members if number in begun else frozenset()
                 self._run_stage(number, self._without(subgroup, on_host))
             for number, update in begun.items():
-                seconds = self._host.wait_for(update)
+                seconds = host.wait_for(update)
                 if seconds is not None:
-                    self._recorder.recorder.updated_on_host(number, seconds)
+                    recorder.recorder.updated_on_host(number, seconds)
                 else:
                     self._update_later(number, update.members)
             failed.pop_all()
         for number in wanted:
-            for block in self._subgroups[number].states:  # to where they can be updated the next time
-                self._pager.offload(block, "host")
+            for block in self.subgroups[number].states:  # to where they can be updated the next time
+                self.by.pager.offload(block, "host")
 
     def _without(self, subgroup: ParameterSubgroup, numbers: frozenset[int]) -> ParameterSubgroup:
         """Return the subgroup without these parameters."""
-        return self._managed.subgroups.one(self._step, subgroup.ranges, without=numbers) if numbers else subgroup
+        if not numbers:
+            return subgroup
+        return self.managed.subgroups.one(self.step, [number for number in subgroup.numbers if number not in numbers])
 
     def _run_stage(self, number: int, on_device: ParameterSubgroup) -> None:
         """Run one stage of the step. on_device: the parameters of the subgroup that are not updated on the host."""
-        subgroup, name = self._subgroups[number], _stage_name(number)
+        recorder, subgroup, name = self.by.recorder, self.subgroups[number], _stage_name(number)
         with self._slices(on_device, name) as slices:
-            fetch = self._recorder.stage_reached()
-            unplanned = number + 1 < len(self._subgroups) and not self._recorder.plan.in_step
-            following = self._subgroups[number + 1].read if unplanned else ()
+            fetch = recorder.stage_reached()
+            unplanned = number + 1 < len(self.subgroups) and not recorder.plan.in_step
+            following = self.subgroups[number + 1].read if unplanned else ()
             begin, end, made = self._update(on_device, name, slices, following=following, fetch=fetch)
-            self._recorder.stage_ended(
+            recorder.stage_ended(
                 StageRun(
                     name=name,
                     phase="optimizer",
@@ -154,20 +146,21 @@ class _SubgroupStep:
 
     def _update_later(self, number: int, members: frozenset[int]) -> None:
         """Update on the device the parameters that were to be updated on the host and could not be."""
-        name, subgroup = _stage_name(number), self._subgroups[number]
+        name, subgroup = _stage_name(number), self.subgroups[number]
         missed = self._without(subgroup, frozenset(subgroup.numbers) - members)
         with self._slices(missed, name) as slices:
             begin, end, _ = self._update(missed, name, slices)
-        self._recorder.recorder.updated_later(number, begin, end)
+        self.by.recorder.recorder.updated_later(number, begin, end)
 
     @contextmanager
-    def _slices(self, subgroup: ParameterSubgroup, name: str) -> Iterator[SlicedUpdate | None]:
+    def _slices(self, subgroup: ParameterSubgroup, stage: str) -> Iterator[SlicedUpdate | None]:
         """Within, the states of a parameter that is updated by slices are lent; None for all other subgroups."""
         if subgroup.slicing is None:
             yield None
             return
-        (owned,) = self._step.owned(subgroup.numbers)
-        with lent_slices(self._pager, self._managed, owned, subgroup.slicing, name) as update:
+        owned = self.step.parameters[subgroup.numbers[0]]
+        states, facts = self.managed.states, self.step.facts
+        with lent_slices(self.by.pager, facts, owned, subgroup.slicing, stage, lambda name: states.name(owned, name)) as update:
             yield update
 
     def _update(
@@ -183,50 +176,72 @@ class _SubgroupStep:
 
         following: blocks of the next subgroup, without a plan. fetch: blocks that the plan prefetches from now on.
         """
-        optimizer, read = self._step.optimizer, subgroup.read
+        pager, read = self.by.pager, subgroup.read
         missing = [block for block in following if block.state is State.OFFLOADED]
-        self._pager.acquire(read, subgroup.workspace_bytes, name, then_fetch=missing or fetch, in_one_piece=True)
+        pager.acquire(read, subgroup.workspace_bytes, name, then_fetch=missing or fetch, in_one_piece=True)
         made: list[Block] = []
         unchanged: set[Block] = set()
         gradients: GradientVersions | None = None
         try:
             try:
-                self._pager.evict_until_free(sum(block.size_bytes for block in missing), keep=following)
-                begin = self._recorder.mark()
-                self._groups.narrow(subgroup.chosen)
-                gradients = GradientVersions(optimizer)
+                pager.evict_until_free(sum(block.size_bytes for block in missing), keep=following)
+                begin = self.by.recorder.mark()
+                self.groups.narrow(subgroup.numbers)
+                gradients = GradientVersions(self.managed.optimizer)
                 with annotate("update", name):
                     if slices is not None:
                         slices.run()
                     else:
-                        run_step(optimizer)
-                end = self._recorder.mark()
+                        run_step(self.step.facts)
+                end = self.by.recorder.mark()
             finally:
-                self._groups.restore()
+                self.groups.restore()
                 # Before the pager takes back what was reserved for new states.
                 if subgroup.fresh_bytes:
-                    made = self._managed.states.made(self._step.owned(subgroup.numbers), read)
+                    made = self.managed.states.made([self.step.parameters[number] for number in subgroup.numbers], read)
                 if gradients is not None:
-                    unchanged = gradients.unchanged(self._pager.known_block)
+                    unchanged = gradients.unchanged(pager.known_block)
         finally:
-            self._pager.retire(read, [b for b in read if b not in unchanged or b in subgroup.written])
+            pager.retire(read, [b for b in read if b not in unchanged or b in subgroup.written])
         return begin, end, made
 
     def _host_seconds(self, subgroup: ParameterSubgroup) -> float | None:
         """Return how long the update takes on the host; None if it cannot run there, or nobody knows."""
-        if self._rates is None or subgroup.dtype is None:
+        rates, pager = self.by.rates, self.by.pager
+        if rates is None or subgroup.dtype is None:
             return None
-        if subgroup.slicing is not None and not self._pager.waits_in_host_tier(subgroup.states):
+        if subgroup.slicing is not None and not pager.waits_in_host_tier(subgroup.states):
             return None  # no plan would move its states there
-        if any(self._stays_on_device(each.tensor) for each in self._step.owned(subgroup.numbers)):
-            return None
-        return self._rates.seconds(self._step.optimizer, subgroup.dtype, subgroup.elements)
-
-    def _stays_on_device(self, parameter: Tensor) -> bool:
-        """Whether a parameter would be updated on the host, by its size, but other ranks update it too."""
-        block = self._pager.known_block(parameter)
-        return block is not None and block.span is not None and not updates_alone(self._step.optimizer, parameter)
+        for parameter in (self.step.parameters[number].tensor for number in subgroup.numbers):
+            block = pager.known_block(parameter)
+            if block is not None and block.span is not None and not self.step.facts.updates_alone(parameter):
+                return None  # it would be updated there, by its size, but other ranks update it too
+        return rates.seconds(self.step.facts, subgroup.dtype, subgroup.elements)
 
 
 def _stage_name(number: int) -> str:
     return f"optimizer/subgroup.{number}"
+
+
+class GradientVersions:
+    """The versions that the gradients of an optimizer's present parameters had before an update.
+
+    Tells which gradients the update has not changed, so that their copies in the lower tiers stay valid. Correct for the
+    optimizers of torch.optim: most only read gradients, and none writes through `.data`, which does not change the version.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        # A fused optimizer that a GradScaler drives divides gradients in place, and does not change the version.
+        scaled = getattr(optimizer, "grad_scale", None) is not None
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        gradients = (p.grad for p in parameters if p.grad is not None and not p.grad.is_inference())
+        self._versions = [] if scaled else [(gradient, gradient._version) for gradient in gradients]
+
+    def unchanged(self, block_of: Callable[[Tensor], Block | None]) -> set[Block]:
+        """Return the blocks of gradients that have not been written since. block_of: returns the block of a tensor, if any."""
+        same: dict[Block, bool] = {}
+        for gradient, version in self._versions:
+            block = block_of(gradient)
+            if block is not None:
+                same[block] = same.get(block, True) and gradient._version == version
+        return {block for block, is_same in same.items() if is_same}

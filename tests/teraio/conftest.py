@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -13,11 +14,13 @@ import torch
 
 from runtime.transfer import Engine
 from teraio import phases
+from teraio.optimizer import OptimizerFacts
 from teraio.registry import REGISTRY
 
 from ..training import MIB, forget
 from .in_process import InProcessJob
 from .optimizer.managed_training import TieredTraining, Training
+from .optimizer.plain_training import SIZE
 from .rank_processes import Ranks
 
 
@@ -86,7 +89,13 @@ def deterministic(one_compute_thread: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[..., Training]]:
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of 4 KiB are large enough to move, as far as optimizers are concerned."""
+    monkeypatch.setattr(sys.modules[OptimizerFacts.__module__], "MIN_MOVED_BYTES", SIZE)
+
+
+@pytest.fixture
+def started(small_blocks: None) -> Iterator[Callable[..., Training]]:
     running: list[Training] = []
 
     def start(*args: Any, **settings: Any) -> Training:

@@ -23,14 +23,22 @@ from runtime.execution import InterleavedStages, Program
 from runtime.paging import Block, Pager
 from teraio.distributed import rank_count
 from teraio.following import IterationObserver
-from teraio.optimizer.capabilities import reason_to_stay_whole, states_per_parameter
-from teraio.optimizer.in_backward.autograd import Leaf, leaf_problem, leaves, pass_problem
-from teraio.optimizer.in_backward.records import FinalGradient, Settings, UpdateEligibility, WatchedRun, settings_of
+from teraio.optimizer.arithmetic import lacks_master, lacks_states
+from teraio.optimizer.facts import OwnedParameter, owned_parameters
 from teraio.optimizer.in_backward.updates import Member, RegionUpdates, UpdateStage, cut_updates
-from teraio.optimizer.in_backward.watch import Watch
-from teraio.optimizer.managed import ManagedOptimizers
-from teraio.optimizer.masters import lacks_master
-from teraio.optimizer.parameters import OwnedParameter, owned_parameters
+from teraio.optimizer.in_backward.watch import (
+    FinalGradient,
+    Leaf,
+    Settings,
+    UpdateEligibility,
+    Watch,
+    WatchedRun,
+    leaf_problem,
+    leaves,
+    pass_problem,
+    settings_of,
+)
+from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
 
 _REMEDY = "leave out the option overlap_step, and restart from the last checkpoint"
 
@@ -39,7 +47,7 @@ class _Chosen(NamedTuple):
     leaf: Leaf
     final: FinalGradient
     eligibility: UpdateEligibility
-    optimizer: Optimizer
+    managed: ManagedOptimizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,12 +116,14 @@ class OverlappedSteps:
     def _members(self, layout: dict[int, FinalGradient], found: dict[int, Leaf]) -> list[Member]:
         """Return the parameters that this run updates: all that qualify, or none."""
         chosen = [each for edge, final in layout.items() if edge in found and (each := self._qualified(found[edge], final))]
-        problems = ((each.leaf.parameter, self._problem(each)) for each in chosen)
-        problem = next((pair for pair in problems if pair[1] is not None), None)
-        if problem is None and chosen:
-            problem = chosen[0].leaf.parameter, self._problem_of_all(chosen)
-        if problem is not None and problem[1] is not None:
-            self._watch.say(problem[0], problem[1])
+        for managed in dict.fromkeys(each.managed for each in chosen):
+            managed.renew()
+        for each in chosen:
+            if (problem := self._problem(each)) is not None:
+                self._watch.say(each.leaf.parameter, problem)
+                return []
+        if chosen and (problem := self._problem_of_all(chosen)) is not None:
+            self._watch.say(chosen[0].leaf.parameter, problem)
             return []
         return [self._member(each) for each in chosen]
 
@@ -122,45 +132,43 @@ class OverlappedSteps:
         optimizer = eligibility.optimizer() if eligibility is not None else None
         if eligibility is None or optimizer is None or not eligibility.qualified:
             return None
-        return _Chosen(leaf, final, eligibility, optimizer)
+        return _Chosen(leaf, final, eligibility, self._optimizers.of(optimizer))
 
     def _problem(self, chosen: _Chosen) -> str | None:
-        if rank_count() > 1 or self._optimizers.buckets.have(chosen.leaf.parameter):  # see [Note: Several ranks]
+        parameter, facts = chosen.leaf.parameter, chosen.managed.facts
+        if rank_count() > 1 or self._optimizers.buckets.have(parameter):  # see [Note: Several ranks]
             return "its gradient is final only when the ranks have reduced it, after backward"
         if chosen.eligibility.forwards > 1:
             return "several forward passes used it before a step"
-        optimizer, parameter = chosen.optimizer, chosen.leaf.parameter
-        lacks_states = states_per_parameter(optimizer) and not self._optimizers.of(optimizer).states.exist(parameter)
-        if lacks_states or lacks_master(optimizer, parameter):
+        if lacks_states(facts, parameter) or lacks_master(facts, parameter):
             return "the optimizer has to make its states first"
         return leaf_problem(parameter)
 
     def _problem_of_all(self, chosen: Sequence[_Chosen]) -> str | None:
-        reasons = [self._reason(optimizer, (optimizer,), {}) for optimizer in dict.fromkeys(c.optimizer for c in chosen)]
+        reasons = [_in_words(each.managed, each.managed.facts.whole_because) for each in chosen]
         return next(filter(None, (pass_problem([c.leaf for c in chosen]), *reasons)), None)
 
     def _member(self, chosen: _Chosen) -> Member:
         parameter, eligibility = chosen.leaf.parameter, chosen.eligibility
         owned = OwnedParameter(eligibility.number, eligibility.group, parameter)
-        name = f"optimizer/parameter.{owned.number}"
         return Member(
-            optimizer=chosen.optimizer,
+            facts=chosen.managed.facts,
             parameter=parameter,
             eligibility=eligibility,
             final=chosen.final,
-            block=self._pager.block_of(parameter, name=name, kind="parameter", user_visible=True),
-            states=tuple(self._optimizers.of(chosen.optimizer).states.blocks(owned)),
+            block=chosen.managed.block(parameter, f"optimizer/parameter.{owned.number}", "parameter"),
+            states=tuple(chosen.managed.states.blocks(owned)),
         )
 
     def _updates(self, program: Program, members: Sequence[Member]) -> RegionUpdates:
         key = (
             program.identity,
             self._finest,
-            tuple((member.final, id(member.optimizer), member.size_bytes) for member in members),
+            tuple((member.final, id(member.facts.optimizer), member.size_bytes) for member in members),
         )
         if key not in self._cuts:
             self._cuts[key] = cut_updates(members, 0 if self._finest else self._optimizers.sizes.subgroup_bytes)
-        for optimizer in dict.fromkeys(member.optimizer for member in members):
+        for optimizer in dict.fromkeys(member.facts.optimizer for member in members):
             self._of(optimizer).settings = settings_of(optimizer)
         return RegionUpdates(self._pager, self._recorder, program.name, members, self._cuts[key], self._no_room)
 
@@ -173,12 +181,13 @@ class OverlappedSteps:
 
     # -- steps
 
-    def step_begins(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any], *, managed: bool) -> None:
-        """To be called before each step, with its arguments. managed: whether teraio manages the optimizer's steps.
+    def step_begins(self, managed: ManagedOptimizer, whole_because: str | None, *, included: bool) -> None:
+        """To be called before each step. whole_because: why it is not cut. included: whether teraio manages the optimizer.
 
         Waits while gradients are brought in, which are compared with those that the graph has made. Raises UnsupportedError if a
         parameter that the backward pass has updated should have waited for this step.
         """
+        optimizer = managed.optimizer
         done = []
         for number, _, parameter in owned_parameters(optimizer):
             eligibility = self._watch.eligibility(parameter)
@@ -199,23 +208,23 @@ class OverlappedSteps:
         if done and updated.settings != settings_of(optimizer):
             for _, parameter in done:
                 self._watch.refuse(parameter, "the optimizer's settings are changed between backward and step")
-        reason = self._reason(optimizer, arguments, keywords)
-        if not managed:
+        reason = _in_words(managed, whole_because)
+        if not included:
             reason = "the option optimizer is 'off'; give the optimizer to teraio.manage_optimizer before its first step"
         if hasattr(optimizer, "found_inf") or hasattr(optimizer, "grad_scale"):
             reason = "a GradScaler drives the optimizer"
         self._watch.step_begins(optimizer, reason)
 
-    def _reason(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> str | None:
-        reason = reason_to_stay_whole(optimizer, arguments, keywords)
-        return None if reason is None else f"{type(optimizer).__name__} is updated as a whole: {reason}"
-
-    def done(self, optimizer: Optimizer) -> frozenset[int]:
+    def done(self, managed: ManagedOptimizer) -> frozenset[int]:
         """Return the numbers of the parameters that the backward pass has updated, for the step that runs now."""
-        return self._of(optimizer).done
+        return self._of(managed.optimizer).done
 
     def _of(self, optimizer: Optimizer) -> _Updated:
         return self._updated.setdefault(optimizer, _Updated())
+
+
+def _in_words(managed: ManagedOptimizer, whole_because: str | None) -> str | None:
+    return None if whole_because is None else f"{managed.facts.name} is updated as a whole: {whole_because}"
 
 
 class _GraphUpdates:

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from planner.errors import BudgetError
 from runtime.execution import StageRun
 from runtime.paging import Block, Pager
 from runtime.system import annotate
 from teraio.following import IterationObserver
-from teraio.optimizer.capabilities import bytes_of, keeps_masters, states_per_parameter, temporary_bytes
-from teraio.optimizer.in_backward.records import FinalGradient, UpdateEligibility
-from teraio.optimizer.masters import casting_bytes, master_bytes, update_replicas
-from teraio.optimizer.replica import Replica, by_group
+from teraio.optimizer.arithmetic import Replica, casting_bytes, update_replicas
+from teraio.optimizer.facts import OptimizerFacts, bytes_of
+from teraio.optimizer.in_backward.watch import FinalGradient, UpdateEligibility
 
 MIN_STAGE_BYTES = 4 << 20
 """Parameters, gradients and states of an update stage. Smaller updates wait for those of later stages."""
@@ -27,7 +25,7 @@ MIN_STAGE_BYTES = 4 << 20
 class Member:
     """A parameter that is updated: by which optimizer, after which stage, and the blocks besides the gradient."""
 
-    optimizer: Optimizer
+    facts: OptimizerFacts
     parameter: Tensor
     eligibility: UpdateEligibility
     final: FinalGradient
@@ -37,13 +35,7 @@ class Member:
     @property
     def size_bytes(self) -> int:
         """Bytes of parameter, gradient and states, estimated from what is the same in every iteration."""
-        size = bytes_of(self.parameter)
-        return 2 * size + states_per_parameter(self.optimizer) * (self.master_bytes or size) + self.master_bytes
-
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of its master copy in fp32; 0 if it has none."""
-        return master_bytes(self.parameter) if keeps_masters(self.optimizer) else 0
+        return self.facts.trained_bytes(self.parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +53,8 @@ def cut_updates(members: Sequence[Member], largest_bytes: int, *, min_bytes: int
     min_bytes: of a stage, where waiting for gradients of later stages can make it so large.
     """
     stages: list[UpdateStage] = []
-    for optimizer in dict.fromkeys(member.optimizer for member in members):
-        own = [number for number, member in enumerate(members) if member.optimizer is optimizer]
+    for facts in dict.fromkeys(member.facts for member in members):
+        own = [number for number, member in enumerate(members) if member.facts is facts]
         gathered: list[int] = []
         size = after = 0
         for number in sorted(own, key=lambda number: members[number].final.after):
@@ -110,13 +102,15 @@ class RegionUpdates:
             self._update(name, members, slots)
 
     def _update(self, name: str, members: Sequence[Member], slots: list[Any]) -> None:
-        optimizer = members[0].optimizer
+        facts = members[0].facts
         gradients = [self._pager.known_block(slots[member.final.slot]) for member in members]
         changed = tuple(dict.fromkeys(block for member in members for block in (member.block, *member.states)))
         read = tuple(dict.fromkeys((*changed, *(block for block in gradients if block is not None))))
-        sizes = [(m.parameter.device.type, m.master_bytes or bytes_of(m.parameter)) for m in members]
-        workspace_bytes = temporary_bytes(optimizer, sizes) + casting_bytes([m.master_bytes for m in members])
-        used_up, again = [block for block in gradients if block is not None], iter(members)  # now: memory may run out below
+        masters = [facts.master_bytes(m.parameter) for m in members]
+        sizes = [(m.parameter.device.type, own or bytes_of(m.parameter)) for m, own in zip(members, masters, strict=True)]
+        workspace_bytes = facts.temporary_bytes(sizes) + casting_bytes(masters)
+        # Now, since memory may run out below: what lets go of the gradients must not need any.
+        used_up, again = [block for block in gradients if block is not None], iter(members)
         try:
             self._pager.acquire(read, workspace_bytes, name, then_fetch=self._recorder.stage_reached())
         except BudgetError as error:
@@ -128,7 +122,7 @@ class RegionUpdates:
                 member.eligibility.updated = True  # also if the update fails half-way
                 member.parameter.grad = slots[member.final.slot]
             with annotate("update", name):
-                update_replicas(optimizer, _replicas(optimizer, members))
+                update_replicas(facts, [_itself(member) for member in members])
             end = self._recorder.mark()
         finally:
             for member in again:
@@ -149,8 +143,7 @@ class RegionUpdates:
         )
 
 
-def _replicas(optimizer: Optimizer, members: Sequence[Member]) -> list[list[Replica]]:
-    """Return the parameters themselves as replicas, by group, for an update of these alone."""
-    states = optimizer.state
-    placed = ((m.eligibility.group, Replica(parameter=m.parameter, state=states.get(m.parameter, {}))) for m in members)
-    return by_group(optimizer, placed)
+def _itself(member: Member) -> Replica:
+    """Return the parameter as its own replica, for an update of some parameters alone."""
+    state = member.facts.optimizer.state.get(member.parameter, {})
+    return Replica(group=member.eligibility.group, parameter=member.parameter, state=state)

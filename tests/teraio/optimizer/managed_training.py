@@ -23,8 +23,7 @@ from runtime.paging.tiers import Tier, Tiers
 from runtime.storage import HostStore, PosixStore, Store
 from runtime.transfer import Engine
 from teraio.following import IterationObserver
-from teraio.optimizer.steps import OptimizerSteps
-from teraio.optimizer.subgroup_sizes import SubgroupSizes
+from teraio.optimizer import OptimizerSteps, SubgroupSizes
 from teraio.profiling import Iteration, Profile, build_profile
 
 from ...runtime.memory_mover import MemoryMover, Stepping
@@ -133,7 +132,6 @@ class Training(ManagedTraining):
             name="layer.{}".format,
             automatic=automatic,
             sizes=sizes or SubgroupSizes(min_bytes=SIZE),
-            min_moved_bytes=SIZE,
         )
 
     def finish_one(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from teraio.optimizer.master_hooks import SUBGROUP_BYTES, keep_masters
+from teraio.optimizer import keep_masters
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -217,7 +217,7 @@ class Textbook:
         self.optimizer.load_state_dict({**content, "state": own})
 
 
-def keeping(optimizer: Optimizer, *, subgroup_bytes: int = SUBGROUP_BYTES) -> Optimizer:
+def keeping(optimizer: Optimizer, *, subgroup_bytes: int = 64 * MIB) -> Optimizer:
     """As `teraio.manage_optimizer(optimizer, master_weights=True)` without any runtime."""
 
     def on_device(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from runtime.paging.block import Block
 from runtime.paging.pager import Pager
-from teraio.optimizer.gradients import GradientVersions
+from teraio.optimizer.subgroup_steps import GradientVersions
 
 from .managed_training import Start
 from .plain_training import SIZE, everything, plain, same, square_parameters

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from teraio.optimizer.capabilities import reason_against_host
+from teraio.optimizer import OptimizerFacts, owned_parameters
 from teraio.optimizer.host import HostCounters, HostUpdates
-from teraio.optimizer.parameters import owned_parameters
 
 
 class OnDevice(Tensor):
@@ -95,10 +94,10 @@ def test_counters_of_main_memory_are_themselves() -> None:
 def test_settings_on_the_device_keep_updates_there(setting: str) -> None:
     """A fused update on the CPU would copy them without waiting for the copy."""
     optimizer = torch.optim.AdamW([torch.zeros(4)], lr=torch.tensor(1e-3), fused=True)
-    assert reason_against_host(optimizer) is None, "in main memory"
+    assert OptimizerFacts.of(optimizer).off_host_because is None, "in main memory"
     there = torch.tensor(0.1, device="meta")
     optimizer.param_groups[0][setting] = there if setting == "lr" else (0.9, there)
-    assert "on the device" in (reason_against_host(optimizer) or "")
+    assert "on the device" in (OptimizerFacts.of(optimizer).off_host_because or "")
 
 
 def test_deterministic_algorithms_keep_updates_on_the_device() -> None:
@@ -106,10 +105,10 @@ def test_deterministic_algorithms_keep_updates_on_the_device() -> None:
     optimizer = torch.optim.AdamW([torch.zeros(4)])
     torch.use_deterministic_algorithms(True)
     try:
-        assert "deterministic" in (reason_against_host(optimizer) or "")
+        assert "deterministic" in (OptimizerFacts.of(optimizer).off_host_because or "")
     finally:
         torch.use_deterministic_algorithms(False)
-    assert reason_against_host(optimizer) is None
+    assert OptimizerFacts.of(optimizer).off_host_because is None
 
 
 class Knowing:
@@ -122,7 +121,7 @@ class Knowing:
 def on_host(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the update of its only parameter can run there."""
     pager: Any = Knowing()
-    return bool(HostUpdates(pager).members(optimizer, owned_parameters(optimizer)))
+    return bool(HostUpdates(pager)._member(OptimizerFacts.of(optimizer), owned_parameters(optimizer)[0]))
 
 
 def test_what_memory_alone_does_not_tell_stays_on_the_device() -> None:

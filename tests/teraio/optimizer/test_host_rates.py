@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import planner
-from teraio.optimizer import host_rates
-from teraio.optimizer.host_rates import HostRates
+from teraio.optimizer import HostRates, OptimizerFacts, host
 
 from ..parity.optimizers import MIB, Case, one, train, unmanaged
 
@@ -42,13 +41,21 @@ class Room:
             self.held -= 1
 
 
-def adam() -> torch.optim.Optimizer:
-    return torch.optim.AdamW([torch.zeros(4)])
+KEPT = torch.optim.AdamW([torch.zeros(4)])
+
+
+def adam() -> OptimizerFacts:
+    return OptimizerFacts.of(KEPT)
+
+
+@pytest.fixture(autouse=True)
+def few_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_MAX_ELEMENTS", FEW)
 
 
 def test_a_host_tier_that_is_full_at_first_is_measured_later() -> None:
     room = Room()
-    rates = HostRates(room, shared=False, max_elements=FEW)
+    rates = HostRates(room, shared=False)
     room.there = False
     assert rates.seconds(adam(), torch.float32, 1000) is None
     room.there = True
@@ -61,7 +68,7 @@ def test_a_host_tier_that_is_full_at_first_is_measured_later() -> None:
 def test_room_is_not_looked_for_for_ever() -> None:
     room = Room()
     room.there = False
-    rates = HostRates(room, shared=False, max_elements=FEW)
+    rates = HostRates(room, shared=False)
     for _ in range(100):
         assert rates.seconds(adam(), torch.float32, 1000) is None
     assert room.asked < 50
@@ -84,9 +91,9 @@ def test_an_update_that_fails_while_it_is_measured_says_so(which: int, monkeypat
         time.sleep(0.05)
         still_there.append(room.held)
 
-    monkeypatch.setattr(host_rates, "update_replicas", update)
+    monkeypatch.setattr(host, "update_replicas", update)
     with pytest.raises(ValueError, match="no such luck"):
-        HostRates(room, shared=True, max_elements=FEW).seconds(adam(), torch.float32, 1000)
+        HostRates(room, shared=True).seconds(adam(), torch.float32, 1000)
     assert still_there and set(still_there) == {2} and room.held == 0
 
 

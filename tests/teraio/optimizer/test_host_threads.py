@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from teraio.optimizer.host_threads import compute_pool, host_threads
+from teraio.optimizer.host import compute_pool, host_threads
 
 
 def test_a_rank_gets_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch, one_compute_thread: None) -> None:

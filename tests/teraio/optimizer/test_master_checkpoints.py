@@ -14,7 +14,7 @@ from torch import nn
 
 from planner.errors import UnsupportedError
 from runtime.paging.block import State
-from teraio.optimizer.master_hooks import keep_masters
+from teraio.optimizer import keep_masters
 
 from .managed_training import Start
 from .plain_training import (

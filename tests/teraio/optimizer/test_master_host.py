@@ -11,15 +11,13 @@ import torch
 from torch.optim import Optimizer
 
 from runtime.paging.block import Block
+from teraio.optimizer import HostRates, OptimizerFacts, owned_parameters
 from teraio.optimizer.host import HostUpdates
-from teraio.optimizer.host_rates import HostRates
-from teraio.optimizer.parameters import owned_parameters
 
 from .managed_training import Start, Training
 from .plain_training import (
     HALF,
     MASTER_OPTIMIZERS,
-    SIZE,
     Textbook,
     differences,
     half_parameters,
@@ -48,7 +46,7 @@ class Lending:
 
 
 def on_host(host: HostUpdates, optimizer: Optimizer, count: int) -> frozenset[int] | None:
-    update = host.begin(optimizer, owned_parameters(optimizer)[:count])
+    update = host.begin(OptimizerFacts.of(optimizer), owned_parameters(optimizer)[:count])
     return None if update is None or update.seconds() is None else update.members
 
 
@@ -62,7 +60,7 @@ def test_the_same_bits_as_on_the_device(started: Start, name: str, dtype: torch.
         Textbook(half_parameters(dtype), MASTER_OPTIMIZERS[name]),
     )
     pager = Lending(training)
-    host = HostUpdates(pager, min_moved_bytes=SIZE)  # type: ignore[arg-type]
+    host = HostUpdates(pager)  # type: ignore[arg-type]
     for step in range(8):
         set_most_gradients(training.parameters, step)
         if step == 5:
@@ -88,7 +86,7 @@ def test_the_first_update_of_a_parameter_is_the_device_s(started: Start) -> None
     training = started(budget_bytes=None, parameters=half_parameters(torch.bfloat16, 1)[:1])
     training.parameters.append(half_parameters(torch.bfloat16)[-1])
     optimizer = keeping(torch.optim.SGD(training.parameters, lr=0.1))
-    host = HostUpdates(Lending(training), min_moved_bytes=SIZE)  # type: ignore[arg-type]
+    host = HostUpdates(Lending(training))  # type: ignore[arg-type]
     set_most_gradients(training.parameters, 0)
     assert training.parameters[0].grad is not None
     training.pager.block_of(training.parameters[0].grad, name="gradient", kind="gradient", user_visible=True)
@@ -112,7 +110,7 @@ def test_the_rate_is_that_of_an_update_over_masters() -> None:
     plain = torch.optim.AdamW(half_parameters(torch.bfloat16))
     keeper = keeping(torch.optim.AdamW(half_parameters(torch.bfloat16)))
     for optimizer in (plain, keeper, plain, keeper):
-        seconds = rates.seconds(optimizer, torch.bfloat16, 1000)
+        seconds = rates.seconds(OptimizerFacts.of(optimizer), torch.bfloat16, 1000)
         assert seconds is not None and seconds > 0
     elements = 4 << 20
     assert asked == [4 * 2 * elements, 5 * 4 * elements]

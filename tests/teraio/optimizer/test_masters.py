@@ -14,8 +14,8 @@ from runtime.cpu import CpuMemory
 from runtime.paging.block import State
 from runtime.paging.pager import Pager
 from teraio.following import IterationObserver
+from teraio.optimizer.arithmetic import run_step
 from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
-from teraio.optimizer.masters import run_step
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 
 from .managed_training import Start, Training
@@ -139,13 +139,13 @@ def test_sizes_of_updates_count_masters_and_fp32_states() -> None:
     set_most_gradients(parameters, 0)
     optimizer = keeping(torch.optim.AdamW(parameters))
     managed = unmoved(optimizer)
-    before = managed.pending_step().in_order
+    before = managed.pending_step().updates
     half, full = 2 * WIDE // 2 + 3 * WIDE, 4 * WIDE
     assert [update.total_bytes for update in before] == [half, full, 2 * 30 + 3 * 60, half]
     assert [update.fresh_bytes for update in before] == [3 * WIDE, 2 * WIDE, 3 * 60, 0]
     optimizer.step()
     del optimizer.state[parameters[0]]["master_param"]
-    after = managed.pending_step().in_order
+    after = managed.pending_step().updates
     assert [update.total_bytes for update in after] == [half, full, 2 * 30 + 3 * 60, half]
     assert [update.fresh_bytes for update in after] == [WIDE, 0, 0, 0]
 
@@ -285,10 +285,10 @@ def test_an_update_allocates_no_more_than_was_reserved(memory: CpuMemory, name: 
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, dtype=torch.bfloat16)
             parameter.data.mul_(1.5)
-        subgroup = managed.subgroups.whole(managed.pending_step())
+        subgroup = managed.subgroups.one(managed.pending_step(), range(count))
         memory.reset_peak()
         before = memory.allocated_bytes
-        run_step(optimizer)
+        run_step(managed.renew())
     taken = memory.peak_bytes - before
     scalars = 100 * count
     assert taken <= subgroup.workspace_bytes + scalars, f"{taken:,} bytes, reserved {subgroup.workspace_bytes:,}"

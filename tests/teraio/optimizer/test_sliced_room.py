@@ -13,7 +13,7 @@ from torch import nn
 from planner.errors import BudgetError, StorageFullError, StorageIOError
 from runtime.paging.block import State
 from runtime.storage import HostStore, align_up
-from teraio.optimizer.sliced import SlicedUpdate
+from teraio.optimizer.slices import SlicedUpdate
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner
 

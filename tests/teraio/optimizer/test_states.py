@@ -242,7 +242,6 @@ def test_without_anywhere_to_go(started: Start) -> None:
         active=lambda: True,
         step_done=lambda _: None,
         sizes=SubgroupSizes(min_bytes=SIZE),
-        min_moved_bytes=SIZE,
     )
     optimizer = torch.optim.AdamW(parameters)
     for step in range(3):

@@ -20,6 +20,7 @@ from planner.subgroup_size import UNMEASURED_BYTES
 from runtime.device import CpuDevice, Device, WallMark
 from runtime.paging.pager import Pager
 from teraio import training_run
+from teraio.optimizer import OptimizerFacts
 from teraio.optimizer.subgroup_sizes import MIN_SUBGROUP_BYTES, SubgroupSizes, subgroup_seconds
 from teraio.options import parse_options
 from teraio.training_run import TrainingRun
@@ -41,7 +42,7 @@ from .plain_training import (
 GIB = 1 << 30
 SIZES = [64 * MIB] * 64
 
-Measure = Callable[[Optimizer, Pager], float]
+Measure = Callable[[OptimizerFacts, Pager], float]
 
 
 def hardware(tiers: dict[str, float], host_bytes: int = 64 * GIB) -> Hardware:
@@ -61,7 +62,7 @@ class Measured:
         self.seconds = seconds
         self.count = 0
 
-    def __call__(self, optimizer: Optimizer, pager: Pager) -> float:
+    def __call__(self, facts: OptimizerFacts, pager: Pager) -> float:
         self.count += 1
         return self.seconds
 
@@ -70,8 +71,11 @@ def pager(device: Device | None = None) -> Pager:
     return Pager(mover=None, budget_bytes=None, device=device)
 
 
-def adam() -> Optimizer:
-    return torch.optim.AdamW(square_parameters(2))
+KEPT = torch.optim.AdamW(square_parameters(2))
+
+
+def adam() -> OptimizerFacts:
+    return OptimizerFacts.of(KEPT)
 
 
 def best(machine: Hardware, tier: Any, seconds: float, room: int, total: int = sum(SIZES)) -> int:
@@ -177,7 +181,7 @@ def test_measuring_an_update_changes_nothing(name: str, steps: int) -> None:
             set_gradients(parameters, step)
             if step == steps and parameters is measured:
                 before = contents(optimizer)
-                assert 0 < subgroup_seconds(optimizer, pager()) < 1
+                assert 0 < subgroup_seconds(OptimizerFacts.of(optimizer), pager()) < 1
                 assert str(contents(optimizer)) == str(before)
             optimizer.step()
     assert same(everything(optimizers[0]), everything(optimizers[1]))
@@ -194,7 +198,7 @@ def test_updates_over_masters_are_measured(name: str, steps: int) -> None:
         optimizer.step()
     before = everything(optimizer)
     optimizer.found_inf, optimizer.grad_scale = torch.ones(1), torch.ones(1)  # as a GradScaler leaves them for a step
-    assert 0 < subgroup_seconds(optimizer, pager()) < 1
+    assert 0 < subgroup_seconds(OptimizerFacts.of(optimizer), pager()) < 1
     assert same(everything(optimizer), before) and optimizer.found_inf == optimizer.grad_scale == 1
 
 
@@ -273,8 +277,8 @@ def test_a_damaged_plan_is_refused_before_anything_is_opened(tmp_path: Path) -> 
 def test_a_real_measure_is_taken_once_in_training(tmp_path: Path, larger_subgroups: Callable[[Measure], None]) -> None:
     taken: list[float] = []
 
-    def measure(optimizer: Optimizer, pager: Pager) -> float:
-        taken.append(subgroup_seconds(optimizer, pager))
+    def measure(facts: OptimizerFacts, pager: Pager) -> float:
+        taken.append(subgroup_seconds(facts, pager))
         return taken[-1]
 
     larger_subgroups(measure)

@@ -14,7 +14,7 @@ from torch import Tensor
 from planner.errors import StorageError
 from runtime.paging.pager import Pager
 from teraio.following import IterationObserver
-from teraio.optimizer import subgroup_steps
+from teraio.optimizer import OptimizerFacts, subgroup_steps
 from teraio.optimizer.host import HostUpdate, HostUpdates
 from teraio.profiling import Iteration
 
@@ -139,9 +139,9 @@ def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monke
     def refuse(self: Any, blocks: Any) -> None:
         refused.append(len(blocks))
 
-    def slow(optimizer: torch.optim.Optimizer) -> None:
-        run_step(optimizer)
-        if any(group["params"] for group in optimizer.param_groups):
+    def slow(facts: OptimizerFacts) -> None:
+        run_step(facts)
+        if any(parameter.numel() for group in facts.optimizer.param_groups for parameter in group["params"]):
             time.sleep(0.005)
 
     def ending(self: IterationObserver) -> Iteration:

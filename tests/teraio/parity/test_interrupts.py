@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import teraio
-from teraio.optimizer.gradients import GradientVersions
+from teraio.optimizer.subgroup_steps import GradientVersions
 
 from ...line_tracing import ROOT, Place, places_in
 from ...thoroughness import by_profile, every_other

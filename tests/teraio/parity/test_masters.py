@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import teraio
+from teraio.optimizer import HostRates
 from teraio.optimizer.host import HostUpdate
-from teraio.optimizer.host_rates import HostRates
 
 from ...thoroughness import by_profile
 from ...training import compiled, forget

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import Optimizer
 
-from teraio.optimizer.in_backward.records import FinalGradient, UpdateEligibility
+from teraio.optimizer import owned_parameters
 from teraio.optimizer.in_backward.updates import Member, RegionUpdates, UpdateStage, cut_updates
-from teraio.optimizer.parameters import owned_parameters
+from teraio.optimizer.in_backward.watch import FinalGradient, UpdateEligibility
 
 from ..managed_training import Start, Training
 from ..plain_training import KIB, SIZE, everything, plain, same, set_gradients
@@ -28,7 +28,7 @@ def members_of(training: Training, optimizer: Optimizer, afters: Sequence[int]) 
         block = training.pager.known_block(parameter)
         assert block is not None
         member = Member(
-            optimizer=optimizer,
+            facts=training.steps.managed(optimizer).facts,
             parameter=parameter,
             eligibility=UpdateEligibility(optimizer=weakref.ref(optimizer), group=group, number=number),
             final=FinalGradient(slot=number, after=after),
@@ -140,7 +140,7 @@ class Planned:
     """What `cut_updates` looks at: the optimizer, the bytes, and the stage."""
 
     def __init__(self, optimizer: object, size_bytes: int, after: int) -> None:
-        self.optimizer, self.size_bytes, self.final = optimizer, size_bytes, FinalGradient(slot=0, after=after)
+        self.facts, self.size_bytes, self.final = optimizer, size_bytes, FinalGradient(slot=0, after=after)
 
 
 ONE, OTHER = object(), object()
@@ -174,6 +174,6 @@ def test_each_is_updated_once_and_not_too_early(members: list[Planned], largest:
     for stage in stages:
         own = [members[number] for number in stage.members]
         assert stage.after == max(member.final.after for member in own)
-        assert len({member.optimizer for member in own}) == 1
+        assert len({member.facts for member in own}) == 1
         size, last = sum(member.size_bytes for member in own), own[-1].size_bytes
         assert size <= largest or len(own) == 1 or 2 * (size - last) < largest

@@ -1,0 +1,242 @@
+"""Runs the optimizer's own arithmetic: over some of its parameters, over other tensors in their place, and over masters.
+
+[Note: Master copies]
+A bf16 or fp16 parameter rounds away an update that is much smaller than itself. An optimizer that keeps masters has a copy in
+fp32 of each such parameter: the state "master_param", made at the first update. Its other states are in fp32 as well. An update
+casts the gradient to fp32, runs the optimizer's own arithmetic over the master, and rounds the master to the parameter
+(Micikevicius et al., Mixed Precision Training, ICLR 2018). All other parameters are updated as usual.
+
+The parameter decides. If an element is not what its master rounds to, user code has written to it (by loading other weights, for
+example), and the master takes its value before the update.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from teraio.optimizer.facts import HALF, OptimizerFacts, OwnedParameter, owned_parameters
+
+MASTER = "master_param"
+
+_SCALING = frozenset({"Adam", "AdamW"})
+"""Their fused kernels respect `grad_scale` and `found_inf`. That of SGD damages its momentum when it should do nothing."""
+
+_NOTHING = torch.empty(0)
+"""Shown by groups that show no parameter: of a group without any, Dynamo finds that all are on a GPU, and makes it capturable."""
+
+
+class NarrowedGroups:
+    """Shows an optimizer only some of its parameters, by copies of its groups. Keeps all of them alive: for one step only."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = optimizer.param_groups
+        self._owned = owned_parameters(optimizer)
+
+    def narrow(self, numbers: Iterable[int]) -> None:
+        """Show the optimizer only the parameters with these numbers."""
+        shown: list[list[Tensor]] = [[] for _ in self._groups]
+        for number in numbers:
+            shown[self._owned[number].group].append(self._owned[number].tensor)
+        groups = zip(self._groups, shown, strict=True)
+        self._optimizer.param_groups = [{**group, "params": own or [_NOTHING]} for group, own in groups]
+
+    def restore(self) -> None:
+        """Show the optimizer its own groups again."""
+        self._optimizer.param_groups = self._groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """Stands for a parameter of a group in one update: the parameter itself, or a copy in other memory or of other precision.
+
+    `parameter` has its gradient in `.grad`. `state` receives what the update makes.
+    """
+
+    group: int
+    parameter: Tensor
+    state: dict[str, Any]
+
+
+def scratch_replica(facts: OptimizerFacts, owned: OwnedParameter, shape: tuple[int, ...]) -> Replica:
+    """Return zeros of `shape` in place of a parameter, its gradient and elementwise states, to try an update with.
+
+    Reads no data except counters, of which it has copies.
+    """
+    parameter = owned.tensor
+    tried = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+    tried.grad = torch.zeros_like(tried)
+    # Other states depend on the shape: the update makes them.
+    known = facts.optimizer.state.get(parameter) or {} if facts.elementwise else {}
+    state = {
+        name: torch.zeros_like(tried, dtype=value.dtype) if has_elements_of(value, parameter) else copied(value)
+        for name, value in known.items()
+    }
+    return Replica(group=owned.group, parameter=tried, state=state)
+
+
+def has_elements_of(state: Any, parameter: Tensor) -> bool:
+    """Return whether a state has one element for each element of the parameter."""
+    return isinstance(state, Tensor) and state.numel() == parameter.numel()
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a state that is a tensor, and any other value as it is."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def lacks_states(facts: OptimizerFacts, parameter: Tensor) -> bool:
+    """Return whether the next update of the parameter makes its states."""
+    state = facts.optimizer.state.get(parameter, {})
+    return facts.states_per_parameter > 0 and not any(isinstance(value, Tensor) for value in state.values())
+
+
+def lacks_master(facts: OptimizerFacts, parameter: Tensor) -> bool:
+    """Return whether the next update of the parameter makes its master."""
+    return facts.keeps_masters and parameter.dtype in HALF and MASTER not in facts.optimizer.state.get(parameter, {})
+
+
+def casting_bytes(masters: Sequence[int]) -> int:
+    """Return what an update allocates for casts, besides the temporaries of the optimizer. masters: bytes of each master.
+
+    These are all gradients in fp32, and for one parameter at a time its value in fp32 and a byte for each element.
+    """
+    return sum(masters) + max(masters, default=0) // torch.float32.itemsize
+
+
+def run_step(facts: OptimizerFacts) -> None:
+    """Run the optimizer's step over its present groups, without hooks; over masters if it keeps them. Waits as that step does.
+
+    If a `GradScaler` has set `optimizer.grad_scale`, gradients are divided by it, and nothing is updated if `optimizer.found_inf`
+    is not zero.
+    """
+    optimizer = facts.optimizer
+    if not facts.keeps_masters:
+        type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+    elif facts.name in _SCALING and all(group.get("fused") for group in optimizer.param_groups):
+        _update_parameters(facts, inverse_scale=None)  # its kernel does the scaling
+    else:
+        with scaling_put_aside(optimizer) as (scale, found_inf):
+            if found_inf is None or not found_inf.item():
+                _update_parameters(facts, inverse_scale=None if scale is None else scale.double().reciprocal().float())
+
+
+@contextmanager
+def scaling_put_aside(optimizer: Optimizer) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Take `grad_scale` and `found_inf` away for a while, and give them. Updates that are not fused refuse to run with them."""
+    attributes: dict[str, Any] = vars(optimizer)
+    kept: dict[str, Any] = {name: attributes.pop(name) for name in ("grad_scale", "found_inf") if name in attributes}
+    try:
+        yield kept.get("grad_scale"), kept.get("found_inf")
+    finally:
+        attributes.update(kept)
+
+
+def _update_parameters(facts: OptimizerFacts, *, inverse_scale: Tensor | None) -> None:
+    optimizer = facts.optimizer
+    replicas = [
+        Replica(group=number, parameter=parameter, state=optimizer.state.get(parameter, {}))
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    update_replicas(facts, replicas, inverse_scale=inverse_scale)
+    for replica in replicas:
+        if replica.state:
+            optimizer.state[replica.parameter] = replica.state
+
+
+@torch.no_grad()
+def update_replicas(
+    facts: OptimizerFacts, replicas: Sequence[Replica], *, inverse_scale: Tensor | None = None, fused: bool = False
+) -> None:
+    """Update replicas and their states, without hooks; in any thread. Over masters if the optimizer keeps them.
+
+    inverse_scale: gradients are multiplied by it. Masters are states of the replicas; missing ones are made. fused: use PyTorch's
+    fused implementation for CPUs, whatever the groups say. Waits as the optimizer's step does.
+    """
+    masters = [_master(each) if facts.keeps_masters and each.parameter.dtype in HALF else None for each in replicas]
+    updated = [_updated(*pair, inverse_scale) for pair in zip(replicas, masters, strict=True)]
+    _run(facts.optimizer, updated, fused)
+    for replica, master, done in zip(replicas, masters, updated, strict=True):
+        if master is not None:
+            replica.parameter.copy_(master)
+            replica.state.update({MASTER: master, **done.state})
+
+
+def _run(optimizer: Optimizer, replicas: Sequence[Replica], fused: bool) -> None:
+    """Run the optimizer's step over the replicas, with its present settings."""
+    groups: dict[int, list[Replica]] = defaultdict(list)
+    for replica in replicas:
+        groups[replica.group].append(replica)
+    # A twin that shares all but parameters and states: the optimizer itself may be in use by another thread meanwhile.
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.param_groups = [
+        {
+            **group,
+            # The fused kernels would treat tensors with gaps, or of different strides, as dense.
+            **({"fused": True, "foreach": False} if fused and all(map(_is_dense, groups[number])) else {}),
+            "params": [replica.parameter for replica in groups[number]],
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    twin.state = defaultdict(dict, {replica.parameter: replica.state for replica in replicas if replica.state})
+    type(twin).step.__wrapped__(twin)  # type: ignore[attr-defined]
+    for replica in replicas:
+        made = twin.state.get(replica.parameter)
+        if made is not None and made is not replica.state:
+            replica.state.update(made)
+
+
+def _is_dense(replica: Replica) -> bool:
+    parameter, gradient = replica.parameter, replica.parameter.grad
+    states = [v for v in replica.state.values() if isinstance(v, Tensor) and v.size() == parameter.size() and v.dim()]
+    tensors = [parameter, *([gradient] if gradient is not None else []), *states]
+    dense = (t.is_contiguous() or t.nbytes == t.untyped_storage().nbytes() for t in tensors)
+    return all(dense) and all(t.stride() == parameter.stride() for t in tensors)
+
+
+def _master(replica: Replica) -> Tensor:
+    """Return the parameter's master, brought up to date, see [Note: Master copies]."""
+    parameter, master = replica.parameter, replica.state.get(MASTER)
+    if master is None:
+        return parameter.float()
+    rounded = master.to(parameter.dtype)
+    # On another device the host would have to wait for the answer.
+    if parameter.device.type == "cpu" and _same_bits(rounded, parameter):
+        return cast(Tensor, master)
+    written = rounded.ne(parameter)
+    del rounded  # the memory that was reserved is not enough for it and what comes now
+    return torch.where(written, parameter.float(), master, out=master)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Compare tensors in half precision, for which `torch.equal` is slow: four elements at a time where memory allows it."""
+    together = torch.int64.itemsize // one.element_size()
+    if all(t.is_contiguous() and t.numel() % together == t.storage_offset() % together == 0 for t in (one, other)):
+        return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def _updated(replica: Replica, master: Tensor | None, inverse_scale: Tensor | None) -> Replica:
+    """Return what the optimizer updates in place of the replica: its master, if it has one, with the gradient in fp32."""
+    gradient = replica.parameter.grad
+    if master is not None and gradient is not None:
+        gradient = gradient.float()
+        stand_in = master.detach()  # so that the master does not keep the gradient
+        stand_in.grad = gradient
+        # Without the master itself: optimizers make their states where there is nothing yet.
+        states = {name: value for name, value in replica.state.items() if name != MASTER}
+        replica = Replica(group=replica.group, parameter=stand_in, state=states)
+    if inverse_scale is not None and gradient is not None:
+        gradient.mul_(inverse_scale)
+    return replica
