@@ -47,10 +47,10 @@ def measure_one(
         plain = 0.0
         if isinstance(moving, IdleTraining):
             plain, _ = _times(f"{name}, unmanaged", moving.iterate_plainly, iterations, samples)
-        evictions, calls = moving.pager.evictions, device.calls
+        evictions, calls = moving.pager.account.evictions, device.calls
         busy, wall = _times(name, moving.iterate, iterations, samples)
         runs = _WARM_UP + iterations
-        moves, calls = (moving.pager.evictions - evictions) / runs, (device.calls - calls) // runs
+        moves, calls = (moving.pager.account.evictions - evictions) / runs, (device.calls - calls) // runs
     finally:
         resting.close()
         moving.close()

@@ -38,7 +38,7 @@ class IdleStages:
         for block in made[used:] if not moving else made:
             self.pager.offload(block)
         self.pager.leave_region()
-        self.pager.budget_bytes = need_bytes(lives, self.moves, STAGES)
+        self.pager.account.budget_bytes = need_bytes(lives, self.moves, STAGES)
         self.iterate()
 
     def close(self) -> None:

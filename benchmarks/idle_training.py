@@ -131,7 +131,7 @@ class IdleTraining:
         blocks = [self.pager.known_block(tensor) for tensor in self._tensors]
         self._observer.plan.follow(schedule, {number: block for number, block in enumerate(blocks) if block is not None})
         self._observer.recorder.sampled = True  # as in the long run: the stages of one iteration in eight are timed
-        self.pager.budget_bytes = need_bytes(self._lives, self.moves, _POSITIONS) + (LAYERS + 4) * _SMALL_BYTES
+        self.pager.account.budget_bytes = need_bytes(self._lives, self.moves, _POSITIONS) + (LAYERS + 4) * _SMALL_BYTES
 
 
 class _Graph:

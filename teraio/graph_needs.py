@@ -49,7 +49,7 @@ class GraphNeeds:
         self._needs.append(need)
         if any(program.resize is not None for program in programs):
             self._resizable.append(tuple(programs))
-        unmoved_bytes = self._pager.unmoved_bytes
+        unmoved_bytes = self._pager.account.unmoved_bytes
         largest = largest_of((name, size + unmoved_bytes) for each in self._needs for name, size in each.largest)
         floor = (largest[0][1], largest[0][0])
         smallest, stage = self._findings.floor = max(floor, self._findings.floor or floor)
@@ -100,8 +100,8 @@ class GraphNeeds:
         pager = self._pager
         kept = [block for block in pager.blocks if block.span is None]
         others = sum(b.size_bytes for b in kept if b.size_bytes >= MIN_MOVED_BYTES or b.name not in need.names)
-        states = max(pager.fixed_bytes, USUAL_STATES * need.small_parameter_bytes)
-        return others + pager.unmoved_bytes - pager.fixed_bytes + states + _OPERATORS_OWN_BYTES
+        states = max(pager.account.fixed_bytes, USUAL_STATES * need.small_parameter_bytes)
+        return others + pager.account.unmoved_bytes - pager.account.fixed_bytes + states + _OPERATORS_OWN_BYTES
 
     def _at_its_sizes(self, program: Program) -> list[Program]:
         """Return the forward and the backward graph that `program` is one of, for its sizes."""
@@ -112,8 +112,8 @@ class GraphNeeds:
 
     def ensure_room(self, state_bytes: int) -> None:
         """Reserve room in the spill files for what programs keep and for `state_bytes` of states. Raises StorageFullError."""
-        if self._pager.budget_bytes is not None:
-            self._machine.ensure_room(self._kept_bytes + state_bytes - self._pager.budget_bytes)
+        if self._pager.account.budget_bytes is not None:
+            self._machine.ensure_room(self._kept_bytes + state_bytes - self._pager.account.budget_bytes)
 
 
 def _not_counted(programs: Sequence[Program]) -> str:

@@ -101,7 +101,7 @@ class RunContext:
     def managed_bytes(self) -> int:
         """Return the device bytes that teraio knows of."""
         self.pager.forget_dead()
-        return self.pager.used_bytes + self.pager.unmoved_bytes
+        return self.pager.account.used_bytes + self.pager.account.unmoved_bytes
 
 
 class Phase:
@@ -200,7 +200,7 @@ class ProfilePhase(Phase):
         measured, wanted = self._recorded[1:], self._run.options.profile_iterations
         if len(measured) < wanted:
             return self
-        if self._run.pager.evictions and not times_agree(measured):  # where everything fits, times do not matter
+        if self._run.pager.account.evictions and not times_agree(measured):  # where everything fits, times do not matter
             if len(measured) < _LONGEST * wanted:
                 return self
             logger.info("stages took very different times in %d profiled iterations: the first plan may be poor", len(measured))
@@ -256,7 +256,7 @@ class ProfilePhase(Phase):
             name=Path(sys.argv[0]).stem or "training",
             created_by=f"teraio, torch {torch.__version__}",
             hardware=run.machine.hardware(),
-            fixed_bytes=run.pager.unmoved_bytes,
+            fixed_bytes=run.pager.account.unmoved_bytes,
             survivors=recorded[-2].survivors,
             no_reruns=why_no_reruns(run.options),
         )
@@ -275,7 +275,7 @@ class ProfilePhase(Phase):
     def _decide(self, profile: Profile) -> Phase:
         run = self._run
         self._note(profile)
-        if run.pager.evictions == 0:
+        if run.pager.account.evictions == 0:
             return FitsPhase(run)
         self._note_floor(profile.trace)
         _tell_of_time_outside(profile.trace)
@@ -414,9 +414,9 @@ class FitsPhase(Phase):
         super().__init__(run)
         if run.peaks is not None:
             run.peaks.begin(run.managed_bytes())
-        limit = "no limit" if run.pager.budget_bytes is None else f"budget {run.pager.budget_bytes:,} bytes"
+        limit = "no limit" if run.pager.account.budget_bytes is None else f"budget {run.pager.account.budget_bytes:,} bytes"
         level = logging.DEBUG if run.findings.said_that_it_fits else logging.INFO
-        logger.log(level, "everything fits (peak %s bytes, %s): nothing has to move", f"{run.pager.peak_bytes:,}", limit)
+        logger.log(level, "everything fits (peak %s bytes, %s): nothing has to move", f"{run.pager.account.peak_bytes:,}", limit)
         run.findings.said_that_it_fits = True
 
     def _next(self, iteration: Iteration, *, compiled: bool) -> Phase:

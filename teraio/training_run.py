@@ -88,7 +88,7 @@ class TrainingRun:
             device=machine.device,
             busy_seconds=machine.busy_seconds,
         )
-        self._pager.copy_rates = _copy_rates(options, machine)
+        self._pager.account.copy_rates = _copy_rates(options, machine)
         self._observer = IterationObserver(self._pager)
         self._meter = WorkspaceMeter(
             machine.memory,
@@ -376,13 +376,13 @@ class TrainingRun:
             phase=phase.name,
             waiting_for=(None if self._finished else self._border.waiting_for) or phase.waiting_for,
             iterations=self._finished,
-            device_budget_bytes=self._pager.budget_bytes,
-            device_peak_bytes=self._pager.peak_bytes,
-            movable_bytes=self._pager.movable_bytes,
-            immovable_bytes=self._pager.immovable_bytes,
+            device_budget_bytes=self._pager.account.budget_bytes,
+            device_peak_bytes=self._pager.account.peak_bytes,
+            movable_bytes=self._pager.size_bytes(movable=True),
+            immovable_bytes=self._pager.size_bytes(movable=False),
             moved_bytes=self._machine.moved_bytes(),
             busy_seconds=self._machine.busy_seconds(),
-            exposed_seconds={} if self._machine.device.asynchronous else dict(self._pager.exposed_seconds),
+            exposed_seconds={} if self._machine.device.asynchronous else dict(self._pager.account.exposed_seconds),
             predicted_iteration_seconds=follower.predicted_seconds if follower is not None else None,
             measured_iteration_seconds=phase.measured_seconds,
             ideal_iteration_seconds=trace.ideal_seconds if trace is not None else None,
@@ -452,7 +452,7 @@ class TrainingRun:
 
     def _make_dropped_anew(self) -> None:
         """Make anew what a backward pass that is still due will read: it runs unmanaged."""
-        self._pager.budget_bytes = None
+        self._pager.account.budget_bytes = None
         reruns = Reruns(self._pager, self._observer, self._meter)
         for block in self._pager.blocks:
             try:

@@ -113,7 +113,10 @@ class History:
             waited_seconds=self._waited_seconds,
             recompute_seconds=self._recompute_seconds,
             predicted_seconds=predicted_seconds,
-            tier_bytes={"device": self._pager.used_bytes + self._pager.unmoved_bytes, **self._machine.used_bytes()},
+            tier_bytes={
+                "device": self._pager.account.used_bytes + self._pager.account.unmoved_bytes,
+                **self._machine.used_bytes(),
+            },
             moved_bytes={link: value - self._moved_bytes.get(link, 0) for link, value in moved_bytes.items()},
             busy_seconds={link: value - self._busy_seconds.get(link, 0.0) for link, value in busy_seconds.items()},
         )

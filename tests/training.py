@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import teraio
-from runtime.paging import Block, Pager
-from runtime.paging.block import State
+from runtime.paging import Block, Pager, State
 from teraio.registry import REGISTRY
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ the slot through the bus. User code that touches a block on a drive gets an erro
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -15,8 +15,8 @@ from planner.errors import StorageError
 from planner.schema import WaitingTier
 from runtime.cuda.host_copies import HostCopies, LastPoint, QueuedRange
 from runtime.device import COMPUTE, INWARD, OUTWARD, USER, Event, Lane, Span, Streams
-from runtime.paging import POISON, Block, BlockTransfers, Debug, Done, StorageOwnership, Tier, Tiers, dropped_message
-from runtime.storage import Extent, RangeCopy, Slot, slot_range
+from runtime.paging import DROPPED, POISON, Block, Done, Tiers, dropped_message, slot_of, storage_of
+from runtime.storage import Extent, RangeCopy, slot_range
 from runtime.system import storage_swap
 
 _Queued = tuple[Event, torch.UntypedStorage, int]
@@ -30,8 +30,7 @@ class StreamMover:
     host_address: returns where an extent of the host tier lies in memory.
     in_reach: whether kernels can read and write the host tier, as they can if it is pinned. If not, user code cannot touch
     the blocks there.
-    debug: see [Note: Debug mode]. The host then waits for the device whenever it reads the device's memory.
-    ownership: shared by all movers of the process; default: one of its own.
+    poison: see [Note: Debug mode].
     """
 
     def __init__(
@@ -41,16 +40,13 @@ class StreamMover:
         host_address: Callable[[Extent], int],
         *,
         in_reach: bool = True,
-        debug: Debug | None = None,
-        ownership: StorageOwnership | None = None,
+        poison: bool = False,
     ) -> None:
-        self._debug = debug
-        self._ownership = ownership or StorageOwnership()
+        self.tiers = tiers
         self._streams = streams
-        self._tiers = tiers
+        self._poison = poison
         self._in_reach = in_reach
         self._threaded = frozenset(tier.name for tier in tiers if tier.engine is not None)
-        self._transfers = BlockTransfers(tiers)
         self._fresh: dict[Block, torch.UntypedStorage] = {}
         self._out: dict[Block, _Queued] = {}
         self._of_forgotten: list[_Queued] = []
@@ -59,7 +55,7 @@ class StreamMover:
         self._queued = 0  # copies so far
         self._joined = 0  # number of the last copy in that computation waits for
         self._copies = HostCopies(streams, host_address)
-        self._computed = LastPoint(streams, shares=debug is None)  # the debug mode fills memory in the lane of computation
+        self._computed = LastPoint(streams, shares=not poison)  # poison is written in the lane of computation
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
@@ -71,73 +67,66 @@ class StreamMover:
         """Duration of the copies that `moved_bytes` counts, by link."""
         return self._copies.busy_seconds
 
-    @property
-    def keeps_mappings(self) -> bool:
-        """Only in the debug mode: user code changes the only copy of a block, so no second copy becomes invalid."""
-        return self._debug is not None
-
-    def span(self, storage: torch.UntypedStorage) -> Span | None:
-        mine = self._streams.can_move(storage) and self._ownership.claim(storage, self)
+    def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
+        """Return the whole storage; nothing has to be moved for it: all of the device's own memory can be given back."""
+        mine = self._streams.can_move(storage) and self.tiers.ownership.claim(storage, self.tiers)
         return _span(storage.nbytes()) if mine else None
 
-    def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
-        return storage_swap.address(storage) == block.address
-
-    def maybe_replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+    def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        if len(blocks) == 1:  # a stage has met one again: as fast as can be
+            held = blocks[0].storage()
+            return () if held is None or storage_swap.address(held) == blocks[0].address else blocks
         keys, addresses, sizes = [b.key for b in blocks], [b.address for b in blocks], [b.size_bytes for b in blocks]
         return [blocks[position] for position in storage_swap.changed(keys, addresses, sizes)]
-
-    def adopt(self, storage: torch.UntypedStorage) -> None:
-        """Do nothing: all of the device's own memory can be given back."""
-
-    def leave(self, storage: torch.UntypedStorage) -> None:
-        self._ownership.leave(storage)
-
-    def trim(self, spare_bytes: int) -> None:
-        self._streams.trim(spare_bytes)
 
     def together(self) -> LastPoint:
         return self._computed
 
     # -- out
 
-    def has_room(self, block: Block, tier: WaitingTier) -> bool:
-        return self._tiers.has_room(block, block.size_bytes, tier)
-
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
         self._join([block])
         if block.kind == "gradient":
             tier = None  # user code clips gradients or adds to them before the step: prefer the tier where it can touch them
-        place = self._tiers.place(block, block.size_bytes, tier)
-        if self._debug is not None:
-            self._streams.wait(OUTWARD, self._computed.event())
-            self._debug.leaves(block, self._streams.read(OUTWARD, block.address, block.size_bytes))
-        if place.engine is not None:
-            self._transfers.write(place, block, block.address, done, ready=self._computed.event().wait)
+        if self.tiers.place(block, tier).engine is not None:
+            self.tiers.write(block, block.address, done, ready=self._computed.event().wait)
             return False
         follows = not self._computed.hold(OUTWARD)
-        copied = self._copies.queue(OUTWARD, _slot(block), block.size_bytes, block.address, follows=follows)
+        copied = self._copies.queue(OUTWARD, slot_of(block), block.size_bytes, block.address, follows=follows)
         self._out.pop(block, None)  # its last copy: `_out` and `_in` have the order in which the device ends the copies
         self._queued += 1
-        self._out[block] = copied, _storage(block), self._queued
+        self._out[block] = copied, storage_of(block), self._queued
         self._note_last(block, copied)
         return True
 
-    def finished(self, block: Block) -> bool:
-        last = self._last.get(block)
-        return last is None or last[0].done()
+    def finished(self, blocks: Iterable[Block]) -> list[Block]:
+        self._free_ended()
+        found = []
+        for block in blocks:
+            last = self._last.get(block)
+            if last is not None and not last[0].done():
+                break
+            found.append(block)
+        return found
+
+    def _free_ended(self) -> None:
+        """Let go of what copies have kept alive that are known to have ended (rule 5), and count them."""
+        _drop_ended(self._in)
+        _drop_ended(self._out)
+        _drop_ended(self._last)
+        if self._of_forgotten:
+            self._of_forgotten = [leaving for leaving in self._of_forgotten if not leaving[0].done()]
+        self._copies.count()
 
     def _note_last(self, block: Block, copied: Event) -> None:
         self._last.pop(block, None)
         self._last[block] = (copied,)
 
     def release(self, block: Block) -> None:
-        storage, stand_in = self._leave(block), None
-        if self._in_reach and block.slot is not None and block.tier not in self._threaded:
-            stand_in = block.slot.address
+        storage, stand_in = self._leave(block), self.tiers.host_address(block) if self._in_reach else None
         block.address = stand_in or 0
         if stand_in is None:
-            storage_swap.discard(storage, _not_here(block))
+            storage_swap.discard(storage, dropped_message(block) if block.state is DROPPED else _not_here(block))
         else:
             storage_swap.lend(storage, stand_in)
 
@@ -153,60 +142,34 @@ class StreamMover:
         if leaving is not None:
             self._streams.wait(COMPUTE, leaving[0])
             self._computed.passed()
-        storage = block.storage()
-        if storage is None:
-            raise _lost(block)
-        if self._debug is not None:
+        storage = storage_of(block)
+        if self._poison:
             self._poison_left(block)
         if block.users_memory:
             self._streams.record(COMPUTE).wait()
             block.users_memory = False
         return storage
 
-    def discard(self, block: Block) -> None:
-        if self._debug is not None:
-            self._join([block])
-            self._debug.drops(block, self._streams.read(COMPUTE, block.address, block.size_bytes))
-        storage_swap.discard(self._leave(block), dropped_message(block))
-        block.address = 0
-
-    def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
-        storage = _storage(block)
-        if self._debug is not None:
-            address = storage_swap.address(fresh)
-            self._debug.made_anew(block, self._streams.read(COMPUTE, address, block.size_bytes))
-        storage_swap.renew(storage, fresh)
-        block.address = storage_swap.address(storage)
-
-    def drop_copy(self, block: Block) -> None:
-        """Free the slot at once. Computation waits for reads of it, and later copies out wait for computation: rules 1 and 3."""
-        self._tiers.free(block)
-
     def _poison_left(self, block: Block) -> None:
         self._streams.fill(COMPUTE, block.address, block.size_bytes, POISON)
         if not self._streams.in_region:  # user code may get this memory, and does not wait for the lane of computation
             self._streams.record(COMPUTE).wait()
 
-    def host_address(self, block: Block) -> int | None:
-        return None if block.slot is None or block.tier in self._threaded else block.slot.address
-
     # -- in
 
     def copy_in(self, block: Block, done: Done) -> bool:
-        storage, slot = block.storage(), block.slot
-        if storage is None or slot is None:
-            raise _lost(block)
+        storage, slot = storage_of(block), slot_of(block)
         threaded, streams = block.tier in self._threaded, self._streams
         self._fresh[block] = area = streams.allocate(block.size_bytes)
         address, follows = area.data_ptr(), False
-        if threaded or self._debug is not None or not streams.in_region:
+        if threaded or self._poison or not streams.in_region:
             before = [self._computed.event()]
             if not streams.in_region:
                 before.append(streams.record(USER))
-            if self._debug is not None:
+            if self._poison:
                 before = [self._poison_arriving(address, block.size_bytes, before)]
             if threaded:
-                self._read(self._tiers.of(block), block, address, before, done)
+                self._read(block, address, before, done)
                 return False
             for event in before:
                 streams.wait(INWARD, event)
@@ -225,7 +188,7 @@ class StreamMover:
         self._streams.fill(INWARD, address, size_bytes, POISON)
         return self._streams.record(INWARD)
 
-    def _read(self, place: Tier, block: Block, address: int, before: Sequence[Event], done: Done) -> None:
+    def _read(self, block: Block, address: int, before: Sequence[Event], done: Done) -> None:
         def ready() -> None:
             for event in before:
                 event.wait()
@@ -243,23 +206,16 @@ class StreamMover:
                 done(error)
 
         try:
-            self._transfers.read(place, block, address, landed, ready)
+            self.tiers.read(block, address, landed, ready)
         except StorageError:
             drop()
             raise
 
-    def install(self, block: Block) -> None:
-        storage = block.storage()
-        if storage is None:
-            raise _lost(block)
-        block.address = storage_swap.install(storage, self._fresh.pop(block))
-        if self._debug is not None:
-            self._debug.arrives(block)
+    def install(self, block: Block, fresh: torch.UntypedStorage | None = None) -> None:
+        block.address = storage_swap.install(storage_of(block), self._fresh.pop(block) if fresh is None else fresh)
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:
         self._join(blocks)
-        if self._debug is not None:
-            self._debug.check(blocks, lambda block: self._streams.read(COMPUTE, block.address, block.size_bytes))
 
     def _join(self, blocks: Sequence[Block]) -> None:
         """Make computation wait for the copies in of these blocks: for the last one, since one ends after the other."""
@@ -281,70 +237,44 @@ class StreamMover:
 
     # -- ranges of slots
 
-    def read_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
-        place, before = self._tiers.of(block), self._streams.record(COMPUTE)
-        if self._debug is not None:
+    def copy_range(self, block: Block, begin_bytes: int, memory: torch.Tensor, *, to_slot: bool) -> RangeCopy:
+        before = self._streams.record(COMPUTE)
+        if self._poison and not to_slot:
             before = self._poison_arriving(memory.data_ptr(), memory.nbytes, [before])
-        if place.engine is not None:
-            return self._transfers.read_range(place, block, begin_bytes, memory, before.wait)
-        self._streams.wait(INWARD, before)
-        return self._queue_range(INWARD, block, begin_bytes, memory)
-
-    def write_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
-        place, computed = self._tiers.of(block), self._streams.record(COMPUTE)
-        if self._debug is not None:
-            self._debug.distrust(block)
-        if place.engine is not None:
-            return self._transfers.write_range(place, block, begin_bytes, memory, computed.wait)
-        self._streams.wait(OUTWARD, computed)
-        return self._queue_range(OUTWARD, block, begin_bytes, memory)
-
-    def _queue_range(self, lane: Lane, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
-        place = slot_range(_slot(block), begin_bytes, memory.nbytes)
-        copied = self._copies.queue(lane, place, place.content_bytes, memory.data_ptr())
+        if self.tiers.of(block).engine is not None:
+            return self.tiers.copy_range(block, begin_bytes, memory, before.wait, to_slot=to_slot)
+        lane = OUTWARD if to_slot else INWARD
+        self._streams.wait(lane, before)
+        part = slot_range(slot_of(block), begin_bytes, memory.nbytes)
+        copied = self._copies.queue(lane, part, part.content_bytes, memory.data_ptr())
         self._note_last(block, copied)
         return QueuedRange(self._streams, copied, memory)
 
     # -- the rest
 
-    def prioritize(self, block: Block) -> None:
-        self._transfers.prioritize(block)
+    def read(self, address: int, size_bytes: int, leaving: bool) -> memoryview:
+        """Return bytes of the device as a stage that is queued next would see them; if `leaving`, as a copy out. Waits."""
+        if leaving:
+            self._streams.wait(OUTWARD, self._computed.event())  # rule 1
+        return self._streams.read(OUTWARD if leaving else COMPUTE, address, size_bytes)
 
-    def check(self) -> None:
-        self._transfers.check()
-
-    def poll(self) -> None:
-        _drop_ended(self._in)
-        _drop_ended(self._out)
-        _drop_ended(self._last)
-        if self._of_forgotten:
-            self._of_forgotten = [leaving for leaving in self._of_forgotten if not leaving[0].done()]
-        self._copies.count()
-
-    def invalidate_mapping(self, block: Block) -> None:
-        """Do nothing outside the debug mode, see `keeps_mappings`."""
-        if self._debug is not None and self.host_address(block) is not None:
-            self._debug.distrust(block)
+    def invalidate(self, blocks: Iterable[Block]) -> None:
+        """Do nothing: user code and the host's processor change the only copy of a block, so no second one becomes invalid."""
 
     def forget(self, block: Block) -> None:
-        if self._debug is not None:
-            self._debug.forget(block)
         self._join([block])
         self._last.pop(block, None)
         leaving = self._out.pop(block, None)
         if leaving is not None:
             self._of_forgotten.append(leaving)
-        self._transfers.forget(block)
-        self._ownership.give_up(block.key, self)
-        if block.slot is not None:
-            self._tiers.free(block)
+        self.tiers.forget(block)
 
     def close(self) -> None:
         """Wait until the device has ended all copies. The memory of the host tier may be freed next."""
         for lane in Lane:
             self._streams.record(lane).wait()
         self._of_forgotten.clear()
-        self._ownership.give_up_all(self)
+        self.tiers.close()
 
 
 def _drop_ended(copies: dict[Block, _Queued] | dict[Block, tuple[Event]]) -> None:
@@ -361,23 +291,6 @@ def _drop_ended(copies: dict[Block, _Queued] | dict[Block, tuple[Event]]) -> Non
 def _span(size_bytes: int) -> Span:
     """Return one for all storages of a size: their pages have no place that matters."""
     return Span(0, size_bytes)
-
-
-def _storage(block: Block) -> torch.UntypedStorage:
-    storage = block.storage()
-    if storage is None:
-        raise _lost(block)
-    return storage
-
-
-def _lost(block: Block) -> StorageError:
-    return StorageError(f"{block} is moved, but nobody holds it, or it has no slot; this is a bug in teraio, please report it")
-
-
-def _slot(block: Block) -> Slot:
-    if block.slot is None:
-        raise StorageError(f"{block} has no slot; this is a bug in teraio, please report it")
-    return block.slot
 
 
 def _not_here(block: Block) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -49,6 +50,9 @@ class Device(Protocol):
     def give_back_memory(self) -> None:
         """Let the allocator give all memory back that nobody uses, so that the rest serves in any sizes. Waits for the device."""
 
+    def trim(self, spare_bytes: int) -> None:
+        """Free memory that is kept for reuse, but for `spare_bytes`: so much of the budget is not in use."""
+
     def external_bytes(self, known_bytes: int) -> int:
         """Return the bytes in use on the device that are not among `known_bytes`, those of the pager; 0 if unknown."""
 
@@ -67,9 +71,12 @@ class WallMark:
 
 
 class CpuDevice:
-    """The CPU: each call does its work before it returns."""
+    """The CPU: each call does its work before it returns. trim: of the memory that blocks are in."""
 
     asynchronous = False
+
+    def __init__(self, trim: Callable[[int], None] = lambda spare_bytes: None) -> None:
+        self._trim = trim
 
     def region(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -85,6 +92,9 @@ class CpuDevice:
 
     def give_back_memory(self) -> None:
         """Do nothing: main memory has no allocator of its own that could be short of memory."""
+
+    def trim(self, spare_bytes: int) -> None:
+        self._trim(spare_bytes)
 
     def external_bytes(self, known_bytes: int) -> int:
         """Return 0: main memory has other users, and the budget is for what the pager knows of."""

@@ -110,6 +110,3 @@ class Streams(Protocol):
 
     def can_move(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage owns its memory, so that it may be freed, on this device, and is large enough to be moved."""
-
-    def trim(self, spare_bytes: int) -> None:
-        """Free memory that is kept for reuse, but for `spare_bytes`: so much of the budget is not in use."""

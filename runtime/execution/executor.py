@@ -167,7 +167,7 @@ class _ManagedRun:
 
     def _kept_stages(self) -> Collection[int]:
         planned = self._observer.kept_stages()
-        if planned is None and self._pager.copy_rates is not None:
+        if planned is None and self._pager.account.copy_rates is not None:
             return kept_for_nothing(self._program)
         return planned or ()
 

@@ -42,7 +42,7 @@ def run_with_room(
     try:
         return attempt()
     except torch.OutOfMemoryError as error:
-        budget = pager.budget_bytes
+        budget = pager.account.budget_bytes
         if budget is None:
             raise
         raise out_of_memory(budget, stage) from error

@@ -1,25 +1,20 @@
 """Keeps the blocks on the device within the budget."""
 
-from runtime.paging.block import DROPPED, Block, State
-from runtime.paging.block_transfers import BlockTransfers
-from runtime.paging.debug import POISON, Debug
-from runtime.paging.dropping import CopyRates
-from runtime.paging.given_away import given_away
-from runtime.paging.holder import holder_of
-from runtime.paging.mover import Done, Mover, dropped_message
-from runtime.paging.ownership import StorageOwnership
+from runtime.paging.block import DROPPED, Block, State, StorageOwnership, given_away, holder_of
+from runtime.paging.checked import POISON, CheckedMover
+from runtime.paging.mover import Done, Mover, NullMover, Tier, Tiers, dropped_message, slot_of, span_of, storage_of
 from runtime.paging.pager import Pager
 from runtime.paging.room import out_of_memory
-from runtime.paging.tiers import Tier, Tiers
+from runtime.paging.state import CopyRates
 
 __all__ = [
     "Block",
-    "BlockTransfers",
+    "CheckedMover",
     "CopyRates",
     "DROPPED",
-    "Debug",
     "Done",
     "Mover",
+    "NullMover",
     "POISON",
     "Pager",
     "State",
@@ -30,4 +25,7 @@ __all__ = [
     "given_away",
     "holder_of",
     "out_of_memory",
+    "slot_of",
+    "span_of",
+    "storage_of",
 ]

@@ -1,19 +1,29 @@
-"""A managed storage, and where it is."""
+"""Storages under management: what is known of each, which tensors share it, and which mover may move it."""
 
 from __future__ import annotations
 
 import enum
+import gc
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from runtime.system import thawed
 
 if TYPE_CHECKING:
     from planner.schema import WaitingTier
     from runtime.device import Span
     from runtime.storage import Slot
+
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""The types of tensors that wrap no other one."""
+_OWN_REFERENCES = 2
+"""References to the storage of a tensor without aliases: the tensor's and that of the storage's object in Python."""
 
 
 class State(enum.Enum):
@@ -148,3 +158,111 @@ class Block:
 
 def _gone() -> None:
     """There is no storage any more."""
+
+
+# -- tensors and their storages
+
+
+def holder_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in whose storage the data of `tensor` are: of a DTensor its local part, of others `tensor` itself.
+
+    The result of a collective that still runs is waited for: nobody may move or free what the collective works on.
+    """
+    while type(tensor) not in PLAIN:
+        wait = getattr(tensor, "trigger_wait", None)
+        inner: Any = wait() if wait is not None else getattr(tensor, "_local_tensor", None)
+        if not isinstance(inner, torch.Tensor):
+            break
+        tensor = inner
+    return tensor
+
+
+def given_away(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of the strided `tensors` whose memory was given away by DLPack and is still held.
+
+    Whoever has the memory by DLPack holds a tensor that needs no gradient, by a reference that no object of Python accounts for.
+    Frozen tensors are held in this way too by autograd while a backward pass of eager code is due, and by TorchScript; they
+    then stay without need. Addresses (`data_ptr`) leave no trace.
+
+    Never waits. Looks at all objects of Python if a tensor has aliases.
+    """
+    aliased = {key for tensor in tensors if torch._C._storage_Use_Count(key := _key(tensor)) > _OWN_REFERENCES}
+    aliases = [each for each in _all_tensors() if _key(each) in aliased] if aliased else []
+    views = Counter(id(each._base) for each in aliases if each._is_view())
+    given = {_key(each) for each in (*tensors, *aliases) if not each.requires_grad and _use_count(each) > 1 + views[id(each)]}
+    return [tensor for tensor in tensors if _key(tensor) in given]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _use_count(tensor: torch.Tensor) -> int:
+    """Return the number of references to the tensor, of which its object in Python has one."""
+    return cast(int, tensor._use_count())  # type: ignore[attr-defined]
+
+
+def _all_tensors() -> Iterable[torch.Tensor]:
+    """All tensors with memory of their own that have an object in Python."""
+    with thawed():
+        objects = gc.get_objects()
+    for each in objects:
+        if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout is torch.strided:
+            if not torch._C._functorch.is_functorch_wrapped_tensor(each):
+                yield each
+
+
+# -- which mover carries a storage: one at most, since a second one would change its memory without the first knowing
+
+_Claim = tuple[weakref.ref[object], weakref.ref[torch.UntypedStorage]]
+"""The owner and the storage. A dead storage's key may go to another one: then nobody owns that yet."""
+
+
+class StorageOwnership:
+    """Records which mover owns which storage. All movers that can meet the same storages must share one object.
+
+    If several training runs use a storage, the first mover to claim it moves it. For the others it does not move. Holds no
+    owner and no storage alive. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._claims: dict[int, _Claim] = {}  # by block key
+
+    def claim(self, storage: torch.UntypedStorage, owner: object) -> bool:
+        """Make `owner` the owner of the storage if there is none. Return whether `owner` owns it now."""
+        with self._lock:
+            known = self._claims.get(storage._cdata)
+            if known is None or known[1]() is not storage or (owns := known[0]()) is None:
+                self._claims[storage._cdata] = _claim(storage, owner)
+                return True
+            return owns is owner
+
+    def leave(self, storage: torch.UntypedStorage) -> None:
+        """Let no mover own the storage, as long as this object lives: others hold its memory."""
+        with self._lock:
+            self._claims[storage._cdata] = _claim(storage, self)
+
+    def stays(self, storage: torch.UntypedStorage) -> bool:
+        """Whether no mover may own the storage."""
+        with self._lock:
+            known = self._claims.get(storage._cdata)
+            return known is not None and known[0]() is self and known[1]() is storage
+
+    def give_up(self, key: int, owner: object) -> None:
+        """End the ownership of `owner` over the storage with this key, if there is one."""
+        with self._lock:
+            known = self._claims.get(key)
+            if known is not None and known[0]() is owner:
+                del self._claims[key]
+
+    def give_up_all(self, owner: object) -> None:
+        """End every ownership of `owner`, and of owners that no longer exist."""
+        with self._lock:
+            for key in [key for key, each in self._claims.items() if each[0]() in (owner, None)]:
+                del self._claims[key]
+
+
+def _claim(storage: torch.UntypedStorage, owner: object) -> _Claim:
+    return weakref.ref(owner), weakref.ref(storage)

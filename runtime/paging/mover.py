@@ -1,29 +1,23 @@
-"""What the pager needs of a device: copies of blocks to a lower tier and back."""
+"""What the pager needs of a device and of the tiers below it: copies of blocks there and back, and the slots that they go to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
 
 import torch
 
-from planner.errors import StorageError
+from planner.errors import StorageError, StorageFullError
 from planner.schema import WaitingTier
 from runtime.device import Span
-from runtime.paging.block import Block
-from runtime.storage import RangeCopy
+from runtime.paging.block import Block, StorageOwnership
+from runtime.storage import RangeCopy, Slot, Store, slot_range
+from runtime.transfer import Engine, Ready, Transfer
 
 Done = Callable[[StorageError | None], None]
 """Called once, in any thread, when a copy that threads make has ended; with its error if it failed."""
-
-
-def dropped_message(block: Block) -> str:
-    """Say what whoever accesses a dropped block has to do."""
-    return (
-        f"{block.name} ({block.kind}, {block.size_bytes:,} bytes) is not in memory: teraio has dropped it, to make it anew when "
-        "the backward pass needs it. If your code reads it before, set the option recompute='off'"
-    )
 
 
 class Mover(Protocol):
@@ -39,32 +33,20 @@ class Mover(Protocol):
     """
 
     @property
-    def keeps_mappings(self) -> bool:
-        """Whether it has to be told that user code has run, see `invalidate_mapping`."""
+    def tiers(self) -> Tiers:
+        """The tiers below the device: slots, and the threads that copy."""
 
-    def span(self, storage: torch.UntypedStorage) -> Span | None:
-        """Return the part of `storage` that can leave the device; None if the storage has to stay."""
+    def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
+        """Return the part of `storage` that can leave the device; None if the storage has to stay.
 
-    def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage`, the block's, still has the memory that the block was last seen with or moved to."""
+        adopt: move its data to memory that it can leave from, unless it is there or must stay where it is. Waits for that.
+        """
 
-    def maybe_replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        """Return those of `blocks` whose storages may have other memory or size now. A quick look at many; all is right too."""
-
-    def adopt(self, storage: torch.UntypedStorage) -> None:
-        """Move the data of `storage` to memory that it can leave the device from, unless it is there or must stay where it is."""
-
-    def leave(self, storage: torch.UntypedStorage) -> None:
-        """Let the storage stay where it is for good: its memory is another library's."""
-
-    def trim(self, spare_bytes: int) -> None:
-        """Free memory that is kept for reuse, but for `spare_bytes`: so much of the budget is not in use."""
+    def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Return those of `blocks` whose storages have other memory or size than the block was last seen with, or moved to."""
 
     def together(self) -> AbstractContextManager[object]:
         """Return a context for copies that the training thread lets begin together: the device computes nothing new meanwhile."""
-
-    def has_room(self, block: Block, tier: WaitingTier) -> bool:
-        """Whether the block has a slot in the tier, or could get one."""
 
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
         """Begin to copy a block to a slot in `tier`; in the first tier with room if `tier` is full or None.
@@ -73,29 +55,25 @@ class Mover(Protocol):
         cannot begin.
         """
 
-    def finished(self, block: Block) -> bool:
-        """Whether the device has ended a copy out. Never waits. Such copies end in the order in which they began."""
-
-    def release(self, block: Block) -> None:
-        """Free the memory of a block whose slot is valid. From now on the slot stands in for it."""
-
-    def discard(self, block: Block) -> None:
-        """Free the memory of a block that has no slot. Its content is gone, and whoever accesses it gets an error."""
-
-    def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
-        """Give a discarded block the memory of `fresh`, a storage of its size that nobody else uses."""
-
-    def drop_copy(self, block: Block) -> None:
-        """Free the slot of a block that is on the device, and whose copy in has ended."""
-
     def copy_in(self, block: Block, done: Done) -> bool:
         """Begin to copy a block from its slot into new memory. `install` gives that memory to the block's storage.
 
         Returns whether the device makes the copy by itself. Raises StorageError if the copy cannot begin.
         """
 
-    def install(self, block: Block) -> None:
-        """Give the block's storage the memory that `copy_in` fills."""
+    def finished(self, blocks: Iterable[Block]) -> list[Block]:
+        """Return `blocks` up to the first one from or to whose slot the device still copies. Copies out end in the order in which
+        they began. Frees what copies needed that have ended meanwhile. Never waits.
+        """
+
+    def release(self, block: Block) -> None:
+        """Free the memory of a block. From now on its slot, which is valid, stands in for it.
+
+        A block that is DROPPED has no slot: its content is gone, and whoever accesses it gets an error.
+        """
+
+    def install(self, block: Block, fresh: torch.UntypedStorage | None = None) -> None:
+        """Give the block's storage the memory that `copy_in` fills; or that of `fresh`, a storage of its size that ends here."""
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:
         """Make what the device does from now on wait until the copies in of these blocks have ended.
@@ -103,38 +81,259 @@ class Mover(Protocol):
         In the debug mode the host waits too. Raises ChecksumError there if a block is not what it was when it left.
         """
 
-    def read_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
-        """Begin to copy a range of a lent slot, from `begin_bytes` on, to `memory`, a tensor of bytes on the device.
+    def copy_range(self, block: Block, begin_bytes: int, memory: torch.Tensor, *, to_slot: bool) -> RangeCopy:
+        """Begin to copy between `memory`, a tensor of bytes on the device, and a range of a lent slot, from `begin_bytes` on.
 
-        Address and size of `memory` and `begin_bytes` are multiples of ALIGNMENT_BYTES. Bytes beyond the slot's end are not
-        copied. The caller owns the memory, and must not touch it before it has waited for the copy. The mover keeps it alive
-        until then. Raises StorageError if the copy cannot begin.
+        Begins after all computation that was queued so far. Address and size of `memory` and `begin_bytes` are multiples of
+        ALIGNMENT_BYTES. Bytes beyond the slot's end are not copied. The caller owns the memory, and must not touch it before it
+        has waited for the copy. The mover keeps it alive until then. Raises StorageError if the copy cannot begin.
         """
 
-    def write_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> RangeCopy:
-        """Begin to copy `memory` to a range of a lent slot, after all computation that was queued so far; see `read_range`."""
+    def invalidate(self, blocks: Iterable[Block]) -> None:
+        """The slots of blocks that are away may be changed, or were: by user code through what stands in for them, or by the
+        host's processor. Drop what is cached or known of their content. Raises ChecksumError after the last one."""
 
-    def prioritize(self, block: Block) -> None:
-        """Move the copy of this block to the front of its link, if it has not begun."""
+    def forget(self, block: Block) -> None:
+        """The block is gone: free its slot."""
 
-    def check(self) -> None:
-        """Raise StorageIOError if a copy has made no progress for too long: its drive does not answer any more."""
 
-    def poll(self) -> None:
-        """Free what copies needed that have ended meanwhile. Never waits."""
+def dropped_message(block: Block) -> str:
+    """Say what whoever accesses a dropped block has to do."""
+    return (
+        f"{block.name} ({block.kind}, {block.size_bytes:,} bytes) is not in memory: teraio has dropped it, to make it anew when "
+        "the backward pass needs it. If your code reads it before, set the option recompute='off'"
+    )
 
-    def invalidate_mapping(self, block: Block) -> None:
-        """The slot of a block that is away may be changed, or was: by user code through what stands in for it, or by the host's
-        processor. Drop what is cached or known of its content."""
+
+def nowhere() -> StorageError:
+    """Return the error of a block that has to leave where there is no lower tier."""
+    return StorageError("the model does not fit and there is nowhere to move blocks to; set the option storage to a directory")
+
+
+class NullMover:
+    """A `Mover` where there is nowhere to move blocks to: all stay."""
+
+    def __init__(self) -> None:
+        self.tiers = Tiers(())
+
+    def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
+        return None
+
+    def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        known = [(block, held) for block in blocks if (held := block.storage()) is not None]
+        return [b for b, held in known if held.nbytes() != b.size_bytes or held.data_ptr() != b.address]
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> NoReturn:
+        raise nowhere()
+
+    def copy_in(self, block: Block, done: Done) -> NoReturn:
+        raise nowhere()
+
+    def finished(self, blocks: Iterable[Block]) -> list[Block]:
+        return list(blocks)
+
+    def release(self, block: Block) -> None:
+        raise nowhere()
+
+    def install(self, block: Block, fresh: torch.UntypedStorage | None = None) -> None:
+        raise nowhere()
+
+    def wait_resident(self, blocks: Sequence[Block]) -> None:
+        """All are where they were."""
+
+    def copy_range(self, block: Block, begin_bytes: int, memory: torch.Tensor, *, to_slot: bool) -> NoReturn:
+        raise nowhere()
+
+    def invalidate(self, blocks: Iterable[Block]) -> None:
+        """None is away."""
+
+    def forget(self, block: Block) -> None:
+        """It has no slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """One tier. store: its slots. engine: the I/O threads that copy; None where the device copies by itself."""
+
+    name: WaitingTier
+    store: Store
+    engine: Engine | None
+
+    def threads(self) -> Engine:
+        """Return the engine. Raises StorageError for a tier without one."""
+        if self.engine is None:
+            raise StorageError(f"the tier {self.name} has no threads; this is a bug in teraio, please report it")
+        return self.engine
+
+
+class Tiers:
+    """All tiers below the device, the fastest first: the slots of blocks, and the copies that I/O threads make.
+
+    The pager's lock guards the calls, which return at once. A block has one transfer of its whole slot at most, and any number of
+    ranges of its slot.
+
+    ownership: of the storages that may have slots here; shared by all tiers of the process; default: one of its own.
+    mapped: what stands in for a block that is away is its slot, mapped over the block's memory.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], *, ownership: StorageOwnership | None = None, mapped: bool = False) -> None:
+        self.ownership = ownership or StorageOwnership()
+        self.mapped = mapped
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._transfers: dict[Block, Transfer] = {}
+
+    def __iter__(self) -> Iterator[Tier]:
+        return iter(self._tiers.values())
+
+    def __len__(self) -> int:
+        return len(self._tiers)
+
+    # -- slots
+
+    def of(self, block: Block) -> Tier:
+        """Return the tier that the block has its slot in. Raises StorageError if it has none."""
+        if block.tier is None:
+            raise StorageError(f"{block} has no slot; this is a bug in teraio, please report it")
+        return self._tiers[block.tier]
+
+    def place(self, block: Block, wanted: WaitingTier | None) -> Tier:
+        """Give the block a slot in the tier `wanted`, else in the first tier with room. A slot that the block has, it keeps
+        unless another tier is wanted that has room. Returns the tier.
+
+        Raises StorageFullError if no tier has room.
+        """
+        if block.tier is not None and wanted in (None, block.tier):
+            return self._tiers[block.tier]
+        before = block.tier
+        full: StorageFullError | None = None
+        try:
+            for tier in sorted(self._tiers.values(), key=lambda tier: tier.name != wanted):
+                if tier.name == before:
+                    return tier
+                try:
+                    slot = tier.store.allocate(span_of(block).length_bytes, block.name)
+                except StorageFullError as error:
+                    full = full or error
+                    continue
+                try:
+                    self.free(block)
+                except BaseException:
+                    tier.store.release(slot)
+                    raise
+                block.slot, block.tier = slot, tier.name
+                return tier
+            raise full or StorageError(f"{block} has nowhere to go; this is a bug in teraio, please report it")
+        finally:
+            full = None  # its traceback holds this frame, and that all callers' frames with the tensors in them
+
+    def has_room(self, block: Block, wanted: WaitingTier) -> bool:
+        """Whether the block has a slot in the tier, or could get one."""
+        if block.tier == wanted or wanted not in self._tiers:
+            return block.tier == wanted
+        store = self._tiers[wanted].store
+        return store.limit_bytes - store.used_bytes >= span_of(block).length_bytes
 
     def host_address(self, block: Block) -> int | None:
         """Return where the host's processor can read and write the slot of a block that is away.
 
         None if the slot is not in the host tier, or not in one piece.
         """
+        if block.tier != "host" or block.slot is None:
+            return None
+        return block.slot.address or (block.address if self.mapped else None)
+
+    def free(self, block: Block) -> None:
+        """Free the block's slot, if it has one. A copy in of it has ended, or the device will wait for it before others write."""
+        if block.slot is not None:
+            self.of(block).store.release(block.slot)
+            block.slot = block.tier = None
 
     def forget(self, block: Block) -> None:
-        """The block is gone: free its slot."""
+        """The block is gone: no copy of it is queued or running, and none will be. Free its slot and give its storage up."""
+        self._transfers.pop(block, None)
+        self.ownership.give_up(block.key, self)
+        self.free(block)
 
     def close(self) -> None:
-        """Stop moving. All blocks must be on the device. Waits until no copy is running."""
+        """Give up all storages, which must be on the device."""
+        self.ownership.give_up_all(self)
+
+    # -- copies by threads
+
+    def write(self, block: Block, address: int, done: Done, ready: Ready | None = None) -> None:
+        """Queue the copy of a block from `address` to its slot.
+
+        done: called in an I/O thread when the copy has ended or failed. ready: called in an I/O thread before bytes move, see
+        [Note: Memory that is not ready]; None if the memory is ready.
+        """
+        engine, slot = self.of(block).threads(), slot_of(block)
+        engine.watch(slot, unchanged=block.assumed_written)
+        self._begin(engine.write, slot, block, address, done, ready)
+
+    def read(self, block: Block, address: int, done: Done, ready: Ready | None = None) -> None:
+        """Queue the copy of a block from its slot to `address`. done, ready: see `write`."""
+        self._begin(self.of(block).threads().read, slot_of(block), block, address, done, ready)
+
+    def copy_range(
+        self, block: Block, begin_bytes: int, memory: torch.Tensor, ready: Ready | None = None, *, to_slot: bool
+    ) -> Transfer:
+        """Queue a copy between `memory` and a range of a block's slot, from `begin_bytes` on.
+
+        Keeps memory and storage alive until the copy has ended, even if the caller stops waiting for it.
+        """
+        engine, held = self.of(block).threads(), [memory, storage_of(block)]
+        part = slot_range(slot_of(block), begin_bytes, memory.nbytes)
+        submit = engine.write if to_slot else engine.read
+        return submit(part, memory.data_ptr(), lambda transfer: held.clear(), ready)
+
+    def prioritize(self, block: Block) -> None:
+        """Move the copy of this block to the front of its link, if it has not begun."""
+        if block in self._transfers:
+            self._transfers[block].promote()
+
+    def check(self) -> None:
+        """Raise StorageIOError if a copy has made no progress for too long: its drive does not answer any more."""
+        for tier in self:
+            if tier.engine is not None:
+                tier.engine.check()
+
+    def _begin(
+        self, submit: Callable[..., Transfer], slot: Slot, block: Block, address: int, done: Done, ready: Ready | None
+    ) -> None:
+        """Queue a copy, and keep the storage alive until it has ended, even if nobody else holds the storage."""
+        held = [storage_of(block)]  # a list for each copy, since `done` may begin the next copy of this block
+
+        def ended(transfer: Transfer) -> None:
+            try:
+                done(transfer.error)
+            finally:
+                held.clear()
+
+        transfer = submit(slot, address, ended, ready)
+        with suppress(MemoryError):  # the copy has begun; without this it goes on, but cannot be put first
+            self._transfers[block] = transfer
+
+
+def span_of(block: Block) -> Span:
+    """Return the block's span. Raises StorageError for a block that cannot move."""
+    if block.span is None:
+        raise StorageError(f"{block} cannot move; this is a bug in teraio, please report it")
+    return block.span
+
+
+def slot_of(block: Block) -> Slot:
+    """Return the block's slot. Raises StorageError if it has none."""
+    if block.slot is None:
+        raise StorageError(f"{block} has no slot; this is a bug in teraio, please report it")
+    return block.slot
+
+
+def storage_of(block: Block) -> torch.UntypedStorage:
+    """Return the block's storage. Raises StorageError if nobody holds it."""
+    storage = block.storage()
+    if storage is None:
+        raise StorageError(f"{block} is moved, but nobody holds it; this is a bug in teraio, please report it")
+    return storage

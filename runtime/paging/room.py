@@ -1,61 +1,66 @@
-"""Makes room on the device within the budget."""
+"""Room on the device within the budget: who leaves, and which prefetches begin when there is some.
+
+[Note: Why a block leaves]
+reason       who asks                   method                      what happens to the bytes
+a plan       the recorder, at a stage   Pager.offload               copied to the plan's tier; the block stays if all are full
+pressure     a stage that is short      Pager.acquire, make_room    those with the furthest next use are copied, or
+                                                                    dropped where a re-run is sooner
+room ahead   an optimizer step, for     Pager.evict_until_free      as under pressure, but nobody waits
+             its next subgroup
+lending      an update by slices        Lending.lend                copied; then read and written in the slot, slice by slice
+host update  HostUpdates, for blocks    Lending.reserve_for_host,   nothing is copied for it: a block in, or on its way to, the
+             that wait on the host      then Lending.lend_memory    host tier is updated there by the processor
+
+In each case the bytes go the same way. `BlockTransitions.begin_offload` calls `Mover.copy_out`, which gets a slot from
+`Tiers.place`. Then a block goes to a file, or to the host tier of the CPU, in threads: `Tiers.write`, `Engine.write`,
+`Link.submit`; in an I/O thread `Store.write_chunk` (for files `os.pwritev`) and `BlockTransitions._copied_out`. To the host tier
+of a GPU the device copies by itself: `HostCopies.queue`. `Mover.release` gives the memory back. The way in is the same with
+`begin_prefetch`, `Mover.copy_in`, `read` in place of `write`, `_copied_in` and `Mover.install`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Collection, Sequence
 
-from planner.errors import BudgetError, StorageFullError
-from runtime.device import Device
-from runtime.paging.account import NO_LIMIT, MemoryAccount
-from runtime.paging.block import OFFLOADED, Block
-from runtime.paging.block_table import BlockTable
-from runtime.paging.copy_signal import CopySignal
-from runtime.paging.dropping import DropChoice
-from runtime.paging.eviction import EvictionPolicy
-from runtime.paging.mover import Mover
+from planner.errors import BudgetError, StorageError, StorageFullError
+from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, PREFETCHING, Block, Source
+from runtime.paging.mover import nowhere
+from runtime.paging.state import NO_LIMIT, PagerState
 from runtime.paging.transitions import BlockTransitions
 from runtime.system import checkpoint
 
 _STEP_BYTES = 64 << 20
 """By how much a larger budget should be tried: more than a few pages of the device's allocator."""
+_SPARE_SHARE = 8
+"""This part of the budget is left for small blocks that the backward pass makes before a re-run, and that cannot leave."""
+_NEVER = 1 << 62
+_NOT_FETCHED = (ON_DEVICE, PREFETCHING, DROPPED)
 
 
 class RoomMaker:
-    """Evicts blocks where the account, or the device's allocator, is short. All calls with the pager's lock held."""
+    """Lets blocks leave where the account, or the device's allocator, is short. All calls with the pager's lock held."""
 
-    def __init__(
-        self,
-        device: Device,
-        account: MemoryAccount,
-        table: BlockTable,
-        signal: CopySignal,
-        mover: Mover | None,
-        transitions: BlockTransitions,
-        eviction: EvictionPolicy,
-        drops: DropChoice,
-    ) -> None:
-        self._device = device
-        self._account = account
-        self._table = table
+    def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
+        self._state = state
+        self._account = state.account
+        self._signal = state.signal
         self._transitions = transitions
-        self._eviction = eviction
-        self._signal = signal
-        self._mover = mover
-        self._drops = drops
 
     def make_room(self, blocks: Sequence[Block], new_bytes: int, what: str) -> None:
         """Reserve memory for those of `blocks` that are OFFLOADED and for `new_bytes`. Waits until enough is free.
 
         what: name of the stage. Raises BudgetError if the stage does not fit, StorageError if a copy failed.
         """
-        account, queued = self._account, self._transitions.queued_offloads
+        account, queued = self._account, self._account.queued_offloads
         if account.budget_bytes is None:
             return
         while True:
             self._signal.raise_failure()
             checkpoint()
-            account.reserved_bytes = wanted = _away_bytes(blocks) + new_bytes  # no prefetch may take it meanwhile
+            wanted = _away_bytes(blocks) + new_bytes
+            self._transitions.reserve(wanted)  # no prefetch may take it meanwhile
             if account.short_bytes(wanted) <= 0:
                 break
             self._transitions.sweep()
@@ -66,7 +71,7 @@ class RoomMaker:
             short = self._short_bytes(blocks, new_bytes)
             if short > 0:
                 if not account.offloading_bytes and not account.prefetching_blocks:
-                    raise self._too_small(what, short)
+                    raise self._too_small(what, account.budget_bytes, short)
                 self._signal.wait(lambda: f"for room for {what}")
         self.trim()
 
@@ -76,15 +81,15 @@ class RoomMaker:
         For when the allocator has nothing in one piece. What stages hold stays, and so does what the lower tiers have no room
         for. Waits until all copies have ended. Raises StorageError if one failed.
         """
-        account, queued = self._account, self._transitions.queued_offloads
+        account, queued = self._account, self._account.queued_offloads
         try:
             while True:
                 self._signal.raise_failure()
                 checkpoint()
-                account.reserved_bytes = NO_LIMIT  # no prefetch may begin meanwhile
+                self._transitions.reserve(NO_LIMIT)  # no prefetch may begin meanwhile
                 self._transitions.sweep()
                 with contextlib.suppress(StorageFullError):
-                    for block in self._eviction.order(account.here):
+                    for block in self._leaving(()):
                         self._transitions.begin_offload(block)
                 while queued:
                     self._transitions.take_memory(next(iter(queued)))
@@ -92,33 +97,70 @@ class RoomMaker:
                     break
                 self._signal.wait("for all blocks to leave")
         finally:
-            account.reserved_bytes = 0
-        self._device.give_back_memory()
+            self._transitions.reserve(0)
+        self._state.device.give_back_memory()
 
     def evict(self, wanted_bytes: int, keep: Collection[Block] = ()) -> None:
         """Let blocks leave, but none of `keep`, until `wanted_bytes` are or will be free, or no block is left."""
-        for block in self._eviction.order(self._account.here, keep=keep):
+        for block in self._leaving(keep):
             if wanted_bytes <= 0:
                 return
             wanted_bytes -= block.size_bytes
-            if self._drops.is_better(block):
-                self._transitions.evictions += 1
-                self._transitions.drop(block)
+            if self._is_dropped_sooner(block):
+                self._transitions.drop_for_room(block)
             else:
                 self._transitions.begin_offload(block)
 
     def trim(self) -> None:
-        """Let the mover free memory that it keeps for reuse: the budget counts that as well."""
-        if self._mover is not None and self._account.budget_bytes is not None:
-            self._mover.trim(self._account.unused_bytes)
+        """Let the device free memory that it keeps for reuse: the budget counts that as well."""
+        if self._account.budget_bytes is not None:
+            self._state.device.trim(self._account.unused_bytes)
 
     def _short_bytes(self, blocks: Sequence[Block], new_bytes: int) -> int:
         return self._account.short_bytes(_away_bytes(blocks) + new_bytes)
 
-    def _too_small(self, what: str, short: int) -> BudgetError:
-        self._transitions.need_mover()  # raises another error if there is none
-        budget = self._account.budget_bytes or 0
-        return BudgetError(smallest_bytes=budget + short, budget_bytes=budget, stage=what)
+    def _too_small(self, what: str, budget_bytes: int, short_bytes: int) -> StorageError | BudgetError:
+        if not len(self._state.mover.tiers):
+            return nowhere()
+        return BudgetError(smallest_bytes=budget_bytes + short_bytes, budget_bytes=budget_bytes, stage=what)
+
+    # -- who leaves, and how
+
+    def _leaving(self, keep: Collection[Block]) -> list[Block]:
+        """Return the blocks that can leave now, the first to leave first; none of `keep`.
+
+        Belady's rule: the block whose next use is furthest away leaves first. L. A. Belady, "A study of replacement algorithms
+        for a virtual-storage computer", IBM Systems Journal 5(2), 1966. A block whose `next_use` is not after the clock has no
+        known next use, and leaves before all others.
+        """
+        kept, clock = frozenset(keep), self._account.clock
+        idle = [b for b in self._account.here if b.state is ON_DEVICE and not b.pins and b.span is not None and b not in kept]
+        idle.sort(key=lambda b: b.next_use if b.next_use > clock else _NEVER, reverse=True)
+        return idle
+
+    def _is_dropped_sooner(self, block: Block) -> bool:
+        """Whether a re-run takes less time than to copy the block out, after what is queued there, and in. Not under a plan.
+
+        Inputs of the re-run that are away count as copies in. A block whose stage needs another dropped block is not dropped: one
+        re-run must do. Nor is one whose stage may not fit next to what cannot leave.
+        """
+        source, rates = block.source, self._account.copy_rates
+        if rates is None or source is None or not block.can_be_dropped or block.copy_is_valid:
+            return False
+        if source.seconds is None or any(each.state is DROPPED for each in source.read):
+            return False
+        away_bytes = sum(each.size_bytes for each in source.read if each.state is not ON_DEVICE)
+        again = source.seconds + away_bytes / rates.in_bytes_per_second
+        out = (self._account.offloading_bytes + block.size_bytes) / rates.out_bytes_per_second
+        return again < out + block.size_bytes / rates.in_bytes_per_second and self._will_fit(source)
+
+    def _will_fit(self, source: Source) -> bool:
+        """Whether the re-run will find room, whatever cannot leave by then. A copy needs none but for the block itself."""
+        account = self._account
+        if account.budget_bytes is None:
+            return True
+        stays = account.unmoved_bytes + sum(block.size_bytes for block in account.here if block.span is None)
+        return stays + source.need_bytes <= account.budget_bytes - account.budget_bytes // _SPARE_SHARE
 
 
 def out_of_memory(budget_bytes: int, what: str) -> BudgetError:
@@ -133,3 +175,90 @@ def out_of_memory(budget_bytes: int, what: str) -> BudgetError:
 
 def _away_bytes(blocks: Sequence[Block]) -> int:
     return sum(block.size_bytes for block in blocks if block.state is OFFLOADED)
+
+
+class PrefetchQueue:
+    """Begins prefetches in the order in which they were asked for, as soon as each has room. With the pager's lock held.
+
+    in_user_code: no compiled region runs, so that no copy of a block that user code can reach may begin.
+    """
+
+    def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
+        self.in_user_code = True
+        self._account = state.account
+        self._transitions = transitions
+        self._waiting: deque[Block] = deque()
+        self._beginning = False
+        self._late: list[tuple[Block, float]] = []
+
+    def ask_for(self, blocks: Sequence[Block]) -> None:
+        """Add prefetches of those blocks that are not on the device, and begin those that have room."""
+        asked = [block for block in blocks if block.state not in _NOT_FETCHED]
+        self._waiting.extend(asked)
+        self.begin_ready()
+        for block in asked:
+            block.held_back = block.state is not PREFETCHING
+
+    def clear(self) -> None:
+        """Drop the prefetches that have not begun."""
+        self._waiting.clear()
+
+    def begin_ready(self) -> None:
+        """Begin the prefetches that have room, strictly in order."""
+        if self._beginning or not self._waiting:  # a copy that ended at once calls again
+            return
+        self._beginning = True
+        try:
+            while self._waiting and self._begin_first():
+                pass
+        finally:
+            self._beginning = False
+
+    def _begin_first(self) -> bool:
+        """Begin or drop the first prefetch in the queue, or take one obstacle away. False if it has to wait."""
+        block, account, transitions = self._waiting[0], self._account, self._transitions
+        if block.storage() is None or block.state in _NOT_FETCHED:
+            self._waiting.popleft()
+            return True
+        if block in account.reserved_for_host:
+            return False
+        if block in account.queued_offloads and account.free_bytes >= 0:
+            transitions.keep(block)  # nobody needs its memory: it need not leave
+            return True
+        if block.state is not OFFLOADED or (self.in_user_code and block.user_visible):
+            return False
+        short = block.size_bytes - account.free_bytes
+        if short > 0 and not self._can_free(short):
+            return False
+        self._waiting.popleft()
+        transitions.begin_prefetch(block)
+        return True
+
+    def _can_free(self, short: int) -> bool:
+        """Take the memory of queued offloads if that makes so many bytes free. Returns whether it does."""
+        takeable: list[Block] = []
+        more = short
+        for block in self._account.queued_offloads:
+            if not block.pins and block.copy_is_valid:
+                takeable.append(block)
+                more -= block.size_bytes
+                if more <= 0:
+                    break
+        else:
+            return False
+        for block in takeable:
+            short -= self._transitions.take_memory(block)
+        return short <= 0
+
+    # -- late prefetches
+
+    def note_late(self, coming: list[Block], seconds: float) -> None:
+        """Move those of `coming` that have landed to the late ones: a stage has waited so long for them."""
+        for block in [b for b in coming if b.state is ON_DEVICE]:
+            coming.remove(block)
+            self._late.append((block, seconds))
+
+    def take_late(self) -> list[tuple[Block, float]]:
+        """Return the late prefetches since the last call, see `Pager.take_late`."""
+        late, self._late = self._late, []
+        return late

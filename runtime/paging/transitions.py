@@ -28,93 +28,64 @@ updating     UPDATING     none      in use   who borrows it    end_update: now a
 dropped      DROPPED      none      none     training thread   renew: its stage has run again           dirty
 
 A block begins as dirty. One whose storage is dead is forgotten as soon as it is dirty, clean, queued, offloaded or dropped
-(`forget`). Only a block with a `source` is dropped: a stage that can run again and make its content anew.
-Two sets say more of a block than its state: `queued_offloads` holds those in the case "queued"; `reserved_for_host` holds blocks
-that are offloading, queued or offloaded and that the host's processor will update: no prefetch begins for them before, but a
-stage that needs one takes it. A stage holds a block from `pin` to `unpin`; it does not wait for the end of an offload.
+(`forget`). Only a block with a `source` is dropped: a stage that can run again and recompute its content.
+Two sets of the account say more of a block than its state: `queued_offloads` holds those in the case "queued";
+`reserved_for_host` holds blocks that are offloading, queued or offloaded and that the host's processor will update: no prefetch
+begins for them before, but a stage that needs one takes it. A stage holds a block from `pin` to `unpin`; it does not wait for the
+end of an offload.
 
 [Note: Queued offloads]
 A copy out that the device makes by itself (see [Note: Two kinds of time]) leaves its block OFFLOADING and queued: the pager
 may take its memory at any time, which makes the device wait for the copy, not the host. It does so where room is needed at
 once, and for a prefetch that nothing else can make room for; otherwise it waits until the copy has ended.
-
-[Note: Why a block leaves]
-reason       who asks                   method                      what happens to the bytes
-a plan       the recorder, at a stage   Pager.offload               copied to the plan's tier; the block stays if all are full
-pressure     a stage that is short      Pager.acquire, make_room    those with the furthest next use are copied (EvictionPolicy),
-                                                                    or dropped where a re-run is sooner (DropChoice)
-room ahead   an optimizer step, for     Pager.evict_until_free      as under pressure, but nobody waits
-             its next subgroup
-lending      an update by slices        Pager.lend                  copied; then read and written in the slot, slice by slice
-host update  HostUpdates, for blocks    Pager.reserve_for_host,     nothing is copied for it: a block in, or on its way to, the
-             that wait on the host      then Pager.lend_memory      host tier is updated there by the processor
-
-In each case the bytes go the same way. `BlockTransitions.begin_offload` calls `Mover.copy_out`, which gets a slot from
-`Tiers.place`. Then a block goes to a file, or to the host tier of the CPU, in threads: `BlockTransfers.write`, `Engine.write`,
-`Link.submit`; in an I/O thread `Store.write_piece` (for files `os.pwritev`) and `BlockTransitions._copied_out`. To the host tier
-of a GPU the device copies by itself: `HostCopies.queue`. `Mover.release` gives the memory back. The way in is the same with
-`begin_prefetch`, `Mover.copy_in`, `read` in place of `write`, `_copied_in` and `Mover.install`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import takewhile
 
 import torch
 
 from planner.errors import StorageError, StorageFullError
 from planner.schema import WaitingTier
-from runtime.paging.account import MemoryAccount
-from runtime.paging.block import DROPPED, OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, UPDATING, Block
-from runtime.paging.block_table import BlockTable
-from runtime.paging.copy_signal import CopySignal
-from runtime.paging.mover import Done, Mover
+from runtime.paging.block import DROPPED, OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, UPDATING, Block, State
+from runtime.paging.state import PagerState
 
 _SETTLED = (ON_DEVICE, OFFLOADED, DROPPED)
 
 
 class BlockTransitions:
-    """Moves blocks from state to state, see [Note: States of a block]. All calls with the pager's lock held.
+    """Moves blocks from state to state and counts them, see [Note: States of a block]. All calls with the pager's lock held.
 
     copy_ended: called after each copy, which may have freed memory.
-    queued_offloads: see [Note: Queued offloads]; in the order in which they were queued.
-    reserved_for_host: blocks that will be lent to the host's processor; no prefetch takes them before.
-    evictions: number of offloads that have begun, and of blocks that were dropped under pressure.
     """
 
-    def __init__(
-        self,
-        account: MemoryAccount,
-        table: BlockTable,
-        signal: CopySignal,
-        mover: Mover | None,
-        *,
-        copy_ended: Callable[[], None],
-    ) -> None:
-        self.queued_offloads: dict[Block, None] = {}
-        self.reserved_for_host: set[Block] = set()
-        self.evictions = 0
-        self._account = account
-        self._table = table
-        self._mover = mover
-        self._signal = signal
+    def __init__(self, state: PagerState, *, copy_ended: Callable[[], None]) -> None:
+        self._account = state.account
+        self._table = state.table
+        self._mover = state.mover
+        self._tiers = state.mover.tiers
+        self._signal = state.signal
+        self._queued = state.account.queued_offloads
         self._copy_ended = copy_ended
-
-    def need_mover(self) -> Mover:
-        """Return the mover. Raises StorageError if there is none."""
-        if self._mover is None:
-            raise StorageError(
-                "the model does not fit and there is nowhere to move blocks to; set the option storage to a directory"
-            )
-        return self._mover
 
     # -- a stage
 
+    def reserve(self, size_bytes: int) -> None:
+        """The stage that begins, or runs, will allocate so much; 0: it has ended."""
+        self._account.reserved_bytes = size_bytes
+
+    def note_peak(self) -> None:
+        """What counts now may be the most so far."""
+        account = self._account
+        total = account.used_bytes + account.reserved_bytes + account.fixed_bytes + account.external_bytes
+        if total > account.peak_bytes:
+            account.peak_bytes = total
+
     def pin(self, blocks: Sequence[Block]) -> None:
         """Hold blocks for a stage: those on the device stay there."""
-        if queued := self.queued_offloads:
+        if queued := self._queued:
             for block in blocks:
                 if block in queued:
                     self.keep(block)
@@ -139,6 +110,40 @@ class BlockTransitions:
                 block.version += 1
                 block.copy_is_valid, block.assumed_written = False, assumed
 
+    # -- blocks that count. State and counts change in one statement: where memory runs out, both do or none does
+
+    def begin(self, block: Block, storage: torch.UntypedStorage) -> None:
+        """A storage has become a block, which is ON_DEVICE."""
+        self._add(block)
+        try:
+            self._table.add(block, storage)
+        except BaseException:
+            self._remove(block)
+            raise
+        if block.user_visible:  # it was there when the region began, and so was counted as external
+            self._account.external_bytes = max(self._account.external_bytes - block.size_bytes, 0)
+
+    def _add(self, block: Block) -> None:
+        """A block is ON_DEVICE: it has become known, got memory, or keeps what was removed."""
+        account = self._account
+        used = account.used_bytes + block.size_bytes
+        account.here[block], block.state, account.used_bytes = None, ON_DEVICE, used
+
+    def _remove(self, block: Block, state: State = OFFLOADED) -> None:
+        """The memory of a block that is ON_DEVICE leaves, or is freed; the block is in `state` now."""
+        account = self._account
+        used, moves = account.used_bytes - block.size_bytes, account.moves + 1
+        block.state, account.used_bytes, account.moves, _ = state, used, moves, account.here.pop(block, None)
+
+    def _end_offload(self, block: Block) -> None:
+        """A block is no longer OFFLOADING but ON_DEVICE; its memory still counts, see `_remove`."""
+        account = self._account
+        block.state, account.offloading_bytes = ON_DEVICE, account.offloading_bytes - block.size_bytes
+
+    def _end_prefetch(self, block: Block) -> None:
+        """A block is no longer PREFETCHING but ON_DEVICE; its memory still counts, see `_remove`."""
+        block.state, self._account.prefetching_blocks = ON_DEVICE, self._account.prefetching_blocks - 1
+
     # -- out
 
     def begin_offload(self, block: Block, tier: WaitingTier | None = None) -> None:
@@ -150,18 +155,20 @@ class BlockTransitions:
         if held is None:  # a copy that has just ended was the last to hold it
             self.forget(block)
             return
-        self.evictions += 1
+        account = self._account
+        account.evictions += 1
         if block.copy_is_valid:
             self._release(block)
             return
-        self._account.begin_offload(block)
+        block.state, account.offloading_bytes = OFFLOADING, account.offloading_bytes + block.size_bytes
         try:
+            # The version is that of now: a write that overtakes the copy makes it void.
             done = partial(self._after_copy, block, partial(self._copied_out, block.version))
             queued = self._copy_out(block, tier, done)
             if queued:
-                self.queued_offloads[block], block.copy_is_valid = None, True
+                self._queued[block], block.copy_is_valid = None, True
         except BaseException:
-            self._account.end_offload(block)
+            self._end_offload(block)
             raise
         if queued:
             self._begin_waiting()
@@ -186,14 +193,14 @@ class BlockTransitions:
 
     def _settle(self, block: Block) -> None:
         """The copy of a block has ended, but what should have followed has failed: the block stays where it was."""
-        if block.state is OFFLOADING and block not in self.queued_offloads:
-            self._account.end_offload(block)
+        if block.state is OFFLOADING and block not in self._queued:
+            self._end_offload(block)
         elif block.state is PREFETCHING:
-            self._account.end_prefetch(block)
-            self._account.remove(block)
+            self._end_prefetch(block)
+            self._remove(block)
 
     def _copied_out(self, version: int, block: Block, error: StorageError | None) -> None:
-        self._account.end_offload(block)
+        self._end_offload(block)
         if error is not None:
             raise error
         block.copy_is_valid = block.version == version
@@ -211,19 +218,18 @@ class BlockTransitions:
 
         The memory is freed last: that cannot be undone if what follows fails.
         """
-        mover = self._mover or self.need_mover()
-        self._account.remove(block)
+        self._remove(block)
         try:
-            mover.release(block)
+            self._mover.release(block)
         except BaseException:
-            self._account.add(block)
+            self._add(block)
             raise
 
     def keep(self, block: Block) -> None:
         """If the block is a queued offload, let it stay on the device: it is needed there."""
-        if block in self.queued_offloads:
-            self._account.end_offload(block)
-            del self.queued_offloads[block]
+        if block in self._queued:
+            self._end_offload(block)
+            del self._queued[block]
 
     def take_memory(self, block: Block) -> int:
         """Take the memory of a queued offload. Returns its bytes; 0 if a stage holds it or it was written meanwhile."""
@@ -236,13 +242,12 @@ class BlockTransitions:
 
     # -- slots of blocks on the device
 
-    def _copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
-        mover = self.need_mover()
-        if tier is not None and not mover.has_room(block, tier):
+    def _copy_out(self, block: Block, tier: WaitingTier | None, done: Callable[[StorageError | None], None]) -> bool:
+        if tier is not None and not self._tiers.has_room(block, tier):
             self._drop_spare_copies(block, tier)
         while True:
             try:
-                return mover.copy_out(block, tier, done)
+                return self._mover.copy_out(block, tier, done)
             except StorageFullError:
                 if not self._drop_spare_copies(block):
                     raise
@@ -265,11 +270,12 @@ class BlockTransitions:
         return [b for b in self._table if b.state is ON_DEVICE and b.slot is not None]
 
     def _drop_copies(self, spare: Sequence[Block]) -> None:
-        mover = self.need_mover()
-        mover.wait_resident(spare)  # then nothing on the device reads from their slots any more
+        # Nothing on the device may read from a slot that others get. Computation waits for those reads, and later copies out
+        # wait for computation (rules 1 and 3).
+        self._mover.wait_resident(spare)
         for block in spare:
             block.copy_is_valid = block.assumed_written = False
-            mover.drop_copy(block)
+            self._tiers.free(block)
 
     # -- in
 
@@ -279,39 +285,42 @@ class BlockTransitions:
         if held is None:
             self.forget(block)
             return
-        account, mover = self._account, self._mover or self.need_mover()
+        account = self._account
         done = partial(self._after_copy, block, self._copied_in)
-        account.begin_prefetch(block)
+        account.here[block] = None
+        used, blocks, moves = account.used_bytes + block.size_bytes, account.prefetching_blocks + 1, account.moves + 1
+        block.state, account.used_bytes, account.prefetching_blocks, account.moves = PREFETCHING, used, blocks, moves
         try:
-            if not mover.copy_in(block, done):
+            self.note_peak()
+            if not self._mover.copy_in(block, done):
                 return
-            account.end_prefetch(block)  # the device copies it in by itself, before anything that it does later
+            self._end_prefetch(block)  # the device copies it in by itself, before anything that it does later
             try:
-                mover.install(block)
+                self._mover.install(block)
             except Exception as failure:
-                account.remove(block)
+                self._remove(block)
                 self._signal.fail(failure)
         except StorageError as failure:
             done(failure)  # not raised: this may be an I/O thread that has ended another copy
         except BaseException:
-            account.end_prefetch(block)
-            account.remove(block)
+            self._end_prefetch(block)
+            self._remove(block)
             raise
 
     def _copied_in(self, block: Block, error: StorageError | None) -> None:
-        self._account.end_prefetch(block)
+        self._end_prefetch(block)
         try:
             if error is not None:
                 raise error
-            self.need_mover().install(block)
+            self._mover.install(block)
         except BaseException:
-            self._account.remove(block)
+            self._remove(block)
             raise
 
-    # -- dropped, and made anew
+    # -- dropped, and recomputed
 
     def drop(self, block: Block) -> None:
-        """Free the memory of a block that is ON_DEVICE or queued, and its slot: its source makes it anew."""
+        """Free the memory of a block that is ON_DEVICE or queued, and its slot: its source recomputes it."""
         self.keep(block)
         held = block.storage()  # its memory is freed here, not when a copy that has just ended lets go of it
         if held is None:
@@ -320,30 +329,34 @@ class BlockTransitions:
         if block.tier is not None:
             self._drop_copies([block])
         block.copy_is_valid = block.assumed_written = False
-        self._account.remove(block, DROPPED)
+        self._remove(block, DROPPED)
         try:
-            self.need_mover().discard(block)
+            self._mover.release(block)
         except BaseException:
-            self._account.add(block)
+            self._add(block)
             raise
         self._copy_ended()
+
+    def drop_for_room(self, block: Block) -> None:
+        """Drop a block in place of an offload."""
+        self._account.evictions += 1
+        self.drop(block)
 
     def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
         """Give a block that is DROPPED the memory of `fresh`, which holds its content."""
         self.write(block)
-        self._account.add(block)
+        self._add(block)
         try:
-            self.need_mover().renew(block, fresh)
+            self._mover.install(block, fresh)
         except BaseException:
-            self._account.remove(block, DROPPED)
+            self._remove(block, DROPPED)
             raise
 
     # -- changes in the slot
 
     def begin_update(self, blocks: Sequence[Block]) -> None:
         """Lend the slots of blocks that are OFFLOADED: all of them, or none if that fails."""
-        for block in blocks:
-            self.need_mover().invalidate_mapping(block)
+        self._mover.invalidate(blocks)
         for block in blocks:
             self._account.here[block] = None
         for block in blocks:
@@ -357,18 +370,27 @@ class BlockTransitions:
                 block.version, block.updates, block.state = version, updates, OFFLOADED
                 self._account.here.pop(block, None)
 
+    def reserve_for_host(self, blocks: Sequence[Block]) -> None:
+        """No prefetch takes these blocks until `end_reservation`."""
+        self._account.reserved_for_host |= set(blocks)
+
+    def end_reservation(self, blocks: Sequence[Block]) -> None:
+        """Undo `reserve_for_host`, and begin the prefetches that have waited. The training thread hears of errors."""
+        self._account.reserved_for_host.difference_update(blocks)
+        self._begin_waiting()
+
     # -- the end
 
     def forget(self, block: Block) -> None:
         """Drop a block that is dead or was replaced, and free its slot; later if a copy or an update still uses it."""
-        if block in self.queued_offloads:
+        if block in self._queued:
             self.keep(block)
         if block.state not in _SETTLED or not self._table.holds(block):
             return
         account = self._account
         left, moves = account.used_bytes - (block.size_bytes if block.state is ON_DEVICE else 0), account.moves + 1
         account.here.pop(block, None)
-        if self._mover is not None and block.span is not None:
+        if block.span is not None:
             self._mover.forget(block)
         self._table.remove(block)
         account.used_bytes, account.moves = left, moves
@@ -376,9 +398,7 @@ class BlockTransitions:
 
     def sweep(self) -> None:
         """Take the memory of queued offloads whose copy has ended, and forget dead blocks."""
-        if self._mover is not None:
-            self._mover.poll()
-        for block in list(takewhile(self._mover.finished, self.queued_offloads)) if self._mover is not None else ():
+        for block in self._mover.finished(self._queued):
             self.take_memory(block)
         for block in self._table.dead():
             self.forget(block)

@@ -40,7 +40,7 @@ class PlanCursor:
     def follow(self, schedule: StageSchedule | None, blocks: dict[int, Block]) -> None:
         """Apply a plan from the next region on; None for no plan. blocks: the persistent blocks by their trace id."""
         self.schedule, self._by_id, self._next_region = schedule, dict(blocks), 0
-        self._pager.assign_trace_ids({block: trace_id for trace_id, block in blocks.items()})
+        self._pager.record(ids={block: trace_id for trace_id, block in blocks.items()})
 
     def change(self, schedule: StageSchedule, due: Sequence[int]) -> None:
         """Apply another plan for the same blocks, between two iterations. due: trace ids of blocks to prefetch now."""
@@ -57,7 +57,7 @@ class PlanCursor:
     def replace(self, before: Block, after: Block) -> None:
         """Transfer the planned moves of `before`, which is gone, to `after`, which has replaced it."""
         if self.knows(before) and before.size_bytes == after.size_bytes:
-            self._pager.assign_trace_ids({after: before.trace_id})
+            self._pager.record(ids={after: before.trace_id})
             self._by_id[after.trace_id] = after
 
     def adopt(self, planned: Iteration, ids: Mapping[Block, int], latest: Iteration) -> None:
@@ -75,7 +75,7 @@ class PlanCursor:
                 if same and ids.get(old) in gone and not new.dead:
                     adopted[new] = ids[old]
         self._by_id.update({number: block for block, number in adopted.items()})
-        self._pager.assign_trace_ids(adopted)
+        self._pager.record(ids=adopted)
 
     def recognise(self, made: Sequence[Block], first: int) -> dict[Block, int]:
         """Return the trace ids of new blocks, by their ordinals in the region. first: ordinal of the first of them."""

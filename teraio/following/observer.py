@@ -86,7 +86,7 @@ class IterationObserver:
         done = self.recorder.iteration_ends(with_last_region=with_last_region)
         if done.timed or not self.plan.ran_as_planned:  # else its uses are those of the one before
             uses = done.uses()
-            self._pager.record_uses(uses)
+            self._pager.record(uses=uses)
             done.held = frozenset([block for block in uses if block.storage() is not None])
         self._pager.iteration = self.recorder.iteration_number
         self.plan.iteration_ends()
@@ -94,7 +94,7 @@ class IterationObserver:
 
     def replace(self, before: Block, after: Block) -> None:
         """Transfer the recorded uses and the planned moves of `before`, which is gone, to `after`, which has replaced it."""
-        self._pager.record_uses({after: before.uses})
+        self._pager.record(uses={after: before.uses})
         self.plan.replace(before, after)
 
     # -- when blocks are used next
@@ -104,7 +104,7 @@ class IterationObserver:
         before = self.recorder.previous_region
         known = before.made[first : first + len(made)] if before is not None else ()
         uses = {block: same.uses for block, same in zip(made, known, strict=False)}
-        self._pager.record_uses(uses, self.plan.recognise(made, first))
+        self._pager.record(uses=uses, ids=self.plan.recognise(made, first))
 
     def _until_next_uses(self, run: StageRun, position: int) -> Sequence[int]:
         """Return the number of stages until the next use of each block that a stage has read, then of each that it has made.

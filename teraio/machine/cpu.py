@@ -10,9 +10,9 @@ from typing import Literal
 import psutil
 
 from planner.errors import OptionsError, UnsupportedError
-from runtime.cpu import CpuMemory, CpuMover, system_tells
+from runtime.cpu import CheckedCpuMover, CpuMemory, CpuMover, system_tells
 from runtime.device import CpuDevice
-from runtime.paging import Debug, StorageOwnership, Tiers
+from runtime.paging import Mover, StorageOwnership, Tiers
 from runtime.storage import HostStore, Store
 from runtime.system import host_limits
 from runtime.transfer import Engine, cpu_candidates
@@ -41,16 +41,11 @@ def open_cpu(options: Options, measured: MeasuredPaths, ownership: StorageOwners
         tiers = list(_open_tiers(options, measured, undo))
         memory = CpuMemory()  # after the tiers, so that measuring them leaves no free pages in its pool
         budget = _budget(options) if tiers else None
-        debug = Debug() if options.debug else None
-        mover: CpuMover | None = None
-        if tiers:
-            lower = Tiers([opened.tier for opened in tiers])
-            mover = CpuMover(memory, lower, debug=debug, keep_slots=_can_keep_slots(options), ownership=ownership)
-            undo.callback(mover.close)
+        mover = _open_mover(options, memory, tiers, ownership, undo) if tiers else None
         undo.callback(memory.stand_back)
         opened = MachineTiers(
             name=f"{platform.node()} cpu",
-            device=CpuDevice(),
+            device=CpuDevice(memory.trim),
             device_memory_bytes=psutil.virtual_memory().total,
             memory=memory,
             budget_bytes=budget,
@@ -60,6 +55,16 @@ def open_cpu(options: Options, measured: MeasuredPaths, ownership: StorageOwners
             undo=undo.pop_all(),
         )
     return opened
+
+
+def _open_mover(
+    options: Options, memory: CpuMemory, opened: list[OpenTier], ownership: StorageOwnership, undo: ExitStack
+) -> Mover:
+    tiers = Tiers([each.tier for each in opened], ownership=ownership, mapped=not _can_keep_slots(options))
+    undo.callback(tiers.close)
+    mover = CpuMover(memory, tiers, poison=options.debug)
+    checks = options.checksums or options.debug
+    return CheckedCpuMover(mover, memory, debug=options.debug) if checks else mover
 
 
 def _can_keep_slots(options: Options) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 import planner
 from runtime.cuda import CudaStreams, StreamMover, computing, cuda_candidates, measure_host_links
-from runtime.paging import Debug, StorageOwnership, Tier, Tiers
+from runtime.paging import CheckedMover, StorageOwnership, Tier, Tiers
 from runtime.storage import Extent, HostStore, Store
 from runtime.system import CudaPinner, pci_address, processors_near
 from runtime.transfer import Engine, LinkRates, TorchMemory
@@ -69,7 +69,7 @@ def open_cuda(
         store = _open_slab(host_bytes, device, undo) if host_bytes is not None else None
         storage = _open_storage(options, device, measured, undo) if options.storage else None
         tiers: list[OpenTier] = [storage] if storage is not None else []
-        mover = _open_mover(streams, store, tiers, Debug() if options.debug else None, ownership, undo)
+        mover = _open_mover(streams, store, tiers, ownership, undo, poison=options.debug)
         if store is not None and mover is not None:
             tiers.insert(0, _host_tier(streams, store, mover))
         if budget is not None:
@@ -81,7 +81,7 @@ def open_cuda(
             memory=streams,
             measured_runs=_MEASURED_RUNS,
             budget_bytes=budget,
-            mover=mover,
+            mover=CheckedMover(mover, mover.read) if mover is not None and options.debug else mover,
             tiers=tiers,
             shared=_shared(tiers),
             allocator=streams,
@@ -96,9 +96,10 @@ def _open_mover(
     streams: CudaStreams,
     store: HostStore | None,
     drives: Sequence[OpenTier],
-    debug: Debug | None,
     ownership: StorageOwnership,
     undo: ExitStack,
+    *,
+    poison: bool,
 ) -> StreamMover | None:
     """Return the mover over the host tier and the drives; None if there is neither."""
     tiers = [Tier(name="host", store=store, engine=None)] if store is not None else []
@@ -106,7 +107,7 @@ def _open_mover(
     if not tiers:
         return None
     address_of, in_reach = (store.address_of, store.pinned) if store is not None else (_no_host_tier, False)
-    mover = StreamMover(streams, Tiers(tiers), address_of, in_reach=in_reach, debug=debug, ownership=ownership)
+    mover = StreamMover(streams, Tiers(tiers, ownership=ownership), address_of, in_reach=in_reach, poison=poison)
     undo.callback(mover.close)
     return mover
 

@@ -95,7 +95,7 @@ class HostUpdate:
         Returns False, and begins nothing, unless all its blocks are in the host tier or on their way there. From then on no
         prefetch takes the blocks away before the update has run, or `give_up` is called.
         """
-        if not self._blocks or not self._pager.reserve_for_host(self._blocks):
+        if not self._blocks or not self._pager.lending.reserve_for_host(self._blocks):
             return False
         self._result = thread.submit(self.run, self._pager.device.mark())
         return True
@@ -113,7 +113,7 @@ class HostUpdate:
     def give_up(self) -> None:
         """Update nothing, since the step has failed. If the update runs already, wait until it has ended."""
         if self._result.cancel():
-            self._pager.give_back(self._blocks)
+            self._pager.lending.give_back(self._blocks)
         elif self._result.exception() is None:
             self.seconds()
 
@@ -122,7 +122,7 @@ class HostUpdate:
     def run(self, device_passed: Mark) -> float | None:
         """Run the update. Return the seconds that the processor took; None if the blocks do not get to the host tier."""
         device_passed.wait()  # user code may have had the device change gradients where they wait
-        addresses = self._pager.lend_memory(self._blocks)
+        addresses = self._pager.lending.lend_memory(self._blocks)
         if addresses is None:
             return None
         began = time.perf_counter()
@@ -130,7 +130,7 @@ class HostUpdate:
             with annotate("update", lambda: f"{first_of([block.name for block in self._blocks])} on the host"):
                 self.update(dict(zip(self._blocks, addresses, strict=True)))
         finally:
-            self._pager.give_back(self._blocks)
+            self._pager.lending.give_back(self._blocks)
         return time.perf_counter() - began
 
     def update(self, address_of: Mapping[Block, int]) -> None:
@@ -174,7 +174,7 @@ class HostUpdates:
             with annotate("wait", "for an update on the host"):
                 return update.seconds()
         finally:
-            self._pager.add_waited(time.perf_counter() - began)
+            self._pager.account.waited_seconds += time.perf_counter() - began
 
     def close(self) -> None:
         """Wait until no update runs any more."""

@@ -213,7 +213,7 @@ class ManagedOptimizers:
 
     def _count_small_states(self) -> None:
         """States that are no blocks stay on the device, of all optimizers together, and so do buckets of gradients."""
-        self._pager.fixed_bytes = sum(managed.states.small_bytes for managed in self) + self.buckets.size_bytes
+        self._pager.account.fixed_bytes = sum(managed.states.small_bytes for managed in self) + self.buckets.size_bytes
 
 
 class OptimizerStates:
@@ -291,7 +291,7 @@ class OptimizerStates:
         held = holder_of(value)
         storage = held.untyped_storage()
         whole = held.nbytes == storage.nbytes() and moves(held.nbytes)
-        return whole and not storage.resizable() and not storage.is_shared() and not self._pager.can_leave(value)
+        return whole and not storage.resizable() and not storage.is_shared() and not self._pager.make_movable(value)
 
     def count(self) -> None:
         """Count the bytes of states that are no blocks."""

@@ -175,8 +175,8 @@ def lent_slices(
             block = pager.known_block(tensor)
             if block is None:
                 raise StorageError("a state is updated by slices but is no block; this is a bug in teraio, please report it")
-            pager.lend([block])
-            lent.callback(pager.give_back, [block])
+            pager.lending.lend([block])
+            lent.callback(pager.lending.give_back, [block])
             states[name] = tensor, block
         yield SlicedUpdate(pager, facts, owned, plan, states)
 
@@ -303,7 +303,7 @@ class _Ring:
         for name, dtype in self._plan.states.items():
             if name not in self._plan.fresh:
                 memory = self._bytes(number, begin, name)
-                copies.append(self._pager.read_range(self._blocks[name], begin * dtype.itemsize, memory))
+                copies.append(self._pager.lending.copy_range(self._blocks[name], begin * dtype.itemsize, memory, to_slot=False))
 
     def take(self, number: int, begin: int) -> dict[str, Tensor]:
         """Return the slices of all states. Waits until they are read."""
@@ -316,7 +316,7 @@ class _Ring:
         copies = self._writing[number] = []
         for name, dtype in self._plan.states.items():
             memory = self._bytes(number, begin, name)
-            copies.append(self._pager.write_range(self._blocks[name], begin * dtype.itemsize, memory))
+            copies.append(self._pager.lending.copy_range(self._blocks[name], begin * dtype.itemsize, memory, to_slot=True))
 
     def finish(self) -> None:
         """Wait until all slices are written."""

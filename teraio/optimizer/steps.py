@@ -260,7 +260,7 @@ class _WholeSteps:
         annotation.__enter__()
 
     def _fits(self, needed: int, what: str) -> bool:
-        budget = self._pager.budget_bytes
+        budget = self._pager.account.budget_bytes
         if budget is None or needed <= budget:
             return True
         if self._pager.device.asynchronous:

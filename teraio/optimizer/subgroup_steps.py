@@ -210,7 +210,7 @@ class _SubgroupStep:
         rates, pager = self.by.rates, self.by.pager
         if rates is None or subgroup.dtype is None:
             return None
-        if subgroup.slicing is not None and not pager.waits_in_host_tier(subgroup.states):
+        if subgroup.slicing is not None and not pager.lending.waits_in_host_tier(subgroup.states):
             return None  # no plan would move its states there
         for parameter in (self.step.parameters[number].tensor for number in subgroup.numbers):
             block = pager.known_block(parameter)

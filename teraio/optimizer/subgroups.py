@@ -140,7 +140,7 @@ class Subgroups:
             room, others = self._room_bytes(), self._others_bytes(step)
             known = self._cut_again(step, self._sizes.choose(step.facts, step.sizes, room, self._pager, others_bytes=others))
         subgroups = self._subgroups(step, known)
-        budget = self._pager.budget_bytes
+        budget = self._pager.account.budget_bytes
         if budget is not None and self.smallest_budget(subgroups)[0] > budget:
             known = self._cut_again(step, 0)
             subgroups = self._subgroups(step, known)
@@ -221,7 +221,7 @@ class Subgroups:
     # -- sizes
 
     def _immovable_bytes(self) -> int:
-        return self._pager.unmoved_bytes + sum(block.size_bytes for block in self._pager.blocks if block.span is None)
+        return self._pager.account.unmoved_bytes + sum(block.size_bytes for block in self._pager.blocks if block.span is None)
 
     def _can_leave(self, size_bytes: int) -> bool:
         return self._pager.can_move and moves(size_bytes)
@@ -242,7 +242,7 @@ class Subgroups:
 
     def _room_bytes(self) -> int | None:
         """Return what the budget leaves for blocks that can leave; None without a budget."""
-        budget = self._pager.budget_bytes
+        budget = self._pager.account.budget_bytes
         return None if budget is None else budget - self._immovable_bytes()
 
 

@@ -74,7 +74,7 @@ class BackgroundPlanner:
                 taken[block.tier] += block.slot.size_bytes
         host, storage = self._machine.host_bytes, self._options.storage_budget
         return planner.Budgets(
-            device_bytes=self._pager.budget_bytes or 0,
+            device_bytes=self._pager.account.budget_bytes or 0,
             host_bytes=None if host is None else max(host - taken["host"], 0),
             storage_bytes=None if storage is None else max(storage - taken["storage"], 0),
         )

@@ -59,7 +59,7 @@ class WarmStart:
         kept = self._kept
         if kept is None or not iteration.regions or not iteration.complete:
             return None
-        profile = recognise(kept.trace, iteration, fixed_bytes=self._pager.unmoved_bytes)
+        profile = recognise(kept.trace, iteration, fixed_bytes=self._pager.account.unmoved_bytes)
         if profile is None:
             return None
         self._kept = None

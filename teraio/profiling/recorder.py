@@ -53,7 +53,7 @@ class IterationRecorder:
 
     def _host_waited(self) -> float:
         """Seconds so far in which the host waited and the device was idle. 0 for an asynchronous device."""
-        return 0.0 if self._device.asynchronous else self._pager.waited_seconds
+        return 0.0 if self._device.asynchronous else self._pager.account.waited_seconds
 
     @property
     def iteration_number(self) -> int:

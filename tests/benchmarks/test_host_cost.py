@@ -22,18 +22,18 @@ def moving(request: pytest.FixtureRequest) -> Iterator[IdleStages | IdleTraining
 def test_an_iteration_moves_what_is_planned(moving: IdleStages | IdleTraining) -> None:
     pager = moving.pager
     moving.iterate()
-    before, pager.account.peak_bytes = pager.evictions, 0
+    before, pager.account.peak_bytes = pager.account.evictions, 0
     moving.iterate()
-    assert pager.evictions - before == len(moving.moves) >= 1900
-    assert pager.budget_bytes is not None and 0 < pager.peak_bytes <= pager.budget_bytes
-    assert pager.waited_seconds == 0
+    assert pager.account.evictions - before == len(moving.moves) >= 1900
+    assert pager.account.budget_bytes is not None and 0 < pager.account.peak_bytes <= pager.account.budget_bytes
+    assert pager.account.waited_seconds == 0
 
 
 def test_blocks_that_no_stage_uses_wait_away(moving: IdleStages | IdleTraining) -> None:
     other = type(moving)(2500, moving=False)
     other.iterate()
     assert sum(block.state is State.OFFLOADED for block in other.pager.blocks) >= 500
-    assert other.pager.evictions >= 500
+    assert other.pager.account.evictions >= 500
     other.close()
 
 

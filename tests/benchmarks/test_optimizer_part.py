@@ -27,7 +27,7 @@ from benchmarks.variants import peak_bytes
 from examples.llama import LlamaConfig
 from examples.training import Report, Setting, Step, Training
 from planner import Block, Budgets, Hardware, Link, Plan, Stage, Subgroup, Trace, plan, simulate
-from runtime.paging.block import State
+from runtime.paging import State
 from teraio.registry import REGISTRY
 
 LAYERS = 4

@@ -59,7 +59,7 @@ class SyncChecked:
 
     def _waited(self) -> float:
         (pager,) = pagers()
-        return pager.waited_seconds
+        return pager.account.waited_seconds
 
 
 @pytest.fixture

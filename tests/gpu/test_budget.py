@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import teraio
-from runtime.paging.block import Block, State
+from runtime.paging import Block, State
 
 from ..training import compiled, pagers
 from .training import GPU_SCALE, STEPS, Case, Perceptron, Run, Scale, Transformer, check_equal, needs_gpu, train

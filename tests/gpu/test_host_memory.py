@@ -64,7 +64,7 @@ def test_an_update_waits_for_the_copies_of_its_slot(bench: Bench, left: str) -> 
     tensor, block = bench.block(7)
     bench.keep_busy(Lane.OUTWARD)
     bench.pager.offload(block)
-    assert bench.pager.reserve_for_host([block])
+    assert bench.pager.lending.reserve_for_host([block])
     bench.pager.device.mark().wait()
     bench.pager.acquire([], 2 * SIZE, "a stage that needs room")
     bench.pager.retire([], [])
@@ -76,13 +76,13 @@ def test_an_update_waits_for_the_copies_of_its_slot(bench: Bench, left: str) -> 
         bench.pager.retire([block], [])
         bench.pager.acquire([], 2 * SIZE, "another stage that needs room")
         bench.pager.retire([], [])
-    addresses = bench.pager.lend_memory([block])
+    addresses = bench.pager.lending.lend_memory([block])
     assert addresses is not None
     assert set(ctypes.string_at(addresses[0], SIZE)) == {7}, "what the copy has brought"
     ctypes.memset(addresses[0], 9, SIZE)
     torch.cuda.synchronize(DEVICE)
     assert set(ctypes.string_at(addresses[0], SIZE)) == {9}, "no copy has come later"
-    bench.pager.give_back([block])
+    bench.pager.lending.give_back([block])
     if left == "and came back":
         assert set(found.cpu().numpy().tobytes()) == {7}, "no copy has read what was written later"
 

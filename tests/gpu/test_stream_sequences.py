@@ -16,7 +16,7 @@ import torch
 from runtime.cuda import CudaStreams
 from runtime.cuda.storage_paths import CudaCopier
 from runtime.device import Lane
-from runtime.paging.tiers import Tier
+from runtime.paging import Tier
 from runtime.storage import HostStore, StagedStore
 from runtime.system import CudaPinner
 from runtime.transfer import Engine, TorchMemory
@@ -95,7 +95,7 @@ def test_any_sequence(seed: int, tiers: Sequence[str], host: HostStore, files: T
     machine = CudaMachine(seed, budget_blocks=random.Random(seed).randint(4, 7), tiers=tiers, host=host, files=files)
     try:
         machine.run(15)
-        assert machine.pager.evictions > 20
+        assert machine.pager.account.evictions > 20
     finally:
         machine.pager.bring_back_all()  # the I/O threads must be idle before their engine closes
         machine.tensors.clear()

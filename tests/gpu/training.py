@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import teraio
-from runtime.paging.block import State
+from runtime.paging import State
 
 from ..training import begin, blocks, forget
 

@@ -15,10 +15,7 @@ import torch
 
 from runtime.cuda import StreamMover
 from runtime.device import CpuDevice, DeviceMemoryError, Lane
-from runtime.paging.block import Block, State
-from runtime.paging.debug import Debug
-from runtime.paging.pager import Pager
-from runtime.paging.tiers import Tier, Tiers
+from runtime.paging import Block, CheckedMover, Pager, State, Tier, Tiers
 from runtime.storage import Extent, RangeCopy
 
 SLICES = 4
@@ -29,6 +26,7 @@ class Allocator(CpuDevice):
     """What the pager asks of the device's allocator; of other memory on the device it knows nothing."""
 
     def __init__(self, streams: Any) -> None:
+        super().__init__(streams.trim)
         self._streams = streams
 
     def give_back_memory(self) -> None:
@@ -60,9 +58,11 @@ class Machine(ABC):
         self.device = device
         self.unit = unit
         self.lends = lends
-        self.debug = Debug() if debug else None
-        self.mover = StreamMover(device, Tiers(tiers), host_address, debug=self.debug)
-        self.pager = Pager(mover=self.mover, budget_bytes=budget_blocks * unit, condition=condition, device=Allocator(device))
+        self.mover = StreamMover(device, Tiers(tiers), host_address, poison=debug)
+        self.checked = CheckedMover(self.mover, self.mover.read) if debug else None
+        self.pager = Pager(
+            mover=self.checked or self.mover, budget_bytes=budget_blocks * unit, condition=condition, device=Allocator(device)
+        )
         self.budget_blocks = budget_blocks
         self.tiers = [tier.name for tier in tiers]
         self.tensors: dict[Block, torch.Tensor] = {}
@@ -168,7 +168,7 @@ class Machine(ABC):
             self.make(visible=self.draw.random() < 0.4)
         self.pager.retire(read, written)
         for block in read:
-            block.next_use = self.pager.clock + self.draw.randint(-3, 12)
+            block.next_use = self.pager.account.clock + self.draw.randint(-3, 12)
 
     def find_memory(self, held: Sequence[Block]) -> None:
         """Where the allocator has no memory for the stage that holds these blocks, let the pager make room in one piece."""
@@ -200,7 +200,7 @@ class Machine(ABC):
         for block in self.pick(1):
             self.renew([block])
             self.pager.advance_clock()
-            self.pager.lend([block])
+            self.pager.lending.lend([block])
             self.pager.acquire([], self.unit, "update", then_fetch=self.pick(2))
             self.find_memory([])
             area = self.device.allocate(self.unit)
@@ -212,22 +212,22 @@ class Machine(ABC):
                     writes[number - 2].wait()
                 begin = number * self.unit // SLICES
                 buffer = memory[number % 2 * self.unit // SLICES :][: self.unit // SLICES]
-                self.pager.read_range(block, begin, buffer).wait()
+                self.pager.lending.copy_range(block, begin, buffer, to_slot=False).wait()
                 self.queue_check(Lane.COMPUTE, buffer, before, f"slice {number} of {block.name}")
                 self.queue_fill(Lane.COMPUTE, buffer, value)
-                writes.append(self.pager.write_range(block, begin, buffer))
+                writes.append(self.pager.lending.copy_range(block, begin, buffer, to_slot=True))
                 self.time_passes()
             for write in writes:
                 write.wait()
             self.expected[block] = value
             del memory, area, buffer
             self.pager.retire([], [])
-            self.pager.give_back([block])
+            self.pager.lending.give_back([block])
 
     def set_aside(self) -> None:
         """Let the host's processor update some blocks later, as `HostUpdates.begin` does."""
         blocks = [block for block in self.pick(2) if not any(block in waiting for waiting, _, _ in self.host_work)]
-        if blocks and self.pager.reserve_for_host(blocks):
+        if blocks and self.pager.lending.reserve_for_host(blocks):
             self.host_work.append((blocks, [self.tensors[block] for block in blocks], self.device.record(Lane.COMPUTE)))
 
     def update_on_host(self) -> None:
@@ -236,7 +236,7 @@ class Machine(ABC):
             return
         blocks, _, device_passed = self.host_work.popleft()
         device_passed.wait()
-        addresses = self.pager.lend_memory(blocks)
+        addresses = self.pager.lending.lend_memory(blocks)
         if addresses is None:
             return
         for block, address in zip(blocks, addresses, strict=True):
@@ -250,7 +250,7 @@ class Machine(ABC):
                 self.wrong.append(f"the device left {found} instead of {value} where the host updates {block.name}")
             if before is not None:
                 self.expected[block] = value
-        self.pager.give_back(blocks)
+        self.pager.lending.give_back(blocks)
 
     def hint(self) -> None:
         leaving = []
@@ -284,7 +284,7 @@ class Machine(ABC):
         pager = self.pager
         with pager.condition:
             on_device = sum(b.size_bytes for b in pager.table if b.state not in (State.OFFLOADED, State.DROPPED))
-            assert pager.used_bytes == on_device <= self.budget_blocks * self.unit
+            assert pager.account.used_bytes == on_device <= self.budget_blocks * self.unit
         assert not self.wrong, self.wrong
 
     def finish(self) -> None:

@@ -7,16 +7,14 @@ import ctypes
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from planner.errors import StorageError, StorageIOError
 from planner.schema import WaitingTier
-from runtime.device import Span
-from runtime.paging.block import Block, State
-from runtime.paging.mover import Done
-from runtime.paging.pager import Pager
+from runtime.device import CpuDevice, Span
+from runtime.paging import Block, Done, Pager, State, Tiers
 
 UNIT = 16
 """Sizes are multiples of this many bytes."""
@@ -47,63 +45,66 @@ class EndedRange:
         """It has ended."""
 
 
+class MemoryTiers(Tiers):
+    """The slots of a `MemoryMover`: there is room for all. Logs what is asked of it."""
+
+    def __init__(self, mover: MemoryMover) -> None:
+        super().__init__(())
+        self.mover = mover
+
+    def __len__(self) -> int:
+        return 1
+
+    def has_room(self, block: Block, wanted: WaitingTier) -> bool:
+        return True
+
+    def free(self, block: Block) -> None:
+        assert block not in self.mover.away, f"the only copy of {block} is dropped"
+        self.mover.slots.pop(block, None)
+        self.mover.log.append(f"drop {block.name}")
+
+    def host_address(self, block: Block) -> int | None:
+        """Return the address of the storage, which stands for the slot."""
+        storage = block.storage() if block.tier == "host" else None
+        return storage.data_ptr() if storage is not None else None
+
+    def prioritize(self, block: Block) -> None:
+        self.mover.log.append(f"prioritize {block.name}")
+
+    def check(self) -> None:
+        if self.mover.stuck is not None:
+            raise self.mover.stuck
+
+
 class MemoryMover:
     """A `Mover` whose slots are bytes. While a block is away, its storage stands for its slot, as with mapped files."""
 
-    keeps_mappings = True
-
     def __init__(self) -> None:
+        self.tiers = MemoryTiers(self)
         self.flying: list[Copy] = []
         self.slots: dict[Block, bytes] = {}
         self.away: set[Block] = set()
         self.dropped: set[Block] = set()
         self.arrived: dict[Block, bytes] = {}
         self.log: list[str] = []
-        self.spare_bytes: int | None = None
         self.refuse: Exception | None = None
         self.fail_copies: list[StorageError | None] = []
         self.stuck: StorageError | None = None
 
-    def span(self, storage: torch.UntypedStorage) -> Span | None:
+    def span(self, storage: torch.UntypedStorage, *, adopt: bool = False) -> Span | None:
+        if adopt:
+            self.log.append("adopt")
         return None if storage.nbytes() % (2 * UNIT) else Span(0, storage.nbytes())
 
-    def is_same(self, block: Block, storage: torch.UntypedStorage) -> bool:
-        return storage.data_ptr() == block.address
-
-    def maybe_replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        return blocks
-
-    def adopt(self, storage: torch.UntypedStorage) -> None:
-        self.log.append("adopt")
-
-    def trim(self, spare_bytes: int) -> None:
-        self.spare_bytes = spare_bytes
+    def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        return [b for b in blocks if (s := b.storage()) is not None and (s.data_ptr(), s.nbytes()) != (b.address, b.size_bytes)]
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def has_room(self, block: Block, tier: WaitingTier) -> bool:
-        return True
-
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> None:
         block.tier = tier or "host"
         self._begin(block, "out", done)
-
-    def discard(self, block: Block) -> None:
-        assert block not in self.away and block not in self.slots, f"{block} is dropped, but it has a slot"
-        self.dropped.add(block)
-        _fill(block, bytes([0xFB]) * block.size_bytes)
-        self.log.append(f"discard {block.name}")
-
-    def renew(self, block: Block, fresh: torch.UntypedStorage) -> None:
-        self.dropped.remove(block)
-        _fill(block, bytes(fresh))
-        self.log.append(f"renew {block.name}")
-
-    def drop_copy(self, block: Block) -> None:
-        assert block not in self.away, f"the only copy of {block} is dropped"
-        self.slots.pop(block, None)
-        self.log.append(f"drop {block.name}")
 
     def copy_in(self, block: Block, done: Done) -> None:
         assert block in self.away, f"{block} is read, but it is not away"
@@ -120,31 +121,33 @@ class MemoryMover:
         self.flying.append(Copy(block, storage, kind, done))
 
     def release(self, block: Block) -> None:
-        _fill(block, self.slots[block])
-        self.away.add(block)
+        if block.state is State.DROPPED:
+            assert block not in self.away and block not in self.slots, f"{block} is dropped, but it has a slot"
+            self.dropped.add(block)
+            _fill(block, bytes([0xFB]) * block.size_bytes)
+            self.log.append(f"discard {block.name}")
+        else:
+            _fill(block, self.slots[block])
+            self.away.add(block)
 
-    def install(self, block: Block) -> None:
-        _fill(block, self.arrived.pop(block))
-        self.away.discard(block)
+    def install(self, block: Block, fresh: torch.UntypedStorage | None = None) -> None:
+        if fresh is not None:
+            self.dropped.remove(block)
+            _fill(block, bytes(fresh))
+            self.log.append(f"renew {block.name}")
+        else:
+            _fill(block, self.arrived.pop(block))
+            self.away.discard(block)
 
-    def finished(self, block: Block) -> bool:
-        return True
+    def finished(self, blocks: Iterable[Block]) -> list[Block]:
+        return list(blocks)
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:
         """Nothing to wait for: copies have ended when they are installed."""
 
-    def poll(self) -> None:
-        """Nothing to free: copies free what they hold when they end."""
-
-    def close(self) -> None:
-        self.log.append("close")
-
-    def read_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> EndedRange:
-        memory.copy_(self._part(block, begin_bytes, memory))
-        return EndedRange()
-
-    def write_range(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> EndedRange:
-        self._part(block, begin_bytes, memory).copy_(memory)
+    def copy_range(self, block: Block, begin_bytes: int, memory: torch.Tensor, *, to_slot: bool) -> EndedRange:
+        part = self._part(block, begin_bytes, memory)
+        part.copy_(memory) if to_slot else memory.copy_(part)
         return EndedRange()
 
     def _part(self, block: Block, begin_bytes: int, memory: torch.Tensor) -> torch.Tensor:
@@ -153,21 +156,10 @@ class MemoryMover:
         assert storage is not None, f"{block} is changed, but its storage is gone"
         return torch.empty(0, dtype=torch.uint8).set_(storage)[begin_bytes : begin_bytes + memory.nbytes]
 
-    def prioritize(self, block: Block) -> None:
-        self.log.append(f"prioritize {block.name}")
-
-    def check(self) -> None:
-        if self.stuck is not None:
-            raise self.stuck
-
-    def invalidate_mapping(self, block: Block) -> None:
-        assert block in self.away
-        self.log.append(f"invalidate {block.name}")
-
-    def host_address(self, block: Block) -> int | None:
-        """Return the address of the storage, which stands for the slot."""
-        storage = block.storage()
-        return storage.data_ptr() if storage is not None else None
+    def invalidate(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            assert block in self.away
+            self.log.append(f"invalidate {block.name}")
 
     def forget(self, block: Block) -> None:
         assert all(copy.block is not block for copy in self.flying), f"{block} is forgotten in flight"
@@ -219,8 +211,17 @@ class Stepping(threading.Condition):
         return True
 
 
+class Trimmed(CpuDevice):
+    """A device that notes how many bytes may be kept for reuse."""
+
+    spare_bytes: int | None = None
+
+    def trim(self, spare_bytes: int) -> None:
+        self.spare_bytes = spare_bytes
+
+
 class Bench:
-    """A pager, its mover, and tensors by name. seed: draws which copy ends first when the pager waits; None: in order.
+    """A pager, its mover, its device, and tensors by name. seed: draws which copy ends first.
 
     condition: the pager's lock. busy_seconds, now_seconds: see `Pager`.
     """
@@ -234,9 +235,11 @@ class Bench:
         now_seconds: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.mover = MemoryMover()
+        self.device = Trimmed()
         self.condition = Stepping(self.finish_one)
         self.pager = Pager(
             mover=self.mover,
+            device=self.device,
             budget_bytes=budget_bytes,
             busy_seconds=busy_seconds,
             condition=self.condition,

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from runtime.device import Lane
-from runtime.paging.block import Block
-from runtime.paging.tiers import Tier
+from runtime.paging import Block, Tier
 from runtime.storage import Slot
 from runtime.transfer import Ready
 
@@ -81,6 +80,9 @@ class SteppedDrive:
         transfer.ended = True
         on_done(transfer)
         return True
+
+    def watch(self, slot: Slot, *, unchanged: bool) -> None:
+        """Everything is written."""
 
     def check(self) -> None:
         """This drive always answers."""

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import teraio
-from runtime.paging import Block
-from runtime.paging.block import State
+from runtime.paging import Block, State
 
 from ..thoroughness import by_profile
 from ..training import Training, begin, blocks, random_rows, unequal

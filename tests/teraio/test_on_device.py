@@ -12,8 +12,7 @@ from torch import nn
 
 import teraio
 from planner.errors import StorageIOError
-from runtime.paging.block import State
-from runtime.paging.pager import Pager
+from runtime.paging import Pager, State
 
 from ..training import MIB, mean_square_step, pagers, random_rows, weights_of_1_mib
 
@@ -35,7 +34,7 @@ def test_tensors_are_there_and_what_is_written_to_them_stays(trained: tuple[nn.M
         with teraio.on_device([weight]):
             block = pager.known_block(weight)
             assert block is not None and block.state is State.ON_DEVICE and block.pins == 1
-            assert pager.used_bytes <= 16 * MIB
+            assert pager.account.used_bytes <= 16 * MIB
             assert torch.equal(weight, expected)
             with torch.no_grad():
                 weight.fill_(number)
@@ -80,4 +79,4 @@ def test_a_tensor_that_got_other_memory_is_no_block_any_more(trained: tuple[nn.M
     weight.share_memory_()
     with teraio.on_device([weight]):
         assert torch.equal(weight, expected)
-    assert pager.used_bytes == sum(block.size_bytes for block in pager.blocks if block.state is State.ON_DEVICE)
+    assert pager.account.used_bytes == sum(block.size_bytes for block in pager.blocks if block.state is State.ON_DEVICE)

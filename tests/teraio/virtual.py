@@ -12,9 +12,7 @@ from planner import Budgets, Hardware, Link, Move, Plan, Prefetch
 from planner.schema import Placement
 from runtime.device import device as device_module
 from runtime.execution import StageRun
-from runtime.paging.block import Block
-from runtime.paging.mover import Done
-from runtime.paging.pager import Pager
+from runtime.paging import Block, Done, Pager
 from teraio.following import IterationObserver
 from teraio.profiling import Iteration, Profile, build_profile
 

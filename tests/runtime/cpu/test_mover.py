@@ -13,13 +13,8 @@ import pytest
 import torch
 
 from planner.errors import ChecksumError, StorageError, StorageIOError
-from runtime.cpu import CpuMemory, CpuMover
-from runtime.paging.block import Block, State
-from runtime.paging.debug import Debug
-from runtime.paging.mover import Done
-from runtime.paging.ownership import StorageOwnership
-from runtime.paging.pager import Pager
-from runtime.paging.tiers import Tier, Tiers
+from runtime.cpu import CheckedCpuMover, CpuMemory, CpuMover
+from runtime.paging import Block, Done, Pager, State, StorageOwnership, Tier, Tiers
 from runtime.storage import PosixStore
 from runtime.transfer import Engine
 
@@ -42,20 +37,17 @@ class Rig:
         self.ownership = ownership or StorageOwnership()
         self.store = PosixStore(folders, budget_bytes=None)
         self.engine = Engine(self.store, threads=2, chunk_bytes=256 << 10, checksums=checksums)
-        tiers = Tiers([Tier(name="storage", store=self.store, engine=self.engine)])
-        self.mover = CpuMover(
-            self.memory,
-            tiers,
-            debug=Debug() if debug else None,
-            keep_slots=checksums or debug,
-            ownership=self.ownership,
-        )
+        checks = checksums or debug
+        tier = Tier(name="storage", store=self.store, engine=self.engine)
+        self.tiers = Tiers([tier], ownership=self.ownership, mapped=not checks)
+        self.plain = CpuMover(self.memory, self.tiers, poison=debug)
+        self.mover = CheckedCpuMover(self.plain, self.memory, debug=debug) if checks else self.plain
         self.pager = Pager(mover=self.mover, budget_bytes=budget_bytes)
         self.pager.enter_region()
 
     def close(self) -> None:
         self.engine.close()
-        self.mover.close()
+        self.tiers.close()
         self.store.close()
         self.memory.stand_back()
 
@@ -125,7 +117,7 @@ def test_there_and_back(rig: Rig) -> None:
     rig.mover.release(block)
     assert torch.equal(tensor, expected)
     tensor[: 2 * MIB] += 1
-    rig.mover.invalidate_mapping(block)
+    rig.mover.invalidate([block])
     assert rig.copied(rig.mover.copy_in, block) is None
     rig.mover.install(block)
     expected[: 2 * MIB] += 1
@@ -152,7 +144,7 @@ def test_the_storage_lives_until_its_copies_have_ended(rig: Rig) -> None:
     assert began.wait(SECONDS)
     while rig.engine.write_link.busy_seconds == 0 or rig.pager.account.offloading_bytes:
         pass
-    writer = rig.mover._transfers._transfers[block]
+    writer = rig.tiers._transfers[block]
     del tensor
     threading.Event().wait(0.05)  # time for the I/O thread of the write to return
     alive = block.storage() is not None
@@ -178,7 +170,7 @@ def test_a_copy_that_can_not_begin_keeps_nothing(rig: Rig) -> None:
         rig.mover.copy_in(block, lambda error: None)
     del tensor
     gc.collect()
-    assert block.dead and not rig.mover._arrived
+    assert block.dead and not rig.plain._arrived
 
 
 def test_a_failed_read_leaves_the_stand_in(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +180,7 @@ def test_a_failed_read_leaves_the_stand_in(rig: Rig, monkeypatch: pytest.MonkeyP
     break_io(monkeypatch, "preadv")
     error = rig.copied(rig.mover.copy_in, block)
     assert isinstance(error, StorageIOError) and error.block == "w" and error.errno == 5
-    assert not rig.mover._arrived
+    assert not rig.plain._arrived
     monkeypatch.undo()
     assert tensor.unique().tolist() == [7]
     assert rig.copied(rig.mover.copy_in, block) is None
@@ -276,7 +268,7 @@ def test_a_block_that_user_code_got_hold_of_while_it_was_away(checked: Rig) -> N
     checked.copied(checked.out, block)
     checked.mover.release(block)
     tensor[MIB] = 9
-    checked.mover.invalidate_mapping(block)
+    checked.mover.invalidate([block])
     assert checked.copied(checked.mover.copy_in, block) is None
 
 
@@ -340,20 +332,20 @@ def test_what_user_code_has_read_is_compared_when_it_ends(checked: Rig) -> None:
 def test_ranges_are_compared_however_the_slot_was_written(checked: Rig) -> None:
     """Written as a whole, or in other ranges; the ranges of an update by slices, say."""
     _tensor, block = checked.make(4 * MIB, 1)
-    checked.pager.lend([block])
+    checked.pager.lending.lend([block])
     buffer = torch.full((2 * MIB,), 2, dtype=torch.uint8)
-    checked.pager.write_range(block, MIB, buffer).wait()
+    checked.pager.lending.copy_range(block, MIB, buffer, to_slot=True).wait()
     for place in (0, MIB + 4096, 4 * MIB - 1):
         flip_a_bit(block, place)
         for begin in (0, 2 * MIB):
-            copy = checked.pager.read_range(block, begin, buffer)
+            copy = checked.pager.lending.copy_range(block, begin, buffer, to_slot=False)
             if begin <= place < begin + 2 * MIB:
                 with pytest.raises(ChecksumError):
                     copy.wait()
             else:
                 copy.wait()
         flip_a_bit(block, place)
-    checked.pager.give_back([block])
+    checked.pager.lending.give_back([block])
     within(SECONDS, lambda: checked.pager.acquire([block], 0, "read"))
 
 
@@ -406,7 +398,7 @@ def test_a_storage_gets_another_mover_after(rig: Rig, tmp_path: Path, end: str) 
         other.pager.forget_dead()
         assert key not in rig.ownership._claims
     else:
-        other.mover.close()
+        other.tiers.close()
         assert rig.mover.span(storage) is not None
     other.close()
 
@@ -491,12 +483,12 @@ def test_stages_in_random_order_under_a_budget(tmp_path: Path, debug: bool) -> N
             rig.pager.offload(blocks[draw.randrange(8)])
 
     within(SECONDS, stages)
-    assert rig.pager.peak_bytes <= 12 * MIB
+    assert rig.pager.account.peak_bytes <= 12 * MIB
     assert rig.engine.write_link.moved_bytes > 20 * MIB and rig.engine.read_link.moved_bytes > 20 * MIB
     within(SECONDS, rig.pager.bring_back_all)
     assert [tensor.unique().tolist() for tensor in tensors] == [[value] for value in values]
     tensors.clear()
     del tensor
     rig.pager.forget_dead()
-    assert rig.pager.used_bytes == 0 and rig.store.used_bytes == 0
+    assert rig.pager.account.used_bytes == 0 and rig.store.used_bytes == 0
     rig.close()

@@ -44,7 +44,7 @@ def test_any_sequence_in_any_order(seed: int, tiers: Sequence[str], debug: bool,
     update = SimulatedMachine.update
     monkeypatch.setattr(SimulatedMachine, "update", lambda machine: (updates.append(1), update(machine)))
     machine = run(seed, tiers, debug=debug)
-    assert len(updates) > 5 and machine.pager.evictions > len(updates)
+    assert len(updates) > 5 and machine.pager.account.evictions > len(updates)
     machine.tensors.clear()
     machine.device.synchronise()
     machine.pager.forget_dead()

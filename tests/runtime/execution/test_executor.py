@@ -35,7 +35,7 @@ def test_managed_gives_the_same() -> None:
     assert arguments == [] and nothing is None
     assert difference.tolist() == filled(11).tolist() and total.tolist() == filled(7).tolist()
     assert {block.name for block in bench.pager.blocks} == {"slot4", "slot2"}
-    assert bench.pager.peak_bytes <= 4 * WIDTH
+    assert bench.pager.account.peak_bytes <= 4 * WIDTH
 
 
 @pytest.mark.parametrize("budget", [3, 4, 5])
@@ -44,7 +44,7 @@ def test_managed_under_a_budget(budget: int) -> None:
     kept = [bench.make(f"other {number}", 2) for number in range(3)]
     difference, _, total = managed(chain(), [filled(3), filled(4)], bench)
     assert difference.tolist() == filled(11).tolist() and total.tolist() == filled(7).tolist()
-    assert bench.pager.evictions > 0
+    assert bench.pager.account.evictions > 0
     assert [bench.value(block.name) for block in kept] == [1, 1, 1]
 
 
@@ -201,7 +201,7 @@ def test_a_stage_that_raises() -> None:
     assert recorder.ended == 1 and len(recorder.stages) == 1
     blocks = bench.pager.blocks
     assert all(block.pins == 0 and not block.copy_is_valid for block in blocks)
-    assert bench.pager.used_bytes == 2 * WIDTH, "what the stages made is gone"
+    assert bench.pager.account.used_bytes == 2 * WIDTH, "what the stages made is gone"
     bench.pager.enter_region()
     bench.pager.acquire(blocks, 100 * WIDTH, "next")
 

@@ -89,9 +89,9 @@ def passed(**settings: Any) -> Passes:
 
 def test_what_was_dropped_is_made_anew_where_it_is_needed() -> None:
     passes = passed()
-    before = passes.bench.pager.used_bytes
+    before = passes.bench.pager.account.used_bytes
     passes.drop()
-    assert passes.bench.pager.used_bytes == before - 2 * WIDTH
+    assert passes.bench.pager.account.used_bytes == before - 2 * WIDTH
     passes.runs.clear()
     assert passes.backward() == [4 + 24]
     assert passes.runs == ["add", "triple"], "what is between them was held"
@@ -169,8 +169,8 @@ def test_an_input_that_was_changed_is_an_error(how: str) -> None:
     else:
         block = passes.bench.pager.known_block(passes.input)
         assert block is not None
-        passes.bench.pager.lend([block])
-        passes.bench.pager.give_back([block])
+        passes.bench.pager.lending.lend([block])
+        passes.bench.pager.lending.give_back([block])
     message = "add cannot run again: its input slot0 was changed in place after the forward pass"
     with pytest.raises(UnsupportedError, match=message):
         passes.backward()
@@ -208,15 +208,15 @@ def test_a_stage_that_fails_can_be_repeated() -> None:
 def test_without_a_plan_stages_that_need_nothing_else_kept_may_run_again() -> None:
     """The last stage reads the intermediate, which would have to be kept for it."""
     passes = Passes(kept=None)
-    passes.bench.pager.copy_rates = CopyRates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
+    passes.bench.pager.account.copy_rates = CopyRates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
     passes.forward()
     first, second = passes.blocks()
     assert first.source is not None and first.source.seconds is not None and second.source is None
     passes.runs.clear()
-    passes.bench.pager.budget_bytes = 9 * WIDTH
+    passes.bench.pager.account.budget_bytes = 9 * WIDTH
     passes.bench.pager.evict_until_free(9 * WIDTH, keep=[])
     assert first.state is State.DROPPED and second.state is State.OFFLOADING
-    passes.bench.pager.budget_bytes = None
+    passes.bench.pager.account.budget_bytes = None
     assert passes.backward() == [28] and passes.runs == ["add"]
 
 
@@ -228,7 +228,7 @@ def test_without_a_plan_and_without_rates_nothing_is_kept() -> None:
 def test_making_room_for_one_may_drop_another() -> None:
     """The backward stage needs two blocks. The first one is there when the second one has to be made anew."""
     passes = Passes(kept=None)
-    passes.bench.pager.copy_rates = CopyRates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
+    passes.bench.pager.account.copy_rates = CopyRates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
     forward = program(
         lasting(stage("add", passes.noted("add", lambda a: a + 1), (0,), (1,))),
         lasting(stage("triple", passes.noted("triple", lambda a: a * 3), (0,), (2,), frees=(0,))),
@@ -240,7 +240,7 @@ def test_making_room_for_one_may_drop_another() -> None:
     del total
     _one, other = passes.blocks()
     passes.bench.pager.drop(other)
-    passes.bench.pager.budget_bytes = 3 * WIDTH
+    passes.bench.pager.account.budget_bytes = 3 * WIDTH
     passes.bench.make("filling", 2)
     passes.runs.clear()
     assert passes.backward() == [13] and passes.runs == ["triple", "add"]
@@ -251,17 +251,17 @@ def test_under_a_budget_inputs_wait_in_a_lower_tier() -> None:
     passes.drop()
     others = [passes.bench.make(f"other {number}", WIDTH // 16) for number in range(3)]
     assert passes.backward() == [28]
-    assert passes.bench.pager.peak_bytes <= 5 * WIDTH
+    assert passes.bench.pager.account.peak_bytes <= 5 * WIDTH
     assert [passes.bench.value(block.name) for block in others] == [1, 1, 1]
 
 
 def test_a_stage_that_does_not_fit_again_stays_dropped() -> None:
     passes = passed()
     passes.drop()
-    passes.bench.pager.budget_bytes = WIDTH
+    passes.bench.pager.account.budget_bytes = WIDTH
     with pytest.raises(BudgetError, match="recompute/"):
         passes.backward()
-    passes.bench.pager.budget_bytes = None
+    passes.bench.pager.account.budget_bytes = None
     assert passes.backward() == [28]
 
 

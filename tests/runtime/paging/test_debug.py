@@ -13,9 +13,7 @@ import torch
 
 from planner.errors import ChecksumError, UnsupportedError
 from runtime.device import Span
-from runtime.paging.block import Block, State
-from runtime.paging.debug import POISON
-from runtime.paging.pager import Pager
+from runtime.paging import POISON, Block, Pager, State
 from runtime.storage import Chunk, Extent, Slot
 from runtime.system import storage_swap
 

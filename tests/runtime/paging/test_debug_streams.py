@@ -11,8 +11,7 @@ import pytest
 
 from planner.errors import ChecksumError, StorageError, UnsupportedError
 from runtime.device import Lane
-from runtime.paging.block import Block, State
-from runtime.paging.debug import POISON
+from runtime.paging import POISON, Block, State
 from runtime.storage import Slot
 
 from ..simulated_machine import UNIT, SimulatedMachine

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from runtime.paging.block import Block, State
-from runtime.paging.dropping import CopyRates
+from runtime.paging import Block, CopyRates, State
 
 from ..memory_mover import UNIT, Bench
 
@@ -31,14 +30,14 @@ def after_pressure(
 ) -> State:
     """Make a block, then room for one more. others: how many blocks leave before it."""
     bench = Bench((1 + others) * SIZE)
-    bench.pager.copy_rates = rates
+    bench.pager.account.copy_rates = rates
     for number in range(others):
         bench.make(f"other {number}", 2).next_use = 9
     block = bench.make("w", 2, visible=visible)
     block.source, block.next_use, block.copy_is_valid = source, 5, valid
     bench.pager.advance_clock()
     bench.pager.evict_until_free((1 + others) * SIZE, keep=[])
-    assert bench.pager.evictions == 1 + others
+    assert bench.pager.account.evictions == 1 + others
     return block.state
 
 
@@ -68,8 +67,8 @@ def test_a_stage_that_may_not_fit_when_it_runs_again() -> None:
 
     def state(need: int) -> State:
         bench = Bench(16 * UNIT)
-        bench.pager.copy_rates = RATES
-        bench.pager.fixed_bytes = UNIT
+        bench.pager.account.copy_rates = RATES
+        bench.pager.account.fixed_bytes = UNIT
         block = bench.make("w", 2)
         block.source, block.next_use = Known(0.0, need_bytes=need), 5
         bench.pager.evict_until_free(14 * UNIT, keep=[])

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from planner.errors import StorageFullError
-from runtime.cpu import CpuMemory, CpuMover
-from runtime.paging.block import Block, State
-from runtime.paging.debug import Debug
-from runtime.paging.pager import Pager
-from runtime.paging.tiers import Tier, Tiers
+from runtime.cpu import CheckedCpuMover, CpuMemory, CpuMover
+from runtime.paging import Block, Pager, State, Tier, Tiers
 from runtime.storage import HostStore, PosixStore
 from runtime.transfer import Engine
 
@@ -31,7 +28,7 @@ class Rig:
         if folder is not None:
             files = PosixStore([folder], budget_bytes=None)
             self.tiers.append(Tier(name="storage", store=files, engine=Engine(files, threads=1)))
-        self.mover = CpuMover(self.memory, Tiers(self.tiers), debug=Debug(), keep_slots=True)
+        self.mover = CheckedCpuMover(CpuMover(self.memory, Tiers(self.tiers), poison=True), self.memory, debug=True)
         self.pager = Pager(mover=self.mover, budget_bytes=device_blocks * MIB)
         self.pager.enter_region()
         self.tensors: list[torch.Tensor] = []
@@ -57,7 +54,7 @@ class Rig:
         self.pager.bring_back_all()
         for tier in self.tiers:
             tier.threads().close()
-        self.mover.close()
+        self.mover.tiers.close()
         for tier in self.tiers:
             tier.store.close()
         self.memory.stand_back()

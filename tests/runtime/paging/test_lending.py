@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from planner.errors import StorageError, StorageIOError
-from runtime.paging.block import Block, State
+from runtime.paging import Block, State
 from runtime.storage import Slot
 
 from ..memory_mover import UNIT, Bench, Deadlock, evicted, io_error
@@ -20,19 +20,19 @@ def change(bench: Bench, block: Block, value: int) -> None:
     """Add `value` to the block in its slot, in two ranges."""
     for begin in (0, UNIT):
         part = torch.zeros(UNIT, dtype=torch.uint8)
-        bench.pager.read_range(block, begin, part).wait()
+        bench.pager.lending.copy_range(block, begin, part, to_slot=False).wait()
         part += value
-        bench.pager.write_range(block, begin, part).wait()
+        bench.pager.lending.copy_range(block, begin, part, to_slot=True).wait()
 
 
 def test_a_block_is_changed_where_it_waits() -> None:
     bench = Bench(4 * UNIT)
     block = evicted(bench, bench.make("w", 2, fill=3))
     bench.mover.log.clear()
-    bench.pager.lend([block])
-    assert block.state is State.UPDATING and bench.pager.used_bytes == 0
+    bench.pager.lending.lend([block])
+    assert block.state is State.UPDATING and bench.pager.account.used_bytes == 0
     change(bench, block, 4)
-    bench.pager.give_back([block])
+    bench.pager.lending.give_back([block])
     assert block.state is State.OFFLOADED and bench.mover.log == ["invalidate w"], "nothing was copied as a whole"
     bench.run(block)
     assert bench.value("w") == 7
@@ -41,10 +41,10 @@ def test_a_block_is_changed_where_it_waits() -> None:
 def test_one_that_is_on_the_device_leaves_first() -> None:
     bench = Bench(4 * UNIT)
     block = bench.make("w", 2, fill=3)
-    bench.pager.lend([block])
+    bench.pager.lending.lend([block])
     assert block.state is State.UPDATING and "out w" in bench.mover.log
     change(bench, block, 1)
-    bench.pager.give_back([block])
+    bench.pager.lending.give_back([block])
     bench.run(block)
     assert bench.value("w") == 4
 
@@ -59,9 +59,9 @@ def test_one_that_is_on_its_way(way: str) -> None:
     else:
         bench.pager.offload(block)
     assert bench.mover.flying
-    bench.pager.lend([block])
-    assert block.state is State.UPDATING and not bench.mover.flying and bench.pager.used_bytes == 0
-    bench.pager.give_back([block])
+    bench.pager.lending.lend([block])
+    assert block.state is State.UPDATING and not bench.mover.flying and bench.pager.account.used_bytes == 0
+    bench.pager.lending.give_back([block])
     bench.run(block)
 
 
@@ -71,7 +71,7 @@ def test_hints_wait_and_nobody_fetches_or_evicts() -> None:
     bench.make("a", 2)
     full = bench.make("b", 2)
     bench.pager.prefetch(lent)  # for which there is no room yet
-    bench.pager.lend([lent])
+    bench.pager.lending.lend([lent])
     bench.mover.log.clear()
     bench.pager.prefetch(lent)
     bench.pager.prefetch(other)
@@ -81,7 +81,7 @@ def test_hints_wait_and_nobody_fetches_or_evicts() -> None:
     bench.run(last)
     assert other.state is State.OFFLOADED, "hints keep their order"
     assert lent.state is State.UPDATING and not any(entry.endswith(" lent") for entry in bench.mover.log)
-    bench.pager.give_back([lent])
+    bench.pager.lending.give_back([lent])
     bench.run(lent)
 
 
@@ -89,9 +89,9 @@ def test_copies_of_what_it_was_are_void() -> None:
     """The block comes back, and leaves again with its present content."""
     bench = Bench(2 * UNIT)
     block = evicted(bench, bench.make("w", 2, fill=3))
-    bench.pager.lend([block])
+    bench.pager.lending.lend([block])
     change(bench, block, 1)
-    bench.pager.give_back([block])
+    bench.pager.lending.give_back([block])
     bench.run(block)
     evicted(bench, block)
     assert "out w" in bench.mover.log and bench.value("w") == 4
@@ -101,10 +101,10 @@ def test_a_region_does_not_end_while_one_is_lent() -> None:
     """User code could change what is being updated."""
     bench = Bench(None)
     block = evicted(bench, bench.make("w", 2, visible=True))
-    bench.pager.lend([block])
+    bench.pager.lending.lend([block])
     with pytest.raises(Deadlock):
         bench.pager.leave_region()
-    bench.pager.give_back([block])
+    bench.pager.lending.give_back([block])
     bench.pager.leave_region()
 
 
@@ -113,17 +113,17 @@ def test_one_whose_copy_fails_is_not_lent() -> None:
     first, second = evicted(bench, bench.make("a", 2)), bench.make("b", 2)
     bench.mover.fail_copies = [io_error("b")]
     with pytest.raises(StorageIOError, match="'b'"):
-        bench.pager.lend([first, second])
+        bench.pager.lending.lend([first, second])
     assert first.state is State.OFFLOADED and second.state is State.ON_DEVICE
-    bench.pager.lend([first, second])
-    bench.pager.give_back([first, second])
+    bench.pager.lending.lend([first, second])
+    bench.pager.lending.give_back([first, second])
 
 
 def test_one_that_cannot_leave_is_not_lent() -> None:
     bench = Bench(None)
     stuck = bench.make("odd", 3)
     with pytest.raises(StorageError, match="odd .* cannot leave, so that it cannot be lent"):
-        bench.pager.lend([stuck])
+        bench.pager.lending.lend([stuck])
 
 
 # -- to the processor, in the host tier
@@ -132,13 +132,13 @@ def test_one_that_cannot_leave_is_not_lent() -> None:
 def test_what_is_lent_stays_where_it_is_and_comes_back_as_it_was_written() -> None:
     bench = Bench(8 * UNIT)
     block = evicted(bench, bench.make("w", 2, visible=True, fill=3))
-    (address,) = bench.pager.lend_memory([block]) or [0]
+    (address,) = bench.pager.lending.lend_memory([block]) or [0]
     bench.pager.prefetch(block)
     assert block.state is State.UPDATING and not bench.mover.flying, "nobody fetches it meanwhile"
     assert ctypes.string_at(address, block.size_bytes) == b"\3" * block.size_bytes
     ctypes.memset(address, 4, block.size_bytes)
     version = block.version
-    bench.pager.give_back([block])
+    bench.pager.lending.give_back([block])
     assert block.state is State.PREFETCHING and block.version > version and "invalidate w" in bench.mover.log
     bench.run(block)
     assert bench.value("w") == 4
@@ -148,19 +148,19 @@ def test_a_copy_out_that_is_under_way_lands_before_its_block_is_lent() -> None:
     bench = Bench(8 * UNIT)
     block = bench.make("w", 2)
     bench.pager.offload(block)
-    assert block.state is State.OFFLOADING and bench.pager.reserve_for_host([block])
-    assert bench.pager.lend_memory([block]) is not None
-    bench.pager.give_back([block])
+    assert block.state is State.OFFLOADING and bench.pager.lending.reserve_for_host([block])
+    assert bench.pager.lending.lend_memory([block]) is not None
+    bench.pager.lending.give_back([block])
 
 
 def test_what_is_not_in_the_host_tier_is_not_lent() -> None:
     bench = Bench(8 * UNIT)
     away, here = evicted(bench, bench.make("away", 2)), bench.make("here", 2)
-    assert not bench.pager.reserve_for_host([away, here])
-    assert bench.pager.lend_memory([away, here]) is None
+    assert not bench.pager.lending.reserve_for_host([away, here])
+    assert bench.pager.lending.lend_memory([away, here]) is None
     assert away.state is State.OFFLOADED and here.state is State.ON_DEVICE
     away.tier = "storage"
-    assert not bench.pager.reserve_for_host([away]) and bench.pager.lend_memory([away]) is None
+    assert not bench.pager.lending.reserve_for_host([away]) and bench.pager.lending.lend_memory([away]) is None
     bench.run(away, here)
 
 
@@ -172,21 +172,21 @@ def test_what_is_set_aside_is_not_fetched_before_it_is_lent(state: State, then: 
     bench.pager.offload(block)
     if state is State.OFFLOADED:
         bench.mover.finish_all()
-    assert block.state is state and bench.pager.reserve_for_host([block])
+    assert block.state is state and bench.pager.lending.reserve_for_host([block])
     bench.pager.prefetch(block)
     bench.pager.prefetch(after)
     bench.mover.finish_all()
     assert block.state is State.OFFLOADED and after.state is State.OFFLOADED, "one waits for it, the other one for its turn"
     if then == "lent":
-        assert bench.pager.lend_memory([block]) is not None and after.state is State.OFFLOADED
-        bench.pager.give_back([block])
+        assert bench.pager.lending.lend_memory([block]) is not None and after.state is State.OFFLOADED
+        bench.pager.lending.give_back([block])
     elif then == "given back":
-        bench.pager.give_back([block])
+        bench.pager.lending.give_back([block])
     else:
-        assert bench.pager.lend_memory([block, bench.make("here", 2)]) is None
+        assert bench.pager.lending.lend_memory([block, bench.make("here", 2)]) is None
     bench.mover.finish_all()
     assert block.state is after.state is State.ON_DEVICE
-    assert not bench.pager.reserved_for_host
+    assert not bench.pager.account.reserved_for_host
 
 
 def test_void_copies_go_where_room_is_wanted() -> None:
@@ -205,22 +205,22 @@ def test_void_copies_go_where_room_is_wanted() -> None:
 def test_a_stage_takes_what_is_set_aside() -> None:
     bench = Bench(8 * UNIT)
     block = evicted(bench, bench.make("w", 2))
-    assert bench.pager.reserve_for_host([block])
+    assert bench.pager.lending.reserve_for_host([block])
     bench.run(block)
-    assert bench.pager.lend_memory([block]) is None
+    assert bench.pager.lending.lend_memory([block]) is None
 
 
 @pytest.mark.parametrize("who", ["stage", "leave region", "bring back"])
 def test_who_needs_what_is_lent_waits_for_it(who: str) -> None:
     bench = Bench(8 * UNIT)
     block = evicted(bench, bench.make("w", 2, visible=True))
-    assert bench.pager.lend_memory([block]) is not None
+    assert bench.pager.lending.lend_memory([block]) is not None
     waits = []
 
     def give_back() -> bool:
         waits.append(block.state)
         if block.state is State.UPDATING:
-            bench.pager.give_back([block])
+            bench.pager.lending.give_back([block])
         elif bench.mover.flying:
             bench.mover.finish()
         return True

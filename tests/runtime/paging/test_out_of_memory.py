@@ -7,19 +7,18 @@ from types import CodeType
 
 import torch
 
-from runtime.paging.block import Block, State
+from runtime.paging import Block, State
 
 from ...line_tracing import Place, can_run_out_of_memory, out_of_memory_at, places_in
 from ..memory_mover import UNIT, Bench, Deadlock
 
 WATCHED = ("runtime/paging/",)
 ENDINGS = {
-    "self._stages.retire(blocks, written, last_used)",
     "self._release(blocks)",
     "self._transitions.unpin(blocks)",
-    "self._lending.give_back(blocks)",
-    "self._end_reservation(blocks)",
-    "return self._lending.lend_memory(blocks)",
+    "self._transitions.reserve(0)",
+    "self._transitions.end_update(blocks)",
+    "self._transitions.end_reservation(blocks)",
 }
 """Calls that give something back. There is nothing else to be done if these cannot even begin."""
 
@@ -71,16 +70,16 @@ class Program:
                 self.pager.retire([], [])
 
     def _update(self) -> None:
-        self.pager.lend([self.s])
+        self.pager.lending.lend([self.s])
         try:
-            self.pager.record_uses({self.s: (1,)})
+            self.pager.record(uses={self.s: (1,)})
         finally:
-            self.pager.give_back([self.s])
+            self.pager.lending.give_back([self.s])
         self.pager.offload(self.w, "host")
         self.bench.mover.finish_all()
-        reserved = self.pager.reserve_for_host([self.w, self.s])
-        if reserved and self.pager.lend_memory([self.w, self.s]) is not None:
-            self.pager.give_back([self.w, self.s])
+        reserved = self.pager.lending.reserve_for_host([self.w, self.s])
+        if reserved and self.pager.lending.lend_memory([self.w, self.s]) is not None:
+            self.pager.lending.give_back([self.w, self.s])
 
     def _passing_block(self) -> None:
         made: list[Block] = []
@@ -109,7 +108,7 @@ class Program:
         account = pager.account
         here = sum(block.size_bytes for block in blocks if block.state is State.ON_DEVICE)
         counted = account.used_bytes, account.reserved_bytes, account.offloading_bytes, account.prefetching_blocks
-        assert counted == (here, 0, 0, 0) and not pager.reserved_for_host
+        assert counted == (here, 0, 0, 0) and not pager.account.reserved_for_host
         assert {block for block in blocks if block.state is State.OFFLOADED} == mover.away
         for name, value in {"w": 3, "v": 3, "a": 5, "s": 7}.items():
             self.bench.tensors[name][0] += 0  # user code may write

@@ -10,8 +10,7 @@ import torch
 
 from planner.errors import BudgetError, StorageError
 from runtime.device import CpuDevice
-from runtime.paging.block import State
-from runtime.paging.pager import Pager
+from runtime.paging import Pager, State
 
 from ..memory_mover import UNIT, Bench, evicted
 
@@ -34,12 +33,12 @@ def test_what_was_there_before_it_was_seen_counts_once() -> None:
         pager.enter_region()
         pager.block_of(weight, name="weight", kind="parameter", user_visible=True)
         pager.block_of(batch, name="batch", kind="activation", user_visible=True)
-        assert (pager.used_bytes, pager.unmoved_bytes) == (6 * UNIT, 4 * UNIT)
+        assert (pager.account.used_bytes, pager.account.unmoved_bytes) == (6 * UNIT, 4 * UNIT)
         pager.leave_region()
     device.allocated_bytes += UNIT
     pager.block_of(output, name="output", kind="activation", user_visible=False)
-    assert (pager.used_bytes, pager.unmoved_bytes) == (7 * UNIT, 4 * UNIT), "a stage's output is new"
-    assert pager.peak_bytes <= device.allocated_bytes
+    assert (pager.account.used_bytes, pager.account.unmoved_bytes) == (7 * UNIT, 4 * UNIT), "a stage's output is new"
+    assert pager.account.peak_bytes <= device.allocated_bytes
 
 
 def test_the_block_that_is_used_last_leaves() -> None:
@@ -86,15 +85,15 @@ def test_copies_are_exposed_while_the_training_thread_waits_and_hidden_else() ->
 
     bench.condition.finish_one = copy_ends
     evicted(bench, first)  # nobody waits
-    assert bench.pager.exposed_seconds == {}
+    assert bench.pager.account.exposed_seconds == {}
     bench.make("third", 2)
-    assert bench.pager.exposed_seconds == {}, "there was room"
+    assert bench.pager.account.exposed_seconds == {}, "there was room"
     bench.run(first)  # waits until another has left, and then until it is here
-    assert bench.pager.exposed_seconds == {"out": 3.0, "in": 3.0}
+    assert bench.pager.account.exposed_seconds == {"out": 3.0, "in": 3.0}
     bench.pager.offload(first)
     busy["out"] += 5.0
     bench.mover.finish_all()
-    assert bench.pager.exposed_seconds == {"out": 3.0, "in": 3.0}, "nobody waited for this one"
+    assert bench.pager.account.exposed_seconds == {"out": 3.0, "in": 3.0}, "nobody waited for this one"
 
 
 def test_dead_blocks_are_room() -> None:
@@ -112,13 +111,13 @@ def test_last_used_blocks_are_free_when_the_stage_retires() -> None:
     bench.pager.acquire([kept, dropped], 0, "last")
     bench.drop("dropped")
     bench.pager.retire([kept, dropped], [], last_used=[kept, dropped])
-    assert bench.pager.used_bytes == 2 * UNIT
+    assert bench.pager.account.used_bytes == 2 * UNIT
     assert kept in bench.pager.blocks
 
 
 def test_a_budget_that_one_stage_does_not_fit_in() -> None:
     bench = Bench(6 * UNIT)
-    bench.pager.fixed_bytes = UNIT
+    bench.pager.account.fixed_bytes = UNIT
     first, second = bench.make("first", 2), bench.make("second", 2)
     with pytest.raises(BudgetError) as raised:
         bench.pager.acquire([first, second], 3 * UNIT, "forward/big")
@@ -138,20 +137,20 @@ def test_no_mover_and_no_room() -> None:
 
 def test_memory_that_is_kept_for_reuse_counts_as_well() -> None:
     bench = Bench(8 * UNIT)
-    bench.pager.fixed_bytes = UNIT
+    bench.pager.account.fixed_bytes = UNIT
     bench.make("kept", 4)
     bench.pager.acquire([], 2 * UNIT, "stage")
-    assert bench.mover.spare_bytes == 3 * UNIT, "what the stage allocates comes out of it"
+    assert bench.device.spare_bytes == 3 * UNIT, "what the stage allocates comes out of it"
     bench.pager.retire([], [])
     bench.drop("kept")
     bench.pager.leave_region()
-    assert bench.mover.spare_bytes == 7 * UNIT
+    assert bench.device.spare_bytes == 7 * UNIT
 
 
 def test_no_budget_moves_nothing() -> None:
     bench = Bench(None)
     bench.run(*[bench.make(name, 64) for name in "abc"])
-    assert bench.pager.evictions == 0 and bench.pager.peak_bytes == 3 * 64 * UNIT
+    assert bench.pager.account.evictions == 0 and bench.pager.account.peak_bytes == 3 * 64 * UNIT
 
 
 def test_one_storage_is_one_block() -> None:
@@ -159,7 +158,7 @@ def test_one_storage_is_one_block() -> None:
     block = bench.make("base", 2)
     view = bench.tensors["base"].view(2, UNIT)[1]
     assert bench.pager.block_of(view, name="view", kind="activation", user_visible=True) is block
-    assert block.user_visible and bench.pager.used_bytes == 2 * UNIT
+    assert block.user_visible and bench.pager.account.used_bytes == 2 * UNIT
 
 
 def test_a_resized_storage_is_a_new_block() -> None:
@@ -167,4 +166,4 @@ def test_a_resized_storage_is_a_new_block() -> None:
     old = bench.make("x", 2)
     bench.tensors["x"].untyped_storage().resize_(4 * UNIT)
     new = bench.pager.block_of(bench.tensors["x"], name="x", kind="activation", user_visible=False)
-    assert new is not old and bench.pager.used_bytes == 4 * UNIT and bench.pager.blocks == [new]
+    assert new is not old and bench.pager.account.used_bytes == 4 * UNIT and bench.pager.blocks == [new]

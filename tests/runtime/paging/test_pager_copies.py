@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from runtime.paging.block import State
+from runtime.paging import State
 
 from ..memory_mover import UNIT, Bench, evicted
 
@@ -122,7 +122,7 @@ def test_prefetches_wait_for_room_in_order() -> None:
     bench.mover.finish()
     assert [copy.block for copy in bench.mover.flying] == [first, second, third]
     bench.mover.finish_all()
-    assert bench.pager.used_bytes == 8 * UNIT == bench.pager.peak_bytes
+    assert bench.pager.account.used_bytes == 8 * UNIT == bench.pager.account.peak_bytes
 
 
 def test_a_prefetch_does_not_take_the_room_of_the_running_stage() -> None:
@@ -187,12 +187,12 @@ def test_what_a_stage_waited_for_is_late() -> None:
     bench.pager.prefetch(punctual)
     bench.mover.finish_all()
     bench.pager.prefetch(late)
-    assert bench.pager.take_late() == [] and bench.pager.waited_seconds == 0.0
+    assert bench.pager.take_late() == [] and bench.pager.account.waited_seconds == 0.0
     bench.run(punctual)
-    assert bench.pager.take_late() == [] and bench.pager.waited_seconds == 0.0
+    assert bench.pager.take_late() == [] and bench.pager.account.waited_seconds == 0.0
     bench.run(punctual, late, unasked)
     ((block, seconds),) = bench.pager.take_late()
-    assert block is late and seconds > 0.0 and bench.pager.waited_seconds > 0.0
+    assert block is late and seconds > 0.0 and bench.pager.account.waited_seconds > 0.0
     assert bench.pager.take_late() == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
-from runtime.paging.block import State
+from runtime.paging import State
 
 from ..memory_mover import UNIT, Bench, evicted, io_error
 
@@ -17,7 +17,7 @@ def test_a_block_dies_in_every_state(state: State) -> None:
     bench = Bench(None)
     block = bench.make("w", 2)
     if state is State.UPDATING:
-        bench.pager.lend([block])
+        bench.pager.lending.lend([block])
     elif state is State.DROPPED:
         block.source = "a stage"
         bench.pager.drop(block)
@@ -33,9 +33,9 @@ def test_a_block_dies_in_every_state(state: State) -> None:
     bench.mover.finish_all()
     if state is State.UPDATING:
         assert bench.mover.slots, "its slot is in use until it is given back"
-        bench.pager.give_back([block])
+        bench.pager.lending.give_back([block])
     bench.pager.forget_dead()
-    assert bench.pager.used_bytes == 0 and not bench.pager.blocks and not bench.mover.slots
+    assert bench.pager.account.used_bytes == 0 and not bench.pager.blocks and not bench.mover.slots
 
 
 # -- errors
@@ -58,7 +58,7 @@ def test_a_failed_copy_in_reaches_the_stage_that_waits_for_it() -> None:
     bench.mover.fail_copies = [io_error()]
     with pytest.raises(StorageIOError):
         bench.pager.acquire([block], 0, "next")
-    assert block.state is State.OFFLOADED and block.pins == 0 and bench.pager.used_bytes == 0
+    assert block.state is State.OFFLOADED and block.pins == 0 and bench.pager.account.used_bytes == 0
     bench.run(block)
     assert bench.value("w") == 5
 
@@ -93,7 +93,7 @@ def test_a_copy_in_that_can_not_begin() -> None:
     bench.mover.refuse = StorageError("mmap failed")
     with pytest.raises(StorageError, match="mmap failed"):
         bench.pager.acquire([block], 0, "next")
-    assert block.state is State.OFFLOADED and bench.pager.used_bytes == 0
+    assert block.state is State.OFFLOADED and bench.pager.account.used_bytes == 0
     bench.run(block)
     assert bench.value("w") == 5
 
@@ -136,7 +136,7 @@ def test_bringing_everything_back() -> None:
     bench.pager.bring_back_all()
     assert all(block.state is State.ON_DEVICE for block in bench.pager.blocks)
     assert [bench.value(f"w{number}") for number in range(8)] == list(range(8))
-    assert bench.pager.used_bytes == 16 * UNIT
+    assert bench.pager.account.used_bytes == 16 * UNIT
 
 
 def test_whoever_waits_hears_of_a_dead_drive() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from planner.errors import BudgetError, StorageError, StorageFullError
-from runtime.paging.block import Block, State
+from runtime.paging import Block, State
 
 from ..memory_mover import UNIT, Bench, io_error
 
@@ -31,7 +31,7 @@ class AnySequence:
         self.budget = self.draw.randint(10, 24) * UNIT
         self.bench = Bench(self.budget, seed)
         self.pager, self.mover = self.bench.pager, self.bench.mover
-        self.pager.fixed_bytes = self.draw.randint(0, 3) * UNIT
+        self.pager.account.fixed_bytes = self.draw.randint(0, 3) * UNIT
         self.blocks: dict[str, Block] = {}
         self.wanted: dict[str, int] = {}
         self.count = 0
@@ -89,7 +89,7 @@ class AnySequence:
 
     def fits(self, blocks: Sequence[Block], new_bytes: int) -> bool:
         stay = {b for b in self.blocks.values() if b.span is None} | set(blocks)
-        return sum(b.size_bytes for b in stay) + new_bytes + self.pager.fixed_bytes <= self.budget
+        return sum(b.size_bytes for b in stay) + new_bytes + self.pager.account.fixed_bytes <= self.budget
 
     def stage(self) -> None:
         names = self.pick(3)
@@ -182,7 +182,7 @@ class AnySequence:
                 self.forget(name)
         if self.draw.random() < 0.3 and len(self.blocks) < 12:
             self.add(self.draw.choice([1, 2, 4]), visible=True)
-            self.allowed = max(self.allowed, self.pager.used_bytes + self.pager.fixed_bytes)
+            self.allowed = max(self.allowed, self.pager.account.used_bytes + self.pager.account.fixed_bytes)
         self.check()
         with contextlib.suppress(StorageError):
             self.pager.enter_region()
@@ -192,10 +192,10 @@ class AnySequence:
     # -- what always holds
 
     def check(self) -> None:
-        assert self.pager.used_bytes + self.pager.account.reserved_bytes + self.pager.fixed_bytes <= self.allowed
+        assert self.pager.account.used_bytes + self.pager.account.reserved_bytes + self.pager.account.fixed_bytes <= self.allowed
         known = list(self.pager.table)
         absent = (State.OFFLOADED, State.DROPPED)
-        assert self.pager.used_bytes == sum(b.size_bytes for b in known if b.state not in absent)
+        assert self.pager.account.used_bytes == sum(b.size_bytes for b in known if b.state not in absent)
         assert self.mover.dropped == {b for b in known if b.state is State.DROPPED}
         kinds, states = [copy.kind for copy in self.mover.flying], [b.state for b in known]
         assert kinds.count("in") == states.count(State.PREFETCHING) == self.pager.account.prefetching_blocks
@@ -211,16 +211,16 @@ class AnySequence:
         self.mover.fail_copies, self.mover.refuse = [], None
         with contextlib.suppress(StorageError):
             self.pager.enter_region()  # raises what nobody has been told yet
-        self.pager.budget_bytes = None
+        self.pager.account.budget_bytes = None
         self.renew(list(self.blocks))
         self.pager.bring_back_all()
-        self.allowed = self.pager.used_bytes + self.pager.fixed_bytes
+        self.allowed = self.pager.account.used_bytes + self.pager.account.fixed_bytes
         self.check()
         self.bench.tensors.clear()
         self.mover.finish_all()
         gc.collect()  # tracebacks of errors hold copies
         self.pager.forget_dead()
-        assert self.pager.used_bytes == 0 and not self.mover.slots
+        assert self.pager.account.used_bytes == 0 and not self.mover.slots
 
 
 @pytest.mark.parametrize("failures", [False, True])

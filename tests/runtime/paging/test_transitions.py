@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 
 from planner.errors import StorageError, StorageFullError, StorageIOError
 from planner.schema import WaitingTier
-from runtime.paging.account import MemoryAccount
-from runtime.paging.block import Block, State
-from runtime.paging.block_table import BlockTable
-from runtime.paging.copy_signal import CopySignal
-from runtime.paging.mover import Done
-from runtime.paging.transitions import BlockTransitions
+from runtime.paging import Block, Done, Pager, State
 from runtime.storage import Slot
 
 from ..memory_mover import UNIT, MemoryMover, io_error
@@ -40,8 +35,8 @@ class QueueingMover(MemoryMover):
             self.arrived[block] = self.slots[block]
         return self.device_copies
 
-    def finished(self, block: Block) -> bool:
-        return not self.device_copies
+    def finished(self, blocks: Iterable[Block]) -> list[Block]:
+        return [] if self.device_copies else list(blocks)
 
 
 class Rig:
@@ -49,14 +44,14 @@ class Rig:
 
     def __init__(self) -> None:
         self.mover = QueueingMover()
-        self.account, self.table, self.signal = MemoryAccount(None), BlockTable(self.mover), CopySignal()
+        pager = Pager(mover=self.mover, budget_bytes=None)
+        self.account, self.table, self.signal, self.transitions = pager.account, pager.table, pager._signal, pager._transitions
         self.ends = 0
-        self.transitions = BlockTransitions(self.account, self.table, self.signal, self.mover, copy_ended=self._copy_ended)
+        self.transitions._copy_ended = self._copy_ended
         self.tensor: torch.Tensor | None = torch.full((SIZE,), 7, dtype=torch.uint8)
         storage = self.tensor.untyped_storage()
         self.block = Block(storage=storage, name="w", kind="parameter", user_visible=False, span=self.mover.span(storage))
-        self.table.add(self.block, storage)
-        self.account.add(self.block)
+        self.transitions.begin(self.block, storage)
 
     def _copy_ended(self) -> None:
         self.ends += 1
@@ -124,7 +119,7 @@ class Rig:
         self.transitions.begin_offload(block)
         assert "drop w" in self.mover.log
         self.mover.flying.clear()
-        self.account.end_offload(block)
+        self.transitions._end_offload(block)
 
     def copy_ends(self) -> None:
         self.mover.finish()
@@ -191,7 +186,7 @@ class Rig:
     # -- what each case is
 
     def case(self) -> str:
-        queued = self.block in self.transitions.queued_offloads
+        queued = self.block in self.account.queued_offloads
         names = {
             State.ON_DEVICE: "clean" if self.block.copy_is_valid else "dirty",
             State.OFFLOADING: "queued" if queued else "offloading",
@@ -264,7 +259,7 @@ def test_what_is_dead_is_forgotten_at_once(begins: Step) -> None:
     rig.tensor = None
     rig.transitions.sweep()
     assert not list(rig.table) and rig.account.used_bytes == rig.account.offloading_bytes == 0 and not rig.mover.slots
-    assert not rig.transitions.queued_offloads
+    assert not rig.account.queued_offloads
 
 
 @pytest.mark.parametrize("begins", [Rig.offloading, Rig.prefetching], ids=lambda step: step.__name__)
@@ -293,4 +288,4 @@ def test_evictions_are_counted_also_where_nothing_is_copied() -> None:
     rig = Rig()
     rig.clean()
     rig.begin_offload()
-    assert rig.transitions.evictions == 2 and rig.mover.log.count("out w") == 1
+    assert rig.account.evictions == 2 and rig.mover.log.count("out w") == 1

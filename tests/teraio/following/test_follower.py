@@ -122,7 +122,7 @@ def test_what_waits_for_room_is_not_corrected(monkeypatch: pytest.MonkeyPatch) -
     """Weight 6 finds no room before weight 5 has left."""
     training = VirtualTraining(monkeypatch)
     running = Following(training, (5, 4), (6, 5))
-    training.pager.budget_bytes = (STAGES - 1) * 32
+    training.pager.account.budget_bytes = (STAGES - 1) * 32
     training.mover.seconds[IN] = 2.5
     running.run(9)
     assert max(running.waited) > 0

@@ -12,8 +12,7 @@ from planner import Budgets, Hardware, Move, Offload, Plan, Prefetch
 from planner.schema import WaitingTier
 from runtime.device import CpuDevice, WallMark
 from runtime.execution import StageRun
-from runtime.paging.block import Block
-from runtime.paging.pager import Pager
+from runtime.paging import Block, Pager
 from teraio.following import IterationObserver, StageSchedule
 from teraio.profiling import Iteration, Profile, build_profile, recorder
 
@@ -198,15 +197,15 @@ def test_the_next_use_is_known_from_the_iteration_before() -> None:
     training.iteration()
     training.iteration()
     training.region(FORWARD)
-    clock = training.pager.clock
+    clock = training.pager.account.clock
     first, second = training.observer.recorder._iteration.regions[0].made
     # The clock stands at the end of stage 2; a block made at position p is used 5 - 1 and 4 - 2 stages after it.
     assert (first.next_use, second.next_use) == (clock - 1 + 4, clock + 2)
     assert training.weight.next_use == clock + 2
     training.region(BACKWARD)
-    assert training.weight.next_use == training.pager.clock + 2
+    assert training.weight.next_use == training.pager.account.clock + 2
     training.region(STEP)
-    assert training.weight.next_use == training.pager.clock + 2, "over the iteration's end, to position 1"
+    assert training.weight.next_use == training.pager.account.clock + 2, "over the iteration's end, to position 1"
 
 
 def test_uses_within_the_region_come_first() -> None:
@@ -225,7 +224,7 @@ def test_uses_within_the_region_come_first() -> None:
             next_uses=lambda: {training.weight: 2},
         )
     )
-    assert training.weight.next_use == training.pager.clock + 2
+    assert training.weight.next_use == training.pager.account.clock + 2
 
 
 def test_a_region_that_failed_is_not_complete() -> None:

@@ -12,7 +12,7 @@ from planner import Budgets, Plan, Recompute
 from planner.errors import PlanError
 from runtime.device import WallMark
 from runtime.execution import StageRerun
-from runtime.paging.block import Block
+from runtime.paging import Block
 from teraio.following import RerunsByStage, StageSchedule
 
 from ...planner.recompute_traces import layers

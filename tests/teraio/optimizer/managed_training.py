@@ -13,13 +13,9 @@ from torch.optim import Optimizer
 
 from planner import Hardware, Link
 from planner.errors import StorageError
-from runtime.cpu import CpuMemory, CpuMover
+from runtime.cpu import CheckedCpuMover, CpuMemory, CpuMover
 from runtime.device import CpuDevice, Device
-from runtime.paging.block import Block, State
-from runtime.paging.debug import Debug
-from runtime.paging.mover import Mover
-from runtime.paging.pager import Pager
-from runtime.paging.tiers import Tier, Tiers
+from runtime.paging import Block, Mover, Pager, State, Tier, Tiers
 from runtime.storage import HostStore, PosixStore, Store
 from runtime.transfer import Engine
 from teraio.following import IterationObserver
@@ -93,7 +89,7 @@ class ManagedTraining:
             name="x",
             created_by="tests",
             survivors=set(),
-            fixed_bytes=self.pager.unmoved_bytes,
+            fixed_bytes=self.pager.account.unmoved_bytes,
             hardware=HARDWARE,
         )
 
@@ -166,8 +162,10 @@ class TieredTraining(ManagedTraining):
         if folders:
             tiers.append(self._tier("storage", PosixStore(folders, budget_bytes=None), checksums))
         self.tiers = {tier.name: tier for tier in tiers}
-        self.mover = CpuMover(self.memory, Tiers(tiers), debug=Debug() if debug else None, keep_slots=debug or checksums)
-        self._last.callback(self.mover.close)
+        checks = debug or checksums
+        plain = CpuMover(self.memory, Tiers(tiers, mapped=not checks), poison=debug)
+        self.mover: Mover = CheckedCpuMover(plain, self.memory, debug=debug) if checks else plain
+        self._last.callback(self.mover.tiers.close)
         super().__init__(Pager(mover=self.mover, budget_bytes=budget_bytes, device=CpuDevice()), parameters)
         self._last.callback(self.steps.close)
 
@@ -195,4 +193,4 @@ def check_sliced(training: TieredTraining, states: int) -> None:
     """So many states have never been on the device with the others, and the budget was kept."""
     found = training.states()
     assert len(found) == states and all(block.state is State.OFFLOADED for block in found.values())
-    assert training.pager.peak_bytes <= (training.pager.budget_bytes or 0)
+    assert training.pager.account.peak_bytes <= (training.pager.account.budget_bytes or 0)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runtime.paging.block import Block
-from runtime.paging.pager import Pager
+from runtime.paging import Block, Pager
 from teraio.optimizer.subgroup_steps import GradientVersions
 
 from .managed_training import Start

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from planner.errors import UnsupportedError
-from runtime.paging.block import State
+from runtime.paging import State
 from teraio.optimizer import keep_masters
 
 from .managed_training import Start
@@ -80,7 +80,7 @@ def test_resuming_in_both_directions(started: Start, name: str, dtype: torch.dty
     assert all(torch.equal(loaded[name], before[name]) for name in before)
     train(again.parameters, last, 16, 34)
     assert differences(last, straight) == []
-    assert again.pager.peak_bytes <= BUDGET
+    assert again.pager.account.peak_bytes <= BUDGET
 
 
 def test_loading_in_the_middle_of_a_training(started: Start, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_states_of_an_optimizer_without_masters(started: Start, name: str, way: 
     assert states and all(value.dtype is torch.float32 for value in states)
     train(training.parameters, optimizer, 5, 5)
     assert differences(optimizer, expected.train(5, 5)) == []
-    assert training.pager.peak_bytes <= BUDGET
+    assert training.pager.account.peak_bytes <= BUDGET
 
 
 def test_states_that_wait_elsewhere_are_brought_in_to_be_cast() -> None:

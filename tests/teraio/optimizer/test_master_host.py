@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from runtime.paging.block import Block
+from runtime.paging import Block
 from teraio.optimizer import HostRates, OptimizerFacts, owned_parameters
 from teraio.optimizer.host import HostUpdates
 

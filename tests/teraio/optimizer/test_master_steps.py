@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import teraio
 from planner.errors import UnsupportedError
-from runtime.paging.block import State
+from runtime.paging import State
 
 from .managed_training import Start
 from .plain_training import (
@@ -70,7 +70,7 @@ def test_a_gradient_scaler(started: Start, name: str, dtype: torch.dtype, manage
     assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
     if managed:
         assert any(block.state is State.OFFLOADED for block in training.states().values())
-        assert training.pager.peak_bytes <= BUDGET
+        assert training.pager.account.peak_bytes <= BUDGET
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused amsgrad", "SGD fused"])

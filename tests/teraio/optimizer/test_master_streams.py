@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from runtime.cuda import StreamMover
-from runtime.paging.block import State
-from runtime.paging.tiers import Tier, Tiers
+from runtime.paging import State, Tier, Tiers
 
 from ...runtime.simulated_device import SimulatedDevice
 from ...runtime.slab import Slab
@@ -46,4 +45,4 @@ def test_masters_leave_for_the_host_and_come_back(started: Start, seed: int) -> 
             training.parameters[2].data.mul_(2)
             expected.masters[2].copy_(training.parameters[2].detach())
     assert sum(name.endswith("master_param") for name in away) >= 3, away
-    assert training.pager.peak_bytes <= 12 * WIDE
+    assert training.pager.account.peak_bytes <= 12 * WIDE

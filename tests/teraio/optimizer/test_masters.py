@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from planner.errors import BudgetError
 from runtime.cpu import CpuMemory
-from runtime.paging.block import State
-from runtime.paging.pager import Pager
+from runtime.paging import Pager, State
 from teraio.following import IterationObserver
 from teraio.optimizer.arithmetic import run_step
 from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
@@ -44,7 +43,7 @@ def floor(training: Training, optimizer: Optimizer) -> int:
     """What the error of a budget that is too small names, before anything is changed."""
     set_most_gradients(training.parameters, 0)
     before = [p.detach().clone() for p in training.parameters]
-    training.pager.budget_bytes = KIB
+    training.pager.account.budget_bytes = KIB
     with pytest.raises(BudgetError) as raised:
         optimizer.step()
     assert all(map(torch.equal, before, training.parameters))
@@ -62,10 +61,10 @@ def test_the_same_bits_as_the_textbook_loop(started: Start, name: str, dtype: to
         optimizer = keeping(MASTER_OPTIMIZERS[name](training.parameters))
         # What Adafactor makes in its first step is small and stays, unlike what is taken for granted before it exists.
         budget = int(share * floor(training, optimizer)) + (KIB if name == "Adafactor" else 0)
-        training.pager.budget_bytes = budget
+        training.pager.account.budget_bytes = budget
         train(training, optimizer, 50)
         assert differences(optimizer, expected) == []
-        assert training.pager.peak_bytes <= budget
+        assert training.pager.account.peak_bytes <= budget
         assert any(block.state is State.OFFLOADED for block in training.states().values())
         training.steps.close()
 
@@ -113,7 +112,7 @@ def test_masters_are_blocks_like_other_states(started: Start) -> None:
     assert not any(stage.made for stage in second)
     assert {block for stage in second for block in stage.written} >= set(training.states().values())
     small = 3 * 4 * 15
-    assert training.pager.fixed_bytes == small + 4 * 4, "the master and the states of the small one, and counters"
+    assert training.pager.account.fixed_bytes == small + 4 * 4, "the master and the states of the small one, and counters"
 
 
 def test_the_floor_counts_fp32(started: Start) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from runtime.paging.block import State
+from runtime.paging import State
 
 from .managed_training import StartTiered, check_sliced
 from .plain_training import (

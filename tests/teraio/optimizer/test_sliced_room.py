@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from planner.errors import BudgetError, StorageFullError, StorageIOError
-from runtime.paging.block import State
+from runtime.paging import State
 from runtime.storage import HostStore, align_up
 from teraio.optimizer.slices import SlicedUpdate
 from teraio.options import Options
@@ -47,10 +47,10 @@ def test_the_smallest_budget_is_parameter_gradient_and_some_slices(started_tiere
     assert not optimizer.state and all(block.pins == 0 for block in training.pager.blocks)
     smallest = raised.value.smallest_bytes
     assert 2 * LARGE < smallest < 2.3 * LARGE
-    training.pager.budget_bytes = smallest - 1
+    training.pager.account.budget_bytes = smallest - 1
     with pytest.raises(BudgetError):
         optimizer.step()
-    training.pager.budget_bytes = smallest
+    training.pager.account.budget_bytes = smallest
     train(optimizer, 3)
     check_sliced(training, 2)
     assert not differing(everything(optimizer), plain(3, large_parameters(), adamw))
@@ -87,7 +87,7 @@ def test_where_all_fits_nothing_is_cut_inside(started_tiered: StartTiered, monke
     training = started_tiered(budget_bytes=LARGE * 31 // 5)
     optimizer = adamw(training.parameters)
     train(optimizer, 2)
-    assert training.pager.evictions == 0 and all(block.state is State.ON_DEVICE for block in training.states().values())
+    assert training.pager.account.evictions == 0 and all(block.state is State.ON_DEVICE for block in training.states().values())
 
 
 @pytest.mark.parametrize(("budget", "sliced"), [(LARGE * 23 // 2, 3), (LARGE * 25 // 2, 0)])
@@ -105,7 +105,7 @@ def test_what_takes_more_than_half_of_the_room_is_cut_inside(
     training = started_tiered(budget_bytes=budget, parameters=parameters())
     optimizer = adamw(training.parameters)
     train(optimizer, 3)
-    assert len(updates) == 3 * sliced and training.pager.evictions > 0
+    assert len(updates) == 3 * sliced and training.pager.account.evictions > 0
     assert not differing(everything(optimizer), plain(3, parameters(), adamw))
 
 

@@ -12,10 +12,7 @@ import torch
 
 from runtime.cuda import StreamMover
 from runtime.device import Lane, WallMark
-from runtime.paging.block import State
-from runtime.paging.debug import Debug
-from runtime.paging.pager import Pager
-from runtime.paging.tiers import Tier, Tiers
+from runtime.paging import CheckedMover, Pager, State, Tier, Tiers
 from runtime.storage import PosixStore
 from runtime.transfer import Engine
 
@@ -62,9 +59,10 @@ class Gpu(ManagedTraining):
             self.engine = Engine(store, threads=2, chunk_bytes=64 << 10, checksums=True)
             last.callback(self.engine.close)
             tiers.append(Tier(name="storage", store=store, engine=self.engine))
-        self.mover = StreamMover(self.device, Tiers(tiers), slab.address_of, debug=Debug() if debug else None)
+        self.mover = StreamMover(self.device, Tiers(tiers), slab.address_of, poison=debug)
+        checked = CheckedMover(self.mover, self.mover.read) if debug else self.mover
         last.callback(self.mover.close)
-        super().__init__(Pager(mover=self.mover, budget_bytes=LARGE_BUDGET, device=self.device), large_parameters())
+        super().__init__(Pager(mover=checked, budget_bytes=LARGE_BUDGET, device=self.device), large_parameters())
         last.callback(self.steps.close)
 
 
@@ -94,9 +92,9 @@ def test_the_same_bits(last: ExitStack, tmp_path: Path, tiers: str, debug: bool)
                 gpu.pager.bring_back_all()
             gpu.device.synchronise()
     assert {block.tier for block in states} == ({tiers} if " and " not in tiers else {"host", "storage"})
-    assert gpu.pager.peak_bytes >= 2 * LARGE
+    assert gpu.pager.account.peak_bytes >= 2 * LARGE
     if "host" in tiers:
-        gpu.mover.poll()
+        gpu.mover.finished([])
         assert gpu.mover.moved_bytes["host->device"] > 5 * LARGE
     with gpu.device.region():
         gpu.pager.bring_back_all()

@@ -11,8 +11,7 @@ import torch
 from planner import Budgets
 from planner import plan as make_plan
 from planner.errors import BudgetError
-from runtime.paging.block import State
-from runtime.paging.pager import Pager
+from runtime.paging import Pager, State
 from teraio.following import IterationObserver, StageSchedule
 from teraio.optimizer.steps import OptimizerSteps
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
@@ -28,7 +27,7 @@ def test_states_are_blocks_and_counters_are_not(started: Start) -> None:
     states = training.states()
     assert set(states) == {f"optimizer/layer.{n}.{name}" for n in range(2) for name in ("exp_avg", "exp_avg_sq")}
     assert all(block.size_bytes == SIZE and block.user_visible for block in states.values())
-    assert training.pager.fixed_bytes == state_bytes(optimizer) - 4 * SIZE == 2 * 4
+    assert training.pager.account.fixed_bytes == state_bytes(optimizer) - 4 * SIZE == 2 * 4
     first, second = (iteration.stages for iteration in training.iterations)
     made = [block for stage in first for block in stage.made]
     assert sorted(block.name for block in made) == sorted(states)
@@ -45,7 +44,7 @@ def test_states_that_share_a_storage_are_one_block(started: Start) -> None:
         optimizer.state[parameter]["momentum_buffer"] = buffer
     training.train(optimizer, 2)
     (block,) = training.states().values()
-    assert block.size_bytes == 2 * SIZE and training.pager.fixed_bytes == 0
+    assert block.size_bytes == 2 * SIZE and training.pager.account.fixed_bytes == 0
 
 
 @pytest.mark.parametrize("budget", [None, 7 * SIZE, 10 * SIZE, 14 * SIZE])
@@ -63,19 +62,19 @@ def test_the_peak_stays_within_the_budget(started: Start) -> None:
     training = started(budget_bytes=None)
     set_gradients(training.parameters, 0)
     optimizer = torch.optim.AdamW(training.parameters)
-    training.pager.budget_bytes = KIB
+    training.pager.account.budget_bytes = KIB
     with pytest.raises(BudgetError, match=r"stage 'optimizer/subgroup.0' needs [\d,]+ bytes at once; give a") as raised:
         optimizer.step()
     smallest = raised.value.smallest_bytes
     assert 6 * SIZE <= smallest <= 6 * SIZE + 16 * 6, "one parameter, its gradient, two states, two temporaries, and counters"
     assert not optimizer.state and all(block.pins == 0 for block in training.pager.blocks)
-    training.pager.budget_bytes = smallest - 1
+    training.pager.account.budget_bytes = smallest - 1
     with pytest.raises(BudgetError):
         optimizer.step()
     assert not optimizer.state
-    training.pager.budget_bytes = smallest
+    training.pager.account.budget_bytes = smallest
     training.train(optimizer, 6)
-    assert training.pager.peak_bytes <= smallest
+    assert training.pager.account.peak_bytes <= smallest
     assert same(everything(optimizer), plain(6))
 
 
@@ -228,7 +227,7 @@ def test_an_optimizer_that_is_gone_counts_no_more(started: Start) -> None:
     gc.collect()
     second = torch.optim.SGD(training.parameters, lr=0.1)
     training.train(second, 1)
-    assert training.states() == {} and training.pager.fixed_bytes == 0
+    assert training.states() == {} and training.pager.account.fixed_bytes == 0
 
 
 def test_without_anywhere_to_go(started: Start) -> None:

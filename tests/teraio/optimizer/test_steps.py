@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planner.errors import BudgetError
-from runtime.paging.pager import Pager
+from runtime.paging import Pager
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 
 from .managed_training import ManagedTraining
@@ -91,14 +91,14 @@ def test_new_state_was_reserved_before_it_was_made(name: str) -> None:
 
         def noting_acquire(blocks: Any, new_bytes: int, what: str, **more: Any) -> None:
             acquire(blocks, new_bytes, what, **more)
-            reserved.append(steps.pager.used_bytes + steps.pager.fixed_bytes + new_bytes)
+            reserved.append(steps.pager.account.used_bytes + steps.pager.account.fixed_bytes + new_bytes)
 
         steps.pager.acquire = noting_acquire  # type: ignore[method-assign]
         optimizer.step()
         small = 100 * len(parameters)  # step counters
-        assert steps.pager.fixed_bytes == state_bytes(optimizer)
-        assert steps.pager.used_bytes + steps.pager.fixed_bytes <= max(reserved) + small
-        assert steps.pager.peak_bytes >= needed(optimizer, parameters) - small
+        assert steps.pager.account.fixed_bytes == state_bytes(optimizer)
+        assert steps.pager.account.used_bytes + steps.pager.account.fixed_bytes <= max(reserved) + small
+        assert steps.pager.account.peak_bytes >= needed(optimizer, parameters) - small
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW foreach", "SGD", "SGD momentum", "AdamW amsgrad"])
@@ -113,9 +113,9 @@ def test_a_budget_that_the_state_does_not_fit_in(name: str) -> None:
             optimizer.step()
         assert not optimizer.state and all(map(torch.equal, before, parameters))
         assert all(block.pins == 0 for block in steps.pager.blocks)
-        steps.pager.budget_bytes = raised.value.smallest_bytes
+        steps.pager.account.budget_bytes = raised.value.smallest_bytes
         optimizer.step()
-        assert steps.pager.peak_bytes <= steps.pager.budget_bytes
+        assert steps.pager.account.peak_bytes <= steps.pager.account.budget_bytes
 
 
 def test_state_counts_as_resident() -> None:
@@ -123,7 +123,7 @@ def test_state_counts_as_resident() -> None:
     with stepping(parameters) as steps:
         optimizer = torch.optim.AdamW(parameters)
         train(optimizer, parameters, False, steps=1)
-        assert steps.pager.fixed_bytes == state_bytes(optimizer) > 2 * 7 * 4 * KIB
+        assert steps.pager.account.fixed_bytes == state_bytes(optimizer) > 2 * 7 * 4 * KIB
 
 
 def test_several_optimizers() -> None:
@@ -263,7 +263,7 @@ def test_parameters_of_others_are_left_alone() -> None:
     with stepping(ours) as steps:
         optimizer = torch.optim.AdamW(theirs)
         train(optimizer, theirs, False, steps=1)
-        assert steps.finished == [] and steps.pager.fixed_bytes == 0
+        assert steps.finished == [] and steps.pager.account.fixed_bytes == 0
 
 
 def test_nothing_is_split_while_not_active() -> None:

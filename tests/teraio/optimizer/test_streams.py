@@ -10,8 +10,7 @@ import torch
 
 from runtime.cuda import StreamMover
 from runtime.device import Lane, WallMark
-from runtime.paging.block import State
-from runtime.paging.tiers import Tier, Tiers
+from runtime.paging import State, Tier, Tiers
 
 from ...runtime.simulated_device import SimulatedDevice
 from ...runtime.slab import Slab
@@ -47,6 +46,9 @@ class Gpu:
 
     def try_memory(self, size_bytes: int) -> None:
         """There always is some."""
+
+    def trim(self, spare_bytes: int) -> None:
+        """Nothing is kept for reuse."""
 
     def external_bytes(self, known_bytes: int) -> int:
         return 0
@@ -85,5 +87,5 @@ def test_states_leave_for_the_host_and_come_back(started: Start, seed: int, whol
         away |= {name for name, block in training.states().items() if block.state is State.OFFLOADED}
         assert same(everything(optimizer), plain(step + 1))
     assert len(away) >= 6
-    assert training.pager.peak_bytes <= budget_blocks * SIZE
+    assert training.pager.account.peak_bytes <= budget_blocks * SIZE
     mover.close()  # storages of later tests may have the keys of these

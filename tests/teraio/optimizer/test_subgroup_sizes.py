@@ -18,7 +18,7 @@ import teraio
 from planner import Hardware, Link, stations_of_step, subgroup_bytes
 from planner.subgroup_size import UNMEASURED_BYTES
 from runtime.device import CpuDevice, Device, WallMark
-from runtime.paging.pager import Pager
+from runtime.paging import Pager
 from teraio import training_run
 from teraio.optimizer import OptimizerFacts
 from teraio.optimizer.subgroup_sizes import MIN_SUBGROUP_BYTES, SubgroupSizes, subgroup_seconds

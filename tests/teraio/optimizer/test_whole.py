@@ -20,10 +20,10 @@ def test_off_and_chosen(started: Start) -> None:
     training = started(2, budget_bytes=None, automatic=False)
     optimizer = torch.optim.AdamW(training.parameters)
     training.train(optimizer, 2)
-    assert training.states() == {} and training.pager.fixed_bytes == state_bytes(optimizer)
+    assert training.states() == {} and training.pager.account.fixed_bytes == state_bytes(optimizer)
     assert all(stage.phase != "optimizer" for iteration in training.iterations for stage in iteration.stages)
     training.steps.manage(optimizer)
-    assert len(training.states()) == 4 and training.pager.fixed_bytes == 2 * 4, "at once"
+    assert len(training.states()) == 4 and training.pager.account.fixed_bytes == 2 * 4, "at once"
     training.train(optimizer, 1, first=2)
     assert "optimizer" in [stage.phase for stage in training.iterations[-1].stages]
     assert same(everything(optimizer), plain(3, square_parameters(2)))
@@ -85,9 +85,9 @@ def test_on_a_gpu_a_whole_step_that_does_not_fit_is_refused(started: Start) -> N
     assert "optimizer/AdamW, which is updated as a whole because there are step hooks besides teraio's" in str(raised.value)
     assert f"give a memory_budget of at least {raised.value.smallest_bytes} bytes" in str(raised.value)
     assert same(everything(optimizer), before)
-    training.pager.budget_bytes = raised.value.smallest_bytes
+    training.pager.account.budget_bytes = raised.value.smallest_bytes
     optimizer.step()
-    assert training.pager.peak_bytes <= raised.value.smallest_bytes
+    assert training.pager.account.peak_bytes <= raised.value.smallest_bytes
     assert same(everything(optimizer), plain(3))
 
 

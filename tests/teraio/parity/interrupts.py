@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import teraio
-from runtime.paging import Pager
-from runtime.paging.block import State
+from runtime.paging import Pager, State
 
 from ...line_tracing import Place, tracing
 from ...training import MIB, Training, begin, mean_square_step, pagers, require, unequal
@@ -151,7 +150,7 @@ def check_account(pager: Pager) -> None:
     account, blocks = pager.account, pager.blocks
     with pager.condition:
         held = [b for b in blocks if b.pins or b.state is State.UPDATING]
-        require(not held and not pager.reserved_for_host, f"held for ever: {held}")
+        require(not held and not pager.account.reserved_for_host, f"held for ever: {held}")
         require(not account.reserved_bytes, f"{account.reserved_bytes} bytes are reserved")
         leaving = [b for b in blocks if b.state is State.OFFLOADING]
         coming = [b for b in blocks if b.state is State.PREFETCHING]

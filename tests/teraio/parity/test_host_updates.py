@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import planner
-from runtime.paging.block import State
+from runtime.paging import State
 from teraio.optimizer.host import HostUpdate
 
 from ...thoroughness import by_profile

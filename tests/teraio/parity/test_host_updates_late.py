@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import StorageError
-from runtime.paging.pager import Pager
+from runtime.paging import Pager
 from teraio.following import IterationObserver
 from teraio.optimizer import OptimizerFacts, subgroup_steps
 from teraio.optimizer.host import HostUpdate, HostUpdates
@@ -149,7 +149,7 @@ def test_blocks_that_do_not_get_there_update_on_the_device(tmp_path: Path, monke
         seconds.append([stage.seconds for stage in iteration.stages if stage.elements])
         return iteration
 
-    monkeypatch.setattr("runtime.paging.pager.Pager.lend_memory", refuse)
+    monkeypatch.setattr("runtime.paging.around.Lending.lend_memory", refuse)
     monkeypatch.setattr(subgroup_steps, "run_step", slow)
     monkeypatch.setattr(IterationObserver, "iteration_ends", ending)
     expected, found = on_host(case, tmp_path)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 import planner
-from runtime.paging.block import Block
+from runtime.paging import Block
 from teraio.profiling import StageRecord
 from teraio.profiling.profiler import _recompute_groups as recompute_groups
 

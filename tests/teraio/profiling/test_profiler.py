@@ -7,8 +7,7 @@ import torch
 import planner
 from planner import Hardware
 from runtime.device import Span
-from runtime.paging.block import Block
-from runtime.paging.pager import Pager
+from runtime.paging import Block, Pager
 from teraio.profiling import Iteration, Profile, Region, StageRecord, build_profile
 
 HARDWARE = Hardware(name="made up", device_memory_bytes=1 << 30)

@@ -121,7 +121,7 @@ def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, 
         "storage_bytes": tier.store.limit_bytes,
         "threads": tier.engine._threads if tier.engine is not None else None,
         "links": [link.model_dump(mode="json") for link in machine.hardware().links],
-        "devices": run._pager.budget_bytes,
+        "devices": run._pager.account.budget_bytes,
     }
     follower = run._phase.follower
     if follower is not None:

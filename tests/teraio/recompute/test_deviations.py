@@ -17,8 +17,8 @@ import teraio
 from planner import Budgets
 from planner.errors import BudgetError, PlanError, StorageIOError, UnsupportedError
 from planner.problem import RerunPlaces
-from runtime.execution.rerun import Reruns
-from runtime.paging.block import State
+from runtime.execution import Reruns
+from runtime.paging import State
 
 from ...training import Training, begin, blocks, unequal
 from .test_reruns import PLAIN, Model, batch, loss_of, one_pass

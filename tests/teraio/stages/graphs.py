@@ -13,7 +13,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
-from runtime.execution.program import Phase
+from runtime.execution import Phase
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch._prims import rng_prims
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
-from runtime.execution.executor import run_plain
+from runtime.execution import run_plain
 from teraio.stages import cost
 from teraio.stages.compile import StageCompiler
 from teraio.stages.cut import CutPolicy, can_cut

@@ -89,7 +89,7 @@ def test_the_same_bits_as_a_step(make: Callable[[Any], Optimizer], budget: int |
     assert all({b.kind for b in s.written} == {"parameter", "optimizer_state"} for s in recorded)
     assert not any(block.kind == "gradient" for block in training.pager.blocks)
     assert same(everything(optimizer), plain(3, make=make))
-    assert budget is None or training.pager.peak_bytes <= budget
+    assert budget is None or training.pager.account.peak_bytes <= budget
 
 
 def test_no_room_keeps_the_gradient(started: Start) -> None:
@@ -106,8 +106,8 @@ def test_no_room_keeps_the_gradient(started: Start) -> None:
         [UpdateStage(0, (2,)), UpdateStage(0, (0, 1))],
         no_room=lambda members, error: refused.append((list(members), error.smallest_bytes)),
     )
-    needed = 4 * SIZE + 2 * SIZE + training.pager.fixed_bytes  # AdamW's temporaries are two copies
-    training.pager.budget_bytes = needed + SIZE
+    needed = 4 * SIZE + 2 * SIZE + training.pager.account.fixed_bytes  # AdamW's temporaries are two copies
+    training.pager.account.budget_bytes = needed + SIZE
     before = [p.detach().clone() for p in training.parameters]
     step_in_region(training, region, slots, 1)
     ((whom, smallest),) = refused

@@ -1,0 +1,402 @@
+"""What is done around stages, regions and updates in slots: memory is brought and held, handed to user code, or lent.
+
+[Note: User code]
+Between compiled regions user code may write any block that it can reach. `Pager.leave_region` waits until none of those is
+being copied, and assumes that user code changes all of them. Until `Pager.enter_region` no copy of them begins. If one leaves
+later whose copy was valid before, the mover may find that it was not changed, see [Note: Writes that change nothing].
+
+[Note: Lent slots]
+A block that is UPDATING stays away until it is given back: it is neither prefetched nor evicted, and a hint for it waits.
+The borrower keeps its storage alive and gives it back before the region ends. All copies from and to the slot must have
+ended by then. A stage that needs the block waits until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from planner.errors import ChecksumError, StorageError
+from runtime.device import DeviceMemoryError
+from runtime.paging.block import DROPPED, OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, UPDATING, Block
+from runtime.paging.room import PrefetchQueue, RoomMaker, out_of_memory
+from runtime.paging.state import PagerState, awaited
+from runtime.paging.transitions import BlockTransitions
+from runtime.storage import RangeCopy
+from runtime.system import checkpoint, first_of
+
+POLL_SECONDS = 0.001
+"""Seconds between two looks at a copy that the device makes by itself: nothing notifies of its end."""
+
+
+class _Need(NamedTuple):
+    """What a stage needs. piece_bytes: of its new bytes, those that the device's allocator must have in one piece.
+
+    then_fetch: what to prefetch once its own copies have begun.
+    """
+
+    blocks: Sequence[Block]
+    new_bytes: int
+    what: str
+    then_fetch: Sequence[Block] = ()
+    piece_bytes: int = 0
+
+
+class Stages:
+    """Gives each stage its memory, and user code what it can reach between regions. Each public method takes the lock."""
+
+    def __init__(self, state: PagerState, transitions: BlockTransitions, prefetches: PrefetchQueue, room: RoomMaker) -> None:
+        self.device = state.device
+        self._mover = state.mover
+        self._tiers = state.mover.tiers
+        self.account = state.account
+        self.table = state.table
+        self._signal = state.signal
+        self._lock = state.signal.lock
+        self._transitions = transitions
+        self._prefetches = prefetches
+        self._room = room
+
+    # -- around a stage
+
+    def acquire(
+        self,
+        blocks: Sequence[Block],
+        new_bytes: int,
+        what: str,
+        *,
+        then_fetch: Sequence[Block] = (),
+        in_one_piece: bool = False,
+    ) -> None:
+        """Bring `blocks` to the device, reserve `new_bytes` for outputs and workspace, and hold both until `retire`.
+
+        what: name of the stage. then_fetch: prefetches to ask for once the copies have begun, see `prefetch`.
+        in_one_piece: the device's allocator must have `new_bytes` in one piece, since the stage cannot run again if it has not.
+        Waits until all copies have ended, or will have before the device goes on. Raises BudgetError if it cannot fit,
+        StorageError if a copy failed; then nothing is held.
+        """
+        need = _Need(blocks, new_bytes, what, then_fetch, new_bytes if in_one_piece else 0)
+        with self._lock:
+            try:
+                self._hold(need)
+            except DeviceMemoryError:
+                self._hold_alone(need)
+
+    def acquire_again(self, blocks: Sequence[Block], new_bytes: int, what: str) -> None:
+        """The stage that holds `blocks` found no memory in one piece: let all leave that can, and bring `blocks` back, close
+        together. They stay held until `retire`, also after an error.
+
+        Waits until all copies have ended. Raises what `acquire` raises.
+        """
+        with self._lock:
+            self._release(blocks)
+            try:
+                self._hold_alone(_Need(blocks, new_bytes, what))
+            except BaseException:
+                self._transitions.pin(blocks)  # whoever holds them will let go of them
+                raise
+
+    def retire(self, blocks: Sequence[Block], written: Sequence[Block], *, last_used: Sequence[Block] = ()) -> None:
+        """The stage has ended: what it held may move again, and slots of what it wrote are not valid. Never waits.
+
+        last_used: blocks that nobody may hold any more; those that are dead count as free at once.
+        """
+        with self._lock:
+            try:
+                for block in written:
+                    self._transitions.write(block)
+                for block in last_used:
+                    if block.storage() is None:
+                        self._transitions.forget(block)
+            except BaseException:
+                for block in written:  # no slot of these may count as valid; twice does no harm
+                    self._transitions.write(block)
+                raise
+            finally:
+                self._release(blocks)
+            self._transitions.note_peak()
+
+    def _hold_alone(self, need: _Need) -> None:
+        """Do what `_hold` does when everything has left that can."""
+        self._room.empty()
+        try:
+            self._hold(need)
+        except DeviceMemoryError as error:
+            raise out_of_memory(self.account.budget_bytes or 0, need.what) from error
+
+    def _hold(self, need: _Need) -> None:
+        blocks = need.blocks
+        self._transitions.pin(blocks)
+        self._signal.out_of_memory = None  # of a prefetch that nobody has waited for
+        try:
+            checkpoint()
+            away = [block for block in blocks if block.state is not ON_DEVICE]
+            if away:
+                self._bring(away, need)
+            else:
+                self._room.make_room(away, need.new_bytes, need.what)
+                self._transitions.reserve(need.new_bytes)
+                self._transitions.note_peak()
+                self._fetch(need.then_fetch)
+            self._mover.wait_resident(blocks)
+            if need.piece_bytes:
+                self.device.try_memory(need.piece_bytes)
+        except BaseException:
+            self._release(blocks)
+            raise
+
+    def _bring(self, away: Sequence[Block], need: _Need) -> None:
+        """Reserve the memory of a stage, and bring the blocks to the device that were not there. Waits until they are."""
+        while any(block.state is UPDATING for block in away):
+            self._signal.wait(lambda: awaited([block for block in away if block.state is UPDATING]))
+        self._room.make_room(away, need.new_bytes, need.what)
+        coming = [block for block in away if block.state is PREFETCHING and not block.held_back]
+        self._begin_missing(away, need.new_bytes)
+        self._fetch(need.then_fetch)
+        self._wait_for(away, coming)
+
+    def _fetch(self, blocks: Sequence[Block]) -> None:
+        if blocks:
+            with self._mover.together():
+                self._prefetches.ask_for(blocks)
+
+    def _wait_for(self, away: Sequence[Block], coming: list[Block]) -> None:
+        """Wait until those that were not on the device are there. coming: those whose copy in had begun; some may be late."""
+        began = self._signal.now_seconds()
+        while any(block.state in (PREFETCHING, OFFLOADED) for block in away):
+            self._signal.raise_failure()
+            if any(block.state is OFFLOADED for block in away):
+                self._signal.raise_out_of_memory()
+            checkpoint()
+            self._signal.wait(lambda: awaited(away))
+            self._prefetches.note_late(coming, self._signal.now_seconds() - began)
+
+    def _begin_missing(self, blocks: Sequence[Block], new_bytes: int) -> None:
+        """Begin to copy those blocks in that are OFFLOADED. All that are being copied in go first on their link."""
+        missing = [block for block in blocks if block.state is OFFLOADED]
+        left = new_bytes + sum(block.size_bytes for block in missing)
+        for block in missing:
+            left -= block.size_bytes
+            self._transitions.reserve(left)  # what begins now counts as used, and no longer as reserved
+            if block.state is OFFLOADED:  # still: where one copy fails to begin, waiting prefetches may begin
+                self._transitions.begin_prefetch(block)
+        self._transitions.reserve(new_bytes)
+        for block in blocks:
+            if block.state is PREFETCHING:
+                self._tiers.prioritize(block)
+        self._transitions.note_peak()
+
+    def _release(self, blocks: Sequence[Block]) -> None:
+        self._transitions.reserve(0)
+        self._transitions.unpin(blocks)
+
+    # -- around compiled regions, see [Note: User code]
+
+    def enter_region(self) -> None:
+        """A compiled region begins. Never waits. Raises StorageError if a copy has failed meanwhile."""
+        with self._lock:
+            account = self.account
+            self._signal.raise_failure()
+            self._transitions.sweep()
+            self._transitions.forget_replaced()
+            account.external_bytes = self.device.external_bytes(account.used_bytes + account.fixed_bytes)
+            self._mover.invalidate(self._in_reach_and_away())
+            self._prefetches.in_user_code = False
+
+    def leave_region(self) -> None:
+        """A compiled region ends. Waits until no block that user code can reach is being copied."""
+        with self._lock:
+            self._prefetches.in_user_code = True
+            try:
+                self._transitions.sweep()
+                visible = self._visible()
+                self._wait_until_still(visible)
+                self._transitions.assume_written(visible)
+            except BaseException:  # user code goes on, and may write to them
+                self._transitions.assume_written(self._visible())
+                raise
+            self._mover.wait_resident([block for block in visible if block.state is ON_DEVICE])
+            self._room.trim()
+            self._signal.raise_failure()
+
+    def _visible(self) -> list[Block]:
+        """Those that have memory on the device, or lent slots."""
+        return [block for block in self.account.here if block.user_visible]
+
+    def _in_reach_and_away(self) -> Iterator[Block]:
+        """Those to whose stand-ins user code may have written. The mover may not want to know: then nobody loops."""
+        for block in self.table:
+            held = block.storage() if block.user_visible and block.state is OFFLOADED else None
+            if held is not None:
+                yield block
+
+    def _wait_until_still(self, visible: Sequence[Block]) -> None:
+        while True:
+            for block in [b for b in self.account.queued_offloads if b.user_visible]:  # each wait may add some
+                self._transitions.take_memory(block)
+            if not [block for block in visible if block.state is not ON_DEVICE and block.state is not OFFLOADED]:
+                return
+            self._signal.wait("for blocks that user code can reach")
+
+    # -- the end
+
+    def bring_back_all(self) -> None:
+        """Bring every block to the device that was not dropped, whatever the budget. Waits until all copies have ended.
+
+        Raises ChecksumError if some came back different; all others are back then.
+        """
+        with self._lock:
+            self._prefetches.clear()
+            damage: list[ChecksumError] = []
+            if not self._fetched_all(damage):
+                self._signal.out_of_memory = None
+                self.device.give_back_memory()  # what is free in pieces serves in other sizes then
+                self._fetched_all(damage)
+                self._signal.raise_out_of_memory()
+            for block in [block for block in self.table if block.state is ON_DEVICE]:
+                with _kept(damage):
+                    self._mover.wait_resident([block])
+            if damage:
+                raise damage[0]
+
+    def _fetched_all(self, damage: list[ChecksumError]) -> bool:
+        """Ask once for each block that is away, and wait until all copies have ended. False at once if memory runs out.
+
+        damage: gets what says that a block came back different.
+        """
+        asked: set[Block] = set()
+        while True:
+            for block in list(self.account.queued_offloads):
+                self._transitions.keep(block)
+            self._transitions.sweep()
+            self._transitions.forget_replaced()
+            with _kept(damage):
+                self._mover.invalidate(self._in_reach_and_away())
+            for block in [block for block in self.table if block.state is OFFLOADED and block not in asked]:
+                asked.add(block)
+                self._transitions.begin_prefetch(block)
+            with _kept(damage):
+                self._signal.raise_failure()
+            if self._signal.out_of_memory is not None:
+                return False
+            still = (ON_DEVICE, DROPPED, OFFLOADED) if damage else (ON_DEVICE, DROPPED)
+            if all(block.state in still for block in self.table):
+                return True
+            self._signal.wait(lambda: awaited(list(self.table)))
+
+
+@contextmanager
+def _kept(damage: list[ChecksumError]) -> Iterator[None]:
+    """Keep what says that a block came back different, to raise it when all others are back."""
+    try:
+        yield
+    except ChecksumError as error:
+        damage.append(error)
+
+
+class Lending:
+    """Lends slots to updates, which change blocks where they wait: see [Note: Lent slots]. Each public method takes the lock."""
+
+    def __init__(self, state: PagerState, transitions: BlockTransitions) -> None:
+        self._mover = state.mover
+        self._tiers = state.mover.tiers
+        self._account = state.account
+        self._table = state.table
+        self._signal = state.signal
+        self._lock = state.signal.lock
+        self._transitions = transitions
+
+    def lend(self, blocks: Sequence[Block]) -> None:
+        """Lend the slots of `blocks` until `give_back`. Blocks on the device leave first. Waits until all have left.
+
+        Raises StorageError if a copy failed or one of them cannot leave, StorageFullError if the lower tiers have no room.
+        None is lent then.
+        """
+        with self._lock:
+            while True:
+                self._signal.raise_failure()
+                checkpoint()
+                for block in blocks:
+                    self._send_away(block)
+                if all(block.state is OFFLOADED for block in blocks):
+                    break
+                self._signal.wait(lambda: f"{first_of([block.name for block in blocks])} to leave the device")
+            self._transitions.begin_update(blocks)
+
+    def waits_in_host_tier(self, blocks: Sequence[Block]) -> bool:
+        """Whether all blocks are in the host tier, or on their way there, so that the processor can update them. Never waits."""
+        with self._lock:
+            return all(b.state in (OFFLOADED, OFFLOADING, UPDATING) and self._tiers.host_address(b) is not None for b in blocks)
+
+    def reserve_for_host(self, blocks: Sequence[Block]) -> bool:
+        """Reserve blocks for the host's processor, if all are in the host tier or on their way there. Never waits.
+
+        Returns whether they are reserved. No prefetch takes them until `lend_memory` or `give_back` is called for them; a
+        stage that needs one does.
+        """
+        with self._lock:
+            if any(b.state not in (OFFLOADED, OFFLOADING) or self._tiers.host_address(b) is None for b in blocks):
+                return False
+            self._transitions.reserve_for_host(blocks)
+            return True
+
+    def lend_memory(self, blocks: Sequence[Block]) -> list[int] | None:
+        """Lend slots in the host tier until `give_back`. Returns their addresses, for the processor to read and write there.
+
+        Returns None, and lends nothing, if one of them does not get to the host tier in one piece. Waits until those on their
+        way have arrived. For any thread. What the device was asked to write to the slots by itself must have ended before.
+        """
+        with self._lock:
+            try:
+                while self._still_leaving(blocks):
+                    self._signal.poll(POLL_SECONDS)  # gives the lock to others meanwhile
+                if any(b.state is not OFFLOADED or b.pins or not self._table.is_current(b) for b in blocks):
+                    return None
+                addresses = [address for b in blocks if (address := self._tiers.host_address(b)) is not None]
+                if len(addresses) < len(blocks):
+                    return None
+                self._transitions.begin_update(blocks)
+                return addresses
+            finally:
+                self._transitions.end_reservation(blocks)
+
+    def give_back(self, blocks: Sequence[Block]) -> None:
+        """End `lend`, `lend_memory` or `reserve_for_host`: the blocks hold what is in their slots now.
+
+        Never waits. For any thread.
+        """
+        with self._lock:
+            try:
+                self._transitions.end_update(blocks)
+            except BaseException:
+                self._transitions.end_update(blocks)  # those that are left
+                raise
+            finally:
+                self._transitions.end_reservation(blocks)
+                self._signal.notify()
+
+    def copy_range(self, block: Block, begin_bytes: int, memory: torch.Tensor, *, to_slot: bool) -> RangeCopy:
+        """Begin to read or write a range of a lent slot, see `Mover.copy_range`."""
+        with self._lock:
+            return self._mover.copy_range(block, begin_bytes, memory, to_slot=to_slot)
+
+    def _send_away(self, block: Block) -> None:
+        if block.span is None or block.pins or block.dead:
+            raise StorageError(f"{block} cannot leave, so that it cannot be lent; this is a bug in teraio, please report it")
+        queued = self._account.queued_offloads
+        while block.state is ON_DEVICE or block in queued:
+            if block in queued:
+                self._transitions.take_memory(block)
+            else:
+                self._transitions.begin_offload(block)
+
+    def _still_leaving(self, blocks: Sequence[Block]) -> bool:
+        """Whether a copy may still write to a slot, or read it: one may be OFFLOADED before its last copy has ended: rule 7."""
+        ended = [block for block in blocks if self._mover.finished([block])]
+        for block in ended:
+            if block in self._account.queued_offloads:
+                self._transitions.take_memory(block)
+        return any(b.state is OFFLOADING or b.state is OFFLOADED and b not in ended for b in blocks)
