@@ -32,6 +32,7 @@ class Lending:
     def __init__(self, training: Training) -> None:
         self.device = training.pager.device
         self.known_block = training.pager.known_block
+        self.account, self.lending = training.pager.account, self
         self.lent: set[str] = set()
 
     def reserve_for_host(self, blocks: Sequence[Block]) -> bool:
