@@ -64,8 +64,8 @@ def measure(scale: Scale) -> tuple[tuple[Figure, ...], dict[str, list[float]]]:
     cold, warm = [], []
     for _ in range(scale.rounds):
         with tempfile.TemporaryDirectory(prefix="warm-start-") as folder:
-            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-            training = plain.model_copy(update={"options": {**options, "plan_cache_folder": f"{folder}/plans"}})
+            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "XDG_CACHE_HOME": folder}
+            training = plain.model_copy(update={"options": options})
             cold.append(start(training, scale.output / "cold-start.log", caches))
             warm.append(start(training, scale.output / "warm-start.log", caches))
     return figures(cold, warm), samples(cold, warm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -39,10 +39,25 @@ def teraio(
     schedule can satisfy the budget) or StorageFullError (the spill files would not fit). An error that the backend itself raised
     would reach the user inside an error of Dynamo, or not at all.
     """
+    return _compile_or_refuse(gm, example_inputs, lambda: parse_options({"mode": mode} if options is None else options))
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The backend with options that are parsed already. Equal ones are one backend for Dynamo, which compares them."""
+
+    options: Options
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a captured graph, as `teraio` does."""
+        return _compile_or_refuse(gm, example_inputs, lambda: self.options)
+
+
+def _compile_or_refuse(gm: GraphModule, example_inputs: Sequence[Any], options: Callable[[], Options]) -> Callable[..., Any]:
     try:
         registry.REGISTRY.refuse_again()
         with one_thread():
-            return _compile_graphs(gm, example_inputs, parse_options({"mode": mode} if options is None else options))
+            return _compile_graphs(gm, example_inputs, options())
     except TeraioError as error:
         registry.REGISTRY.forget_unused()
         kept = error.without_traceback()

@@ -14,26 +14,23 @@ class GivenOptions(TypedDict, total=False):
     host_budget: int | str | None
     storage: str | PathLike[str] | Sequence[str | PathLike[str]] | None
     storage_budget: int | str | None
+    host_updates: bool | None
+    overlap_step: bool | None
+    recompute: Literal["auto", "off"] | None
+    optimizer: Literal["auto", "off"] | None
+    plan: str | PathLike[str] | None
+    plan_cache: Literal["read-write", "read", "off"] | None
+    plan_out: str | PathLike[str] | None
+    trace_out: str | PathLike[str] | None
+    mode: Literal["default", "max-autotune-no-cudagraphs"] | None
     storage_timeout: float | None
     storage_path: Literal["auto", "posix", "buffered", "kvikio", "staged"] | None
     unlink_spill_files: bool | None
-    user_writes: Literal["detect", "assume"] | None
     checksums: bool | None
     debug: bool | None
     profile_iterations: int | None
-    plan: str | PathLike[str] | None
     replan: bool | None
-    plan_cache: Literal["read-write", "read", "off"] | None
-    plan_cache_folder: str | PathLike[str] | None
-    trace_out: str | PathLike[str] | None
-    plan_out: str | PathLike[str] | None
-    live: bool | None
     codegen: Literal["inductor", "eager"] | None
-    mode: Literal["default", "max-autotune-no-cudagraphs"] | None
-    optimizer: Literal["auto", "off"] | None
-    overlap_step: bool | None
-    host_updates: bool | None
-    recompute: Literal["auto", "off"] | None
     local_ranks: int | None
     rank_timeout: float | None
     solver_time_limit: float | None

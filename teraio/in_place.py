@@ -13,7 +13,7 @@ import torch
 from torch._C._dynamo.eval_frame import reset_code
 from torch._C._functorch import peek_interpreter_stack
 
-from teraio.backend import teraio as backend
+from teraio.backend import Backend
 from teraio.options import parse_options
 
 logger = logging.getLogger("teraio")
@@ -27,8 +27,8 @@ def compile_in_place(model: Compiled, options: Mapping[str, Any], *, dynamic: bo
     `torch.nn.Module.compile` would compile nothing of a module whose `forward` is PyTorch's own, such as `torch.nn.Sequential`:
     Dynamo skips such a frame, unless a frame of another file calls it.
     """
-    parse_options(options)  # here an error shows the line of the mistake
-    given: dict[str, Any] = {"backend": backend, "options": dict(options), "dynamic": dynamic, "fullgraph": fullgraph}
+    backend = Backend(parse_options(options))  # parsed here, so that an error shows the line of the mistake
+    given: dict[str, Any] = {"backend": backend, "dynamic": dynamic, "fullgraph": fullgraph}
     if not isinstance(model, torch.nn.Module):
         return cast(Compiled, torch.compile(model, **given))
 

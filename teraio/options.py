@@ -1,65 +1,68 @@
-"""The options of the backend, checked: from `torch.compile(..., options={...})`, environment variables and a file."""
+"""The options: what each one means, and where it comes from: code, environment variables, a file.
+
+Nothing else in teraio reads environment variables, but for those of torchrun, see `teraio.ranks`.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
-import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, get_type_hints
 
 from planner.errors import OptionsError
 from planner.schema import printable, short_repr
+from teraio.option_kinds import (
+    Count,
+    Directories,
+    FileToRead,
+    FileToWrite,
+    Kind,
+    Seconds,
+    Share,
+    Size,
+    SizeOrShare,
+    Switch,
+    Tuning,
+    kind_of,
+    parse_bytes,
+    require_directory,
+)
 from teraio.ranks import rank_place
-from teraio.settings import settings
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_NUMBER = r"[0-9]{1,40}(?:\.[0-9]{1,40})?"
-_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+__all__ = [
+    "CONFIG_VARIABLE",
+    "ExpertOptions",
+    "Options",
+    "Share",
+    "cache_folder",
+    "kinds",
+    "parse_bytes",
+    "parse_options",
+    "require_directory",
+    "variable_of",
+]
 
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A part of the memory that the device has, more than 0 and at most 1."""
-
-    fraction: float
+_PREFIX = "TERAIO_"
+CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
+"""The environment variable that names the file."""
+_REMOVED = {
+    "live": "teraio.on_iteration tells a function of yours what each iteration took",
+    "plan_cache_folder": "plans are kept in the folder teraio/plans below the one that the variable XDG_CACHE_HOME names",
+    "user_writes": "what your code has changed is found out",
+}
+"""Options of earlier versions, and what there is instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """All options of the backend, checked by `parse_options`.
+class ExpertOptions:
+    """Options for unusual machines, for tests and for finding faults. Their defaults are right for nearly all trainings."""
 
-    Users give sizes as bytes, or as text such as "24GiB" or "500MB". The first paragraph below each field says in one to three
-    sentences what the option does and what holds without it; the pages of `docs/` show it. A second paragraph gives details.
-    """
-
-    memory_budget: int | Share | None = None
-    """Device memory in bytes that training may use: parameters, gradients, activations, optimizer states and workspaces together.
-    Default: the memory that is available, less one tenth, if `storage` or `host_budget` is given; else there is no limit.
-
-    Text such as "50%" means that share of the device's memory. On CPU the device is main memory: what this process has of it and
-    may still take, by the limits of its control groups too. There, a budget needs `storage` or `host_budget`. On a GPU the budget
-    limits everything that PyTorch keeps on the device while compiled regions and optimizer steps run, including its cache."""
-
-    host_budget: int | None = None
-    """Main memory in bytes in which blocks may wait: pinned memory for a GPU, on CPU a pool of its own beside `memory_budget`.
-    Default: none; for a GPU with a `memory_budget` and no `storage`, half of the main memory that is available.
-
-    For a GPU, all of it is allocated at the start. A size that the machine does not allow is refused."""
-
-    storage: tuple[Path, ...] = ()
-    """One directory or a list of directories for spill files; blocks are striped over all of them.
-    Default: none, so that nothing can move to a drive.
-
-    The directories should lie on different drives. `{rank}` and `{local_rank}` stand for the numbers that torchrun gave this
-    process."""
-
-    storage_budget: int | None = None
-    """Largest size of the spill files in bytes, all directories together. Default: the space that is free."""
-
-    storage_timeout: float = 120.0
+    storage_timeout: Seconds = 120.0
     """Seconds after which a drive that has not answered counts as dead. Training then ends with an error and does not hang.
 
     Set it far above the time that the slowest drive takes for one chunk of a block (about 10 MB)."""
@@ -71,21 +74,14 @@ class Options:
     The page cache is host memory that no budget counts, so "auto" takes "buffered" only if the file system has no direct I/O.
     A path that cannot work on this machine is refused."""
 
-    unlink_spill_files: bool = True
+    unlink_spill_files: Switch = True
     """Remove the names of spill files as soon as they are open, so that nothing is left on the drives even if the process is
     killed. With `False`, the next run in the same directory removes what a run that was ended by a signal has left.
 
     Without names, `spill_directories` in `teraio.status()` is empty, and tools like `du` do not see the files. On network file
     systems a hidden file may stay until the process ends."""
 
-    user_writes: Literal["detect", "assume"] = "detect"
-    """What to do with parameters and other tensors that your code can reach, when they leave for a drive again. `"detect"`: write
-    only what has changed. `"assume"`: write all that your code may have changed. On a GPU it is always "assume".
-
-    With "detect", tensors that were written for nothing once are hashed when they come back and when they leave, in the threads
-    that copy. Every kind of write is noticed, through NumPy or a pointer as well."""
-
-    checksums: bool = False
+    checksums: Switch = False
     """Check that every block that comes back from a drive is what was written; if not, training stops with ChecksumError.
     This costs processor time for each byte that moves, and 2 MiB of memory for each GiB on the drives.
 
@@ -94,7 +90,7 @@ class Options:
     memory until then. On a system that does not tell which pages your code has touched, only activations are checked, and a
     warning says so. The option is refused if blocks are copied from memory that the processor cannot read."""
 
-    debug: bool = False
+    debug: Switch = False
     """Find out whether teraio causes wrong results: overwrite memory that holds nothing with a pattern, and compare what comes
     back from any tier with what left; if they differ, training stops with ChecksumError. Slow. What a stage makes anew is
     compared with what was dropped; if they differ, training stops with UnsupportedError.
@@ -103,82 +99,84 @@ class Options:
     memory at a wrong time then computes with absurd numbers. On a GPU, the host waits for each move. On CPU, memory that
     parameters and gradients give up goes back to the system as it is."""
 
-    profile_iterations: int = 3
+    profile_iterations: Count = 3
     """Iterations that are measured before a plan is made, not counting the first one. At least 1.
 
     Of 3 or more, those count in which nothing else slowed the machine down. If too few agree, up to twice as many are
     measured."""
 
-    plan: Path | None = None
-    """A plan file to follow; no other plan is made. It must come from a trace of the same program.
-    Default: a plan is made from what is measured.
-
-    `{rank}` and `{local_rank}` stand for the numbers that torchrun gave this process.
-    Optimizers are cut into subgroups of the size that the plan names."""
-
-    replan: bool = True
+    replan: Switch = True
     """Start late prefetches earlier, and plan again in the background when measured times differ from predicted times by more
     than a tenth. `False`: the plan stays as it was made, and the log only reports the difference.
 
     A plan given by the option `plan` is never changed."""
 
-    plan_cache: Literal["read-write", "read", "off"] = "read-write"
-    """Keep plans for later starts of the same training, which then follow their plan from the second iteration on: nothing is
-    profiled and nothing is solved. `"read"`: use kept plans, but keep none. `"off"`: neither.
-
-    The same training: the same graphs and sizes, budgets, options and versions, on a machine with links of similar rates. A kept
-    plan that does not fit is ignored. One whose times turn out to be wrong is replaced, see `replan`."""
-
-    plan_cache_folder: Path | None = None
-    """The folder of the kept plans. It may be copied to another machine, and shared by several processes.
-    Default: `~/.cache/teraio/plans`, or the same below `XDG_CACHE_HOME`.
-
-    It is made when the first plan is kept. The oldest of more than 500 plans are removed."""
-
-    trace_out: Path | None = None
-    """File to write the trace to, compressed if the name ends in .gz. Default: not written.
-
-    With several processes, `{rank}` or `{local_rank}` in the name stands for the number of each."""
-
-    plan_out: Path | None = None
-    """File to write the plan to, compressed if the name ends in .gz. Default: not written.
-
-    With several processes, `{rank}` or `{local_rank}` in the name stands for the number of each."""
-
-    live: bool = False
-    """Show what each iteration takes in one line of the terminal: time, waiting, bytes in each tier, rates of the links. Nothing
-    is shown where standard error is no terminal.
-
-    `teraio.stats` returns the same as data, and `teraio.on_iteration` takes writers for CSV files and TensorBoard."""
-
     codegen: Literal["inductor", "eager"] = "inductor"
     """How stages are compiled. `"eager"` runs the operators of the model one by one, without fusing any: for debugging, or where
     Inductor does not work."""
 
-    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    """How thoroughly Inductor compiles stages, as `torch.compile` takes it: tuning takes long and gives faster stages.
+    local_ranks: Count = 1
+    """How many processes of this machine divide its memory, drives and cores: what no other option says is divided by this
+    number. Default: as many as torchrun has started on this machine. `1`: this process takes what it would take alone.
 
-    For codegen="inductor" only. Other modes use CUDA graphs, which need tensors that stay at their addresses."""
+    Budgets that are given are those of each process; their sum is checked. With the number that torchrun has started, the
+    processes also wait for each other at the start, so that links are measured while all copy, and fail together."""
 
-    optimizer: Literal["auto", "off"] = "auto"
-    """`"auto"`: steps of `torch.optim` optimizers run subgroup by subgroup where that gives the same bits, and optimizer states
-    can move. `"off"`: steps run unchanged and states stay on the device.
+    rank_timeout: Seconds = 600.0
+    """Seconds after which a process of this machine that has not answered the others counts as gone. Training then ends with
+    RankError, which names it. Only for several processes that torchrun has started."""
 
-    With "off", optimizers that were given to `teraio.manage_optimizer` are managed all the same."""
+    solver_time_limit: Seconds = 30.0
+    """Seconds of processor time that the solver may take for each program, in the background. After that, the best plan found so
+    far is used."""
 
-    overlap_step: bool = False
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(ExpertOptions):
+    """All options of the backend, checked by `parse_options`; here those that users give, in `ExpertOptions` the others.
+
+    Users give sizes as bytes, or as text such as "24GiB" or "500MB". The first paragraph below each field says in one to three
+    sentences what the option does and what holds without it; the pages of `docs/` show it. A second paragraph gives details.
+    The annotation of a field names its kind, which checks it: see `teraio.option_kinds`.
+    """
+
+    memory_budget: SizeOrShare = None
+    """Device memory in bytes that training may use: parameters, gradients, activations, optimizer states and workspaces together.
+    Default: the memory that is available, less one tenth, if `storage` or `host_budget` is given; else there is no limit.
+
+    Text such as "50%" means that share of the device's memory. On CPU the device is main memory: what this process has of it and
+    may still take, by the limits of its control groups too. There, a budget needs `storage` or `host_budget`. On a GPU the budget
+    limits everything that PyTorch keeps on the device while compiled regions and optimizer steps run, including its cache."""
+
+    host_budget: Size = None
+    """Main memory in bytes in which blocks may wait: pinned memory for a GPU, on CPU a pool of its own beside `memory_budget`.
+    Default: none; for a GPU with a `memory_budget` and no `storage`, half of the main memory that is available.
+
+    For a GPU, all of it is allocated at the start. A size that the machine does not allow is refused."""
+
+    storage: Directories = ()
+    """One directory or a list of directories for spill files; blocks are striped over all of them.
+    Default: none, so that nothing can move to a drive.
+
+    The directories should lie on different drives. `{rank}` and `{local_rank}` stand for the numbers that torchrun gave this
+    process."""
+
+    storage_budget: Size = None
+    """Largest size of the spill files in bytes, all directories together. Default: the space that is free."""
+
+    host_updates: Switch = True
+    """Let the plan run optimizer updates on the host's processor, over states in the host tier (`host_budget`). Results agree
+    with updates on the device to rounding. `False`: never, so that parameters are the same bit for bit whatever the plan.
+
+    The updates use PyTorch's fused implementation for CPUs. While `torch.use_deterministic_algorithms` is on, there are none."""
+
+    overlap_step: Switch = False
     """Update each parameter inside the backward pass, as soon as its gradient is final, where that gives the same bits. Gradients
     then take less memory. User code finds `.grad` None after backward, and new parameters before `step`.
 
     For loops with one backward pass per step and nothing in between. A parameter that does not qualify in the first iterations is
     updated by `step` as usual; the log says why. A second backward pass later on raises UnsupportedError. If everything fits on
     the device, nothing changes."""
-
-    host_updates: bool = True
-    """Let the plan run optimizer updates on the host's processor, over states in the host tier (`host_budget`). Results agree
-    with updates on the device to rounding. `False`: never, so that parameters are the same bit for bit whatever the plan.
-
-    The updates use PyTorch's fused implementation for CPUs. While `torch.use_deterministic_algorithms` is on, there are none."""
 
     recompute: Literal["auto", "off"] = "auto"
     """`"auto"`: the plan may drop activations and run forward stages again in the backward pass, where that is faster than to
@@ -187,20 +185,46 @@ class Options:
     Results stay the same bits. A tensor that a graph takes and that your code changes between the forward and the backward pass
     then stops training with UnsupportedError, if a stage that runs again reads it. With overlap_step, nothing is recomputed."""
 
-    local_ranks: int = 1
-    """How many processes of this machine divide its memory, drives and cores: what no other option says is divided by this
-    number. Default: as many as torchrun has started on this machine. `1`: this process takes what it would take alone.
+    optimizer: Literal["auto", "off"] = "auto"
+    """`"auto"`: steps of `torch.optim` optimizers run subgroup by subgroup where that gives the same bits, and optimizer states
+    can move. `"off"`: steps run unchanged and states stay on the device.
 
-    Budgets that are given are those of each process; their sum is checked. With the number that torchrun has started, the
-    processes also wait for each other at the start, so that links are measured while all copy, and fail together."""
+    With "off", optimizers that were given to `teraio.manage_optimizer` are managed all the same."""
 
-    rank_timeout: float = 600.0
-    """Seconds after which a process of this machine that has not answered the others counts as gone. Training then ends with
-    RankError, which names it. Only for several processes that torchrun has started."""
+    plan: FileToRead = None
+    """A plan file to follow; no other plan is made. It must come from a trace of the same program.
+    Default: a plan is made from what is measured.
 
-    solver_time_limit: float = 30.0
-    """Seconds of processor time that the solver may take for each program, in the background. After that, the best plan found so
-    far is used."""
+    `{rank}` and `{local_rank}` stand for the numbers that torchrun gave this process.
+    Optimizers are cut into subgroups of the size that the plan names."""
+
+    plan_cache: Literal["read-write", "read", "off"] = "read-write"
+    """Keep plans for later starts of the same training, which then follow their plan from the second iteration on: nothing is
+    profiled and nothing is solved. `"read"`: use kept plans, but keep none. `"off"`: neither.
+
+    The same training: the same graphs and sizes, budgets, options and versions, on a machine with links of similar rates. A kept
+    plan that does not fit is ignored. One whose times turn out to be wrong is replaced, see `replan`."""
+
+    plan_out: FileToWrite = None
+    """File to write the plan to, compressed if the name ends in .gz. Default: not written.
+
+    With several processes, `{rank}` or `{local_rank}` in the name stands for the number of each."""
+
+    trace_out: FileToWrite = None
+    """File to write the trace to, compressed if the name ends in .gz. Default: not written.
+
+    With several processes, `{rank}` or `{local_rank}` in the name stands for the number of each."""
+
+    mode: Tuning = "default"
+    """How thoroughly Inductor compiles stages, as `torch.compile` takes it: tuning takes long and gives faster stages.
+
+    For codegen="inductor" only. Other modes use CUDA graphs, which need tensors that stay at their addresses."""
+
+
+@cache
+def kinds() -> dict[str, Kind]:
+    """Return the kind of each option, by name."""
+    return {name: kind_of(annotation) for name, annotation in get_type_hints(Options, include_extras=True).items()}
 
 
 def parse_options(given: Mapping[str, Any] | None) -> Options:
@@ -209,201 +233,83 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
     An option that is None was not given. Raises OptionsError, which names the option, what was found and what is valid; also the
     variable or the file, if it was found there.
     """
-    options: dict[str, Any] = {}
-    for source, values in settings():
+    options: dict[str, Any] = {"local_ranks": rank_place().local_world_size}
+    for source, values in _settings():
         try:
             options |= _checked(values)
         except OptionsError as error:
             raise OptionsError(f"{source}: {error}") from None
-    place = rank_place()
-    parsed = Options(**{"local_ranks": place.local_world_size} | options | _checked(given or {}))
+    parsed = Options(**options | _checked(given or {}))
     if parsed.codegen == "eager" and parsed.mode != "default":
         raise OptionsError(f"option mode: {parsed.mode!r} is for codegen='inductor'; leave out one of them")
     return parsed
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = [name for name in given if name not in _CHECKS]
-    if unknown:
-        raise OptionsError(f"unknown option {short_repr(unknown[0])}; valid options are {', '.join(sorted(_CHECKS))}")
+    for name in given:
+        if name in _REMOVED:
+            raise OptionsError(f"option {name} was removed: {_REMOVED[name]}; leave it out")
+        if name not in kinds():
+            raise OptionsError(f"unknown option {short_repr(name)}; valid options are {', '.join(sorted(kinds()))}")
     return {name: _value(name, value) for name, value in given.items() if value is not None}
 
 
 def _value(name: str, value: Any) -> Any:
     """Return the value of one option, checked."""
     try:
-        return _CHECKS[name](name, value)
+        return kinds()[name].check(name, value)
     except (ArithmeticError, OSError, RuntimeError, TypeError, ValueError) as error:  # no such user, a name that is too long
         why = getattr(error, "strerror", None) or error
         raise OptionsError(f"option {name}: found {short_repr(value)}: {printable(str(why), most=100)}") from error
 
 
-def require_directory(name: str, directory: Path) -> None:
-    """Raise OptionsError unless the directory that the option `name` needs is there."""
-    if not directory.is_dir():
-        raise OptionsError(f"option {name}: there is no directory {_shown(directory)}; create it first")
+def variable_of(option: str) -> str:
+    """Return the name of the environment variable of an option."""
+    return f"{_PREFIX}{option.upper()}"
 
 
-def parse_bytes(name: str, value: Any) -> int:
-    """Return bytes from a number or from text such as "24GiB" or "1.5 GB".
+def cache_folder() -> Path:
+    """Return the folder in which teraio may keep files for later runs of this user. It need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "teraio"
 
-    Raises OptionsError for anything else and for sizes of 2^63 bytes or more.
+
+def _settings() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what the file and then each environment variable gives: where that was found, and values by option, not checked.
+
+    An empty variable gives nothing. Raises OptionsError if the file cannot be read or is no TOML.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63:
-        return value
-    if isinstance(value, str):
-        match = re.fullmatch(rf"\s*({_NUMBER})\s*([A-Za-z]*)\s*", value)
-        if match is not None and match[2].upper() in _UNITS:
-            size = Fraction(match[1]) * _UNITS[match[2].upper()]
-            if 1 <= size < 2**63:
-                return int(size)
-    raise OptionsError(
-        f"option {name}: found {short_repr(value)}, wanted a number of bytes from 1 to 2^63 - 1, or text such as '24GiB' or "
-        "'500MB'"
-    )
+    file = os.environ.get(CONFIG_VARIABLE)
+    if file:
+        yield printable(file, most=100), _read_file(file)
+    for variable, text in sorted(os.environ.items()):
+        if variable.startswith(_PREFIX) and variable != CONFIG_VARIABLE and text:
+            option = variable.removeprefix(_PREFIX).lower()
+            yield f"environment variable {printable(variable, most=100)}", {option: _value_of_text(text)}
 
 
-def _budget(name: str, value: Any) -> int | Share:
-    if isinstance(value, str) and (match := re.fullmatch(rf"\s*({_NUMBER})\s*%\s*", value)):
-        percent = float(match[1])
-        if 0 < percent <= 100:
-            return Share(percent / 100)
-        raise OptionsError(f"option {name}: found {short_repr(value)}, wanted more than 0 % and at most 100 %")
-    return parse_bytes(name, value)
+def _read_file(name: str) -> dict[str, Any]:
+    shown = printable(name, most=100)
+    try:
+        path = Path(name).expanduser()
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file")
+        content = path.read_bytes()
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no such user
+        why = getattr(error, "strerror", None) or error
+        raise OptionsError(f"environment variable {CONFIG_VARIABLE}: cannot read {shown}: {why}") from error
+    try:
+        return tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise OptionsError(f"{shown} is no TOML: {printable(str(error), most=100)}") from error
 
 
-def _directories(name: str, value: Any) -> tuple[Path, ...]:
-    entries = value if isinstance(value, (list, tuple)) else [value]
-    if not entries:
-        raise OptionsError(f"option {name}: found an empty list, wanted one or several directories")
-    paths = tuple(_path(name, entry).resolve() for entry in entries)
-    for path in paths:
-        if not path.is_dir():
-            raise OptionsError(f"option {name}: {_shown(path)} is not a directory; create it first")
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise OptionsError(f"option {name}: no permission to write to {_shown(path)}")
-    if len(set(paths)) != len(paths):
-        raise OptionsError(f"option {name}: a directory is given twice in {', '.join(map(_shown, paths[:4]))}")
-    return paths
-
-
-def _path(name: str, value: Any) -> Path:
-    if isinstance(value, (str, os.PathLike)) and isinstance(text := os.fspath(cast(Any, value)), str) and text:
-        path = Path(rank_place().fill(text)).expanduser()
-        if "\0" in text or any(len(part) > 255 for part in os.fsencode(path).split(b"/")):
-            raise ValueError("no file can have this name")
-        return path
-    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted a path")
-
-
-def _file_to_read(name: str, value: Any) -> Path:
-    path = _path(name, value)
-    if not path.is_file():
-        raise OptionsError(f"option {name}: there is no file {_shown(path)}")
-    return path
-
-
-def _file_to_write(name: str, value: Any) -> Path:
-    path = _path(name, value)
-    require_directory(name, path.parent)
-    return path
-
-
-def _shown(path: Path) -> str:
-    return printable(str(path), most=100)
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        if value >= 2**31:
-            raise OptionsError(f"option {name}: found {short_repr(value)}, wanted less than 2^31")
-        return value
-    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted a whole number of at least 1")
-
-
-def _seconds(name: str, value: Any) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf"):
-        return float(value)
-    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted a positive number of seconds")
-
-
-def _switch(name: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted True or False")
-
-
-def _storage_path(name: str, value: Any) -> str:
-    if value in ("auto", "posix", "buffered", "kvikio", "staged"):
-        return str(value)
-    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'auto', 'posix', 'buffered', 'kvikio' or 'staged'")
-
-
-def _codegen(name: str, value: Any) -> str:
-    if value in ("inductor", "eager"):
-        return str(value)
-    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'inductor' or 'eager'")
-
-
-def _mode(name: str, value: Any) -> str:
-    if value in ("default", "max-autotune-no-cudagraphs"):
-        return str(value)
-    if value in ("max-autotune", "reduce-overhead"):
-        remedy = "leave it out" if value == "reduce-overhead" else "give 'max-autotune-no-cudagraphs'"
-        raise OptionsError(f"option {name}: {short_repr(value)} uses CUDA graphs, which need tensors that never move; {remedy}")
-    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'default' or 'max-autotune-no-cudagraphs'")
-
-
-def _user_writes(name: str, value: Any) -> str:
-    if value in ("detect", "assume"):
-        return str(value)
-    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'detect' or 'assume'")
-
-
-def _plan_cache(name: str, value: Any) -> str:
-    if value in ("read-write", "read", "off"):
-        return str(value)
-    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'read-write', 'read' or 'off'")
-
-
-def _recompute(name: str, value: Any) -> str:
-    if value in ("auto", "off"):
-        return str(value)
-    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'auto' or 'off'")
-
-
-def _optimizer(name: str, value: Any) -> str:
-    if value in ("auto", "off"):
-        return str(value)
-    raise OptionsError(f"option {name}: found {short_repr(value)}, wanted 'auto' or 'off'")
-
-
-_CHECKS: dict[str, Any] = {
-    "memory_budget": _budget,
-    "host_budget": parse_bytes,
-    "storage": _directories,
-    "storage_budget": parse_bytes,
-    "storage_timeout": _seconds,
-    "storage_path": _storage_path,
-    "unlink_spill_files": _switch,
-    "user_writes": _user_writes,
-    "checksums": _switch,
-    "debug": _switch,
-    "profile_iterations": _count,
-    "plan": _file_to_read,
-    "replan": _switch,
-    "plan_cache": _plan_cache,
-    "plan_cache_folder": _path,
-    "trace_out": _file_to_write,
-    "plan_out": _file_to_write,
-    "live": _switch,
-    "codegen": _codegen,
-    "mode": _mode,
-    "optimizer": _optimizer,
-    "overlap_step": _switch,
-    "host_updates": _switch,
-    "recompute": _recompute,
-    "local_ranks": _count,
-    "rank_timeout": _seconds,
-    "solver_time_limit": _seconds,
-}
+def _value_of_text(text: str) -> Any:
+    """Return the value that TOML writes as `text`; the text itself if that is no value: text needs no quotes."""
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return found["value"] if len(found) == 1 else text

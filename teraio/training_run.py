@@ -333,8 +333,7 @@ class TrainingRun:
     def _stats_of(self, iteration: Iteration) -> IterationStats:
         follower = self._phase.follower
         predicted = follower.predicted_seconds if follower is not None else None
-        stats = self._history.note(iteration, self._phase.name, predicted, run=self.number, number=self._finished - 1)
-        return stats
+        return self._history.note(iteration, self._phase.name, predicted, run=self.number, number=self._finished - 1)
 
     # -- from outside
 

@@ -2,7 +2,7 @@
 
 python -m tools.options_page
 
-All names, values, defaults and descriptions come from `teraio.options.Options`. Run this after a change of the options; a test
+All names, kinds, defaults and descriptions come from `teraio.options.Options`. Run this after a change of the options; a test
 compares the files with what this program would write.
 """
 
@@ -10,11 +10,11 @@ import ast
 import inspect
 import re
 import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
-from teraio.options import Options
-from teraio.settings import CONFIG_VARIABLE, variable_of
+from teraio.options import CONFIG_VARIABLE, ExpertOptions, Options, kinds, variable_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "options.md"
@@ -45,11 +45,11 @@ compiled = torch.compile(model, backend="teraio", options={{"memory_budget": "24
 ```toml
 memory_budget = "50%"
 storage = ["/mnt/nvme0", "/mnt/nvme1"]
-replan = false
+checksums = true
 ```
 
 * The value of a variable is written as in that file; text needs no quotes: `TERAIO_STORAGE=/mnt/nvme`,
-  `TERAIO_REPLAN=false`. An empty variable counts as not set.
+  `TERAIO_CHECKSUMS=true`. An empty variable counts as not set.
 * Models that are compiled with equal options share one budget.
 * An unknown option or a wrong value raises `OptionsError`, which says what was found and what is allowed.
 """
@@ -69,32 +69,18 @@ class GivenOptions(TypedDict, total=False):
 
 '''
 
-VALUES = {
-    "int | Share | None": 'bytes, or text such as `"24GiB"` or `"50%"`',
-    "int | None": 'bytes, or text such as `"24GiB"`',
-    "int": "a whole number",
-    "float": "seconds",
-    "bool": "`True` or `False`",
-    "Path | None": "a path",
-    "tuple[Path, ...]": "a path, or a list of paths",
-}
+EXPERT = """\
+## Options for experts
 
-_PATH = "str | PathLike[str]"
-GIVEN_TYPES = {
-    "int | Share | None": "int | str",
-    "int | None": "int | str",
-    "Path | None": _PATH,
-    "tuple[Path, ...]": f"{_PATH} | Sequence[{_PATH}]",
-}
-"""What users give for a field that holds another type."""
+These are for unusual machines, for tests and for finding faults. Their defaults are right for nearly all trainings.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One option as the docs show it. annotation: of its field. summary: one sentence. details: may be empty."""
+    """One option as the docs show it. summary: one sentence. details: may be empty."""
 
     name: str
-    annotation: str
     values: str
     default: str
     summary: str
@@ -102,11 +88,11 @@ class Option:
     details: str
 
 
-def options() -> tuple[Option, ...]:
-    """Return all options in the order of their fields. Raises ValueError if a field has no description."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(Options))).body[0]
+def options(declared: type) -> tuple[Option, ...]:
+    """Return the options that a class declares, in the order of its fields. Raises ValueError if a field has no description."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(declared))).body[0]
     assert isinstance(body, ast.ClassDef)
-    defaults = {field.name: field.default for field in fields(Options)}
+    defaults = {field.name: field.default for field in fields(declared)}
     found = []
     for node, after in zip(body.body, [*body.body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
@@ -114,11 +100,11 @@ def options() -> tuple[Option, ...]:
         if not isinstance(after, ast.Expr) or not isinstance(after.value, ast.Constant):
             raise ValueError(f"option {node.target.id} has no description; write one below its field")
         name = node.target.id
-        found.append(_option(name, ast.unparse(node.annotation), defaults[name], inspect.cleandoc(str(after.value.value))))
+        found.append(_option(name, defaults[name], inspect.cleandoc(str(after.value.value))))
     return tuple(found)
 
 
-def _option(name: str, annotation: str, default: object, text: str) -> Option:
+def _option(name: str, default: object, text: str) -> Option:
     first, *rest = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
     description, _, said = first.partition(" Default: ")
     if default in (None, (), MISSING):
@@ -127,8 +113,7 @@ def _option(name: str, annotation: str, default: object, text: str) -> Option:
         shown = f"`{_quoted(default)}`"
     return Option(
         name=name,
-        annotation=annotation,
-        values=_values(annotation),
+        values=kinds()[name].shown,
         default=shown,
         summary=re.split(r"(?<=\.)\s", description)[0],
         description=description,
@@ -136,52 +121,49 @@ def _option(name: str, annotation: str, default: object, text: str) -> Option:
     )
 
 
-def _values(annotation: str) -> str:
-    if annotation.startswith("Literal["):
-        choices = ast.literal_eval(f"({annotation.removeprefix('Literal[').removesuffix(']')},)")
-        return ", ".join(f"`{_quoted(choice)}`" for choice in choices)
-    return VALUES.get(annotation, f"`{annotation}`")
-
-
 def _quoted(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def page() -> str:
-    """Return the content of `docs/options.md`."""
-    parts = [INTRODUCTION]
-    for option in options():
-        parts.append(f"## `{option.name}`\n\n*Values:* {option.values}. *Default:* {option.default}.")
-        parts.append(f"*Variable:* `{variable_of(option.name)}`.\n")
-        parts += [
-            f"{textwrap.fill(text, 120, break_on_hyphens=False)}\n"
-            for text in (option.description, *option.details.split("\n\n"))
-            if text
-        ]
-    return "\n".join(parts)
+    """Return the content of `docs/options.md`: first the options that users give, then those for experts."""
+    front, expert = options(Options), options(ExpertOptions)
+    return "\n".join([INTRODUCTION, table(front), "", *_sections(front), EXPERT, table(expert), "", *_sections(expert)])
 
 
-def table() -> str:
-    """Return the table of the options that matter most, for `README.md`."""
-    known = {option.name: option for option in options()}
+def _sections(shown: Sequence[Option]) -> Iterator[str]:
+    for option in shown:
+        yield f"## `{option.name}`\n\n*Values:* {option.values}. *Default:* {option.default}."
+        yield f"*Variable:* `{variable_of(option.name)}`.\n"
+        for text in (option.description, *option.details.split("\n\n")):
+            if text:
+                yield f"{textwrap.fill(text, 120, break_on_hyphens=False)}\n"
+
+
+def table(shown: Sequence[Option], page: str = "") -> str:
+    """Return a table of options, with links to their sections on `page`."""
     rows = ["| option | meaning | default |", "|---|---|---|"]
-    for option in (known[name] for name in IMPORTANT):
-        rows.append(f"| [`{option.name}`](docs/options.md#{option.name}) | {option.summary.rstrip('.')} | {option.default} |")
+    rows += [f"| [`{each.name}`]({page}#{each.name}) | {each.summary.rstrip('.')} | {each.default} |" for each in shown]
     return "\n".join(rows)
+
+
+def important() -> list[Option]:
+    """Return the options that matter most, for `README.md`."""
+    known = {option.name: option for option in options(Options)}
+    return [known[name] for name in IMPORTANT]
 
 
 def with_table(readme: str) -> str:
     """Return the README with the present table between its two marks."""
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table(important(), 'docs/options.md')}\n{END}{after}"
 
 
 def given() -> str:
     """Return the content of `teraio/given_options.py`."""
-    types = {option.name: GIVEN_TYPES.get(option.annotation, option.annotation) for option in options()}
-    lines = (f"    {name}: {type_} | None\n" for name, type_ in types.items())
-    return GIVEN_HEAD + "".join(lines).replace("'", '"')
+    names = (option.name for declared in (Options, ExpertOptions) for option in options(declared))
+    return GIVEN_HEAD + "".join(f"    {name}: {kinds()[name].given} | None\n" for name in names)
 
 
 def main() -> None:

@@ -104,7 +104,7 @@ def _open_tiers(options: Options, measured: MeasuredPaths, undo: ExitStack) -> l
     if options.host_budget is not None:
         tiers.append(_open_host(options.host_budget, options, measured, undo))
     if options.storage:
-        unchanged: bool | Literal["verify"] = options.user_writes == "detect" and (not options.debug or "verify")
+        unchanged: bool | Literal["verify"] = "verify" if options.debug else True
 
         def open_engine(store: Store) -> Engine:
             return Engine(

@@ -31,8 +31,7 @@ import planner
 from planner.errors import FileFormatError, PlanError, TeraioError
 from planner.schema import FrozenModel, read_model, write_atomic
 from runtime.execution import Program, Stage
-from teraio.options import Options
-from teraio.settings import cache_folder
+from teraio.options import Options, cache_folder
 from teraio.version import __version__
 
 logger = logging.getLogger("teraio")
@@ -49,7 +48,6 @@ _OPTIONS = (
     "memory_budget",
     "host_budget",
     "storage_budget",
-    "user_writes",
     "checksums",
     "debug",
     "codegen",
@@ -85,7 +83,7 @@ class PlanCache:
     """
 
     def __init__(self, options: Options, device: torch.device) -> None:
-        self._folder = options.plan_cache_folder or cache_folder() / "plans"
+        self._folder = cache_folder() / "plans"
         self._reads, self._writes = options.plan_cache != "off", options.plan_cache == "read-write"
         self._made_for = {
             "teraio": __version__,

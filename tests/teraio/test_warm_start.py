@@ -48,10 +48,11 @@ def test_a_second_start_follows_its_plan_from_the_second_iteration_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_links: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its optimizer makes its states in the first one. A plan that fits no more is made again."""
-    solver, folder = Solver(), tmp_path / "plans"
+    solver, folder = Solver(), tmp_path / "cache" / "teraio" / "plans"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=solver))
     options = {"memory_budget": 10 * MIB, "storage": tmp_path, "profile_iterations": 1, "replan": False}
-    options |= {"plan_cache": "read-write", "plan_cache_folder": folder}
+    options |= {"plan_cache": "read-write"}
     wanted = start(None)[1]
 
     phases, cold, _ = start(options)

@@ -62,8 +62,9 @@ def program(**changed: Any) -> Program:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Callable[..., PlanCache]:
-    return lambda **options: PlanCache(Options(plan_cache_folder=tmp_path / "new" / "plans", **options), CPU)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlanCache]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return lambda **options: PlanCache(Options(**options), CPU)
 
 
 def keep(cache: PlanCache, kept: Program, plan: Plan = PLAN) -> None:
@@ -71,7 +72,7 @@ def keep(cache: PlanCache, kept: Program, plan: Plan = PLAN) -> None:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted((folder / "new" / "plans").glob("*"))
+    return sorted((folder / "teraio" / "plans").glob("*"))
 
 
 def test_what_is_kept_is_found_by_another_process_of_the_same_training(cache: Callable[..., PlanCache]) -> None:
@@ -172,13 +173,13 @@ def test_a_folder_that_may_not_be_written(
 def test_a_file_in_the_place_of_the_folder(
     cache: Callable[..., PlanCache], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "new").write_text("")
+    (tmp_path / "teraio").write_text("")
     without = cache()
     assert without.find(program()) is None
     keep(without, program())
     keep(without, program())  # warns once
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith(f"the plan could not be kept in {tmp_path / 'new' / 'plans'}: ")
+    assert warning.startswith(f"the plan could not be kept in {tmp_path / 'teraio' / 'plans'}: ")
 
 
 def test_the_oldest_files_go(cache: Callable[..., PlanCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -133,9 +134,12 @@ def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, 
 
 
 @answering
-def started_again(options: dict[str, Any], steps: int) -> Answer:
-    """Start with plans of earlier starts, whatever the rates are this time."""
-    with mock.patch("teraio.planning.plan_cache._RATES_DIFFER", 1e9):
+def started_again(options: dict[str, Any], steps: int, folder: Path) -> Answer:
+    """Start with the plans that earlier starts kept below `folder`, whatever the rates are this time."""
+    with (
+        mock.patch("teraio.planning.plan_cache._RATES_DIFFER", 1e9),
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder)}),
+    ):
         return trained.__wrapped__([options] * 2, steps=steps)  # type: ignore[attr-defined]
 
 

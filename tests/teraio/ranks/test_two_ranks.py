@@ -69,10 +69,10 @@ def test_all_plan_again_if_one_drifts(ranks: Ranks, options: dict[str, Any]) -> 
 
 def test_a_second_start_follows_the_plan_of_the_first(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
     """Although the ranks divide what is free on the drive, which is a little less then."""
-    kept = {**options, "plan_cache": "read-write", "plan_cache_folder": str(tmp_path / "plans"), "profile_iterations": 1}
-    assert sum(answer["made"] for answer in ranks.run(started_again, kept, steps=10)) == 1
+    kept = {**options, "plan_cache": "read-write", "profile_iterations": 1}
+    assert sum(answer["made"] for answer in ranks.run(started_again, kept, steps=10, folder=tmp_path)) == 1
     (tmp_path / "another file").write_bytes(bytes(4 * MIB))
-    answers = ranks.run(started_again, kept, steps=4)
+    answers = ranks.run(started_again, kept, steps=4, folder=tmp_path)
     assert [(answer["made"], answer["status"]["phase"]) for answer in answers] == [(0, "planned")] * 2, answers
     assert any("the plan of an earlier start fits" in text for text in infos(answers[0]))
 
