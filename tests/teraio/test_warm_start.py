@@ -58,6 +58,7 @@ def test_a_second_start_follows_its_plan_from_the_second_iteration_on(
     phases, cold, _ = start(options)
     assert phases == ["profile", "profile", "planning", "planned"] and solver.count == 1 and len(list(folder.iterdir())) == 1
 
+    caplog.clear()  # the training without teraio may have been told that it is not managed
     with caplog.at_level(logging.INFO, logger="teraio"):
         phases, warm, training = start({**options, "trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"})
     assert phases == ["planned"] * STEPS and solver.count == 1
