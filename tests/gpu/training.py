@@ -312,14 +312,15 @@ def check_equal(found: Run, wanted: Run) -> None:
 
 
 def check_within(found: Run, budget_bytes: int, user_bytes: int = 0) -> None:
-    """Check that the run ended by the plan, that blocks moved in its last steps, and that it stayed within the budget.
+    """Check that the run followed a plan, that blocks moved meanwhile, and that it stayed within the budget.
 
     user_bytes: temporary memory of user code, which the allocator may reserve beyond the budget.
     """
-    last = found.progress[-1]
-    assert last.phase == "planned", [status.phase for status in found.progress]
-    assert 0 < last.device_peak_bytes <= budget_bytes
-    assert sum(last.moved_bytes.values()) > sum(found.progress[-2].moved_bytes.values()), last.moved_bytes
+    planned = [status for status in found.progress if status.phase == "planned"]
+    # The last ones may profile again: an allocator that finds no memory in one piece gets more room between blocks.
+    assert len(planned) >= 2, [status.phase for status in found.progress]
+    assert 0 < found.progress[-1].device_peak_bytes <= budget_bytes
+    assert sum(planned[-1].moved_bytes.values()) > sum(planned[-2].moved_bytes.values()), planned[-1].moved_bytes
     assert found.allocated_bytes is None or 0 < found.allocated_bytes <= budget_bytes
     most = budget_bytes + user_bytes
     assert found.reserved_bytes is None or 0 < found.reserved_bytes <= most, (found.reserved_bytes, budget_bytes, user_bytes)

@@ -170,6 +170,9 @@ void adapt(const std::string& name, Stack& arguments) {
   }
   if (name == "aten::_softmax_backward_data" || name == "aten::_log_softmax_backward_data")
     arguments[3] = arguments[0].toTensor().scalar_type();
+  if (name == "aten::native_layer_norm_backward" && arguments[3].toTensor().scalar_type() == at::kFloat)
+    for (int index : {0, 1, 5, 6})  // a GPU keeps mean and deviation in fp32 whatever the input's type is, and computes so
+      arguments[index] = with_tensors(arguments[index], [](const Tensor& tensor) { return tensor.to(at::kFloat); });
 }
 
 void compute(const Operator& what, Stack& stack) {
@@ -337,7 +340,7 @@ int64_t fused_sdp_choice(
 
 // Operators of the allocator and of views work on the made-up GPU as they are. Those of libraries stay, and fail by their name.
 const char* const LEFT[] = {
-    "copy_", "_copy_from", "_foreach_copy_", "native_dropout", "_fused_sdp_choice", "_local_scalar_dense", "empty", "set_",
+    "copy_", "_copy_from", "_foreach_copy_", "_fused_sdp_choice", "_local_scalar_dense", "empty", "set_",
     "resize_", "_resize", "as_strided", "view", "_reshape_alias", "record_stream", "is_pinned", "_pin_memory", "is_set_to",
     "_nested", "cudnn", "_cudnn", "miopen", "_flash", "_efficient", "_scaled_dot_product", "_cuda", "_sparse", "sparse", "_to_sparse",
 };
@@ -345,6 +348,7 @@ const char* const LEFT[] = {
 const char* const CHOOSING[] = {"aten::convolution", "aten::convolution_backward", "aten::convolution_overrideable"};
 
 bool is_left(const std::string& name) {
+  if (name == "aten::native_dropout") return true;  // has a kernel of its own below; its backward pass does not
   for (const char* begin : LEFT)
     if (name.rfind(std::string("aten::") + begin, 0) == 0) return true;
   return false;
