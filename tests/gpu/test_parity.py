@@ -11,7 +11,6 @@ import torch
 
 from .training import (
     GPU_SCALE,
-    MADE_UP,
     STEPS,
     Case,
     Odd,
