@@ -91,7 +91,7 @@ def test_no_reference_to_a_dead_storage_is_kept(tmp_path: Path) -> None:
 def test_own_updates_keep_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_MOST_STAGES", 100)
     training = six_layers(tmp_path, budget=8 * MIB)
-    for _ in range(10):
+    for _ in range(15):  # how often updates repeat is known after ten or so; records of fewer iterations are kept from then on
         update_by_hand(training)
     before = kept()
     for _ in range(20):
