@@ -159,7 +159,7 @@ def check_account(pager: Pager) -> None:
         expected = _bytes(here), _bytes(leaving), len(coming)
         require(counted == expected, f"the account says {counted} (used, leaving, coming), the blocks {expected}")
         require(account.peak_bytes <= (account.budget_bytes or 0), f"the peak of {account.peak_bytes} bytes is over the budget")
-        for tier in pager._mover._tiers:  # type: ignore[union-attr]
+        for tier in pager._mover.tiers:
             used = sum(b.slot.size_bytes for b in blocks if b.slot is not None and b.tier == tier.name)
             require(used == tier.store.used_bytes, f"{tier.name}: blocks have {used} bytes of {tier.store.used_bytes} in use")
 
