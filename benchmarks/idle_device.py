@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from runtime.cuda.streams import host_bytes
+from runtime.cuda.streams import fresh_host_bytes, host_bytes
 from runtime.device import OUTWARD, Event, Lane
 
 SMALLEST_MOVED_BYTES = 8192
@@ -105,7 +105,7 @@ class IdleDevice:
         self.calls += 1
         on_host, on_device = (target, source) if lane is OUTWARD else (source, target)
         host_bytes(on_host, size_bytes)
-        host_bytes.__wrapped__(on_device, size_bytes)
+        fresh_host_bytes(on_device, size_bytes)
 
     def fill(self, lane: Lane, address: int, size_bytes: int, value: int) -> None:
         self.calls += 1

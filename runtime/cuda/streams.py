@@ -210,7 +210,12 @@ def host_bytes(address: int, size_bytes: int) -> torch.Tensor:
     Blocks have the same slots in each iteration, so it is kept for a while.
     """
     with torch.inference_mode(mode=False):  # else nobody could write to it outside of that mode later on
-        return torch.frombuffer(_bytes_type(size_bytes).from_address(address), dtype=torch.uint8)
+        return fresh_host_bytes(address, size_bytes)
+
+
+def fresh_host_bytes(address: int, size_bytes: int) -> torch.Tensor:
+    """Return what `host_bytes` does, another one each time, for the mode that the caller is in."""
+    return torch.frombuffer(_bytes_type(size_bytes).from_address(address), dtype=torch.uint8)
 
 
 @functools.lru_cache(maxsize=4096)

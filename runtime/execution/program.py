@@ -140,7 +140,7 @@ class StageRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRerun:
-    """One more run of a forward stage, in the backward pass. begin, end: as in `StageRun`. made: the blocks that it made anew."""
+    """One more run of a forward stage, in the backward pass. begin, end: as in `StageRun`. made: blocks it recomputed."""
 
     name: str
     begin: Mark

@@ -10,7 +10,7 @@ keeps the stage's inputs:
   as all others, and may wait in a lower tier.
 While a backward graph runs, whose call gives up its arguments one by one, the inputs of stages that may still run again are held.
 
-A stage that runs again gets its inputs on the device as any stage does. Inputs that were dropped are made anew first. What it
+A stage that runs again gets its inputs on the device as any stage does. Inputs that were dropped are recomputed first. What it
 makes is not copied: the storages that autograd holds get the memory of the new ones. So one run brings back all blocks of a stage
 that were dropped; then nothing of it is kept any more, and they are not dropped again.
 An input that was changed in place since the forward pass is an error. A failure on the way leaves everything as it was before.
@@ -177,7 +177,7 @@ def _storages(made: Sequence[Any], wanted: Mapping[Block, int]) -> dict[Block, t
     storages = {block: made[position].untyped_storage() for block, position in wanted.items()}
     for block, storage in storages.items():
         if storage.nbytes() != block.size_bytes:
-            raise StorageError(f"{block} was made anew with {storage.nbytes()} bytes; this is a bug in teraio, please report it")
+            raise StorageError(f"{block} was recomputed with {storage.nbytes()} bytes; this is a bug in teraio, please report it")
     return storages
 
 

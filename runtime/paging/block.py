@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import gc
 import threading
 import weakref
 from collections import Counter
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from runtime.system import thawed
+from runtime.system import all_objects
 
 if TYPE_CHECKING:
     from planner.schema import WaitingTier
@@ -138,7 +137,7 @@ class Block:
 
     @property
     def can_be_dropped(self) -> bool:
-        """Whether its content can be made anew, and nobody misses it until then."""
+        """Whether its content can be recomputed, and nobody misses it until then."""
         return self.source is not None and self.span is not None and not self.user_visible and not self.pins
 
     @property
@@ -205,9 +204,7 @@ def _use_count(tensor: torch.Tensor) -> int:
 
 def _all_tensors() -> Iterable[torch.Tensor]:
     """All tensors with memory of their own that have an object in Python."""
-    with thawed():
-        objects = gc.get_objects()
-    for each in objects:
+    for each in all_objects():
         if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout is torch.strided:
             if not torch._C._functorch.is_functorch_wrapped_tensor(each):
                 yield each

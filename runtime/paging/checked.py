@@ -161,7 +161,7 @@ class CheckedMover:
         expected = self._dropped[block]
         if found != expected:
             raise UnsupportedError(
-                f"{block.name} was made anew with other bytes: its checksum was {expected:016x} and is {found:016x}; its stage "
+                f"{block.name} was recomputed with other bytes: its checksum was {expected:016x} and is {found:016x}; its stage "
                 "does not give the same result twice; set the option recompute='off', and report this"
             )
         del self._dropped[block]

@@ -5,7 +5,7 @@ And, by native code, other memory for tensors.
 
 from runtime.system import native, storage_swap
 from runtime.system.annotation import Name, annotate, first_of
-from runtime.system.garbage import QuietCollector, thawed
+from runtime.system.garbage import QuietCollector, all_objects
 from runtime.system.host_pages import PIN_CHUNK_BYTES, CudaPinner, Pinner, on_processors, pci_address, processors_near
 from runtime.system.interrupts import checkpoint, forget_undo, interruptible, undo_if_interrupted, uninterrupted
 from runtime.system.limits import HostLimit, check_host_memory, host_limits, machine_cores
@@ -18,6 +18,7 @@ __all__ = [
     "PIN_CHUNK_BYTES",
     "Pinner",
     "QuietCollector",
+    "all_objects",
     "annotate",
     "check_host_memory",
     "checkpoint",
@@ -32,7 +33,6 @@ __all__ = [
     "pci_address",
     "processors_near",
     "storage_swap",
-    "thawed",
     "undo_if_interrupted",
     "uninterrupted",
 ]

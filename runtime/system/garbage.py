@@ -7,9 +7,7 @@ repeated as planned, all that is there will stay, so it is *frozen*: collections
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterator
 
 
 class QuietCollector:
@@ -35,13 +33,17 @@ class QuietCollector:
             gc.unfreeze()
 
 
-@contextlib.contextmanager
-def thawed() -> Iterator[None]:
-    """Let `gc.get_objects` and `gc.collect` see all objects within the block: they pass over those that are frozen."""
+def all_objects(*, collected: bool = False) -> list[object]:
+    """Return all objects that the collector knows, also frozen ones, which `gc.get_objects` passes over. Takes a while.
+
+    collected: collect garbage first, frozen or not.
+    """
     frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     try:
-        yield
+        if collected:
+            gc.collect()
+        return gc.get_objects()
     finally:
         if frozen:
             gc.freeze()

@@ -8,7 +8,6 @@ against the budget, and never move; gradients in them are no blocks. All other g
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from runtime.system import thawed
+from runtime.system import all_objects
 from teraio.distributed.private_names import DDP, refuse_hidden_states
 from teraio.distributed.zero import refuse_overlapping
 
@@ -54,9 +53,7 @@ class GradientBuckets:
         self.size_bytes = 0
         if not dist.is_available() or not dist.is_initialized():
             return
-        with thawed():
-            gc.collect()
-            objects = gc.get_objects()
+        objects = all_objects(collected=True)
         for each in objects:  # nobody has to call its step, so nothing else would show it
             refuse_overlapping(each)
         refuse_hidden_states(objects)

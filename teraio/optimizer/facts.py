@@ -5,7 +5,6 @@ Also the ground that all files of the room stand on: parameters by number, closu
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import holder_of
-from runtime.system import thawed
+from runtime.system import all_objects
 from teraio.distributed import is_sharded_over_all, rank_count
 
 _ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split())
@@ -251,9 +250,7 @@ def owned_parameters(optimizer: Optimizer) -> tuple[OwnedParameter, ...]:
 
 def optimizers_alive() -> Iterator[Optimizer]:
     """Yield all optimizers of the process. Looks through all objects of Python, which takes a while: for errors only."""
-    with thawed():
-        objects = gc.get_objects()
-    for found in objects:
+    for found in all_objects():
         if issubclass(type(found), Optimizer) and hasattr(found, "param_groups"):
             yield found
 

@@ -45,7 +45,7 @@ class StageRecord:
 class RerunRecord:
     """One re-run of a forward stage. position: its number in the plan; None if the plan does not have it.
 
-    seconds, late: as in `StageRecord`. made_bytes: what it made anew.
+    seconds, late: as in `StageRecord`. made_bytes: what it recomputed.
     """
 
     name: str

@@ -207,7 +207,7 @@ def _idle(facts: Data) -> str:
         ">size": "size_bytes",
         ">longest idle": "longest_idle_seconds",
         ">idle in all": "idle_seconds",
-        "with the plan": lambda block: "made anew" if block["remade"] else _leaves(block["moves"]),
+        "with the plan": lambda block: "recomputed" if block["remade"] else _leaves(block["moves"]),
     }
     return _section("idle", "Idlest blocks", told, Table(columns=columns, rows=facts["idle"]))
 

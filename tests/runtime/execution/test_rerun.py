@@ -226,7 +226,7 @@ def test_without_a_plan_and_without_rates_nothing_is_kept() -> None:
 
 
 def test_making_room_for_one_may_drop_another() -> None:
-    """The backward stage needs two blocks. The first one is there when the second one has to be made anew."""
+    """The backward stage needs two blocks. The first one is there when the second one has to be recomputed."""
     passes = Passes(kept=None)
     passes.bench.pager.account.copy_rates = CopyRates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
     forward = program(

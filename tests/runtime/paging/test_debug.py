@@ -202,7 +202,7 @@ def test_what_is_made_anew_is_compared_with_what_was_dropped(rig: Rig) -> None:
     rig.pager.drop(block)
     other = torch.full((4 * MIB,), 7, dtype=torch.uint8)
     other[5] = 8
-    with pytest.raises(UnsupportedError, match="^layers.3.out was made anew with other bytes: its checksum was"):
+    with pytest.raises(UnsupportedError, match="^layers.3.out was recomputed with other bytes: its checksum was"):
         rig.pager.renew({block: other.untyped_storage()})
     assert block.state is State.DROPPED and other[5] == 8, "nothing has changed"
     other[5] = 7

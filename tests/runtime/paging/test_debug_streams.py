@@ -159,7 +159,7 @@ def test_what_is_made_anew_is_compared_with_what_was_dropped() -> None:
         machine.device.synchronise()
         fresh = machine.device.allocate(UNIT)
         ctypes.memset(fresh.data_ptr(), content[0] ^ 1, UNIT)
-        with pytest.raises(UnsupportedError, match=f"{block.name} was made anew with other bytes"):
+        with pytest.raises(UnsupportedError, match=f"{block.name} was recomputed with other bytes"):
             machine.pager.renew({block: fresh})
         assert block.state is State.DROPPED
         ctypes.memmove(fresh.data_ptr(), content, UNIT)

@@ -138,7 +138,7 @@ def test_hooks_that_copy_what_is_saved(start: Start) -> None:
 
 
 def test_backward_passes_in_another_order(start: Start) -> None:
-    """The second forward pass is not in the plan; what the first one dropped is made anew when it is needed."""
+    """The second forward pass is not in the plan; what the first one dropped is recomputed when it is needed."""
     run = start()
     first, second = run.forward(7), loss_of(run.training, batch(8))
     first.backward()
