@@ -1,7 +1,15 @@
 """What the integer program and the lower bound share: programs, spans of time, updates on the host, the solver."""
 
-from planner.lp.host_update import PROCESSOR, HostUpdateVariables, HostUpdateWindows, UpdateChain, UpdateCopy, add_host_update
-from planner.lp.host_update_windows import host_update_candidates, host_update_windows
+from planner.lp.host_updates import (
+    PROCESSOR,
+    HostUpdateVariables,
+    HostUpdateWindows,
+    UpdateChain,
+    UpdateCopy,
+    add_host_update,
+    host_update_candidates,
+    host_update_windows,
+)
 from planner.lp.program import Program, Terms, Variable, byte_scale
 from planner.lp.segments import Segment, SegmentGrid, segments_of
 from planner.lp.solver import Solved, solve_program

@@ -1,9 +1,7 @@
 """The two files, traces and plans: what they hold, and how they are read and written."""
 
-from planner.schema.json_file import read_format, read_model, write_atomic
-from planner.schema.limits import MAX_NUMBER, MAX_TEXT_CHARACTERS
-from planner.schema.messages import printable, short_repr
-from planner.schema.models import FrozenModel
+from planner.schema.json_file import MAX_NUMBER, MAX_TEXT_CHARACTERS, read_format, read_model, write_atomic
+from planner.schema.models import FrozenModel, printable, short_repr
 from planner.schema.plan import (
     Budgets,
     Move,

@@ -13,8 +13,7 @@ from pydantic import FailFast, Field, ValidationError, model_validator
 
 from planner.errors import TraceError
 from planner.schema.json_file import read_model, write_atomic
-from planner.schema.messages import describe
-from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Ids, Seconds, check_consecutive, check_ids
+from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Ids, Seconds, check_consecutive, check_ids, describe
 
 FORMAT = "teraio.trace"
 VERSION = 1
