@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.bound.windows import Instants
-from planner.lp import HostUpdateWindows, UpdateChain, UpdateCopy, host_update_candidates, host_update_windows
+from planner.lp import HostUpdateWindows, UpdateChain, UpdateCopy, host_update_windows
 from planner.problem import Problem, movable_blocks, total_bytes
 from planner.schema import Subgroup
 
@@ -29,7 +29,7 @@ def update_classes(problem: Problem, instants: Instants, *, apart: bool, unit_se
     `unit_seconds`: the unit in which the problem's routes count time.
     """
     groups: dict[tuple[object, ...], list[tuple[Subgroup, HostUpdateWindows]]] = {}
-    for subgroup in host_update_candidates(problem):
+    for subgroup in problem.may_update_on_host:
         windows = host_update_windows(problem, instants, subgroup, unit_seconds=unit_seconds)
         key: tuple[object, ...] = (subgroup.id,)
         if not apart:

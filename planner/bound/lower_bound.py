@@ -79,7 +79,6 @@ from planner.bound.recompute import made_by, recreatable_bytes, rerun_classes, v
 from planner.bound.solve import least_stall
 from planner.bound.windows import Instants, copy_classes
 from planner.errors import SolverError
-from planner.lp import host_update_candidates
 from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units, solver_unit
 
 __all__ = ["lower_bound_seconds"]
@@ -113,7 +112,7 @@ def lower_bound_seconds(
     Waits for at most about `time_limit_seconds` for each number of instants. The simple bound holds where the solver fails
     or does not finish: the sum of the stage durations, and the time to move over the links what must cross them.
     """
-    updatable = host_update_candidates(problem)
+    updatable = problem.may_update_on_host
     saved = sum(subgroup.device_seconds for subgroup in updatable)
     best = max(problem.trace.ideal_seconds - saved, 0.0) if updatable else _simple_seconds(problem)
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=0.0, threads=threads)

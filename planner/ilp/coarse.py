@@ -9,8 +9,7 @@ from dataclasses import replace
 from planner.errors import SolverError
 from planner.ilp.build import Resolution, coarse_program
 from planner.ilp.solve import CoarseSolution, complete, solve
-from planner.lp import host_update_candidates
-from planner.problem import Problem, SolverSettings, movable_blocks, needed_again, total_bytes
+from planner.problem import Problem, SolverSettings, host_bytes, needed_again
 from planner.schema import Subgroup
 
 __all__ = ["MAX_INTEGER_STAGES", "coarse_solutions", "in_order_of_need"]
@@ -40,7 +39,7 @@ def coarse_solutions(
     half there would fit neither. Yields nothing where all runs of the solver fail.
     """
     decided = on_host is not None
-    subgroups = [subgroup for subgroup in host_update_candidates(problem) if on_host is None or subgroup.id in on_host]
+    subgroups = [subgroup for subgroup in problem.may_update_on_host if on_host is None or subgroup.id in on_host]
     short = problem.stage_count <= MAX_INTEGER_STAGES
     with contextlib.suppress(SolverError):
         if short and integer:
@@ -95,7 +94,7 @@ def in_order_of_need(problem: Problem, on_host: Collection[int]) -> list[int]:
 
     fitting, filled = [], 0
     for number in sorted(on_host, key=need):
-        size = total_bytes(movable_blocks(trace, trace.subgroups[number]))
+        size = host_bytes(trace, trace.subgroups[number])
         if limit is None or filled + size <= limit:
             fitting.append(number)
             filled += size

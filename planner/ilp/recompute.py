@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.errors import SolverError
 from planner.ilp.build import Resolution, coarse_program
-from planner.lp import host_update_candidates, solve_program
+from planner.lp import solve_program
 from planner.problem import Problem, RerunPlaces, SolverSettings
 
 __all__ = ["rerun_shares"]
@@ -23,7 +23,7 @@ def rerun_shares(problem: Problem, places: RerunPlaces, settings: SolverSettings
     """
     shares: dict[int, float] = {}
     for resolution in (_ROUGH, _FINE):
-        updates = host_update_candidates(problem)
+        updates = problem.may_update_on_host
         built = coarse_program(problem, resolution, updates, write_weight=settings.write_weight, places=places)
         model = built.model
         solved = solve_program(model.program, settings, linear=True, vertex=False)

@@ -7,7 +7,6 @@ from planner.lp.host_updates import (
     UpdateChain,
     UpdateCopy,
     add_host_update,
-    host_update_candidates,
     host_update_windows,
 )
 from planner.lp.program import Program, Terms, Variable, byte_scale
@@ -17,7 +16,6 @@ from planner.lp.solver import Solved, solve_program
 __all__ = [
     "add_host_update",
     "byte_scale",
-    "host_update_candidates",
     "host_update_windows",
     "HostUpdateVariables",
     "HostUpdateWindows",

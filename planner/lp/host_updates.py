@@ -25,9 +25,8 @@ from planner.problem import (
     Problem,
     Route,
     gradients,
+    host_bytes,
     host_start,
-    host_updatable,
-    movable_blocks,
     next_user_stage,
     parameters,
     states,
@@ -42,7 +41,6 @@ __all__ = [
     "UpdateChain",
     "UpdateCopy",
     "add_host_update",
-    "host_update_candidates",
     "host_update_windows",
 ]
 
@@ -124,18 +122,6 @@ class SpanGrid(Protocol):
         """Return the first span in which an update can run that may begin when the stage is reached."""
 
 
-def host_update_candidates(problem: Problem) -> tuple[Subgroup, ...]:
-    """Return the subgroups that can update on the host and would each fit into the host tier alone."""
-    route = next((route for route in problem.routes if route.tier == "host"), None)
-    if route is None:
-        return ()
-    return tuple(
-        subgroup
-        for subgroup in host_updatable(problem.source)
-        if route.budget_bytes is None or total_bytes(movable_blocks(problem.source, subgroup)) <= route.budget_bytes
-    )
-
-
 def host_update_windows(
     problem: Problem, grid: SpanGrid, subgroup: Subgroup, *, unit_seconds: float, window: int | None = None
 ) -> HostUpdateWindows:
@@ -159,7 +145,7 @@ def host_update_windows(
         device_seconds=subgroup.device_seconds / unit_seconds,
         host_seconds=host_seconds,
         held_bytes=total_bytes(states(trace, subgroup)),
-        host_bytes=total_bytes(movable_blocks(trace, subgroup)),
+        host_bytes=host_bytes(trace, subgroup),
         first=begin,
         last=last,
         gradients=copies_out,

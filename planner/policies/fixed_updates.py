@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.errors import InfeasiblePlanError, UnsupportedError
-from planner.problem import Problem, host_updatable, movable_blocks, total_bytes
+from planner.problem import Problem, host_bytes, host_updatable
 
 __all__ = ["all_on_host", "every_second_on_device"]
 
@@ -45,7 +45,7 @@ def every_second_on_device(policy: str, problem: Problem) -> Sequence[int]:
 
 def _with_room(policy: str, problem: Problem, on_host: list[int]) -> list[int]:
     source, budget = problem.source, problem.budgets.host_bytes
-    size = sum(total_bytes(movable_blocks(source, source.subgroups[number])) for number in on_host)
+    size = sum(host_bytes(source, source.subgroups[number]) for number in on_host)
     if budget is not None and size > budget:
         raise InfeasiblePlanError(
             f"policy {policy!r}: the blocks of the {len(on_host)} optimizer subgroups that would update on the host take "

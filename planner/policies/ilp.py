@@ -8,7 +8,6 @@ from math import inf
 from planner.bound import lower_bound_seconds
 from planner.errors import InfeasiblePlanError
 from planner.ilp import MAX_INTEGER_STAGES, CoarseSolution, coarse_solutions
-from planner.lp import host_update_candidates
 from planner.policies.decisions import decisions_of
 from planner.policies.predictions import with_predictions
 from planner.policies.replayed import (
@@ -59,7 +58,7 @@ def optimise(
     Where any plan exists, one is found. Up to the default weight of writes, the plan is never slower than a rival's. Raises
     InfeasiblePlanError where the lower tiers are too small.
     """
-    if problem.everything_fits and not (host_update_candidates(problem) if on_host is None else on_host):
+    if problem.everything_fits and not (problem.may_update_on_host if on_host is None else on_host):
         return with_predictions(problem, build_plan(problem, {}, policy=policy))
     others = [] if rivals_beyond else _rival_candidates(problem, rivals, settings.write_weight)
     bound = _Bound(problem, settings, wanted=integer and bool(rivals), seconds=known_bound)
@@ -80,7 +79,7 @@ def optimise(
         assert too_full is not None  # otherwise there would be a candidate
         raise too_full
     first = min(own + others, key=lambda candidate: candidate.cost)
-    if integer and on_host is None and host_update_candidates(problem) and not bound.is_close(own + others):
+    if integer and on_host is None and problem.may_update_on_host and not bound.is_close(own + others):
         own.append(_with_other_updates(problem, first, settings))
     if user_stages(problem.trace):
         most = _MAX_AROUND_USER_CODE if problem.stage_count <= MAX_INTEGER_STAGES else 1
@@ -177,7 +176,7 @@ def _extremes(problem: Problem) -> list[tuple[Problem, Decisions]]:
 
     These starts are cheap for small iterations, where coarse time says too little.
     """
-    everything = [subgroup.id for subgroup in host_update_candidates(problem)]
+    everything = [subgroup.id for subgroup in problem.may_update_on_host]
     return [_undecided(problem, everything), (problem, {})] if everything else [(problem, {})]
 
 

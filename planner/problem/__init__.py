@@ -1,9 +1,10 @@
 """What follows from a trace and budgets, for every policy: inactive periods, routes, capacities and updates on the host."""
 
-from planner.problem.floor import floor
+from planner.problem.decisions import TierCapacity, build_plan, copies_out
 from planner.problem.host_updates import (
     device_iteration,
     gradients,
+    host_bytes,
     host_start,
     host_updatable,
     movable_blocks,
@@ -16,26 +17,30 @@ from planner.problem.lifetimes import (
     BlockActivity,
     InactivePeriod,
     block_activities,
+    floor,
     inactive_periods,
     live_bytes,
     live_bytes_by_kind,
     mean_active_fraction,
     stage_floors,
 )
-from planner.problem.problem import Decision, Decisions, Problem, Route, build_plan, copies_out, in_units, solver_unit
-from planner.problem.recompute import folded, made_bytes, recompute_seconds, recomputed, reruns_of, spelled_out
-from planner.problem.rerun_places import RerunPlaces
-from planner.problem.rerun_sets import by_kind, layer_of, over_half, rounded, simple_sets, whole_layers
-from planner.problem.shared_limits import SharedLimit, max_min_rates, of_equal_ranks
-from planner.problem.solver_settings import (
+from planner.problem.problem import (
     DEFAULT_GAP,
     DEFAULT_THREADS,
     DEFAULT_WRITE_WEIGHT,
     TIE_WEIGHT,
+    Decision,
+    Decisions,
+    Problem,
+    Route,
     SolverSettings,
+    in_units,
     outward_weight,
+    solver_unit,
 )
-from planner.problem.tier_capacity import TierCapacity
+from planner.problem.recompute import folded, made_bytes, recompute_seconds, recomputed, spelled_out
+from planner.problem.rerun_sets import RerunPlaces, by_kind, layer_of, over_half, rounded, simple_sets, whole_layers
+from planner.problem.shared_limits import SharedLimit, max_min_rates, of_equal_ranks
 from planner.problem.user_code import next_user_stage, user_stages
 
 __all__ = [
@@ -61,6 +66,7 @@ __all__ = [
     "floor",
     "folded",
     "gradients",
+    "host_bytes",
     "host_start",
     "host_updatable",
     "in_units",
@@ -81,7 +87,6 @@ __all__ = [
     "recompute_seconds",
     "solver_unit",
     "recomputed",
-    "reruns_of",
     "rounded",
     "simple_sets",
     "spelled_out",

@@ -28,6 +28,7 @@ from planner.schema import Block, Subgroup, Trace
 __all__ = [
     "device_iteration",
     "gradients",
+    "host_bytes",
     "host_start",
     "host_updatable",
     "movable_blocks",
@@ -91,6 +92,11 @@ def needed_again(trace: Trace, subgroup: Subgroup) -> int:
 def total_bytes(blocks: Iterable[Block]) -> int:
     """Return the bytes of all `blocks` together."""
     return sum(block.size_bytes for block in blocks)
+
+
+def host_bytes(trace: Trace, subgroup: Subgroup) -> int:
+    """Return the bytes that the subgroup takes of the host tier if it updates on the host."""
+    return total_bytes(movable_blocks(trace, subgroup))
 
 
 def host_start(trace: Trace, subgroup: Subgroup) -> int:

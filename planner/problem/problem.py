@@ -1,20 +1,58 @@
-"""What every policy works on: a trace and budgets with all that follows from them, and one decision for each period."""
+"""What every policy works on: settings, a trace and budgets with all that follows from them, and one decision for each period."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from planner.errors import BudgetError
-from planner.problem.host_updates import device_iteration, gradients, movable_blocks, parameters
+from planner.problem.host_updates import device_iteration, host_bytes, host_updatable, movable_blocks, parameters
 from planner.problem.lifetimes import InactivePeriod, inactive_periods, live_bytes, stage_floors
 from planner.problem.shared_limits import SharedLimit, shared_limits
-from planner.schema import Block, Budgets, Link, Move, Offload, Placement, Plan, Prefetch, Trace, Update, WaitingTier
+from planner.schema import Block, Budgets, Link, Subgroup, Trace, WaitingTier
 
-__all__ = ["Decision", "Decisions", "Problem", "Route", "build_plan", "copies_out", "in_units", "solver_unit"]
+__all__ = [
+    "DEFAULT_GAP",
+    "DEFAULT_THREADS",
+    "DEFAULT_WRITE_WEIGHT",
+    "TIE_WEIGHT",
+    "Decision",
+    "Decisions",
+    "Problem",
+    "Route",
+    "SolverSettings",
+    "in_units",
+    "outward_weight",
+    "solver_unit",
+]
 
 _UNITS_PER_ITERATION = 100.0
+DEFAULT_GAP = 0.005
+DEFAULT_THREADS = 2
+DEFAULT_WRITE_WEIGHT = 0.005
+TIE_WEIGHT = 0.005
+"""Seconds of iteration time that one second of copying is worth where nothing wears out: of equal plans, the one that moves less
+wins.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverSettings:
+    """Settings of one planning run, see `planner.plan`. `time_limit_seconds`: of processor time."""
+
+    time_limit_seconds: float = 30.0
+    gap: float = DEFAULT_GAP
+    threads: int = DEFAULT_THREADS
+    write_weight: float = DEFAULT_WRITE_WEIGHT
+
+
+def outward_weight(tier: WaitingTier, write_weight: float) -> float:
+    """Return the seconds of iteration time that one second of copying out to `tier` is worth.
+
+    Drives wear out, host memory does not.
+    """
+    return write_weight if tier == "storage" else TIE_WEIGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +178,18 @@ class Problem:
         """Return the route of a usable tier."""
         return next(route for route in self.routes if route.tier == tier)
 
+    @cached_property
+    def may_update_on_host(self) -> tuple[Subgroup, ...]:
+        """The subgroups that can update on the host and would each fit into the host tier alone."""
+        limit = next((route.budget_bytes for route in self.routes if route.tier == "host"), 0)
+        subgroups = host_updatable(self.source)
+        return tuple(each for each in subgroups if limit is None or host_bytes(self.source, each) <= limit)
+
+    @property
+    def byte_scale(self) -> float:
+        """The unit in which rows of programs count bytes: the device budget. It keeps the numbers near one."""
+        return float(max(self.budgets.device_bytes, 1))
+
     def host_only(self, index: int) -> bool:
         """Return whether the block of a period may wait in the host tier only."""
         return bool(self.on_host) and self.periods[index].block in self._host_only
@@ -233,75 +283,3 @@ def in_units(problem: Problem, unit_seconds: float) -> Problem:
         for limit in problem.shared
     )
     return replace(problem, routes=tuple(routes), shared=shared)
-
-
-def copies_out(problem: Problem, decisions: Decisions) -> set[int]:
-    """Return the periods whose move must copy out: the first of each block, epoch and tier. The others find a valid copy."""
-    first: dict[tuple[int, int, str], int] = {}
-    for index in decisions:
-        period = problem.periods[index]
-        if period.read_only:
-            continue
-        key = (period.block, period.epoch, decisions[index].tier)
-        if key not in first or problem.periods[first[key]].rank > period.rank:
-            first[key] = index
-    return set(first.values())
-
-
-def build_plan(problem: Problem, decisions: Decisions, *, policy: str) -> Plan:
-    """Build the plan that carries out `decisions`, without predictions. Moves with earlier deadlines come first."""
-    dirty = copies_out(problem, decisions)
-    stages = problem.stage_count
-    moves = [move for number in problem.on_host for move in _gradient_moves(problem, number)]
-    initial = {block.id: "device" for block in problem.trace.blocks if block.persistent}
-    for index, decision in decisions.items():
-        period = problem.periods[index]
-        leave = decision.leave if index in dirty else period.after
-        moves.append(
-            Move.model_construct(
-                block=period.block,
-                after=period.after,
-                before=period.before,
-                tier=decision.tier,
-                offload=Offload.model_construct(start=leave, free_after=leave) if index in dirty else None,
-                prefetch=None if period.final else Prefetch.model_construct(start=decision.start, ready_by=period.before),
-            )
-        )
-        if leave < stages <= decision.start and not period.final:
-            initial[period.block] = decision.tier
-    moves.sort(key=lambda move: _queue_order(move, stages, dies=problem.trace.blocks[move.block].dies_after is not None))
-    return Plan(
-        trace_fingerprint=problem.source.fingerprint,
-        policy=policy,
-        budgets=problem.budgets,
-        moves=tuple(moves),
-        initial=tuple(Placement.model_validate({"block": block, "tier": tier}) for block, tier in initial.items()),
-        updates=tuple(Update(subgroup=number, where="host") for number in problem.on_host),
-    )
-
-
-def _gradient_moves(problem: Problem, number: int) -> Iterator[Move]:
-    """Out after the last use before the update, and never back."""
-    subgroup = problem.source.subgroups[number]
-    for block in gradients(problem.source, subgroup):
-        after = problem.trace.blocks[block.id].uses[-1]
-        leave = problem.gradient_leaves.get(block.id, after)
-        yield Move(
-            block=block.id,
-            after=after,
-            before=subgroup.stage,
-            tier="host",
-            offload=Offload(start=leave, free_after=leave),
-            prefetch=None,
-        )
-
-
-def _queue_order(move: Move, stages: int, *, dies: bool) -> tuple[int, int, int]:
-    """Order by the stage at which the prefetch starts, then by the stages from there until the block must be back.
-
-    A block that does not come back goes out first if an update waits for it, and last if it only dies.
-    """
-    if move.prefetch is None:
-        return stages if dies else -1, 0, move.block
-    start = move.prefetch.start
-    return start % stages, move.before - start + start % stages, move.block

@@ -21,35 +21,7 @@ from dataclasses import dataclass
 from planner.errors import PlanError
 from planner.schema import Block, Plan, Recompute, RecomputeGroup, Stage, Trace
 
-__all__ = ["Rerun", "folded", "made_bytes", "recomputed", "recompute_seconds", "reruns_of", "spelled_out"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rerun:
-    """A group that runs again as stage `stage` of the derived trace, just before stage `at` of the source trace."""
-
-    group: RecomputeGroup
-    at: int
-    stage: int
-
-
-def reruns_of(trace: Trace, chosen: Iterable[Recompute]) -> tuple[Rerun, ...]:
-    """Return the re-runs in the order in which they run.
-
-    Raises PlanError where a group does not exist, occurs twice or cannot run there; see `recomputed`.
-    """
-    ordered = sorted(chosen, key=lambda each: each.at)  # is stable: equal places keep their order
-    seen: set[int] = set()
-    for each in ordered:
-        if each.group >= len(trace.recompute):
-            raise PlanError(f"the plan recomputes group {each.group}; the trace has {len(trace.recompute)} recompute groups")
-        if each.group in seen:
-            raise PlanError(f"the plan recomputes group {each.group} twice; a group can run again once")
-        seen.add(each.group)
-        _check_place(trace, trace.recompute[each.group], each.at)
-    return tuple(
-        Rerun(group=trace.recompute[each.group], at=each.at, stage=each.at + number) for number, each in enumerate(ordered)
-    )
+__all__ = ["folded", "made_bytes", "recompute_seconds", "recomputed", "spelled_out"]
 
 
 def recomputed(trace: Trace, chosen: Iterable[Recompute]) -> Trace:
@@ -62,7 +34,7 @@ def recomputed(trace: Trace, chosen: Iterable[Recompute]) -> Trace:
     or not after the group's stage; where something that it reads or makes is changed in between; and where nothing uses what it
     makes from there on.
     """
-    return _derive(trace, reruns_of(trace, chosen))[0]
+    return _derive(trace, chosen)[0]
 
 
 def spelled_out(trace: Trace, plan: Plan) -> tuple[Trace, Plan]:
@@ -72,7 +44,7 @@ def spelled_out(trace: Trace, plan: Plan) -> tuple[Trace, Plan]:
     """
     if not plan.recompute:
         return trace, plan
-    derived, sources = _derive(trace, reruns_of(trace, plan.recompute))
+    derived, sources = _derive(trace, plan.recompute)
     anew = {sources[block.id]: block for block in derived.blocks[len(trace.blocks) :]}
     moves = list(plan.moves)
     for index, move in enumerate(moves):
@@ -89,7 +61,7 @@ def folded(trace: Trace, chosen: Sequence[Recompute], plan: Plan) -> Plan:
     """
     if not chosen:
         return plan
-    sources = _derive(trace, reruns_of(trace, chosen))[1]
+    sources = _derive(trace, chosen)[1]
     moves = list(plan.moves)
     for index, move in enumerate(moves):
         if sources[move.block] != move.block:
@@ -113,6 +85,31 @@ def recompute_seconds(trace: Trace, chosen: Iterable[Recompute]) -> float:
     return sum(trace.recompute[each.group].duration_seconds for each in chosen)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rerun:
+    """A group that runs again as stage `stage` of the derived trace, just before stage `at` of the source trace."""
+
+    group: RecomputeGroup
+    at: int
+    stage: int
+
+
+def _reruns_of(trace: Trace, chosen: Iterable[Recompute]) -> tuple[_Rerun, ...]:
+    """The re-runs in the order in which they run."""
+    ordered = sorted(chosen, key=lambda each: each.at)  # is stable: equal places keep their order
+    seen: set[int] = set()
+    for each in ordered:
+        if each.group >= len(trace.recompute):
+            raise PlanError(f"the plan recomputes group {each.group}; the trace has {len(trace.recompute)} recompute groups")
+        if each.group in seen:
+            raise PlanError(f"the plan recomputes group {each.group} twice; a group can run again once")
+        seen.add(each.group)
+        _check_place(trace, trace.recompute[each.group], each.at)
+    return tuple(
+        _Rerun(group=trace.recompute[each.group], at=each.at, stage=each.at + number) for number, each in enumerate(ordered)
+    )
+
+
 def _check_place(trace: Trace, group: RecomputeGroup, at: int) -> None:
     what = f"group {group.id} runs stage {trace.stages[group.stage].name!r} again"
     if at >= len(trace.stages) or trace.stages[at].phase != "backward":
@@ -129,9 +126,9 @@ def _check_place(trace: Trace, group: RecomputeGroup, at: int) -> None:
             )
 
 
-def _derive(trace: Trace, reruns: Sequence[Rerun]) -> tuple[Trace, list[int]]:
-    """Return the derived trace and, for each of its blocks, the block of the source trace."""
-    sources = list(range(len(trace.blocks)))
+def _derive(trace: Trace, chosen: Iterable[Recompute]) -> tuple[Trace, list[int]]:
+    """Return the derived trace and, for each of its blocks, the block of the source trace. Raises PlanError as `recomputed`."""
+    reruns, sources = _reruns_of(trace, chosen), list(range(len(trace.blocks)))
     if not reruns:
         return trace, sources
     places = [rerun.at for rerun in reruns]
@@ -163,7 +160,7 @@ def _derive(trace: Trace, reruns: Sequence[Rerun]) -> tuple[Trace, list[int]]:
     return trace.model_copy(update=changes), sources
 
 
-def _stage(trace: Trace, rerun: Rerun, unused_bytes: int) -> Stage:
+def _stage(trace: Trace, rerun: _Rerun, unused_bytes: int) -> Stage:
     return Stage(
         id=rerun.stage,
         name=f"recompute/{trace.stages[rerun.group.stage].name}",
