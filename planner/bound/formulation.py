@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from math import inf
 
-from planner.bound.host_updates import UpdateClass
-from planner.bound.limits import add_link_time, add_memory, add_places, add_updates
-from planner.bound.model import BoundModel, CopyVariables, add_use
-from planner.bound.recompute import RerunClass, add_reruns, made_anew
+from planner.bound.classes import RerunClass, UpdateClass
+from planner.bound.model import (
+    BoundModel,
+    CopyVariables,
+    add_link_time,
+    add_memory,
+    add_places,
+    add_reruns,
+    add_updates,
+    add_use,
+)
 from planner.bound.windows import CopyClass, CopyWindow, Instants
-from planner.lp import Program, Terms, Variable, add_host_update, byte_scale
+from planner.lp import Program, Terms, Variable, add_host_update
 from planner.problem import Problem, Route
 from planner.schema import Link
 
@@ -34,6 +41,7 @@ def build_bound(
     """
     program = Program()
     model = BoundModel(
+        problem=problem,
         program=program,
         instants=instants,
         whole=whole,
@@ -54,40 +62,40 @@ def build_bound(
     cost += [(update.chosen, -update.windows.device_seconds) for update in model.updates]
     program.minimise(cost)
     for block_class in classes:
-        _add_class(problem, model, block_class)
-    add_updates(problem, model)
-    add_memory(problem, model)
-    add_places(problem, model)
+        _add_class(model, block_class)
+    add_updates(model)
+    add_memory(model)
+    add_places(model)
     add_link_time(model)
     return program
 
 
-def _add_class(problem: Problem, model: BoundModel, block_class: CopyClass) -> None:
+def _add_class(model: BoundModel, block_class: CopyClass) -> None:
     """Σ_t d_{p,t} + O_{p,t,end} ≤ 1 (− h_g at the update's own stage), and the other rows of the class."""
-    made: dict[str, Terms] = {route.tier: [] for route in problem.routes}
+    made: dict[str, Terms] = {route.tier: [] for route in model.problem.routes}
     chosen: Terms = []
     kept: Variable | None = None
     if block_class.update is not None:
         chosen = [(model.updates[block_class.update].chosen, 1.0)]
         made["host"] += chosen  # the update writes a valid copy of a parameter there
         if block_class.persistent and not block_class.read_only:
-            kept = _add_kept(problem, model, block_class)
+            kept = _add_kept(model, block_class)
     final = len(block_class.windows) - 1
     for rank, window in enumerate(block_class.windows):
         waiting: Terms = []
-        absent = {k: list(terms) for k, terms in made_anew(model, block_class, window).items()}
-        for route in problem.routes:
+        absent = {k: list(terms) for k, terms in _made_anew(model, block_class, window).items()}
+        for route in model.problem.routes:
             if window.adjacent:
-                made[route.tier].append((_add_adjacent(problem, model, block_class, window, route), 1.0))
+                made[route.tier].append((_add_adjacent(model, block_class, window, route), 1.0))
                 continue
             copies = _copies(model, block_class, window, route, first=rank == 0, last=rank == final)
             _add_order(model, copies, made[route.tier])
-            _add_shares(problem, model, copies, absent)
+            _add_shares(model, copies, absent)
             around = rank in block_class.around_update and not window.visited
-            _add_place(problem, model, copies, kept, chosen, around=around)
+            _add_place(model, copies, kept, chosen, around=around)
             waiting += copies.waiting
             made[route.tier] += [(variable, 1.0) for variable in copies.out[-1:]]
-        _add_absent(problem, model, block_class, window, absent)
+        _add_absent(model, block_class, window, absent)
         own = chosen if rank in block_class.around_update else []
         if window.visited:
             continue  # between the uses by stages that run again, the block may wait in several tiers
@@ -95,11 +103,25 @@ def _add_class(problem: Problem, model: BoundModel, block_class: CopyClass) -> N
             model.program.at_most([*waiting, *own], 1)
 
 
-def _add_kept(problem: Problem, model: BoundModel, block_class: CopyClass) -> Variable:
+def _made_anew(model: BoundModel, block_class: CopyClass, window: CopyWindow) -> dict[int, Terms]:
+    """Σ R_c over the spans of the window from k on, by instant k inside it: the share that is absent until it is made anew."""
+    anew: dict[int, Terms] = {k: [] for k in window.inside}
+    if block_class.rerun is None or (window.final and not window.visited):
+        return anew
+    shares, count = model.again[block_class.rerun], len(model.instants)
+    later: Terms = []
+    for k in reversed(window.inside):
+        if k % count in shares:
+            later = [(shares[k % count], 1.0), *later]
+        anew[k] = later
+    return anew
+
+
+def _add_kept(model: BoundModel, block_class: CopyClass) -> Variable:
     """Add x, the place in the host tier of a persistent block, for good, beyond what its update there takes."""
     kept = model.variable()
     for row in model.places["host"]:
-        row.append((kept, block_class.size_bytes / byte_scale(problem)))
+        row.append((kept, model.share(block_class.size_bytes)))
     return kept
 
 
@@ -124,7 +146,7 @@ def _copies(
     )
 
 
-def _add_adjacent(problem: Problem, model: BoundModel, block_class: CopyClass, window: CopyWindow, route: Route) -> Variable:
+def _add_adjacent(model: BoundModel, block_class: CopyClass, window: CopyWindow, route: Route) -> Variable:
     """(seconds out + seconds in) · g ≤ δ: the copies follow one another, and the next stage waits for both."""
     made = model.variable(whole=True)
     span = window.begin % len(model.instants)
@@ -134,7 +156,7 @@ def _add_adjacent(problem: Problem, model: BoundModel, block_class: CopyClass, w
     both = route.outward.seconds(smallest) + route.inward.seconds(smallest)
     model.program.at_most([(made, both), (stall, -1.0)], 0)
     for link in (route.outward, route.inward):
-        add_use(problem, model, block_class, link, span, [(made, 1.0)])
+        add_use(model, block_class, link, span, [(made, 1.0)])
     return made
 
 
@@ -150,12 +172,10 @@ def _add_order(model: BoundModel, copies: CopyVariables, made: Terms) -> None:
         model.program.at_most([(copies.found, 1.0), *minus], 0)
 
 
-def _add_absent(
-    problem: Problem, model: BoundModel, block_class: CopyClass, window: CopyWindow, absent: dict[int, Terms]
-) -> None:
+def _add_absent(model: BoundModel, block_class: CopyClass, window: CopyWindow, absent: dict[int, Terms]) -> None:
     """Add what is absent to the memory rows. At most all of the block: e_k ≤ 1, where several things may make it absent."""
-    count, share = len(model.instants), block_class.size_bytes / byte_scale(problem)
-    several = block_class.rerun is not None or (window.visited and len(problem.routes) > 1)
+    count, share = len(model.instants), model.share(block_class.size_bytes)
+    several = block_class.rerun is not None or (window.visited and len(model.problem.routes) > 1)
     for k, terms in absent.items():
         if several and terms:
             most = model.variable()
@@ -164,7 +184,7 @@ def _add_absent(
         model.memory[k % count] += [(variable, factor * share) for variable, factor in terms]
 
 
-def _add_shares(problem: Problem, model: BoundModel, copies: CopyVariables, gone: dict[int, Terms]) -> None:
+def _add_shares(model: BoundModel, copies: CopyVariables, gone: dict[int, Terms]) -> None:
     """Add d + O_k − I_k (with whole blocks: a_k, at most that) to `gone`, and the steps of O and I to the rows."""
     window = copies.window
     for position, k in enumerate(window.inside):
@@ -176,14 +196,12 @@ def _add_shares(problem: Problem, model: BoundModel, copies: CopyVariables, gone
         gone[k] += absent
     out: list[Terms] = [[(variable, 1.0)] for variable in copies.out]
     into: list[Terms] = [[(variable, 1.0)] for variable in copies.into]
-    _add_steps(problem, model, copies, copies.route.outward, out)
+    _add_steps(model, copies, copies.route.outward, out)
     if not window.final:
-        _add_steps(problem, model, copies, copies.route.inward, [*into, copies.waiting])
+        _add_steps(model, copies, copies.route.inward, [*into, copies.waiting])
 
 
-def _add_place(
-    problem: Problem, model: BoundModel, copies: CopyVariables, kept: Variable | None, chosen: Terms, *, around: bool
-) -> None:
+def _add_place(model: BoundModel, copies: CopyVariables, kept: Variable | None, chosen: Terms, *, around: bool) -> None:
     """Count d + O_k in the tier's rows. A persistent block of an update has one place in the host tier: x ≥ d + O_end − h.
 
     Around the update's stage, a block moves only if not h, so that both count in full. For other windows of other blocks,
@@ -195,7 +213,7 @@ def _add_place(
             return
         if not around:
             return
-    share = copies.block_class.size_bytes / byte_scale(problem)
+    share = model.share(copies.block_class.size_bytes)
     for position, k in enumerate(copies.window.inside):
         row = model.places[copies.route.tier][k % len(model.instants)]
         row += [(variable, share) for variable, _ in copies.left(position)]
@@ -205,9 +223,9 @@ def _minus(terms: Terms) -> Terms:
     return [(variable, -factor) for variable, factor in terms]
 
 
-def _add_steps(problem: Problem, model: BoundModel, copies: CopyVariables, link: Link, cumulative: list[Terms]) -> None:
+def _add_steps(model: BoundModel, copies: CopyVariables, link: Link, cumulative: list[Terms]) -> None:
     before: Terms = []
     for span, terms in enumerate(cumulative, start=copies.window.begin):
         step = terms + [(variable, -factor) for variable, factor in before]
-        add_use(problem, model, copies.block_class, link, span % len(model.instants), step)
+        add_use(model, copies.block_class, link, span % len(model.instants), step)
         before = terms

@@ -63,23 +63,25 @@ integer program, and the solver's dual bound counts. Fewer instants never raise 
 only loosen, and neither of them decides whether blocks are whole.
 
 Floating point: for a linear program, the bound is what the solver's row prices prove by weak duality, however inexact they are
-(`planner.bound.solve`). For an integer program it is the solver's dual bound. Its tolerances are 1e-7 on numbers near one, since
+(`_weak_dual`). For an integer program it is the solver's dual bound. Its tolerances are 1e-7 on numbers near one, since
 time is counted in hundredths of the ideal iteration and bytes in budgets. Subtracting 1e-6 of the bound covers them and all
 rounding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from math import fsum, inf
 
+import numpy as np
+
+from planner.bound.classes import recreatable_bytes, rerun_classes, update_classes, visits
 from planner.bound.formulation import build_bound
-from planner.bound.host_updates import update_classes
-from planner.bound.recompute import made_by, recreatable_bytes, rerun_classes, visits
-from planner.bound.solve import least_stall
 from planner.bound.windows import Instants, copy_classes
 from planner.errors import SolverError
-from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units, solver_unit
+from planner.lp import Program, solve_program
+from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units, made_by, solver_unit
 
 __all__ = ["lower_bound_seconds"]
 
@@ -146,14 +148,14 @@ def _proved_seconds(problem: Problem, max_instants: int, max_whole: int, setting
             instants,
             [update.subgroups for update in updates],
             apart=whole,
-            made_by=made_by(problem, reruns),
+            made_by=made_by(problem.source, [each.groups for each in reruns]),
             visits=visits(problem.source),
         ),
         updates,
         reruns,
         whole=whole,
     )
-    stall = least_stall(program, whole=whole, settings=settings)
+    stall = _least_stall(program, whole=whole, settings=settings)
     return (problem.trace.ideal_seconds + stall * unit) * (1 - _MARGIN)
 
 
@@ -182,3 +184,37 @@ def _simple_seconds(problem: Problem) -> float:
         final = sum(period.size_bytes for period in periods if period.final)
         worst = max(worst, (absent - final) / inward, (absent - clean) / outward)
     return worst
+
+
+def _least_stall(program: Program, *, whole: bool, settings: SolverSettings) -> float:
+    """Return the proved lower bound on the program's objective.
+
+    `whole`: it is an integer program. Raises SolverError when the solver fails, and when a linear program is not solved in
+    time.
+    """
+    solved = solve_program(program, settings, linear=not whole, vertex=False)
+    if not whole and not solved.optimal:  # the interior point method got stuck
+        solved = solve_program(program, settings, linear=True)
+    # After a time limit the bound is valid even where no solution was found.
+    if solved.bound is not None:
+        return solved.bound
+    if not solved.optimal:
+        raise SolverError(f"HiGHS proved no lower bound in {settings.time_limit_seconds} s; the simple bound holds")
+    return solved.objective if whole else _weak_dual(program, solved.prices)
+
+
+def _weak_dual(program: Program, given: Sequence[float]) -> float:
+    """Return the bound that the solver's row prices π prove by weak duality, however inexact they are.
+
+    The rows are a·x ≥ b with π ≥ 0 (π ≤ 0 for a·x ≤ b). Shares x ∈ [0, 1] have costs c; stalls ≥ 0 have cost 1. The prices are
+    scaled so that no stall is worth more than 1 (π a ≤ 1). Then objective ≥ π b + Σ over the shares of min(0, c − π a).
+    """
+    least, most = np.array(program.least), np.array(program.most)
+    at_least = np.isfinite(least)
+    prices = np.where(at_least, np.maximum(given, 0.0), np.minimum(given, 0.0))
+    right = fsum(prices * np.where(at_least, least, most))
+    terms = np.repeat(prices, np.diff(program.starts)) * np.array(program.factors)
+    load = np.bincount(program.columns, weights=terms, minlength=len(program.costs))
+    costs, shares = np.array(program.costs), np.isfinite(program.upper)
+    scale: float = 1.0 / max(1.0, *load[~shares].tolist())
+    return scale * right + fsum(np.minimum(0.0, costs - scale * load)[shares])

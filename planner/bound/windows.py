@@ -168,7 +168,7 @@ def copy_classes(
     """Return every stretch between two writes of every block, without windows that cannot help.
 
     Equal ones form one class, unless all are kept `apart`. updates: the subgroups of each class of updates. made_by, visits: see
-    `planner.bound.recompute`.
+    `planner.bound.classes`.
 
     A window helps if the block can be absent at an instant that exceeds the budget, or if a copy made in it is still valid in a
     later window that helps.

@@ -38,7 +38,7 @@ from planner.problem.problem import (
     outward_weight,
     solver_unit,
 )
-from planner.problem.recompute import folded, made_bytes, recompute_seconds, recomputed, spelled_out
+from planner.problem.recompute import folded, made_by, made_bytes, recompute_seconds, recomputed, spelled_out
 from planner.problem.rerun_sets import RerunPlaces, by_kind, layer_of, over_half, rounded, simple_sets, whole_layers
 from planner.problem.shared_limits import SharedLimit, max_min_rates, of_equal_ranks
 from planner.problem.user_code import next_user_stage, user_stages
@@ -82,6 +82,7 @@ __all__ = [
     "outward_weight",
     "over_half",
     "parameters",
+    "made_by",
     "made_bytes",
     "of_equal_ranks",
     "recompute_seconds",

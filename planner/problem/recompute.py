@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from planner.errors import PlanError
 from planner.schema import Block, Plan, Recompute, RecomputeGroup, Stage, Trace
 
-__all__ = ["folded", "made_bytes", "recompute_seconds", "recomputed", "spelled_out"]
+__all__ = ["folded", "made_by", "made_bytes", "recompute_seconds", "recomputed", "spelled_out"]
 
 
 def recomputed(trace: Trace, chosen: Iterable[Recompute]) -> Trace:
@@ -78,6 +78,11 @@ def folded(trace: Trace, chosen: Sequence[Recompute], plan: Plan) -> Plan:
 def made_bytes(trace: Trace, group: RecomputeGroup) -> int:
     """Return the bytes of the blocks that the group makes."""
     return sum(trace.blocks[number].size_bytes for number in group.blocks)
+
+
+def made_by(trace: Trace, classes: Iterable[Iterable[int]]) -> dict[int, int]:
+    """Return, by block, the number of the class of groups (ids) that makes it."""
+    return {block: number for number, groups in enumerate(classes) for group in groups for block in trace.recompute[group].blocks}
 
 
 def recompute_seconds(trace: Trace, chosen: Iterable[Recompute]) -> float:
