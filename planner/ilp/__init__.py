@@ -1,7 +1,6 @@
 """The integer program over coarse time. It decides which blocks move, to which tier, and which updates run on the host."""
 
-from planner.ilp.coarse import MAX_INTEGER_STAGES, coarse_solutions, in_order_of_need
-from planner.ilp.recompute import rerun_shares
+from planner.ilp.coarse import MAX_INTEGER_STAGES, coarse_solutions, in_order_of_need, rerun_shares
 from planner.ilp.solve import CoarseSolution
 
 __all__ = [

@@ -1,4 +1,7 @@
-"""Solve the program over coarse time: as an integer program where it is small, otherwise relaxed first."""
+"""Solve the program over coarse time: as an integer program where it is small, otherwise relaxed first.
+
+And ask it which recompute groups should run again.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from planner.errors import SolverError
-from planner.ilp.build import Resolution, coarse_program
-from planner.ilp.solve import CoarseSolution, complete, solve
-from planner.problem import Problem, SolverSettings, host_bytes, needed_again
+from planner.ilp.formulation import Resolution, coarse_program
+from planner.ilp.solve import ROUNDING, CoarseSolution, complete, solve
+from planner.lp import solve_program
+from planner.problem import Problem, RerunPlaces, SolverSettings, host_bytes, needed_again
 from planner.schema import Subgroup
 
-__all__ = ["MAX_INTEGER_STAGES", "coarse_solutions", "in_order_of_need"]
+__all__ = ["MAX_INTEGER_STAGES", "coarse_solutions", "in_order_of_need", "rerun_shares"]
 
 MAX_INTEGER_STAGES = 64
 """Longer iterations begin with the linear relaxation: a whole integer program often finds nothing within the limit."""
@@ -23,6 +27,8 @@ twice as long."""
 _SEVERAL_TIERS = Resolution(max_segments=64, window=6)
 """Here more segments gain little, and take much longer."""
 _ROUGH = Resolution(max_segments=24, window=3)
+_RERUNS = Resolution(max_segments=140, window=4, classes_at_peak=200)
+_RERUNS_ROUGH = Resolution(max_segments=64, window=3, classes_at_peak=100)
 
 
 def coarse_solutions(
@@ -82,6 +88,28 @@ def _rough(problem: Problem, settings: SolverSettings, subgroups: Sequence[Subgr
     """Solve the relaxed program at a low resolution. subgroups: those that may update on the host, or (decided) that do."""
     built = coarse_program(problem, _ROUGH, subgroups, write_weight=settings.write_weight, decided=decided)
     return solve(built, relaxed=True, vertex=False, settings=settings)
+
+
+def rerun_shares(problem: Problem, places: RerunPlaces, settings: SolverSettings) -> dict[int, float]:
+    """Solve the relaxed coarse program in which groups may run again. Return how much of each group (id) runs again.
+
+    Groups of which nothing does are left out; a rough program tells first whether there are others, and with several lower
+    tiers that is all. Groups that are alike and in the same segments have the same share. Raises SolverError where the solver
+    fails.
+    """
+    shares: dict[int, float] = {}
+    for resolution in (_RERUNS_ROUGH, _RERUNS):
+        updates = problem.may_update_on_host
+        built = coarse_program(problem, resolution, updates, write_weight=settings.write_weight, places=places)
+        model = built.model
+        solved = solve_program(model.program, settings, linear=True, vertex=False)
+        if not solved.optimal:
+            raise SolverError(f"HiGHS did not solve the program for re-runs in {settings.time_limit_seconds} s")
+        shares = {group: solved.values[r] for each, r in zip(model.reruns, model.again, strict=True) for group in each.groups}
+        shares = {group: share for group, share in shares.items() if share > ROUNDING}
+        if not shares or len(problem.routes) > 1 or problem.stage_count <= _RERUNS_ROUGH.max_segments:
+            break
+    return shares
 
 
 def in_order_of_need(problem: Problem, on_host: Collection[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Build the integer program over coarse time, one function for each constraint family. `planner.ilp.limits` adds the limits.
+"""Build the integer program over coarse time, one function for each constraint family; more of them are in `planner.ilp.limits`.
 
 Symbols: segments k with duration τ_k; classes c of blocks with periods p = (a, b) in segments; tiers t.
 
@@ -7,6 +7,7 @@ Symbols: segments k with duration τ_k; classes c of blocks with periods p = (a,
 * δ_k ≥ 0: the stall before segment k. e_k ≥ 0: bytes that leave during that stall. v_k ≥ 0: bytes that the coarse model cannot
   place in segment k. They cost as much as moves on demand, and the exact stage places them.
 * h_g ∈ {0, 1}: whether an optimizer subgroup updates on the host; see `planner.lp.host_updates`.
+* r_c ∈ [0, 1]: the share of the recompute groups of class c that run again; see `planner.ilp.limits`.
 
 The memory of a segment is that of its peak stage: a block is absent there if its period contains that stage. What has left by
 the end of a segment makes room from the next one on. The solver's bound is a bound on this model only.
@@ -14,71 +15,100 @@ the end of a segment makes room from the next one on. The solver's bound is a bo
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
-from planner.ilp.block_classes import BlockClass, ClassPeriod
-from planner.ilp.limits import add_capacity, add_link_time, add_shared_limit, add_updates, add_user_code
-from planner.ilp.model import CoarseModel, PeriodVariables, RerunClass
-from planner.ilp.reruns import add_rerun_memory, add_rerun_reads, rerun_cost, reruns_in
-from planner.lp import HostUpdateWindows, Program, Segment, Terms, add_host_update, byte_scale
-from planner.problem import TIE_WEIGHT, Problem, Route, outward_weight
+from planner.ilp.classes import BlockClass, ClassPeriod, SegmentGrid, classes_of, group_classes, segments_of
+from planner.ilp.limits import (
+    add_capacity,
+    add_link_time,
+    add_rerun_memory,
+    add_rerun_reads,
+    add_shared_limit,
+    add_updates,
+    add_user_code,
+    reruns_in,
+)
+from planner.ilp.model import CoarseModel, PeriodVariables
+from planner.lp import Program, Terms, add_host_update, host_update_windows
+from planner.problem import TIE_WEIGHT, Problem, RerunPlaces, Route, in_units, made_by, outward_weight, solver_unit
+from planner.schema import Subgroup
 
-__all__ = ["build_model"]
+__all__ = ["CoarseProgram", "Resolution", "coarse_program"]
 
 
-def build_model(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """How fine a program is: the most segments, the number of them that a copy may choose from, and about how many classes of
+    blocks may exist at once. If there are more blocks than that, some are put together: large programs stay solvable.
+    """
+
+    max_segments: int
+    window: int
+    classes_at_peak: int = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoarseProgram:
+    """A program with what its solution is read by. It counts time in `unit_seconds`. `build_seconds`: what building it took."""
+
+    model: CoarseModel
+    unit_seconds: float
+    build_seconds: float
+
+
+def coarse_program(
     problem: Problem,
-    segments: tuple[Segment, ...],
-    classes: tuple[BlockClass, ...],
+    resolution: Resolution,
+    subgroups: Sequence[Subgroup],
     *,
     write_weight: float,
-    window: int,
-    updates: Sequence[HostUpdateWindows] = (),
-    updates_decided: bool = False,
-    reruns: Sequence[RerunClass] = (),
-) -> CoarseModel:
-    """Build the whole program. Changes none of its arguments.
-
-    Routes, segments and updates count time in the same unit; the unit of the trace does not matter. updates: those that may run
-    on the host, or (updates_decided) that do run there. Their names are the ids of the subgroups. reruns: what may run again; see
-    `planner.ilp.recompute`.
-    """
-    program = Program()
-    numbers = range(len(segments))
+    decided: bool = False,
+    places: RerunPlaces | None = None,
+) -> CoarseProgram:
+    """Build a program. subgroups: those that may update on the host, or (decided) that do. places: groups that may run again."""
+    began, unit, program = time.perf_counter(), solver_unit(problem), Program()
+    segments = segments_of(problem, resolution.max_segments)
+    grid, scaled = SegmentGrid(segments), in_units(problem, unit)
+    reruns = [] if places is None else group_classes(problem, places, grid, unit)
     model = CoarseModel(
+        problem=scaled,
         program=program,
-        segments=segments,
-        stall=[program.variable(inf) for _ in numbers],
-        leaving=[program.variable(inf) for _ in numbers],
-        unplaced=[program.variable(inf) for _ in numbers],
+        segments=tuple(replace(segment, seconds=segment.seconds / unit) for segment in segments),
+        stall=[program.variable(inf) for _ in segments],
+        leaving=[program.variable(inf) for _ in segments],
+        unplaced=[program.variable(inf) for _ in segments],
         reruns=reruns,
         again=[program.variable() for _ in reruns],
     )
-    for block_class in classes:
+    at_peak = resolution.classes_at_peak
+    largest = max(problem.budgets.device_bytes * 3 // at_peak, max(problem.live_bytes) // at_peak, 1)
+    rerun_of = made_by(problem.source, [each.groups for each in reruns])
+    for block_class in classes_of(problem, grid, subgroups, largest_bytes=largest, rerun_of=rerun_of):
         for period in block_class.periods:
-            for route in problem.routes:
-                model.periods.append(_variables(program, block_class, period, route, window))
-    model.updates = [
-        add_host_update(program, windows, problem.route("host"), count=len(segments), whole=True) for windows in updates
-    ]
-    for update in model.updates:
-        program.lower[update.chosen] = float(updates_decided)
-    add_objective(problem, model, write_weight)
-    add_one_tier_each(model)
-    add_copy_order(model)
-    add_valid_copies(model)
-    add_memory(problem, model)
-    for route in problem.routes:
+            for route in scaled.routes:
+                model.periods.append(_variables(program, block_class, period, route, resolution.window))
+    for subgroup in subgroups:
+        windows = host_update_windows(scaled, grid, subgroup, unit_seconds=unit, window=resolution.window)
+        model.updates.append(add_host_update(program, windows, scaled.route("host"), count=len(segments), whole=True))
+        program.lower[model.updates[-1].chosen] = float(decided)
+    _add_objective(model, write_weight)
+    _add_one_tier_each(model)
+    _add_copy_order(model)
+    _add_valid_copies(model)
+    _add_memory(model)
+    for route in scaled.routes:
         add_link_time(model, route)
         add_user_code(model, route)
         add_capacity(model, route)
-    for shared in problem.shared:
+    for shared in scaled.shared:
         add_shared_limit(model, shared)
-    add_updates(problem, model)
-    add_rerun_reads(problem, model)
-    return model
+    add_updates(model)
+    add_rerun_reads(model)
+    return CoarseProgram(model=model, unit_seconds=unit, build_seconds=time.perf_counter() - began)
 
 
 def _variables(
@@ -103,24 +133,25 @@ def _variables(
     )
 
 
-def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> None:
-    """min Σ τ_k − Σ h_g · device_seconds + Σ δ_k + λ_t · seconds out + ε/10 · seconds in + Σ v_k · (1/rate_out + 1/rate_in).
+def _add_objective(model: CoarseModel, write_weight: float) -> None:
+    """min Σ τ_k − Σ h_g · device_seconds + Σ δ_k + λ_t · seconds out + ε/10 · seconds in + Σ v_k · (1/rate_out + 1/rate_in)
+    + Σ d_c r_c · (1 + ε).
 
-    λ_t is the weight of writes for storage. For the host tier, which does not wear out, it is ε, which only breaks ties.
+    λ_t is the weight of writes for storage. For the host tier, which does not wear out, it is ε, which only breaks ties: of equal
+    plans, the one that copies less and runs less again wins.
     """
-    ideal = model.program.variable()
+    problem, ideal = model.problem, model.program.variable()
     model.program.lower[ideal] = 1.0
     terms: Terms = [(ideal, sum(segment.seconds for segment in model.segments))]
     terms += [(stall, 1.0) for stall in model.stall]
     route = problem.routes[0]
     per_byte = 1 / route.outward.bytes_per_second + 1 / route.inward.bytes_per_second
-    scale = byte_scale(problem)
-    terms += [(variable, per_byte * scale) for variable in model.unplaced]
+    terms += [(variable, per_byte * problem.byte_scale) for variable in model.unplaced]
     for entry in model.periods:
         terms.append((entry.chosen, TIE_WEIGHT / 10 * entry.in_seconds))
         if entry.out:
             terms.append((entry.out[-1], outward_weight(entry.route.tier, write_weight) * entry.out_seconds))
-    terms += rerun_cost(model)
+    terms += [(share, each.seconds * (1 + TIE_WEIGHT)) for each, share in zip(model.reruns, model.again, strict=True)]
     for update in model.updates:
         terms.append((update.chosen, -update.windows.device_seconds))
         for route in problem.routes:
@@ -129,7 +160,7 @@ def add_objective(problem: Problem, model: CoarseModel, write_weight: float) -> 
     model.program.minimise(terms)
 
 
-def add_one_tier_each(model: CoarseModel) -> None:
+def _add_one_tier_each(model: CoarseModel) -> None:
     """Σ_t y_{p,t} ≤ 1; if p is the period in which c runs again, Σ_t y_{p,t} + r_c ≤ 1."""
     by_period: dict[tuple[int, ...], Terms] = defaultdict(list)
     for entry in model.periods:
@@ -141,7 +172,7 @@ def add_one_tier_each(model: CoarseModel) -> None:
             model.program.at_most(terms, 1)
 
 
-def add_copy_order(model: CoarseModel) -> None:
+def _add_copy_order(model: CoarseModel) -> None:
     """O_k ≥ O_{k−1}, I_k ≥ I_{k−1}, O_{b−1} + d = y, I_k ≤ O_{k−1} + d (read_only: d = y), I_b = y (0 if p is final)."""
     for entry in model.periods:
         program, found = model.program, entry.found
@@ -171,9 +202,9 @@ def add_copy_order(model: CoarseModel) -> None:
             program.at_most(terms, 0)
 
 
-def add_valid_copies(model: CoarseModel) -> None:
+def _add_valid_copies(model: CoarseModel) -> None:
     """d_p ≤ Σ O_{p',end} over the earlier periods p' of the same class, epoch and tier; in the host tier, plus h_g."""
-    chosen = {int(update.windows.name): update.chosen for update in model.updates}
+    chosen = model.on_host
     families: dict[tuple[object, ...], list[PeriodVariables]] = defaultdict(list)
     for entry in model.periods:
         if not entry.block_class.read_only:
@@ -189,14 +220,12 @@ def add_valid_copies(model: CoarseModel) -> None:
                 model.program.at_most(terms, 0)
 
 
-def add_memory(problem: Problem, model: CoarseModel) -> None:
+def _add_memory(model: CoarseModel) -> None:
     """live_k − Σ size · (O_{k−1} + d − I_k) ≤ budget + e_k + v_k; live_k: the live bytes at the segment's peak.
 
-    Re-runs: see `planner.ilp.recompute_rows.add_rerun_memory`.
-
-    And e_k ≤ rate · δ_k, e_k ≤ Σ size · ΔO_k.
+    Re-runs: see `planner.ilp.limits.add_rerun_memory`. And e_k ≤ rate · δ_k, e_k ≤ Σ size · ΔO_k.
     """
-    count, scale = len(model.segments), byte_scale(problem)
+    problem, count, scale = model.problem, len(model.segments), model.problem.byte_scale
     rows: list[Terms] = [[(model.leaving[k], -1.0), (model.unplaced[k], -1.0)] for k in range(count)]
     for entry in model.periods:
         share = entry.block_class.size_bytes / scale
@@ -206,7 +235,7 @@ def add_memory(problem: Problem, model: CoarseModel) -> None:
     for update in model.updates:
         for k, terms in update.absent.items():
             rows[k] += [(variable, -size / scale) for variable, size in terms]
-    add_rerun_memory(model, rows, scale)
+    add_rerun_memory(model, rows)
     budget = problem.budgets.device_bytes
     model.program.levels(rows, [(budget - problem.live_bytes[segment.peak]) / scale for segment in model.segments])
     leaving: list[Terms] = [[(model.leaving[k], scale)] for k in range(count)]

@@ -1,24 +1,42 @@
-"""What links, shared rates, lower tiers and the host's processor can take: rows of the program in `planner.ilp.formulation`."""
+"""What links, shared rates, lower tiers and the host's processor can take, and what re-runs need: rows of the coarse program.
+
+Symbols as in `planner.ilp.formulation`, and of re-runs: c classes of like recompute groups; κ(c) the segment in which they run
+again, which is as late as possible; d_c the seconds of all their re-runs; r_c ∈ [0, 1] how many of them run again. A block is
+either recomputed or offloaded in the period that ends with the re-run, or neither.
+
+What a re-run reads must be there. A block that is idle then is not away to the extent that the re-run happens (it could go and
+come twice; the exact stage sees that), unless a re-run no later makes it. A block that would be dead by then lives on.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import inf
 
-from planner.ilp.block_classes import BlockClass
+from planner.ilp.classes import BlockClass
 from planner.ilp.model import CoarseModel, PeriodVariables
 from planner.lp import PROCESSOR, Terms, Variable
-from planner.problem import Problem, Route, SharedLimit
+from planner.problem import Route, SharedLimit
 
-__all__ = ["add_capacity", "add_link_time", "add_shared_limit", "add_updates", "add_user_code"]
+__all__ = [
+    "add_capacity",
+    "add_link_time",
+    "add_rerun_memory",
+    "add_rerun_reads",
+    "add_shared_limit",
+    "add_updates",
+    "add_user_code",
+    "reruns_in",
+]
 
 
 def add_link_time(model: CoarseModel, route: Route) -> None:
     """Σ seconds · ΔO_k ≤ τ_k + δ_k and Σ seconds · ΔI_k ≤ τ_k + δ_k. The share that comes in at b itself: ≤ δ_b."""
     count = len(model.segments)
-    outward: list[Terms] = [[] for _ in range(count)]
-    inward: list[Terms] = [[] for _ in range(count)]
-    late: list[Terms] = [[] for _ in range(count)]
+    outward: list[Terms] = model.rows()
+    inward: list[Terms] = model.rows()
+    late: list[Terms] = model.rows()
     for entry in model.periods:
         if entry.route.tier != route.tier:
             continue
@@ -46,8 +64,8 @@ def add_user_code(model: CoarseModel, route: Route) -> None:
     Such copies must end before user code starts, see [Note: user code] in `planner.problem.user_code`.
     """
     users = [k for k, segment in enumerate(model.segments) if segment.user]
-    outward: list[Terms] = [[] for _ in model.segments]
-    inward: list[Terms] = [[] for _ in model.segments]
+    outward: list[Terms] = model.rows()
+    inward: list[Terms] = model.rows()
     for entry in model.periods if users else ():
         if entry.route.tier == route.tier and entry.block_class.user_visible:
             _add_steps(outward, entry.out, entry.period.begin + 1, entry.out_seconds)
@@ -61,8 +79,7 @@ def add_user_code(model: CoarseModel, route: Route) -> None:
 
 def add_shared_limit(model: CoarseModel, shared: SharedLimit) -> None:
     """Σ seconds_per_byte · bytes moved, over the links that share a rate, ≤ τ_k + δ_k."""
-    count = len(model.segments)
-    rows: list[Terms] = [[] for _ in range(count)]
+    rows: list[Terms] = model.rows()
     for entry in model.periods:
         begin = entry.period.begin + 1
         for link, steps in ((entry.route.outward, entry.out), (entry.route.inward, entry.steps_in)):
@@ -75,13 +92,13 @@ def add_shared_limit(model: CoarseModel, shared: SharedLimit) -> None:
     model.add_time_limit(rows)
 
 
-def add_updates(problem: Problem, model: CoarseModel) -> None:
+def add_updates(model: CoarseModel) -> None:
     """y_{p,t} ≤ 1 − h_g for blocks of g, in periods that begin or end with its update and in all tiers other than host.
 
     The host's processor: Σ host_seconds · ΔU_k ≤ τ_k + δ_k. The chains, whose members follow one another: Σ τ_k + Σ δ_k ≥ h_g ·
     seconds of the chain.
     """
-    chosen = {int(update.windows.name): update.chosen for update in model.updates}
+    problem, chosen = model.problem, model.on_host
     for entry in model.periods:
         number = entry.block_class.subgroup
         if number is None:
@@ -90,7 +107,7 @@ def add_updates(problem: Problem, model: CoarseModel) -> None:
         touched = {period.after} if period.final else {period.after, period.before % problem.stage_count}
         if problem.trace.subgroups[number].stage in touched or entry.route.tier != "host":
             model.program.at_most([(entry.chosen, 1.0), (chosen[number], 1.0)], 1)
-    model.add_time_limit([[] for _ in model.segments], PROCESSOR)
+    model.add_time_limit(model.rows(), PROCESSOR)
     count = len(model.segments)
     for update in model.updates:
         for chain in update.windows.chains:
@@ -120,13 +137,13 @@ def add_capacity(model: CoarseModel, route: Route) -> None:
     if route.budget_bytes is None:
         return
     count, scale = len(model.segments), float(max(route.budget_bytes, 1))
-    rows: list[Terms] = [[] for _ in range(count)]
+    rows: list[Terms] = model.rows()
     by_class: dict[tuple[int, ...], list[PeriodVariables]] = defaultdict(list)
     for entry in model.periods:
         if entry.route.tier == route.tier:
             by_class[entry.block_class.blocks].append(entry)
     kept: dict[int, int] = defaultdict(int)
-    chosen = {int(update.windows.name): update.chosen for update in model.updates if route.tier == "host"}
+    chosen = model.on_host if route.tier == "host" else {}
     for entries in by_class.values():
         place = model.program.variable()
         for entry in entries:
@@ -145,3 +162,56 @@ def add_capacity(model: CoarseModel, route: Route) -> None:
         for each in rows:
             each.append((update.chosen, rest / scale))
     model.program.levels(rows, [route.budget_bytes / scale] * count)
+
+
+def reruns_in(model: CoarseModel, entry: PeriodVariables) -> list[int]:
+    """Return the class of re-runs, if there is one, that makes the blocks of `entry` anew in its period."""
+    number = entry.block_class.rerun
+    if number is None or not entry.period.begin < model.reruns[number].end <= entry.period.end:
+        return []
+    return [number]
+
+
+def add_rerun_memory(model: CoarseModel, rows: list[Terms]) -> None:
+    """− Σ size · r_c in the segments between last use and κ(c); + Σ held bytes · r_c; + w_k, where w_κ(c) ≥ room of c · r_c."""
+    scale, seen = model.problem.byte_scale, set[tuple[int, ...]]()
+    for entry in model.periods:
+        if entry.period.indices in seen:
+            continue  # one entry for each tier
+        seen.add(entry.period.indices)
+        for number in reruns_in(model, entry):
+            for k in range(entry.period.begin + 1, model.reruns[number].end):
+                rows[k].append((model.again[number], -entry.block_class.size_bytes / scale))
+    room: dict[int, Variable] = {}
+    for each, share in zip(model.reruns, model.again, strict=True):
+        for k, size in each.held_bytes.items():
+            rows[k].append((share, size / scale))
+        if not each.room_bytes:
+            continue
+        if each.end not in room:
+            room[each.end] = model.program.variable(inf)
+            rows[each.end].append((room[each.end], 1.0))
+        model.program.at_least([(room[each.end], 1.0), (share, -each.room_bytes / scale)], 0)
+
+
+def add_rerun_reads(model: CoarseModel) -> None:
+    """Σ_t (O_{κ−1} + d − I_κ) + r_c · (the share of the blocks that c reads) ≤ 1, for periods around κ(c)."""
+    count = len(model.segments)
+    readers: dict[int, list[int]] = defaultdict(list)
+    for number, each in enumerate(model.reruns):
+        for block in each.reads:
+            readers[block].append(number)
+    by_period: dict[tuple[int, ...], list[PeriodVariables]] = defaultdict(list)
+    for entry in model.periods if readers else ():
+        by_period[entry.period.indices].append(entry)
+    for entries in by_period.values():
+        period, block_class = entries[0].period, entries[0].block_class
+        read: dict[int, int] = defaultdict(int)
+        for block in block_class.blocks:
+            for number in readers.get(block, ()):
+                read[number] += model.problem.trace.blocks[block].size_bytes
+        for number, size in read.items():
+            for k in (model.reruns[number].end, model.reruns[number].end + count):
+                if period.begin < k < period.end:
+                    absent = [term for entry in entries for term in entry.absent(k - period.begin - 1)]
+                    model.program.at_most([*absent, (model.again[number], size / block_class.size_bytes)], 1)

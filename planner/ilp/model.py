@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from planner.ilp.block_classes import BlockClass, ClassPeriod
-from planner.lp import HostUpdateVariables, Program, Segment, Terms, Variable
-from planner.problem import Route
+from planner.ilp.classes import BlockClass, ClassPeriod, GroupClass, Segment
+from planner.lp import HostUpdateVariables, Program, Terms, Variable
+from planner.problem import Problem, Route
 
-__all__ = ["CoarseModel", "PeriodVariables", "RerunClass"]
+__all__ = ["CoarseModel", "PeriodVariables"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,30 +55,17 @@ class PeriodVariables:
         return [] if self.period.final else [*self.into, self.chosen]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RerunClass:
-    """Like recompute groups (ids) whose stages are in one segment, and which would run again in segment `end`.
-
-    `seconds`: of all of them. `room_bytes`: the most of one of them beyond what it reads and makes. `held_bytes`: by segment, the
-    blocks that only live on for the re-runs. `reads`: the blocks (ids) that they read.
-    """
-
-    groups: tuple[int, ...]
-    end: int
-    seconds: float
-    room_bytes: int
-    held_bytes: dict[int, int]
-    reads: frozenset[int]
-
-
 @dataclass(slots=True, kw_only=True)
 class CoarseModel:
     """The program, and the variables that a solution is read from. `stall`, `leaving` and `unplaced` are by segment.
+
+    The routes of `problem`, segments and updates count time in the same unit; the unit of the trace does not matter.
 
     `reruns`: classes of recompute groups; empty where nothing may run again. `again`: r of each class, the share of its groups
     that run again.
     """
 
+    problem: Problem
     program: Program
     segments: tuple[Segment, ...]
     stall: list[Variable]
@@ -86,8 +73,17 @@ class CoarseModel:
     unplaced: list[Variable]
     periods: list[PeriodVariables] = field(default_factory=list)
     updates: list[HostUpdateVariables] = field(default_factory=list)
-    reruns: Sequence[RerunClass] = ()
+    reruns: Sequence[GroupClass] = ()
     again: list[Variable] = field(default_factory=list)
+
+    @property
+    def on_host(self) -> dict[int, Variable]:
+        """h of each subgroup (id) that may update on the host."""
+        return {int(update.windows.name): update.chosen for update in self.updates}
+
+    def rows(self) -> list[Terms]:
+        """Return an empty row for each segment."""
+        return [[] for _ in self.segments]
 
     def add_time_limit(self, rows: Sequence[Terms], name: str = "") -> None:
         """Add Σ row_k ≤ τ_k − Σ_g h_g · device_seconds of its stage, if in k, + Σ_c r_c · d_c, if in k, + δ_k.

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.errors import SolverError
-from planner.ilp.build import CoarseProgram
+from planner.ilp.formulation import CoarseProgram
 from planner.ilp.model import CoarseModel
 from planner.lp import solve_program
 from planner.problem import SolverSettings
 from planner.schema import SolverReport, WaitingTier
 
-__all__ = ["CoarseSolution", "complete", "solve"]
+__all__ = ["ROUNDING", "CoarseSolution", "complete", "solve"]
 
-_ROUNDING = 1e-3  # solvers return shares with errors of about this size
+ROUNDING = 1e-3  # solvers return shares with errors of about this size
 MAX_NODES = 5
 """Of the search tree of an integer program that completes a relaxed solution. Fifty find no better ones."""
 
@@ -73,8 +73,8 @@ def complete(built: CoarseProgram, relaxed: CoarseSolution, settings: SolverSett
     program = built.model.program
     for entry in built.model.periods:
         value = relaxed.values[entry.chosen]
-        program.lower[entry.chosen] = float(value > 1 - _ROUNDING)
-        program.upper[entry.chosen] = float(value > _ROUNDING)
+        program.lower[entry.chosen] = float(value > 1 - ROUNDING)
+        program.upper[entry.chosen] = float(value > ROUNDING)
     whole = solve(built, relaxed=False, vertex=False, settings=settings, max_nodes=MAX_NODES)
     bound, objective = relaxed.report.bound_seconds, whole.report.objective_seconds
     assert bound is not None and objective is not None  # the one was relaxed, the other not
@@ -100,7 +100,7 @@ def _chosen_tiers(model: CoarseModel, values: Sequence[float]) -> dict[int, Wait
     spans: dict[tuple[int, ...], tuple[int, int, int]] = {}
     for entry in model.periods:
         value = values[entry.chosen]
-        if value > _ROUNDING:
+        if value > ROUNDING:
             shares.setdefault(entry.period.indices, {})[entry.route.tier] = value
             spans[entry.period.indices] = (entry.period.begin, entry.period.end, entry.block_class.size_bytes)
     tiers: dict[int, WaitingTier] = {}
@@ -108,7 +108,7 @@ def _chosen_tiers(model: CoarseModel, values: Sequence[float]) -> dict[int, Wait
     for indices in sorted(shares, key=lambda indices: (spans[indices], indices)):
         size = spans[indices][2]
         best = max(shares[indices], key=lambda tier: shares[indices][tier] * size + carried[tier])
-        whole = max(shares[indices].values()) > 1 - _ROUNDING
+        whole = max(shares[indices].values()) > 1 - ROUNDING
         if not whole:
             for tier, share in shares[indices].items():
                 carried[tier] += share * size
@@ -126,7 +126,7 @@ def _on_host(model: CoarseModel, values: Sequence[float]) -> frozenset[int]:
     for update in model.updates:
         share, size = values[update.chosen], update.windows.host_bytes
         carried += share * size
-        if share > _ROUNDING and carried >= size / 2:
+        if share > ROUNDING and carried >= size / 2:
             chosen.add(int(update.windows.name))
             carried -= size
     return frozenset(chosen)

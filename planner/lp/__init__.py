@@ -9,21 +9,16 @@ from planner.lp.host_updates import (
     add_host_update,
     host_update_windows,
 )
-from planner.lp.program import Program, Terms, Variable, byte_scale
-from planner.lp.segments import Segment, SegmentGrid, segments_of
+from planner.lp.program import Program, Terms, Variable
 from planner.lp.solver import Solved, solve_program
 
 __all__ = [
     "add_host_update",
-    "byte_scale",
     "host_update_windows",
     "HostUpdateVariables",
     "HostUpdateWindows",
     "PROCESSOR",
     "Program",
-    "Segment",
-    "SegmentGrid",
-    "segments_of",
     "solve_program",
     "Solved",
     "Terms",

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-from planner.problem import Problem
-
-__all__ = ["Program", "Terms", "Variable", "byte_scale"]
+__all__ = ["Program", "Terms", "Variable"]
 
 Variable = int
 """Position of a variable in the program's lists."""
@@ -86,8 +84,3 @@ class Program:
         self.starts.append(len(self.columns))
         self.least.append(least)
         self.most.append(most)
-
-
-def byte_scale(problem: Problem) -> float:
-    """Return the unit in which rows count bytes: the device budget. It keeps the numbers near one."""
-    return float(max(problem.budgets.device_bytes, 1))

@@ -4,7 +4,7 @@ import pytest
 
 from planner import Budgets
 from planner.ilp import coarse_solutions
-from planner.ilp.build import Resolution, coarse_program
+from planner.ilp.formulation import Resolution, coarse_program
 from planner.lp import solve_program
 from planner.problem import Problem, RerunPlaces, SolverSettings, live_bytes
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import Budgets, Trace
-from planner.lp import SegmentGrid, segments_of
+from planner.ilp.classes import SegmentGrid, segments_of
 from planner.problem import Problem
 
 from ..strategies import problems
