@@ -9,7 +9,7 @@ from planner.schedule import StageClock
 from planner.schema import Budgets, Plan, Predicted, Trace
 from planner.simulator import Timeline, simulate
 
-__all__ = ["iteration_seconds", "lower_bound_of", "with_bound", "with_lower_bound", "with_predictions"]
+__all__ = ["iteration_seconds", "lower_bound_of", "predicted", "with_bound", "with_lower_bound", "with_predictions"]
 
 _TIGHT = 1e-3
 """A bound that is within this share of the plan is not worth more time."""
@@ -53,20 +53,20 @@ def with_lower_bound(plan: Plan, trace: Trace, budgets: Budgets, *, threads: int
 
 def with_bound(plan: Plan, seconds: float) -> Plan:
     """Set the lower bound in the predictions; 0 if it is not known."""
-    return plan.model_copy(update={"predicted": _predicted(plan).model_copy(update={"lower_bound_seconds": seconds})})
+    return plan.model_copy(update={"predicted": predicted(plan).model_copy(update={"lower_bound_seconds": seconds})})
 
 
 def iteration_seconds(plan: Plan) -> float:
     """Return what the replay of a plan took."""
-    return _predicted(plan).iteration_seconds
+    return predicted(plan).iteration_seconds
 
 
 def lower_bound_of(plan: Plan) -> float:
     """Return the lower bound in the predictions; 0 if it is not known."""
-    return _predicted(plan).lower_bound_seconds
+    return predicted(plan).lower_bound_seconds
 
 
-def _predicted(plan: Plan) -> Predicted:
+def predicted(plan: Plan) -> Predicted:
     assert plan.predicted is not None  # `with_predictions` comes first
     return plan.predicted
 

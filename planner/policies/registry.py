@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 
-from planner.errors import BudgetError, InfeasiblePlanError, OptionsError
+from planner.errors import BudgetError, InfeasiblePlanError, OptionsError, PlanError
 from planner.ilp import MAX_INTEGER_STAGES
 from planner.policies.fixed_updates import all_on_host, every_second_on_device
 from planner.policies.greedy import g10_decisions, teraio_decisions
-from planner.policies.ilp import optimise
-from planner.policies.incumbents import no_slower_than
+from planner.policies.optimise import Task, optimise
 from planner.policies.predictions import iteration_seconds, lower_bound_of, with_bound, with_lower_bound, with_predictions
-from planner.policies.recompute import best_recomputation, checkpointed
+from planner.policies.rerun_search import best_recomputation, checkpointed
 from planner.policies.zero_infinity import zero_infinity_decisions
 from planner.problem import (
     DEFAULT_GAP,
@@ -23,7 +21,9 @@ from planner.problem import (
     Problem,
     SolverSettings,
     build_plan,
+    folded,
     host_updatable,
+    spelled_out,
 )
 from planner.schedule import evict_furthest
 from planner.schema import Budgets, Plan, Trace
@@ -31,8 +31,7 @@ from planner.schema import Budgets, Plan, Trace
 __all__ = ["HEURISTICS", "POLICIES", "plan"]
 
 _AT_THE_BOUND = 1 + 1e-9
-_NEAR = 1.02
-"""With re-runs, the heuristics are asked only for plans that take longer than this many times the bound."""
+"""A plan within this factor of the lower bound cannot be beaten."""
 
 Policy = Callable[[Trace, Budgets, SolverSettings], Plan]
 
@@ -88,7 +87,7 @@ def plan(
     if policy not in POLICIES:
         raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
     settings = SolverSettings(time_limit_seconds=time_limit_seconds, gap=gap, threads=threads, write_weight=write_weight)
-    made = no_slower_than(incumbents, trace, budgets, lambda: POLICIES[policy](trace, budgets, settings))
+    made = _no_slower_than(incumbents, trace, budgets, lambda: POLICIES[policy](trace, budgets, settings))
     if lower_bound:
         made = with_lower_bound(made, trace, budgets, threads=threads)
     else:
@@ -96,34 +95,55 @@ def plan(
     return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
 
 
-def _optimised(name: str, settings: SolverSettings) -> Callable[[Problem], Plan]:
-    return partial(optimise, policy=name, rivals=tuple(HEURISTICS.values()), settings=settings)
+def _no_slower_than(incumbents: Sequence[Plan], trace: Trace, budgets: Budgets, make: Callable[[], Plan]) -> Plan:
+    """Return the plan that `make` makes, or an incumbent where that is faster or no plan is made.
+
+    More memory, a larger tier or a faster link should give no slower plan. An incumbent for smaller budgets is a plan for larger
+    ones, too; if it keeps its own budgets, its replay is the same, so a plan is never slower than that. With faster links, it is
+    replayed anew and compared as it is. Raises BudgetError and InfeasiblePlanError as `make` does.
+    """
+    found = [made for incumbent in incumbents for made in _carried_over(trace, budgets, incumbent)]
+    try:
+        found.insert(0, make())
+    except (BudgetError, InfeasiblePlanError):
+        if not found:
+            raise
+    return min(found, key=iteration_seconds)
 
 
-def _ilp(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
-    rivals = tuple(HEURISTICS.values())
-    made = best_recomputation(
-        trace,
-        budgets,
-        settings,
-        plan=lambda problem, bound: optimise(problem, policy="ilp", rivals=rivals, settings=settings, known_bound=bound),
-        refine=lambda problem, bound: optimise(
-            problem, policy="ilp", rivals=rivals, settings=settings, known_bound=bound, rivals_beyond=bound * _NEAR
-        ),
-        draft=lambda problem: optimise(
-            problem,
-            policy="ilp",
-            rivals=rivals if problem.stage_count <= MAX_INTEGER_STAGES else (),  # where they take little time
-            settings=settings,
-            integer=False,
-        ),
-    )
-    return _or_by_a_rule(made, trace, budgets, settings)
+def _carried_over(trace: Trace, budgets: Budgets, incumbent: Plan) -> Iterator[Plan]:
+    tried = [budgets] + [incumbent.budgets] * (incumbent.budgets != budgets and _within(incumbent.budgets, budgets))
+    for each in tried:
+        given = incumbent.model_copy(update={"trace_fingerprint": trace.fingerprint, "budgets": each})
+        try:
+            derived, plan = spelled_out(trace, given)
+            plan = plan.model_copy(update={"trace_fingerprint": derived.fingerprint})
+            on_host = [update.subgroup for update in plan.updates if update.where == "host"]
+            made = with_predictions(Problem.of(derived, each, on_host), plan)
+            yield folded(trace, incumbent.recompute, made)
+        except (BudgetError, InfeasiblePlanError, PlanError):
+            continue
 
 
-def _offload_only(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
-    made = _optimised("offload-only", settings)(Problem.of(trace, budgets))
-    return _or_by_a_rule(made, trace, budgets, settings)
+def _within(own: Budgets, given: Budgets) -> bool:
+    pairs = ((own.host_bytes, given.host_bytes), (own.storage_bytes, given.storage_bytes))
+    lower = all(most is None or (size is not None and size <= most) for size, most in pairs)
+    return lower and own.device_bytes <= given.device_bytes
+
+
+def _optimised(name: str, make: Callable[[Trace, Budgets, Task], Plan]) -> Policy:
+    def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
+        return make(trace, budgets, Task(policy=name, settings=settings, rivals=tuple(HEURISTICS.values())))
+
+    return policy
+
+
+def _ilp(trace: Trace, budgets: Budgets, task: Task) -> Plan:
+    return _or_by_a_rule(best_recomputation(trace, budgets, task), trace, budgets, task.settings)
+
+
+def _offload_only(trace: Trace, budgets: Budgets, task: Task) -> Plan:
+    return _or_by_a_rule(optimise(Problem.of(trace, budgets), task), trace, budgets, task.settings)
 
 
 def _or_by_a_rule(made: Plan, trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
@@ -141,16 +161,12 @@ def _or_by_a_rule(made: Plan, trace: Trace, budgets: Budgets, settings: SolverSe
     return made if best is made else with_bound(best, bound).model_copy(update={"policy": made.policy})
 
 
-def _checkpoint(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
-    return checkpointed(trace, budgets, settings, plan=_optimised("checkpoint", settings))
-
-
 def _fixed_updates(name: str, decide: Callable[[str, Problem], Sequence[int]]) -> Policy:
     def policy(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
         problem = Problem.of(trace, budgets)
         on_host = decide(name, problem)
         rivals = () if on_host else tuple(HEURISTICS.values())  # rivals update on the device
-        return optimise(problem, policy=name, rivals=rivals, settings=settings, on_host=on_host)
+        return optimise(problem, Task(policy=name, settings=settings, rivals=rivals, on_host=on_host))
 
     return policy
 
@@ -192,9 +208,9 @@ RULES: dict[str, Policy] = {
 }
 """Where updates run is fixed."""
 POLICIES: dict[str, Policy] = {
-    "ilp": _ilp,
-    "offload-only": _offload_only,
-    "checkpoint": _checkpoint,
+    "ilp": _optimised("ilp", _ilp),
+    "offload-only": _optimised("offload-only", _offload_only),
+    "checkpoint": _optimised("checkpoint", checkpointed),
     **{name: _heuristic(name, decide) for name, decide in HEURISTICS.items()},
     "keep-all": _keep_all,
     **RULES,

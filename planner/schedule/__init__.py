@@ -2,13 +2,14 @@
 
 from planner.schedule.block_exchange import Breadth, block_exchanges
 from planner.schedule.eviction import evict_furthest, prune
-from planner.schedule.exchange import tier_exchanges
-from planner.schedule.prefetch import StageClock, on_demand, prefetch_from, schedule
-from planner.schedule.update_exchange import update_exchanges
+from planner.schedule.exchange import tier_exchanges, update_exchanges
+from planner.schedule.prefetch import on_demand, prefetch_from, schedule
+from planner.schedule.replayed import ReplayedPlan, StageClock
 from planner.schedule.user_code import user_code_proposals
 
 __all__ = [
     "Breadth",
+    "ReplayedPlan",
     "StageClock",
     "block_exchanges",
     "evict_furthest",

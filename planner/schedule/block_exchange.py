@@ -20,9 +20,10 @@ from itertools import islice
 from planner.errors import InfeasiblePlanError
 from planner.problem import Decision, Decisions, Problem
 from planner.schedule.eviction import evict_furthest, prune
-from planner.schedule.prefetch import StageClock, on_demand, prefetch_from, schedule
-from planner.schema import Plan, WaitingTier
-from planner.simulator import Timeline, critical_path
+from planner.schedule.prefetch import on_demand, prefetch_from, schedule
+from planner.schedule.replayed import ReplayedPlan
+from planner.schema import WaitingTier
+from planner.simulator import critical_path
 
 __all__ = ["Breadth", "block_exchanges"]
 
@@ -44,19 +45,17 @@ class Breadth:
     thorough: bool
 
 
-def block_exchanges(
-    problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline, breadth: Breadth
-) -> Iterator[Decisions]:
-    """Yield variants of `decisions`, with the starts of all prefetches.
+def block_exchanges(made: ReplayedPlan, breadth: Breadth) -> Iterator[Decisions]:
+    """Yield variants of the decisions, with the starts of all prefetches.
 
-    `plan` is the plan of the decisions, and `timeline` its replay. All variants fit into the device budget at every stage; a
-    lower tier may be too full for one. Yields nothing where no copy is on the critical path. Some variants may be equal.
+    All variants fit into the device budget at every stage; a lower tier may be too full for one. Yields nothing where no copy is
+    on the critical path. Some variants may be equal.
     """
-    clock = StageClock.replayed(problem, plan, timeline)
-    for index in _critical(problem, plan, timeline)[:_MAX_COPIES]:
+    problem, decisions = made.problem, made.decisions
+    for index in _critical(made)[:_MAX_COPIES]:
         for changed in (*_instead(problem, decisions, index, breadth), *_later(problem, decisions, index, breadth)):
             for lead in breadth.leads:
-                yield schedule(problem, changed, clock, lead=lead)
+                yield schedule(problem, changed, made.clock, lead=lead)
         if breadth.thorough:
             yield from _room_for_the_next_stage(problem, decisions, index, breadth)
             yield from _copied_earlier(problem, decisions, index)
@@ -65,12 +64,12 @@ def block_exchanges(
             yield from _other_starts(problem, decisions, index, breadth)
 
 
-def _critical(problem: Problem, plan: Plan, timeline: Timeline) -> list[int]:
+def _critical(made: ReplayedPlan) -> list[int]:
     """Periods whose copies are on the critical path, the longest first."""
     seconds: dict[int, float] = {}
-    for segment in critical_path(problem.source, plan, timeline).segments:
+    for segment in critical_path(made.problem.source, made.plan, made.timeline).segments:
         if segment.block is not None:
-            index = problem.period_after.get((segment.block, plan.moves[segment.index].after))
+            index = made.problem.period_after.get((segment.block, made.plan.moves[segment.index].after))
             if index is not None:  # gradients of updates on the host have no period
                 seconds[index] = seconds.get(index, 0.0) + segment.seconds
     return sorted(seconds, key=lambda index: (-seconds[index], index))

@@ -2,92 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import replace
 
-from planner.problem import Decisions, Problem, host_start, user_stages
-from planner.schema import Plan, WaitingTier
-from planner.simulator import Timeline
+from planner.problem import Decisions, Problem, user_stages
+from planner.schedule.replayed import StageClock
+from planner.schema import WaitingTier
 
-__all__ = ["StageClock", "on_demand", "prefetch_from", "schedule"]
-
-_SAME = 1e-9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageClock:
-    """When each stage is reached, in seconds from the iteration's start, and how long the iteration takes.
-
-    `update_seconds`: when each subgroup's update on the host ends, counted on over the iteration's end. `copy_seconds`: how long
-    the copy in of each period took, where that is known; other copies take what their link needs when it is otherwise idle.
-    `user_stages`: stages of user code, ascending.
-    """
-
-    reached_seconds: tuple[float, ...]
-    iteration_seconds: float
-    update_seconds: dict[int, float] = field(default_factory=dict)
-    copy_seconds: dict[int, float] = field(default_factory=dict)
-    user_stages: tuple[int, ...] = ()
-
-    @classmethod
-    def ideal(cls, problem: Problem) -> StageClock:
-        """Return the clock of an iteration that never waits."""
-        durations = [stage.duration_seconds for stage in problem.trace.stages]
-        ends = [0.0, *accumulate(durations)]
-        free = 0.0
-        updates = {}
-        for number in problem.on_host:
-            subgroup = problem.source.subgroups[number]
-            free = max(free, ends[host_start(problem.source, subgroup)]) + (subgroup.host_seconds or 0.0)
-            updates[number] = free
-        return cls(
-            reached_seconds=tuple(ends[:-1]),
-            iteration_seconds=ends[-1],
-            update_seconds=updates,
-            user_stages=user_stages(problem.trace),
-        )
-
-    @classmethod
-    def replayed(cls, problem: Problem, plan: Plan, timeline: Timeline) -> StageClock:
-        """Return the clock of a replay of `plan`."""
-        reached = tuple(stage.reached_seconds for stage in timeline.stages)
-        updates = dict(cls.ideal(problem).update_seconds)  # an update may be missing where the replay was not steady
-        for update in timeline.updates:
-            start = host_start(problem.source, problem.source.subgroups[update.subgroup])
-            updates[update.subgroup] = reached[start] + update.end_seconds - update.queued_seconds
-        copies = {}
-        for transfer in timeline.transfers:
-            move = plan.moves[transfer.move]
-            if transfer.link.endswith("->device"):
-                copies[problem.period_after[move.block, move.after]] = transfer.end_seconds - transfer.start_seconds
-        return cls(
-            reached_seconds=reached,
-            iteration_seconds=timeline.iteration_seconds,
-            update_seconds=updates,
-            copy_seconds=copies,
-            user_stages=user_stages(problem.trace),
-        )
-
-    def time(self, stage: int) -> float:
-        """Return when a stage (numbered on over the iteration's end) is reached."""
-        turns, stage = divmod(stage, len(self.reached_seconds))
-        return turns * self.iteration_seconds + self.reached_seconds[stage]
-
-    def stage_at(self, seconds: float) -> int:
-        """Return the last stage (numbered on, perhaps negative) that is reached by `seconds`."""
-        if self.iteration_seconds <= 0:
-            return 0
-        turns, rest = divmod(seconds, self.iteration_seconds)
-        return int(turns) * len(self.reached_seconds) + bisect_right(self.reached_seconds, rest) - 1
-
-    def last_user_stage(self, seconds: float) -> int | None:
-        """Return the last stage of user code (numbered on, perhaps negative) that is reached clearly before `seconds`."""
-        if not self.user_stages or self.iteration_seconds <= 0:
-            return None
-        turns, rest = divmod(seconds - _SAME * self.iteration_seconds, self.iteration_seconds)
-        position = bisect_left(self.user_stages, rest, key=self.reached_seconds.__getitem__) - 1
-        return (int(turns) - (position < 0)) * len(self.reached_seconds) + self.user_stages[position]
+__all__ = ["on_demand", "prefetch_from", "schedule"]
 
 
 def schedule(problem: Problem, decisions: Decisions, clock: StageClock, *, lead: float) -> Decisions:

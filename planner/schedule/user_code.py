@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from planner.problem import Decisions, Problem, next_user_stage, user_stages
-from planner.schema import Plan
-from planner.simulator import Timeline
+from planner.schedule.replayed import ReplayedPlan
 
 __all__ = ["user_code_proposals"]
 
@@ -35,16 +34,15 @@ class _LateCopy:
     wait_seconds: float
 
 
-def user_code_proposals(
-    problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline
-) -> Iterator[tuple[Problem, Decisions]]:
-    """Yield variants of `decisions` in which user code may wait for less time. `plan` is their plan, and `timeline` its replay.
+def user_code_proposals(made: ReplayedPlan) -> Iterator[tuple[Problem, Decisions]]:
+    """Yield variants of the decisions in which user code may wait for less time.
 
     The given decisions must fit into the device budget at every stage, and all variants do. The problem of a variant differs
     only in when gradients of updates on the host leave. Yields nothing where no stage waits because of user code.
     """
-    late = sorted(_late_copies(problem, decisions, plan, timeline), key=lambda copy: -copy.wait_seconds)
-    sooner = _without_copies_in_under_way(problem, decisions, plan, timeline)
+    problem, decisions = made.problem, made.decisions
+    late = sorted(_late_copies(made), key=lambda copy: -copy.wait_seconds)
+    sooner = _without_copies_in_under_way(made)
     if sooner != decisions:
         yield problem, sooner
     worst = list(dict.fromkeys(copy.user % problem.stage_count for copy in late))
@@ -59,17 +57,18 @@ def user_code_proposals(
                     yield put_off[0], {i: replace(d, start=max(d.start, sooner[i].start)) for i, d in put_off[1].items()}
 
 
-def _late_copies(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Iterator[_LateCopy]:
+def _late_copies(made: ReplayedPlan) -> Iterator[_LateCopy]:
+    problem, timeline = made.problem, made.timeline
     trace, stages = problem.trace, problem.stage_count
     tolerance = 1e-9 * timeline.iteration_seconds
     for transfer in timeline.transfers:
-        move = plan.moves[transfer.move]
+        move = made.plan.moves[transfer.move]
         if move.offload is None or transfer.link.endswith("->device") or not trace.blocks[move.block].user_visible:
             continue
         leave = move.offload.start
         user = next_user_stage(trace, leave + 1)
         index = problem.period_after.get((move.block, move.after))
-        back = move.before if index is None else decisions[index].start
+        back = move.before if index is None else made.decisions[index].start
         if user is None or user >= back or (index is not None and user > problem.periods[index].last_leave):
             continue
         turns = user // stages - leave // stages
@@ -99,14 +98,15 @@ def _put_off(problem: Problem, decisions: Decisions, late: list[_LateCopy]) -> t
     return problem.with_gradient_leaves(gradients), result
 
 
-def _without_copies_in_under_way(problem: Problem, decisions: Decisions, plan: Plan, timeline: Timeline) -> Decisions:
+def _without_copies_in_under_way(made: ReplayedPlan) -> Decisions:
     """Let the copies in that are under way when user code is reached begin after it."""
+    problem, decisions, timeline = made.problem, made.decisions, made.timeline
     trace, stages, length = problem.trace, problem.stage_count, timeline.iteration_seconds
     reached = [(user, timeline.stages[user].reached_seconds) for user in user_stages(trace)]
     tolerance = 1e-9 * length
     result = dict(decisions)
     for transfer in timeline.transfers:
-        move = plan.moves[transfer.move]
+        move = made.plan.moves[transfer.move]
         if not transfer.link.endswith("->device") or not trace.blocks[move.block].user_visible:
             continue
         index = problem.period_after[move.block, move.after]

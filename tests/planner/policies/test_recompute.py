@@ -63,7 +63,7 @@ def test_sets_of_groups_are_not_judged_by_a_poor_plan() -> None:
 
 def test_long_iterations_do_not_rely_on_the_coarse_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second layer runs again from what the one before it made: 17 s. Over the link, each copy takes 10 s."""
-    monkeypatch.setattr("planner.policies.recompute.rerun_shares", lambda *given: {})
+    monkeypatch.setattr("planner.policies.rerun_search.rerun_shares", lambda *given: {})
     trace = layers(33, rate=1.0)
     names = [f"forward/{'odd' if number % 2 else 'even'}.{number}" for number in range(33)]
     stages = [stage.model_copy(update={"name": name}) for stage, name in zip(trace.stages, names, strict=False)]

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from planner import Budgets, Trace, plan, simulate
-from planner.problem import Decision, Decisions, Problem, build_plan
-from planner.schedule import Breadth, block_exchanges
+from planner import Budgets, Trace, plan
+from planner.problem import Decision, Decisions, Problem
+from planner.schedule import Breadth, ReplayedPlan, block_exchanges
 
 from ..strategies import transformer_trace
 
@@ -31,12 +31,11 @@ def made_of(seconds: list[float], blocks: list[dict[str, Any]], budget: int, *, 
 
 
 def seconds(problem: Problem, decisions: Decisions) -> float:
-    return simulate(problem.source, build_plan(problem, decisions, policy="by hand")).iteration_seconds
+    return ReplayedPlan.of(problem, decisions).timeline.iteration_seconds
 
 
 def exchanged(problem: Problem, decisions: Decisions, breadth: Breadth = BROAD) -> list[Decisions]:
-    made = build_plan(problem, decisions, policy="by hand")
-    return list(block_exchanges(problem, decisions, made, simulate(problem.source, made), breadth))
+    return list(block_exchanges(ReplayedPlan.of(problem, decisions), breadth))
 
 
 def test_a_small_block_leaves_instead_of_a_large_one_where_little_is_missing() -> None:

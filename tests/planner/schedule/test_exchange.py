@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from planner import Budgets, Trace, simulate
-from planner.problem import Decision, Decisions, Problem, build_plan
-from planner.schedule import tier_exchanges
+from planner import Budgets, Trace
+from planner.problem import Decision, Decisions, Problem
+from planner.schedule import ReplayedPlan, tier_exchanges
 
 
 def two_blocks(host_bytes: int) -> Problem:
@@ -25,17 +25,16 @@ def two_blocks(host_bytes: int) -> Problem:
 
 
 def seconds(problem: Problem, decisions: Decisions) -> float:
-    return simulate(problem.source, build_plan(problem, decisions, policy="by hand")).iteration_seconds
+    return ReplayedPlan.of(problem, decisions).timeline.iteration_seconds
 
 
 def test_a_late_block_changes_places_with_one_that_has_time() -> None:
     """Block 0 goes to the drive in stages 1 to 3 and is queued back in stage 4: it is there at 7, two seconds late."""
     problem = two_blocks(host_bytes=30)
     decisions = {0: Decision(tier="storage", leave=0, start=4), 1: Decision(tier="host", leave=1, start=3)}
-    plan = build_plan(problem, decisions, policy="by hand")
-    timeline = simulate(problem.source, plan)
-    assert timeline.iteration_seconds == 11.0
-    found = list(tier_exchanges(problem, decisions, plan, timeline))
+    made = ReplayedPlan.of(problem, decisions)
+    assert made.timeline.iteration_seconds == 11.0
+    found = list(tier_exchanges(made))
     assert {index: decision.tier for index, decision in found[0].items()} == {0: "host", 1: "storage"}
     swapped = {0: found[0][0], 1: Decision(tier="storage", leave=1, start=5)}
     assert seconds(problem, swapped) == 9.0
@@ -44,5 +43,4 @@ def test_a_late_block_changes_places_with_one_that_has_time() -> None:
 def test_nothing_is_exchanged_where_nothing_waits() -> None:
     problem = two_blocks(host_bytes=60)
     decisions = {0: Decision(tier="host", leave=0, start=4), 1: Decision(tier="host", leave=1, start=3)}
-    plan = build_plan(problem, decisions, policy="by hand")
-    assert list(tier_exchanges(problem, decisions, plan, simulate(problem.source, plan))) == []
+    assert list(tier_exchanges(ReplayedPlan.of(problem, decisions))) == []

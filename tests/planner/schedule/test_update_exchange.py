@@ -10,7 +10,7 @@ from benchmarks.transformer_trace import Model, Workload
 from benchmarks.variants import peak_bytes, with_one_tier
 from planner import Budgets, Trace, plan, simulate
 from planner.problem import Problem, host_updatable, needed_again
-from planner.schedule import update_exchanges
+from planner.schedule import ReplayedPlan, update_exchanges
 
 from ..strategies import random_plan, training_problems
 
@@ -37,7 +37,7 @@ def test_sets_differ_by_one_subgroup(case: tuple[Trace, Budgets], draw: random.R
     made = random_plan(trace, budgets, draw)
     problem = Problem.of(trace, budgets, [update.subgroup for update in made.updates if update.where == "host"])
     now = frozenset(problem.on_host)
-    for other in update_exchanges(problem, made, simulate(trace, made)):
+    for other in update_exchanges(ReplayedPlan(problem=problem, decisions={}, plan=made, timeline=simulate(trace, made))):
         assert other != now and other <= updatable
         assert len(other - now) <= 1 and len(now - other) <= 1
         for came, went in zip(other - now, now - other, strict=False):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Trace, simulate
 from planner.problem import Decision, Decisions, Problem, build_plan, user_stages
-from planner.schedule import StageClock, prefetch_from, schedule, user_code_proposals
+from planner.schedule import ReplayedPlan, StageClock, prefetch_from, schedule, user_code_proposals
 
 from ..strategies import hardware, random_decisions, training_problems
 
@@ -19,8 +19,7 @@ HAND = Path(__file__).parents[3] / "traces" / "hand"
 
 
 def proposed(problem: Problem, decisions: Decisions) -> list[tuple[Problem, Decisions]]:
-    made = build_plan(problem, decisions, policy="by hand")
-    return list(user_code_proposals(problem, decisions, made, simulate(problem.source, made)))
+    return list(user_code_proposals(ReplayedPlan.of(problem, decisions)))
 
 
 def seconds(problem: Problem, decisions: Decisions) -> float:

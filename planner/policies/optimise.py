@@ -1,0 +1,269 @@
+"""From the coarse solutions to an exact plan: schedule them, replay them, improve them, and keep the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from planner.bound import lower_bound_seconds
+from planner.errors import InfeasiblePlanError
+from planner.ilp import CoarseSolution, coarse_solutions, in_order_of_need
+from planner.policies.effort import effort_of
+from planner.policies.improve import around_user_code, exact_candidates, with_other_blocks, with_other_tiers
+from planner.policies.predictions import with_predictions
+from planner.problem import (
+    DEFAULT_WRITE_WEIGHT,
+    Decision,
+    Decisions,
+    Problem,
+    SolverSettings,
+    TierCapacity,
+    build_plan,
+    user_stages,
+)
+from planner.schedule import ReplayedPlan, update_exchanges
+from planner.schema import Plan, SolverReport
+
+__all__ = ["Task", "optimise"]
+
+Start = tuple[Problem, Decisions]
+"""Decisions that are made exact, and the problem with its updates on the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What to optimise by.
+
+    rivals: policies whose plans are candidates too. on_host: the subgroups that update on the host, if the program need not
+    decide that; the host tier must have room for them. draft: only relaxed programs and little improvement, to compare
+    iterations. known_bound: seconds that no plan can beat, 0 if not known. rivals_beyond: ask rivals only if the plan takes more
+    seconds.
+    """
+
+    policy: str
+    settings: SolverSettings
+    rivals: Sequence[Callable[[Problem], Decisions]] = ()
+    on_host: Collection[int] | None = None
+    draft: bool = False
+    known_bound: float = 0.0
+    rivals_beyond: float = 0.0
+
+
+def optimise(problem: Problem, task: Task) -> Plan:
+    """Return the plan of the integer program, made exact, or that of a rival policy where it is better.
+
+    Where any plan exists, one is found. Up to the default weight of writes, the plan is never slower than a rival's. Raises
+    InfeasiblePlanError where the lower tiers are too small.
+    """
+    updates = problem.may_update_on_host if task.on_host is None else task.on_host
+    if problem.everything_fits and not updates:
+        return with_predictions(problem, build_plan(problem, {}, policy=task.policy))
+    search = _Search(problem, task)
+    search.begin()
+    for step in _STEPS:
+        if step.wanted(search):
+            search.own += step.candidates(search)
+    best = search.choose()
+    made = best.plan.model_copy(update={"solver": _together(search.reports), "policy": task.policy})
+    return with_predictions(problem, made, best.timeline, lower_bound_seconds=search.bound_seconds)
+
+
+class _Search:
+    """The candidates so far: the program's `own`, and the rivals'. `first`: the cheapest one before any improvement.
+
+    `bound_seconds`: the lower bound; 0 if it is not known and nobody needed it so far.
+    """
+
+    def __init__(self, problem: Problem, task: Task) -> None:
+        self.problem, self.task, self.effort = problem, task, effort_of(problem.stage_count)
+        self.own: list[ReplayedPlan] = []
+        self.rivals: list[ReplayedPlan] = []
+        self.reports: list[SolverReport] = []
+        self.bound_seconds = task.known_bound
+
+    def begin(self) -> None:
+        """Make the coarse solutions exact, and ask the rivals. Raises InfeasiblePlanError where there is no plan."""
+        task, weight = self.task, self.task.settings.write_weight
+        if not task.rivals_beyond:
+            self.rivals = self._plans_of_rivals()
+        too_full: InfeasiblePlanError | None = None
+        for start, report in _starts(self.problem, task.settings, task.on_host, integer=not task.draft):
+            self.reports += [report] if report else []
+            try:
+                self.own += exact_candidates(*start, weight)
+            except InfeasiblePlanError as error:
+                too_full = error
+            if self.effort.until_close and self.is_close():
+                break
+        if task.rivals_beyond and all(each.timeline.iteration_seconds > task.rivals_beyond for each in self.own):
+            self.rivals = self._plans_of_rivals()
+        if not self.own and not self.rivals:
+            assert too_full is not None  # otherwise there would be a candidate
+            raise too_full
+        self.first = self.cheapest[0]
+
+    @property
+    def cheapest(self) -> list[ReplayedPlan]:
+        """All candidates, the cheapest first."""
+        return sorted(self.own + self.rivals, key=lambda candidate: candidate.cost)
+
+    def is_close(self, beyond: float = 1.0) -> bool:
+        """Whether some plan takes little longer than the lower bound, or than `beyond` times that, if it is larger.
+
+        Tells when no further search is worth its time. Drafts, and plans without rivals, are not worth a bound of their own.
+        """
+        least = min((each.timeline.iteration_seconds for each in self.own + self.rivals), default=inf)
+        if self.bound_seconds == 0.0 and least < inf and self.task.rivals and not self.task.draft:
+            threads, enough = self.task.settings.threads, least / self.effort.close
+            self.bound_seconds = lower_bound_seconds(self.problem, threads=threads, enough_seconds=enough)
+        return least <= self.bound_seconds * max(self.effort.close, beyond)
+
+    def choose(self) -> ReplayedPlan:
+        """Return the cheapest plan; up to the default weight of writes, of those that are no slower than any rival."""
+        pool = [*self.own, *self.rivals]
+        if self.rivals and self.task.settings.write_weight <= DEFAULT_WRITE_WEIGHT:
+            limit = min(rival.timeline.iteration_seconds for rival in self.rivals)
+            pool = [candidate for candidate in pool if candidate.timeline.iteration_seconds <= limit]
+        return min(pool, key=lambda candidate: candidate.cost)
+
+    def _plans_of_rivals(self) -> list[ReplayedPlan]:
+        """The plans of the other policies, unchanged."""
+        found = []
+        for rival in self.task.rivals if self.effort.refined_drafts or not self.task.draft else ():
+            try:
+                found.append(ReplayedPlan.of(self.problem, rival(self.problem), self.task.settings.write_weight))
+            except InfeasiblePlanError:
+                continue  # this policy finds no plan; others may
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """An improvement: more candidates, where they are wanted."""
+
+    wanted: Callable[[_Search], bool]
+    candidates: Callable[[_Search], list[ReplayedPlan]]
+
+
+def _other_updates(search: _Search) -> list[ReplayedPlan]:
+    """Let other subgroups update on the host, as long as that makes the plan better. Each set is planned anew."""
+    best, problem, effort = search.first, search.problem, search.effort
+    tried = {frozenset(best.problem.on_host)}
+    better: ReplayedPlan | None = best
+    while better is not None:
+        best, better = better, None
+        for on_host in update_exchanges(best):
+            if len(tried) > effort.update_sets:
+                return [best]
+            if on_host in tried:
+                continue
+            tried.add(on_host)
+            planned = _planned(problem, search.task.settings, sorted(on_host))
+            if planned is not None and planned.cost < best.cost * effort.worth_an_update_set:
+                better = planned
+                break
+    return [best]
+
+
+def _other_tiers(search: _Search) -> list[ReplayedPlan]:
+    first, last = search.first, search.cheapest[0]
+    starts = [first, last] if first.problem.on_host != last.problem.on_host else [last]
+    return [with_other_tiers(each) for each in starts]
+
+
+def _other_blocks(search: _Search) -> list[ReplayedPlan]:
+    """For the cheapest plan; in short iterations, for the cheapest with each choice of updates on the host."""
+    found: dict[tuple[int, ...], ReplayedPlan] = {}
+    for each in search.cheapest:
+        found.setdefault(each.problem.on_host, each)
+    return [with_other_blocks(each) for each in list(found.values())[: None if search.effort.each_placement else 1]]
+
+
+_STEPS = (
+    _Step(
+        wanted=lambda search: (
+            not search.task.draft
+            and search.task.on_host is None
+            and bool(search.problem.may_update_on_host)
+            and not search.is_close()
+        ),
+        candidates=_other_updates,
+    ),
+    _Step(
+        wanted=lambda search: bool(user_stages(search.problem.trace)),
+        candidates=lambda search: [around_user_code(each) for each in search.cheapest[: search.effort.around_user_code]],
+    ),
+    _Step(
+        wanted=lambda search: (search.effort.refined_drafts or not search.task.draft) and not search.is_close(),
+        candidates=_other_tiers,
+    ),
+    _Step(
+        wanted=lambda search: not search.task.draft and not search.is_close(search.effort.blocks_beyond),
+        candidates=_other_blocks,
+    ),
+)
+"""What is tried, in this order, beyond the coarse solutions."""
+
+
+def _starts(
+    problem: Problem, settings: SolverSettings, on_host: Collection[int] | None, *, integer: bool
+) -> Iterator[tuple[Start, SolverReport | None]]:
+    """What the coarse solutions choose, and for short iterations two simple starts. Each is worked out when it is asked for.
+
+    Without a solution, only where updates run is decided, and a greedy plan takes the place of the program's.
+    """
+    solved = False
+    for solution in coarse_solutions(problem, settings, on_host, integer=integer):
+        solved = True
+        yield _start_of(problem, solution), solution.report
+    if not solved:
+        yield _undecided(problem, on_host or ()), None
+    if on_host is None and effort_of(problem.stage_count).simple_starts:
+        everything = [subgroup.id for subgroup in problem.may_update_on_host]
+        if everything:
+            yield _undecided(problem, everything), None
+        yield (problem, {}), None
+
+
+def _start_of(problem: Problem, solution: CoarseSolution) -> Start:
+    """What the solution chooses, and the problem that is left when its subgroups update on the host.
+
+    Rounding may overfill a tier. A period then gets the fastest other tier with room, or stays; updates on the host come first.
+    """
+    chosen = {(problem.periods[i].block, problem.periods[i].after): tier for i, tier in solution.tiers.items()}
+    on_host = in_order_of_need(problem, solution.on_host)
+    left = problem if tuple(on_host) == problem.on_host else Problem.of(problem.source, problem.budgets, on_host)
+    room = TierCapacity(left, {})
+    decisions: Decisions = {}
+    for index, period in enumerate(left.periods):
+        tier = "host" if index in left.updated else chosen.get((period.block, period.after))
+        if tier is not None and not room.fits(index, tier):
+            tier = room.best(index)
+        if tier is not None:
+            room.take(index, tier)
+            decisions[index] = Decision(tier=tier, leave=period.after, start=period.before)
+    return left, decisions
+
+
+def _undecided(problem: Problem, on_host: Collection[int]) -> Start:
+    """Only where updates run is decided."""
+    return _start_of(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
+
+
+def _planned(problem: Problem, settings: SolverSettings, on_host: Collection[int]) -> ReplayedPlan | None:
+    """The best plan of the relaxed program in which these subgroups update on the host; None if the host tier is too small."""
+    try:
+        starts = [start for start, _ in _starts(problem, settings, on_host, integer=False)]
+        found = [each for start in starts for each in exact_candidates(*start, settings.write_weight)]
+    except InfeasiblePlanError:
+        return None
+    return min(found, key=lambda candidate: candidate.cost)
+
+
+def _together(reports: Sequence[SolverReport]) -> SolverReport:
+    """The first report, with the time of all of them. Without a report, one that says "failed"."""
+    if not reports:
+        return SolverReport(name="none", status="failed")
+    times = {name: sum(getattr(report, name) for report in reports) for name in ("build_seconds", "solve_seconds")}
+    return reports[0].model_copy(update=times)

@@ -1,0 +1,285 @@
+"""Keep, offload or recompute: which forward stages run again in the backward pass, decided together with the moves.
+
+The coarse program says how much of each group runs again. Its rounded solution and other sets are then planned exactly, as
+iterations in which the re-runs are stages of their own (`planner.recomputed`), and replayed. To run nothing again is one of the
+candidates, so a plan is never slower than without recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+
+from planner.bound import lower_bound_seconds
+from planner.errors import BudgetError, InfeasiblePlanError, PlanError, SolverError
+from planner.ilp import MAX_INTEGER_STAGES, rerun_shares
+from planner.policies.effort import effort_of
+from planner.policies.optimise import Task, optimise
+from planner.policies.predictions import iteration_seconds, lower_bound_of, predicted, with_bound
+from planner.problem import (
+    DEFAULT_WRITE_WEIGHT,
+    Problem,
+    RerunPlaces,
+    by_kind,
+    floor,
+    folded,
+    live_bytes,
+    over_half,
+    recomputed,
+    rounded,
+    simple_sets,
+    whole_layers,
+)
+from planner.schema import Budgets, Plan, Recompute, Trace
+
+__all__ = ["best_recomputation", "checkpointed"]
+
+
+def best_recomputation(trace: Trace, budgets: Budgets, task: Task) -> Plan:
+    """Return the best plan, with or without re-runs, of those that `optimise` makes.
+
+    Raises BudgetError and InfeasiblePlanError as that does, where no set of groups helps.
+    """
+    search = _Search(trace, budgets, task)
+    pressed = search.places.usable and max(live_bytes(trace)) > budgets.device_bytes
+    for step in _GROUPS_FIRST if pressed and search.effort.groups_first else _ALONE_FIRST:
+        if not step(search):
+            break
+    return search.made()
+
+
+def checkpointed(trace: Trace, budgets: Budgets, task: Task) -> Plan:
+    """Return the plan in which every layer is recomputed from its input, and the rest is offloaded where it must be.
+
+    Raises BudgetError and InfeasiblePlanError as `optimise` does.
+    """
+    places = RerunPlaces(trace)
+    return _planned(trace, budgets, places.of(whole_layers(trace, places.usable)), task)
+
+
+class _Search:
+    """The sets of groups that have been tried, and the best plan so far."""
+
+    def __init__(self, trace: Trace, budgets: Budgets, task: Task) -> None:
+        self.trace, self.budgets, self.effort = trace, budgets, effort_of(len(trace.stages))
+        self.places = RerunPlaces(trace)
+        self.best: Plan | None = None
+        self._refusal: BudgetError | InfeasiblePlanError | None = None
+        self._task, self._draft = task, replace(task, draft=True)
+        self._tried: set[tuple[Recompute, ...]] = {()}
+        self._proposed: tuple[tuple[Recompute, ...], ...] = ()
+
+    # -- steps; the search goes on as long as they return True
+
+    def plan_alone(self) -> bool:
+        """Plan without re-runs, and keep the plan if it is no worse than the best. Return whether stages still wait."""
+        known = self.bound_seconds if self._bound_is_known else 0.0
+        try:
+            made = optimise(Problem.of(self.trace, self.budgets), replace(self._task, known_bound=known))
+        except BudgetError as error:
+            self._refusal = _with_reruns(self.trace, error)
+        except InfeasiblePlanError as error:
+            self._refusal = error
+        else:
+            if self.best is None or self._cost(made) <= self._cost(self.best):
+                self.best = made
+        return bool(self.places.usable) and (self.best is None or self._waits(self.best))
+
+    def plan_alone_if_it_may_be_better(self) -> bool:
+        """The same, unless the lower bound of plans without re-runs says that none is as fast as the best."""
+        if not self._surely_better():
+            self.plan_alone()
+        return True
+
+    def draft_proposals(self) -> bool:
+        """Draft plans for the proposed sets."""
+        for groups in self._proposals():
+            self._try(self.places.of(groups))
+        return True
+
+    def compare_proposals(self) -> bool:
+        """The same if there are several, since a draft of a single one decides nothing."""
+        sets = tuple(dict.fromkeys(self.places.of(groups) for groups in self._proposals()))
+        for chosen in sets if len(sets) > 1 else ():
+            self._try(chosen)
+        self._proposed = sets
+        return True
+
+    def finish_unless_close(self) -> bool:
+        """Plan the best set well, unless its draft is close to the lower bound. Where nothing was drafted: the only proposal."""
+        close = self.effort.close_draft
+        if self._proposed and (self.best is None or self._cost(self.best) > self.bound_seconds * close):
+            self._finish(self._refined(), self._proposed)
+        return True
+
+    def finish(self) -> bool:
+        """Plan the best set well."""
+        self._finish(self._task if len(self.trace.stages) <= MAX_INTEGER_STAGES else self._refined())
+        return True
+
+    def widen(self) -> bool:
+        """Draft other sets and finish the best, if the best plan runs nothing again and may be far from the bound for that reason.
+
+        These are none at all, whole layers, and more and more kinds of groups.
+        """
+        before = self.best
+        if before is None or before.recompute or self._cost(before) <= self.bound_seconds * self.effort.far:
+            return True
+        self._keep_better((), self._draft)
+        usable = self.places.usable
+        self._try(self.places.of(whole_layers(self.trace, usable)))
+        worse = 0
+        for groups in by_kind(self.trace, usable):
+            worse = 0 if self._try(self.places.of(groups)) else worse + 1
+            if worse == self.effort.worse_kinds:
+                break
+        if self.best is not before:
+            self._finish(self._refined())
+        return True
+
+    def change_single_groups(self) -> bool:
+        """Add, drop or displace single groups, or run all at one place, as long as that helps."""
+        before, better = len(self._tried), True
+        while better:
+            better = False
+            for chosen in self._changes():
+                if len(self._tried) - before >= self.effort.changes:
+                    return True
+                better |= self._try(chosen)
+        return True
+
+    # -- what they use
+
+    def made(self) -> Plan:
+        """Return the best plan. Raises BudgetError or InfeasiblePlanError where there is none."""
+        if self.best is None:
+            assert self._refusal is not None  # either there is a plan, or there is a reason
+            raise self._refusal
+        return with_bound(self.best, self.bound_seconds) if self._bound_is_known else self.best
+
+    @cached_property
+    def bound_seconds(self) -> float:
+        """The lower bound on all plans, with re-runs or without; 0 where only plans with re-runs fit."""
+        try:
+            return lower_bound_seconds(Problem.of(self.trace, self.budgets), threads=self._task.settings.threads)
+        except BudgetError:
+            return 0.0
+
+    @property
+    def _bound_is_known(self) -> bool:
+        return "bound_seconds" in vars(self)
+
+    def _refined(self) -> Task:
+        """The task for a plan that rivals need not be compared with unless it is far from the bound."""
+        return replace(self._task, known_bound=self.bound_seconds, rivals_beyond=self.bound_seconds * self.effort.far)
+
+    def _waits(self, made: Plan) -> bool:
+        """Whether stages wait, and the plan is not close to the bound, if that is known (it holds for re-runs, too)."""
+        seconds, bound = iteration_seconds(made), lower_bound_of(made)
+        stalls = predicted(made).stall_seconds > self.effort.waits * seconds
+        return stalls and not 0 < seconds <= bound * self.effort.close_alone
+
+    def _surely_better(self) -> bool:
+        """Whether the best plan is faster than any plan without re-runs, by the lower bound of those."""
+        if self.best is None or self._task.settings.write_weight > DEFAULT_WRITE_WEIGHT:
+            return False
+        alone, cost = self.trace.model_copy(update={"recompute": ()}), self._cost(self.best)
+        try:
+            problem = Problem.of(alone, self.budgets)
+        except BudgetError:
+            return True  # there is none
+        return cost <= lower_bound_seconds(problem, threads=self._task.settings.threads, enough_seconds=cost)
+
+    def _proposals(self) -> Iterator[frozenset[int]]:
+        """Sets to plan exactly: what the coarse program says, and simple ones, of which longer iterations get only a few."""
+        trace, usable = self.trace, self.places.usable
+        shares: dict[int, float] | None = None
+        with suppress(SolverError, BudgetError):
+            shares = rerun_shares(Problem.of(trace, self.budgets), self.places, self._task.settings)
+        if shares:
+            yield rounded(trace, shares)
+        if shares is not None and not self.effort.simple_sets:
+            layers = whole_layers(trace, usable)
+            if _seconds(trace, over_half(shares)) >= self.effort.many * _seconds(trace, layers):
+                yield layers
+            return
+        yield over_half(shares or {})
+        yield from simple_sets(trace, usable)
+
+    def _changes(self) -> Iterator[tuple[Recompute, ...]]:
+        for group in self.places.usable:
+            yield self.places.of(self._chosen.keys() ^ {group})
+            others = {number: at for number, at in self._chosen.items() if number != group}
+            yield self.places.in_order(others)
+            for at in self.places.options(group):
+                yield self.places.in_order({**others, group: at})
+        yield from self.places.together()
+
+    @property
+    def _chosen(self) -> dict[int, int]:
+        """The groups that the best plan runs again, with their places."""
+        return {} if self.best is None else {each.group: each.at for each in self.best.recompute}
+
+    def _try(self, chosen: tuple[Recompute, ...]) -> bool:
+        """Draft a plan with these re-runs, and keep it if it is the best. Return whether it is."""
+        if chosen in self._tried:
+            return False
+        self._tried.add(chosen)
+        return self._keep_better(chosen, self._draft)
+
+    def _finish(self, task: Task, untried: Iterable[tuple[Recompute, ...]] = ()) -> None:
+        """Plan the best re-runs by `task`, and keep the better plan. Where nothing was planned so far: the `untried` ones."""
+        for chosen in (self.best.recompute,) if self.best is not None else untried:
+            if chosen:
+                self._keep_better(chosen, task)
+
+    def _keep_better(self, chosen: tuple[Recompute, ...], task: Task) -> bool:
+        try:
+            made = _planned(self.trace, self.budgets, chosen, task)
+        except (BudgetError, InfeasiblePlanError, PlanError):
+            return False  # a group of a changed set may find nothing that it could make
+        if self.best is not None and self._cost(made) >= self._cost(self.best) * self.effort.better:
+            return False
+        self.best = made
+        return True
+
+    def _cost(self, made: Plan) -> float:
+        """Iteration seconds, plus what copies to drives are worth where that weighs more than usual."""
+        cost, weight = iteration_seconds(made), self._task.settings.write_weight
+        link = self.trace.hardware.link("device", "storage")
+        if link is not None and weight > DEFAULT_WRITE_WEIGHT:
+            cost += weight * predicted(made).storage_written_bytes / link.bytes_per_second
+        return cost
+
+
+_Steps = tuple[Callable[[_Search], bool], ...]
+_ALONE_FIRST: _Steps = (_Search.plan_alone, _Search.draft_proposals, _Search.change_single_groups, _Search.finish)
+_GROUPS_FIRST: _Steps = (
+    _Search.compare_proposals,
+    _Search.finish_unless_close,
+    _Search.plan_alone_if_it_may_be_better,
+    _Search.widen,
+)
+"""For iterations in which a plan without re-runs takes long."""
+
+
+def _planned(trace: Trace, budgets: Budgets, chosen: tuple[Recompute, ...], task: Task) -> Plan:
+    """The plan of the iteration with these re-runs, as a plan of the trace. Raises PlanError as `recomputed` does."""
+    return folded(trace, chosen, optimise(Problem.of(recomputed(trace, chosen), budgets), task))
+
+
+def _with_reruns(trace: Trace, error: BudgetError) -> BudgetError:
+    """The error with the budget that suffices if forward stages may run again, which counts if nothing can leave."""
+    if error.smallest_bytes < max(live_bytes(trace)):
+        return error
+    alone = trace.model_copy(update={"hardware": trace.hardware.model_copy(update={"links": (), "shared": ()})})
+    least, stage = floor(alone)
+    if least >= error.smallest_bytes:
+        return error
+    return BudgetError(smallest_bytes=least, budget_bytes=error.budget_bytes, stage=trace.stages[stage].name)
+
+
+def _seconds(trace: Trace, groups: Iterable[int]) -> float:
+    return sum(trace.recompute[number].duration_seconds for number in groups)
