@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 __all__ = [
     "BudgetError",
@@ -53,6 +53,14 @@ class TeraioError(Exception):
         fresh = copy.copy(self)
         fresh.__cause__ = self.__cause__
         return fresh
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copy and pickle the message and the attributes, without the constructor, which takes other arguments."""
+        return _restored, (type(self), self.args), self.__dict__
+
+
+def _restored(kind: type[TeraioError], args: tuple[object, ...]) -> TeraioError:
+    return kind.__new__(kind, *args)
 
 
 class OptionsError(TeraioError):
@@ -98,19 +106,13 @@ class BudgetError(TeraioError):
 
     def asking_for(self, smallest_bytes: int, *, not_counted: str) -> BudgetError:
         """Return this error with another smallest budget."""
-        return _rebuild_budget_error(smallest_bytes, self.budget_bytes, self.stage, self.largest, not_counted)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        fields = (self.smallest_bytes, self.budget_bytes, self.stage, self.largest, self.not_counted)
-        return (_rebuild_budget_error, fields)
-
-
-def _rebuild_budget_error(
-    smallest_bytes: int, budget_bytes: int, stage: str, largest: Sequence[tuple[str, int]], not_counted: str
-) -> BudgetError:
-    return BudgetError(
-        smallest_bytes=smallest_bytes, budget_bytes=budget_bytes, stage=stage, largest=largest, not_counted=not_counted
-    )
+        return BudgetError(
+            smallest_bytes=smallest_bytes,
+            budget_bytes=self.budget_bytes,
+            stage=self.stage,
+            largest=self.largest,
+            not_counted=not_counted,
+        )
 
 
 class UnsupportedError(TeraioError):
@@ -133,7 +135,7 @@ class TraceError(FileFormatError):
 
 
 class PlanError(FileFormatError):
-    """A plan is malformed (a damaged file, an unknown version), or it was made for another trace."""
+    """A plan is malformed (a damaged file, an unknown version, too large numbers), or it was made for another trace."""
 
 
 class InfeasiblePlanError(TeraioError):
@@ -182,13 +184,6 @@ class StorageIOError(StorageError):
             "check the drive and its free space, then restart from the last checkpoint"
         )
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_storage_io_error, (self.path, self.block, self.errno, self.action))
-
-
-def _rebuild_storage_io_error(path: str, block: str, errno: int, action: str) -> StorageIOError:
-    return StorageIOError(path=path, block=block, errno=errno, action=action)
-
 
 class ChecksumError(StorageError):
     """A range of a block differs from what was written. Nothing of the read is used.
@@ -226,13 +221,3 @@ class ChecksumError(StorageError):
             f"block {block!r} in {where} from offset {offset_bytes} on came back different: its checksum was "
             f"{expected:016x} and is {found:016x}; {remedy}, then restart from the last checkpoint"
         )
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_checksum_error, ({name: getattr(self, name) for name in _CHECKSUM_ERROR},))
-
-
-_CHECKSUM_ERROR = ("path", "offset_bytes", "block", "expected", "found", "tier", "remedy")
-
-
-def _rebuild_checksum_error(attributes: dict[str, Any]) -> ChecksumError:
-    return ChecksumError(**attributes)

@@ -80,9 +80,10 @@ def plan(
     recompute groups, `"ilp"` solves one or two programs more, and makes two or three plans.
 
     Raises BudgetError (the budget is below what one stage needs, or with keep-all below everything), InfeasiblePlanError (the
-    lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can update on the host) and
-    OptionsError (no such policy). Never raises SolverError: where the solver fails, the plan is a greedy one and
-    `plan.solver.status` says "failed".
+    lower tiers are too small), UnsupportedError (`"host-updates"` and `"stride-2"`: nothing can update on the host),
+    OptionsError (no such policy) and PlanError (the plan has numbers that are larger than a file may hold, such as the seconds
+    that huge blocks take over a link of almost no rate). Never raises SolverError: where the solver fails, the plan is a greedy
+    one and `plan.solver.status` says "failed".
     """
     if policy not in POLICIES:
         raise OptionsError(f"policy {policy!r} is not known; the policies are: {', '.join(POLICIES)}")
@@ -92,6 +93,12 @@ def plan(
         made = with_lower_bound(made, trace, budgets, threads=threads)
     else:
         made = with_bound(made, 0.0)
+    fault = made.fault()
+    if fault is not None:
+        raise PlanError(
+            f"this trace and these budgets give a plan that no file can hold, in {fault}: correct the sizes, times and rates of "
+            "the trace, or the budgets"
+        )
     return made.model_copy(update={"subgroup_bytes": trace.subgroup_bytes})
 
 

@@ -120,9 +120,9 @@ class _Search:
         return True
 
     def widen(self) -> bool:
-        """Draft other sets and finish the best, if the best plan runs nothing again and may be far from the bound for that reason.
+        """Draft other sets and finish the best, if the best plan runs nothing again and may be far from the bound for that.
 
-        These are none at all, whole layers, and more and more kinds of groups.
+        They are none at all, whole layers, and more and more kinds of groups.
         """
         before = self.best
         if before is None or before.recompute or self._cost(before) <= self.bound_seconds * self.effort.far:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import FailFast, model_validator
 
 from planner.errors import PlanError
-from planner.schema.json_file import read_model, write_atomic
+from planner.schema.json_file import faults, read_model, write_atomic
 from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Seconds
 from planner.schema.trace import SubgroupBytes, Tier
 
@@ -174,6 +174,11 @@ class Plan(GrownModel):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan file. A reader sees the whole old file or the whole new one. Raises OSError."""
         write_atomic(path, self.text())
+
+    def fault(self) -> str | None:
+        """Return what no plan file may hold: a number beyond the limits, with its place. None if a reader takes the plan."""
+        computed = self.model_dump(mode="json", include={"budgets", "solver", "predicted"})  # the rest is ids and names
+        return next(faults(computed), None)
 
     def text(self) -> str:
         """Return the content of the plan file."""

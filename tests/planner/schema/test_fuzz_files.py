@@ -232,22 +232,27 @@ def test_the_command_line_never_shows_a_traceback(tmp_path: Path, whole: dict[ty
     assert codes == {0, 1}
 
 
+HALF = MAX_NUMBER // 2
+"""Two such blocks fit into the largest budget."""
+
+
 @pytest.mark.parametrize(
-    ("size", "seconds", "rate"),
+    ("size", "seconds", "rate", "refused"),
     [
-        (MAX_NUMBER, 1e18, 1e-60),
-        (MAX_NUMBER, 1e-60, 1e18),
-        (MAX_NUMBER, 1e-60, 1e-60),
-        (1, 1e18, 1e18),
-        (MAX_NUMBER, 1.0, 1e6),
-        (MAX_NUMBER, 1e18, 1.0),
-        (1, 1e-6, 1e6),
+        (HALF, 1e18, 1e-60, True),
+        (HALF, 1e-60, 1e-60, True),
+        (HALF, 1e18, 1.0, True),
+        (HALF, 1e-60, 1e18, False),
+        (HALF, 1.0, 1e6, False),
+        (1, 1e18, 1e18, False),
+        (1, 4e18, 1e18, True),
+        (1, 1e-6, 1e6, False),
     ],
 )
 def test_numbers_up_to_the_limits_are_planned(
-    tmp_path: Path, whole: dict[type[Trace] | type[Plan], Any], size: int, seconds: float, rate: float
+    tmp_path: Path, whole: dict[type[Trace] | type[Plan], Any], size: int, seconds: float, rate: float, refused: bool
 ) -> None:
-    """Sizes, times and rates are as large or as small as a file allows."""
+    """Sizes, times and rates are as large or as small as a file allows. A plan that no file can hold is refused."""
     content = copy.deepcopy(whole[Trace])
     content["subgroups"] = []
     for stage in content["stages"]:
@@ -260,14 +265,27 @@ def test_numbers_up_to_the_limits_are_planned(
     trace, path = tmp_path / "trace.json", tmp_path / "plan.json"
     trace.write_text(json.dumps(content))
     loaded = Trace.load(trace)
+    assert teraio("inspect", trace)[0] == 0
     for policy in ("belady", "ilp", "g10"):
+        if refused:
+            with pytest.raises(
+                PlanError, match=r"in predicted\.\w+_seconds: the number .*; at most 9,223,372,036,854,775,807 is allowed"
+            ):
+                plan(loaded, Budgets(device_bytes=2 * size), policy=policy, time_limit_seconds=5)
+            continue
         made = plan(loaded, Budgets(device_bytes=2 * size), policy=policy, time_limit_seconds=5)
         assert loaded.ideal_seconds <= simulate(loaded, made).iteration_seconds < float("inf")
         made.save(path)
-        shown = [teraio("simulate", trace, path), teraio("inspect", path, "--trace", trace)]
-        for code, out, problem in shown:  # a file cannot hold the times that the largest sizes over the slowest links take
-            assert out.count("critical path  ") == 1 if code == 0 else "the number" in problem
-    assert teraio("inspect", trace)[0] == 0
+        assert Plan.load(path) == made
+        for code, out, _ in (teraio("simulate", trace, path), teraio("inspect", path, "--trace", trace)):
+            assert code == 0 and out.count("critical path  ") == 1
+
+
+def test_budgets_beyond_what_a_file_holds_are_refused(whole: dict[type[Trace] | type[Plan], Any]) -> None:
+    trace = Trace.model_validate(whole[Trace])
+    assert plan(trace, Budgets(device_bytes=MAX_NUMBER), policy="belady").moves == ()
+    with pytest.raises(PlanError, match="budgets.device_bytes: the number 9223372036854775808; at most 9,223"):
+        plan(trace, Budgets(device_bytes=MAX_NUMBER + 1), policy="belady")
 
 
 # single faults, and where the message says they are
