@@ -25,7 +25,7 @@ from planner.problem import (
 from planner.schedule import ReplayedPlan, update_exchanges
 from planner.schema import Plan, SolverReport
 
-__all__ = ["Task", "optimise"]
+__all__ = ["Task", "optimise", "start_of"]
 
 Start = tuple[Problem, Decisions]
 """Decisions that are made exact, and the problem with its updates on the host."""
@@ -216,7 +216,7 @@ def _starts(
     solved = False
     for solution in coarse_solutions(problem, settings, on_host, integer=integer):
         solved = True
-        yield _start_of(problem, solution), solution.report
+        yield start_of(problem, solution), solution.report
     if not solved:
         yield _undecided(problem, on_host or ()), None
     if on_host is None and effort_of(problem.stage_count).simple_starts:
@@ -226,7 +226,7 @@ def _starts(
         yield (problem, {}), None
 
 
-def _start_of(problem: Problem, solution: CoarseSolution) -> Start:
+def start_of(problem: Problem, solution: CoarseSolution) -> Start:
     """What the solution chooses, and the problem that is left when its subgroups update on the host.
 
     Rounding may overfill a tier. A period then gets the fastest other tier with room, or stays; updates on the host come first.
@@ -248,7 +248,7 @@ def _start_of(problem: Problem, solution: CoarseSolution) -> Start:
 
 def _undecided(problem: Problem, on_host: Collection[int]) -> Start:
     """Only where updates run is decided."""
-    return _start_of(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
+    return start_of(problem, CoarseSolution(tiers={}, on_host=frozenset(on_host), report=SolverReport()))
 
 
 def _planned(problem: Problem, settings: SolverSettings, on_host: Collection[int]) -> ReplayedPlan | None:
