@@ -151,6 +151,37 @@ def test_even_wishes_for_everything_leave_the_tiers_their_budgets(
     check_tiers(problem, CoarseSolution(tiers=tiers, on_host=frozenset(), report=SolverReport()))
 
 
+@pytest.mark.parametrize("relaxed", [True, False])
+def test_whatever_the_objective_asks_for_copies_are_in_order_and_a_block_is_in_one_place(relaxed: bool) -> None:
+    """Random prices push each variable against its rows."""
+    rng = random.Random(4)
+    for problem in (*small_cases(small_problem, seed=4), *small_cases(small_training, seed=4)):
+        built = program_of(problem)
+        program, count = built.model.program, len(built.model.segments)
+        copies = {
+            v for entry in built.model.periods for v in (entry.chosen, entry.found, *entry.out, *entry.into) if v is not None
+        }
+        program.minimise([(variable, rng.uniform(-100, 100)) for variable in sorted(copies)])
+        values = solve_program(program, EXACT, linear=relaxed).values
+        waiting: dict[tuple[int, ...], float] = {}
+        busy: dict[tuple[str, int], float] = {}
+        for entry in built.model.periods:
+            chosen, found = values[entry.chosen], 0.0 if entry.found is None else values[entry.found]
+            out = [values[variable] for variable in entry.out]
+            into = [0.0 if variable is None else values[variable] for variable in entry.into]
+            waiting[entry.period.indices] = waiting.get(entry.period.indices, 0.0) + chosen
+            assert out == pytest.approx(sorted(out)) and into == pytest.approx(sorted(into))
+            assert (out[-1] if out else 0.0) + found == pytest.approx(chosen, abs=1e-6)
+            for position, share in enumerate(into):
+                assert share <= (out[position - 1] if out and position else 0.0) + found + 1e-6
+            for position, (before, after) in enumerate(zip([0.0, *out], out, strict=False)):
+                key = entry.route.outward.name, (entry.period.begin + 1 + position) % count
+                busy[key] = busy.get(key, 0.0) + (after - before) * entry.out_seconds
+        assert all(share <= 1 + 1e-6 for share in waiting.values())
+        for (_, k), seconds in busy.items():
+            assert seconds <= built.model.segments[k].seconds + values[built.model.stall[k]] + 1e-6
+
+
 def line(blocks: list[dict[str, Any]], budget: int, *, stages: int = 6, seconds: float = 1.0, **machine: Any) -> Problem:
     """`stages` stages of `seconds` each, and activations; a drive of 10 bytes per second."""
     each = [{"id": s, "name": f"s{s}", "phase": "forward", "duration_seconds": seconds} for s in range(stages)]
@@ -218,6 +249,15 @@ def test_a_latency_counts_for_each_block() -> None:
     found = solved(problem)
     assert len(found.tiers) == 4
     assert found.report.objective_seconds == pytest.approx(6.0 + 4 * (0.05 + 0.1) * (0.005 + 0.0005))
+
+
+def test_a_copy_that_is_still_valid_is_found() -> None:
+    """The block leaves twice and is copied out once; and not at all if nothing ever writes it."""
+    middle = [{"size_bytes": 10, "writes": [stage], "reads": [stage + 1]} for stage in (2, 7)]
+    written = line([{"size_bytes": 10, "writes": [0], "reads": [5, 10]}, *middle], 10, stages=11)
+    assert solved(written).report.objective_seconds == pytest.approx(11.0 + 0.005 + 2 * 0.0005)
+    read_only = line([{"size_bytes": 10, "persistent": True, "writes": [], "reads": [0, 5, 10]}, *middle], 10, stages=11)
+    assert solved(read_only).report.objective_seconds == pytest.approx(11.0 + 2 * 0.0005)
 
 
 def test_a_copy_that_stays_valid_is_made_once() -> None:
