@@ -8,6 +8,7 @@ repeated as planned, all that is there will stay, so it is *frozen*: collections
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 
 class QuietCollector:
@@ -33,7 +34,7 @@ class QuietCollector:
             gc.unfreeze()
 
 
-def all_objects(*, collected: bool = False) -> list[object]:
+def all_objects(*, collected: bool = False) -> list[Any]:
     """Return all objects that the collector knows, also frozen ones, which `gc.get_objects` passes over. Takes a while.
 
     collected: collect garbage first, frozen or not.
