@@ -15,7 +15,7 @@ from benchmarks.__main__ import DEFAULT, llama_parts, llama_scale_for, main, par
 from benchmarks.alone import Runner
 from benchmarks.emulated import Emulation
 from benchmarks.planner_cases import Selection
-from benchmarks.results import save, versions
+from benchmarks.results import Result, save, versions
 
 
 def test_every_default_part_exists_and_a_gpu_trains_what_the_readme_says(tmp_path: Path) -> None:
@@ -38,11 +38,12 @@ def test_the_command_writes_a_file_also_when_the_time_is_over(tmp_path: Path) ->
     assert outcome.exit_code == 0, outcome.output
     (path,) = (tmp_path / "results").iterdir()
     content = json.loads(path.read_text())
-    assert [result["part"] for result in content["results"]] == ["gpu_overhead", "gpu_budgets", "gpu_bubble"]
-    notes = {figure["note"] for result in content["results"] for figure in result["figures"] if figure["note"]}
-    assert "not run: the 0 s are over" in notes
-    assert content["results"][0]["settings"]["scale"]["sizes"] == "('gpt2-124m',)"
-    assert content["versions"] == versions() and "torch" in content["versions"]
+    assert content["format"] == "teraio.benchmark" and content["machine"]["cores"] > 0
+    assert content["versions"] == versions() and content["versions"]["torch"]
+    results = [Result.model_validate(each) for each in content["results"]]
+    assert [result.part for result in results] == ["gpu_overhead", "gpu_budgets", "gpu_bubble"]
+    assert "not run: the 0 s are over" in {figure.note for result in results for figure in result.figures}
+    assert results[0].settings["scale"]["sizes"] == "('gpt2-124m',)"
 
 
 def test_a_file_from_a_gpu_names_it_and_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,11 +64,12 @@ def test_a_file_from_a_gpu_names_it_and_its_driver(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--size", "huge"), "no size huge; there are tiny"),
-        (("--device", "tpu"), "no device tpu"),
-        (("--dtype", "int4"), "no dtype int4"),
+        (("gpu_overhead", "--size", "huge"), "no size huge; there are tiny"),
+        (("gpu_overhead", "--device", "tpu"), "no device tpu"),
+        (("gpu_overhead", "--dtype", "int4"), "no dtype int4"),
+        (("no_such_part",), "no part no_such_part; there are stage_overhead"),
     ],
 )
 def test_what_does_not_exist_is_refused(arguments: tuple[str, ...], message: str) -> None:
-    outcome = command("gpu_overhead", *arguments)
+    outcome = command(*arguments)
     assert outcome.exit_code == 2 and message in outcome.output

@@ -13,11 +13,11 @@ from benchmarks import alone
 from benchmarks.__main__ import llama_parts
 from benchmarks.alone import Run, Runner
 from benchmarks.rival_training import CannotRun, RivalSetting, RivalTraining, _mark_large, begin
-from benchmarks.rivals import PROGRAM, RIVALS, rival_setting
+from benchmarks.rivals import PROGRAM, RIVALS
 from examples.llama import SIZES
 from examples.training import Setting, Training
 
-from .test_gpu_parts import GIB, MadeUp, by_name, tiny_scale
+from .made_up import GIB, MadeUp, by_name, tiny_scale
 
 LLAMA = replace(SIZES["tiny"], layers=2, width=64, feed_forward=96, context=16)
 
@@ -96,13 +96,8 @@ def test_all_train_under_teraios_budget_and_share_its_trainings(tmp_path: Path) 
         assert isinstance(each, RivalSetting)
         assert each.budget_bytes == (5 if "50 %" in name else 3) * GIB and each.folder == str(tmp_path)
         assert each.model.context == 16 and each.batch == 1
+        assert RivalSetting.model_validate_json(each.model_dump_json()) == each, "the way to its process"
     checkpointed = new["tiny, 50 %, activation checkpointing"].model
     assert checkpointed.checkpointed_layers == SIZES["tiny"].layers
     assert figures["tiny, 50 %, DeepSpeed, ZeRO-Offload: tokens/s"].note == "tiny, 50 %, DeepSpeed, ZeRO-Offload failed"
     assert figures["tiny, 30 %, teraio: tokens/s"].value is not None
-
-
-@pytest.mark.parametrize("what", RIVALS.values(), ids=list(RIVALS))
-def test_a_setting_survives_the_way_to_its_process(what: dict[str, Any], tmp_path: Path) -> None:
-    made = rival_setting(tiny_scale(tmp_path), "tiny", 7, what)
-    assert RivalSetting.model_validate_json(made.model_dump_json()) == made

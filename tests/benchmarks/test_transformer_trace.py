@@ -76,18 +76,13 @@ def test_sizes_are_those_that_the_planner_must_cope_with(name: str, traces: dict
     assert len(trace.stages) == 12 * WORKLOADS[name].model.layers + 8
 
 
-@pytest.mark.parametrize("workload", [SMALL, SMALL_TIED], ids=["untied", "tied"])
-def test_equal_calls_give_equal_traces_and_files(workload: Workload, tmp_path: object) -> None:
-    trace = workload.trace()
-    assert trace.fingerprint == workload.trace().fingerprint
-    assert trace.fingerprint != workload.trace(H100_NVL_TF32).fingerprint
-    assert trace.fingerprint != replace(workload, batch=2).trace().fingerprint
-    path = f"{tmp_path}/trace.json"
-    trace.save(path)
-    assert Trace.load(path).fingerprint == trace.fingerprint
+def test_equal_calls_give_equal_traces() -> None:
+    trace = SMALL.trace()
+    others = [workload.trace(machine) for workload in (SMALL, replace(SMALL, batch=2)) for machine in (H100_NVL, H100_NVL_TF32)]
+    assert [trace.fingerprint == other.fingerprint for other in others] == [True, False, False, False]
 
 
-@pytest.mark.parametrize("machine", [H100_NVL, H100_NVL_TF32, A100_80GB_TF32], ids=lambda machine: machine.name)
+@pytest.mark.parametrize("machine", [H100_NVL, A100_80GB_TF32], ids=lambda machine: machine.name)
 def test_stages_last_as_long_as_the_slower_of_arithmetic_and_memory(machine: Machine) -> None:
     trace = SMALL.trace(machine)
     seconds = {stage.name: stage.duration_seconds for stage in trace.stages}
@@ -101,11 +96,6 @@ def test_stages_last_as_long_as_the_slower_of_arithmetic_and_memory(machine: Mac
     assert group.device_seconds == seconds["optimizer/layers.1.attn"]
     assert group.elements == attention
     assert group.host_seconds == pytest.approx(attention / 1.5e9)
-    assert sorted(trace.blocks[index].name.partition(".attn")[0] for index in group.blocks) == sorted(
-        f"layers.1.{part}{what}" if part != "attn.norm" else "layers.1"
-        for part in ("attn.norm", "wq", "wk", "wv", "wo")
-        for what in ("", ".grad", ".exp_avg", ".exp_avg_sq")
-    )
 
 
 def test_blocks_live_as_training_needs_them() -> None:
@@ -139,6 +129,8 @@ def test_every_block_is_written_before_it_is_read_and_only_small_ones_stay() -> 
                 assert each.reads, each.name
             assert each.movable == (each.size_bytes >= 1 << 20)
             assert each.movable or ".norm" in each.name or ".lse" in each.name
+    half = replace(SMALL, element_bytes=2).trace()
+    assert [2 * each.size_bytes for each in half.blocks] == [each.size_bytes for each in SMALL.trace().blocks]
 
 
 def test_a_tied_head_shares_the_embeddings_matrix_and_gradient() -> None:
@@ -165,8 +157,3 @@ def test_forward_stages_that_save_something_are_recompute_groups() -> None:
     head = trace.recompute[names.index("head")]
     assert [trace.blocks[number].name for number in head.blocks] == ["head.normed"], "the logits die in the forward pass"
     assert head.workspace_bytes == (32 << 20) + block(trace, "head.logits").size_bytes
-
-
-def test_elements_of_two_bytes_halve_all_blocks() -> None:
-    half = replace(SMALL, element_bytes=2).trace()
-    assert [2 * each.size_bytes for each in half.blocks] == [each.size_bytes for each in SMALL.trace().blocks]

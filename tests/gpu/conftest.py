@@ -18,7 +18,7 @@ import torch
 from runtime.cuda import measurement
 from runtime.transfer import Engine
 from teraio.registry import REGISTRY
-from teraio.stages.cut import CutPolicy
+from teraio.stages import CutPolicy
 
 from ..teraio.fake_cuda import CPU, FakeCuda
 from ..training import forget

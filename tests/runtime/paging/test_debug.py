@@ -1,71 +1,39 @@
-"""The debug mode in main memory: poison is where it should be, hashes find what was lost, and raise no false alarms."""
+"""The debug mode: poison is where it should be, and an error says where the damage is. What it finds: `test_movers.py`."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import pickle
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from planner.errors import ChecksumError, UnsupportedError
-from runtime.device import Span
-from runtime.paging import POISON, Block, Pager, State
-from runtime.storage import Chunk, Extent, Slot
+from planner.errors import ChecksumError, StorageError
+from runtime.device import Lane, Span
+from runtime.paging import POISON, Block, State
 from runtime.system import storage_swap
 
-from ..cpu.test_mover import MIB, SECONDS, Rig, within
+from ..cpu_machine import MIB, CpuMachine, Drive, flip_a_bit, slot_of
+from ..simulated_machine import UNIT, SimulatedMachine
 
+POISONED = bytes([POISON])
 
-def use(pager: Pager, block: Block) -> None:
-    """Run a stage that reads a block."""
-    within(SECONDS, lambda: pager.acquire([block], 0, "read"))
-    pager.retire([block], [])
-
-
-def slot_of(block: Block) -> Slot:
-    assert block.slot is not None
-    return block.slot
+# -- in main memory
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path, debug=True)
-    rig.memory.trim(0)
+def rig(tmp_path: Path) -> Iterator[CpuMachine]:
+    rig = CpuMachine(tmp_path, debug=True)
     yield rig
     rig.close()
 
 
-def leave(rig: Rig, block: Block) -> None:
-    rig.pager.offload(block)
-    until(rig, block, State.OFFLOADED)
-
-
-def until(rig: Rig, block: Block, state: State) -> None:
-    """Wait until a block is in a state and its memory has followed: only then the lock is free."""
-    deadline = time.monotonic() + SECONDS
-    while True:
-        with rig.pager.condition:
-            if block.state is state:
-                return
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def flip_a_bit(extent: Extent, offset_bytes: int) -> None:
-    with open(extent.path, "r+b") as file:
-        file.seek(extent.offset_bytes + offset_bytes)
-        (before,) = file.read(1)
-        file.seek(extent.offset_bytes + offset_bytes)
-        file.write(bytes([before ^ 1]))
-
-
-def test_pages_that_a_block_gives_up_are_poisoned(rig: Rig) -> None:
+def test_pages_that_a_block_gives_up_are_poisoned(rig: CpuMachine) -> None:
     tensor, block = rig.make(4 * MIB, 7)
-    leave(rig, block)
+    rig.leave(block)
     assert rig.memory.kept_bytes == 4 * MIB
     fresh = torch.empty(4 * MIB, dtype=torch.uint8)
     assert rig.memory.kept_bytes == 0, "these are the pages"
@@ -73,29 +41,23 @@ def test_pages_that_a_block_gives_up_are_poisoned(rig: Rig) -> None:
     assert tensor.unique().tolist() == [7], "what stands in for the block is none of them"
 
 
-def test_pages_that_user_code_may_be_reading_are_not(rig: Rig) -> None:
+def test_pages_that_user_code_may_be_reading_are_not(rig: CpuMachine) -> None:
     """They go back to the system when the slot takes their place."""
     tensor, block = rig.make(4 * MIB, 7)
     block.user_visible = True
-    leave(rig, block)
+    rig.leave(block)
     assert rig.memory.kept_bytes == 0
     assert tensor.unique().tolist() == [7]
 
 
-def test_what_does_not_arrive_is_poison_and_found_again_and_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_arrive_is_poison_and_found_again_and_again(rig: CpuMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor, block = rig.make(4 * MIB, 7)
-    leave(rig, block)
+    rig.leave(block)
     rig.memory.trim(0)  # pages that were given up are poisoned already, new ones are not
-    read_chunk = rig.store.read_chunk
-
-    def read_the_first(slot: Slot, piece: Chunk, address: int) -> None:
-        if piece.slot_offset_bytes == 0:
-            read_chunk(slot, piece, address)
-
-    monkeypatch.setattr(rig.engine.read_link, "_move", read_the_first)
+    monkeypatch.setattr(Drive, "reads", lambda store, chunk: chunk.slot_offset_bytes == 0)
     for _ in range(2):
         with pytest.raises(ChecksumError, match="block 'w' in "):
-            use(rig.pager, block)
+            rig.use(block)
     with pytest.raises(RuntimeError, match="w was damaged on its way"):
         tensor.sum()
     storage_swap.reopen(tensor.untyped_storage())
@@ -107,13 +69,13 @@ def test_the_error_says_where_the_damage_is(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
-    rig = Rig(*folders, debug=True)
+    rig = CpuMachine(*folders, debug=True)
     _tensor, block = rig.make(4 * MIB, 7, "layers.3.out")
-    leave(rig, block)
+    rig.leave(block)
     _first, second = slot_of(block).extents
     flip_a_bit(second, 5)
     with pytest.raises(ChecksumError) as raised:
-        use(rig.pager, block)
+        rig.use(block)
     error = raised.value
     assert (error.block, error.tier, error.path) == ("layers.3.out", "storage", str(second.path))
     assert error.offset_bytes == second.offset_bytes and error.expected != error.found
@@ -128,10 +90,10 @@ def test_the_error_says_where_the_damage_is(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_damage_after_the_drive_has_done_its_work(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_after_the_drive_has_done_its_work(rig: CpuMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checksum would not find it: it follows a piece only until it is in memory."""
     tensor, block = rig.make(4 * MIB, 7)
-    leave(rig, block)
+    rig.leave(block)
     install = rig.memory.install_pages
 
     def install_wrongly(source: Span, target: Span) -> None:
@@ -140,72 +102,72 @@ def test_damage_after_the_drive_has_done_its_work(rig: Rig, monkeypatch: pytest.
 
     monkeypatch.setattr(rig.memory, "install_pages", install_wrongly)
     with pytest.raises(ChecksumError):
-        use(rig.pager, block)
+        rig.use(block)
 
 
-def test_a_copy_that_serves_twice_is_compared_twice(rig: Rig) -> None:
-    _tensor, block = rig.make(4 * MIB, 7)
-    leave(rig, block)
-    use(rig.pager, block)
-    written = rig.engine.write_link.moved_bytes
-    leave(rig, block)
-    assert rig.engine.write_link.moved_bytes == written, "the copy was still good"
-    flip_a_bit(slot_of(block).extents[0], 0)
-    with pytest.raises(ChecksumError):
-        use(rig.pager, block)
+# -- on a device with streams
 
 
-def test_a_copy_out_that_a_write_overtakes_counts_for_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor, block = rig.make(4 * MIB, 7)
-    go_on = threading.Event()
-    write_chunk = rig.store.write_chunk
-
-    def write_later(slot: Slot, piece: Chunk, address: int) -> None:
-        assert go_on.wait(SECONDS)
-        write_chunk(slot, piece, address)
-
-    monkeypatch.setattr(rig.engine.write_link, "_move", write_later)
-    rig.pager.offload(block)
-    assert block.state is State.OFFLOADING
-    rig.pager.acquire([block], 0, "write")
-    tensor.fill_(8)
-    rig.pager.retire([block], [block])
-    go_on.set()
-    until(rig, block, State.ON_DEVICE)
-    assert not block.copy_is_valid
-    leave(rig, block)
-    use(rig.pager, block)
-    assert tensor.unique().tolist() == [8]
+def away(machine: SimulatedMachine, tier: str) -> Block:
+    """Make a block and send it away, in a region that goes on."""
+    machine.pager.enter_region()
+    block = machine.made()
+    machine.pager.offload(block, tier)  # type: ignore[arg-type]
+    machine.finish_queued()
+    machine.pager.forget_dead()
+    assert block.state is State.OFFLOADED and block.tier == tier
+    return block
 
 
-@pytest.mark.parametrize("seen", ["before it left", "while it was away"])
-@pytest.mark.parametrize("back", ["by the next region", "all at once"])
-def test_what_user_code_writes_while_a_block_is_away_is_no_damage(rig: Rig, back: str, seen: str) -> None:
-    tensor, block = rig.make(4 * MIB, 1)
-    block.user_visible = seen == "before it left"
-    leave(rig, block)
-    block.user_visible = True
-    rig.pager.leave_region()
-    tensor[MIB] = 9
-    if back == "by the next region":
-        rig.pager.enter_region()
-        use(rig.pager, block)
-    else:
-        rig.pager.bring_back_all()
-    assert block.state is State.ON_DEVICE
-    assert tensor[MIB] == 9 and tensor.unique().tolist() == [1, 9]
+@pytest.mark.parametrize("seed", range(8))
+def test_memory_that_a_block_gives_up_between_regions_is_poisoned_before_user_code_gets_it(seed: int) -> None:
+    machine = SimulatedMachine(seed, budget_blocks=1, tiers=("storage",), debug=True)
+    machine.slow(Lane.COMPUTE)
+    with machine.device.region():
+        machine.pager.enter_region()
+        block = machine.made()
+        address = block.address
+        machine.pager.offload(block, "storage")
+        machine.pager.leave_region()
+    machine.device.synchronise()
+    assert machine.drive.finish() and block.state is State.OFFLOADED
+    assert ctypes.string_at(address, UNIT) == POISONED * UNIT
+    users = machine.device.allocate(UNIT)
+    assert users.data_ptr() == address, "there is no other"
+    machine.device.queue(Lane.USER, lambda: ctypes.memset(address, 7, UNIT) and None)
+    machine.device.synchronise()
+    assert ctypes.string_at(address, UNIT) == bytes([7]) * UNIT
+    machine.mover.close()
 
 
-def test_what_is_made_anew_is_compared_with_what_was_dropped(rig: Rig) -> None:
-    tensor, block = rig.make(4 * MIB, 7, "layers.3.out")
-    block.source = object()
-    rig.pager.drop(block)
-    other = torch.full((4 * MIB,), 7, dtype=torch.uint8)
-    other[5] = 8
-    with pytest.raises(UnsupportedError, match="^layers.3.out was recomputed with other bytes: its checksum was"):
-        rig.pager.renew({block: other.untyped_storage()})
-    assert block.state is State.DROPPED and other[5] == 8, "nothing has changed"
-    other[5] = 7
-    rig.pager.renew({block: other.untyped_storage()})
-    use(rig.pager, block)
-    assert tensor.unique().tolist() == [7]
+@pytest.mark.parametrize("tier", ["host", "storage"])
+def test_memory_is_poisoned_before_a_copy_in(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SimulatedMachine(0, budget_blocks=2, tiers=(tier,), debug=True)
+    with machine.device.region():
+        block = away(machine, tier)
+        monkeypatch.setattr(machine.device, "copy", lambda lane, **_: None)
+        monkeypatch.setattr(ctypes, "memmove", lambda *_: None)
+        with pytest.raises(ChecksumError, match=rf"block '{block.name}' in .* \({tier} tier\)"):
+            machine.pager.acquire([block], 0, "read")
+        assert ctypes.string_at(block.address, UNIT) == POISONED * UNIT
+    machine.mover.close()
+
+
+def test_memory_of_a_copy_in_that_failed_is_not_poisoned_once_others_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageError("the drive is gone")
+
+    machine = SimulatedMachine(0, budget_blocks=1, tiers=("storage",), debug=True)
+    with machine.device.region():
+        block = away(machine, "storage")
+        machine.slow(Lane.INWARD)
+        monkeypatch.setattr(machine.drive, "read", refuse)
+        with pytest.raises(StorageError, match="the drive is gone"):
+            machine.pager.acquire([block], 0, "read")
+        gc.collect()  # the error's traceback holds the memory
+        other = machine.made()
+        machine.device.synchronise()
+        machine.kernel(Lane.COMPUTE, other, None)
+    machine.device.synchronise()
+    assert not machine.wrong
+    machine.mover.close()

@@ -5,6 +5,8 @@ Random sequences: `test_pager_sequences.py`; real memory and files: `test_mover.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -41,20 +43,14 @@ def test_what_was_there_before_it_was_seen_counts_once() -> None:
     assert pager.account.peak_bytes <= device.allocated_bytes
 
 
-def test_the_block_that_is_used_last_leaves() -> None:
+@pytest.mark.parametrize(("uses", "leaves"), [((1, 9, 5), 1), ((100, 0, 5), 1), ((3, 2, 0), 2)])
+def test_the_block_that_is_used_last_or_nobody_knows_when_leaves_and_no_other(uses: Sequence[int], leaves: int) -> None:
     bench = Bench(6 * UNIT)
-    soon, late, middle = (bench.make(name, 2) for name in ("soon", "late", "middle"))
-    soon.next_use, late.next_use, middle.next_use = 1, 9, 5
+    blocks = [bench.make(name, 2) for name in "abc"]
+    for block, use in zip(blocks, uses, strict=True):
+        block.next_use = use
     bench.make("new", 2)
-    assert (soon.state, late.state, middle.state) == (State.ON_DEVICE, State.OFFLOADED, State.ON_DEVICE)
-
-
-def test_a_block_without_a_known_next_use_leaves_first() -> None:
-    bench = Bench(4 * UNIT)
-    known, unknown = bench.make("known", 2), bench.make("unknown", 2)
-    known.next_use, unknown.next_use = 100, 0
-    bench.make("new", 2)
-    assert (known.state, unknown.state) == (State.ON_DEVICE, State.OFFLOADED)
+    assert [number for number, block in enumerate(blocks) if block.state is State.OFFLOADED] == [leaves]
 
 
 def test_what_the_stage_reads_stays() -> None:
@@ -63,14 +59,6 @@ def test_what_the_stage_reads_stays() -> None:
     other.next_use, read.next_use = 1, 100
     bench.run(read, new_bytes=2 * UNIT)
     assert (read.state, other.state) == (State.ON_DEVICE, State.OFFLOADED) and "out read" not in bench.mover.log
-
-
-def test_no_more_leaves_than_needed() -> None:
-    bench = Bench(8 * UNIT)
-    for name in "abcd":
-        bench.make(name, 2)
-    bench.make("new", 2)
-    assert sum(block.state is State.OFFLOADED for block in bench.pager.blocks) == 1
 
 
 def test_copies_are_exposed_while_the_training_thread_waits_and_hidden_else() -> None:
@@ -147,23 +135,13 @@ def test_memory_that_is_kept_for_reuse_counts_as_well() -> None:
     assert bench.device.spare_bytes == 7 * UNIT
 
 
-def test_no_budget_moves_nothing() -> None:
+def test_one_storage_is_one_block_until_it_is_resized_and_without_a_budget_nothing_moves() -> None:
     bench = Bench(None)
-    bench.run(*[bench.make(name, 64) for name in "abc"])
-    assert bench.pager.account.evictions == 0 and bench.pager.account.peak_bytes == 3 * 64 * UNIT
-
-
-def test_one_storage_is_one_block() -> None:
-    bench = Bench(None)
-    block = bench.make("base", 2)
-    view = bench.tensors["base"].view(2, UNIT)[1]
+    block = bench.make("base", 64)
+    view = bench.tensors["base"].view(64, UNIT)[1]
     assert bench.pager.block_of(view, name="view", kind="activation", user_visible=True) is block
-    assert block.user_visible and bench.pager.account.used_bytes == 2 * UNIT
-
-
-def test_a_resized_storage_is_a_new_block() -> None:
-    bench = Bench(None)
-    old = bench.make("x", 2)
-    bench.tensors["x"].untyped_storage().resize_(4 * UNIT)
-    new = bench.pager.block_of(bench.tensors["x"], name="x", kind="activation", user_visible=False)
-    assert new is not old and bench.pager.account.used_bytes == 4 * UNIT and bench.pager.blocks == [new]
+    assert block.user_visible and bench.pager.account.used_bytes == 64 * UNIT
+    bench.tensors["base"].untyped_storage().resize_(4 * UNIT)
+    new = bench.pager.block_of(bench.tensors["base"], name="x", kind="activation", user_visible=False)
+    assert new is not block and bench.pager.account.used_bytes == 4 * UNIT and bench.pager.blocks == [new]
+    assert bench.pager.account.evictions == 0 and bench.pager.account.peak_bytes == 64 * UNIT

@@ -71,38 +71,21 @@ def test_leaving_a_region_waits_for_what_user_code_can_reach() -> None:
     assert [copy.block for copy in bench.mover.flying] in ([], [hidden])
 
 
-def test_user_code_may_write_whatever_is_on_the_device() -> None:
+@pytest.mark.parametrize("where", ["here", "away", "away, and asked for"])
+def test_user_code_may_write_wherever_a_block_is(where: str) -> None:
     bench = Bench(None)
     block = evicted(bench, bench.make("w", 2, visible=True))
-    bench.run(block)
-    assert block.copy_is_valid
+    if where == "here":
+        bench.run(block)
+        assert block.copy_is_valid
     bench.pager.leave_region()
+    if where == "away, and asked for":
+        bench.pager.prefetch(block)
+        assert not bench.mover.flying, "not before the next region"
     bench.tensors["w"].fill_(9)
     bench.pager.enter_region()
-    evicted(bench, block)
-    assert bench.value("w") == 9
-
-
-def test_user_code_may_write_what_is_away() -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2, visible=True))
-    bench.pager.leave_region()
-    bench.tensors["w"].fill_(9)
-    bench.pager.enter_region()
-    assert "invalidate w" in bench.mover.log
-    bench.run(block)
-    assert bench.value("w") == 9
-
-
-def test_nothing_that_user_code_can_reach_comes_back_before_the_next_region() -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2, visible=True))
-    bench.pager.leave_region()
-    bench.pager.prefetch(block)
-    assert not bench.mover.flying
-    bench.tensors["w"].fill_(9)
-    bench.pager.enter_region()
-    bench.run(block)
+    assert ("invalidate w" in bench.mover.log) == (where != "here")
+    evicted(bench, block) if where == "here" else bench.run(block)
     assert bench.value("w") == 9
 
 
@@ -155,30 +138,20 @@ def test_a_stage_takes_over_the_prefetch_that_is_under_way() -> None:
     assert bench.mover.log.count("in w") == 1 and "prioritize w" in bench.mover.log
 
 
-def test_dead_blocks_in_the_queue_hold_nobody_up() -> None:
+@pytest.mark.parametrize("end", ["dead", "resized"])
+def test_blocks_that_are_gone_hold_nobody_up_in_the_queue(end: str) -> None:
     bench = Bench(4 * UNIT)
-    dead, alive = bench.make("dead", 2), bench.make("alive", 2)
-    evicted(bench, dead)
-    evicted(bench, alive)
+    gone, alive = evicted(bench, bench.make("gone", 2)), evicted(bench, bench.make("alive", 2))
     blocker = bench.make("blocker", 4)
-    bench.pager.prefetch(dead)
+    bench.pager.prefetch(gone)
     bench.pager.prefetch(alive)
-    bench.drop("dead")
-    bench.pager.offload(blocker)
-    bench.mover.finish()
-    assert [copy.block for copy in bench.mover.flying] == [alive]
-
-
-def test_a_resized_block_in_the_queue_holds_nobody_up() -> None:
-    bench = Bench(4 * UNIT)
-    block, alive = evicted(bench, bench.make("w", 2)), evicted(bench, bench.make("alive", 2))
-    blocker = bench.make("blocker", 4)
-    bench.pager.prefetch(block)
-    bench.pager.prefetch(alive)
-    bench.tensors["w"].untyped_storage().resize_(0)
-    bench.pager.block_of(bench.tensors["w"], name="w", kind="activation", user_visible=False)
+    if end == "dead":
+        bench.drop("gone")
+    else:
+        bench.tensors["gone"].untyped_storage().resize_(0)
+        bench.pager.block_of(bench.tensors["gone"], name="gone", kind="activation", user_visible=False)
     evicted(bench, blocker)
-    assert "in alive" in bench.mover.log and "in w" not in bench.mover.log
+    assert "in alive" in bench.mover.log and "in gone" not in bench.mover.log
 
 
 def test_what_a_stage_waited_for_is_late() -> None:

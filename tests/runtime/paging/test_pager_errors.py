@@ -41,26 +41,31 @@ def test_a_block_dies_in_every_state(state: State) -> None:
 # -- errors
 
 
-def test_a_failed_copy_out_reaches_the_stage_that_waits_for_room() -> None:
+@pytest.mark.parametrize("way", ["out", "in"])
+@pytest.mark.parametrize(
+    ("moment", "error"),
+    [("begins", StorageFullError("the drive is full")), ("begins", MemoryError()), ("ends", io_error())],
+)
+def test_an_error_of_a_copy_reaches_the_stage_that_waits_and_leaves_all_as_it_was(
+    way: str, moment: str, error: Exception
+) -> None:
     bench = Bench(4 * UNIT)
     block = bench.make("w", 4, fill=5)
-    bench.mover.fail_copies = [io_error()]
-    with pytest.raises(StorageIOError):
-        bench.pager.acquire([], UNIT, "next")
-    assert block.state is State.ON_DEVICE and bench.value("w") == 5
-    bench.pager.acquire([], UNIT, "next")
-    assert block.state is State.OFFLOADED and bench.value("w") == 5
-
-
-def test_a_failed_copy_in_reaches_the_stage_that_waits_for_it() -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2, fill=5))
-    bench.mover.fail_copies = [io_error()]
-    with pytest.raises(StorageIOError):
-        bench.pager.acquire([block], 0, "next")
-    assert block.state is State.OFFLOADED and block.pins == 0 and bench.pager.account.used_bytes == 0
-    bench.run(block)
-    assert bench.value("w") == 5
+    if way == "in":
+        evicted(bench, block)
+    wanted, new_bytes = ([block], 0) if way == "in" else ([], UNIT)
+    before = block.state, bench.pager.account.used_bytes
+    if moment == "begins":
+        bench.mover.refuse = error
+    else:
+        bench.mover.fail_copies = [error]  # type: ignore[list-item]
+    with pytest.raises(type(error)):
+        bench.pager.acquire(wanted, new_bytes, "next")
+    account = bench.pager.account
+    assert (block.state, account.used_bytes) == before and not block.pins
+    assert (account.reserved_bytes, account.offloading_bytes, account.prefetching_blocks) == (0, 0, 0)
+    bench.pager.acquire(wanted, new_bytes, "next")
+    assert block.state is (State.ON_DEVICE if way == "in" else State.OFFLOADED) and bench.value("w") == 5
 
 
 @pytest.mark.parametrize("call", ["enter_region", "leave_region"])
@@ -73,43 +78,6 @@ def test_a_failed_prefetch_reaches_the_training_thread(call: str) -> None:
     with pytest.raises(StorageIOError):
         getattr(bench.pager, call)()
     bench.pager.enter_region()
-    bench.run(block)
-    assert bench.value("w") == 5
-
-
-def test_no_room_for_a_slot() -> None:
-    bench = Bench(4 * UNIT)
-    block = bench.make("w", 4, fill=5)
-    bench.mover.refuse = StorageFullError("the drive is full")
-    with pytest.raises(StorageFullError):
-        bench.pager.acquire([], UNIT, "next")
-    assert block.state is State.ON_DEVICE
-    bench.pager.acquire([], UNIT, "next")
-
-
-def test_a_copy_in_that_can_not_begin() -> None:
-    bench = Bench(None)
-    block = evicted(bench, bench.make("w", 2, fill=5))
-    bench.mover.refuse = StorageError("mmap failed")
-    with pytest.raises(StorageError, match="mmap failed"):
-        bench.pager.acquire([block], 0, "next")
-    assert block.state is State.OFFLOADED and bench.pager.account.used_bytes == 0
-    bench.run(block)
-    assert bench.value("w") == 5
-
-
-def test_no_memory_to_begin_a_copy_with() -> None:
-    """An error that is no StorageError leaves everything as it was, too."""
-    bench = Bench(4 * UNIT)
-    block = bench.make("w", 4, fill=5)
-    for state, used_bytes, acquired in ((State.ON_DEVICE, 4 * UNIT, []), (State.OFFLOADED, 0, [block])):
-        bench.mover.refuse = MemoryError()
-        with pytest.raises(MemoryError):
-            bench.pager.acquire(acquired, 0 if acquired else UNIT, "next")
-        account = bench.pager.account
-        assert block.state is state and not block.pins
-        assert (account.used_bytes, account.offloading_bytes, account.prefetching_blocks) == (used_bytes, 0, 0)
-        evicted(bench, block)
     bench.run(block)
     assert bench.value("w") == 5
 

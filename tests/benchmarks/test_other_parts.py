@@ -1,0 +1,152 @@
+"""The parts beside Llamas at their smallest: the host's cost, ranks, slow drives, the emulated GPU, the layer-by-layer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import emulated
+from benchmarks.emulated import Emulation
+from benchmarks.host_cost import measure_one
+from benchmarks.idle_stages import IdleStages
+from benchmarks.idle_training import IdleTraining
+from benchmarks.layer_by_layer import layer_by_layer
+from benchmarks.rank_optimizer import BYTES_EACH, POLICIES
+from benchmarks.ranks import RANKS, Ranks
+from benchmarks.slow_drive import hold_drives_to
+from examples.gpt import GPTConfig
+from examples.training import Setting
+from planner import Block, Budgets, Hardware, Link, Stage, Subgroup, Trace, plan, simulate
+from planner.errors import TeraioError
+from planner.policies import POLICIES as KNOWN
+from runtime.storage import PosixStore
+from runtime.transfer import Engine
+from tools.made_up_cuda.build import BuildError
+from tools.made_up_cuda.emulated import build
+
+# -- host_cost
+
+
+@pytest.fixture(params=[IdleStages, IdleTraining])
+def moving(request: pytest.FixtureRequest) -> Iterator[IdleStages | IdleTraining]:
+    made = request.param(500)
+    yield made
+    made.close()
+
+
+def test_an_iteration_without_arithmetic_moves_what_is_planned(moving: IdleStages | IdleTraining) -> None:
+    pager = moving.pager
+    moving.iterate()
+    before, pager.account.peak_bytes = pager.account.evictions, 0
+    moving.iterate()
+    assert pager.account.evictions - before == len(moving.moves) >= 1900
+    assert pager.account.budget_bytes is not None and 0 < pager.account.peak_bytes <= pager.account.budget_bytes
+    assert pager.account.waited_seconds == 0
+
+
+def test_each_layer_of_the_hosts_cost_has_its_figures() -> None:
+    samples: dict[str, list[float]] = {}
+    stage, move, iteration = measure_one("pager", IdleStages, 500, 1, samples)
+    assert (stage.unit, move.unit, iteration.unit) == ("µs", "µs", "ms") and "planned" in move.note
+    assert all(len(times) == 1 for times in samples.values()) and len(samples) == 4
+
+
+# -- several ranks, drives that are held to a rate, an emulated GPU
+
+
+def test_ranks_take_their_steps_together(tmp_path: Path) -> None:
+    assert set(POLICIES) <= set(KNOWN) and BYTES_EACH.keys() <= Setting.model_fields.keys()
+    small = GPTConfig(layers=1, width=16, heads=1, context=8)
+    with Ranks(Setting(model=small, batch=1, backend="eager", zero=True, text_bytes=1 << 12), tmp_path / "{rank}.log") as ranks:
+        losses = [ranks.step().loss for _ in range(2)]
+        reports = ranks.finish()
+    assert len(reports) == RANKS and all(0 < loss < 10 for loss in losses)
+    assert len(list(tmp_path.glob("*.log"))) == RANKS
+
+
+def test_slow_drives_are_held_to_their_rate_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = 2e7  # far below what any drive reaches here, page cache included
+    for name in ("write_chunk", "read_chunk"):
+        monkeypatch.setattr(PosixStore, name, getattr(PosixStore, name))  # put back at the end
+    hold_drives_to(rate)
+    store = PosixStore([tmp_path], budget_bytes=None)
+    engine = Engine(store, threads=2, chunk_bytes=64 << 10)
+    try:
+        engine.verify(256 << 10)
+        rates = engine.measure(1 << 20)
+    finally:
+        engine.close()
+        store.close()
+    assert 0 < rates.write_bytes_per_second < 1.5 * rate and 0 < rates.read_bytes_per_second < 1.5 * rate
+
+
+def test_what_the_emulated_gpu_lacks_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed_torch() -> None:
+        raise BuildError("this torch is built without CUDA")
+
+    monkeypatch.setattr(build, "installed_torch", installed_torch)
+    with pytest.raises(TeraioError, match="^no emulated GPU: this torch is built without CUDA$"):
+        emulated.measure(Emulation(output=tmp_path))
+
+
+# -- the optimizer's step, layer by layer
+
+LAYERS = 4
+"""Each with a forward, a backward and an update; one weight, one gradient and one state of a byte, a byte a second."""
+
+
+def layers_trace() -> Trace:
+    ways = (("device", "storage"), ("storage", "device"))
+    links = tuple(Link(from_tier=a, to_tier=b, bytes_per_second=1.0) for a, b in ways)  # type: ignore[arg-type]
+    phases = [phase for phase in ("forward", "backward", "optimizer") for _ in range(LAYERS)]
+    stages = tuple(
+        Stage(id=i, name=f"{phase}/layer.{i % LAYERS}", phase=phase, duration_seconds=4.0)  # type: ignore[arg-type]
+        for i, phase in enumerate(phases)
+    )
+    uses = {
+        "parameter": lambda i: (i, 2 * LAYERS - 1 - i, 2 * LAYERS + i),
+        "optimizer_state": lambda i: (2 * LAYERS + i,),
+        "gradient": lambda i: (2 * LAYERS - 1 - i, 2 * LAYERS + i),
+    }
+    blocks = tuple(
+        Block(
+            id=number * LAYERS + i,
+            name=f"{kind}.{i}",
+            kind=kind,  # type: ignore[arg-type]
+            size_bytes=1,
+            persistent=kind != "gradient",
+            reads=uses[kind](i),
+            writes=uses[kind](i)[:1] if kind == "gradient" else uses[kind](i)[-1:],
+        )
+        for number, kind in enumerate(uses)
+        for i in range(LAYERS)
+    )
+    subgroups = tuple(
+        Subgroup(id=i, stage=2 * LAYERS + i, blocks=(i, LAYERS + i, 2 * LAYERS + i), elements=1, device_seconds=4.0)
+        for i in range(LAYERS)
+    )
+    hardware = Hardware(name="made up", device_memory_bytes=100, storage_bytes=100, links=links)
+    return Trace(name="made up", hardware=hardware, stages=stages, blocks=blocks, subgroups=subgroups)
+
+
+@pytest.mark.parametrize("device_bytes", [4, 9])
+def test_layer_by_layer_no_copy_in_for_a_subgroup_starts_before_its_turn(device_bytes: int) -> None:
+    trace = layers_trace()
+    made = layer_by_layer(trace, Budgets(device_bytes=device_bytes))
+    assert made.policy == "layer-by-layer" and made.trace_fingerprint == trace.fingerprint
+    count, updates = len(trace.stages), range(2 * LAYERS, 3 * LAYERS)
+    for move in made.moves:
+        assert move.prefetch is not None
+        if move.before % count in updates:
+            assert move.prefetch.start == move.before, "nothing comes before the update begins"
+        assert move.prefetch.start % count not in updates or move.prefetch.start == move.before, "nor for others meanwhile"
+    states = {block.id: block.uses[0] for block in trace.blocks if block.kind == "optimizer_state"}
+    alone = {move.block: (move.after, move.before) for move in made.moves if move.block in states}
+    assert alone == {block: (stage, stage + count) for block, stage in states.items()}
+    assert {place.block: place.tier for place in made.initial if place.block in states} == dict.fromkeys(states, "storage")
+    replayed = simulate(trace, made)
+    assert replayed.peak_bytes["device"] <= device_bytes
+    best = plan(trace, Budgets(device_bytes=device_bytes)).predicted
+    assert best is not None and replayed.iteration_seconds > best.iteration_seconds
