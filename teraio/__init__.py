@@ -41,9 +41,8 @@ from planner.errors import (  # noqa: E402
     UnsupportedError,
 )
 from teraio.given_options import GivenOptions  # noqa: E402
-from teraio.status import Status  # noqa: E402
 from teraio.version import __version__  # noqa: E402
-from teraio.watching import CsvWriter, IterationStats, Stats  # noqa: E402
+from teraio.watching import CsvWriter, IterationStats, Stats, Status  # noqa: E402
 
 _Compiled = TypeVar("_Compiled", bound=Callable[..., Any])
 
@@ -93,7 +92,7 @@ def compile(
     environment variables and the file that TERAIO_CONFIG names. Compiles nothing yet: the first call does, which may raise
     BudgetError and StorageFullError. Raises OptionsError.
     """
-    from teraio.in_place import compile_in_place
+    from teraio.backend import compile_in_place
 
     return compile_in_place(model, options, dynamic=dynamic, fullgraph=fullgraph)
 

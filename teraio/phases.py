@@ -41,13 +41,12 @@ from runtime.execution import Program
 from runtime.paging import Pager
 from runtime.system import QuietCollector
 from teraio.following import IterationObserver, PlanFollower
-from teraio.graph_breaks import graph_break_reasons
 from teraio.machine import Machine
-from teraio.optimizer import SubgroupSizes
+from teraio.optimizer import SubgroupSizes, graph_break_reasons
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner, WarmStart, fit_given_plan, save
 from teraio.profiling import Iteration, IterationBorder, PeakWatch, Profile, build_profile, times_agree
-from teraio.status import RunPhase
+from teraio.watching import RunPhase
 
 logger = logging.getLogger("teraio")
 

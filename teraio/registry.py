@@ -24,9 +24,8 @@ from teraio.machine import Machine, MeasuredPaths, divided_alone, divided_among
 from teraio.optimizer import ProcessSteps, keep_masters
 from teraio.options import Options
 from teraio.ranks import only_first_rank_informs, open_group, rank_place
-from teraio.status import Status, with_waiting
 from teraio.training_run import TrainingRun
-from teraio.watching import IterationStats, Stats
+from teraio.watching import IterationStats, Stats, Status, with_waiting
 
 logger = logging.getLogger("teraio")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -20,11 +21,10 @@ from planner.errors import BudgetError, RankError, UnsupportedError
 from runtime.execution import Program, Reruns, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Block, CopyRates, Pager
 from runtime.system import interruptible, uninterrupted
-from teraio.distributed import GroupStages, LibraryCalls, ShardedParameters, UpdateBroadcasts
+from teraio.distributed import LibraryCalls, ShardedParameters, UpdateBroadcasts
 from teraio.following import IterationObserver
 from teraio.graph_needs import GraphNeeds
 from teraio.machine import Machine
-from teraio.one_thread import one_thread
 from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes, host_threads
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext, why_no_reruns
@@ -32,14 +32,30 @@ from teraio.planning import BackgroundPlanner, PlanCache, PlanningJob, StartJob,
 from teraio.profiling import Iteration, IterationBorder, LargestSizes, PeakWatch, RerunRecord
 from teraio.ranks import RankGroup
 from teraio.stages import Codegen, CutPolicy, SpeedOf, StageCompiler, speed_of
-from teraio.status import Status
-from teraio.watching import History, IterationStats, Stats
+from teraio.watching import History, IterationStats, Stats, Status
 
 logger = logging.getLogger("teraio")
 
 _STATUS = "status"
 
+_AT_WORK = threading.RLock()
+"""One for the process: what PyTorch traces with is not safe for threads, and models share budgets and drives."""
+
 OpenMachine = Callable[[Options, torch.device], Machine]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compile or run a graph within the block. Raises UnsupportedError if another thread does so at this moment. Never waits."""
+    if not _AT_WORK.acquire(blocking=False):
+        raise UnsupportedError(
+            f"thread {threading.current_thread().name!r} compiles or runs a model while another thread does: teraio trains in "
+            "one thread at a time; train one model after the other, or in processes of their own"
+        )
+    try:
+        yield
+    finally:
+        _AT_WORK.release()
 
 
 class _Ended(NamedTuple):
@@ -116,7 +132,7 @@ class TrainingRun:
             active=lambda: self._phase.managed,
             explained=self._needs.with_all_that_is_known,
         )
-        self._sharded = ShardedParameters(self._pager, GroupStages(self._calls))
+        self._sharded = ShardedParameters(self._pager, self._calls)
         self._steps = self._optimizer_steps(options, subgroups, host_rates)
         self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job, ranks=ranks)
         self._border = IterationBorder()

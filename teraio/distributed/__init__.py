@@ -1,15 +1,12 @@
 """What PyTorch's parallel libraries do with parameters and gradients: DDP, FSDP2, ZeroRedundancyOptimizer, tensor parallelism."""
 
-from teraio.distributed.ddp_buckets import GradientBuckets
-from teraio.distributed.fsdp_shards import ShardedParameters
-from teraio.distributed.fsdp_stages import GroupStages
+from teraio.distributed.ddp import GradientBuckets, is_sharded_over_all, rank_count
+from teraio.distributed.fsdp import ShardedParameters
 from teraio.distributed.library_calls import LibraryCalls
-from teraio.distributed.replicas import is_sharded_over_all, rank_count
 from teraio.distributed.zero import UpdateBroadcasts, optimizer_inside, refuse_overlapping
 
 __all__ = [
     "GradientBuckets",
-    "GroupStages",
     "LibraryCalls",
     "ShardedParameters",
     "UpdateBroadcasts",

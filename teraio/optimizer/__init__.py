@@ -3,7 +3,7 @@
 from teraio.optimizer.facts import USUAL_STATES, OptimizerFacts, optimizers_alive, owned_parameters
 from teraio.optimizer.host import HostRates, host_threads
 from teraio.optimizer.master_hooks import keep_masters
-from teraio.optimizer.process import ProcessSteps
+from teraio.optimizer.process import ProcessSteps, graph_break_reasons
 from teraio.optimizer.steps import OptimizerSteps
 from teraio.optimizer.subgroup_sizes import SubgroupSizes
 
@@ -14,6 +14,7 @@ __all__ = [
     "OptimizerSteps",
     "ProcessSteps",
     "SubgroupSizes",
+    "graph_break_reasons",
     "host_threads",
     "keep_masters",
     "optimizers_alive",

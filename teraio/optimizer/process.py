@@ -20,10 +20,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from teraio.graph_breaks import graph_break_reasons
 from teraio.optimizer.facts import OptimizerFacts, OwnHooks, StepArguments, after_closure, closure_of, moves, owned_parameters
 
 logger = logging.getLogger("teraio")
+
+_REASONS = 3
+"""Reasons of graph breaks that a message names."""
 
 
 class Run(Protocol):
@@ -106,3 +108,11 @@ class ProcessSteps(OwnHooks):
                 f"{outside_bytes:,}",
                 graph_break_reasons(),
             )
+
+
+def graph_break_reasons() -> str:
+    """Return why Dynamo did not compile code, in brackets; "" if it has not said so."""
+    counted = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    texts = [*counted.get("graph_break", ()), *counted.get("unimplemented", ())]
+    reasons = list(dict.fromkeys(text.splitlines()[0] for text in texts if text))[:_REASONS]
+    return f" (graph breaks: {'; '.join(reasons)})" if reasons else ""

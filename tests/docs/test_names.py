@@ -27,7 +27,7 @@ from benchmarks.planner_cases import Selection
 from planner.policies import POLICIES
 from teraio.cli import commands
 from teraio.options import Options
-from teraio.status import Status
+from teraio.watching import Status
 
 from .pages import CONTRIBUTING, DOCS, PAGES, README, ROOT, TRACES, Page
 

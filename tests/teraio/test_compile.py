@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import teraio
-from teraio import in_place
+from teraio import backend
 
 from ..training import MIB
 
@@ -96,7 +96,7 @@ def test_transforms_around_a_model_are_told_of(tmp_path: Path, caplog: pytest.Lo
     """Dynamo leaves such a call out without a word."""
     model = teraio.compile(Stack(), memory_budget=BUDGET, storage=tmp_path, codegen="eager")
     train(model, steps=1)
-    in_place._tell_once.cache_clear()
+    backend._tell_once.cache_clear()
     for _ in range(2):
         torch.func.grad(lambda rows: model(rows).square().mean())(torch.randn(16, 512))
     assert [text.split(":")[0] for text in caplog.messages if "func" in text] == [

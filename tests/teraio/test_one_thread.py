@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import teraio
-from teraio.one_thread import one_thread
+from teraio.training_run import one_thread
 
 from ..training import weights_of_1_mib
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from teraio.status import waited_for_ranks
+from teraio.watching import waited_for_ranks
 
 
 def test_the_shortest_time_of_each_stage_is_work_and_the_rest_is_waiting() -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner.errors import UnsupportedError
 from runtime.paging import Pager
-from teraio.distributed import GradientBuckets, ShardedParameters, fsdp_shards, private_names, refuse_overlapping
+from teraio.distributed import GradientBuckets, ShardedParameters, fsdp, private_names, refuse_overlapping
 from teraio.distributed.private_names import DDP, FSDP_GROUP, FSDP_PARAMETER, FSDP_STATE, ZERO, PrivateNames, fsdp_states
 
 ALL = (FSDP_STATE, FSDP_GROUP, FSDP_PARAMETER, ZERO, DDP)
@@ -70,7 +70,7 @@ def private(tree: ast.Module) -> Iterator[str]:
 
 
 def test_fsdp_without_a_name_is_refused_before_anything_moves(sharded: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp_shards, "FSDP_PARAMETER", PrivateNames(library="fully_shard", names=("_renamed",)))
+    monkeypatch.setattr(fsdp, "FSDP_PARAMETER", PrivateNames(library="fully_shard", names=("_renamed",)))
     with pytest.raises(UnsupportedError, match="fully_shard of torch .* has no _renamed"):
         ShardedParameters(Pager(mover=None, budget_bytes=None)).note([torch.ones(8)])
 

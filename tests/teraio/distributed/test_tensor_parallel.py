@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 import teraio
 from planner import Trace
-from teraio.status import waited_for_ranks
+from teraio.watching import waited_for_ranks
 
 from ...training import MIB
 from ..rank_processes import COUNT, Ranks

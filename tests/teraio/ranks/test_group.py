@@ -46,7 +46,7 @@ def test_all_hear_what_all_tell() -> None:
 
 
 def test_the_log_says_once_whom_a_rank_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("teraio.ranks.group._TELL_SECONDS", 0.1)
+    monkeypatch.setattr("teraio.ranks._TELL_SECONDS", 0.1)
 
     def work(ranks: RankGroup) -> dict[int, str]:
         time.sleep(0.5 * ranks.rank)

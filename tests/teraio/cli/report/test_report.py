@@ -18,8 +18,7 @@ from planner import Budgets, Plan, Trace
 from planner.problem import live_bytes
 from planner.simulator import critical_path
 from teraio.cli.commands import app
-from teraio.status import RunPhase
-from teraio.watching import CsvWriter, IterationStats
+from teraio.watching import CsvWriter, IterationStats, RunPhase
 from tests.teraio.cli.report.pages import HAND, PLANNED, planned
 
 

@@ -1,25 +1,31 @@
-"""What the ranks of one machine tell each other: short texts in the store of torch.distributed.
+"""The ranks of one machine: where this process stands among them, what they tell each other, and what goes to the log.
 
-No collectives, which would have to be in the same order everywhere. No call waits inside the store either: others use the same
-connection. A rank that waits looks again and again, and gives up after a time with the numbers of those that it waits for.
+They tell each other short texts in the store of torch.distributed. No collectives, which would have to be in the same order
+everywhere. No call waits inside the store either: others use the same connection. A rank that waits looks again and again, and
+gives up after a time with the numbers of those that it waits for.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from planner.errors import RankError
-from teraio.ranks.place import RankPlace, rank_place
+from planner.errors import OptionsError, RankError
+from planner.schema import short_repr
 
-__all__ = ["RankGroup", "Store", "open_group"]
+__all__ = ["RankGroup", "RankPlace", "only_first_rank_informs", "open_group", "rank_place"]
 
 logger = logging.getLogger("teraio")
 
+_RANK = "{rank}"
+_LOCAL_RANK = "{local_rank}"
 _PREFIX = "teraio"
 _LOOK_SECONDS = 0.02
 _TELL_SECONDS = 30.0
@@ -32,6 +38,51 @@ _FAILED = "failed"
 _MAX_MESSAGE = 2000
 _groups = itertools.count()
 """Each group of a process has keys of its own. All ranks make their groups in the same order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """`rank` of `world_size` processes, and `local_rank` of the `local_world_size` among them that run on this machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def neighbours(self) -> range:
+        """The ranks of this machine. torchrun gives those of one machine consecutive numbers."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
+
+    def fill(self, text: str) -> str:
+        """Return the text with the numbers of this rank in place of {rank} and {local_rank}."""
+        return text.replace(_RANK, str(self.rank)).replace(_LOCAL_RANK, str(self.local_rank))
+
+    def names(self, text: str) -> bool:
+        """Whether `fill` gives each rank of this machine another text."""
+        return _RANK in text or _LOCAL_RANK in text
+
+
+def rank_place() -> RankPlace:
+    """Return the place that torchrun has given this process; the only rank where it did not start it.
+
+    Raises OptionsError where the variables contradict each other.
+    """
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return RankPlace()
+    found = {}
+    for field in ("rank", "world_size", "local_rank", "local_world_size"):
+        text = os.environ.get(field.upper(), "")
+        if re.fullmatch("[0-9]{1,9}", text) is None:
+            raise OptionsError(
+                f"environment variable {field.upper()}: found {short_repr(text)}, wanted a number; start with torchrun"
+            )
+        found[field] = int(text)
+    place = RankPlace(**found)
+    if not (place.local_rank < place.local_world_size <= place.world_size and place.local_rank <= place.rank < place.world_size):
+        raise OptionsError(f"environment variables RANK and others contradict each other: {place}; start with torchrun")
+    return place
 
 
 class Store(Protocol):
@@ -177,3 +228,23 @@ def open_group(local_ranks: int, *, timeout_seconds: float) -> RankGroup | None:
 
 def _numbers(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+class _FirstRankInforms(logging.Filter):
+    """Lets information pass on rank 0 only, and names the rank in all other messages."""
+
+    def __init__(self, place: RankPlace) -> None:
+        super().__init__()
+        self._rank = place.rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return self._rank == 0 or record.levelno < logging.INFO
+        record.msg = f"rank {self._rank}: {record.msg}"
+        return True
+
+
+def only_first_rank_informs(logger: logging.Logger, place: RankPlace) -> None:
+    """Let the logger inform on rank 0 only, if there are several ranks. May be called again."""
+    if place.world_size > 1 and not any(isinstance(each, _FirstRankInforms) for each in logger.filters):
+        logger.addFilter(_FirstRankInforms(place))
