@@ -99,6 +99,11 @@ def square_parameters(count: int) -> list[nn.Parameter]:
     return random_parameters([((32, 32), torch.float32)] * count)
 
 
+def nine_parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Seven of 4 KiB in 32 bits, a small one, and one for `set_most_gradients` to leave out."""
+    return random_parameters((shape, dtype) for shape in [(32, 32)] * 7 + [(5,), (16, 4)])
+
+
 def large_parameters(dtype: torch.dtype = torch.float32, shape: Sequence[int] = LARGE_SHAPE) -> list[nn.Parameter]:
     """A large one between small ones."""
     return random_parameters((each, dtype) for each in ((32, 32), shape, (7,), (64, 16)))

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from planner.errors import UnsupportedError
-from runtime.paging import State
 from teraio.optimizer import keep_masters
 
 from .managed_training import Start
@@ -30,7 +29,6 @@ from .plain_training import (
 )
 
 BUDGET = 14 * WIDE
-CHECKED = ["AdamW", "SGD momentum", "RMSprop", "NAdam", "Adagrad", "Adafactor"]
 
 
 def copied(content: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -50,37 +48,6 @@ def train(parameters: list[nn.Parameter], optimizer: Any, steps: int, first: int
     for step in range(first, first + steps):
         set_most_gradients(parameters, step)
         optimizer.step()
-
-
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", CHECKED)
-def test_resuming_in_both_directions(started: Start, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Managed for 17 steps, the textbook loop for 17, managed again; each begins with what the one before has saved."""
-    straight = Textbook(half_parameters(dtype), MASTER_OPTIMIZERS[name]).train(50)
-
-    training = started(budget_bytes=BUDGET, parameters=half_parameters(dtype))
-    first = keeping(MASTER_OPTIMIZERS[name](training.parameters))
-    train(training.parameters, first, 17)
-    assert any(block.state is State.OFFLOADED for block in training.states().values())
-
-    middle = Textbook(half_parameters(dtype), MASTER_OPTIMIZERS[name])
-    same_values(middle.parameters, training.parameters)
-    middle.load_state_dict(copied(first.state_dict(), tmp_path))
-    middle.train(17, 17)
-
-    again = started(budget_bytes=BUDGET, parameters=half_parameters(dtype))
-    last = keeping(MASTER_OPTIMIZERS[name](again.parameters))
-    saved = copied(middle.state_dict(), tmp_path)
-    before = {name: value.clone() for name, value in named(saved).items()}
-    last.load_state_dict(saved)
-    same_values(again.parameters, middle.parameters)
-    loaded = named(last.state_dict())
-    assert loaded.keys() == before.keys()
-    assert all(type(value) is torch.Tensor and value.dtype is torch.float32 for value in loaded.values())
-    assert all(torch.equal(loaded[name], before[name]) for name in before)
-    train(again.parameters, last, 16, 34)
-    assert differences(last, straight) == []
-    assert again.pager.account.peak_bytes <= BUDGET
 
 
 def test_loading_in_the_middle_of_a_training(started: Start, tmp_path: Path) -> None:

@@ -92,28 +92,6 @@ def test_gradients_that_the_user_has_unscaled_and_clipped(started: Start, name: 
     assert differences(optimizer, expected) == []
 
 
-def test_groups_that_are_added_later(started: Start) -> None:
-    def run(parameters: list[nn.Parameter], optimizer: Optimizer, step: Callable[[], Any]) -> None:
-        for index in range(6):
-            set_most_gradients(parameters, index)
-            step()
-            if index == 2:
-                later = expected.masters[4:] if optimizer is expected.optimizer else parameters[4:]
-                optimizer.add_param_group({"params": later, "lr": 0.1})
-
-    def make(parameters: list[Any]) -> Optimizer:
-        return torch.optim.SGD(parameters[:4], lr=0.01, momentum=0.9)
-
-    expected = Textbook(half_parameters(torch.bfloat16), make)
-    run(expected.parameters, expected.optimizer, expected.step)
-    training = started(budget_bytes=BUDGET, parameters=half_parameters(torch.bfloat16))
-    optimizer = keeping(make(training.parameters))
-    run(training.parameters, optimizer, optimizer.step)
-    assert all(map(torch.equal, training.parameters, expected.parameters))
-    masters = [optimizer.state[p]["master_param"] for p in training.parameters[:5]]
-    assert all(map(torch.equal, masters, expected.masters[:5]))
-
-
 def test_a_copy_of_an_optimizer_has_to_be_given_again() -> None:
     """With its parameters, as for the best weights so far."""
     parameters = half_parameters(torch.bfloat16)
@@ -194,38 +172,6 @@ def test_steps_that_cannot_be_run_by_parts(started: Start, managed: bool, how: s
     assert all(block.pins == 0 for block in training.pager.blocks)
     optimizer.step()
     assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW).train(3)) == []
-
-
-@pytest.mark.parametrize("managed", [True, False])
-def test_a_closure(started: Start, managed: bool) -> None:
-    training = started(budget_bytes=BUDGET, parameters=half_parameters(torch.bfloat16))
-    training.active = managed
-    optimizer = keeping(torch.optim.AdamW(training.parameters))
-    for step in range(3):
-
-        def closure(step: int = step) -> float:
-            set_most_gradients(training.parameters, step)
-            return 0.5
-
-        assert optimizer.step(closure) == 0.5
-    assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW).train(3)) == []
-
-
-def test_a_step_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its hooks: the next one finds the parameters again, and the step that was done stays done."""
-    parameters = half_parameters(torch.bfloat16)
-    optimizer = keeping(torch.optim.AdamW(parameters))
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    set_most_gradients(parameters, 0)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(optimizer, "_optimizer_step_code", interrupt)
-        optimizer.step()
-    set_most_gradients(parameters, 1)
-    optimizer.step()
-    assert differences(optimizer, Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW).train(2)) == []
 
 
 def test_asking_twice_is_asking_once() -> None:

@@ -47,16 +47,6 @@ def test_states_that_share_a_storage_are_one_block(started: Start) -> None:
     assert block.size_bytes == 2 * SIZE and training.pager.account.fixed_bytes == 0
 
 
-@pytest.mark.parametrize("budget", [None, 7 * SIZE, 10 * SIZE, 14 * SIZE])
-def test_the_same_bits_at_every_budget(started: Start, budget: int | None) -> None:
-    training = started(budget_bytes=budget)
-    optimizer = torch.optim.AdamW(training.parameters)
-    training.train(optimizer, 12)
-    assert same(everything(optimizer), plain(12))
-    if budget is not None:
-        assert any(block.state is State.OFFLOADED for block in training.states().values())
-
-
 def test_the_peak_stays_within_the_budget(started: Start) -> None:
     """Gradients of user code come from outside; what is counted here is what the steps bring in."""
     training = started(budget_bytes=None)
@@ -171,28 +161,6 @@ def test_a_plan_moves_states(started: Start) -> None:
 
 
 # -- what user code does
-
-
-def test_user_code_reads_and_writes_states_that_are_away(started: Start) -> None:
-    training = started(budget_bytes=10 * SIZE)
-    optimizer = torch.optim.AdamW(training.parameters)
-    training.train(optimizer, 3)
-    away = [p for p in training.parameters if training.pager.known_block(optimizer.state[p]["exp_avg"]).state is State.OFFLOADED]  # type: ignore[union-attr]
-    assert away
-    assert same(everything(optimizer), plain(3))
-    for parameter in training.parameters:
-        optimizer.state[parameter]["exp_avg"].zero_()
-    training.train(optimizer, 1, first=3)
-
-    parameters = square_parameters(6)
-    expected = torch.optim.AdamW(parameters)
-    for step in range(4):
-        set_gradients(parameters, step)
-        if step == 3:
-            for parameter in parameters:
-                expected.state[parameter]["exp_avg"].zero_()
-        expected.step()
-    assert same(everything(optimizer), everything(expected))
 
 
 def test_loaded_states_take_the_place_of_the_old_ones(started: Start) -> None:

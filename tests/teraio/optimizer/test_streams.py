@@ -15,7 +15,20 @@ from runtime.paging import State, Tier, Tiers
 from ...runtime.simulated_device import SimulatedDevice
 from ...runtime.slab import Slab
 from .managed_training import Start
-from .plain_training import SIZE, everything, plain, same
+from .plain_training import (
+    SIZE,
+    WIDE,
+    Textbook,
+    differences,
+    everything,
+    half_parameters,
+    keeping,
+    plain,
+    same,
+    set_gradients,
+    set_most_gradients,
+    square_parameters,
+)
 
 
 class Gpu:
@@ -54,15 +67,17 @@ class Gpu:
         return 0
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", ["subgroups", "whole", "masters"])
 @pytest.mark.parametrize("seed", range(3))
-def test_states_leave_for_the_host_and_come_back(started: Start, seed: int, whole: bool) -> None:
-    """In another place each time, with the same bits; user code reads them where they wait."""
-    budget_blocks = 30 if whole else 12
-    device = SimulatedDevice(seed, pieces=64, unit=SIZE)
-    slab = Slab(64, SIZE)
+def test_states_leave_for_the_host_and_come_back(started: Start, seed: int, kind: str) -> None:
+    """In another place each time, with the same bits; user code reads them where they wait, and writes to a parameter."""
+    whole, unit = kind == "whole", WIDE if kind == "masters" else SIZE
+    budget_bytes = (30 if whole else 12) * unit
+    device = SimulatedDevice(seed, pieces=64, unit=unit)
+    slab = Slab(64, unit)
     mover = StreamMover(device, Tiers([Tier(name="host", store=slab, engine=None)]), slab.address_of)
-    training = started(budget_bytes=budget_blocks * SIZE, device=Gpu(device), mover=mover)
+    parameters = half_parameters(torch.bfloat16) if kind == "masters" else square_parameters(6)
+    training = started(budget_bytes=budget_bytes, device=Gpu(device), mover=mover, parameters=parameters)
     acquire = training.pager.acquire
 
     def acquire_and_arrive(*args: Any, **more: Any) -> None:
@@ -71,11 +86,16 @@ def test_states_leave_for_the_host_and_come_back(started: Start, seed: int, whol
 
     training.pager.acquire = acquire_and_arrive  # type: ignore[method-assign]
     optimizer = torch.optim.AdamW(training.parameters)
+    textbook = Textbook(half_parameters(torch.bfloat16), torch.optim.AdamW)
+    if kind == "masters":
+        keeping(optimizer)
     if whole:
         optimizer.register_step_pre_hook(lambda *_: None)
     away: set[str] = set()
-    for step in range(5):
-        training.train(optimizer, 1, first=step)
+    for step in range(6):
+        (set_most_gradients if kind == "masters" else set_gradients)(training.parameters, step)
+        optimizer.step()
+        textbook.train(1, step)
         device.synchronise()
         if whole:  # then nothing would have to leave by itself
             with device.region():
@@ -85,7 +105,13 @@ def test_states_leave_for_the_host_and_come_back(started: Start, seed: int, whol
                 training.pager.leave_region()
             device.synchronise()
         away |= {name for name, block in training.states().items() if block.state is State.OFFLOADED}
-        assert same(everything(optimizer), plain(step + 1))
-    assert len(away) >= 6
-    assert training.pager.account.peak_bytes <= budget_blocks * SIZE
+        if kind != "masters":
+            assert same(everything(optimizer), plain(step + 1))
+            continue
+        assert differences(optimizer, textbook) == []
+        if step == 3:
+            training.parameters[2].data.mul_(2)
+            textbook.masters[2].copy_(training.parameters[2].detach())
+    assert len(away) >= 6 and (kind != "masters" or sum(name.endswith("master_param") for name in away) >= 3), away
+    assert training.pager.account.peak_bytes <= budget_bytes
     mover.close()  # storages of later tests may have the keys of these

@@ -42,8 +42,8 @@ def test_what_is_chosen_before_its_parameters_are_known(started: Start) -> None:
     assert sum(block.kind == "optimizer_state" for block in training.pager.blocks) == 2
 
 
-class Averaging(Optimizer):
-    """Of a user's own: puts a new tensor in place of its state in every step."""
+class AdamW(Optimizer):
+    """Of a user's own, with the name of one that can be split: puts a new tensor in place of its state in every step."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -59,11 +59,11 @@ class Averaging(Optimizer):
 @pytest.mark.parametrize("budget", [None, 30 * SIZE, 8 * SIZE], ids=["no limit", "fits", "does not fit"])
 def test_an_optimizer_of_the_user_s_own(started: Start, budget: int | None, caplog: pytest.LogCaptureFixture) -> None:
     training = started(budget_bytes=budget)
-    optimizer = Averaging(training.parameters)
+    optimizer = AdamW(training.parameters)
     with caplog.at_level(logging.INFO, logger="teraio"):
         training.train(optimizer, 5)
-    assert caplog.messages == ["Averaging is updated as a whole: its update is not known to treat each parameter by itself"]
-    assert same(everything(optimizer), plain(5, make=Averaging))
+    assert caplog.messages == ["AdamW is updated as a whole: its update is not known to treat each parameter by itself"]
+    assert same(everything(optimizer), plain(5, make=AdamW))
     assert all(block.pins == 0 for block in training.pager.blocks)
     wholes = [[s.name for s in i.stages if s.phase == "optimizer"] for i in training.iterations]
     assert wholes[-1] == ([] if budget == 8 * SIZE else ["optimizer/whole"])
@@ -94,13 +94,13 @@ def test_on_a_gpu_a_whole_step_that_does_not_fit_is_refused(started: Start) -> N
 def test_a_whole_step_that_fails_holds_nothing(started: Start) -> None:
     training = started(budget_bytes=30 * SIZE)
 
-    class Failing(Averaging):
+    class Failing(AdamW):
         fail = True
 
         def step(self, closure: Any = None) -> None:
             if self.fail:
                 raise ArithmeticError
-            Averaging.step.__wrapped__(self)  # type: ignore[attr-defined]
+            AdamW.step.__wrapped__(self)  # type: ignore[attr-defined]
 
     optimizer = Failing(training.parameters)
     set_gradients(training.parameters, 0)
@@ -114,4 +114,4 @@ def test_a_whole_step_that_fails_holds_nothing(started: Start) -> None:
     optimizer.fail = False
     training.train(optimizer, 3)
     assert all(block.pins == 0 for block in training.pager.blocks)
-    assert same(everything(optimizer), plain(3, make=Averaging))
+    assert same(everything(optimizer), plain(3, make=AdamW))

@@ -38,19 +38,20 @@ class Loop:
     """A user's loop under `teraio`, with what it has seen. left: after each backward pass, who has a gradient."""
 
     overlap: bool
-    broken: bool = False
-    make: Callable[[nn.Module], Optimizer] = lambda module: torch.optim.AdamW(module.parameters(), lr=0.01)
+    make_module: Callable[[], Any] = Net
+    make: Callable[[Any], Optimizer | list[Optimizer]] = lambda module: torch.optim.AdamW(module.parameters(), lr=0.01)
     seen: list[Tensor] = field(default_factory=list)
     left: list[set[str]] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        training = begin(self.make_module, lambda module: [self.make(module)], self.options)
-        self.module, self.model, (self.optimizer,) = training.module, training.model, training.optimizers
+        training = begin(self.make_module, self._optimizers, self.options)
+        self.module, self.model, (self.optimizer, *self.others) = training.module, training.model, training.optimizers
         self.generator = torch.Generator().manual_seed(1)
 
-    def make_module(self) -> Any:
-        return Net(self.broken)
+    def _optimizers(self, module: nn.Module) -> list[Optimizer]:
+        made = self.make(module)
+        return made if isinstance(made, list) else [made]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -71,11 +72,13 @@ class Loop:
         self.left.append({name for name, p in self.module.named_parameters() if p.grad is not None})
 
     def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in (self.optimizer, *self.others):
+            optimizer.step()
+            optimizer.zero_grad()
 
     def everything(self) -> list[Tensor]:
-        return [*self.seen, *(p.detach().clone() for p in self.module.parameters()), *everything(self.optimizer).values()]
+        values = [p.detach().clone() for p in self.module.parameters()]
+        return [*self.seen, *values, *everything(self.optimizer, *self.others).values()]
 
 
 Step = Callable[[Loop, int], None]
