@@ -253,7 +253,7 @@ def test_a_file_that_is_cut_short(options: dict[str, Any], tmp_path: Path) -> No
     assert str(file) in str(raised.value)
 
 
-# -- the user's code; see also test_interruptions.py
+# -- the user's code; see also test_loops.py
 
 
 class Fault(Exception):
