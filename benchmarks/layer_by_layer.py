@@ -6,7 +6,7 @@ before those of the next one begin: a plan cannot express that a copy in has to 
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -122,5 +122,5 @@ def _initial(trace: Trace, moves: Sequence[Move]) -> Iterator[Placement]:
 
 
 if __name__ == "__main__":
-    with patch.object(REGISTRY, "new_run", partial(REGISTRY.new_run, new_pager=SubgroupAfterSubgroup)):
+    with patch.object(REGISTRY, "parts", replace(REGISTRY.parts, new_pager=SubgroupAfterSubgroup)):
         serve()

@@ -53,7 +53,7 @@ class GraphNeeds:
         largest = largest_of((name, size + unmoved_bytes) for each in self._needs for name, size in each.largest)
         floor = (largest[0][1], largest[0][0])
         smallest, stage = self._findings.floor = max(floor, self._findings.floor or floor)
-        budget = self._machine.budget_bytes
+        budget = self._machine.budgets.device
         if budget is not None and smallest > budget:
             raise BudgetError(
                 smallest_bytes=max(smallest, self._with_all(self._needs)),

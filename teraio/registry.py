@@ -6,7 +6,6 @@ torch.compile finds a backend by the name of a function, so one object for the w
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import threading
@@ -20,27 +19,28 @@ from planner.errors import TeraioError, UnsupportedError
 from runtime.device import MIN_MOVED_BYTES
 from runtime.paging import StorageOwnership, given_away
 from runtime.system import uninterrupted
-from teraio.machine import Machine, MeasuredPaths, divided_alone, divided_among
+from teraio.machine import Shared
 from teraio.optimizer import ProcessSteps, keep_masters
 from teraio.options import Options
-from teraio.ranks import only_first_rank_informs, open_group, rank_place
-from teraio.training_run import TrainingRun
+from teraio.ranks import RankGroup, only_first_rank_informs, open_group, rank_place
+from teraio.training_run import RunParts, TrainingRun
 from teraio.watching import IterationStats, Stats, Status, with_waiting
 
 logger = logging.getLogger("teraio")
 
+NewRun = Callable[[Options, torch.device, RunParts, Shared, RankGroup | None], TrainingRun]
+
 
 class Registry:
-    """Owns the training runs, and what they share: measured paths, and which mover owns which storage. Thread-safe.
+    """Owns the training runs, and what they share: parts, measured paths, and which mover owns which storage. Thread-safe.
 
-    open_machine, new_run: make a run and its machine. measured: paths of this machine, each measured once. Tests give others.
+    parts: of all runs to come. new_run: makes them. shared: what they share. Tests and captures give others.
     """
 
     def __init__(self) -> None:
-        self.open_machine: Callable[..., Machine] = Machine
-        self.new_run: Callable[..., TrainingRun] = TrainingRun
-        self.measured = MeasuredPaths()
-        self._ownership = StorageOwnership()
+        self.parts = RunParts()
+        self.new_run: NewRun = TrainingRun
+        self.shared = Shared()
         self._lock = threading.Lock()
         self._runs: dict[tuple[Options, torch.device], TrainingRun] = {}
         self._numbers = itertools.count()
@@ -53,38 +53,26 @@ class Registry:
     def run_for(self, options: Options, device: torch.device, parameters: Sequence[torch.Tensor] = ()) -> TrainingRun:
         """Return the run for these options. Models compiled with equal options share one run: one budget and one timeline.
 
-        Makes it the first time, which waits for measurements. Raises what `TrainingRun` raises.
+        Makes it the first time, which waits for measurements, and for the other ranks of this machine; see `teraio.ranks`. Raises
+        what `TrainingRun` raises.
         parameters: of the graph that is compiled. If another run manages all of them, the model is compiled again: that run ends,
         and this one takes over, which waits until all blocks of the other run are on the device.
         """
         with uninterrupted():
-            optimizers = self._end_others((options, device), parameters)
-            run = self._run_of(options, device)
+            key = (options, device)
+            optimizers = self._end_others(key, parameters)
+            with self._lock:
+                if key not in self._runs:
+                    _show_messages()
+                    ranks = open_group(options.local_ranks, timeout_seconds=options.rank_timeout)
+                    with ranks.failing_together() if ranks is not None else contextlib.nullcontext():
+                        self._runs[key] = self.new_run(options, device, self.parts, self.shared, ranks)
+                    self._runs[key].number, self._runs[key].on_iteration = next(self._numbers), self._tell
+                    for optimizer in self._optimizers:
+                        self._runs[key].manage_optimizer(optimizer)
+                run = self._runs[key]
             run.expect(optimizers)
             return run
-
-    def _run_of(self, options: Options, device: torch.device) -> TrainingRun:
-        with self._lock:
-            key = (options, device)
-            if key not in self._runs:
-                _show_messages()
-                self._runs[key] = self._new_run(options, device)
-                self._runs[key].number, self._runs[key].on_iteration = next(self._numbers), self._tell
-                for optimizer in self._optimizers:
-                    self._runs[key].manage_optimizer(optimizer)
-            return self._runs[key]
-
-    def _new_run(self, options: Options, device: torch.device) -> TrainingRun:
-        """Make a run. Several ranks of a machine divide it first and wait for each other; see `teraio.ranks`."""
-        parts: dict[str, object] = {"measured": self.measured, "ownership": self._ownership}
-        ranks = open_group(options.local_ranks, timeout_seconds=options.rank_timeout)
-        if ranks is None:
-            mine = divided_alone(options, device)
-            return self.new_run(mine, device, as_given=options, open_machine=functools.partial(self.open_machine, **parts))
-        with ranks.failing_together():
-            mine = divided_among(options, device, ranks)
-            open_machine = functools.partial(self.open_machine, **parts, ranks=ranks)
-            return self.new_run(mine, device, as_given=options, open_machine=open_machine, ranks=ranks)
 
     def _end_others(self, key: tuple[Options, torch.device], parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
         """End the runs under other options that manage all of `parameters`. Return the optimizers that they managed."""
@@ -117,8 +105,8 @@ class Registry:
         }
         given = {id(tensor) for tensor in given_away(list(new.values()))}
         for name, tensor in new.items():
-            if id(tensor) in given and not self._ownership.stays(tensor.untyped_storage()):
-                self._ownership.leave(tensor.untyped_storage())
+            if id(tensor) in given and not self.shared.ownership.stays(tensor.untyped_storage()):
+                self.shared.ownership.leave(tensor.untyped_storage())
                 logger.warning(
                     "the memory of %s was given away before the first compiled call (DLPack), so it stays where it is and never "
                     "moves; let go of what holds it before that call",
@@ -127,7 +115,7 @@ class Registry:
 
     def stays(self, storage: torch.UntypedStorage) -> bool:
         """Return whether no run may move the storage, since its memory was given away."""
-        return self._ownership.stays(storage)
+        return self.shared.ownership.stays(storage)
 
     def runs(self) -> tuple[TrainingRun, ...]:
         """Return all runs, in order of creation."""
@@ -233,7 +221,7 @@ class Registry:
                 runs = list(self._runs.values())
                 self._runs.clear()
             _close_all(runs)
-            self._ownership = StorageOwnership()  # what was given away may have come back
+            self.shared.ownership = StorageOwnership()  # what was given away may have come back
 
 
 def _close_all(runs: Iterable[TrainingRun], *, replaced: bool = False) -> None:

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from runtime.system import interruptible, uninterrupted
 from teraio.distributed import LibraryCalls, ShardedParameters, UpdateBroadcasts
 from teraio.following import IterationObserver
 from teraio.graph_needs import GraphNeeds
-from teraio.machine import Machine
+from teraio.machine import Machine, Shared, open_machine
 from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes, host_threads
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext, why_no_reruns
@@ -41,7 +42,7 @@ _STATUS = "status"
 _AT_WORK = threading.RLock()
 """One for the process: what PyTorch traces with is not safe for threads, and models share budgets and drives."""
 
-OpenMachine = Callable[[Options, torch.device], Machine]
+OpenMachine = Callable[[Options, torch.device, Shared, RankGroup | None], Machine]
 
 
 @contextlib.contextmanager
@@ -65,42 +66,44 @@ class _Ended(NamedTuple):
     compiled: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """What a training run is made of. Tests, benchmarks and captures give other parts.
+
+    open_machine, start_job, new_pager: make what the run has one of. first_phase: makes the phase in which it begins.
+    cut_policy: where graphs are cut into stages. speed_of: how fast a device is, for these cuts. codegen: compiles stages, in
+    place of the option. host_rates: rates of updates on the host, in place of measured ones. subgroup_bytes: size of optimizer
+    subgroups; None: that of the given plan, else what was measured decides.
+    """
+
+    open_machine: OpenMachine = open_machine
+    start_job: StartJob = PlanningJob
+    new_pager: Callable[..., Pager] = Pager
+    first_phase: Callable[[RunContext], Phase] = ProfilePhase
+    cut_policy: CutPolicy | None = None
+    speed_of: SpeedOf = speed_of
+    codegen: Codegen | None = None
+    host_rates: HostRates | None = None
+    subgroup_bytes: int | None = None
+
+
 class TrainingRun:
     """Everything that models compiled with the same options share: one machine, one pager with its budget, one recorder.
 
-    open_machine, start_job, new_pager: make the parts; tests and benchmarks give others. cut_policy: where graphs are cut into
-    stages. speed_of: how fast a device is, for these cuts. codegen: compiles stages, instead of what the option says.
-    host_rates: rates of updates on the host, instead of measured ones. subgroup_bytes: size of optimizer subgroups; default: that
-    of the given plan, else what was measured decides.
-    first_phase: makes the phase in which the run begins. ranks: those of this machine that train together, None if there is one.
-    as_given: the options before ranks divided the machine, by which plans are kept; default: `options`.
+    shared: by all runs of the process. ranks: those of this machine that train together, None if there is one.
     number: of this run in the process. on_iteration: is called with each iteration that has ended, in the training thread.
-    Raises PlanError if the plan file is damaged, UnsupportedError, StorageError, StorageFullError.
+    Raises PlanError if the plan file is damaged, OptionsError, UnsupportedError, StorageError, StorageFullError, RankError.
     """
 
     def __init__(
-        self,
-        options: Options,
-        device: torch.device,
-        *,
-        open_machine: OpenMachine = Machine,
-        start_job: StartJob = PlanningJob,
-        new_pager: Callable[..., Pager] = Pager,
-        cut_policy: CutPolicy | None = None,
-        speed_of: SpeedOf = speed_of,
-        codegen: Codegen | None = None,
-        host_rates: HostRates | None = None,
-        subgroup_bytes: int | None = None,
-        first_phase: Callable[[RunContext], Phase] = ProfilePhase,
-        ranks: RankGroup | None = None,
-        as_given: Options | None = None,
+        self, options: Options, device: torch.device, parts: RunParts, shared: Shared, ranks: RankGroup | None = None
     ) -> None:
         self._ranks, self._agreed = ranks, ranks is None
         given = planner.Plan.load(options.plan) if options.plan is not None else None
-        self._machine = machine = open_machine(options, device)
-        self._pager = new_pager(
+        self._machine = machine = parts.open_machine(options, device, shared, ranks)
+        self._pager = parts.new_pager(
             mover=machine.mover,
-            budget_bytes=machine.budget_bytes,
+            budget_bytes=machine.budgets.device,
             device=machine.device,
             busy_seconds=machine.busy_seconds,
         )
@@ -114,12 +117,13 @@ class TrainingRun:
             moves=lambda: self._pager.account.moves,
         )
         self.stage_compiler = StageCompiler(
-            codegen=codegen or options.codegen,
+            codegen=parts.codegen or options.codegen,
             mode=options.mode,
-            policy=cut_policy,
+            policy=parts.cut_policy,
             fuses=options.codegen != "eager",
-            speed_of=speed_of,
+            speed_of=parts.speed_of,
         )
+        subgroup_bytes = parts.subgroup_bytes
         if subgroup_bytes is None and given is not None:
             subgroup_bytes = given.subgroup_bytes  # the plan is for subgroups of this size
         subgroups = SubgroupSizes(machine.hardware, given_bytes=subgroup_bytes)
@@ -133,8 +137,8 @@ class TrainingRun:
             explained=self._needs.with_all_that_is_known,
         )
         self._sharded = ShardedParameters(self._pager, self._calls)
-        self._steps = self._optimizer_steps(options, subgroups, host_rates)
-        self._background = BackgroundPlanner(options, machine, self._pager, start_job=start_job, ranks=ranks)
+        self._steps = self._optimizer_steps(options, subgroups, parts.host_rates)
+        self._background = BackgroundPlanner(options, machine, self._pager, start_job=parts.start_job, ranks=ranks)
         self._border = IterationBorder()
         self._context = RunContext(
             options=options,
@@ -147,9 +151,9 @@ class TrainingRun:
             given=given,
             peaks=_peak_watch(machine),
             findings=self._findings,
-            warm=self._warm_start(as_given or options, device) if given is None else None,
+            warm=self._warm_start(options, device) if given is None else None,
         )
-        self._phase: Phase = first_phase(self._context)
+        self._phase: Phase = parts.first_phase(self._context)
         self.number = 0
         self.on_iteration: Callable[[IterationStats], None] = lambda stats: None
         self._history = History(machine, self._pager)
@@ -267,7 +271,7 @@ class TrainingRun:
     @property
     def is_limited(self) -> bool:
         """Whether it has a budget."""
-        return self._machine.budget_bytes is not None
+        return self._machine.budgets.device is not None
 
     def has_in_graph(self, parameter: torch.Tensor) -> bool:
         """Whether a compiled graph has this parameter: its memory is a block, or was one (`parameter.data = other`)."""
@@ -489,6 +493,6 @@ def _copy_rates(options: Options, machine: Machine) -> CopyRates | None:
 
 def _peak_watch(machine: Machine) -> PeakWatch | None:
     """Return a watch over the peaks of memory. None if there is no budget, or if memory is not measured in every run."""
-    if machine.measured_runs is not None or machine.memory is None or machine.budget_bytes is None:
+    if machine.measured_runs is not None or machine.memory is None or machine.budgets.device is None:
         return None
-    return PeakWatch(machine.memory, machine.budget_bytes)
+    return PeakWatch(machine.memory, machine.budgets.device)

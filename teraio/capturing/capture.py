@@ -29,12 +29,14 @@ from teraio.capturing.modelled_device import ModelledDevice
 from teraio.capturing.modelled_machine import DescribedHostRates, ModelledMachine
 from teraio.capturing.pretended_gpu import answering, pretended_gpu
 from teraio.capturing.training_of import Inputs, MakeOptimizer, training_of
+from teraio.machine import Shared
 from teraio.options import Options
 from teraio.phases import Phase, ProfilePhase
 from teraio.profiling import Profile
+from teraio.ranks import RankGroup
 from teraio.registry import REGISTRY
 from teraio.stages import Kernel, eager_codegen, kernels_of, peak_bytes, temporaries_of
-from teraio.training_run import TrainingRun
+from teraio.training_run import RunParts, TrainingRun
 
 Step = Callable[[], object]
 _MOST_STEPS = 12
@@ -62,19 +64,24 @@ class _Capture:
         self.executed: list[Sequence[Kernel]] = []
         """The kernels of each stage of a compiled graph that has run, in order."""
 
-    def new_run(self, options: Options, device: torch.device, **_: Any) -> TrainingRun:
+    def new_run(
+        self, options: Options, device: torch.device, parts: RunParts, shared: Shared, ranks: RankGroup | None
+    ) -> TrainingRun:
         """Return a run without a budget, whatever the options say, on the modelled machine."""
         if self._phases:
             raise UnsupportedError("the step compiles models with different options; a capture has one run: give all the same")
         return TrainingRun(
             Options(codegen=options.codegen, recompute=options.recompute, optimizer=options.optimizer, profile_iterations=1),
             device,
-            open_machine=lambda options, device: ModelledMachine(options, device, self._device, self._description),
-            speed_of=self._description.speed_of,
-            codegen=partial(self._codegen, fuses=options.codegen != "eager"),
-            host_rates=DescribedHostRates(self._description.hardware.host_update_elements_per_second),
-            subgroup_bytes=self._subgroup_bytes,
-            first_phase=self._first_phase,
+            RunParts(
+                open_machine=lambda *_: ModelledMachine.of(self._device, self._description.hardware),
+                speed_of=self._description.speed_of,
+                codegen=partial(self._codegen, fuses=options.codegen != "eager"),
+                host_rates=DescribedHostRates(self._description.hardware.host_update_elements_per_second),
+                subgroup_bytes=self._subgroup_bytes,
+                first_phase=self._first_phase,
+            ),
+            shared,
         )
 
     def _first_phase(self, context: Any) -> Phase:

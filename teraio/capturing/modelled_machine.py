@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
 import planner
-from teraio.capturing.hardware import MachineDescription
 from teraio.capturing.modelled_device import ModelledDevice, ResidentMover
-from teraio.machine import Machine, MachineTiers
+from teraio.machine import Machine, ResolvedBudgets
 from teraio.optimizer import HostRates, OptimizerFacts
-from teraio.options import Options
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledMachine(Machine):
     """The `Machine` of a description. It has lower tiers, but nothing moves to them: there is no budget."""
 
-    def __init__(self, options: Options, device: torch.device, modelled: ModelledDevice, description: MachineDescription) -> None:
-        self._description = description
-        tiers = MachineTiers(
-            name=description.hardware.name,
+    described: planner.Hardware
+
+    @classmethod
+    def of(cls, modelled: ModelledDevice, described: planner.Hardware) -> ModelledMachine:
+        return cls(
+            name=described.name,
             device=modelled,
-            device_memory_bytes=description.hardware.device_memory_bytes,
+            device_memory_bytes=described.device_memory_bytes,
+            budgets=ResolvedBudgets(),
             memory=modelled,
             mover=ResidentMover(),
             undo=ExitStack(),
+            described=described,
         )
-        super().__init__(options, device, open_tiers=lambda *_: tiers)
 
     def hardware(self) -> planner.Hardware:
-        return self._description.hardware
+        return self.described
 
 
 class DescribedHostRates(HostRates):

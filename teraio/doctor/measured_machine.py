@@ -13,7 +13,7 @@ import torch
 import planner
 from runtime.system import host_limits
 from teraio.capturing import GpuModel, MachineDescription
-from teraio.machine import Machine
+from teraio.machine import open_machine
 from teraio.options import Options
 
 _SECONDS = 0.5
@@ -63,7 +63,7 @@ def _hardware(storage: Sequence[Path], device: torch.device) -> planner.Hardware
         storage=tuple(storage),
         host_budget=min(int(free * _HOST_SHARE), _MOST_HOST_BYTES) >> 20 << 20,
     )
-    machine = Machine(options, device)
+    machine = open_machine(options, device)
     try:
         found = machine.hardware()
     finally:

@@ -1,16 +1,8 @@
 """The machine that a training run uses: its device, its lower tiers, the links between them, and its share of all of it."""
 
-from teraio.machine.division import divided_alone, divided_among
-from teraio.machine.machine import Machine
-from teraio.machine.reserve import Allocator, Reserve
-from teraio.machine.tiers import MachineTiers, MeasuredPaths
+from teraio.machine.budgets import ResolvedBudgets
+from teraio.machine.machine import Machine, Shared
+from teraio.machine.opening import open_machine
+from teraio.machine.reserve import Reserve
 
-__all__ = [
-    "Allocator",
-    "Machine",
-    "MachineTiers",
-    "MeasuredPaths",
-    "Reserve",
-    "divided_alone",
-    "divided_among",
-]
+__all__ = ["Machine", "Reserve", "ResolvedBudgets", "Shared", "open_machine"]

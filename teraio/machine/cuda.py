@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import psutil
 import torch
 
 import planner
@@ -15,14 +14,11 @@ from runtime.paging import CheckedMover, StorageOwnership, Tier, Tiers
 from runtime.storage import Extent, HostStore, Store
 from runtime.system import CudaPinner, pci_address, processors_near
 from runtime.transfer import Engine, LinkRates, TorchMemory
+from teraio.machine.budgets import ResolvedBudgets
+from teraio.machine.machine import Machine, OpenTier, Shared, io_threads, open_storage
 from teraio.machine.reserve import Reserve
-from teraio.machine.tiers import MachineTiers, MeasuredPaths, OpenTier, io_threads, open_storage
-from teraio.options import Options, Share
+from teraio.options import Options
 
-_RESERVE = 0.1
-"""Share of the available device memory that is left free if the options give no budget."""
-_HOST_SHARE = 0.5
-"""Share of the available main memory that becomes the host tier if the options give a budget but no lower tier."""
 _MEASURED_RUNS = 4
 """Runs of a stage in which its workspace is measured."""
 _PAGE_MIB = 16
@@ -39,51 +35,41 @@ _SPARE_SHARE = 32
 
 def open_cuda(
     options: Options,
+    budgets: ResolvedBudgets,
     device: torch.device,
-    measured: MeasuredPaths,
-    ownership: StorageOwnership,
+    shared: Shared,
     *,
     spare_bytes: int = _SPARE_BYTES,
     page_bytes: int = _PAGE_BYTES,
-) -> MachineTiers:
+) -> Machine:
     """Open the tiers that the options ask for. Raises UnsupportedError, StorageError, StorageFullError.
 
-    measured: is filled with what is measured here. ownership: shared by all movers of the process. spare_bytes: of the budget,
-    that plans do not use. page_bytes: unit in which PyTorch's allocator maps memory.
+    shared: is filled with what is measured here. spare_bytes: of the budget, that plans do not use. page_bytes: unit in which
+    PyTorch's allocator maps memory.
     """
-    host_bytes = options.host_budget
-    if options.memory_budget is not None and host_bytes is None and not options.storage:
-        host_bytes = int(psutil.virtual_memory().available * _HOST_SHARE)
     with ExitStack() as undo:
         streams = CudaStreams(device)
-        device = streams.device
-        budget = options.memory_budget
-        memory_bytes = torch.cuda.get_device_properties(device).total_memory
-        if isinstance(budget, Share):
-            budget = int(memory_bytes * budget.fraction)
-        if budget is None and (host_bytes is not None or options.storage):
-            free, _ = torch.cuda.mem_get_info(device)
-            budget = int((free + torch.cuda.memory_reserved(device)) * (1 - _RESERVE))
+        device, budget = streams.device, budgets.device
         if budget is not None:
             _grow_segments(undo)
-        store = _open_slab(host_bytes, device, undo) if host_bytes is not None else None
-        storage = _open_storage(options, device, measured, undo) if options.storage else None
+        store = _open_slab(budgets.host, device, undo) if budgets.host is not None else None
+        storage = _open_storage(options, budgets, device, shared, undo) if options.storage else None
         tiers: list[OpenTier] = [storage] if storage is not None else []
-        mover = _open_mover(streams, store, tiers, ownership, undo, poison=options.debug)
+        mover = _open_mover(streams, store, tiers, shared.ownership, undo, poison=options.debug)
         if store is not None and mover is not None:
             tiers.insert(0, _host_tier(streams, store, mover))
         if budget is not None:
             _limit(streams, budget, page_bytes, spare_bytes)
-        opened = MachineTiers(
+        opened = Machine(
             name=torch.cuda.get_device_name(device),
             device=streams,
-            device_memory_bytes=memory_bytes,
+            device_memory_bytes=torch.cuda.get_device_properties(device).total_memory,
+            budgets=budgets,
             memory=streams,
             measured_runs=_MEASURED_RUNS,
-            budget_bytes=budget,
             mover=CheckedMover(mover, mover.read) if mover is not None and options.debug else mover,
             tiers=tiers,
-            shared=_shared(tiers),
+            bus=_shared(tiers),
             allocator=streams,
             reserve=Reserve(streams, budget) if budget is not None else None,
             lift_limit=lambda: _lift_limit(streams),
@@ -170,11 +156,11 @@ def _open_slab(size_bytes: int, device: torch.device, undo: ExitStack) -> HostSt
     return store
 
 
-def _open_storage(options: Options, device: torch.device, measured: MeasuredPaths, undo: ExitStack) -> OpenTier:
+def _open_storage(options: Options, budgets: ResolvedBudgets, device: torch.device, shared: Shared, undo: ExitStack) -> OpenTier:
     candidates = cuda_candidates(
         options.storage,
         device,
-        budget_bytes=options.storage_budget,
+        budget_bytes=budgets.storage,
         checksums=options.checksums,
         forced=options.storage_path,
     )
@@ -183,7 +169,7 @@ def _open_storage(options: Options, device: torch.device, measured: MeasuredPath
         memory = TorchMemory(device, load=lambda: computing(device))
         return Engine(store, memory=memory, threads=io_threads(options), stuck_after_seconds=options.storage_timeout)
 
-    return open_storage(options, candidates, open_engine, str(device), measured, undo)
+    return open_storage(options, candidates, open_engine, str(device), shared, undo)
 
 
 def _shared(tiers: list[OpenTier]) -> tuple[planner.SharedRate, ...]:

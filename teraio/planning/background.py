@@ -72,7 +72,7 @@ class BackgroundPlanner:
         for block in self._pager.blocks:
             if block.kind == "optimizer_state" and block not in profile.ids and block.slot is not None and block.tier is not None:
                 taken[block.tier] += block.slot.size_bytes
-        host, storage = self._machine.host_bytes, self._options.storage_budget
+        host, storage = self._machine.host_bytes, self._machine.budgets.storage
         return planner.Budgets(
             device_bytes=self._pager.account.budget_bytes or 0,
             host_bytes=None if host is None else max(host - taken["host"], 0),

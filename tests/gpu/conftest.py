@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import os
@@ -81,7 +82,7 @@ def quick_measurements_on_a_made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 def cut_as_large_models_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow short stages. A stage of a large model takes about a millisecond; a GPU needs less for layers of a small model."""
     policy = CutPolicy(shortest_seconds=1e-6, max_stages=96)
-    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, cut_policy=policy))
+    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, cut_policy=policy))
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 
 import teraio
 from runtime.cuda import computing
-from teraio.machine import Machine
+from teraio.machine import open_machine
 from teraio.options import Options
 
 from .training import GPU_SCALE, Case, Perceptron, check_equal, needs_gpu, train
@@ -67,7 +67,7 @@ def page_bytes() -> int:
 
 def test_settings_of_the_user_survive(own_settings: str) -> None:
     for _ in range(2):
-        machine = Machine(Options(memory_budget=512 << 20, host_budget=16 << 20), DEVICE)
+        machine = open_machine(Options(memory_budget=512 << 20, host_budget=16 << 20), DEVICE)
         try:
             within = settings()
             assert page_bytes() == 16 << 20, "most blocks fill whole pages"
@@ -81,7 +81,7 @@ def test_settings_of_the_user_survive(own_settings: str) -> None:
 
 
 def test_pages_of_the_allocator_are_its_own_again() -> None:
-    Machine(Options(memory_budget=512 << 20, host_budget=16 << 20), DEVICE).close()
+    open_machine(Options(memory_budget=512 << 20, host_budget=16 << 20), DEVICE).close()
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         assert page_bytes() == 20 << 20

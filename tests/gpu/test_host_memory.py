@@ -17,7 +17,7 @@ from runtime.device import Lane
 from runtime.paging import Block, Pager, Tier, Tiers
 from runtime.storage import HostStore
 from runtime.system import CudaPinner
-from teraio.machine import Machine
+from teraio.machine import open_machine
 from teraio.options import Options
 
 from .training import needs_gpu
@@ -90,10 +90,10 @@ def test_an_update_waits_for_the_copies_of_its_slot(bench: Bench, left: str) -> 
 def test_scratch_memory_is_left_alone_by_the_copies_of_a_dead_block() -> None:
     """The slot of a block that has died is free before the copy has ended that writes to it."""
     options = Options(memory_budget=256 << 20, host_budget=64 << 20)
-    machine = Machine(options, DEVICE)
+    machine = open_machine(options, DEVICE)
     try:
         assert isinstance(machine.device, CudaStreams) and isinstance(machine.mover, StreamMover)
-        pager = Pager(mover=machine.mover, device=machine.device, budget_bytes=machine.budget_bytes)
+        pager = Pager(mover=machine.mover, device=machine.device, budget_bytes=machine.budgets.device)
         bench = Bench(machine.device, machine.mover, pager)
         with machine.device.region():
             pager.enter_region()

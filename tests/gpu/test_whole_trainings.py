@@ -5,8 +5,8 @@ The model is mostly weights and states, so that a processor computes it in no ti
 
 from __future__ import annotations
 
+import dataclasses
 import errno
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ pytestmark = needs_gpu
 @pytest.fixture(autouse=True)
 def planning_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of its own imports for seconds."""
-    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=InProcessJob))
+    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=InProcessJob))
 
 
 @pytest.fixture

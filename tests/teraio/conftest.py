@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ def _forget() -> None:
 def planning_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make plans in this process, except in tests with the mark `planning_process`: each process imports for seconds."""
     if request.node.get_closest_marker("planning_process") is None:
-        monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=InProcessJob))
+        monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=InProcessJob))
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +64,7 @@ def subgroups_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Fixes the size of subgroups, in bytes, which otherwise follows from what was measured."""
 
     def fix(size_bytes: int) -> None:
-        monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, subgroup_bytes=size_bytes))
+        monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, subgroup_bytes=size_bytes))
 
     return fix
 

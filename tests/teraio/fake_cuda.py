@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
+import dataclasses
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from runtime.cuda import CudaStreams, storage_paths
-from runtime.paging import StorageOwnership
 from runtime.system import CudaPinner
-from teraio.machine import Machine, MeasuredPaths
+from teraio.machine import Machine, Shared
 from teraio.machine import cuda as cuda_machine
-from teraio.machine.tiers import MachineTiers
+from teraio.machine.budgets import resolve_budgets, seen_by_ranks
 from teraio.options import Options
+from teraio.ranks import RankGroup
 from teraio.registry import REGISTRY
 
 CPU = torch.device("cpu")
@@ -86,6 +86,7 @@ class FakeCuda:
             "memory_stats": lambda device: {"num_alloc_retries": self.retries},
             "reset_peak_memory_stats": lambda device: None,
             "synchronize": lambda device=None: None,
+            "mem_get_info": lambda device: (TOTAL_BYTES, TOTAL_BYTES),
             "empty_cache": lambda: None,
             "set_sync_debug_mode": lambda mode: None,
         }.items():
@@ -108,8 +109,8 @@ class FakeCuda:
         monkeypatch.setattr(CudaPinner, "_cuda_unregister", lambda self_, address: None)
         monkeypatch.setattr(cuda_machine, "_grow_segments", lambda undo: None)
         monkeypatch.setattr(cuda_machine, "computing", self._computing)
-        monkeypatch.setattr(REGISTRY, "open_machine", functools.partial(Machine, open_tiers=open_tiers))
-        monkeypatch.setattr(REGISTRY, "measured", MeasuredPaths())  # the paths of main memory lead nowhere here
+        monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, open_machine=open_machine))
+        monkeypatch.setattr(REGISTRY, "shared", Shared())  # the paths of main memory lead nowhere here
 
     @contextlib.contextmanager
     def _stream(self, stream: Stream) -> Iterator[None]:
@@ -125,6 +126,7 @@ class FakeCuda:
         yield
 
 
-def open_tiers(options: Options, device: torch.device, measured: MeasuredPaths, ownership: StorageOwnership) -> MachineTiers:
-    """The tiers of the made-up GPU; what of a budget is kept free is scaled down with the models of the tests."""
-    return cuda_machine.open_cuda(options, CPU, measured, ownership, spare_bytes=MIB, page_bytes=MIB)
+def open_machine(options: Options, device: torch.device, shared: Shared, ranks: RankGroup | None) -> Machine:
+    """The machine of the made-up GPU; what of a budget is kept free is scaled down with the models of the tests."""
+    budgets = resolve_budgets(options, *seen_by_ranks(options, torch.device("cuda", 0), ranks))
+    return cuda_machine.open_cuda(options, budgets, CPU, shared, spare_bytes=MIB, page_bytes=MIB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import gc
@@ -104,7 +105,7 @@ def _serve(rank: int, count: int, store: str, connection: Connection, seconds: f
     torch.set_num_threads(1)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     os.environ |= {name: str(number) for name, number in place.items()}
-    REGISTRY.new_run = functools.partial(REGISTRY.new_run, start_job=InProcessJob)
+    REGISTRY.parts = dataclasses.replace(REGISTRY.parts, start_job=InProcessJob)
     phases._LONGEST = 1  # also on a busy machine: cases train for few steps
     Engine.measure = functools.partialmethod(Engine.measure, MIB)  # type: ignore[assignment]
     dist.init_process_group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 from collections import Counter
@@ -27,7 +28,7 @@ WATCHED = (StorageWeakRef, Block, StageRecord)
 def many_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """One stage for each layer, however small."""
     policy = CutPolicy(shortest_seconds=1e-9)
-    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, cut_policy=policy))
+    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, cut_policy=policy))
 
 
 def six_layers(tmp_path: Path, *, budget: int | None = 4 * MIB) -> Training:

@@ -15,6 +15,7 @@ import torch
 from planner import Hardware, Link, Plan, PlanError, SolverError, Trace
 from runtime.execution import StageRun
 from teraio import phases
+from teraio.machine import ResolvedBudgets
 from teraio.options import parse_options
 from teraio.phases import (
     ClosedPhase,
@@ -61,6 +62,7 @@ class Rig:
         mover = self.training.mover
         machine: Any = SimpleNamespace(
             host_bytes=None,
+            budgets=ResolvedBudgets(),
             hardware=hardware,
             moved_bytes=mover.moved_bytes,
             busy_seconds=mover.busy_seconds,

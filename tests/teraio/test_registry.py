@@ -10,25 +10,21 @@ import pytest
 import torch
 
 from planner import StorageError, UnsupportedError
-from runtime.paging import StorageOwnership
-from teraio.machine import MeasuredPaths
+from teraio.machine import Shared
 from teraio.options import Options
+from teraio.ranks import RankGroup
 from teraio.registry import Registry
+from teraio.training_run import RunParts
 
 CPU = torch.device("cpu")
-
-
-class Machine:
-    def __init__(self, *, measured: MeasuredPaths, ownership: StorageOwnership) -> None:
-        self.measured, self.ownership = measured, ownership
 
 
 class Run:
     """Stands for a training run."""
 
-    def __init__(self, options: Options, device: torch.device, *, open_machine: Any, as_given: Options) -> None:
+    def __init__(self, options: Options, device: torch.device, parts: RunParts, shared: Shared, ranks: RankGroup | None) -> None:
         self.options = options
-        self.machine: Machine = open_machine()
+        self.shared = shared
         self.unused = True
         self.plans = True
         self.managed: list[torch.optim.Optimizer] = []
@@ -61,24 +57,22 @@ class Run:
 @pytest.fixture
 def registry() -> Registry:
     made: Any = Registry()
-    made.open_machine, made.new_run = Machine, Run
+    made.new_run = Run
     return made
 
 
 def test_equal_options_share_a_run_and_all_runs_share_what_was_measured(registry: Registry) -> None:
     first, second = registry.run_for(Options(), CPU), registry.run_for(Options(checksums=True), CPU)
     assert registry.run_for(Options(), CPU) is first is not second and registry.runs() == (first, second)
-    machines: list[Any] = [run.machine for run in registry.runs()]
-    assert machines[0].measured is machines[1].measured is registry.measured
-    assert machines[0].ownership is machines[1].ownership
+    runs: list[Any] = list(registry.runs())
+    assert runs[0].shared is runs[1].shared is registry.shared
 
 
 def test_two_registries_share_nothing(registry: Registry) -> None:
     other: Any = Registry()
-    other.open_machine, other.new_run = Machine, Run
+    other.new_run = Run
     assert registry.run_for(Options(), CPU) is not other.run_for(Options(), CPU)
-    machines: list[Any] = [each.runs()[0].machine for each in (registry, other)]
-    assert machines[0].measured is not machines[1].measured and machines[0].ownership is not machines[1].ownership
+    assert registry.shared is not other.shared and registry.shared.ownership is not other.shared.ownership
 
 
 def test_optimizers_are_managed_by_later_runs_too(registry: Registry) -> None:
@@ -152,4 +146,4 @@ def test_after_a_reset_runs_are_made_again_from_what_is_measured_already(registr
     registry.reset()
     assert before.closed == [False] and registry.runs() == ()
     after: Any = registry.run_for(Options(), CPU)
-    assert after is not before and after.machine.measured is before.machine.measured
+    assert after is not before and after.shared is before.shared

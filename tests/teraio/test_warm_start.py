@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def test_a_second_start_follows_its_plan_from_the_second_iteration_on(
     """Its optimizer makes its states in the first one. A plan that fits no more is made again."""
     solver, folder = Solver(), tmp_path / "cache" / "teraio" / "plans"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=solver))
+    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=solver))
     options = {"memory_budget": 10 * MIB, "storage": tmp_path, "profile_iterations": 1, "replan": False}
     options |= {"plan_cache": "read-write"}
     wanted = start(None)[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import nn
 import planner
 import teraio
 from runtime.transfer import Engine, LinkRates
-from teraio.machine import Machine, MeasuredPaths
+from teraio.machine import Machine, Shared
 from teraio.planning import PlanningJob
 from teraio.registry import REGISTRY
 
@@ -80,20 +80,21 @@ def train(options: dict[str, Any], steps: int) -> tuple[list[torch.Tensor], list
     return [*losses, *training.finish().values()], [status for (status,) in training.progress]
 
 
-class SlowMachine(Machine):
-    """Reads of `SLOW_READ` by its own account: however busy the processor is, no stage is long enough to hide many of them."""
+BUSY_SECONDS = Machine.busy_seconds
 
-    def busy_seconds(self) -> dict[str, float]:
-        read = {link: size / SLOW_READ for link, size in self.moved_bytes().items() if link == "storage->device"}
-        return super().busy_seconds() | read
+
+def busy_seconds(machine: Machine) -> dict[str, float]:
+    """Of reads at `SLOW_READ`: however busy the processor is, no stage is long enough to hide many of them."""
+    read = {link: size / SLOW_READ for link, size in machine.moved_bytes().items() if link == "storage->device"}
+    return BUSY_SECONDS(machine) | read
 
 
 @pytest.fixture
 def slow_drive(monkeypatch: pytest.MonkeyPatch, subgroups_of: Callable[[int], None]) -> None:
     """Taken for one of 4 GB/s before training."""
     monkeypatch.setattr(Engine, "measure", lambda engine: RATES)
-    monkeypatch.setattr(REGISTRY, "measured", MeasuredPaths())
-    monkeypatch.setattr(REGISTRY, "open_machine", SlowMachine)
+    monkeypatch.setattr(REGISTRY, "shared", Shared())
+    monkeypatch.setattr(Machine, "busy_seconds", busy_seconds)
     subgroups_of(MIB)
 
 
@@ -108,7 +109,7 @@ def test_another_plan_takes_over(
     def start_job(trace: planner.Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> PlanningJob:
         return next(kinds)(trace, budgets, time_limit_seconds=time_limit_seconds)
 
-    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=start_job))
+    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=start_job))
     out = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
     with caplog.at_level(logging.INFO, logger="teraio"):
         values, progress = train({"memory_budget": budget, "storage": tmp_path, "profile_iterations": 1, **out}, steps)

@@ -17,11 +17,11 @@ from runtime.cuda import CudaStreams
 from runtime.device import DeviceMemoryError, Mark
 from runtime.execution import executor
 from runtime.transfer import Engine
-from teraio import registry
 from teraio.following import follower
 from teraio.profiling import recorder
+from teraio.registry import REGISTRY
 from teraio.stages.cut import CutPolicy
-from teraio.training_run import TrainingRun
+from teraio.training_run import RunParts
 
 from ...gpu.training import (
     STEPS,
@@ -63,7 +63,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """Scaled down with the models: what is measured, and how long a stage is."""
     monkeypatch.setattr(Engine, "measure", functools.partialmethod(Engine.measure, MIB))
     policy = CutPolicy(shortest_seconds=1e-6, max_stages=96)
-    monkeypatch.setattr(registry.REGISTRY, "new_run", functools.partial(TrainingRun, cut_policy=policy))
+    monkeypatch.setattr(REGISTRY, "parts", RunParts(cut_policy=policy))
     return FakeCuda(monkeypatch)
 
 
@@ -106,7 +106,7 @@ def test_the_same_bits_within_the_budget(tmp_path: Path, cuda: FakeCuda, case: C
     check_within(found, budget)
     if "host" in tiers:
         assert found.progress[-1].moved_bytes["device->host"] > 0
-    assert registry.REGISTRY.runs() == ()
+    assert REGISTRY.runs() == ()
     assert set(cuda.limits[1::2]) == {(budget - MIB) / TOTAL_BYTES}, "in regions"
     assert set(cuda.limits[::2]) == {1.0}, "user code, and the end, may take more"
 

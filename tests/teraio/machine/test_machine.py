@@ -11,8 +11,7 @@ import torch
 from planner import OptionsError, StorageError, StorageFullError, UnsupportedError
 from runtime.system import HostLimit
 from runtime.transfer import Engine, LinkRates
-from teraio.machine.machine import Machine
-from teraio.machine.tiers import MeasuredPaths
+from teraio.machine import Machine, Shared, open_machine
 from teraio.options import parse_options
 
 CPU = torch.device("cpu")
@@ -49,8 +48,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Measured]:
     yield found
 
 
-def machine(folder: Path, paths: MeasuredPaths | None = None, **options: object) -> Machine:
-    return Machine(parse_options({"storage": folder, "memory_budget": "1GiB", **options}), CPU, measured=paths)
+def machine(folder: Path, shared: Shared | None = None, **options: object) -> Machine:
+    return open_machine(parse_options({"storage": folder, "memory_budget": "1GiB", **options}), CPU, shared)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_what_the_host_tier_holds_needs_no_room_on_the_drives(tmp_path: Path) ->
 
 
 def test_a_host_tier_alone_refuses_more_than_it_holds() -> None:
-    opened = Machine(parse_options({"host_budget": "64MiB", "memory_budget": "1GiB"}), CPU)
+    opened = open_machine(parse_options({"host_budget": "64MiB", "memory_budget": "1GiB"}), CPU)
     try:
         opened.ensure_room(64 << 20)
         with pytest.raises(StorageFullError, match="the host_budget allows 67,108,864; raise host_budget, or give storage"):
@@ -115,7 +114,7 @@ def test_more_host_memory_than_the_machine_has_is_refused_and_nothing_stays(tmp_
 
 def test_other_devices_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="devices of type 'meta'; train on cpu or cuda"):
-        Machine(parse_options({}), torch.device("meta"))
+        open_machine(parse_options({}), torch.device("meta"))
 
 
 @pytest.mark.parametrize(("option", "path"), [("auto", "posix"), ("posix", "posix"), ("buffered", "buffered")])
@@ -134,44 +133,44 @@ def test_ways_of_gpus_are_refused_on_cpu(tmp_path: Path, option: str) -> None:
 
 
 def test_links_are_measured_once_for_the_same_drives_and_options(tmp_path: Path, measured: Measured) -> None:
-    folders, paths = [tmp_path / name for name in "ab"], MeasuredPaths()
+    folders, shared = [tmp_path / name for name in "ab"], Shared()
     for folder in folders:
         folder.mkdir()
-        machine(folder, paths).close()
+        machine(folder, shared).close()
     assert measured.times == 1
-    machine(folders[0], paths, checksums=True).close()
+    machine(folders[0], shared, checksums=True).close()
     assert measured.times == 2
-    machine(folders[0], paths, storage_path="buffered").close()
+    machine(folders[0], shared, storage_path="buffered").close()
     assert measured.times == 3
 
 
 def test_the_host_tier_is_measured_once(measured: Measured) -> None:
-    options, paths = parse_options({"host_budget": "64MiB", "memory_budget": "1GiB"}), MeasuredPaths()
+    options, shared = parse_options({"host_budget": "64MiB", "memory_budget": "1GiB"}), Shared()
     for _ in range(2):
-        Machine(options, CPU, measured=paths).close()
-    assert measured.times == 1 and paths.host == measured.rates
+        open_machine(options, CPU, shared).close()
+    assert measured.times == 1 and shared.host == measured.rates
 
 
 def test_a_directory_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
     options = parse_options({"storage": tmp_path, "memory_budget": "1GiB"})
     tmp_path.rmdir()
     with pytest.raises(StorageError, match="does not exist; create it"):
-        Machine(options, CPU)
+        open_machine(options, CPU)
 
 
 def test_a_share_is_of_what_the_process_has_and_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = psutil.Process().memory_info().rss
     limits = [HostLimit(what="", available_bytes=available, remedy="") for available in (1 << 40, 2 << 30)]
-    monkeypatch.setattr("teraio.machine.cpu.host_limits", lambda: limits)
+    monkeypatch.setattr("teraio.machine.budgets.host_limits", lambda: limits)
     shares = [machine(tmp_path, memory_budget=text) for text in ("100%", "50%")]
-    whole, half = (each.budget_bytes or 0 for each in shares)
+    whole, half = (each.budgets.device or 0 for each in shares)
     assert (2 << 30) + held / 2 < whole and 0.4 < half / whole < 0.6
     rest = machine(tmp_path, memory_budget=None)
-    assert rest.budget_bytes == int((2 << 30) * 0.9)
+    assert rest.budgets.device == int((2 << 30) * 0.9)
     for each in (*shares, rest):
         each.close()
 
 
 def test_a_budget_without_a_lower_tier_is_refused() -> None:
     with pytest.raises(OptionsError, match="there is no lower tier, .* give storage .*, host_budget"):
-        Machine(parse_options({"memory_budget": "1GiB"}), CPU)
+        open_machine(parse_options({"memory_budget": "1GiB"}), CPU)

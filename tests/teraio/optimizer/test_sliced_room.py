@@ -13,6 +13,7 @@ from torch import nn
 from planner.errors import BudgetError, StorageFullError, StorageIOError
 from runtime.paging import State
 from runtime.storage import HostStore, align_up
+from teraio.machine import ResolvedBudgets
 from teraio.optimizer.slices import SlicedUpdate
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner
@@ -147,8 +148,8 @@ def test_the_trace_has_no_states_that_stay_away(started_tiered: StartTiered) -> 
     assert 0 < stage.workspace_bytes < LARGE / 4 and stage.duration_seconds > 0
     (subgroup,) = [each for each in trace.subgroups if each.stage == stage.id]
     assert subgroup.elements == LARGE // 4 and len(subgroup.blocks) == 2
-    machine = SimpleNamespace(host_bytes=None)
-    background = BackgroundPlanner(Options(storage_budget=100 * MIB), machine, training.pager)  # type: ignore[arg-type]
+    machine = SimpleNamespace(host_bytes=None, budgets=ResolvedBudgets(storage=100 * MIB))
+    background = BackgroundPlanner(Options(), machine, training.pager)  # type: ignore[arg-type]
     assert background.budgets(profile).storage_bytes == 100 * MIB - 2 * align_up(LARGE)
 
 

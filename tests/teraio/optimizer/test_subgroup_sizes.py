@@ -20,10 +20,11 @@ from planner.subgroup_size import UNMEASURED_BYTES
 from runtime.device import CpuDevice, Device, WallMark
 from runtime.paging import Pager
 from teraio import training_run
+from teraio.machine import Shared
 from teraio.optimizer import OptimizerFacts
 from teraio.optimizer.subgroup_sizes import MIN_SUBGROUP_BYTES, SubgroupSizes, subgroup_seconds
 from teraio.options import parse_options
-from teraio.training_run import TrainingRun
+from teraio.training_run import RunParts, TrainingRun
 
 from ..parity.optimizers import MIB, Case, budgeted, one, train, unmanaged
 from .managed_training import Start
@@ -270,7 +271,7 @@ def test_a_damaged_plan_is_refused_before_anything_is_opened(tmp_path: Path) -> 
     storage.mkdir()
     options = parse_options({"plan": path, "memory_budget": 64 * MIB, "storage": storage})
     with pytest.raises(planner.PlanError, match="plan.json"):
-        TrainingRun(options, torch.device("cpu"))
+        TrainingRun(options, torch.device("cpu"), RunParts(), Shared())
     assert not list(storage.iterdir())
 
 

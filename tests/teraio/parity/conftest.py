@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -21,7 +21,7 @@ def on_one_thread(one_compute_thread: None) -> None:
 def fine_and_quick(monkeypatch: pytest.MonkeyPatch, quick_links: None) -> None:
     """Graphs are cut wherever they can be, so that small budgets do."""
     policy = CutPolicy(shortest_seconds=1e-9)
-    monkeypatch.setattr(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, cut_policy=policy))
+    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, cut_policy=policy))
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ def reference(case: Case, folder: Path) -> Result:
     """As `unmanaged`, but trained only once in this process for equal cases. Other steps than `plain` may use the folder."""
     if case.step is not plain:
         return unmanaged(case, folder)
-    policy = getattr(REGISTRY.new_run, "keywords", {}).get("cut_policy")  # of the fixtures: other stages have another peak
+    policy = REGISTRY.parts.cut_policy  # of the fixtures: other stages have another peak
     return _kept(replace(case, planned=False), policy, torch.get_num_threads())
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import shutil
@@ -316,7 +317,7 @@ class NoPlan(InProcessJob):
 
 
 def test_a_solver_that_fails(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setitem(REGISTRY.new_run.keywords, "start_job", NoPlan)  # type: ignore[attr-defined]
+    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=NoPlan))
     training = start(options)
     train(training, 0, 8)
     assert teraio.status()[0].phase == "demand"

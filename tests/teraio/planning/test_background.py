@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from planner import Budgets, SolverError
+from teraio.machine import ResolvedBudgets
 from teraio.options import parse_options
 from teraio.planning import BackgroundPlanner
 from teraio.profiling import Profile
@@ -21,14 +22,14 @@ BUDGETS = Budgets(device_bytes=1)
 class Rig:
     """An owner over jobs that end at once, or when a test says so."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, host_bytes: int | None = None, **options: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, host: int | None = None, storage: int | None = None) -> None:
         self.training = VirtualTraining(monkeypatch)
         self.profile: Profile = self.training.profile()
         self.trace = self.profile.trace
         self.plan = plan_for(self.trace, (6, 6))
         self.jobs = InstantJobs()
-        machine: Any = SimpleNamespace(host_bytes=host_bytes)
-        self.background = BackgroundPlanner(parse_options(options), machine, self.training.pager, start_job=self.jobs)
+        machine: Any = SimpleNamespace(host_bytes=host, budgets=ResolvedBudgets(storage=storage))
+        self.background = BackgroundPlanner(parse_options({}), machine, self.training.pager, start_job=self.jobs)
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_there_is_one_job_at_a_time(rig: Rig) -> None:
 
 
 def test_budgets_leave_out_states_that_always_stay_in_a_lower_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch, host_bytes=1000, storage_budget=50)
+    rig = Rig(monkeypatch, host=1000, storage=50)
     device_bytes = STAGES * rig.trace.blocks[0].size_bytes
     assert rig.background.budgets(rig.profile) == Budgets(device_bytes=device_bytes, host_bytes=1000, storage_bytes=50)
     for weight, tier in zip(rig.training.weights, ("host", "host", "storage"), strict=False):

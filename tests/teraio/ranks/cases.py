@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -19,7 +20,8 @@ import torch.distributed as dist
 
 import teraio
 from planner import Budgets, Trace
-from teraio.machine import Machine
+from teraio.machine import Machine, Shared, open_machine
+from teraio.options import Options
 from teraio.ranks import RankGroup
 from teraio.registry import REGISTRY
 
@@ -111,11 +113,11 @@ def trained(options: list[dict[str, Any]], steps: int = 14, pause: tuple[float, 
         return InProcessJob(trace, budgets, time_limit_seconds=time_limit_seconds)
 
     rank = dist.get_rank()
-    with mock.patch.object(REGISTRY, "new_run", functools.partial(REGISTRY.new_run, start_job=start_job)):
+    with mock.patch.object(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=start_job)):
         train(steps, pause=pause[rank], **{"replan": False, **options[rank]})
     (run,) = REGISTRY.runs()
     machine = run._machine
-    (tier,) = (each.tier for each in machine._opened.tiers)
+    (tier,) = (each.tier for each in machine.tiers)
     found = {
         "status": json.loads(run.status().as_text()),
         "made": len(made),
@@ -157,11 +159,11 @@ def killed(options: list[dict[str, Any]]) -> Answer:
     rank = dist.get_rank()
     if rank == 1:
 
-        def open_and_die(*arguments: Any, ranks: RankGroup, **parts: Any) -> Machine:
-            Machine(*arguments, **parts)
+        def open_and_die(options: Options, device: torch.device, shared: Shared, ranks: RankGroup | None) -> Machine:
+            open_machine(options, device, shared)
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError
 
-        REGISTRY.open_machine = open_and_die
+        REGISTRY.parts = dataclasses.replace(REGISTRY.parts, open_machine=open_and_die)
     train(2, together=False, **options[rank])
     return {}
