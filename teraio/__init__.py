@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     import planner
+    from teraio.registry import Registry
 
 for _part in ("planner", "runtime"):
     _spec = find_spec(_part)  # does not run the module: it may be another one of the same name
@@ -77,7 +78,10 @@ __all__ = [
 ]
 
 
-# The functions import the registry when they are called: the command line must start without torch.
+def _registry() -> Registry:
+    from teraio.registry import REGISTRY  # when it is needed: the command line must start without torch
+
+    return REGISTRY
 
 
 def compile(
@@ -93,8 +97,10 @@ def compile(
     BudgetError and StorageFullError. Raises OptionsError.
     """
     from teraio.backend import compile_in_place
+    from teraio.options import parse_options
 
-    return compile_in_place(model, options, dynamic=dynamic, fullgraph=fullgraph)
+    checked = parse_options(options)  # here, so that an error shows the line of the mistake
+    return compile_in_place(model, checked, dynamic=dynamic, fullgraph=fullgraph)
 
 
 def capture(
@@ -147,9 +153,7 @@ def capture(
 
 def status() -> tuple[Status, ...]:
     """Return what every training run of this process is doing, in order of creation. Never waits for copies or plans."""
-    from teraio import registry
-
-    return registry.REGISTRY.status()
+    return _registry().status()
 
 
 def node_status() -> dict[int, tuple[Status, ...]]:
@@ -159,9 +163,7 @@ def node_status() -> dict[int, tuple[Status, ...]]:
     rank is there if it is the only one, or if there was no process group of torch.distributed at the first compiled call. Raises
     RankError if the store through which ranks talk is gone.
     """
-    from teraio import registry
-
-    return registry.REGISTRY.node_status()
+    return _registry().node_status()
 
 
 def stats(model: torch.nn.Module) -> Stats:
@@ -169,9 +171,7 @@ def stats(model: torch.nn.Module) -> Stats:
 
     model: compiled or not. Raises UnsupportedError if no run manages its parameters, as before the first step.
     """
-    from teraio import registry
-
-    return registry.REGISTRY.stats(model)
+    return _registry().stats(model)
 
 
 def on_iteration(watcher: Callable[[IterationStats], None]) -> Callable[[], None]:
@@ -180,9 +180,7 @@ def on_iteration(watcher: Callable[[IterationStats], None]) -> Callable[[], None
     watcher: such as `teraio.CsvWriter("run.csv")`. Training waits for it, and what it raises, the training loop raises. On a GPU
     it is called one iteration late, when the times are known.
     """
-    from teraio import registry
-
-    return registry.REGISTRY.on_iteration(watcher)
+    return _registry().on_iteration(watcher)
 
 
 def step_done() -> None:
@@ -191,9 +189,7 @@ def step_done() -> None:
     Call it after each update, from the first one on. From the first call on, nothing else ends iterations. On a GPU it may wait
     until the device has finished the iteration before.
     """
-    from teraio import registry
-
-    registry.REGISTRY.step_done()
+    _registry().step_done()
 
 
 def wait_for_plan(timeout_seconds: float | None = None) -> bool:
@@ -201,9 +197,7 @@ def wait_for_plan(timeout_seconds: float | None = None) -> bool:
 
     The plan takes over at the end of the iteration.
     """
-    from teraio import registry
-
-    return registry.REGISTRY.wait_for_plan(timeout_seconds)
+    return _registry().wait_for_plan(timeout_seconds)
 
 
 def on_device(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
@@ -213,9 +207,7 @@ def on_device(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     tensor that waits on a drive raises an error. Give few tensors at once: together they must fit the budget, else BudgetError
     is raised. Waits until the tensors are on the device.
     """
-    from teraio import registry
-
-    return registry.REGISTRY.on_device(tensors)
+    return _registry().on_device(tensors)
 
 
 def manage_optimizer(optimizer: torch.optim.Optimizer, *, master_weights: bool = False) -> None:
@@ -237,9 +229,7 @@ def manage_optimizer(optimizer: torch.optim.Optimizer, *, master_weights: bool =
     Raises UnsupportedError if it is no `torch.optim.Optimizer`. With `master_weights`, also if the optimizer cannot be updated
     subgroup by subgroup; a later step raises it if the optimizer has other step hooks than teraio's.
     """
-    from teraio import registry
-
-    registry.REGISTRY.manage_optimizer(optimizer, master_weights=master_weights)
+    _registry().manage_optimizer(optimizer, master_weights=master_weights)
 
 
 def reset() -> None:
@@ -247,6 +237,4 @@ def reset() -> None:
 
     Compiled models must be compiled again (`torch._dynamo.reset()`) before they train on.
     """
-    from teraio import registry
-
-    registry.REGISTRY.reset()
+    _registry().reset()

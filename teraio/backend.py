@@ -47,7 +47,11 @@ def teraio(
     schedule can satisfy the budget) or StorageFullError (the spill files would not fit). An error that the backend itself raised
     would reach the user inside an error of Dynamo, or not at all.
     """
-    return _compile_or_refuse(gm, example_inputs, lambda: parse_options({"mode": mode} if options is None else options))
+    try:
+        parsed = parse_options({"mode": mode} if options is None else options)
+    except TeraioError as error:
+        return _refused(error, gm, _describe_inputs(gm, example_inputs))
+    return Backend(parsed)(gm, example_inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +62,25 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a captured graph, as `teraio` does."""
-        return _compile_or_refuse(gm, example_inputs, lambda: self.options)
+        inputs = _describe_inputs(gm, example_inputs)
+        parameters = _parameters(inputs, example_inputs)
+        try:
+            registry.REGISTRY.refuse_again()
+            with one_thread():
+                run = registry.REGISTRY.run_for(self.options, _device(example_inputs), tuple(parameters.values()))
+                with run.agreeing():
+                    return _compile_for(run, self.options, gm, example_inputs, inputs, parameters)
+        except TeraioError as error:
+            return _refused(error, gm, inputs)
 
 
-def compile_in_place(model: _Compiled, options: Mapping[str, Any], *, dynamic: bool | None, fullgraph: bool) -> _Compiled:
-    """Compile a module in place and return it; return the compiled function if it is no module. Raises OptionsError.
+def compile_in_place(model: _Compiled, options: Options, *, dynamic: bool | None, fullgraph: bool) -> _Compiled:
+    """Compile a module in place and return it; return the compiled function if it is no module.
 
     `torch.nn.Module.compile` would compile nothing of a module whose `forward` is PyTorch's own, such as `torch.nn.Sequential`:
     Dynamo skips such a frame, unless a frame of another file calls it.
     """
-    backend = Backend(parse_options(options))  # parsed here, so that an error shows the line of the mistake
-    given: dict[str, Any] = {"backend": backend, "dynamic": dynamic, "fullgraph": fullgraph}
+    given: dict[str, Any] = {"backend": Backend(options), "dynamic": dynamic, "fullgraph": fullgraph}
     if not isinstance(model, torch.nn.Module):
         return cast(_Compiled, torch.compile(model, **given))
 
@@ -114,16 +126,11 @@ def _with_code_of_its_own(function: Callable[..., Any]) -> FunctionType:
     return fresh
 
 
-def _compile_or_refuse(gm: GraphModule, example_inputs: Sequence[Any], options: Callable[[], Options]) -> Callable[..., Any]:
-    try:
-        registry.REGISTRY.refuse_again()
-        with one_thread():
-            return _compile_graphs(gm, example_inputs, options())
-    except TeraioError as error:
-        registry.REGISTRY.forget_unused()
-        kept = error.without_traceback()
-        registry.REGISTRY.note_refusal(kept)
-        return _raiser(kept, gm, [kind for _, kind in _describe_inputs(gm, example_inputs)])
+def _refused(error: TeraioError, gm: GraphModule, inputs: Sequence[tuple[str, Kind]]) -> Callable[..., Any]:
+    registry.REGISTRY.forget_unused()
+    kept = error.without_traceback()
+    registry.REGISTRY.note_refusal(kept)
+    return _raiser(kept, gm, [kind for _, kind in inputs])
 
 
 def _raiser(error: TeraioError, gm: GraphModule, kinds: Sequence[Kind]) -> Callable[..., Any]:
@@ -152,14 +159,6 @@ def _with_immovable(error: BudgetError, arguments: Sequence[Any], kinds: Sequenc
         if storage.is_shared() or not storage.resizable() or kind == "activation" or registry.REGISTRY.stays(storage)
     }
     return error.asking_for(error.smallest_bytes + sum(storages.values()), not_counted=error.not_counted)
-
-
-def _compile_graphs(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    inputs = _describe_inputs(gm, example_inputs)
-    parameters = _parameters(inputs, example_inputs)
-    run = registry.REGISTRY.run_for(options, _device(example_inputs), tuple(parameters.values()))
-    with run.agreeing():
-        return _compile_for(run, options, gm, example_inputs, inputs, parameters)
 
 
 def _compile_for(

@@ -246,21 +246,20 @@ def parse_options(given: Mapping[str, Any] | None) -> Options:
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    for name in given:
+    """Return the values of the options that are given, checked."""
+    checked = {}
+    for name, value in given.items():
         if name in _REMOVED:
             raise OptionsError(f"option {name} was removed: {_REMOVED[name]}; leave it out")
         if name not in kinds():
             raise OptionsError(f"unknown option {short_repr(name)}; valid options are {', '.join(sorted(kinds()))}")
-    return {name: _value(name, value) for name, value in given.items() if value is not None}
-
-
-def _value(name: str, value: Any) -> Any:
-    """Return the value of one option, checked."""
-    try:
-        return kinds()[name].check(name, value)
-    except (ArithmeticError, OSError, RuntimeError, TypeError, ValueError) as error:  # no such user, a name that is too long
-        why = getattr(error, "strerror", None) or error
-        raise OptionsError(f"option {name}: found {short_repr(value)}: {printable(str(why), most=100)}") from error
+        try:
+            if value is not None:
+                checked[name] = kinds()[name].check(name, value)
+        except (ArithmeticError, OSError, RuntimeError, TypeError, ValueError) as error:  # no such user, a name that is too long
+            why = getattr(error, "strerror", None) or error
+            raise OptionsError(f"option {name}: found {short_repr(value)}: {printable(str(why), most=100)}") from error
+    return checked
 
 
 def variable_of(option: str) -> str:
