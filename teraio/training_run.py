@@ -30,7 +30,7 @@ from teraio.optimizer import HostRates, OptimizerSteps, SubgroupSizes, host_thre
 from teraio.options import Options
 from teraio.phases import ClosedPhase, Findings, Phase, ProfilePhase, RunContext, why_no_reruns
 from teraio.planning import BackgroundPlanner, PlanCache, PlanningJob, StartJob, WarmStart
-from teraio.profiling import Iteration, IterationBorder, LargestSizes, PeakWatch, RerunRecord
+from teraio.profiling import Iteration, IterationBorder, LargestSizes, PeakWatch
 from teraio.ranks import RankGroup
 from teraio.stages import Codegen, CutPolicy, SpeedOf, StageCompiler, speed_of
 from teraio.watching import History, IterationStats, Stats, Status
@@ -159,12 +159,8 @@ class TrainingRun:
         self._history = History(machine, self._pager)
         self._sizes = LargestSizes()
         self._stages = 0
-        self._finished = 0
         self._compiled_now = True
         self._ended: _Ended | None = None
-        self._late_seconds = self._recompute_seconds = 0.0
-        self._reruns: Sequence[RerunRecord] = ()
-        self._collective_seconds: dict[str, float] = {}
         self._replaced = False
 
     def _warm_start(self, options: Options, device: torch.device) -> WarmStart | None:
@@ -318,13 +314,9 @@ class TrainingRun:
             ended, self._ended = self._ended, ended
         if ended is not None:
             ended.iteration.read_times()
-            self._finished += 1
-            self._reruns = tuple(ended.iteration.reruns)
-            if ended.iteration.timed:
-                self._late_seconds = ended.iteration.waited_seconds
-                self._recompute_seconds = sum(rerun.seconds for rerun in ended.iteration.reruns)
-                self._collective_seconds = ended.iteration.collective_seconds
-            stats = self._stats_of(ended.iteration)
+            follower = self._phase.follower
+            predicted = follower.predicted_seconds if follower is not None else None
+            stats = self._history.note(ended.iteration, self._phase.name, predicted, run=self.number)
             self._phase = self._phase.iteration_ended(ended.iteration, compiled=ended.compiled)
             self._tell_status()
             with interruptible():
@@ -350,17 +342,12 @@ class TrainingRun:
         """The ranks of this machine; none if this is the only one, or if they do not hear of each other."""
         return () if self._ranks is None else self._ranks.ranks
 
-    def _stats_of(self, iteration: Iteration) -> IterationStats:
-        follower = self._phase.follower
-        predicted = follower.predicted_seconds if follower is not None else None
-        return self._history.note(iteration, self._phase.name, predicted, run=self.number, number=self._finished - 1)
-
     # -- from outside
 
     @property
     def unused(self) -> bool:
         """True as long as nothing has run."""
-        return self._finished == 0 and not self._pager.blocks
+        return self._history.finished == 0 and not self._pager.blocks
 
     def manage_optimizer(self, optimizer: Optimizer) -> None:
         """Manage its steps and states, whatever the option optimizer says. Waits while states are copied."""
@@ -385,7 +372,7 @@ class TrainingRun:
 
     def status(self) -> Status:
         """Return a snapshot. Never waits. For any thread."""
-        phase, found, reruns, allocator = self._phase, self._findings, self._reruns, self._machine.allocator
+        phase, found, history, allocator = self._phase, self._findings, self._history, self._machine.allocator
         follower = phase.follower
         drift = follower.drift if follower is not None else None
         trace = found.profile.trace if found.profile is not None else None
@@ -393,8 +380,8 @@ class TrainingRun:
             trace = follower.trace
         return Status(
             phase=phase.name,
-            waiting_for=(None if self._finished else self._border.waiting_for) or phase.waiting_for,
-            iterations=self._finished,
+            waiting_for=(None if history.finished else self._border.waiting_for) or phase.waiting_for,
+            iterations=history.finished,
             device_budget_bytes=self._pager.account.budget_bytes,
             device_peak_bytes=self._pager.account.peak_bytes,
             movable_bytes=self._pager.size_bytes(movable=True),
@@ -408,11 +395,11 @@ class TrainingRun:
             floor_bytes=found.floor[0] if found.floor is not None else None,
             deviations=self._observer.plan.deviations,
             drift=drift.iteration if drift is not None else None,
-            late_seconds=self._late_seconds,
-            recomputed_stages=len(reruns),
-            recomputed_bytes=sum(rerun.made_bytes for rerun in reruns),
-            recompute_seconds=self._recompute_seconds,
-            collective_seconds=self._collective_seconds,
+            late_seconds=history.waited_seconds,
+            recomputed_stages=len(history.reruns),
+            recomputed_bytes=sum(rerun.made_bytes for rerun in history.reruns),
+            recompute_seconds=history.recompute_seconds,
+            collective_seconds=history.collective_seconds,
             waited_for_ranks_seconds=None,
             reserved_bytes=allocator.reserved_bytes if allocator is not None else None,
             allocator_retries=allocator.retries if allocator is not None else None,
@@ -464,13 +451,13 @@ class TrainingRun:
         self._machine.lift_limit()
         try:
             with self._machine.device.region():
-                self._make_dropped_anew()
+                self._recompute_dropped()
                 self._pager.bring_back_all()
         finally:
             self._machine.close()
 
-    def _make_dropped_anew(self) -> None:
-        """Make anew what a backward pass that is still due will read: it runs unmanaged."""
+    def _recompute_dropped(self) -> None:
+        """Recompute what a backward pass that is still due will read: it runs unmanaged."""
         self._pager.account.budget_bytes = None
         reruns = Reruns(self._pager, self._observer, self._meter)
         for block in self._pager.blocks:

@@ -19,7 +19,7 @@ from planner.errors import FileFormatError
 if TYPE_CHECKING:  # `import teraio` must not import torch
     from runtime.paging import Pager
     from teraio.machine import Machine
-    from teraio.profiling import Iteration
+    from teraio.profiling import Iteration, RerunRecord
 
 __all__ = [
     "CsvWriter",
@@ -72,8 +72,8 @@ class Status:
     drift: median time of the latest planned iterations over the predicted time, less 1; None while it is not known.
     late_seconds: time in the last iteration spent waiting for copies and room; on a GPU, between stages, in the last one that was
     timed.
-    recomputed_stages, recomputed_bytes, recompute_seconds: forward stages that ran again in the last iteration, what they made
-    anew, and how long they took.
+    recomputed_stages, recomputed_bytes, recompute_seconds: forward stages that ran again in the last iteration, the size of
+    what they recomputed, and how long they took.
     collective_seconds: seconds of the last iteration in collectives inside of graphs, by stage: their work, and waiting for other
     ranks. Empty on a GPU, where the host does not wait. waited_for_ranks_seconds: what of them was waiting for the slowest rank;
     only in `teraio.node_status()`, and only if all ranks of the machine have the same stages with collectives; else None.
@@ -189,14 +189,21 @@ class Stats:
 
 
 class History:
-    """The latest iterations of one run. `note` is for the training thread, `latest` for any."""
+    """The iterations of one run. `note` is for the training thread, all else for any.
+
+    finished: how many have ended. reruns: of the last one. waited_seconds, recompute_seconds, collective_seconds: of the last one
+    whose stages were timed, see `Status`.
+    """
 
     def __init__(self, machine: Machine, pager: Pager) -> None:
         self._machine = machine
         self._pager = pager
         self._moved_bytes: Mapping[str, int] = {}
         self._busy_seconds: Mapping[str, float] = {}
-        self._waited_seconds = self._recompute_seconds = 0.0
+        self.finished = 0
+        self.reruns: Sequence[RerunRecord] = ()
+        self.waited_seconds = self.recompute_seconds = 0.0
+        self.collective_seconds: dict[str, float] = {}
         self._iterations: deque[IterationStats] = deque(maxlen=_LENGTH)
 
     @property
@@ -204,24 +211,21 @@ class History:
         """The iterations, the oldest first."""
         return tuple(self._iterations)
 
-    def note(
-        self, iteration: Iteration, phase: RunPhase, predicted_seconds: float | None, *, run: int, number: int
-    ) -> IterationStats:
-        """Take in an iteration that has ended, and whose times are known.
-
-        run, number: of the run and of the iteration, for `IterationStats`.
-        """
+    def note(self, iteration: Iteration, phase: RunPhase, predicted_seconds: float | None, *, run: int) -> IterationStats:
+        """Take in an iteration that has ended, and whose times are known. run: its number, for `IterationStats`."""
         moved_bytes, busy_seconds = self._machine.moved_bytes(), self._machine.busy_seconds()
+        self.reruns = tuple(iteration.reruns)
         if iteration.timed:
-            self._waited_seconds = iteration.waited_seconds
-            self._recompute_seconds = sum(rerun.seconds for rerun in iteration.reruns)
+            self.waited_seconds = iteration.waited_seconds
+            self.recompute_seconds = sum(rerun.seconds for rerun in iteration.reruns)
+            self.collective_seconds = iteration.collective_seconds
         stats = IterationStats(
             run=run,
-            iteration=number,
+            iteration=self.finished,
             phase=phase,
             seconds=iteration.seconds,
-            waited_seconds=self._waited_seconds,
-            recompute_seconds=self._recompute_seconds,
+            waited_seconds=self.waited_seconds,
+            recompute_seconds=self.recompute_seconds,
             predicted_seconds=predicted_seconds,
             tier_bytes={
                 "device": self._pager.account.used_bytes + self._pager.account.unmoved_bytes,
@@ -232,6 +236,7 @@ class History:
         )
         self._moved_bytes, self._busy_seconds = moved_bytes, busy_seconds
         self._iterations.append(stats)
+        self.finished += 1
         return stats
 
 
