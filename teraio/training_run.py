@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import planner
 from planner.errors import BudgetError, RankError, UnsupportedError
 from runtime.execution import Program, Reruns, WorkspaceMeter, run_managed, run_plain
-from runtime.paging import Block, CopyRates, Pager
+from runtime.paging import Block, Pager
 from runtime.system import interruptible, uninterrupted
 from teraio.distributed import LibraryCalls, ShardedParameters, UpdateBroadcasts
 from teraio.following import IterationObserver
@@ -107,7 +107,7 @@ class TrainingRun:
             device=machine.device,
             busy_seconds=machine.busy_seconds,
         )
-        self._pager.account.copy_rates = _copy_rates(options, machine)
+        self._pager.account.copy_rates = None if why_no_reruns(options) else machine.copy_rates
         self._observer = IterationObserver(self._pager)
         self._meter = WorkspaceMeter(
             machine.memory,
@@ -166,8 +166,7 @@ class TrainingRun:
     def _warm_start(self, options: Options, device: torch.device) -> WarmStart | None:
         if options.plan_cache == "off" or not self.is_limited:
             return None
-        cache = PlanCache(options, device)
-        return WarmStart(cache, self._machine, self._pager, self._background)
+        return WarmStart(PlanCache(options, device), self._machine, self._pager, self._background)
 
     def _optimizer_steps(self, options: Options, subgroups: SubgroupSizes, rates: HostRates | None) -> OptimizerSteps:
         return OptimizerSteps(
@@ -465,17 +464,6 @@ class TrainingRun:
                 reruns.make_anew([block])
             except UnsupportedError as error:
                 logger.warning("a backward pass that is due will fail: %s", error)
-
-
-def _copy_rates(options: Options, machine: Machine) -> CopyRates | None:
-    """Return the rates by which blocks are dropped without a plan. None if nothing may run again, or if times are known late."""
-    if why_no_reruns(options) or machine.device.asynchronous:
-        return None
-    links = machine.hardware().links
-    if not links:
-        return None
-    out, back = links[:2]  # of the first tier that blocks leave for
-    return CopyRates(out_bytes_per_second=out.bytes_per_second, in_bytes_per_second=back.bytes_per_second)
 
 
 def _peak_watch(machine: Machine) -> PeakWatch | None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import teraio
 from runtime.paging import CopyRates
-from teraio import training_run
+from teraio.machine import Machine
 
 from ...thoroughness import every_other
 from ...training import compiled, forget
@@ -171,7 +171,7 @@ def test_buffers_are_not_counted_as_what_stays(slow: bool, tmp_path: Path, monke
     """slow: copies take so long that stages run again where they can. In the backward pass the largest would not fit."""
     if slow:
         rates = CopyRates(out_bytes_per_second=1e6, in_bytes_per_second=1e6)
-        monkeypatch.setattr(training_run, "_copy_rates", lambda *given: rates)
+        monkeypatch.setattr(Machine, "copy_rates", rates)
     model, rows = Quantised(16), torch.randn(8, 1024)
 
     def backward(budget: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from planner.errors import BudgetError
 from runtime.paging import CopyRates
-from teraio import training_run
+from teraio.machine import Machine
 
 from ...thoroughness import every_other
 from .test_reruns import PLAIN, PROGRAMS
@@ -21,8 +21,7 @@ SLOW = CopyRates(out_bytes_per_second=1e6, in_bytes_per_second=1e6)
 def on_demand(trained: Program, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> list[int]:
     """Train without a plan and check that all is the same. Return how many stages ran again in each iteration."""
     reference = train(trained, {})
-    copy_rates = training_run._copy_rates
-    monkeypatch.setattr(training_run, "_copy_rates", lambda *given: SLOW if copy_rates(*given) else None)
+    monkeypatch.setattr(Machine, "copy_rates", SLOW)
     budget = reference.progress[-1].device_peak_bytes // 2
     limited = {**lower("storage", folder), "profile_iterations": 9, **options}
     try:
