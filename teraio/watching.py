@@ -9,10 +9,10 @@ import csv
 import json
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO, get_args
+from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
 from planner.errors import FileFormatError
 
@@ -35,21 +35,6 @@ __all__ = [
 
 RunPhase = Literal["profile", "planning", "planned", "fits", "demand"]
 
-LINKS = ("device->host", "host->device", "device->storage", "storage->device")
-"""All links that there can be, by the name that traces give them."""
-TIERS = ("device", "host", "storage")
-COLUMNS = (
-    "run",
-    "iteration",
-    "phase",
-    "seconds",
-    "waited_seconds",
-    "recompute_seconds",
-    "predicted_seconds",
-    *(f"{tier}_bytes" for tier in TIERS),
-    *(f"{link} bytes" for link in LINKS),
-    *(f"{link} busy_seconds" for link in LINKS),
-)
 _LENGTH = 1000
 """Iterations that are kept."""
 
@@ -240,6 +225,32 @@ class History:
         return stats
 
 
+def _phase(text: str) -> str:
+    if text not in get_args(RunPhase):
+        raise ValueError("no such phase")
+    return text
+
+
+_FIELDS: dict[str, Callable[[str], Any]] = {
+    "run": int,
+    "iteration": int,
+    "phase": _phase,
+    "seconds": float,
+    "waited_seconds": float,
+    "recompute_seconds": float,
+    "predicted_seconds": lambda text: float(text) if text else None,
+}
+"""How the fields of `IterationStats` that are one column each are read."""
+_LINKS = ("device->host", "host->device", "device->storage", "storage->device")
+_BY_KEY: dict[str, tuple[dict[str, str], Callable[[str], float]]] = {
+    "tier_bytes": ({tier: f"{tier}_bytes" for tier in ("device", "host", "storage")}, int),
+    "moved_bytes": ({link: f"{link} bytes" for link in _LINKS}, int),
+    "busy_seconds": ({link: f"{link} busy_seconds" for link in _LINKS}, float),
+}
+"""The columns of the fields that are mappings, by key, and how they are read. An empty column: no such key."""
+_COLUMNS = (*_FIELDS, *(column for columns, _ in _BY_KEY.values() for column in columns.values()))
+
+
 class CsvWriter:
     """Writes each iteration as a line of a CSV file, for `teraio.on_iteration`.
 
@@ -249,24 +260,13 @@ class CsvWriter:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file: TextIO = Path(path).open("w", newline="", encoding="utf-8", buffering=1)
         self._rows = csv.writer(self._file)
-        self._rows.writerow(COLUMNS)
+        self._rows.writerow(_COLUMNS)
 
     def __call__(self, stats: IterationStats) -> None:
         """Write one iteration."""
-        self._rows.writerow(
-            [
-                stats.run,
-                stats.iteration,
-                stats.phase,
-                stats.seconds,
-                stats.waited_seconds,
-                stats.recompute_seconds,
-                "" if stats.predicted_seconds is None else stats.predicted_seconds,
-                *(stats.tier_bytes.get(tier, "") for tier in TIERS),
-                *(stats.moved_bytes.get(link, "") for link in LINKS),
-                *(stats.busy_seconds.get(link, "") for link in LINKS),
-            ]
-        )
+        values = [getattr(stats, field) for field in _FIELDS]
+        values += [getattr(stats, field).get(key) for field, (columns, _) in _BY_KEY.items() for key in columns]
+        self._rows.writerow(values)  # None: an empty text
 
     def close(self) -> None:
         """Close the file."""
@@ -283,28 +283,21 @@ def read_csv(path: str | os.PathLike[str]) -> tuple[IterationStats, ...]:
             lines = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise FileFormatError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if not lines or tuple(lines[0]) != COLUMNS:
+    if not lines or tuple(lines[0]) != _COLUMNS:
         raise FileFormatError(f"{path}: line 1 has not the columns of measured iterations; write the file by teraio.CsvWriter")
-    if len(lines) > 1 and len(lines[-1]) < len(COLUMNS):
+    if len(lines) > 1 and len(lines[-1]) < len(_COLUMNS):
         lines.pop()  # the training was killed
     return tuple(_parsed(path, number, values) for number, values in enumerate(lines[1:], start=2))
 
 
 def _parsed(path: str | os.PathLike[str], number: int, values: list[str]) -> IterationStats:
     try:
-        given = dict(zip(COLUMNS, values, strict=True))
-        phase = next(name for name in get_args(RunPhase) if name == given["phase"])
-        return IterationStats(
-            run=int(given["run"]),
-            iteration=int(given["iteration"]),
-            phase=phase,
-            seconds=float(given["seconds"]),
-            waited_seconds=float(given["waited_seconds"]),
-            recompute_seconds=float(given["recompute_seconds"]),
-            predicted_seconds=float(given["predicted_seconds"]) if given["predicted_seconds"] else None,
-            tier_bytes={tier: int(given[f"{tier}_bytes"]) for tier in TIERS if given[f"{tier}_bytes"]},
-            moved_bytes={link: int(given[f"{link} bytes"]) for link in LINKS if given[f"{link} bytes"]},
-            busy_seconds={link: float(given[f"{link} busy_seconds"]) for link in LINKS if given[f"{link} busy_seconds"]},
-        )
-    except (ValueError, StopIteration) as error:
-        raise FileFormatError(f"{path}: line {number} is no measured iteration: {str(error) or 'no such phase'}") from error
+        given = dict(zip(_COLUMNS, values, strict=True))
+        fields = {field: read(given[field]) for field, read in _FIELDS.items()}
+        by_key: dict[str, Any] = {
+            field: {key: read(given[column]) for key, column in columns.items() if given[column]}
+            for field, (columns, read) in _BY_KEY.items()
+        }
+        return IterationStats(**fields, **by_key)
+    except ValueError as error:
+        raise FileFormatError(f"{path}: line {number} is no measured iteration: {error}") from error
