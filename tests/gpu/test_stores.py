@@ -16,7 +16,7 @@ from runtime.storage import ALIGNMENT_BYTES, HostStore, KvikioStore, StagedStore
 from runtime.system import PIN_CHUNK_BYTES, CudaPinner
 from runtime.transfer import Engine
 
-from ..runtime.slot_copies import read_slot, write_slot
+from ..runtime.memory import read_slot, write_slot
 from ..runtime.storage import contract
 from .training import needs_gpu
 

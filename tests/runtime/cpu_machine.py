@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
 from runtime.cpu import CheckedCpuMover, CpuMemory, CpuMover
 from runtime.paging import Block, Pager, State, StorageOwnership, Tier, Tiers
-from runtime.storage import Chunk, Extent, HostStore, PosixStore, Slot
+from runtime.storage import Chunk, HostStore, PosixStore, Slot
 from runtime.transfer import Engine
 
 MIB = 1 << 20
@@ -125,23 +123,6 @@ def within(seconds: float, work: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def break_io(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, call, fail)
-
-
 def slot_of(block: Block) -> Slot:
     assert block.slot is not None
     return block.slot
-
-
-def flip_a_bit(extent: Extent, offset_bytes: int) -> None:
-    """Change a bit of an extent in its file."""
-    with open(f"/proc/self/fd/{extent.file_descriptor}", "r+b") as file:
-        file.seek(extent.offset_bytes + offset_bytes)
-        (before,) = file.read(1)
-        file.seek(extent.offset_bytes + offset_bytes)
-        file.write(bytes([before ^ 1]))
-        os.fsync(file.fileno())

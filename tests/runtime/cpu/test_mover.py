@@ -14,7 +14,8 @@ import torch
 from planner.errors import ChecksumError, StorageError, StorageIOError
 from runtime.paging import State
 
-from ..cpu_machine import MIB, SECONDS, CpuMachine, Drive, break_io, flip_a_bit, slot_of, within
+from ..cpu_machine import MIB, SECONDS, CpuMachine, Drive, slot_of, within
+from ..memory import break_io, flip_a_bit
 
 
 @pytest.fixture

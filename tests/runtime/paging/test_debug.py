@@ -16,7 +16,8 @@ from runtime.device import Lane, Span
 from runtime.paging import POISON, Block, State
 from runtime.system import storage_swap
 
-from ..cpu_machine import MIB, CpuMachine, Drive, flip_a_bit, slot_of
+from ..cpu_machine import MIB, CpuMachine, Drive, slot_of
+from ..memory import flip_a_bit
 from ..simulated_machine import UNIT, SimulatedMachine
 
 POISONED = bytes([POISON])

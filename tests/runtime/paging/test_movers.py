@@ -15,7 +15,8 @@ from runtime.device import COMPUTE, USER
 from runtime.paging import Block, Pager, State
 from runtime.storage import ALIGNMENT_BYTES
 
-from ..cpu_machine import MIB, CpuMachine, Drive, break_io, flip_a_bit, slot_of
+from ..cpu_machine import MIB, CpuMachine, Drive, slot_of
+from ..memory import break_io, flip_a_bit
 from ..simulated_machine import SimulatedMachine
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from planner.errors import StorageError, StorageFullError
 from runtime.storage import ALIGNMENT_BYTES, Slot, Store, cut_slot
 
-from ..slot_copies import read_slot, write_slot
+from ..memory import read_slot, write_slot
 
 MIB = 1 << 20
 

@@ -15,7 +15,7 @@ from planner.errors import ChecksumError, StorageError, StorageIOError
 from runtime.storage import ALIGNMENT_BYTES as PAGE
 from runtime.storage import Checksums, Chunk, Extent, PageSums, PosixStore, Slot, UnchangedChunks, cut_slot, in_turns, slot_range
 
-from ..memory import Memory
+from ..memory import Memory, flip_a_bit
 
 SUMMED = 4096
 SIZE = 1 << 20
@@ -131,16 +131,6 @@ def each(copy: Copy, slot: Slot, memory: Memory, chunk_bytes: int = CHUNK) -> li
     return chunks
 
 
-def flip(chunk: Chunk, offset_bytes: int) -> None:
-    """Change a bit of a chunk in its file."""
-    with open(chunk.extent.path, "r+b") as file:
-        file.seek(chunk.file_offset_bytes + offset_bytes)
-        byte = file.read(1)[0]
-        file.seek(chunk.file_offset_bytes + offset_bytes)
-        file.write(bytes([byte ^ 1]))
-        os.fsync(file.fileno())
-
-
 @pytest.mark.parametrize("read_as", ["the whole slot", "a range", "small pieces"])
 @pytest.mark.parametrize("written_as", ["the whole slot", "a range"])
 def test_damage_is_found_however_it_was_written_and_read(
@@ -155,7 +145,7 @@ def test_damage_is_found_however_it_was_written_and_read(
     for copy, chunk_bytes in ((slot, CHUNK), (part, 7 * PAGE)):
         each(checksums.read_chunk, copy, memory, chunk_bytes)  # nothing is damaged yet
     damaged = cut_slot(part, CHUNK)[-1]
-    flip(damaged, 3 * PAGE + 17)
+    flip_a_bit(damaged.extent, damaged.file_offset_bytes - damaged.extent.offset_bytes + 3 * PAGE + 17)
     again, chunk_bytes = {"the whole slot": (slot, CHUNK), "a range": (part, CHUNK), "small pieces": (part, PAGE)}[read_as]
     with pytest.raises(ChecksumError) as raised:
         each(checksums.read_chunk, again, memory, chunk_bytes)
@@ -249,6 +239,6 @@ def test_verify_compares_the_bytes(store: PosixStore, slot: Slot, memory: Memory
     unchanged.watch(slot)
     chunk = each(unchanged.read_chunk, slot, memory)[2]
     assert all(held(unchanged, slot, memory))
-    flip(chunk, 17)
+    flip_a_bit(chunk.extent, chunk.file_offset_bytes - chunk.extent.offset_bytes + 17)
     with pytest.raises(ChecksumError, match=r"layers\.3\.weight"):
         unchanged.holds(slot, chunk, memory.address)

@@ -15,9 +15,7 @@ import pytest
 from planner.errors import StorageError, StorageFullError, StorageIOError
 from runtime.storage import PosixStore
 
-from ..direct_io import refuse_direct_io
-from ..memory import Memory
-from ..slot_copies import COPIES, read_slot, write_slot
+from ..memory import COPIES, Memory, read_slot, refuse_direct_io, write_slot
 
 MIB = 1 << 20
 Call = Callable[..., int]

@@ -16,8 +16,7 @@ import pytest
 from planner.errors import StorageIOError, UnsupportedError
 from runtime.storage import ALIGNMENT_BYTES, KvikioStore, cut_slot, load_kvikio
 
-from ..memory import Memory
-from ..slot_copies import COPIES
+from ..memory import COPIES, Memory
 from .fake_kvikio import CompatMode, FakeKvikio
 
 MIB = 1 << 20

@@ -64,50 +64,42 @@ for _ in range(600):
 """
 
 
+HANDLER = """
+def handler(number, frame):
+    sys.exit(7)
+signal.signal(signal.SIGTERM, handler)
+"""
+
+
 @pytest.mark.parametrize(
-    ("code", "status"),
+    ("code", "sent", "status"),
     [
-        ("say('ready')", 0),
-        ("say('ready'); sys.exit(3)", 3),
-        ("say('ready'); raise ValueError('in the middle')", 1),
+        ("say('ready')", None, 0),
+        ("say('ready'); raise ValueError('in the middle')", None, 1),
+        (WAIT, signal.SIGINT, -signal.SIGINT),
+        (HANDLER + WAIT, signal.SIGTERM, 7),
     ],
+    ids=["exit", "exception", "interrupt", "its own handler"],
 )
-def test_it_goes_at_exit_and_after_exceptions(start: Start, tmp_path: Path, code: str, status: int) -> None:
+def test_it_goes_however_the_program_ends_itself(
+    start: Start, tmp_path: Path, code: str, sent: signal.Signals | None, status: int
+) -> None:
     process = start(code)
+    if sent is not None:
+        process.send_signal(sent)
     assert process.wait(30) == status
     assert left(tmp_path) == []
 
 
-def test_it_goes_with_an_interrupt(start: Start, tmp_path: Path) -> None:
-    process = start(WAIT)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == -signal.SIGINT
-    assert left(tmp_path) == []
-
-
-def test_the_programs_own_handler_is_called(start: Start, tmp_path: Path) -> None:
-    handler = """
-def handler(number, frame):
-    say('handled')
-    sys.exit(7)
-signal.signal(signal.SIGTERM, handler)
-"""
-    process = start(handler + WAIT)
-    process.terminate()
-    assert process.communicate(timeout=30)[0] == "handled\n"
-    assert process.returncode == 7
-    assert left(tmp_path) == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_what_a_killed_run_left_goes_at_the_next_start(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+def test_what_killed_runs_left_goes_at_the_next_start(start: Start, tmp_path: Path) -> None:
     living = start(WAIT)
     (of_the_living,) = left(tmp_path)
-    killed = start(WAIT)
-    killed.send_signal(number)
-    assert killed.wait(30) == -number
-    (of_the_killed,) = set(left(tmp_path)) - {of_the_living}
-    assert (tmp_path / of_the_killed / "blocks.spill").exists()
+    killed = {number: start(WAIT) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
+    for number, process in killed.items():
+        process.send_signal(number)
+        assert process.wait(30) == -number
+    of_the_killed = set(left(tmp_path)) - {of_the_living}
+    assert len(of_the_killed) == 3 and all((tmp_path / each / "blocks.spill").exists() for each in of_the_killed)
     store = opened(tmp_path)
     assert set(left(tmp_path)) == {of_the_living, store.directories[0].name}
     store.close()
@@ -225,8 +217,10 @@ def test_a_directory_where_others_can_replace_files_is_told(
     assert found == ([] if warning is None else [warning.format(tmp_path, tmp_path.stat().st_uid)])
 
 
-def test_its_lock_is_held_until_it_is_closed(tmp_path: Path) -> None:
+def test_its_lock_is_held_until_it_is_closed_and_signal_handlers_stay(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in signal.valid_signals()]
     store = opened(tmp_path)
+    assert [signal.getsignal(number) for number in signal.valid_signals()] == before
     (directory,) = store.directories
     with open(directory / "lock") as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -248,10 +242,3 @@ def test_only_what_looks_like_a_leftover_is_touched(tmp_path: Path) -> None:
     opened(tmp_path).close()
     assert (results / "loss.csv").exists() and (mixed / "notes.txt").exists()
     assert not (mixed / "blocks.spill").exists()
-
-
-def test_the_programs_handlers_stay_as_they_are(tmp_path: Path) -> None:
-    before = [signal.getsignal(number) for number in signal.valid_signals()]
-    store = opened(tmp_path)
-    assert [signal.getsignal(number) for number in signal.valid_signals()] == before
-    store.close()

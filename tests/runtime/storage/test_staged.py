@@ -19,8 +19,7 @@ from planner.errors import ChecksumError, StorageIOError
 from runtime.storage import StagedStore, cut_slot
 from runtime.transfer import Engine
 
-from ..memory import Memory
-from ..slot_copies import COPIES, read_slot, write_slot
+from ..memory import COPIES, Memory, read_slot, write_slot
 from .slow_copier import SlowCopier, SlowCopy
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from planner.errors import StorageError, StorageFullError, StorageIOError, Unsup
 from runtime.storage import PosixStore, Store
 from runtime.transfer import Engine, LinkRates, PathCandidate, StoragePath, choose_path, cpu_candidates, open_path
 
-from ..direct_io import refuse_direct_io
+from ..memory import refuse_direct_io
 
 MIB = 1 << 20
 

@@ -23,7 +23,7 @@ from .plain_training import LARGE, MIB, adamw, differing, everything, large_para
 
 
 class EagerDevice(SimulatedDevice):
-    """Does at once what is queued, as optimizers compute at once here; for other orders see `runtime/test_stream_ranges`."""
+    """Does at once what is queued, as optimizers compute at once here; for other orders see `runtime/cuda/test_mover`."""
 
     asynchronous = True
 
