@@ -18,8 +18,9 @@ from teraio.stages import Need, largest_of, need_of
 _NOT_COUNTED = (
     "graphs that are compiled later, the optimizer's update, what operators take for themselves, and what your code keeps"
 )
-_OPERATORS_OWN_BYTES = 65_536
-"""Reserved in what an error asks for: matrix products and reductions take some KiB for themselves, and optimizers count steps."""
+_SMALL_CHANGE_BYTES = 65_536
+"""Reserved in what an error asks for: matrix products and reductions take some KiB for themselves, a convolution not always as
+many, and optimizers count steps."""
 _LARGER = "inputs that are larger than those of this call, "
 
 
@@ -73,12 +74,12 @@ class GraphNeeds:
         programs = [] if program is None else [program]
         own = [need for each in programs if (need := need_of(self._at_its_sizes(each))) is not None]
         needed = self._with_all([*self._needs, *own])
-        return error.asking_for(max(error.smallest_bytes, needed), not_counted=_not_counted(programs))
+        return error.asking_for(max(error.smallest_bytes + _SMALL_CHANGE_BYTES, needed), not_counted=_not_counted(programs))
 
     def _with_all(self, needs: Sequence[Need]) -> int:
         """Return what graphs with these needs, and one update of the largest parameter, need with all that has to stay.
 
-        A little more, see `_OPERATORS_OWN_BYTES`.
+        A little more, see `_SMALL_CHANGE_BYTES`.
         """
         stays = [self._what_stays(need) for need in needs]
         graphs = [need.size_bytes + more for need, more in zip(needs, stays, strict=True)]
@@ -101,7 +102,7 @@ class GraphNeeds:
         kept = [block for block in pager.blocks if block.span is None]
         others = sum(b.size_bytes for b in kept if b.size_bytes >= MIN_MOVED_BYTES or b.name not in need.names)
         states = max(pager.account.fixed_bytes, USUAL_STATES * need.small_parameter_bytes)
-        return others + pager.account.unmoved_bytes - pager.account.fixed_bytes + states + _OPERATORS_OWN_BYTES
+        return others + pager.account.unmoved_bytes - pager.account.fixed_bytes + states + _SMALL_CHANGE_BYTES
 
     def _at_its_sizes(self, program: Program) -> list[Program]:
         """Return the forward and the backward graph that `program` is one of, for its sizes."""

@@ -183,3 +183,33 @@ def test_buffers_are_not_counted_as_what_stays(slow: bool, tmp_path: Path, monke
         backward(MIB)
     assert raised.value.smallest_bytes < 12 * MIB
     backward(raised.value.smallest_bytes)
+
+
+def test_an_operator_that_takes_a_little_more_each_time_asks_once(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    @torch.library.custom_op("test_smallest_budgets::scratch", mutates_args=())
+    def scratch(x: Tensor) -> Tensor:
+        """A copy, for which the operator takes 16 MiB and 32 bytes for each time it was called."""
+        calls.append(torch.ones(16 * MIB + 32 * len(calls), dtype=torch.uint8).numel())
+        return x.clone()
+
+    scratch.register_fake(torch.empty_like)
+    scratch.register_autograd(lambda context, gradient: gradient)
+
+    class Greedy(Wide):
+        def forward(self, x: Tensor) -> Tensor:
+            return scratch(super().forward(x))
+
+    budgets = [MIB]
+    while True:
+        forget()
+        calls.clear()
+        model = compiled(Greedy(3), {"memory_budget": budgets[-1], "storage": str(tmp_path)})
+        try:
+            for _ in range(6):
+                model(torch.randn(512, 512)).square().mean().backward()
+            break
+        except teraio.BudgetError as error:
+            budgets.append(error.smallest_bytes)
+    assert len(calls) == 6 and len(budgets) == 3, budgets  # the first error cannot know of the operator
