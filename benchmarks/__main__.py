@@ -14,6 +14,7 @@ from rich.console import Console
 
 from benchmarks import (
     budgets,
+    checks,
     compile_time,
     emulated,
     engine,
@@ -77,6 +78,7 @@ def parts(scale: Scale, selection: Selection, emulation: Emulation) -> dict[str,
         "rank_optimizer_zero": lambda: rank_optimizer.measure(scale, "zero"),
         "rank_optimizer_fsdp": lambda: rank_optimizer.measure(scale, "fsdp"),
         "recompute": lambda: recompute.measure(scale),
+        "checks": lambda: checks.measure(scale),
         "compile_time": lambda: compile_time.measure(scale),
         "engine": lambda: engine.measure(scale),
         "warm_start": lambda: warm_start.measure(scale),

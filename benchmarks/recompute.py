@@ -4,7 +4,6 @@ Beside it, torch.utils.checkpoint with as few checkpointed layers as fit, compil
 trainings under one budget take turns, together with the unconstrained one and with checkpointing; these two stay for all budgets.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from contextlib import ExitStack
 from statistics import median
@@ -20,7 +19,6 @@ DRIVES: Mapping[str, float | None] = {"the drive": None, "1 GB/s": 1e9, "0.5 GB/
 """Rates of each direction; None: the drive as it is. A slow processor needs a slow drive to be held up by it."""
 WAYS = {"recompute": "auto", "offload only": "off"}
 FREE = "unconstrained"
-MOST = {"width": 256, "heads": 4, "context": 256}
 
 Measured = tuple[tuple[Figure, ...], dict[str, list[float]]]
 Started = tuple[dict[str, Worker], dict[str, str]]
@@ -30,7 +28,7 @@ Started = tuple[dict[str, Worker], dict[str, str]]
 def measure(scale: Scale) -> Measured:
     """Measure all budgets and drives with a small model, since there are many trainings. It needs its layers: at 30 %, one of few
     would not fit."""
-    scale = dataclasses.replace(scale, **{name: min(getattr(scale, name), most) for name, most in MOST.items()})
+    scale = scale.with_small_layers()
     peak_bytes = tensor_peak(scale.setting(), "peak", scale.output)
     least_bytes = tensor_peak(scale.setting("inductor", checkpointed_layers=scale.layers), "peak checkpointed", scale.output)
     shape = f"{scale.layers} layers of width {scale.width}, {scale.batch} rows of {scale.context} tokens"

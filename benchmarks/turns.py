@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Protocol
@@ -27,6 +27,10 @@ class Scale:
     batch: int
     rounds: int
     output: Path
+
+    def with_small_layers(self) -> "Scale":
+        """Return a scale with as many layers, for trainings that are many."""
+        return replace(self, width=min(self.width, 256), heads=min(self.heads, 4), context=min(self.context, 256))
 
     def setting(self, backend: str = "teraio", *, layers: int = 0, checkpointed_layers: int = 0) -> Setting:
         """Return a training of this scale, with `layers` layers if given."""
