@@ -67,7 +67,8 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.apply(initialise)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return for each place the logits of the token that follows, of shape (batch, time, vocabulary)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self.tokens(tokens) + self.positions(places)
         for index, layer in enumerate(self.layers):
@@ -75,8 +76,10 @@ class GPT(nn.Module):
                 hidden = checkpoint(layer, hidden, use_reentrant=False)
             else:
                 hidden = layer(hidden)
-        logits = self.head(self.norm(hidden))
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
 
 
 def initialise(module: nn.Module) -> None:

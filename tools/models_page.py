@@ -22,8 +22,11 @@ INTRODUCTION = """\
 
 `make test-models` trains these models twice: without a budget, and with about half of the memory that tensors took then.
 Nothing is downloaded: each model is made from a small configuration, with random weights and random data. Graphs are cut
-as finely as they can be, and stages run operator by operator (`codegen="eager"`), on one thread of a CPU, with AdamW.
+as finely as they can be (in scripts that start new processes, as usual). All run on one thread of a CPU, with AdamW unless the
+row names another optimizer.
 
+* **code**: how the stages of both runs were compiled, see [`codegen`](options.md#codegen). `eager` runs operator by operator;
+  `inductor` is the default.
 * **equal bits**: all losses, gradients, parameters and buffers of all steps are the same with and without the budget. The
   number is that of the tensors compared.
 * **budget**: half of the peak, or the smallest budget that works and up to a sixteenth on top where that is more. In models as
@@ -84,12 +87,16 @@ def page(found: Mapping[str, Any]) -> str:
 
 def _table(heading: str, results: list[Mapping[str, Any]], kind: str) -> str:
     rows = [
-        f"| {heading} | package | parameters | peak | budget | moved | stages | moves | equal bits |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| {heading} | package | code | parameters | peak | budget | moved | stages | moves | equal bits |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     found = [result for result in results if result["kind"] == kind]
-    rows += [_row(result) for result in sorted(found, key=lambda result: (result["package"], result["model"].lower()))]
+    rows += [_row(result) for result in sorted(found, key=_place)]
     return "\n".join(rows)
+
+
+def _place(result: Mapping[str, Any]) -> tuple[str, ...]:
+    return result["package"], result["model"].lower(), result["codegen"]
 
 
 def _row(result: Mapping[str, Any]) -> str:
@@ -97,6 +104,7 @@ def _row(result: Mapping[str, Any]) -> str:
     cells = [
         result["model"],
         result["package"],
+        result["codegen"],
         _mib(result["parameter_bytes"]),
         _mib(peak),
         f"{_mib(budget)} ({budget / peak:.0%})",

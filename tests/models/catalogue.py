@@ -16,7 +16,7 @@ from .text import Batch
 class RealModel:
     """A model, its data and its loss.
 
-    package: that the class comes from. codegen: how stages are compiled. core: whether `make test` trains it too.
+    package: that the class comes from. core: whether `make test` trains it too.
     """
 
     name: str
@@ -24,7 +24,6 @@ class RealModel:
     make_batches: Callable[[int], list[Batch]]
     package: str = "transformers"
     compute_loss: Callable[[nn.Module, Batch], Tensor] = others.own_loss
-    codegen: str = "eager"
     core: bool = False
 
 

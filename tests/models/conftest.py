@@ -25,8 +25,8 @@ __all__ = [
 ]
 PACKAGES = ("torch", "transformers", "timm", "diffusers", "peft", "safetensors", "torchao", "lightning", "trl")
 
-_found: dict[tuple[str, str], dict[str, Any] | None] = {}
-"""By kind and model what the tests found, as they recorded it ("row" and "facts"); None where they failed."""
+_found: dict[tuple[str, ...], dict[str, Any] | None] = {}
+"""By kind, model and code what the tests found, as they recorded it ("row" and "facts"); None where they failed."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,8 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     recorded: dict[str, Any] = dict(report.user_properties)
     if report.when == "call" and "row" in recorded:
-        kind, model = recorded["row"]
-        _found[kind, model] = recorded.get("facts")
+        _found[tuple(recorded["row"])] = recorded.get("facts")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -46,7 +45,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if path is None or hasattr(session.config, "workerinput"):
         return
     before = json.loads(path.read_text())["results"] if path.exists() else []
-    rows = {(row["kind"], row["model"]): row for row in before} | _found
+    rows = {(row["kind"], row["model"], row["codegen"]): row for row in before} | _found
     versions = {name: version for name in PACKAGES if (version := _version(name)) is not None}
     found = {"versions": versions, "results": [row for row in rows.values() if row is not None]}
     path.write_text(json.dumps(found, indent=1) + "\n")

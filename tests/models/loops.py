@@ -24,11 +24,10 @@ from .text import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """package: that it needs. codegen: how stages are compiled."""
+    """package: that it needs."""
 
     case: Case | Script
     package: str = "transformers"
-    codegen: str = "eager"
 
 
 def autocast_loss(model: nn.Module, batch: Batch, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -239,12 +238,14 @@ def mix(run: Run, batch: Batch, index: int) -> None:
 
 
 def llama(
-    step: Callable[[Run, Batch, int], None] = plain_step, make: Callable[[], nn.Module] = text.llama, **settings: Any
+    step: Callable[[Run, Batch, int], None] = plain_step,
+    make: Callable[[], nn.Module] = text.llama,
+    package: str = "transformers",
+    **settings: Any,
 ) -> Loop:
-    """A Llama that trains for four steps on padded sentences. settings: others than those, and than the usual ones of `Loop`."""
+    """A Llama that trains for four steps on padded sentences. settings: other ones of the case."""
     usual = {"make_batches": text.padded(), "make_optimizer": adamw, "compute_loss": own_loss, "steps": 4}
-    of_loop = {name: settings.pop(name) for name in ("package", "codegen") if name in settings}
-    return Loop(case=Case(make_model=make, step=step, **usual | settings), **of_loop)
+    return Loop(case=Case(make_model=make, step=step, **usual | settings), package=package)
 
 
 PLANNED = {"steps": None, "planned": True}

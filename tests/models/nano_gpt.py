@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from examples.gpt import GPT, GPTConfig
+
 
 @dataclass(slots=True)
 class Settings:
@@ -35,7 +37,6 @@ class Settings:
     layers: int = 4
     heads: int = 4
     width: int = 256
-    dropout: float = 0.0
     learning_rate: float = 1e-3
     min_learning_rate: float = 1e-4
     warmup: int = 2
@@ -47,56 +48,26 @@ class Settings:
     seed: int = 1337
 
 
-class Layer(nn.Module):
-    """Attention and a feed-forward layer: [rows, words, width] to the same."""
+class TiedGPT(GPT):
+    """The GPT of the examples with tied embeddings. It also returns the logits, which the script keeps until the next pass."""
 
     def __init__(self, s: Settings) -> None:
-        super().__init__()
-        self.heads, self.dropout = s.heads, s.dropout
-        self.norm1, self.norm2 = nn.LayerNorm(s.width, bias=False), nn.LayerNorm(s.width, bias=False)
-        self.qkv, self.out = nn.Linear(s.width, 3 * s.width, bias=False), nn.Linear(s.width, s.width, bias=False)
-        self.up, self.down = nn.Linear(s.width, 4 * s.width, bias=False), nn.Linear(4 * s.width, s.width, bias=False)
+        super().__init__(GPTConfig(layers=s.layers, width=s.width, heads=s.heads, context=s.block_size, vocabulary=s.vocabulary))
+        self.tokens.weight = self.head.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    """Words [rows, words] to logits of the last ones, or with targets to all logits and their loss."""
-
-    def __init__(self, s: Settings) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(s.vocabulary, s.width), nn.Embedding(s.block_size, s.width)
-        self.layers = nn.ModuleList(Layer(s) for _ in range(s.layers))
-        self.norm = nn.LayerNorm(s.width, bias=False)
-        self.head = nn.Linear(s.width, s.vocabulary, bias=False)
-        self.words.weight = self.head.weight  # tied
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                scale = math.sqrt(2 * s.layers) if name.endswith(("out.weight", "down.weight")) else 1.0
-                nn.init.normal_(parameter, std=0.02 / scale)
-
-    def forward(self, words: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        x = self.words(words) + self.places(torch.arange(words.shape[1]))
-        for layer in self.layers:
-            x = layer(x)
-        x = self.norm(x)
-        if targets is None:
-            return self.head(x[:, [-1]]), None
-        logits = self.head(x)
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.logits(tokens)
         return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def optimizer(self, s: Settings) -> torch.optim.Optimizer:
-        """Fused AdamW, which lets only matrices decay."""
-        parameters = list(self.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": s.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=s.learning_rate, betas=(0.9, s.beta2), fused=True)
+
+def make_optimizer(model: nn.Module, s: Settings) -> torch.optim.Optimizer:
+    """Fused AdamW, which lets only matrices decay."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": s.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=s.learning_rate, betas=(0.9, s.beta2), fused=True)
 
 
 def parse(arguments: Sequence[str]) -> Settings:
@@ -128,9 +99,9 @@ def main(arguments: Sequence[str], after_step: Callable[[float], None] = lambda 
 
     torch.manual_seed(s.seed)
     mixed = nullcontext() if s.dtype == "float32" else torch.autocast("cpu", dtype=getattr(torch, s.dtype))
-    bare = GPT(s)
+    bare = TiedGPT(s)
     scaler = torch.amp.GradScaler("cpu", enabled=s.dtype == "float16")
-    optimizer = bare.optimizer(s)
+    optimizer = make_optimizer(bare, s)
     first = 0
     if s.init_from == "resume":
         saved = torch.load(folder / "ckpt.pt", weights_only=True)

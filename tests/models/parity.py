@@ -66,7 +66,7 @@ def half_of_peak(unbudgeted: Result) -> int:
     return max(max(s.device_peak_bytes for s in statuses) // 2, floor + floor // 16)
 
 
-def check_half(case: Case | Script, tmp_path: Path, codegen: str = "eager") -> dict[str, Any]:
+def check_half(case: Case | Script, tmp_path: Path, codegen: str) -> dict[str, Any]:
     """Train without a budget and under half of the peak. Returns the facts for the tables of docs/models.md.
 
     codegen: how stages are compiled. Raises AssertionError unless all losses, gradients, parameters and buffers are equal bit for

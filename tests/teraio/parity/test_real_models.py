@@ -20,4 +20,4 @@ LONG = "T5"
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name == LONG else name for name in CORE])
 def test_half_of_the_memory(name: str, tmp_path: Path) -> None:
-    check_half(case_of(MODELS[name], steps=3), tmp_path)
+    check_half(case_of(MODELS[name], steps=3), tmp_path, "eager")
