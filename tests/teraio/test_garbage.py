@@ -13,7 +13,7 @@ from ..training import MIB, mean_square_step, random_rows, weights_of_1_mib
 
 
 def test_objects_are_frozen_as_long_as_a_plan_is_followed(tmp_path: Path) -> None:
-    training = weights_of_1_mib({"memory_budget": 20 * MIB, "storage": str(tmp_path)})
+    training = weights_of_1_mib({"memory_budget": 10 * MIB, "storage": str(tmp_path)}, count=12)
     frozen: dict[str, list[int]] = {}
 
     def step(batch: Tensor, index: int) -> None:

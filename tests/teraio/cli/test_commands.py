@@ -5,9 +5,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -16,39 +15,11 @@ import teraio
 from planner import Budgets, Plan, Trace, plan
 from planner.policies import POLICIES
 from planner.schema import SolverReport
-from teraio import cli
 from teraio.cli.output import format_bytes, format_seconds
 
+from .conftest import Result, Run
+
 TRACES = Path(__file__).parents[3] / "traces"
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        assert self.err == ""
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command line in this process as the console script would."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer replaces it
-
-    def call(*arguments: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["teraio", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        return Result(int(ended.value.code or 0), captured.out, captured.err)
-
-    return call
 
 
 def hand(name: str) -> Path:

@@ -99,13 +99,12 @@ def test_without_a_structured_trace_nothing_is_formatted(monkeypatch: pytest.Mon
 def test_a_run_records_the_plan_that_it_follows(written: Written, tmp_path: Path) -> None:
     plan_path = tmp_path / "plan.json"
     options = {
-        "memory_budget": 16 * MIB,
+        "memory_budget": 10 * MIB,
         "storage": tmp_path,
         "profile_iterations": 1,
         "plan_out": plan_path,
-        "solver_time_limit": 5,
     }
-    training = weights_of_1_mib(options)
+    training = weights_of_1_mib(options, count=12)
     training.run(random_rows(6), functools.partial(mean_square_step, training), planned=True)
     assert training.progress[-1][0].phase == "planned"
     plans = written.artifacts("teraio_plan")

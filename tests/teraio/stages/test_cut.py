@@ -14,7 +14,7 @@ from teraio.stages import cost
 from teraio.stages.cut import CutPolicy, assign, can_cut, layer_of, module_path
 from teraio.stages.speed import CPU
 
-from .graphs import MODELS, Captured, Transformer, capture, constants, features, tokens, transformer
+from .graphs import MODELS, Captured, capture, constants, features, transformer
 
 FINE = CutPolicy(shortest_seconds=1e-9)
 HEAVY = CutPolicy(shortest_seconds=1e-9, far_above=math.inf)
@@ -79,8 +79,9 @@ class Products(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("policy", [FINE, CutPolicy(shortest_seconds=1e-9, far_above=0.1), CutPolicy()])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "dynamic"), [(FINE, True), (CutPolicy(shortest_seconds=1e-9, far_above=0.1), False), (CutPolicy(), False)]
+)
 def test_views_that_backward_gets_are_made_where_their_storage_is(policy: CutPolicy, dynamic: bool) -> None:
     """PyTorch puts them at the end of the forward graph, where one stage would need what all layers save."""
     layers = 6
@@ -136,7 +137,7 @@ def test_a_small_graph_is_one_stage(graphs: list[Captured]) -> None:
 
 
 def test_a_longer_least_duration_gives_fewer_stages() -> None:
-    forward, _ = capture(Transformer(4), tokens(8, 64))
+    forward, _ = transformer(5)
     counts = [
         len(set(stages(forward.fresh(), CutPolicy(shortest_seconds=seconds)).values())) for seconds in (1e-9, 1e-5, 1e-4, 1e-2, 1)
     ]
