@@ -31,25 +31,29 @@ def torch_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_a_torch_without_cuda_is_told(torch_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    torch_of(None)
+@pytest.mark.parametrize(
+    ("cuda", "compiler", "told"),
+    [
+        (None, True, "is built without CUDA: python -m pip install torch"),
+        ("13.0", True, "no CUDA headers (cuda.h, cuda_runtime_api.h) beside torch 2.99.0: python -m pip install"),
+        ("13.0", False, "no C++ compiler: install g++"),
+    ],
+)
+def test_what_is_missing_is_told(
+    cuda: str | None,
+    compiler: bool,
+    told: str,
+    torch_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torch_of(cuda)
+    if not compiler:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr(build.shutil, "which", lambda name: None)
     assert launcher.main(["--", "script.py"]) == 2
     error = capsys.readouterr().err
-    assert "torch 2.99.0 of" in error and "is built without CUDA: python -m pip install torch" in error and error.count("\n") == 1
-
-
-def test_missing_headers_are_told(torch_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    torch_of("13.0")
-    assert launcher.main(["--", "script.py"]) == 2
-    assert "no CUDA headers (cuda.h, cuda_runtime_api.h) beside torch 2.99.0: python -m pip install" in capsys.readouterr().err
-
-
-def test_a_missing_compiler_is_told(torch_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    torch_of("13.0")
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    assert launcher.main(["--", "script.py"]) == 2
-    assert "no C++ compiler: install g++" in capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
 
 
 def test_too_little_room_for_an_environment_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -28,24 +28,21 @@ def test_straight_through() -> None:
     assert difference.tolist() == filled(11).tolist() and total.tolist() == filled(7).tolist()
 
 
-def test_managed_gives_the_same() -> None:
-    bench = Bench(None)
-    arguments = [filled(3), filled(4)]
-    difference, nothing, total = managed(chain(), arguments, bench)
-    assert arguments == [] and nothing is None
-    assert difference.tolist() == filled(11).tolist() and total.tolist() == filled(7).tolist()
-    assert {block.name for block in bench.pager.blocks} == {"slot4", "slot2"}
-    assert bench.pager.account.peak_bytes <= 4 * WIDTH
-
-
-@pytest.mark.parametrize("budget", [3, 4, 5])
-def test_managed_under_a_budget(budget: int) -> None:
-    bench = Bench(budget * WIDTH)
-    kept = [bench.make(f"other {number}", 2) for number in range(3)]
-    difference, _, total = managed(chain(), [filled(3), filled(4)], bench)
-    assert difference.tolist() == filled(11).tolist() and total.tolist() == filled(7).tolist()
-    assert bench.pager.account.evictions > 0
-    assert [bench.value(block.name) for block in kept] == [1, 1, 1]
+@pytest.mark.parametrize("budget", [None, 3, 4, 5])
+def test_managed_gives_the_same_under_any_budget_and_without_a_mover(budget: int | None) -> None:
+    bench = Bench(None if budget is None else budget * WIDTH)
+    kept = [bench.make(f"other {number}", 2) for number in range(3 if budget else 0)]
+    alone = Pager(mover=None, budget_bytes=None)
+    for pager in (bench.pager, alone):
+        arguments = [filled(3), filled(4)]
+        difference, nothing, total = run_managed(chain(), arguments, pager, Recorder(), WorkspaceMeter(None))
+        assert arguments == [] and nothing is None
+        assert difference.tolist() == filled(11).tolist() and total.tolist() == filled(7).tolist()
+        assert {block.name for block in pager.blocks} - {block.name for block in kept} == {"slot4", "slot2"}
+    if budget is None:
+        assert bench.pager.account.peak_bytes <= 4 * WIDTH
+    else:
+        assert bench.pager.account.evictions > 0 and [bench.value(block.name) for block in kept] == [1, 1, 1]
 
 
 def test_what_is_not_needed_any_more_is_freed_inside_a_stage() -> None:
@@ -227,9 +224,3 @@ def test_prefetches_begin_with_the_stage_that_they_are_for() -> None:
     assert other.state is State.PREFETCHING
     bench.mover.finish_all()
     assert other.state is State.ON_DEVICE
-
-
-def test_no_mover() -> None:
-    pager = Pager(mover=None, budget_bytes=None)
-    difference, _, _ = run_managed(chain(), [filled(3), filled(4)], pager, Recorder(), WorkspaceMeter(None))
-    assert difference.tolist() == filled(11).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -87,12 +88,15 @@ def passed(**settings: Any) -> Passes:
     return passes
 
 
-def test_what_was_dropped_is_made_anew_where_it_is_needed() -> None:
+@pytest.mark.parametrize("due", [False, True], ids=["where it is needed", "where the plan says so"])
+def test_what_was_dropped_is_recomputed(due: bool) -> None:
     passes = passed()
     before = passes.bench.pager.account.used_bytes
     passes.drop()
     assert passes.bench.pager.account.used_bytes == before - 2 * WIDTH
     passes.runs.clear()
+    if due:
+        passes.recorder.due = {passes.recorder.reached: passes.blocks()}
     assert passes.backward() == [4 + 24]
     assert passes.runs == ["add", "triple"], "what is between them was held"
     assert [again.name for again in passes.recorder.again] == ["add", "triple"]
@@ -108,13 +112,6 @@ def test_inputs_that_were_dropped_are_made_anew_first() -> None:
     passes.runs.clear()
     assert passes.backward() == [28]
     assert sorted(passes.runs) == ["add", "double", "triple"]
-
-
-def test_a_plan_makes_it_anew_earlier() -> None:
-    passes = passed()
-    passes.drop()
-    passes.recorder.due = {passes.recorder.reached: passes.blocks()}
-    assert passes.backward() == [28] and len(passes.recorder.again) == 2
 
 
 def test_where_the_plan_has_it_nothing_is_kept_any_longer() -> None:
@@ -141,8 +138,14 @@ def test_what_has_run_again_is_not_dropped_again() -> None:
     assert len(passes.recorder.again) == 2
 
 
-def test_only_kept_stages_can_be_dropped() -> None:
-    passed(kept=()).drop(expect=False)
+@pytest.mark.parametrize("why", ["its stage is not kept", "user code can see it", "hooks of saved tensors see it"])
+def test_what_is_not_dropped(why: str) -> None:
+    passes = Passes(kept=() if why == "its stage is not kept" else (0, 2))
+    with save_on_cpu() if why == "hooks of saved tensors see it" else contextlib.nullcontext():
+        passes.forward()
+    if why == "user code can see it":
+        passes.bench.pager.show_to_user(passes.blocks())
+    passes.drop(expect=False)
 
 
 @pytest.mark.parametrize("kept", [(0,), (2,)])
@@ -152,12 +155,6 @@ def test_one_of_two(kept: tuple[int, ...]) -> None:
         passes.bench.pager.drop(block)
     assert [block.state for block in passes.blocks()].count(State.DROPPED) == 1
     assert passes.backward() == [28]
-
-
-def test_what_user_code_can_see_is_not_dropped() -> None:
-    passes = passed()
-    passes.bench.pager.show_to_user(passes.blocks())
-    passes.drop(expect=False)
 
 
 @pytest.mark.parametrize("how", ["version", "slot"])
@@ -263,13 +260,6 @@ def test_a_stage_that_does_not_fit_again_stays_dropped() -> None:
         passes.backward()
     passes.bench.pager.account.budget_bytes = None
     assert passes.backward() == [28]
-
-
-def test_saved_tensors_that_hooks_see_are_kept() -> None:
-    passes = Passes()
-    with save_on_cpu():
-        passes.forward()
-    passes.drop(expect=False)
 
 
 def test_everything_can_be_brought_back() -> None:
