@@ -92,8 +92,8 @@ class ExpertOptions:
 
     debug: Switch = False
     """Find out whether teraio causes wrong results: overwrite memory that holds nothing with a pattern, and compare what comes
-    back from any tier with what left; if they differ, training stops with ChecksumError. Slow. What a stage makes anew is
-    compared with what was dropped; if they differ, training stops with UnsupportedError.
+    back from any tier with what left; if they differ, training stops with ChecksumError. Slow. What is recomputed is compared
+    with what was dropped; if they differ, training stops with UnsupportedError.
 
     Memory is filled with the byte 0xFB when a block gives it up, and again before a block comes back into it. Code that uses the
     memory at a wrong time then computes with absurd numbers. On a GPU, the host waits for each move. On CPU, memory that
