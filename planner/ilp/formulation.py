@@ -1,4 +1,4 @@
-"""Build the integer program over coarse time, one function for each constraint family; more of them are in `planner.ilp.limits`.
+"""Build the integer program over coarse time, one function for each constraint family; more of them are in `planner.ilp.model`.
 
 Symbols: segments k with duration τ_k; classes c of blocks with periods p = (a, b) in segments; tiers t.
 
@@ -7,7 +7,7 @@ Symbols: segments k with duration τ_k; classes c of blocks with periods p = (a,
 * δ_k ≥ 0: the stall before segment k. e_k ≥ 0: bytes that leave during that stall. v_k ≥ 0: bytes that the coarse model cannot
   place in segment k. They cost as much as moves on demand, and the exact stage places them.
 * h_g ∈ {0, 1}: whether an optimizer subgroup updates on the host; see `planner.lp.host_updates`.
-* r_c ∈ [0, 1]: the share of the recompute groups of class c that run again; see `planner.ilp.limits`.
+* r_c ∈ [0, 1]: the share of the recompute groups of class c that run again; see `planner.ilp.model`.
 
 The memory of a segment is that of its peak stage: a block is absent there if its period contains that stage. What has left by
 the end of a segment makes room from the next one on. The solver's bound is a bound on this model only.
@@ -22,7 +22,9 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from planner.ilp.classes import BlockClass, ClassPeriod, SegmentGrid, classes_of, group_classes, segments_of
-from planner.ilp.limits import (
+from planner.ilp.model import (
+    CoarseModel,
+    PeriodVariables,
     add_capacity,
     add_link_time,
     add_rerun_memory,
@@ -32,7 +34,6 @@ from planner.ilp.limits import (
     add_user_code,
     reruns_in,
 )
-from planner.ilp.model import CoarseModel, PeriodVariables
 from planner.lp import Program, Terms, add_host_update, host_update_windows
 from planner.problem import TIE_WEIGHT, Problem, RerunPlaces, Route, in_units, made_by, outward_weight, solver_unit
 from planner.schema import Subgroup
@@ -223,7 +224,7 @@ def _add_valid_copies(model: CoarseModel) -> None:
 def _add_memory(model: CoarseModel) -> None:
     """live_k − Σ size · (O_{k−1} + d − I_k) ≤ budget + e_k + v_k; live_k: the live bytes at the segment's peak.
 
-    Re-runs: see `planner.ilp.limits.add_rerun_memory`. And e_k ≤ rate · δ_k, e_k ≤ Σ size · ΔO_k.
+    Re-runs: see `planner.ilp.model.add_rerun_memory`. And e_k ≤ rate · δ_k, e_k ≤ Σ size · ΔO_k.
     """
     problem, count, scale = model.problem, len(model.segments), model.problem.byte_scale
     rows: list[Terms] = [[(model.leaving[k], -1.0), (model.unplaced[k], -1.0)] for k in range(count)]

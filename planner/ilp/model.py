@@ -1,15 +1,37 @@
-"""The integer program over coarse time, as far as it is built: the program and its variables."""
+"""The integer program over coarse time, as far as it is built: its variables, and the rows of what all blocks compete for.
+
+These are links, shared rates, lower tiers, the host's processor, and what re-runs need. Symbols as in `planner.ilp.formulation`;
+of re-runs: c classes of like recompute groups; κ(c) the segment in which they run again, which is as late as possible; d_c the
+seconds of all their re-runs; r_c ∈ [0, 1] how many of them run again. A block is either recomputed or offloaded in the period
+that ends with the re-run, or neither.
+
+What a re-run reads must be there. A block that is idle then is not away to the extent that the re-run happens (it could go and
+come twice; the exact stage sees that), unless a re-run no later makes it. A block that would be dead by then lives on.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from planner.ilp.classes import BlockClass, ClassPeriod, GroupClass, Segment
-from planner.lp import HostUpdateVariables, Program, Terms, Variable
-from planner.problem import Problem, Route
+from planner.lp import PROCESSOR, HostUpdateVariables, Program, Terms, Variable
+from planner.problem import Problem, Route, SharedLimit
 
-__all__ = ["CoarseModel", "PeriodVariables"]
+__all__ = [
+    "CoarseModel",
+    "PeriodVariables",
+    "add_capacity",
+    "add_link_time",
+    "add_rerun_memory",
+    "add_rerun_reads",
+    "add_shared_limit",
+    "add_updates",
+    "add_user_code",
+    "reruns_in",
+]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,3 +118,189 @@ class CoarseModel:
                 saved = [(u.chosen, u.windows.device_seconds) for u in self.updates if u.windows.span == k]
                 again = [(r, -each.seconds) for each, r in zip(self.reruns, self.again, strict=True) if each.end == k]
                 self.program.at_most([*row, *saved, *again, (self.stall[k], -1.0)], segment.seconds)
+
+
+def add_link_time(model: CoarseModel, route: Route) -> None:
+    """Σ seconds · ΔO_k ≤ τ_k + δ_k and Σ seconds · ΔI_k ≤ τ_k + δ_k. The share that comes in at b itself: ≤ δ_b."""
+    count = len(model.segments)
+    outward: list[Terms] = model.rows()
+    inward: list[Terms] = model.rows()
+    late: list[Terms] = model.rows()
+    for entry in model.periods:
+        if entry.route.tier != route.tier:
+            continue
+        begin = entry.period.begin + 1
+        _add_steps(outward, entry.out, begin, entry.out_seconds)
+        _add_steps(inward, entry.steps_in, begin, entry.in_seconds)
+        if not entry.period.final:
+            last = entry.into[-1]
+            assert last is not None  # the window is never empty
+            late[entry.period.end % count] += [(entry.chosen, entry.in_seconds), (last, -entry.in_seconds)]
+    for update in model.updates:
+        if route.tier == "host":
+            for k, terms in update.late.items():
+                late[k] += terms
+    model.add_time_limit(outward, route.outward.name)
+    model.add_time_limit(inward, route.inward.name)
+    for k, row in enumerate(late):
+        if row:
+            model.program.at_most([*row, (model.stall[k], -1.0)], 0)
+
+
+def add_user_code(model: CoarseModel, route: Route) -> None:
+    """Σ seconds · ΔO_k ≤ δ_k and Σ seconds · ΔI_k ≤ δ_k in segments of user code, for blocks that user code can reach.
+
+    Such copies must end before user code starts, see [Note: user code] in `planner.problem.user_code`.
+    """
+    users = [k for k, segment in enumerate(model.segments) if segment.user]
+    outward: list[Terms] = model.rows()
+    inward: list[Terms] = model.rows()
+    for entry in model.periods if users else ():
+        if entry.route.tier == route.tier and entry.block_class.user_visible:
+            _add_steps(outward, entry.out, entry.period.begin + 1, entry.out_seconds)
+            _add_steps(inward, entry.steps_in, entry.period.begin + 1, entry.in_seconds)
+    for k in users:
+        for link, row in ((route.outward, outward[k]), (route.inward, inward[k])):
+            row = row + [term for update in model.updates for term in update.busy[link.name][k]]
+            if row:
+                model.program.at_most([*row, (model.stall[k], -1.0)], 0)
+
+
+def add_shared_limit(model: CoarseModel, shared: SharedLimit) -> None:
+    """Σ seconds_per_byte · bytes moved, over the links that share a rate, ≤ τ_k + δ_k."""
+    rows: list[Terms] = model.rows()
+    for entry in model.periods:
+        begin = entry.period.begin + 1
+        for link, steps in ((entry.route.outward, entry.out), (entry.route.inward, entry.steps_in)):
+            if link.name in shared.seconds_per_byte:
+                _add_steps(rows, steps, begin, entry.block_class.size_bytes * shared.seconds_per_byte[link.name])
+    for update in model.updates:
+        for name, seconds in shared.seconds_per_byte.items():
+            for k, terms in update.moved[name].items():
+                rows[k] += [(variable, size * seconds) for variable, size in terms]
+    model.add_time_limit(rows)
+
+
+def add_updates(model: CoarseModel) -> None:
+    """y_{p,t} ≤ 1 − h_g for blocks of g, in periods that begin or end with its update and in all tiers other than host.
+
+    The host's processor: Σ host_seconds · ΔU_k ≤ τ_k + δ_k. The chains, whose members follow one another: Σ τ_k + Σ δ_k ≥ h_g ·
+    seconds of the chain.
+    """
+    problem, chosen = model.problem, model.on_host
+    for entry in model.periods:
+        number = entry.block_class.subgroup
+        if number is None:
+            continue
+        period = problem.periods[entry.period.indices[0]]
+        touched = {period.after} if period.final else {period.after, period.before % problem.stage_count}
+        if problem.trace.subgroups[number].stage in touched or entry.route.tier != "host":
+            model.program.at_most([(entry.chosen, 1.0), (chosen[number], 1.0)], 1)
+    model.add_time_limit(model.rows(), PROCESSOR)
+    count = len(model.segments)
+    for update in model.updates:
+        for chain in update.windows.chains:
+            spans = [k % count for k in chain.spans]
+            row: Terms = [(update.chosen, chain.seconds)]
+            row += [(model.stall[k], -1.0) for k in [*spans, chain.spans.stop % count]]
+            row += [(u.chosen, u.windows.device_seconds * spans.count(u.windows.span)) for u in model.updates]
+            model.program.at_most(row, sum(model.segments[k].seconds for k in spans))
+
+
+def _add_steps(rows: list[Terms], variables: Sequence[Variable | None], begin: int, seconds: float) -> None:
+    previous = None
+    for position, variable in enumerate(variables):
+        if variable != previous and variable is not None:
+            row = rows[(begin + position) % len(rows)]
+            row.append((variable, seconds))
+            if previous is not None:
+                row.append((previous, -seconds))
+        previous = variable
+
+
+def add_capacity(model: CoarseModel, route: Route) -> None:
+    """Σ size · z_{c,t} ≤ budget_t at every segment in which the copy can exist, with z_{c,t} ≥ y_{p,t}.
+
+    z_{c,host} ≥ h_g for the persistent blocks of g; the other blocks of g count with h_g itself.
+    """
+    if route.budget_bytes is None:
+        return
+    count, scale = len(model.segments), float(max(route.budget_bytes, 1))
+    rows: list[Terms] = model.rows()
+    by_class: dict[tuple[int, ...], list[PeriodVariables]] = defaultdict(list)
+    for entry in model.periods:
+        if entry.route.tier == route.tier:
+            by_class[entry.block_class.blocks].append(entry)
+    kept: dict[int, int] = defaultdict(int)
+    chosen = model.on_host if route.tier == "host" else {}
+    for entries in by_class.values():
+        place = model.program.variable()
+        for entry in entries:
+            terms: Terms = [(place, 1.0), (entry.chosen, -1.0)]
+            model.program.at_least(terms, 0)
+        block_class: BlockClass = entries[0].block_class
+        if block_class.persistent and block_class.subgroup in chosen:
+            kept[block_class.subgroup] += block_class.size_bytes
+            model.program.at_least([(place, 1.0), (chosen[block_class.subgroup], -1.0)], 0)
+        first = 0 if block_class.persistent else block_class.first_segment
+        last = count - 1 if block_class.persistent else block_class.last_segment
+        for k in range(first, last + 1):
+            rows[k].append((place, block_class.size_bytes / scale))
+    for update in model.updates if chosen else ():
+        rest = update.windows.host_bytes - kept[int(update.windows.name)]
+        for each in rows:
+            each.append((update.chosen, rest / scale))
+    model.program.levels(rows, [route.budget_bytes / scale] * count)
+
+
+def reruns_in(model: CoarseModel, entry: PeriodVariables) -> list[int]:
+    """Return the class of re-runs, if there is one, that makes the blocks of `entry` anew in its period."""
+    number = entry.block_class.rerun
+    if number is None or not entry.period.begin < model.reruns[number].end <= entry.period.end:
+        return []
+    return [number]
+
+
+def add_rerun_memory(model: CoarseModel, rows: list[Terms]) -> None:
+    """− Σ size · r_c in the segments between last use and κ(c); + Σ held bytes · r_c; + w_k, where w_κ(c) ≥ room of c · r_c."""
+    scale, seen = model.problem.byte_scale, set[tuple[int, ...]]()
+    for entry in model.periods:
+        if entry.period.indices in seen:
+            continue  # one entry for each tier
+        seen.add(entry.period.indices)
+        for number in reruns_in(model, entry):
+            for k in range(entry.period.begin + 1, model.reruns[number].end):
+                rows[k].append((model.again[number], -entry.block_class.size_bytes / scale))
+    room: dict[int, Variable] = {}
+    for each, share in zip(model.reruns, model.again, strict=True):
+        for k, size in each.held_bytes.items():
+            rows[k].append((share, size / scale))
+        if not each.room_bytes:
+            continue
+        if each.end not in room:
+            room[each.end] = model.program.variable(inf)
+            rows[each.end].append((room[each.end], 1.0))
+        model.program.at_least([(room[each.end], 1.0), (share, -each.room_bytes / scale)], 0)
+
+
+def add_rerun_reads(model: CoarseModel) -> None:
+    """Σ_t (O_{κ−1} + d − I_κ) + r_c · (the share of the blocks that c reads) ≤ 1, for periods around κ(c)."""
+    count = len(model.segments)
+    readers: dict[int, list[int]] = defaultdict(list)
+    for number, each in enumerate(model.reruns):
+        for block in each.reads:
+            readers[block].append(number)
+    by_period: dict[tuple[int, ...], list[PeriodVariables]] = defaultdict(list)
+    for entry in model.periods if readers else ():
+        by_period[entry.period.indices].append(entry)
+    for entries in by_period.values():
+        period, block_class = entries[0].period, entries[0].block_class
+        read: dict[int, int] = defaultdict(int)
+        for block in block_class.blocks:
+            for number in readers.get(block, ()):
+                read[number] += model.problem.trace.blocks[block].size_bytes
+        for number, size in read.items():
+            for k in (model.reruns[number].end, model.reruns[number].end + count):
+                if period.begin < k < period.end:
+                    absent = [term for entry in entries for term in entry.absent(k - period.begin - 1)]
+                    model.program.at_most([*absent, (model.again[number], size / block_class.size_bytes)], 1)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Trace, floor
 from planner.ilp import CoarseSolution, coarse_solutions, rerun_shares
+from planner.ilp.coarse import solve
 from planner.ilp.formulation import CoarseProgram, Resolution, coarse_program
-from planner.ilp.solve import solve
 from planner.lp import solve_program
 from planner.policies.improve import exact_candidates
 from planner.policies.optimise import start_of
