@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,14 +56,6 @@ def test_tied_weights(tmp_path: Path) -> None:
     assert "head.weight" not in result.parameters, "one tensor, so one name"
 
 
-@pytest.mark.usefixtures("eager_dropout")
-def test_dropout_draws_the_same_masks(tmp_path: Path) -> None:
-    check_parity(
-        Case(make_model=lambda: Chain(dropout=0.2), make_batches=features, planned=True),
-        tmp_path,
-    )
-
-
 @pytest.mark.long  # beside the next test, which has dropout in addition
 def test_chain_compiled_by_inductor(tmp_path: Path) -> None:
     check_parity(Case(make_model=Chain, make_batches=features), tmp_path, codegen="inductor")
@@ -95,13 +88,14 @@ def test_batch_norm_buffers(tmp_path: Path) -> None:
 
 
 def frozen_chain() -> Chain:
-    model = Chain(depth=4)
+    model = Chain(depth=4, dropout=0.2)
     for layer in (model.layers[0], model.layers[2].up):
         layer.requires_grad_(False)
     return model
 
 
-def test_frozen_layers(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("eager_dropout")
+def test_frozen_layers_and_dropout_of_the_same_masks(tmp_path: Path) -> None:
     result = check_parity(Case(make_model=frozen_chain, make_batches=features, planned=True), tmp_path)
     names = result.gradients[0].keys()
     assert "layers.2.down.weight" in names
@@ -140,21 +134,23 @@ class Adversaries(nn.Module):
         return self.judge(self.coder(x))
 
 
-@compiled_input_needs_grad
-def test_two_compiled_models_in_a_row(tmp_path: Path) -> None:
-    case = Case(make_model=Adversaries, make_batches=features, compile_parts=("coder", "judge"), planned=True)
-    check_parity(case, tmp_path)
-
-
 def train_in_turns(run: Run, batch: Batch, index: int) -> None:
-    """An iteration of one model, then one of the other, each with its own optimizer."""
+    """An iteration of one model, then one of the other, each with its own optimizer.
+
+    In every other step nothing is shared: one model trains while the other one's blocks wait.
+    """
     inputs, targets = batch
     optimizers = run.kept.setdefault("optimizers", [sgd(child) for child in run.module.children()])
     coder, judge = run.module.get_submodule("coder"), run.module.get_submodule("judge")
-    for optimizer, objective in (
-        (optimizers[0], lambda: functional.cross_entropy(judge(coder(inputs)), targets)),
-        (optimizers[1], lambda: functional.cross_entropy(judge(coder(inputs).detach()), targets.flip(0))),
-    ):
+    together: list[Callable[[], Tensor]] = [
+        lambda: functional.cross_entropy(judge(coder(inputs)), targets),
+        lambda: functional.cross_entropy(judge(coder(inputs).detach()), targets.flip(0)),
+    ]
+    apart: list[Callable[[], Tensor]] = [
+        lambda: functional.cross_entropy(coder(inputs), targets % 64),
+        lambda: functional.cross_entropy(judge(inputs.flip(0)), targets % 64),
+    ]
+    for optimizer, objective in zip(optimizers, apart if index % 2 else together, strict=True):
         optimizer.zero_grad()
         loss = objective()
         loss.backward()
@@ -165,23 +161,5 @@ def train_in_turns(run: Run, batch: Batch, index: int) -> None:
 
 @compiled_input_needs_grad
 def test_two_compiled_models_with_an_optimizer_each(tmp_path: Path) -> None:
-    case = Case(make_model=Adversaries, make_batches=features, compile_parts=("coder", "judge"), step=train_in_turns)
-    check_parity(case, tmp_path)
-
-
-def test_two_independent_compiled_models(tmp_path: Path) -> None:
-    """Nothing is shared: the second model compiles and trains while the first one's blocks wait."""
-
-    def step(run: Run, batch: Batch, index: int) -> None:
-        inputs, targets = batch
-        optimizers = run.kept.setdefault("optimizers", [sgd(child) for child in run.module.children()])
-        for child, optimizer, x in zip(run.module.children(), optimizers, (inputs, inputs.flip(0)), strict=True):
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(child(x), targets % 64)
-            loss.backward()
-            run.record_loss(loss)
-            optimizer.step()
-        run.record_gradients()
-
-    case = Case(make_model=Adversaries, make_batches=features, compile_parts=("coder", "judge"), step=step)
+    case = Case(make_model=Adversaries, make_batches=features, compile_parts=("coder", "judge"), step=train_in_turns, steps=4)
     check_parity(case, tmp_path)
