@@ -1,4 +1,4 @@
-"""Trainings as users run them: updates on the host, checkpoints of blocks on drives, and drives that fail.
+"""Trainings as users run them: updates on the host, checkpoints of blocks on drives, drives that fail, and interrupts.
 
 The model is mostly weights and states, so that a processor computes it in no time and all of it moves.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +173,37 @@ def test_a_drive_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     teraio.reset()
     assert not unequal(values(training), found)
     assert not unequal(found, values(train(resumed(saved), UNTIL_PLANNED + 1, UNTIL_PLANNED + 2)))
+
+
+def test_training_goes_on_after_interrupts_at_random_times(tmp_path: Path) -> None:
+    """What an interrupt leaves can be read, and the next iteration goes on from it. Streams may be copying at that time."""
+    training = train(start({"memory_budget": BUDGET, "storage": tmp_path}), 0, UNTIL_PLANNED)
+    chance = random.Random(0)
+    interrupted: list[tuple[int, list[Tensor], list[Tensor]]] = []
+    seconds = 0.0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for number in range(UNTIL_PLANNED, UNTIL_PLANNED + 8):
+            began = time.monotonic()
+            if seconds:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.1, 0.9) * seconds)
+            try:
+                step(training, number)
+                seconds = time.monotonic() - began
+            except KeyboardInterrupt:
+                training.optimizers[0].zero_grad()
+                left = values(training)
+                step(training, number)
+                interrupted.append((number, left, values(training)))
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(interrupted) > 2
+    teraio.reset()
+    del training  # what trains beside it would count against the budget
+    for number, left, found in interrupted:
+        assert not unequal(found, values(train(resumed(left), number, number + 1)))
 
 
 def resumed(saved: list[Tensor]) -> Training:
