@@ -25,7 +25,7 @@ const CUcontext CONTEXT = (CUcontext)&the_context;
 CUresult result(cudaError_t error) { return (CUresult)error; }
 
 // Functions that say their own name: those that somebody has looked up, and that are not made up.
-constexpr size_t MISSING = 128;
+constexpr size_t MISSING = 1024;
 std::mutex missing_mutex;
 std::string missing_names[MISSING];
 
