@@ -26,7 +26,7 @@ _PRODUCTS = 32
 """Products of matrices that are queued at a time: about a millisecond."""
 
 
-def measure_host_links(streams: CudaStreams, store: HostStore, size_bytes: int = 256 << 20) -> LinkRates:
+def measure_host_links(streams: CudaStreams, store: HostStore, size_bytes: int) -> LinkRates:
     """Measure rates over copies of `size_bytes` in all, by the GPU's clock, and the latency of a small copy.
 
     Each direction is measured alone, and both at once.

@@ -26,6 +26,10 @@ _PAGE_MIB = 16
 MiB, the ends of most are parts of pages, which nobody else can use. It takes no pages below 11 MiB."""
 _PAGE_BYTES = 20 << 20
 """What the end of the last page may take beyond the budget: PyTorch's own unit, which a user may have kept."""
+_MEASURED_BYTES = 256 << 20
+"""Copied to measure the link to main memory, if the budget has room."""
+_FEWEST_MEASURED_BYTES = 16 << 20
+"""Copied also where it has none, as long as the model is on the device: latencies would slow copies of less."""
 _SPARE_BYTES = 64 << 20
 """Bytes of the budget that no block uses, at least; see `CudaStreams`. A stage must find room when all else has left: in the
 allocator's last page in the pool of stages and in the user's, and in some pages of 2 MiB for small tensors."""
@@ -57,7 +61,7 @@ def open_cuda(
         tiers: list[OpenTier] = [storage] if storage is not None else []
         mover = _open_mover(streams, store, tiers, shared.ownership, undo, poison=options.debug)
         if store is not None and mover is not None:
-            tiers.insert(0, _host_tier(streams, store, mover))
+            tiers.insert(0, _host_tier(streams, store, mover, None if budget is None else budget - page_bytes))
         if budget is not None:
             _limit(streams, budget, page_bytes, spare_bytes)
         opened = Machine(
@@ -98,12 +102,23 @@ def _open_mover(
     return mover
 
 
-def _host_tier(streams: CudaStreams, store: HostStore, mover: StreamMover) -> OpenTier:
-    """Measure the copies to main memory, which the mover makes itself, and return the tier."""
+def _host_tier(streams: CudaStreams, store: HostStore, mover: StreamMover, most_bytes: int | None) -> OpenTier:
+    """Measure the copies to main memory, which the mover makes itself, and return the tier.
+
+    most_bytes: of the device that PyTorch may have reserved meanwhile; None: any.
+    """
+
+    def measure() -> LinkRates:
+        if most_bytes is None:
+            return measure_host_links(streams, store, _MEASURED_BYTES)
+        torch.cuda.empty_cache()
+        room = most_bytes - torch.cuda.memory_reserved(streams.device)
+        return measure_host_links(streams, store, min(max(room, _FEWEST_MEASURED_BYTES), _MEASURED_BYTES))
+
     return OpenTier(
         tier=Tier(name="host", store=store, engine=None),
-        rates=measure_host_links(streams, store),
-        measure=lambda: measure_host_links(streams, store),
+        rates=measure(),
+        measure=measure,
         path=f"copies by the GPU, {'pinned' if store.pinned else 'pageable'} memory",
         moved_bytes=lambda: mover.moved_bytes,
         busy_seconds=lambda: mover.busy_seconds,

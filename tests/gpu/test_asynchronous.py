@@ -148,7 +148,7 @@ def test_host_links_are_measured_also_where_the_model_leaves_little_room() -> No
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     try:
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(DEVICE) + 24 * MIB) / total, DEVICE)
-        rates = measure_host_links(streams, store)
+        rates = measure_host_links(streams, store, 256 << 20)
     finally:
         torch.cuda.set_per_process_memory_fraction(before, DEVICE)
         store.close()

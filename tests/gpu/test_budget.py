@@ -32,6 +32,15 @@ def test_a_budget_that_no_schedule_can_satisfy_is_refused() -> None:
 
 
 @needs_gpu
+def test_what_is_measured_at_the_start_keeps_the_budget() -> None:
+    budget = 160 << 20
+    module = nn.Linear(2048, 2048, bias=False).to(DEVICE)
+    torch.cuda.reset_peak_memory_stats()
+    compiled(module, {"memory_budget": budget, "host_budget": "512MiB"})(torch.ones(8, 2048, device=DEVICE)).sum().backward()
+    assert torch.cuda.max_memory_reserved() <= budget
+
+
+@needs_gpu
 def test_the_users_own_memory_counts() -> None:
     """A tensor that the user makes during training counts within the budget: more blocks must leave."""
     peak, wanted = peak_of(CASE)
