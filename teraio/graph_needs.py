@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,7 +14,6 @@ from runtime.paging import Pager
 from teraio.machine import Machine
 from teraio.optimizer import USUAL_STATES, OptimizerFacts, optimizers_alive, owned_parameters
 from teraio.phases import Findings
-from teraio.stages import Need, largest_of, need_of
 
 _NOT_COUNTED = (
     "graphs that are compiled later, the optimizer's update, what operators take for themselves, and what your code keeps"
@@ -22,6 +22,43 @@ _SMALL_CHANGE_BYTES = 65_536
 """Reserved in what an error asks for: matrix products and reductions take some KiB for themselves, a convolution not always as
 many, and optimizers count steps."""
 _LARGER = "inputs that are larger than those of this call, "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What graphs need on the device at once.
+
+    largest: up to three stages, by name, with the bytes that each needs next to all that is too small to move, in descending
+        order.
+    small_parameter_bytes: of the parameters that are too small to move; their states will be, too.
+    names: of the blocks that the graphs take and make.
+    """
+
+    largest: tuple[tuple[str, int], ...]
+    small_parameter_bytes: int
+    names: frozenset[str]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the largest stage needs."""
+        return self.largest[0][1]
+
+
+def need_of(programs: Sequence[Program]) -> Need | None:
+    """Return what a forward graph and its backward graph need; None if they have no stages."""
+    stages = [stage for program in programs for stage in program.stages]
+    if not stages:
+        return None
+    small_bytes = sum(program.small_bytes for program in programs)
+    needs = [(stage.name, stage.need_bytes + small_bytes) for stage in stages]
+    small_parameter_bytes = sum(program.small_parameter_bytes for program in programs)
+    names = frozenset(name for program in programs for name in program.slot_names)
+    return Need(largest=_largest_of(needs), small_parameter_bytes=small_parameter_bytes, names=names)
+
+
+def _largest_of(needs: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Return the three that need the most, in descending order."""
+    return tuple(sorted(needs, key=lambda need: -need[1])[:3])
 
 
 class GraphNeeds:
@@ -51,7 +88,7 @@ class GraphNeeds:
         if any(program.resize is not None for program in programs):
             self._resizable.append(tuple(programs))
         unmoved_bytes = self._pager.account.unmoved_bytes
-        largest = largest_of((name, size + unmoved_bytes) for each in self._needs for name, size in each.largest)
+        largest = _largest_of((name, size + unmoved_bytes) for each in self._needs for name, size in each.largest)
         floor = (largest[0][1], largest[0][0])
         smallest, stage = self._findings.floor = max(floor, self._findings.floor or floor)
         budget = self._machine.budgets.device

@@ -35,7 +35,7 @@ from teraio.phases import Phase, ProfilePhase
 from teraio.profiling import Profile
 from teraio.ranks import RankGroup
 from teraio.registry import REGISTRY
-from teraio.stages import Kernel, eager_codegen, kernels_of, peak_bytes, temporaries_of
+from teraio.stages import Kernel, eager_codegen, kernels_of, workspace_bytes
 from teraio.training_run import RunParts, TrainingRun
 
 Step = Callable[[], object]
@@ -91,7 +91,7 @@ class _Capture:
     def _codegen(self, module: GraphModule, inputs: Sequence[Any], options: dict[str, Any], *, fuses: bool) -> StageFunction:
         run = eager_codegen(module, inputs, options)
         kernels = kernels_of(module.graph)
-        workspace = peak_bytes(temporaries_of(module.graph, fuses=fuses))
+        workspace = workspace_bytes(module.graph, fuses=fuses)
         seconds = sum(map(self._description.seconds, kernels))
 
         def stage(values: list[Any]) -> Sequence[Any]:

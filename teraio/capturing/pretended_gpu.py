@@ -24,7 +24,7 @@ _MOST_FLASH_WIDTH = 256
 
 
 class GpuModel(FrozenModel):
-    """What `torch.cuda.get_device_properties` says of a GPU. Stages are cut by it, see `teraio.stages.speed`."""
+    """What `torch.cuda.get_device_properties` says of a GPU. Stages are cut by it, see `teraio.stages.cost`."""
 
     capability: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
     multiprocessors: Annotated[int, Field(gt=0)]

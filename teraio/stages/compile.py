@@ -1,79 +1,24 @@
-"""Turn a captured graph into a `Program`: cut it into stages, compile each distinct stage once, number the slots."""
+"""Turn a captured graph into a `Program`: cut it into stages, compile each distinct stage once, lay the stages out."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch._guards import TracingContext, tracing
+from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 
-from runtime.execution import Constant, Kind, Phase, Program, Stage, StageFunction
-from teraio.stages import cost
-from teraio.stages.collectives import has_collectives, wait_for_all
+from runtime.execution import Kind, Phase, Program, StageFunction
+from teraio.stages.codegen import Codegen, eager_codegen, inductor_codegen
+from teraio.stages.cost import SpeedOf, speed_of
 from teraio.stages.cut import GPU_POLICY, CutPolicy, assign, can_cut
-from teraio.stages.memory import Resizer, distinct_bytes, is_symbolic, small, stage_bytes, waiting_at
-from teraio.stages.random_state import describe
-from teraio.stages.recompute import is_repeatable, reasons_against
-from teraio.stages.sizes import compute_sizes
-from teraio.stages.speed import SpeedOf, speed_of
+from teraio.stages.layout import CompiledStage, lay_out, results_of, user_results
+from teraio.stages.operators import fake_tensors, has_storage, is_symbolic
+from teraio.stages.prepare import prepare
+from teraio.stages.repeatable import is_repeatable, reasons_against
 from teraio.stages.split import Subgraph, split
-from teraio.stages.storages import storages_of
-from teraio.stages.tuning import tuned_within_budget
-
-Codegen = Callable[[GraphModule, Sequence[Any], dict[str, Any]], StageFunction]
-"""Compiles one subgraph: takes its module, fake inputs and compile options, returns a boxed function."""
-
-
-_CACHE_TAG = "teraio stage 1"
-"""Part of the keys of Inductor's cache. A stage keeps the strides of all its outputs; the keys do not say which a graph keeps."""
-
-
-def inductor_codegen(
-    module: GraphModule, inputs: Sequence[Any], options: dict[str, Any], *, mode: str = "default"
-) -> StageFunction:
-    """Compile a subgraph with Inductor, by `torch._inductor.compile_fx.compile_fx_inner`. Takes seconds.
-
-    What was compiled before comes from Inductor's cache, also in another process.
-    mode: the mode of `torch.compile` whose settings of Inductor hold. On a GPU see [Note: Tuning within a budget].
-    """
-    from torch._inductor import config, list_mode_options
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch.compiler import config as compiler_config
-
-    tagged: Any = compiler_config
-    tag = f"{tagged.cache_key_tag} {_CACHE_TAG}".strip()
-    with _fresh_tracing_context(), config.patch(list_mode_options(mode)), tagged.patch(cache_key_tag=tag):
-        compiled = cast(StageFunction, compile_fx_inner(module, inputs, **options))
-    on_gpu = any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs)
-    return tuned_within_budget(compiled) if on_gpu else compiled
-
-
-def eager_codegen(module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> StageFunction:
-    """Return a function that runs the subgraph operator by operator. Compiles nothing; for debugging and quick tests."""
-    interpreter = torch.fx.Interpreter(module)
-
-    def run(values: list[Any]) -> Sequence[Any]:
-        with torch.no_grad():
-            made = cast(Sequence[Any], interpreter.boxed_run(values))
-        interpreter.env.clear()  # it would keep the outputs alive until the next run
-        return made
-
-    return run
-
-
-@contextlib.contextmanager
-def _fresh_tracing_context() -> Iterator[None]:
-    """Hide metadata of the whole graph (donated buffers, strides) while a subgraph is compiled, whose inputs are others."""
-    outer = TracingContext.try_get()
-    fake_mode = outer.fake_mode if outer is not None else None
-    inner = TracingContext(fake_mode)
-    inner.output_strides = []
-    with tracing(inner):
-        yield
 
 
 class StageCompiler:
@@ -117,29 +62,29 @@ class StageCompiler:
         """
         identity = self._graphs
         self._graphs += 1
-        prefix = phase if identity < 2 else f"{phase}#{identity}"
-        describe(gm.graph)
-        compute_sizes(gm.graph)
-        wait_for_all(gm.graph)
-        subgraphs = self._subgraphs(gm, floor_bytes=self._forward_bytes if phase == "backward" else 0)
-        reasons = self._reasons(gm, subgraphs, inputs) if phase == "forward" else [""] * len(subgraphs)
+        is_forward = phase == "forward"
+        prepare(gm.graph)
+        subgraphs = self._subgraphs(gm, floor_bytes=0 if is_forward else self._forward_bytes)
+        # Compiling rewrites a subgraph: all of them are judged first.
+        reasons = self._reasons(gm, subgraphs, inputs) if is_forward else [""] * len(subgraphs)
         repeatable = [is_repeatable(subgraph, keeps_seeds=self._fuses) for subgraph in subgraphs]
-        functions = [self._function(subgraph, options) for subgraph in subgraphs]
+        stages = [
+            CompiledStage(subgraph=subgraph, run=self._function(subgraph, options), repeatable=again, never_again=reason)
+            for subgraph, again, reason in zip(subgraphs, repeatable, reasons, strict=True)
+        ]
         _report_strides(gm)
-        counted = self._forward_values if phase == "backward" else frozenset()
-        program = _lay_out(
-            gm, subgraphs, functions, reasons, repeatable, inputs, identity=identity, phase=phase, prefix=prefix, counted=counted
-        )
-        if phase == "forward":  # its backward graph comes next, where what it saves has the same name
+        counted = frozenset[str]() if is_forward else self._forward_values
+        program = lay_out(gm, stages, inputs, identity=identity, phase=phase, counted=counted)
+        if is_forward:  # its backward graph comes next, where what it saves has the same name
             self._forward_bytes = max((stage.need_bytes for stage in program.stages), default=0)
-            self._forward_values = frozenset(node.name for node in _taken_and_returned(gm))
+            self._forward_values = frozenset(node.name for node in (*gm.graph.find_nodes(op="placeholder"), *results_of(gm)))
         return program
 
     def _reasons(self, gm: GraphModule, subgraphs: list[Subgraph], inputs: Sequence[tuple[str, Kind]]) -> list[str]:
-        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        placeholders = gm.graph.find_nodes(op="placeholder")
         names = {node: name for node, (name, _) in zip(placeholders, inputs, strict=False)}
-        (output,) = (n for n in gm.graph.nodes if n.op == "output")
-        shown = [output.args[0][i] for i in _user_results(output, "forward")]
+        output = gm.graph.output_node()
+        shown = [cast(Sequence[Any], output.args[0])[i] for i in user_results(output, "forward")]
         visible = [result for result in shown if isinstance(result, Node)]
         written = _written_later(placeholders)
         return reasons_against(subgraphs, visible=visible, written=written, keeps_seeds=self._fuses, names=names)
@@ -157,7 +102,7 @@ class StageCompiler:
         static = set(options.get("static_input_nodes", ()))
         positions = [i for i, node in enumerate(subgraph.inputs) if node in static]
         key = f"{subgraph.key} {positions}"
-        if any(is_symbolic([node]) for node in subgraph.module.graph.nodes):
+        if is_symbolic(subgraph.module.graph.nodes):
             key += f" {self._graphs}"  # guards on symbolic sizes hold for one graph only
         if key not in self._compiled:
             fake = [node.meta["val"] for node in subgraph.inputs]
@@ -170,7 +115,7 @@ class StageCompiler:
 
 def _device(gm: GraphModule) -> torch.device:
     for node in gm.graph.nodes:
-        for tensor in cost.fake_tensors(node.meta.get("val")):
+        for tensor in fake_tensors(node.meta.get("val")):
             if tensor.device.type != "cpu":
                 return tensor.device
     return torch.device("cpu")
@@ -190,10 +135,9 @@ def _report_strides(gm: GraphModule) -> None:
     context = TracingContext.try_get()
     if context is None or context.output_strides is None:
         return
-    (output,) = (n for n in gm.graph.nodes if n.op == "output")
-    for result in output.args[0]:
+    for result in cast(Sequence[Any], gm.graph.output_node().args[0]):
         value = result.meta.get("val") if isinstance(result, Node) else None
-        strides = value.stride() if cost.has_storage(value) else None
+        strides = value.stride() if has_storage(value) else None
         if strides is not None and not context.fakify_first_call:
             strides = _hints(strides)
         context.output_strides.append(cast(Any, strides))
@@ -206,104 +150,3 @@ def _hints(strides: Sequence[int | torch.SymInt]) -> tuple[int, ...] | None:
     """
     known = [stride if isinstance(stride, int) else stride.node.hint for stride in strides]
     return None if None in known else tuple(map(int, known))
-
-
-def _lay_out(
-    gm: GraphModule,
-    subgraphs: list[Subgraph],
-    functions: list[StageFunction],
-    reasons: list[str],
-    repeatable: list[bool],
-    inputs: Sequence[tuple[str, Kind]],
-    *,
-    identity: int,
-    phase: Phase,
-    prefix: str,
-    counted: frozenset[str],
-) -> Program:
-    """Number the slots. counted: names of the values of the forward graph, which its `small_bytes` counts."""
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    (output,) = (n for n in gm.graph.nodes if n.op == "output")
-    slots: dict[Node, int] = {n: i for i, n in enumerate(placeholders)}
-    uses: dict[int, list[int]] = {}
-    for number, subgraph in enumerate(subgraphs):
-        for node in subgraph.outputs:
-            slots[node] = len(slots)
-        for node in (*subgraph.inputs, *subgraph.outputs):
-            uses.setdefault(slots[node], []).append(number)
-    results = tuple(slots[r] if isinstance(r, Node) else Constant(r) for r in output.args[0])
-    kept = {r for r in results if isinstance(r, int)}
-    names = _unique([f"{prefix}/{subgraph.path}" for subgraph in subgraphs])
-    returned = [r for r in output.args[0] if isinstance(r, Node)]
-    storages = storages_of(list(gm.graph.nodes))
-    lasting = {storages[node] for node in (*placeholders, *returned) if node in storages}
-    waiting = waiting_at(subgraphs, returned)
-
-    def stage(number: int, subgraph: Subgraph) -> Stage:
-        touched = [slots[n] for n in (*subgraph.inputs, *subgraph.outputs)]
-        return Stage(
-            name=names[number],
-            phase=phase,
-            run=functions[number],
-            inputs=tuple(slots[n] for n in subgraph.inputs),
-            outputs=tuple(slots[n] for n in subgraph.outputs),
-            frees=tuple(s for s in dict.fromkeys(touched) if uses[s][-1] == number and s not in kept),
-            next_uses=tuple(next((u for u in uses[s] if u > number), -1) for s in touched),
-            **stage_bytes(subgraph, waiting[number], {}),
-            mutates=tuple(slots[n] for n in subgraph.mutated),
-            reads_lasting=all(storages[node] in lasting or small([node], {}) for node in subgraph.inputs),
-            has_collectives=has_collectives(subgraph.module.graph),
-            repeatable=repeatable[number],
-            never_again=reasons[number],
-        )
-
-    unmoved = [n for n in (*placeholders, *returned) if n.name not in counted]
-    return Program(
-        identity=identity,
-        name=prefix,
-        phase=phase,
-        stages=tuple(stage(number, subgraph) for number, subgraph in enumerate(subgraphs)),
-        input_count=len(placeholders),
-        slot_names=(*(name for name, _ in inputs), *(f"{prefix}/{n.name}" for n in list(slots)[len(inputs) :])),
-        slot_kinds=(*(kind for _, kind in inputs), *(_kind(s, phase, s in kept) for s in range(len(inputs), len(slots)))),
-        results=results,
-        user_results=_user_results(output, phase),
-        kept_bytes=distinct_bytes(returned, {}),
-        small_bytes=distinct_bytes(small(unmoved, {}), {}),
-        small_parameter_bytes=distinct_bytes(
-            small([node for node, (_, kind) in zip(placeholders, inputs, strict=False) if kind == "parameter"], {}), {}
-        ),
-        resize=Resizer(placeholders, returned, unmoved, subgraphs) if is_symbolic(placeholders) else None,
-    )
-
-
-def _taken_and_returned(gm: GraphModule) -> list[Node]:
-    (output,) = (n for n in gm.graph.nodes if n.op == "output")
-    return [*(n for n in gm.graph.nodes if n.op == "placeholder"), *(r for r in output.args[0] if isinstance(r, Node))]
-
-
-def _kind(slot: int, phase: Phase, is_result: bool) -> Kind:
-    """Return what a slot holds, as far as the graph tells."""
-    return "gradient" if phase == "backward" and is_result else "activation"
-
-
-def _user_results(output: Node, phase: Phase) -> tuple[int, ...]:
-    """Return the positions of the results that user code sees: all of a backward graph, the first ones of a forward graph.
-
-    The other results of a forward graph are saved for the backward graph.
-    """
-    count = len(cast(Sequence[Any], output.args[0]))
-    if phase == "backward":
-        return tuple(range(count))
-    visible = output.meta.get("user_visible_output_idxs", range(count))
-    return tuple(range(max(visible, default=count - 1) + 1))
-
-
-def _unique(names: list[str]) -> list[str]:
-    """Append a number to a name that has occurred before (`forward/root:2`)."""
-    seen: dict[str, int] = {}
-    unique = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        unique.append(name if seen[name] == 1 else f"{name}:{seen[name]}")
-    return unique

@@ -1,117 +1,109 @@
-"""Estimate the seconds of a graph node from its floating-point operations and the bytes that it reads and writes.
+"""Estimate the seconds of a graph node from its floating-point operations, its bytes, and a device's speed.
 
-They decide where graphs are cut and how stages are named. Measured times replace the estimates.
+They decide where graphs are cut and how stages are named. Measured times replace the estimates everywhere else: what is measured
+varies, so that each run would have other stages, which no plan from a file fits. So speeds are constants, too.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import operator
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, TypeGuard, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
-import sympy
 import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from teraio.stages.random_state import unwrapped
-from teraio.stages.speed import Speed
+from teraio.stages.operators import (
+    base_name,
+    fake_tensors,
+    is_getitem,
+    is_view,
+    known_size,
+    output_bytes,
+    precision,
+    tensors_at,
+    unwrapped,
+)
 
 _log = logging.getLogger("teraio")
 
-_VIEW_NAMES = frozenset(
-    "view reshape _unsafe_view permute t transpose unsqueeze squeeze expand slice select as_strided alias detach "
-    "unbind split split_with_sizes diagonal unfold wait_tensor".split()
+_ARITHMETIC, _TRAFFIC = 0.6, 0.8
+"""The share of the data sheet's figures that kernels reach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """What kernels reach. flops_per_second: with numbers of 32 bits and more; short: of 16 bits and less."""
+
+    flops_per_second: float
+    short_flops_per_second: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class _DataSheet:
+    """A GPU. flops: per second with 32 bits; short: dense, with 16 bits."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    flops: float
+    short: float
+    bytes_per_second: float
+
+
+SpeedOf = Callable[[torch.device], Speed]
+"""Says how fast a device is."""
+
+_H200 = _DataSheet((9, 0), 132, 67e12, 989e12, 4.8e12)
+_KNOWN = (
+    _DataSheet((7, 0), 80, 15.7e12, 125e12, 0.9e12),  # V100
+    _DataSheet((7, 5), 40, 8.1e12, 65e12, 0.32e12),  # T4
+    _DataSheet((8, 0), 108, 19.5e12, 312e12, 2.0e12),  # A100
+    _DataSheet((8, 6), 84, 37.4e12, 150e12, 0.7e12),  # A40
+    _DataSheet((8, 9), 142, 91.6e12, 362e12, 0.86e12),  # L40S
+    _H200,
+    _DataSheet((10, 0), 148, 75e12, 2250e12, 8.0e12),  # B200
+    _DataSheet((12, 0), 170, 104.8e12, 209.5e12, 1.79e12),  # RTX 5090
 )
-_CREATION_NAMES = frozenset("full scalar_tensor iota arange zeros ones empty".split())
+"""By NVIDIA's data sheets, ascending. Others count as the one before them, and by their number of multiprocessors."""
+
+CPU = Speed(flops_per_second=1e11, short_flops_per_second=1e11, bytes_per_second=1e10)
+"""One or two cores. With more, stages are shorter than wanted, and the smallest budget stays as low."""
 
 
-def has_storage(value: Any) -> TypeGuard[torch.Tensor]:
-    """Return whether `value` is a tensor in a storage of its own; a sparse tensor is not."""
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+def speed_of(device: torch.device) -> Speed:
+    """Return the speed of a CPU or GPU. Never measures, never waits."""
+    if device.type == "cpu":
+        return CPU
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return gpu_speed(_H200.capability, _H200.multiprocessors, reduced=False)
+    found = torch.cuda.get_device_properties(device)
+    return gpu_speed((found.major, found.minor), found.multi_processor_count, reduced=reduces_products())
 
 
-def fake_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the (fake) tensors with a storage in a node's `meta["val"]`: a tensor, a number or nested lists of these."""
-    if has_storage(value):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from fake_tensors(item)
+def reduces_products() -> bool:
+    """Return whether products of 32 bits on a GPU take the tensor cores, by TF32."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
-Symbols = Mapping[Any, int]
-"""Values of symbolic sizes (sympy symbols). A missing value is replaced by the hint from compilation."""
+def gpu_speed(capability: tuple[int, int], multiprocessors: int, *, reduced: bool) -> Speed:
+    """Return the speed of a GPU. reduced: see `reduces_products`."""
+    sheet = next((each for each in reversed(_KNOWN) if each.capability <= capability), _KNOWN[0])
+    share = multiprocessors / sheet.multiprocessors
+    flops = max(sheet.flops, sheet.short / 2) if reduced else sheet.flops
+    return Speed(
+        flops_per_second=_ARITHMETIC * share * flops,
+        short_flops_per_second=_ARITHMETIC * share * sheet.short,
+        bytes_per_second=_TRAFFIC * share * sheet.bytes_per_second,
+    )
 
 
-def storage_bytes(tensor: torch.Tensor, symbols: Symbols = MappingProxyType({})) -> int:
-    """Return the bytes of the smallest storage that holds `tensor`, from its storage offset on."""
-    sizes = [_number(s, symbols) for s in tensor.shape]
-    strides = [_number(s, symbols) for s in tensor.stride()]
-    if 0 in sizes:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return (last + 1) * tensor.element_size()
-
-
-def output_bytes(node: Node, symbols: Symbols = MappingProxyType({})) -> int:
-    """Return the bytes of all tensors that `node` returns. Symbolic sizes without a value count with their hint."""
-    return sum(storage_bytes(t, symbols) for t in fake_tensors(node.meta.get("val")))
-
-
-def _number(size: int | torch.SymInt, symbols: Symbols = MappingProxyType({})) -> int:
-    if isinstance(size, int):
-        return size
-    expression = size.node.expr
-    if symbols and expression.free_symbols <= symbols.keys():
-        return int(expression.xreplace({s: sympy.Integer(symbols[s]) for s in expression.free_symbols}))
-    return int(size.node.hint if size.node.hint is not None else 1)
-
-
-def symbol_values(placeholders: Sequence[Node], arguments: Sequence[Any]) -> dict[Any, int]:
-    """Return the values of the symbols that are themselves sizes of a graph's inputs, from the arguments of one call."""
-    values: dict[Any, int] = {}
-    for node, argument in zip(placeholders, arguments, strict=True):
-        fake = node.meta.get("val")
-        pairs: list[tuple[Any, Any]] = [(fake, argument)]
-        if has_storage(fake) and has_storage(argument):
-            pairs = list(zip((*fake.shape, *fake.stride()), (*argument.shape, *argument.stride()), strict=True))
-        for symbolic, actual in pairs:
-            if isinstance(symbolic, torch.SymInt) and symbolic.node.expr.is_Symbol:
-                values[symbolic.node.expr] = int(actual)
-    return values
-
-
-def is_size(node: Node) -> bool:
-    """Return whether `node` computes a symbolic size from symbolic sizes."""
-    return node.op == "call_function" and isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def packet_name(node: Node) -> str:
-    """Return the base name of the operator (`mm` for `aten.mm.default`), or "" if the target is no operator."""
-    return _base_name(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
-
-
-def _base_name(operator: torch._ops.OpOverload) -> str:
-    return operator._schema.name.split("::")[1]
-
-
-def is_view(node: Node) -> bool:
-    """Return whether the result shares the storage of the input and costs nothing."""
-    return packet_name(node) in _VIEW_NAMES
-
-
-def is_getitem(node: Node) -> bool:
-    """Return whether `node` takes one of several results of an operator."""
-    return node.target is operator.getitem
-
-
-def is_creation(node: Node) -> bool:
-    """Return whether `node` makes a constant without tensor inputs, which is cheap enough to be repeated where it is used."""
-    return packet_name(node) in _CREATION_NAMES and not node.all_input_nodes
+def is_heavy(node: Node) -> bool:
+    """Return whether `node` is a matmul, a convolution or attention: a kernel of its own, and the place of a cut."""
+    return flops(node) > 0
 
 
 def flops(node: Node) -> float:
@@ -119,7 +111,7 @@ def flops(node: Node) -> float:
     target, arguments, named = unwrapped(node)
     if not isinstance(target, torch._ops.OpOverload) or not (_is_attention(target) or target._overloadpacket in flop_registry):
         return 0.0
-    args, kwargs = torch.fx.node.map_arg((tuple(arguments), dict(named)), _value)
+    args, kwargs = torch.fx.node.map_arg((tuple(arguments), dict(named)), lambda source: source.meta.get("val"))
     return operator_flops(target, cast(Any, args), cast(Any, kwargs), node.meta.get("val"))
 
 
@@ -131,19 +123,19 @@ def operator_flops(target: torch._ops.OpOverload, arguments: Sequence[Any], name
     results, so that it still has arithmetic.
     """
     if _is_attention(target):
-        return _attention_flops(_base_name(target), arguments)
+        return _attention_flops(base_name(target), arguments)
     formula = flop_registry.get(target._overloadpacket)
     if formula is None:
         return 0.0
     try:
-        return float(_number(cast(Any, formula)(*arguments, **named, out_val=result)))
+        return float(known_size(cast(Any, formula)(*arguments, **named, out_val=result)))
     except Exception as error:  # an estimate must not stop training, and formulas fail in ways of their own
         _log.debug("PyTorch cannot count the operations of %s: %r", target, error)
-        return 2.0 * sum(_number(t.numel()) for t in fake_tensors(result))
+        return 2.0 * sum(known_size(t.numel()) for t in fake_tensors(result))
 
 
 def _is_attention(target: torch._ops.OpOverload) -> bool:
-    return _base_name(target).startswith("_scaled_dot_product")
+    return base_name(target).startswith("_scaled_dot_product")
 
 
 def _attention_flops(name: str, arguments: Sequence[Any]) -> float:
@@ -153,12 +145,8 @@ def _attention_flops(name: str, arguments: Sequence[Any]) -> float:
     """
     backward = "backward" in name
     query, key = arguments[backward : backward + 2]
-    forward = 4.0 * math.prod(_number(s) for s in query.shape) * _number(key.shape[-2])
+    forward = 4.0 * math.prod(known_size(s) for s in query.shape) * known_size(key.shape[-2])
     return 2.5 * forward if backward else forward
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta.get("val") if isinstance(argument, Node) else argument
 
 
 def seconds(node: Node, speed: Speed) -> float:
@@ -166,11 +154,5 @@ def seconds(node: Node, speed: Speed) -> float:
     if node.op != "call_function" or is_view(node) or is_getitem(node):
         return 0.0
     touched = output_bytes(node) + sum(output_bytes(n) for n in node.all_input_nodes)
-    rate = speed.short_flops_per_second if _is_short(node) else speed.flops_per_second
+    rate = speed.short_flops_per_second if precision(tensors_at(node)).itemsize <= 2 else speed.flops_per_second
     return max(flops(node) / rate, touched / speed.bytes_per_second)
-
-
-def _is_short(node: Node) -> bool:
-    """Return whether the first input with floating-point numbers has 16 bits or less for each."""
-    tensors = (tensor for source in node.all_input_nodes for tensor in fake_tensors(source.meta.get("val")))
-    return next((tensor.element_size() <= 2 for tensor in tensors if tensor.dtype.is_floating_point), False)

@@ -14,14 +14,24 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from teraio.stages import cost
-from teraio.stages.collectives import is_launch, is_wait, launch_of
-from teraio.stages.counters import sink_updates
+from teraio.stages.cost import Speed, is_heavy, seconds
 from teraio.stages.finer import cut_finer
-from teraio.stages.random_numbers import draws, draws_seeds, looks_up_seed, uses_seed
-from teraio.stages.random_state import carries_random_state
-from teraio.stages.sizes import is_read_off
-from teraio.stages.speed import Speed
+from teraio.stages.operators import (
+    carries_random_state,
+    draws,
+    draws_seeds,
+    is_creation,
+    is_getitem,
+    is_launch,
+    is_read_off,
+    is_view,
+    is_wait,
+    launch_of,
+    looks_up_seed,
+    output_bytes,
+    packet_name,
+    uses_seed,
+)
 
 _STAGES_PER_LAYER = 6
 _SMALL_BYTES = 1 << 20
@@ -132,7 +142,7 @@ def assign(graph: Graph, *, speed: Speed, policy: CutPolicy, floor_bytes: int = 
     usual_bytes = int(policy.shortest_seconds * speed.bytes_per_second)
     _cut_finer(nodes, stage_of, policy, max(floor_bytes, usual_bytes), fuses=fuses)
     _hoist_returned_views(nodes, stage_of)  # those of a stage that is in pieces now
-    sink_updates(stage_of, small_bytes=_SMALL_BYTES)
+    _sink_updates(stage_of)
     _repeat_constants(graph, stage_of)
     _set_seeds_apart(stage_of)
     return stage_of
@@ -152,38 +162,38 @@ def _set_seeds_apart(stage_of: dict[Node, int]) -> None:
 
 
 def _walk(nodes: list[Node], speed: Speed, policy: CutPolicy) -> dict[Node, int]:
-    seconds = {n: cost.seconds(n, speed) for n in nodes}
-    heavy = {n for n in nodes if cost.flops(n) > 0}
+    heavy = {n for n in nodes if is_heavy(n)}
     lists = _lists_of_layers(module_path(node) for node in heavy)
+    layer_of_node = {node: layer_of(module_path(node), lists) for node in nodes}
+    node_seconds = {node: seconds(node, speed) for node in nodes}
     layer_seconds: dict[str, float] = {}
-    for node in nodes:
-        layer = layer_of(module_path(node), lists)
-        layer_seconds[layer] = layer_seconds.get(layer, 0.0) + seconds[node]
-    shortest = policy.shortest(sum(seconds.values()))
+    for node, layer in layer_of_node.items():
+        layer_seconds[layer] = layer_seconds.get(layer, 0.0) + node_seconds[node]
+    shortest = policy.shortest(sum(node_seconds.values()))
     stage_of: dict[Node, int] = {}
     current, since_cut, layer = 0, 0.0, ""
     for index, node in enumerate(nodes):
         if node in heavy:
-            here = layer_of(module_path(node), lists) or layer
+            here = layer_of_node[node] or layer
             # Where no module is known, one layer cannot be told from the next: such a graph may hold many.
             new_layer = here != layer or not here
             wanted = shortest if new_layer else max(shortest, layer_seconds.get(here, 0.0) / _STAGES_PER_LAYER)
             if since_cut >= wanted:
                 current += 1
-                since_cut = _take_back_views(nodes, index, stage_of, current)
+                since_cut = 0.0  # what is taken back takes no time
+                _take_back_views(nodes, index, stage_of, current)
             layer = here
         stage_of[node] = current
-        since_cut += seconds[node]
+        since_cut += node_seconds[node]
     return stage_of
 
 
-def _take_back_views(nodes: list[Node], index: int, stage_of: dict[Node, int], stage: int) -> float:
-    """Move the views and constants right before position `index` into `stage`, and return their seconds: 0."""
+def _take_back_views(nodes: list[Node], index: int, stage_of: dict[Node, int], stage: int) -> None:
+    """Move the views and constants right before position `index` into `stage`: else what they view crosses the cut as well."""
     for node in reversed(nodes[:index]):
-        if not (cost.is_view(node) or cost.is_creation(node) or cost.is_getitem(node)):
+        if not (is_view(node) or is_creation(node) or is_getitem(node)):
             break
         stage_of[node] = stage
-    return 0.0
 
 
 def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
@@ -193,7 +203,7 @@ def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
     waited for in the stage that launches them, see [Note: Collectives].
     """
     for node in nodes:
-        if cost.is_getitem(node):
+        if is_getitem(node):
             stage_of[node] = stage_of[node.all_input_nodes[0]]
             continue
         if is_wait(node):
@@ -202,11 +212,11 @@ def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
         sources = [stage_of[n] for n in node.all_input_nodes if n in stage_of]
         if not sources or max(sources) >= stage_of[node] or not isinstance(node.target, torch._ops.OpOverload) or is_launch(node):
             continue
-        if cost.flops(node) > 0 or node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
+        if is_heavy(node) or node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
             continue
         if looks_up_seed(node) or uses_seed(node):  # else the small masks of all layers would gather in the stage of the seeds
             continue
-        if cost.output_bytes(node) < _SMALL_BYTES:
+        if output_bytes(node) < _SMALL_BYTES:
             stage_of[node] = max(sources)
 
 
@@ -218,7 +228,7 @@ def _hoist_returned_views(nodes: list[Node], stage_of: dict[Node, int]) -> None:
     """
     returned: dict[Node, None] = {}
     for node in reversed(nodes):
-        if cost.is_view(node) and all(user.op == "output" or user in returned for user in node.users):
+        if is_view(node) and all(user.op == "output" or user in returned for user in node.users):
             returned[node] = None
     for node in reversed(returned):
         shown, *sizes = node.all_input_nodes
@@ -237,8 +247,36 @@ def _cut_finer(nodes: list[Node], stage_of: dict[Node, int], policy: CutPolicy, 
         stage_of.update(dict.fromkeys(piece, number))
 
 
+def _sink_updates(stage_of: dict[Node, int]) -> None:
+    """Move what only computes new values of small inputs that the graph changes, such as the running statistics of batch norm,
+    into the stage that writes them.
+
+    The stages that it came from may run again then: they neither read nor write what the graph changes.
+    """
+    sunk: dict[Node, int] = {}
+    for node in reversed(stage_of):  # from users to what they use
+        if _writes_an_input(node):
+            sunk[node] = stage_of[node]
+        elif node.users and all(user in sunk for user in node.users) and _is_small_work(node):
+            sunk[node] = min(sunk[user] for user in node.users)
+    stage_of.update(sunk)
+
+
+def _writes_an_input(node: Node) -> bool:
+    target = node.args[0] if node.args else None
+    return packet_name(node) == "copy_" and isinstance(target, Node) and target.op == "placeholder" and not node.users
+
+
+def _is_small_work(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable or is_heavy(node):
+        return False
+    if is_launch(node) or is_wait(node):  # must keep their order, see [Note: Collectives]
+        return False
+    return all(output_bytes(each) < _SMALL_BYTES for each in (node, *node.all_input_nodes))
+
+
 def _repeat_constants(graph: Graph, stage_of: dict[Node, int]) -> None:
-    for node in [n for n in stage_of if cost.is_creation(n)]:
+    for node in [n for n in stage_of if is_creation(n)]:
         by_stage: dict[int, list[Node]] = {}
         for user in node.users:
             if user in stage_of:

@@ -17,10 +17,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from teraio.stages import cost
-from teraio.stages.collectives import is_wait, launch_of
-from teraio.stages.kernels import never_materialised
-from teraio.stages.storages import StorageKey, storage_size, storages_of
+from teraio.stages.kernels import StorageKey, most_at_once, never_materialised, storages_of, tensors_of
+from teraio.stages.operators import is_creation, is_getitem, is_view, is_wait, launch_of, storage_bytes
 
 _WORTHWHILE = 1.25
 """A stage is cut if it needs so many times what the graph will need afterwards."""
@@ -90,31 +88,31 @@ class _Chain:
                 key = keys[touched]
                 if key not in found:
                     owner = key[0]
-                    repeated = owner in position and cost.is_creation(owner)
-                    found[key] = _Storage(storage_size(key, keys.values()), position.get(owner, -1), [], False, repeated)
+                    repeated = owner in position and is_creation(owner)
+                    size = sum(map(storage_bytes, tensors_of(key, keys.values())))
+                    found[key] = _Storage(size, position.get(owner, -1), [], False, repeated)
                 if touched is not node or not found[key].repeated:
                     found[key].touched.append(i)
             if any(user not in position for user in node.users):
                 found[keys[node]].outlives = True
         self._storages = [storage for storage in found.values() if storage.size_bytes and storage.touched]
         if fuses:
-            for key in never_materialised(nodes) & found.keys():
+            for key in never_materialised(nodes, keys) & found.keys():
                 found[key].fused = True
 
     def need_bytes(self, begin: int, end: int) -> int:
         """Return the bytes of inputs, outputs and temporaries of the operators from `begin` to before `end`, as one stage."""
-        held = 0
-        change = [0] * (end - begin + 1)
+        crossing = 0
+        inside: list[tuple[int, int, int]] = []
         for storage in self._storages:
-            here = [i - begin for i in storage.touched if begin <= i < end]
+            here = [i for i in storage.touched if begin <= i < end]
             if not here:
                 continue
             if storage.crosses(begin, end):
-                held += storage.size_bytes
+                crossing += storage.size_bytes
             elif not storage.fused:
-                change[here[0]] += storage.size_bytes
-                change[here[-1] + 1] -= storage.size_bytes
-        return held + max(itertools.accumulate(change))
+                inside.append((storage.size_bytes, here[0], here[-1]))
+        return crossing + most_at_once(inside)
 
     def places(self) -> list[int]:
         """Return positions before which the chain can be cut, at most `_MOST_PLACES`: those that little memory crosses.
@@ -132,7 +130,7 @@ class _Chain:
         allowed = [
             i
             for i, n in enumerate(self.nodes)
-            if i and i not in in_flight and not (cost.is_getitem(n) or cost.is_view(n) or cost.is_creation(n))
+            if i and i not in in_flight and not (is_getitem(n) or is_view(n) or is_creation(n))
         ]
         length = max(1, -(-len(allowed) // _MOST_PLACES))
         groups = (allowed[i : i + length] for i in range(0, len(allowed), length))

@@ -2,10 +2,13 @@
 
 Matmuls, convolutions and attention are kernels of their own. What lies between them is fused: connected operators are one kernel,
 which reads each of its inputs once and writes each result that another kernel needs once. Inductor comes close to that.
+Bytes are counted by storages: nodes that view one storage share it.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +16,66 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from teraio.stages import cost
-from teraio.stages.storages import StorageKey, bytes_at, storages_of
+from teraio.stages.cost import flops, is_heavy, operator_flops
+from teraio.stages.operators import (
+    fake_tensors,
+    is_creation,
+    is_getitem,
+    is_size,
+    is_view,
+    output_bytes,
+    packet_name,
+    precision,
+    storage_bytes,
+    tensors_at,
+)
 
-_LOOKUPS = frozenset("embedding index gather index_select".split())
-"""Operators that read as much of their first input as they return."""
+StorageKey = tuple[Node, tuple[Any, ...]]
+"""The node that owns a storage, and which of its results: the indices that lead to it, as results may be nested."""
+
+
+def storages_of(nodes: Sequence[Node]) -> dict[Node, StorageKey]:
+    """Return, for each of some nodes of a graph in order and for what they take, the storage that its result lies in."""
+    keys: dict[Node, StorageKey] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            keys.setdefault(source, (source, ()))
+        first = node.all_input_nodes[0] if node.all_input_nodes else None
+        if first is None or not (is_view(node) or is_getitem(node)) or first.meta.get("val") is None:
+            keys[node] = (node, ())
+        elif is_view(node) or not isinstance(_at(keys[first]), (tuple, list)):
+            keys[node] = keys[first]
+        else:
+            keys[node] = (keys[first][0], (*keys[first][1], node.args[1]))
+    return keys
+
+
+def tensors_of(key: StorageKey, keys: Iterable[StorageKey]) -> list[torch.Tensor]:
+    """Return the fake tensors that lie in a storage. Several results come without those in `keys`."""
+    value = _at(key)
+    if not isinstance(value, (tuple, list)):
+        return list(fake_tensors(value))
+    apart = {k[1][-1] for k in keys if k[0] is key[0] and k[1] and k[1][:-1] == key[1]}
+    return [tensor for index, item in enumerate(value) if index not in apart for tensor in fake_tensors(item)]
+
+
+def _at(key: StorageKey) -> Any:
+    """Return the fake value that lies there: a tensor, or several."""
+    owner, path = key
+    value: Any = owner.meta.get("val")
+    for index in path:
+        value = value[index]
+    return value
+
+
+def most_at_once(held: Iterable[tuple[int, int, int]]) -> int:
+    """Return the most bytes of some storages at once. held: of each its bytes, and the positions from which and up to which it is
+    there."""
+    change: dict[int, int] = defaultdict(int)
+    for size, first, last in held:
+        change[first] += size
+        change[last + 1] -= size
+    return max(itertools.accumulate(change[position] for position in sorted(change)), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +90,52 @@ class Kernel:
 
 def kernels_of(graph: Graph) -> list[Kernel]:
     """Return the kernels of a subgraph, whose nodes have fake values in `meta["val"]`."""
-    storages, groups = storages_of(list(graph.nodes)), fused(list(graph.nodes))
-    return [_kernel(group, storages) for group in groups if not all(cost.is_view(n) or cost.is_getitem(n) for n in group)]
+    nodes = list(graph.nodes)
+    storages = storages_of(nodes)
+    return [_kernel(group, storages) for group in _fused(nodes) if not all(is_view(n) or is_getitem(n) for n in group)]
+
+
+_LOOKUPS = frozenset("embedding index gather index_select".split())
+"""Operators that read as much of their first input as they return."""
+
+
+def _kernel(group: Sequence[Node], storages: Mapping[Node, StorageKey]) -> Kernel:
+    inside = set(group)
+    read: dict[StorageKey, int] = {}
+    written: set[StorageKey] = set()
+    for node in group:
+        for source in node.all_input_nodes:
+            if source not in inside:
+                size = output_bytes(source)
+                if packet_name(node) in _LOOKUPS and source is node.all_input_nodes[0]:
+                    size = min(size, output_bytes(node))
+                read[storages[source]] = max(read.get(storages[source], 0), size)
+        if any(user not in inside for user in node.users):
+            written.add(storages[node])
+    heavy = [node for node in group if is_heavy(node)]
+    made = (tensor for key in written if key not in read for tensor in fake_tensors(_at(key)))
+    return Kernel(
+        flops=sum(map(flops, heavy)),
+        dtype=precision(tensor for node in heavy or group for tensor in tensors_at(node)),
+        touched_bytes=sum(read.values()) + sum(map(storage_bytes, made)),
+    )
+
+
+def operator_kernel(operator: torch._ops.OpOverload, arguments: Mapping[str, Any], result: Any) -> Kernel | None:
+    """Return the kernel of one call of an operator with fake tensors, by names of arguments; None for a view, which runs none."""
+    read = list(fake_tensors(list(arguments.values())))
+    made = list(fake_tensors(result))
+    schema = operator._schema
+    storages = {tensor.untyped_storage()._cdata for tensor in read}
+    if not schema.is_mutable and made and all(tensor.untyped_storage()._cdata in storages for tensor in made):
+        return None
+    changed = [arguments.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [*(t for t in made if t.untyped_storage()._cdata not in storages), *fake_tensors(changed)]
+    return Kernel(
+        flops=operator_flops(operator, list(arguments.values()), {}, result),
+        dtype=precision([*read, *made]),
+        touched_bytes=sum(storage_bytes(tensor) for tensor in (*read, *written)),
+    )
 
 
 _FUSED = frozenset(
@@ -44,13 +146,12 @@ _MOST_FUSED = 64
 """Operators in one kernel: Inductor's `max_fusion_size`."""
 
 
-def never_materialised(nodes: Sequence[Node]) -> set[StorageKey]:
+def never_materialised(nodes: Sequence[Node], storages: Mapping[Node, StorageKey]) -> set[StorageKey]:
     """Return the storages that one fused kernel makes and that nothing else uses: its code keeps such values in registers.
 
-    nodes: of a graph, in the order of execution; others may use their results.
+    nodes: of a graph, in the order of execution; others may use their results. storages: `storages_of(nodes)`.
     """
-    storages = storages_of(nodes)
-    kernels = [kernel for kernel in fused(nodes) if len(kernel) <= _MOST_FUSED]
+    kernels = [kernel for kernel in _fused(nodes) if len(kernel) <= _MOST_FUSED]
     kernel_of = {node: number for number, kernel in enumerate(kernels) for node in kernel if _is_fused(node)}
     touching: dict[StorageKey, set[int | None]] = {}
     for node in nodes:
@@ -62,17 +163,16 @@ def never_materialised(nodes: Sequence[Node]) -> set[StorageKey]:
 def _is_fused(node: Node) -> bool:
     """Return whether Inductor certainly writes code of its own for the operator, and calls none of a library."""
     tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else []
-    name = cost.packet_name(node)
-    return torch.Tag.pointwise in tags or name in _FUSED or cost.is_view(node) or cost.is_getitem(node) or cost.is_creation(node)
+    return torch.Tag.pointwise in tags or packet_name(node) in _FUSED or is_view(node) or is_getitem(node) or is_creation(node)
 
 
-def fused(nodes: Sequence[Node]) -> list[list[Node]]:
+def _fused(nodes: Sequence[Node]) -> list[list[Node]]:
     """Return the nodes of each kernel, in the order in which the kernels can run. Sizes, inputs and outputs are in none.
 
     nodes: of a graph, in the order of execution.
     """
-    nodes = [node for node in nodes if node.op == "call_function" and not cost.is_size(node)]
-    heavy = {node for node in nodes if cost.flops(node) > 0}
+    nodes = [node for node in nodes if node.op == "call_function" and not is_size(node)]
+    heavy = {node for node in nodes if is_heavy(node)}
     after: dict[Node, int] = {}  # the most kernels of other kinds on a way to the node; operators around one cannot be fused
     for node in nodes:
         after[node] = max((after[s] + (s in heavy) for s in node.all_input_nodes if s in after), default=0)
@@ -95,47 +195,3 @@ def _connected(nodes: Sequence[Node], after: Mapping[Node, int]) -> list[list[No
                 mine = other
         group_of[node] = mine
     return list({id(group): group for group in group_of.values()}.values())
-
-
-def _kernel(group: Sequence[Node], storages: dict[Node, StorageKey]) -> Kernel:
-    inside = set(group)
-    read: dict[StorageKey, int] = {}
-    written: set[StorageKey] = set()
-    for node in group:
-        for source in node.all_input_nodes:
-            if source not in inside:
-                size = cost.output_bytes(source)
-                if cost.packet_name(node) in _LOOKUPS and source is node.all_input_nodes[0]:
-                    size = min(size, cost.output_bytes(node))
-                read[storages[source]] = max(read.get(storages[source], 0), size)
-        if any(user not in inside for user in node.users):
-            written.add(storages[node])
-    heavy = [node for node in group if cost.flops(node) > 0]
-    touched = sum(read.values()) + sum(bytes_at(key) for key in written if key not in read)
-    return Kernel(flops=sum(map(cost.flops, heavy)), dtype=_dtype(heavy or group), touched_bytes=touched)
-
-
-def _dtype(nodes: Iterable[Node]) -> torch.dtype:
-    """Return the precision of the first input, or result, with floating-point numbers."""
-    for node in nodes:
-        values: list[Any] = [source.meta.get("val") for source in node.all_input_nodes]
-        for value in (*values, node.meta.get("val")):
-            for tensor in cost.fake_tensors(value):
-                if tensor.dtype.is_floating_point:
-                    return tensor.dtype
-    return torch.float32
-
-
-def operator_kernel(operator: torch._ops.OpOverload, arguments: Mapping[str, Any], result: Any) -> Kernel | None:
-    """Return the kernel of one call of an operator with fake tensors, by names of arguments; None for a view, which runs none."""
-    read = list(cost.fake_tensors(list(arguments.values())))
-    made = list(cost.fake_tensors(result))
-    schema = operator._schema
-    storages = {tensor.untyped_storage()._cdata for tensor in read}
-    if not schema.is_mutable and made and all(tensor.untyped_storage()._cdata in storages for tensor in made):
-        return None
-    changed = [arguments.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    written = [*(t for t in made if t.untyped_storage()._cdata not in storages), *cost.fake_tensors(changed)]
-    flops = cost.operator_flops(operator, list(arguments.values()), {}, result)
-    dtype = next((t.dtype for t in (*read, *made) if t.dtype.is_floating_point), torch.float32)
-    return Kernel(flops, dtype, sum(cost.storage_bytes(tensor) for tensor in (*read, *written)))

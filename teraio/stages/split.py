@@ -1,19 +1,39 @@
-"""Split a graph into one subgraph for each stage that `cut.assign` found, and find out which subgraphs are equal."""
+"""Split a graph into one subgraph for each stage that `cut.assign` found. Each knows what it makes, and which others equal it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from teraio.stages import cost
+from teraio.stages.cost import is_heavy
 from teraio.stages.cut import layer_of, module_path
-from teraio.stages.random_state import unwrapped
-from teraio.stages.temporaries import Temporary, made_by, temporaries_of
+from teraio.stages.kernels import StorageKey, most_at_once, never_materialised, storages_of, tensors_of
+from teraio.stages.operators import (
+    Symbols,
+    fake_tensors,
+    has_storage,
+    is_getitem,
+    is_size,
+    is_view,
+    storage_bytes,
+    unwrapped,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Temporary:
+    """A storage that a stage makes and frees. tensors: what lies in it, fake. first, last: when it is there, by operators."""
+
+    tensors: tuple[torch.Tensor, ...]
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +79,7 @@ def _subgraph(gm: GraphModule, nodes: list[Node], fuses: bool) -> Subgraph:
                 inputs[source] = None
     for symbol in _free_symbol_placeholders(gm, [*inputs, *nodes]):
         inputs.setdefault(symbol, None)
-    outputs = [n for n in nodes if any(u not in inside and not (cost.is_size(n) and u.op != "output") for u in n.users)]
+    outputs = [n for n in nodes if any(u not in inside and not (is_size(n) and u.op != "output") for u in n.users)]
     graph, copies = Graph(), dict[Node, Node]()
     for source in inputs:
         copies[source] = graph.placeholder(f"input_{len(copies)}")
@@ -67,9 +87,10 @@ def _subgraph(gm: GraphModule, nodes: list[Node], fuses: bool) -> Subgraph:
     for node in (*sizes, *nodes):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     result = graph.output(tuple(copies[n] for n in outputs))
-    result.meta["user_visible_output_idxs"] = list(range(len(outputs)))
+    result.meta["user_visible_output_idxs"] = list(range(len(outputs)))  # Inductor keeps the strides of these outputs
     module = GraphModule(gm, graph)
     module.meta = {k: v for k, v in gm.meta.items() if k != "dynamo_flat_name_to_original_fqn"}
+    storages = storages_of(list(graph.nodes))
     return Subgraph(
         module=module,
         inputs=tuple(inputs),
@@ -77,9 +98,48 @@ def _subgraph(gm: GraphModule, nodes: list[Node], fuses: bool) -> Subgraph:
         mutated=tuple(n for n in inputs if _is_written(copies[n])),
         key=_key(module),
         path=_path(nodes),
-        made=made_by(graph),
-        temporaries=temporaries_of(graph, fuses=fuses),
+        made=_made(graph, storages),
+        temporaries=_temporaries(graph, storages, fuses),
     )
+
+
+def _made(graph: Graph, storages: Mapping[Node, StorageKey]) -> tuple[torch.Tensor, ...]:
+    """Return the fake tensors of the storages that the outputs of a subgraph lie in, without those of its inputs."""
+    owned = dict.fromkeys(storages[n] for n in cast(Sequence[Node], graph.output_node().args[0]))
+    return tuple(tensor for key in owned if key[0].op != "placeholder" for tensor in tensors_of(key, ()))
+
+
+def _temporaries(graph: Graph, storages: Mapping[Node, StorageKey], fuses: bool) -> tuple[Temporary, ...]:
+    """Return what a subgraph makes beside its outputs. Whatever is materialised is taken to be made in the order of the graph.
+
+    To be called before the subgraph is compiled, because that rewrites it.
+    """
+    nodes = list(graph.nodes)
+    first: dict[StorageKey, int] = {}
+    last: dict[StorageKey, int] = {}
+    for number, node in enumerate(nodes):
+        for touched in (*node.all_input_nodes, node):
+            last[storages[touched]] = number
+            first.setdefault(storages[touched], number)
+    without = {storages[n] for n in cast(Sequence[Node], graph.output_node().args[0])}
+    if fuses:
+        without |= never_materialised(nodes, storages)
+    # Of several results, what no node takes lives until the others are taken.
+    return tuple(
+        Temporary(tuple(tensors_of(key, first)), first[key[0], ()], last[key])
+        for key in first
+        if key[0].op == "call_function" and key not in without
+    )
+
+
+def peak_bytes(temporaries: Sequence[Temporary], symbols: Symbols = MappingProxyType({})) -> int:
+    """Return the most bytes of them at once."""
+    return most_at_once((sum(storage_bytes(t, symbols) for t in each.tensors), each.first, each.last) for each in temporaries)
+
+
+def workspace_bytes(graph: Graph, *, fuses: bool) -> int:
+    """Return what a subgraph, not yet compiled, needs beside its inputs and outputs. fuses: as for `split`."""
+    return peak_bytes(_temporaries(graph, storages_of(list(graph.nodes)), fuses))
 
 
 def _is_written(value: Node) -> bool:
@@ -90,14 +150,14 @@ def _is_written(value: Node) -> bool:
     for user in value.users:
         target, arguments, named_arguments = unwrapped(user)
         if not isinstance(target, torch._ops.OpOverload):
-            if user.op != "output" and not cost.is_size(user) and not cost.is_getitem(user):
+            if user.op != "output" and not is_size(user) and not is_getitem(user):
                 return True
         elif target._schema.is_mutable:
             named = dict(zip((a.name for a in target._schema.arguments), arguments, strict=False)) | dict(named_arguments)
             writes = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
             if any(value in _nodes(named.get(name)) for name in writes):
                 return True
-        if (cost.is_view(user) or cost.is_getitem(user)) and _is_written(user):
+        if (is_view(user) or is_getitem(user)) and _is_written(user):
             return True
     return False
 
@@ -114,7 +174,7 @@ def _sizes_needed(nodes: list[Node], inside: set[Node]) -> dict[Node, None]:
 
     def visit(node: Node) -> None:
         for source in node.all_input_nodes:
-            if cost.is_size(source) and source not in inside and source not in found:
+            if is_size(source) and source not in inside and source not in found:
                 visit(source)
                 found[source] = None
 
@@ -134,7 +194,7 @@ def _free_symbol_placeholders(gm: GraphModule, nodes: list[Node]) -> list[Node]:
         return []
     found: dict[Node, None] = {}
     for node in nodes:
-        for tensor in cost.fake_tensors(node.meta.get("val")):
+        for tensor in fake_tensors(node.meta.get("val")):
             for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset()):
                 if isinstance(size, torch.SymInt):
                     for symbol in size.node.expr.free_symbols:
@@ -152,7 +212,7 @@ def _key(module: GraphModule) -> str:
         arguments: Any = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: cast(Any, _Reference(index[n])))
         target: Any = node.target if node.op == "call_function" else node.op
         if node.op == "get_attr":
-            target = f"get_attr {id(_attribute(module, str(node.target)))}"
+            target = f"get_attr {id(operator.attrgetter(str(node.target))(module))}"
         lines.append(f"{node.op} {target} {arguments} {_layout(node.meta.get('val'))}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -167,15 +227,8 @@ class _Reference:
         return self._text
 
 
-def _attribute(module: GraphModule, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _layout(value: Any) -> str:
-    if cost.has_storage(value):
+    if has_storage(value):
         return f"{value.dtype}{list(value.shape)}{list(value.stride())}+{value.storage_offset()}@{value.device}"
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{list(value.shape)}{value.layout}@{value.device}"
@@ -186,7 +239,7 @@ def _layout(value: Any) -> str:
 
 def _path(nodes: list[Node]) -> str:
     """Return `layers.3.attn` for one module, `layers.3.{qkv,proj}` for several of a layer, `layers.0..layers.1` for more."""
-    working = [n for n in nodes if cost.flops(n) > 0] or [n for n in nodes if module_path(n)] or nodes
+    working = [n for n in nodes if is_heavy(n)] or [n for n in nodes if module_path(n)] or nodes
     paths = list(dict.fromkeys(p for p in map(module_path, working) if p))
     if not paths:
         return "root"

@@ -19,7 +19,7 @@ from runtime.execution import Program
 from teraio.capturing import GpuModel, MachineDescription, capture
 from teraio.capturing.pretended_gpu import pretended_gpu
 from teraio.stages import StageCompiler, gpu_speed
-from teraio.stages.speed import CPU
+from teraio.stages.cost import CPU
 from tests.teraio.capturing import trainings
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is pretended")

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from teraio.stages import cost
-from teraio.stages.collectives import is_launch, is_wait, launch_of, wait_for_all
+from teraio.stages import operators
+from teraio.stages.cost import CPU
 from teraio.stages.cut import CutPolicy, assign
-from teraio.stages.speed import CPU
+from teraio.stages.operators import is_launch, is_wait, launch_of
+from teraio.stages.prepare import wait_for_all
 from teraio.stages.split import split
 
 from .graphs import capture
@@ -112,4 +113,4 @@ def test_what_is_not_waited_for_gets_a_wait() -> None:
 
 def test_the_result_of_a_wait_is_no_memory_of_its_own() -> None:
     (wait,) = (node for node in graph(overlapped, 16).graph.nodes if is_wait(node))
-    assert cost.is_view(wait)
+    assert operators.is_view(wait)

@@ -15,8 +15,9 @@ from runtime.cpu import CpuMemory
 from runtime.execution import Program, StageFunction, WorkspaceMeter, run_managed, run_plain
 from runtime.paging import Pager
 from teraio.following import IterationObserver
-from teraio.stages import memory
-from teraio.stages.compile import StageCompiler, eager_codegen
+from teraio.stages import layout
+from teraio.stages.codegen import eager_codegen
+from teraio.stages.compile import StageCompiler
 from teraio.stages.cut import CutPolicy
 
 from .graphs import MODELS, Captured, capture, clones, convolutions, features, tokens, transformer, transformer_of_any_size
@@ -244,7 +245,7 @@ def test_kept_bytes_are_those_of_the_results(graphs: list[Captured]) -> None:
 
 
 def test_what_stages_read_lasts_if_the_graph_takes_or_returns_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MIN_MOVED_BYTES", 1)
+    monkeypatch.setattr(layout, "MIN_MOVED_BYTES", 1)
     (program,) = programs(transformer(3)[:1])
     kept = {*range(program.input_count), *(result for result in program.results if isinstance(result, int))}
     assert {stage.reads_lasting for stage in program.stages} == {False, True}

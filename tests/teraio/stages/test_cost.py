@@ -11,8 +11,8 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import bmm_flop, flop_registry
 
 from teraio.stages import cost
+from teraio.stages.cost import CPU
 from teraio.stages.kernels import operator_kernel
-from teraio.stages.speed import CPU
 
 ATEN = torch.ops.aten
 BATCH, HEADS, QUERIES, KEYS, WIDTH = 2, 8, 16, 32, 4

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from runtime.execution import Program, Stage, run_plain
 from teraio.stages import CutPolicy, StageCompiler
-from teraio.stages.compile import Codegen, eager_codegen
+from teraio.stages.codegen import Codegen, eager_codegen
 
 from .graphs import Captured, capture, clones, features, transformer, with_loss
 

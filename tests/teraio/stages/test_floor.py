@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from teraio.stages import CutPolicy, StageCompiler, need_of
+from teraio.graph_needs import need_of
+from teraio.stages import CutPolicy, StageCompiler
 
 from .graphs import capture, features, transformer
 

@@ -11,10 +11,11 @@ from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
 from runtime.execution import run_plain
-from teraio.stages import cost
+from teraio.stages import cost, operators
 from teraio.stages.compile import StageCompiler
 from teraio.stages.cut import CutPolicy, can_cut
-from teraio.stages.random_state import carries_random_state, describe, unwrapped
+from teraio.stages.operators import carries_random_state, unwrapped
+from teraio.stages.prepare import describe
 
 from .graphs import Captured, Layer, Transformer, capture, clones, tokens
 
@@ -70,7 +71,7 @@ def test_they_are_described_like_the_operator_inside() -> None:
         for node in filter(carries_random_state, graph.nodes):
             assert unwrapped(node)[0] is ATTENTION
             assert cost.flops(node) > 0
-            shapes = [tuple(t.shape) for t in cost.fake_tensors(node.meta["val"])]
+            shapes = [tuple(t.shape) for t in operators.fake_tensors(node.meta["val"])]
             assert shapes[-2:] == [(2, 2, 16, 16), (2, 2, 16)]
             assert any(key in node.meta for key in ("nn_module_stack", "fwd_nn_module_stack"))
 

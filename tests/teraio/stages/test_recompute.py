@@ -13,11 +13,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from teraio.stages.compile import StageCompiler
+from teraio.stages.cost import CPU
 from teraio.stages.cut import CutPolicy, assign
-from teraio.stages.random_numbers import draws_seeds
-from teraio.stages.random_state import describe
-from teraio.stages.recompute import reasons_against
-from teraio.stages.speed import CPU
+from teraio.stages.operators import draws_seeds
+from teraio.stages.prepare import describe
+from teraio.stages.repeatable import reasons_against
 from teraio.stages.split import Subgraph, split
 
 from .graphs import Captured, ConvNet, Layer, capture, features, images, transformer

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from teraio.stages.cut import can_cut
-from teraio.stages.sizes import compute_sizes, is_read_off
+from teraio.stages.operators import is_read_off
+from teraio.stages.prepare import compute_sizes
 
 from .graphs import Captured, ConvNet, capture, clones, images
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.fx import Graph
 
+from teraio.stages.cost import CPU, gpu_speed, speed_of
 from teraio.stages.cut import GPU_POLICY, CutPolicy, assign
-from teraio.stages.speed import CPU, gpu_speed, speed_of
 
 ATEN = torch.ops.aten
 H200 = ((9, 0), 132)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from teraio.stages import cost
+from teraio.stages import operators
+from teraio.stages.cost import CPU
 from teraio.stages.cut import CutPolicy, assign
-from teraio.stages.speed import CPU
 from teraio.stages.split import Subgraph, split
 
 from .graphs import MODELS, Captured, capture, clones, constants, features, transformer, transformer_of_any_size
@@ -155,7 +155,7 @@ def test_pieces_with_symbolic_sizes() -> None:
 def test_sizes_are_computed_again_rather_than_handed_on() -> None:
     for captured in transformer_of_any_size():
         for piece in pieces_of(captured)[1]:
-            assert not any(cost.is_size(node) for node in piece.inputs)
+            assert not any(operators.is_size(node) for node in piece.inputs)
 
 
 # -- names

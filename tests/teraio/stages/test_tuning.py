@@ -9,8 +9,7 @@ import torch
 from torch._inductor.runtime.benchmarking import InductorBenchmarker, benchmarker
 from torch.fx import GraphModule
 
-from teraio.stages.compile import inductor_codegen
-from teraio.stages.tuning import cache_stays, tuned_within_budget
+from teraio.stages.codegen import cache_stays, inductor_codegen, tuned_within_budget
 
 
 def cache_bytes() -> int:

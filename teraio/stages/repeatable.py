@@ -19,9 +19,16 @@ from types import MappingProxyType
 import torch
 from torch.fx import Node
 
-from teraio.stages import cost
-from teraio.stages.random_numbers import draws, draws_seeds, uses_seed
-from teraio.stages.random_state import carries_random_state
+from teraio.stages.operators import (
+    carries_random_state,
+    draws,
+    draws_seeds,
+    fake_tensors,
+    is_getitem,
+    is_size,
+    packet_name,
+    uses_seed,
+)
 from teraio.stages.split import Subgraph
 
 _PURE_NAMESPACES = frozenset(("aten", "prims"))
@@ -68,7 +75,7 @@ def _reason_of_operators(subgraph: Subgraph, keeps_seeds: bool) -> str:
 
 
 def _reason_of_operator(node: Node, keeps_seeds: bool) -> str:
-    if cost.is_size(node) or cost.is_getitem(node):
+    if is_size(node) or is_getitem(node):
         return ""
     if carries_random_state(node):
         return "it has an operator that carries random state"
@@ -81,9 +88,9 @@ def _reason_of_operator(node: Node, keeps_seeds: bool) -> str:
     if uses_seed(node):
         return "" if keeps_seeds else "it draws random numbers, and codegen='eager' keeps no seeds of them"
     if draws(node):
-        return f"it draws random numbers ({cost.packet_name(node)})"
+        return f"it draws random numbers ({packet_name(node)})"
     return ""
 
 
 def _storages(nodes: Collection[Node]) -> set[int]:
-    return {tensor.untyped_storage()._cdata for node in nodes for tensor in cost.fake_tensors(node.meta.get("val"))}
+    return {tensor.untyped_storage()._cdata for node in nodes for tensor in fake_tensors(node.meta.get("val"))}

@@ -1,0 +1,233 @@
+"""Lay a cut graph out as a `Program`: numbered slots, and the bytes of each stage for the sizes of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from runtime.device import MIN_MOVED_BYTES
+from runtime.execution import Constant, Kind, Phase, Program, Stage, StageFunction
+from teraio.stages.kernels import storages_of
+from teraio.stages.operators import (
+    Symbols,
+    has_collectives,
+    has_storage,
+    is_symbolic,
+    output_bytes,
+    storage_bytes,
+)
+from teraio.stages.split import Subgraph, peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledStage:
+    """A stage of a graph, with its compiled function. repeatable, never_again: as in `Stage`."""
+
+    subgraph: Subgraph
+    run: StageFunction
+    repeatable: bool
+    never_again: str
+
+
+def lay_out(
+    gm: GraphModule,
+    stages: Sequence[CompiledStage],
+    inputs: Sequence[tuple[str, Kind]],
+    *,
+    identity: int,
+    phase: Phase,
+    counted: frozenset[str],
+) -> Program:
+    """Number the slots. counted: names of the values of the forward graph, which its `small_bytes` counts."""
+    prefix = phase if identity < 2 else f"{phase}#{identity}"
+    subgraphs = [each.subgraph for each in stages]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    output = gm.graph.output_node()
+    returned = results_of(gm)
+    slots: dict[Node, int] = {n: i for i, n in enumerate(placeholders)}
+    uses: dict[int, list[int]] = {}
+    for number, subgraph in enumerate(subgraphs):
+        for node in subgraph.outputs:
+            slots[node] = len(slots)
+        for node in (*subgraph.inputs, *subgraph.outputs):
+            uses.setdefault(slots[node], []).append(number)
+    results = tuple(slots[r] if isinstance(r, Node) else Constant(r) for r in cast(Sequence[Any], output.args[0]))
+    kept = {slots[node] for node in returned}
+    names = _unique([f"{prefix}/{subgraph.path}" for subgraph in subgraphs])
+    storages = storages_of(list(gm.graph.nodes))
+    lasting = {storages[node] for node in (*placeholders, *returned) if node in storages}
+    unmoved = [n for n in (*placeholders, *returned) if n.name not in counted]
+    resizer = Resizer(placeholders, returned, unmoved, subgraphs)
+
+    def stage(number: int, compiled: CompiledStage) -> Stage:
+        subgraph = compiled.subgraph
+        touched = [slots[n] for n in (*subgraph.inputs, *subgraph.outputs)]
+        return Stage(
+            name=names[number],
+            phase=phase,
+            run=compiled.run,
+            inputs=tuple(slots[n] for n in subgraph.inputs),
+            outputs=tuple(slots[n] for n in subgraph.outputs),
+            frees=tuple(s for s in dict.fromkeys(touched) if uses[s][-1] == number and s not in kept),
+            next_uses=tuple(next((u for u in uses[s] if u > number), -1) for s in touched),
+            **resizer.stage_bytes(number, {}),
+            mutates=tuple(slots[n] for n in subgraph.mutated),
+            reads_lasting=all(storages[node] in lasting or _is_small(node, {}) for node in subgraph.inputs),
+            has_collectives=has_collectives(subgraph.module.graph),
+            repeatable=compiled.repeatable,
+            never_again=compiled.never_again,
+        )
+
+    parameters = [node for node, (_, kind) in zip(placeholders, inputs, strict=False) if kind == "parameter"]
+    return Program(
+        identity=identity,
+        name=prefix,
+        phase=phase,
+        stages=tuple(stage(number, compiled) for number, compiled in enumerate(stages)),
+        input_count=len(placeholders),
+        slot_names=(*(name for name, _ in inputs), *(f"{prefix}/{n.name}" for n in list(slots)[len(inputs) :])),
+        slot_kinds=(*(kind for _, kind in inputs), *(_kind(s, phase, s in kept) for s in range(len(inputs), len(slots)))),
+        results=results,
+        user_results=user_results(output, phase),
+        **cast(Any, resizer.program_bytes({})),
+        small_parameter_bytes=_small_bytes(parameters, {}),
+        resize=resizer if is_symbolic(placeholders) else None,
+    )
+
+
+def results_of(gm: GraphModule) -> list[Node]:
+    """Return the nodes that a graph returns, without its constant results."""
+    return [result for result in cast(Sequence[Any], gm.graph.output_node().args[0]) if isinstance(result, Node)]
+
+
+def user_results(output: Node, phase: Phase) -> tuple[int, ...]:
+    """Return the positions of the results that user code sees: all of a backward graph, the first ones of a forward graph.
+
+    The other results of a forward graph are saved for the backward graph.
+    """
+    count = len(cast(Sequence[Any], output.args[0]))
+    if phase == "backward":
+        return tuple(range(count))
+    visible = output.meta.get("user_visible_output_idxs", range(count))
+    return tuple(range(max(visible, default=count - 1) + 1))
+
+
+def _kind(slot: int, phase: Phase, is_result: bool) -> Kind:
+    """Return what a slot holds, as far as the graph tells."""
+    return "gradient" if phase == "backward" and is_result else "activation"
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Append a number to a name that has occurred before (`forward/root:2`)."""
+    seen: dict[str, int] = {}
+    unique = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        unique.append(name if seen[name] == 1 else f"{name}:{seen[name]}")
+    return unique
+
+
+_MOST_SIZES = 64
+
+
+class Resizer:
+    """The bytes of a program for the sizes of one call, estimated from fake tensors. See `Resize`. Keeps the latest results.
+
+    placeholders, returned: what the graph takes and returns. unmoved: what `small_bytes` counts if it is small. subgraphs: of
+    the graph's stages.
+    """
+
+    def __init__(self, placeholders: list[Node], returned: list[Node], unmoved: list[Node], subgraphs: list[Subgraph]) -> None:
+        self._placeholders = placeholders
+        self._returned = returned
+        self._unmoved = unmoved
+        self._subgraphs = subgraphs
+        self._waiting = _waiting_at(subgraphs, returned)
+        self._known: dict[tuple[int, ...], Program] = {}  # the one that was used last comes last
+
+    def __call__(self, program: Program, arguments: Sequence[Any]) -> Program:
+        symbols = _symbol_values(self._placeholders, arguments)
+        key = tuple(symbols.values())
+        resized = self._known.pop(key, None) or self._resized(program, symbols)
+        self._known[key] = resized
+        if len(self._known) > _MOST_SIZES:
+            del self._known[next(iter(self._known))]
+        return resized
+
+    def alike(self, program: Program, other: Program) -> Program:
+        return self._resized(program, other.sizes)
+
+    def _resized(self, program: Program, symbols: Symbols) -> Program:
+        stages = tuple(
+            replace(stage, **cast(Any, self.stage_bytes(number, symbols))) for number, stage in enumerate(program.stages)
+        )
+        key = tuple(symbols.values())
+        sizes = cast(Any, self.program_bytes(symbols))
+        return replace(program, identity=(program.identity, key), stages=stages, sizes=symbols, **sizes)
+
+    def stage_bytes(self, number: int, symbols: Symbols) -> dict[str, int]:
+        """Return the byte counts of a stage, by their names in `Stage`. Where a symbol is missing, its hint stands in."""
+        subgraph = self._subgraphs[number]
+        return {
+            "input_bytes": _distinct_bytes(subgraph.inputs, symbols),
+            "output_bytes": sum(storage_bytes(tensor, symbols) for tensor in subgraph.made),
+            "workspace_bytes": peak_bytes(subgraph.temporaries, symbols),
+            "waiting_bytes": _small_bytes(self._waiting[number], symbols),
+        }
+
+    def program_bytes(self, symbols: Symbols) -> dict[str, int]:
+        """Return the byte counts of the program, by their names in `Program`."""
+        return {
+            "kept_bytes": _distinct_bytes(self._returned, symbols),
+            "small_bytes": _small_bytes(self._unmoved, symbols),
+        }
+
+
+def _waiting_at(subgraphs: Sequence[Subgraph], returned: Sequence[Node]) -> list[list[Node]]:
+    """Return for each stage the values that a stage before it makes and one after it takes, but for what the graph returns."""
+    made = {node: number for number, subgraph in enumerate(subgraphs) for node in subgraph.outputs}
+    last = {node: number for number, subgraph in enumerate(subgraphs) for node in subgraph.inputs}
+    kept = set(returned)
+    crossing = [(node, begin, last[node]) for node, begin in made.items() if node in last and node not in kept]
+    return [
+        [node for node, begin, end in crossing if begin < number < end and node not in subgraph.inputs]
+        for number, subgraph in enumerate(subgraphs)
+    ]
+
+
+def _symbol_values(placeholders: Sequence[Node], arguments: Sequence[Any]) -> dict[Any, int]:
+    """Return the values of the symbols that are themselves sizes of a graph's inputs, from the arguments of one call."""
+    values: dict[Any, int] = {}
+    for node, argument in zip(placeholders, arguments, strict=True):
+        fake = node.meta.get("val")
+        pairs: list[tuple[Any, Any]] = [(fake, argument)]
+        if has_storage(fake) and has_storage(argument):
+            pairs = list(zip((*fake.shape, *fake.stride()), (*argument.shape, *argument.stride()), strict=True))
+        for symbolic, actual in pairs:
+            if isinstance(symbolic, torch.SymInt) and symbolic.node.expr.is_Symbol:
+                values[symbolic.node.expr] = int(actual)
+    return values
+
+
+def _is_small(node: Node, symbols: Symbols) -> bool:
+    """Return whether the results of `node` are too small to move."""
+    return output_bytes(node, symbols) < MIN_MOVED_BYTES
+
+
+def _small_bytes(nodes: Sequence[Node], symbols: Symbols) -> int:
+    return _distinct_bytes([node for node in nodes if _is_small(node, symbols)], symbols)
+
+
+def _distinct_bytes(nodes: Sequence[Node], symbols: Symbols) -> int:
+    """Return the bytes of the storages of `nodes`. A storage that several nodes share counts once."""
+    storages: dict[int, int] = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        if has_storage(value):
+            key = value.untyped_storage()._cdata
+            storages[key] = max(storages.get(key, 0), storage_bytes(value, symbols))
+    return sum(storages.values())

@@ -1,0 +1,215 @@
+"""What the nodes of a graph are: views, constants, sizes, random numbers, collectives; and the fake tensors that they make.
+
+[Note: Collectives]
+From its launch to the operator that waits for it, a collective reads and writes its tensors while the graph goes on. And all
+ranks must launch the same collectives in the same order, although their sizes may differ. So:
+* A launch stays where the graph has it. Nothing that depends on sizes moves it past another one.
+* It is waited for in the stage that launches it. No block is paged, moved or freed while a collective works on it, because stages
+  hold what they read and make until they have ended.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeGuard
+
+import sympy
+import torch
+from torch._prims import rng_prims
+from torch.fx import Graph, Node
+
+Symbols = Mapping[Any, int]
+"""Values of symbolic sizes (sympy symbols). A missing value is replaced by the hint from compilation."""
+
+
+def has_storage(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether `value` is a tensor in a storage of its own; a sparse tensor is not."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def fake_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the (fake) tensors with a storage in a node's `meta["val"]`: a tensor, a number or nested lists of these."""
+    if has_storage(value):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from fake_tensors(item)
+
+
+def storage_bytes(tensor: torch.Tensor, symbols: Symbols = MappingProxyType({})) -> int:
+    """Return the bytes of the smallest storage that holds `tensor`, from its storage offset on."""
+    sizes = [known_size(s, symbols) for s in tensor.shape]
+    strides = [known_size(s, symbols) for s in tensor.stride()]
+    if 0 in sizes:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def output_bytes(node: Node, symbols: Symbols = MappingProxyType({})) -> int:
+    """Return the bytes of all tensors that `node` returns. Symbolic sizes without a value count with their hint."""
+    return sum(storage_bytes(t, symbols) for t in fake_tensors(node.meta.get("val")))
+
+
+def tensors_at(node: Node) -> Iterator[torch.Tensor]:
+    """Yield the fake tensors that `node` takes, and then those that it returns."""
+    return fake_tensors([*(source.meta.get("val") for source in node.all_input_nodes), node.meta.get("val")])
+
+
+def precision(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """Return the type of the first of some tensors with floating-point numbers; float32 if there is none."""
+    return next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), torch.float32)
+
+
+def known_size(size: int | torch.SymInt, symbols: Symbols = MappingProxyType({})) -> int:
+    """Return a size as a number: by the values of its symbols, or else its hint. A size that depends on data has none: 1."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    if symbols and expression.free_symbols <= symbols.keys():
+        return int(expression.xreplace({s: sympy.Integer(symbols[s]) for s in expression.free_symbols}))
+    return int(size.node.hint if size.node.hint is not None else 1)
+
+
+def is_symbolic(nodes: Iterable[Node]) -> bool:
+    """Return whether one of the nodes is, or has, a symbolic size."""
+    values = (node.meta.get("val") for node in nodes)
+    sizes = (value.shape if isinstance(value, torch.Tensor) else (value,) for value in values)
+    return any(isinstance(size, torch.SymInt) for shape in sizes for size in shape)
+
+
+def is_size(node: Node) -> bool:
+    """Return whether `node` computes a symbolic size from symbolic sizes."""
+    return node.op == "call_function" and isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_read_off(node: Node) -> bool:
+    """Return whether `node` takes a symbolic size from a tensor."""
+    return is_size(node) and any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)
+
+
+def packet_name(node: Node) -> str:
+    """Return the base name of the operator (`mm` for `aten.mm.default`), or "" if the target is no operator."""
+    return base_name(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def base_name(target: torch._ops.OpOverload) -> str:
+    """Return the name of an operator without namespace and overload."""
+    return target._schema.name.split("::")[1]
+
+
+_VIEW_NAMES = frozenset(
+    "view reshape _unsafe_view permute t transpose unsqueeze squeeze expand slice select as_strided alias detach "
+    "unbind split split_with_sizes diagonal unfold wait_tensor".split()
+)
+_CREATION_NAMES = frozenset("full scalar_tensor iota arange zeros ones empty".split())
+
+
+def is_view(node: Node) -> bool:
+    """Return whether the result shares the storage of the input and costs nothing."""
+    return packet_name(node) in _VIEW_NAMES
+
+
+def is_getitem(node: Node) -> bool:
+    """Return whether `node` takes one of several results of an operator."""
+    return node.target is operator.getitem
+
+
+def is_creation(node: Node) -> bool:
+    """Return whether `node` makes a constant without tensor inputs, which is cheap enough to be repeated where it is used."""
+    return packet_name(node) in _CREATION_NAMES and not node.all_input_nodes
+
+
+# Random numbers. In graphs for Inductor, one operator draws the seeds of all, and others make numbers of these seeds.
+
+
+def draws_seeds(node: Node) -> bool:
+    """Return whether `node` draws the seeds of Inductor's random numbers."""
+    return packet_name(node) in ("inductor_seed", "inductor_seeds")
+
+
+def looks_up_seed(node: Node) -> bool:
+    """Return whether `node` takes one of the seeds that were drawn."""
+    return packet_name(node) == "inductor_lookup_seed"
+
+
+def uses_seed(node: Node) -> bool:
+    """Return whether `node` makes random numbers of a seed. Where stages run operator by operator it draws them instead."""
+    return packet_name(node) in ("inductor_random", "inductor_randint")
+
+
+def draws(node: Node) -> bool:
+    """Return whether an operator of PyTorch changes the state of a random generator."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":  # of attention, which is tagged also where it drops nothing
+            named: Any = node.kwargs.get("dropout_p", argument.default_value)
+            given: Any = node.args[position] if position < len(node.args) else named
+            return not (isinstance(given, (int, float)) and given == 0)
+    return True
+
+
+# Random state. So that a checkpointed region draws the same numbers when backward recomputes it, PyTorch wraps a random operator,
+# such as attention or dropout, in one of three higher-order operators. A graph is cut around them as around any operator.
+
+SAVES_STATE = rng_prims.run_and_save_rng_state
+"""`run_and_save_rng_state(operator, ...)` returns the state and the operator's result."""
+_TAKES_STATE = rng_prims.run_with_rng_state
+"""`run_with_rng_state(state, operator, ...)` returns the operator's result."""
+_TAKES_GENERATOR = rng_prims.graphsafe_run_with_rng_state
+"""`graphsafe_run_with_rng_state(operator, ..., rng_state=generator)` returns the operator's result."""
+
+
+def carries_random_state(node: Node) -> bool:
+    """Return whether `node` wraps an operator to save its random state or to run with a given one."""
+    return any(node.target is wrapper for wrapper in (SAVES_STATE, _TAKES_STATE, _TAKES_GENERATOR))
+
+
+def unwrapped(node: Node) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    """Return the operator that `node` runs, and its arguments: of a node with random state those of the operator inside."""
+    if node.target is SAVES_STATE:
+        return node.args[0], node.args[1:], node.kwargs
+    if node.target is _TAKES_STATE:
+        return node.args[1], node.args[2:], node.kwargs
+    if node.target is _TAKES_GENERATOR:
+        return node.args[0], node.args[1:], {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+    return node.target, node.args, node.kwargs
+
+
+FUNCTIONAL_COLLECTIVES = frozenset(("_c10d_functional", "_c10d_functional_autograd"))
+"""Namespaces of the collectives whose results `_c10d_functional.wait_tensor` waits for."""
+_COLLECTIVES = FUNCTIONAL_COLLECTIVES | {"_dtensor", "c10d_functional", "symm_mem"}
+_WAIT = "wait_tensor"
+
+
+def is_wait(node: Node) -> bool:
+    """Return whether `node` waits for the result of a collective, which it returns."""
+    return _is_distributed(node) and packet_name(node) == _WAIT
+
+
+def is_launch(node: Node) -> bool:
+    """Return whether `node` begins a collective."""
+    if not _is_distributed(node) or packet_name(node) == _WAIT:
+        return False
+    return next(fake_tensors(node.meta.get("val")), None) is not None  # some only look up the process group of a mesh
+
+
+def has_collectives(graph: Graph) -> bool:
+    """Return whether the graph begins collectives, or waits for some."""
+    return any(is_wait(node) or is_launch(node) for node in graph.nodes)
+
+
+def launch_of(wait: Node) -> Node:
+    """Return the node whose results `wait` waits for: the one that begins the collective, or an input of the graph."""
+    source = wait.all_input_nodes[0]
+    while not is_launch(source) and source.op == "call_function" and source.all_input_nodes:
+        source = source.all_input_nodes[0]
+    return source
+
+
+def _is_distributed(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _COLLECTIVES
