@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from teraio.stages import cost, operators
+from teraio.stages import cost
 from teraio.stages.cost import CPU
 from teraio.stages.cut import CutPolicy, assign, can_cut, layer_of, module_path
+from teraio.stages.operators import is_creation, is_getitem, is_view, packet_name
 
 from .graphs import MODELS, Captured, capture, constants, features, transformer
 
@@ -87,7 +88,7 @@ def test_views_that_backward_gets_are_made_where_their_storage_is(policy: CutPol
     layers = 6
     graph = capture(Products(layers), torch.randn(32, 64), dynamic=dynamic)[0].fresh()
     stage_of = stages(graph, policy)
-    saved = [n for n in operators(graph.graph) if operators.is_view(n) and all(user.op == "output" for user in n.users)]
+    saved = [n for n in operators(graph.graph) if is_view(n) and all(user.op == "output" for user in n.users)]
     assert len(saved) >= layers
     for view in saved:
         shown = view.all_input_nodes[0]
@@ -105,7 +106,7 @@ def test_cuts_are_made_right_before_heavy_operators(graphs: list[Captured]) -> N
         stage_of = stages(graph, HEAVY)
         first: dict[int, Node] = {}
         for node in graph.graph.nodes:
-            if node not in stage_of or operators.is_view(node) or operators.is_getitem(node) or operators.is_creation(node):
+            if node not in stage_of or is_view(node) or is_getitem(node) or is_creation(node):
                 continue
             if not only_updates(node):
                 first.setdefault(stage_of[node], node)
@@ -117,7 +118,7 @@ def test_constants_do_not_cross_cuts() -> None:
     for captured in constants():
         graph = captured.fresh()
         stage_of = stages(graph)
-        made = [node for node in stage_of if operators.is_creation(node)]
+        made = [node for node in stage_of if is_creation(node)]
         for node in made:
             assert {stage_of[user] for user in node.users if user in stage_of} <= {stage_of[node]}
         if captured.phase == "forward":
@@ -190,7 +191,7 @@ def test_small_results_are_computed_where_their_input_is() -> None:
     _, backward = transformer(3)
     graph = backward.fresh()
     stage_of = stages(graph)
-    sums = [n for n in stage_of if operators.packet_name(n) == "sum"]
+    sums = [n for n in stage_of if packet_name(n) == "sum"]
     assert sums
     for node in sums:
         sources = [stage_of[s] for s in node.all_input_nodes if s in stage_of]
