@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 import planner
 from planner.problem import SolverSettings, live_bytes
 from planner.schema import Budgets, Link
-from teraio.advice import Advice, Answer, advise
-from teraio.advice.what_if import with_accumulation, with_batch, with_state_bytes, with_storage_rate
+from teraio.advice import Advice, Answer, advise, with_accumulation, with_batch, with_state_bytes, with_storage_rate
 from teraio.cli.commands import app
 
 MIB = 1 << 20
