@@ -1,7 +1,6 @@
 """What this machine has for training with teraio, and what it lacks: tried and measured, not guessed."""
 
-from teraio.doctor.examination import Examination, examine
-from teraio.doctor.finding import Finding, Verdict
+from teraio.doctor.examination import Examination, Finding, Verdict, examine
 from teraio.doctor.measured_machine import measured_machine
 
 __all__ = [

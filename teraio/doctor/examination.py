@@ -1,17 +1,39 @@
-"""Look at everything."""
+"""What this machine has for training, and what it lacks: software, memory, and the paths to drives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.metadata
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
+import psutil
 import torch
 
+from planner.errors import StorageError, TeraioError, UnsupportedError
 from planner.schema import FrozenModel
-from teraio.doctor.drives import drive
-from teraio.doctor.finding import Finding
-from teraio.doctor.memory import memory
-from teraio.doctor.software import software
+from runtime.cuda import cuda_candidates
+from runtime.storage import HostStore, KvikioStore, load_kvikio
+from runtime.system import CudaPinner, host_limits, storage_swap
+from runtime.transfer import Engine, LinkRates, TorchMemory, choose_path, cpu_candidates
+
+Verdict = Literal["ok", "note", "slow", "missing"]
+"""note: nothing is wrong, but teraio could do more. slow: it works, slower than it should. missing: something does not work."""
+
+
+class Finding(FrozenModel):
+    """what: what was looked at. found: what there is. effect: what follows from that; remedy: what to do about it; both "" if
+    nothing."""
+
+    what: str
+    verdict: Verdict
+    found: str
+    effect: str = ""
+    remedy: str = ""
 
 
 class Examination(FrozenModel):
@@ -27,5 +49,190 @@ class Examination(FrozenModel):
 
 def examine(storage: Sequence[Path], device: torch.device) -> Examination:
     """Look at software, memory, and the paths between `device` and the directories. Takes seconds for each directory."""
-    drives = [finding for directory in storage for finding in drive(directory, device).findings]
-    return Examination(findings=(*software(), *memory(), *drives))
+    drives = [finding for directory in storage for finding in _drive(directory, device)]
+    return Examination(findings=(*_software(), *_memory(), *drives))
+
+
+_OLDEST_PYTHON = (3, 11)
+_OLDEST_TORCH = (2, 11)
+
+
+def _software() -> Iterator[Finding]:
+    """Yield what is installed. Compiles a small C++ file if that has not been done before, which takes seconds."""
+    python = sys.version_info[:2]
+    yield Finding(
+        what="Python",
+        verdict="ok" if python >= _OLDEST_PYTHON else "missing",
+        found=platform.python_version(),
+        remedy="" if python >= _OLDEST_PYTHON else "install Python 3.11 or later",
+    )
+    yield _torch()
+    yield _compiler()
+    yield Finding(what="solver", verdict="ok", found=f"HiGHS (highspy {importlib.metadata.version('highspy')})")
+    if torch.version.cuda is not None:
+        yield from _cuda(torch.version.cuda)
+
+
+def _torch() -> Finding:
+    known = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    new_enough = known >= _OLDEST_TORCH
+    return Finding(
+        what="PyTorch",
+        verdict="ok" if new_enough else "missing",
+        found=torch.__version__,
+        remedy="" if new_enough else "pip install 'torch>=2.11'",
+    )
+
+
+def _compiler() -> Finding:
+    try:
+        storage_swap.address(torch.empty(1).untyped_storage())
+    except UnsupportedError as error:
+        return Finding(
+            what="C++ compiler",
+            verdict="missing",
+            found=str(error),
+            effect="nothing can move",
+            remedy="apt-get install g++, or name a compiler in the environment variable CXX",
+        )
+    return Finding(what="C++ compiler", verdict="ok", found="builds and loads native code")
+
+
+def _cuda(version: str) -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding(
+            what="GPU",
+            verdict="missing",
+            found=f"PyTorch is built for CUDA {version}, but sees no GPU",
+            effect="training runs on the CPU",
+            remedy="install NVIDIA's driver, and check with nvidia-smi that it sees the GPU",
+        )
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        yield Finding(
+            what=f"GPU {index}",
+            verdict="ok",
+            found=f"{torch.cuda.get_device_name(index)}, {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free",
+        )
+    try:
+        kvikio = load_kvikio()
+    except UnsupportedError as error:
+        yield Finding(
+            what="KvikIO",
+            verdict="note",
+            found=str(error),
+            effect="drives are read and written through pinned host memory",
+            remedy=f"pip install 'teraio[cuda{version.partition('.')[0]}]'",
+        )
+    else:
+        yield Finding(what="KvikIO", verdict="ok", found=kvikio.__version__)
+
+
+_PINNED_BYTES = 64 << 20
+
+
+def _memory() -> Iterator[Finding]:
+    """Yield the limit of host memory. On a machine with a GPU, pins and unpins 64 MiB."""
+    lowest = min(host_limits(), key=lambda limit: limit.available_bytes)
+    yield Finding(what="host memory", verdict="ok", found=f"{lowest.what} {lowest.available_bytes / 2**30:.1f} GiB")
+    if torch.cuda.is_available():
+        yield _pinning()
+
+
+def _pinning() -> Finding:
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limit = "no limit" if locked == resource.RLIM_INFINITY else f"a limit of {locked / 2**30:.2f} GiB"
+    try:
+        HostStore(_PINNED_BYTES, pinner=CudaPinner(torch.device("cuda"))).close()
+    except StorageError as error:
+        return Finding(
+            what="pinned memory",
+            verdict="slow",
+            found=str(error),
+            effect="copies between GPU and host memory are slower, and wait for the processor",
+            remedy="raise the limit on locked memory: ulimit -l unlimited, or docker run --ulimit memlock=-1",
+        )
+    return Finding(what="pinned memory", verdict="ok", found=f"works; {limit} on locked memory")
+
+
+_SLOW = 1e9
+"""Bytes per second in each direction, while both are busy, below which a drive holds most trainings up."""
+_LITTLE_ROOM = 32 << 30
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def _drive(directory: Path, device: torch.device) -> Iterator[Finding]:
+    """Try and measure the paths between `device` and a directory. Takes seconds, and some hundred MiB there meanwhile."""
+    what = f"storage {directory}"
+    if not directory.is_dir():
+        yield Finding(what=what, verdict="missing", found="there is no such directory", remedy=f"mkdir -p {directory}")
+        return
+    candidates = (
+        cuda_candidates([directory], device, budget_bytes=None, checksums=False)
+        if device.type == "cuda"
+        else cpu_candidates([directory], budget_bytes=None)
+    )
+    try:
+        path = choose_path(candidates, open_engine=lambda store: Engine(store, memory=TorchMemory(device)))
+    except TeraioError as error:
+        yield Finding(what=what, verdict="missing", found=str(error), effect="no block can wait there")
+    else:
+        how = path.store.description if isinstance(path.store, KvikioStore) else path.name
+        path.close()
+        yield _speed(what, path.name, how, path.rates)
+        for name, reason in path.refused.items():
+            yield Finding(what=what, verdict="note", found=f"the path {name!r} is not used: {reason}")
+    yield from _place(what, directory)
+
+
+def _speed(what: str, name: str, how: str, rates: LinkRates) -> Finding:
+    both = min(rates.duplex_write_bytes_per_second, rates.duplex_read_bytes_per_second)
+    found = (
+        f"path {how!r}: writes {rates.write_bytes_per_second / 1e9:.2f} GB/s, "
+        f"reads {rates.read_bytes_per_second / 1e9:.2f} GB/s, both at once {rates.duplex_write_bytes_per_second / 1e9:.2f} and "
+        f"{rates.duplex_read_bytes_per_second / 1e9:.2f}"
+    )
+    if name == "buffered":
+        return Finding(
+            what=what,
+            verdict="slow",
+            found=found,
+            effect="spill files go through the page cache, which is host memory that no budget counts",
+            remedy="give a directory on a file system with direct I/O, such as ext4 or xfs",
+        )
+    if both < _SLOW:
+        return Finding(
+            what=what,
+            verdict="slow",
+            found=found,
+            effect="training waits for it unless little has to move",
+            remedy="give a directory on an NVMe drive, several such directories, or a host_budget",
+        )
+    return Finding(what=what, verdict="ok", found=found)
+
+
+def _place(what: str, directory: Path) -> Iterator[Finding]:
+    kind = _file_system(directory, psutil.disk_partitions(all=True))
+    if kind in _IN_MEMORY:
+        yield Finding(
+            what=what,
+            verdict="slow",
+            found=f"the file system is {kind}: it is memory, not a drive",
+            effect="blocks that wait there take main memory, which no budget counts",
+            remedy="give a directory on a drive; for main memory, give host_budget",
+        )
+    free = shutil.disk_usage(directory).free
+    yield Finding(
+        what=what,
+        verdict="ok" if free >= _LITTLE_ROOM else "note",
+        found=f"{free / 2**30:.0f} GiB free ({kind})",
+        effect="" if free >= _LITTLE_ROOM else "large models need more",
+    )
+
+
+def _file_system(directory: Path, partitions: Sequence[psutil._common.sdiskpart]) -> str:
+    """Return the type of the file system that the directory lies in: that of the innermost mount point."""
+    place = directory.resolve()
+    inside = [p for p in partitions if place.is_relative_to(p.mountpoint)]
+    return max(inside, key=lambda p: len(Path(p.mountpoint).parts)).fstype if inside else "unknown"
