@@ -1,4 +1,4 @@
-"""Which forward stages may run again in the backward pass, to make their results anew instead of keeping them.
+"""Which forward stages may run again in the backward pass, so that their results are recomputed instead of kept.
 
 [Note: What may run again]
 A stage may run again if that gives the same bits and changes nothing else:
