@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -51,3 +54,35 @@ def test_what_does_not_fit_waits_in_host_memory(codegen: str) -> None:
     found = losses(lambda model: torch.compile(model, backend="teraio", options=options))
     assert found == pytest.approx(expected, rel=1e-4)
     assert teraio.status()[0].moved_bytes["device->host"] > 0
+
+
+HOST_SIDE = """
+import sys
+import torch
+import teraio
+from torch import nn
+
+budget = 192 << 20
+layers = [nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(6)]
+model = nn.Sequential(*layers).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+options = {"memory_budget": budget, "host_budget": "1GiB", "profile_iterations": 1, "mode": sys.argv[1]}
+run = torch.compile(model, backend="teraio", options=options)
+for step in range(6):
+    run(torch.randn(64, 512, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert teraio.wait_for_plan(300)
+    (status,) = teraio.status()
+print(status.phase, status.moved_bytes["device->host"] > 0, torch.cuda.max_memory_reserved() <= budget)
+"""
+"""Prints what holds in the end. Weights, gradients and states take 200 MiB."""
+
+
+@pytest.mark.skipif(not MADE_UP, reason="on a GPU, other tests run Inductor's code with its numbers")
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+def test_inductors_host_side_keeps_the_budget(mode: str) -> None:
+    """Triton's kernels are compiled, tuned and launched, and do nothing: numbers mean nothing."""
+    environment = {**os.environ, "MADE_UP_CUDA_KERNELS": "nothing"}
+    found = subprocess.run([sys.executable, "-c", HOST_SIDE, mode], capture_output=True, text=True, env=environment, check=False)
+    assert found.stdout.splitlines()[-1:] == ["planned True True"], found.stderr
