@@ -306,6 +306,8 @@ def test_what_user_code_does(begin: Begin, name: str, way: str) -> None:
     loop(expected)
     loop(run)
     assert run.differences(expected) == []
+    if run.training is not None and "hook" not in name:
+        assert run.training.finished and "optimizer/subgroup.0" in run.training.stage_names()
     assert run.training is None or all(block.pins == 0 for block in run.training.pager.blocks if "hook" not in name)
 
 
