@@ -79,6 +79,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
 
     def begin(code: str, *arguments: str, limits: str = ":") -> subprocess.Popen[str]:
+        code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + code  # ignored in jobs of a shell
         command = ["sh", "-c", f'{limits}; exec "$@"', "sh", sys.executable, "-c", code, str(tmp_path), *arguments]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
