@@ -176,7 +176,9 @@ class Options(ExpertOptions):
 
     For loops with one backward pass per step and nothing in between. A parameter that does not qualify in the first iterations is
     updated by `step` as usual; the log says why. A second backward pass later on raises UnsupportedError. If everything fits on
-    the device, nothing changes."""
+    the device, nothing changes.
+
+    What is updated in the backward pass is updated on the device, whatever `host_updates` says."""
 
     recompute: Literal["auto", "off"] = "auto"
     """`"auto"`: the plan may drop activations and run forward stages again in the backward pass, where that is faster than to
