@@ -1,10 +1,8 @@
-"""Random traces, budgets and plans, and a trace in the shape of a transformer."""
+"""Random traces, budgets and plans."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -13,51 +11,9 @@ from planner.ilp import in_order_of_need
 from planner.problem import Decision, Decisions, Problem, TierCapacity, build_plan, host_start, host_updatable, live_bytes
 from planner.schedule import evict_furthest
 
+from .traces import Entry, block, hardware, staged, subgroup, trace, trained, with_user_code
+
 KINDS = ("parameter", "gradient", "optimizer_state", "activation", "buffer")
-
-
-def hardware(
-    *, host: bool = False, rate: float = 100.0, latency: float = 0.0, drive: float = 0.0, bus: float = 0.0
-) -> dict[str, Any]:
-    """Links device <-> storage at `rate` bytes per second, and device <-> host at four times that.
-
-    drive: what both directions to storage share, in `rate`; bus: what both links out share, and both in; 0: nothing.
-    """
-    pairs = [("device", "storage", rate), ("storage", "device", rate)]
-    if host:
-        pairs += [("device", "host", 4 * rate), ("host", "device", 4 * rate)]
-    return {
-        "name": "made up",
-        "device_memory_bytes": 10**9,
-        "links": [{"from": a, "to": b, "bytes_per_second": r, "latency_seconds": latency} for a, b, r in pairs],
-        "shared": shared_rates(host=host, drive=drive * rate, bus=bus * rate),
-    }
-
-
-def shared_rates(*, host: bool, drive: float, bus: float) -> list[dict[str, Any]]:
-    """Shared rates of the drive and the bus, in bytes per second; 0: not shared."""
-    shared = []
-    if drive:
-        shared.append({"name": "drive", "links": ["device->storage", "storage->device"], "bytes_per_second": drive})
-    if bus and host:
-        shared += [
-            {"name": f"bus {way}", "links": [way.replace("*", "host"), way.replace("*", "storage")], "bytes_per_second": bus}
-            for way in ("device->*", "*->device")
-        ]
-    return shared
-
-
-def activation(number: int, size: int, reads: list[int], writes: list[int], *, persistent: bool = False) -> dict[str, Any]:
-    """An activation of a hand-made trace."""
-    return {
-        "id": number,
-        "name": f"b{number}",
-        "kind": "activation",
-        "size_bytes": size,
-        "persistent": persistent,
-        "reads": reads,
-        "writes": writes,
-    }
 
 
 @st.composite
@@ -67,7 +23,6 @@ def traces(draw: st.DrawFn, *, most_stages: int = 12, most_blocks: int = 14) -> 
     seconds = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0])
     stages = [
         {
-            "id": number,
             "name": f"stage{number}",
             "phase": draw(st.sampled_from(["forward", "backward", "optimizer", "user"])),
             "duration_seconds": draw(seconds),
@@ -76,41 +31,30 @@ def traces(draw: st.DrawFn, *, most_stages: int = 12, most_blocks: int = 14) -> 
         for number in range(count)
     ]
     stage_sets = st.lists(st.integers(0, count - 1), max_size=4, unique=True).map(sorted)
-    blocks: list[dict[str, Any]] = []
+    blocks: list[Entry] = []
     for _ in range(draw(st.integers(0, most_blocks))):
         reads, writes = draw(stage_sets), draw(stage_sets)
         if not reads and not writes:
             continue
-        number, last, persistent = len(blocks), max(reads + writes), draw(st.booleans())
+        last, persistent = max(reads + writes), draw(st.booleans())
         outlives = not persistent and last + 1 < count and draw(st.booleans())
-        blocks.append(
-            {
-                "id": number,
-                "name": f"block{number}",
-                "kind": draw(st.sampled_from(KINDS)),
-                "size_bytes": draw(st.integers(0, 60)),
-                "persistent": persistent,
-                "reads": reads,
-                "writes": writes,
-                "movable": draw(st.integers(0, 5)) > 0,
-                "dies_after": draw(st.integers(last + 1, count - 1)) if outlives else None,
-            }
-        )
+        kind, size, movable = draw(st.sampled_from(KINDS)), draw(st.integers(0, 60)), draw(st.integers(0, 5)) > 0
+        dies_after = draw(st.integers(last + 1, count - 1)) if outlives else None
+        blocks.append(block(size, writes, reads, kind, persistent=persistent, movable=movable, dies_after=dies_after))
     machine = hardware(
         host=draw(st.booleans()),
         latency=draw(st.sampled_from([0.0, 0.05])),
         drive=draw(st.sampled_from([0.0, 0.0, 0.5, 1.2])),
         bus=draw(st.sampled_from([0.0, 0.0, 0.8, 4.0])),
     )
-    return Trace.model_validate({"name": "random", "hardware": machine, "stages": stages, "blocks": blocks})
+    return trace(stages, blocks, machine)
 
 
 @st.composite
 def problems(draw: st.DrawFn, **sizes: int) -> tuple[Trace, Budgets]:
     """A trace and a device budget between its floor and what it needs to move nothing."""
-    trace = draw(traces(**sizes))
-    smallest, _ = floor(trace)
-    return trace, Budgets(device_bytes=draw(st.integers(smallest, max(live_bytes(trace)))))
+    made = draw(traces(**sizes))
+    return made, Budgets(device_bytes=draw(st.integers(floor(made)[0], max(live_bytes(made)))))
 
 
 @st.composite
@@ -124,93 +68,38 @@ def trainings(draw: st.DrawFn, *, most_layers: int = 4) -> Trace:
     sizes = [draw(st.sampled_from([0, 5, 10, 40])) for _ in range(layers)]
     together = draw(st.booleans())  # all subgroups in one stage
     kept = draw(st.booleans())  # gradients, until all updates are over
-    names = [f"forward/{i}" for i in range(layers)] + [f"backward/{i}" for i in reversed(range(layers))]
-    names += [f"optimizer/{i}" for i in range(layers)]
-    stages: list[dict[str, Any]] = [
-        {
-            "id": number,
-            "name": name,
-            "phase": name.split("/")[0],
-            "duration_seconds": draw(seconds),
-            "workspace_bytes": draw(st.sampled_from([0, 0, 7])),
-        }
-        for number, name in enumerate(names)
-    ]
-    blocks: list[dict[str, Any]] = []
+    phases = "f" * layers + "b" * layers + "o" * layers
+    costs = [(draw(seconds), draw(st.sampled_from([0, 0, 7]))) for _ in phases]
+    stages = staged(phases, [each for each, _ in costs], {n: size for n, (_, size) in enumerate(costs)})
+    blocks: list[Entry] = []
     subgroups = []
     for layer, size in enumerate(sizes):
-        forward, backward, update = layer, 2 * layers - 1 - layer, 2 * layers + (0 if together else layer)
+        backward, update = 2 * layers - 1 - layer, 2 * layers + (0 if together else layer)
         movable, accumulates = draw(st.integers(0, 5)) > 0, draw(st.booleans())
-        wanted: list[tuple[str, int, bool, list[int], list[int]]] = [
-            ("parameter", size, True, sorted({forward, backward, update}), [update]),
-            ("gradient", size, False, [update], sorted({backward, 2 * layers - 1} if accumulates else {backward})),
-            ("optimizer_state", 2 * size, True, [update], [update]),
-            ("activation", draw(st.sampled_from([5, 20])), False, [backward], [forward]),
+        activation = block(draw(st.sampled_from([5, 20])), [layer], [backward])
+        first = len(blocks)
+        blocks += [
+            {**each, "movable": movable}
+            for each in (*trained((size, size, 2 * size), {layer, backward}, backward, update), activation)
         ]
-        for kind, bytes_, persistent, reads, writes in wanted:
-            block = {"id": len(blocks), "name": f"{kind}.{layer}", "kind": kind, "size_bytes": bytes_}
-            dies_after = len(names) - 1 if kept and kind == "gradient" and update < len(names) - 1 else None
-            blocks.append(
-                {
-                    **block,
-                    "persistent": persistent,
-                    "reads": reads,
-                    "writes": writes,
-                    "movable": movable,
-                    "dies_after": dies_after,
-                }
-            )
+        if accumulates:
+            blocks[first + 1]["writes"] = sorted({backward, 2 * layers - 1})
+        if kept and update < 3 * layers - 1:
+            blocks[first + 1]["dies_after"] = 3 * layers - 1
         share = draw(st.sampled_from([1.0, 0.5])) / (layers if together else 1)
-        device_seconds = stages[update]["duration_seconds"] * share
-        first = 4 * layer
-        subgroups.append(
-            {
-                "id": layer,
-                "stage": update,
-                "blocks": [first, first + 1, first + 2],
-                "elements": size // 4,
-                "device_seconds": device_seconds,
-                "host_seconds": draw(st.sampled_from([None, 0.1, 0.5, 2.0])),
-            }
-        )
+        times = costs[update][0] * share, draw(st.sampled_from([None, 0.1, 0.5, 2.0]))
+        subgroups.append(subgroup(update, range(first, first + 3), *times, elements=size // 4))
     machine = hardware(host=True, rate=20.0, drive=draw(st.sampled_from([0.0, 1.2])), bus=draw(st.sampled_from([0.0, 3.0])))
-    fields = {"hardware": machine, "stages": stages, "blocks": blocks, "subgroups": subgroups}
-    trace = Trace.model_validate({"name": "training", **fields})
-    return with_user_code(trace, draw(seconds)) if draw(st.booleans()) else trace
-
-
-def with_user_code(trace: Trace, seconds: float, phases: Sequence[str] = ("forward", "backward", "optimizer")) -> Trace:
-    """Return the trace with a stage of user code before each run of stages of one phase, as recorded traces have."""
-    stages: list[dict[str, Any]] = []
-    place: list[int] = []
-    phase = ""
-    for stage in trace.stages:
-        if stage.phase != phase and stage.phase in phases:
-            stages.append({"id": len(stages), "name": "user", "phase": "user", "duration_seconds": seconds})
-        phase = stage.phase
-        place.append(len(stages))
-        stages.append({**stage.model_dump(), "id": len(stages)})
-    blocks = [
-        {
-            **b.model_dump(),
-            "reads": [place[s] for s in b.reads],
-            "writes": [place[s] for s in b.writes],
-            "dies_after": None if b.dies_after is None else place[b.dies_after],
-        }
-        for b in trace.blocks
-    ]
-    subgroups = [{**subgroup.model_dump(), "stage": place[subgroup.stage]} for subgroup in trace.subgroups]
-    fields = {"name": trace.name, "hardware": trace.hardware, "stages": stages, "blocks": blocks, "subgroups": subgroups}
-    return Trace.model_validate(fields)
+    made = trace(stages, blocks, machine, subgroups=subgroups)
+    return with_user_code(made, draw(seconds)) if draw(st.booleans()) else made
 
 
 @st.composite
 def training_problems(draw: st.DrawFn, **sizes: int) -> tuple[Trace, Budgets]:
     """A training step, a device budget between its floor and what it needs to move nothing, and sometimes a host budget."""
-    trace = draw(trainings(**sizes))
-    smallest, _ = floor(trace)
+    made = draw(trainings(**sizes))
     host = draw(st.sampled_from([None, None, 50, 150]))
-    return trace, Budgets(device_bytes=draw(st.integers(smallest, max(live_bytes(trace)))), host_bytes=host)
+    return made, Budgets(device_bytes=draw(st.integers(floor(made)[0], max(live_bytes(made)))), host_bytes=host)
 
 
 def random_plan(trace: Trace, budgets: Budgets, rng: random.Random) -> Plan:
@@ -263,63 +152,3 @@ def replay_of_random_plan(trace: Trace, budgets: Budgets, seed: int) -> Timeline
     except InfeasiblePlanError:
         assert budgets.host_bytes is not None
         return None
-
-
-def transformer_trace(
-    *,
-    layers: int,
-    stages_per_layer: int = 6,
-    seconds: float = 0.01,
-    rate: float = 2e9,
-    size: int = 2**24,
-    states: bool = False,
-) -> Trace:
-    """A training step in the shape of a transformer: forward, backward, one optimizer stage per layer.
-
-    Per forward stage: one parameter of `size` bytes and two activations, kept for the backward; per backward
-    stage one gradient, used by the layer's optimizer stage. Backward stages take twice `seconds`.
-    """
-    forward = layers * stages_per_layer
-    stages: list[dict[str, Any]] = []
-    blocks: list[dict[str, Any]] = []
-
-    def stage(name: str, phase: str, duration: float) -> None:
-        stages.append(
-            {
-                "id": len(stages),
-                "name": name,
-                "phase": phase,
-                "duration_seconds": duration,
-                "workspace_bytes": size // 4,
-            }
-        )
-
-    def block(name: str, kind: str, bytes_: int, persistent: bool, reads: list[int], writes: list[int]) -> None:
-        blocks.append(
-            {
-                "id": len(blocks),
-                "name": name,
-                "kind": kind,
-                "size_bytes": bytes_,
-                "persistent": persistent,
-                "reads": reads,
-                "writes": writes,
-            }
-        )
-
-    for f in range(forward):
-        stage(f"forward/layers.{f // stages_per_layer}.{f % stages_per_layer}", "forward", seconds)
-    for f in reversed(range(forward)):
-        stage(f"backward/layers.{f // stages_per_layer}.{f % stages_per_layer}", "backward", 2 * seconds)
-    for layer in range(layers):
-        stage(f"optimizer/{layer}", "optimizer", seconds)
-    for f in range(forward):
-        b, o = 2 * forward - 1 - f, 2 * forward + f // stages_per_layer
-        block(f"parameter.{f}", "parameter", size, True, [f, b, o], [o])
-        block(f"gradient.{f}", "gradient", size, False, [o], [b])
-        block(f"activation.{f}", "activation", size, False, sorted({f + 1, b}), [f])
-        block(f"saved.{f}", "activation", size * 3 // 4, False, [b], [f])
-        if states:
-            block(f"state.{f}", "optimizer_state", 2 * size, True, [o], [o])
-    machine = hardware(rate=rate, latency=1e-4)
-    return Trace.model_validate({"name": "transformer", "hardware": machine, "stages": stages, "blocks": blocks})

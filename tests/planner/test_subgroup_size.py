@@ -2,26 +2,15 @@
 
 import math
 from itertools import product
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner import (
-    Budgets,
-    Hardware,
-    Link,
-    SharedRate,
-    Station,
-    Trace,
-    plan,
-    simulate,
-    stations_of_step,
-    step_seconds,
-    subgroup_bytes,
-)
+from planner import Budgets, Hardware, Station, Trace, plan, simulate, stations_of_step, step_seconds, subgroup_bytes
 from planner.subgroup_size import UNMEASURED_BYTES, largest_subgroup_bytes
+
+from .traces import block, links, shared_rate, staged, trace
 
 KB, MB, GB = 10**3, 10**6, 10**9
 
@@ -94,15 +83,11 @@ def test_where_nothing_costs_or_nothing_is_known() -> None:
     assert subgroup_bytes(at_once, total_bytes=GB, smallest_bytes=MB, largest_bytes=2 * GB) == GB, "all in one part"
 
 
-def hardware(*rates: float, latency: float = 0.0, shared: float | None = None) -> Hardware:
+def hardware(into: float, out: float, *, latency: float = 0.0, shared: float | None = None) -> Hardware:
     """A machine with these rates of its links from and to host memory."""
-    ways = [("host", "device"), ("device", "host")]
-    links = tuple(
-        Link(from_tier=a, to_tier=b, bytes_per_second=rate, latency_seconds=latency)  # type: ignore[arg-type]
-        for (a, b), rate in zip(ways, rates, strict=True)
-    )
-    together = SharedRate(name="bus", links=tuple(link.name for link in links), bytes_per_second=shared or 1.0)
-    return Hardware(name="made up", device_memory_bytes=0, links=links, shared=(together,) if shared else ())
+    rates = {"host->device": into, "device->host": out}
+    together = [] if shared is None else [shared_rate("bus", shared, *rates)]
+    return Hardware.model_validate(links(rates, latency=latency, shared=together))
 
 
 def test_figures_of_the_hardware() -> None:
@@ -133,22 +118,9 @@ def test_the_rate_of_updates_matters_little() -> None:
 def step_trace(machine: Hardware, *, total: int, part: float, update: Station, activations: int) -> Trace:
     """States of `total` bytes in equal subgroups; activations fill the device before the step. User code precedes the step."""
     count = max(round(total / part), 1)
-    seconds = update.seconds(total / count)
-    stages: list[dict[str, Any]] = [
-        {"id": 0, "name": "forward", "phase": "forward", "duration_seconds": 1.0},
-        {"id": 1, "name": "backward", "phase": "backward", "duration_seconds": 1.0},
-        {"id": 2, "name": "user", "phase": "user", "duration_seconds": 0.0},
-    ]
-    blocks: list[dict[str, Any]] = [
-        {"id": 0, "name": "x", "kind": "activation", "size_bytes": activations, "persistent": False, "reads": [1], "writes": [0]}
-    ]
-    for number in range(count):
-        use = [number + 3]
-        stages.append({"id": use[0], "name": f"update {number}", "phase": "optimizer", "duration_seconds": seconds})
-        block = {"id": number + 1, "name": f"state {number}", "kind": "optimizer_state", "size_bytes": total // count}
-        blocks.append({**block, "persistent": True, "reads": use, "writes": use})
-    stages.append({"id": count + 3, "name": "user", "phase": "user", "duration_seconds": 0.0})
-    return Trace.model_validate({"name": "step", "hardware": machine, "stages": stages, "blocks": blocks})
+    seconds = [1.0, 1.0, 0.0, *[update.seconds(total / count)] * count, 0.0]
+    states = [block(total // count, [number + 3], [number + 3], "optimizer_state") for number in range(count)]
+    return trace(staged("fbu" + "o" * count + "u", seconds), [block(activations, [0], [1]), *states], machine)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +145,9 @@ def test_no_other_size_is_much_better_in_the_simulator(machine: Hardware, update
     )
 
     def simulated(part: float) -> float:
-        trace = step_trace(machine, total=total, part=part, update=update, activations=room)
-        made = plan(trace, Budgets(device_bytes=room), policy="g10", lower_bound=False)
-        return simulate(trace, made).iteration_seconds - 2.0
+        step = step_trace(machine, total=total, part=part, update=update, activations=room)
+        made = plan(step, Budgets(device_bytes=room), policy="g10", lower_bound=False)
+        return simulate(step, made).iteration_seconds - 2.0
 
     found = simulated(chosen)
     others = [simulated(size * MB) for size in (10, 14, 20, 28, 40, 57, 80, 100)]

@@ -1,30 +1,40 @@
 """The lower bound is below the best of all plans, which is found by trying all, and mostly close to it."""
 
 import random
-from pathlib import Path
 
 import highspy
 import pytest
 from hypothesis import given
 
-from planner import Budgets, InfeasiblePlanError, Plan, Trace, floor, plan, simulate
+from planner import Budgets, Trace, floor, plan, simulate
 from planner.bound import lower_bound_seconds
-from planner.errors import BudgetError, UnsupportedError
-from planner.policies import POLICIES
 from planner.problem import Problem, live_bytes, user_stages
 from planner.schema import Stage
 
 from ...thoroughness import by_profile
 from .. import exhaustive
-from ..recompute_traces import layers
-from ..strategies import hardware, problems, transformer_trace
+from ..strategies import problems
+from ..traces import (
+    IN,
+    OUT,
+    block,
+    by_hand,
+    hand,
+    hardware,
+    layers,
+    links,
+    move,
+    staged,
+    subgroup,
+    trace,
+    trained,
+    transformer_trace,
+)
 
-HAND = Path(__file__).parents[3] / "traces" / "hand"
 SAME = 1 + 1e-9
 TRACES = by_profile(ci=50, long=400)
 GROUPS = by_profile(ci=12, long=160)
 TRAININGS = by_profile(ci=25, long=160)
-BUDGETS = by_profile(ci=5, long=1000)
 NOTHING_WHOLE, USUAL = -1, 32
 """Up to how many stages of idle blocks, blocks count as whole."""
 WORST_WITH_GROUPS = 1.001
@@ -77,11 +87,11 @@ def test_no_plan_with_recomputation_beats_the_bound_and_plans_are_near_the_best_
 
 def test_the_time_of_a_rerun_is_not_hidden_in_the_stalls_of_the_optimizer() -> None:
     """The optimizer's state leaves no room for it before: 20 s in and 20 s out. Making a0 anew in the backward pass takes 1 s."""
-    trace = layers(3, rate=1.0)
+    chain = layers(3, rate=1.0)
     update = Stage(id=6, name="optimizer/w", phase="optimizer", duration_seconds=1.0)
-    state = trace.blocks[3].model_copy(update={"id": 4, "name": "state", "size_bytes": 20, "reads": (6,), "writes": (6,)})
-    trace = trace.rebuilt(stages=(*trace.stages, update), blocks=(*trace.blocks, state))
-    made = plan(trace, Budgets(device_bytes=31))
+    state = chain.blocks[3].model_copy(update={"id": 4, "name": "state", "size_bytes": 20, "reads": (6,), "writes": (6,)})
+    chain = chain.rebuilt(stages=(*chain.stages, update), blocks=(*chain.blocks, state))
+    made = plan(chain, Budgets(device_bytes=31))
     assert made.predicted is not None and [(each.group, each.at) for each in made.recompute] == [(0, 5)]
     assert made.predicted.iteration_seconds == pytest.approx(48.0)
     assert made.predicted.lower_bound_seconds == pytest.approx(48.0, rel=2e-6)
@@ -89,15 +99,14 @@ def test_the_time_of_a_rerun_is_not_hidden_in_the_stalls_of_the_optimizer() -> N
 
 def test_a_rerun_may_end_the_life_of_a_block_that_outlives_its_last_use() -> None:
     """a0 has no use after stage 1, but lives on. If groups 0 and 1 run again before stage 4, it dies early and is made anew."""
-    trace = layers(3, rate=1.0)
-    outliving = trace.blocks[0].model_copy(update={"reads": (1,), "dies_after": 5})
-    trace = trace.rebuilt(blocks=(outliving, *trace.blocks[1:]))
-    made = {"trace_fingerprint": trace.fingerprint, "policy": "by hand", "budgets": Budgets(device_bytes=31), "moves": []}
+    made = layers(3, rate=1.0)
+    outliving = made.blocks[0].model_copy(update={"reads": (1,), "dies_after": 5})
+    made = made.rebuilt(blocks=(outliving, *made.blocks[1:]))
     again = [{"group": 0, "at": 4}, {"group": 1, "at": 4}]
-    seconds = simulate(trace, Plan.model_validate({**made, "recompute": again})).iteration_seconds
+    seconds = simulate(made, by_hand(made, 31, recompute=again)).iteration_seconds
     assert seconds == pytest.approx(8.0)
     for whole in (NOTHING_WHOLE, USUAL):
-        assert lower_bound_seconds(Problem.of(trace, Budgets(device_bytes=31)), max_whole=whole) <= seconds * SAME
+        assert lower_bound_seconds(Problem.of(made, Budgets(device_bytes=31)), max_whole=whole) <= seconds * SAME
 
 
 def test_no_plan_with_updates_on_the_host_beats_the_bound() -> None:
@@ -120,81 +129,28 @@ def test_no_plan_with_updates_on_the_host_beats_the_bound() -> None:
 
 def test_half_an_update_on_the_host_and_the_other_half_of_its_states_there_take_a_whole_place() -> None:
     """Both states of 20 bytes are away in the forward pass. Host memory holds one of them, the other one goes to a slow drive."""
-    phases = ["forward", "forward", "backward", "backward", "optimizer", "optimizer"]
-    stages = [
-        {"id": s, "name": f"{phase}/{s}", "phase": phase, "duration_seconds": 1.0, "workspace_bytes": 20 * (s == 0)}
-        for s, phase in enumerate(phases)
-    ]
-    blocks: list[dict[str, object]] = []
-    subgroups = []
-    for part in range(2):
-        update = 4 + part
-        for kind, size, reads, writes in (
-            ("parameter", 1, [part, 3 - part, update], [update]),
-            ("gradient", 1, [update], [3 - part]),
-            ("optimizer_state", 20, [update], [update]),
-        ):
-            of_block = {"id": len(blocks), "name": f"{kind}{part}", "kind": kind, "persistent": kind != "gradient"}
-            blocks.append({**of_block, "size_bytes": size, "reads": reads, "writes": writes})
-        times = {"device_seconds": 1.0, "host_seconds": 1.0}
-        subgroups.append({"id": part, "stage": update, "blocks": [3 * part, 3 * part + 1, 3 * part + 2], "elements": 1, **times})
-    pairs = [("device", "host", 100.0), ("host", "device", 100.0), ("device", "storage", 1.0), ("storage", "device", 1.0)]
-    links = [{"from": a, "to": b, "bytes_per_second": rate} for a, b, rate in pairs]
-    machine = {"name": "slow drive", "device_memory_bytes": 1000, "links": links}
-    fields = {"hardware": machine, "stages": stages, "blocks": blocks, "subgroups": subgroups}
-    trace = Trace.model_validate({"name": "halves", **fields})
+    halves = trace(
+        staged("ffbboo", 1.0, {0: 20}),
+        [each for part in range(2) for each in trained((1, 1, 20), [part, 3 - part], 3 - part, 4 + part)],
+        links({"device->host": 100.0, "host->device": 100.0, OUT: 1.0, IN: 1.0}),
+        subgroups=[subgroup(4 + part, range(3 * part, 3 * part + 3)) for part in range(2)],
+    )
     budgets = Budgets(device_bytes=24, host_bytes=22)
-    bound = lower_bound_seconds(Problem.of(trace, budgets), max_whole=NOTHING_WHOLE)
-    made = plan(trace, budgets)
+    bound = lower_bound_seconds(Problem.of(halves, budgets), max_whole=NOTHING_WHOLE)
+    made = plan(halves, budgets)
     assert made.predicted is not None
     assert 25.0 < bound <= made.predicted.iteration_seconds * SAME
 
 
-@pytest.mark.parametrize("path", sorted(HAND.glob("*.json")), ids=lambda path: path.stem)
-def test_no_policy_beats_the_bound(path: Path) -> None:
-    trace = Trace.load(path)
-    smallest, most = floor(trace)[0], max(live_bytes(trace))
-    made = 0
-    for budget in sorted({most, *range(smallest, most, max((most - smallest) // BUDGETS, 1))}):
-        budgets = Budgets(device_bytes=budget)
-        problem = Problem.of(trace, budgets)
-        bound = max(lower_bound_seconds(problem, max_whole=whole) for whole in (NOTHING_WHOLE, USUAL))
-        for policy in POLICIES:
-            try:
-                predicted = plan(trace, budgets, policy=policy, lower_bound=False).predicted
-            except (BudgetError, InfeasiblePlanError, UnsupportedError):
-                continue  # not every policy can plan under every budget
-            assert predicted is not None
-            assert bound <= predicted.iteration_seconds * SAME
-            made += 1
-    assert made > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "budget", "seconds"),
-    [
-        ("chain", 10, 10.0),
-        ("diamond", 20, 6.0),
-        ("wrap", 20, 4.0),
-        ("clean_and_dirty", 25, 4.0),
-        ("clean_and_dirty", 20, 5.0),
-        ("copy_stays_valid", 15, 8.0),
-    ],
-)
-def test_the_bound_meets_the_optimum_of_hand_made_traces(name: str, budget: int, seconds: float) -> None:
-    problem = Problem.of(Trace.load(HAND / f"{name}.json"), Budgets(device_bytes=budget))
-    assert lower_bound_seconds(problem) == pytest.approx(seconds, rel=2e-6)
-
-
 @given(problems())
 def test_more_budget_never_raises_the_bound(case: tuple[Trace, Budgets]) -> None:
-    trace, budgets = case
-    most = max(live_bytes(trace))
+    made, budgets = case
+    most = max(live_bytes(made))
     steps = sorted({budgets.device_bytes, (budgets.device_bytes + most) // 2, most})
-    bounds = [lower_bound_seconds(Problem.of(trace, Budgets(device_bytes=step))) for step in steps]
+    bounds = [lower_bound_seconds(Problem.of(made, Budgets(device_bytes=step))) for step in steps]
     for less, more in zip(bounds, bounds[1:], strict=False):
         assert more <= less * (1 + 1e-6)
-    assert bounds[-1] == trace.ideal_seconds
+    assert bounds[-1] == made.ideal_seconds
 
 
 @given(problems())
@@ -206,86 +162,46 @@ def test_fewer_instants_never_raise_the_bound(case: tuple[Trace, Budgets]) -> No
 
 
 def test_on_a_large_trace_the_bound_tells_a_stall_and_grows_with_the_instants() -> None:
-    trace = transformer_trace(layers=8, stages_per_layer=4, rate=2e9)
-    smallest, most = floor(trace)[0], max(live_bytes(trace))
+    made = transformer_trace(layers=8, stages_per_layer=4, rate=2e9)
+    smallest, most = floor(made)[0], max(live_bytes(made))
     budgets = Budgets(device_bytes=smallest + (most - smallest) // 10)
-    problem = Problem.of(trace, budgets)
+    problem = Problem.of(made, budgets)
     bounds = [lower_bound_seconds(problem, max_instants=most) for most in (4, 16, 32)]
     assert bounds == sorted(bounds)
     few, most_instants = (lower_bound_seconds(problem, max_instants=most) for most in (8, 16))
     assert lower_bound_seconds(problem, enough_seconds=few) == few
     assert lower_bound_seconds(problem) == max(few, most_instants)
-    predicted = plan(trace, budgets, policy="belady", lower_bound=False).predicted
+    predicted = plan(made, budgets, policy="belady", lower_bound=False).predicted
     assert predicted is not None
-    assert trace.ideal_seconds * 1.2 < bounds[-1] <= predicted.iteration_seconds
+    assert made.ideal_seconds * 1.2 < bounds[-1] <= predicted.iteration_seconds
 
 
-def waits_for_the_lower_tier(host_bytes: int) -> Problem:
-    """40 bytes must be away in stage 1 of 3; host is four times as fast as storage."""
-    stages = [
-        {"id": s, "name": f"s{s}", "phase": "user", "duration_seconds": 1.0, "workspace_bytes": 40 * (s == 1)} for s in range(3)
-    ]
-    blocks = [
-        {
-            "id": b,
-            "name": f"b{b}",
-            "kind": "activation",
-            "size_bytes": 20,
-            "persistent": False,
-            "reads": [2],
-            "writes": [0],
-        }
-        for b in range(2)
-    ]
-    machine = hardware(host=True, rate=10.0)
-    trace = Trace.model_validate({"name": "lower", "hardware": machine, "stages": stages, "blocks": blocks})
-    return Problem.of(trace, Budgets(device_bytes=40, host_bytes=host_bytes))
+@pytest.mark.parametrize(("host_bytes", "seconds"), [(40, 5.0), (20, 7.0), (19, 11.0)])
+def test_the_budget_of_a_lower_tier_counts(host_bytes: int, seconds: float) -> None:
+    """40 bytes must be away in stage 1 of 3; host is four times as fast as storage.
 
-
-def test_the_budget_of_a_lower_tier_counts() -> None:
-    # Both through host: 1 s out, 1 s in. One through each: 2 s out and in, in storage's time. Room for neither: 4 + 4.
-    assert lower_bound_seconds(waits_for_the_lower_tier(40)) == pytest.approx(5.0, rel=2e-6)
-    assert lower_bound_seconds(waits_for_the_lower_tier(20)) == pytest.approx(7.0, rel=2e-6)
-    assert lower_bound_seconds(waits_for_the_lower_tier(19)) == pytest.approx(11.0, rel=2e-6)
+    Both through host: 1 s out, 1 s in. One through each: 2 s out and in, in storage's time. Room for neither: 4 + 4.
+    """
+    made = trace(staged("uuu", 1.0, {1: 40}), [block(20, [0], [2])] * 2, hardware(host=True, rate=10.0))
+    problem = Problem.of(made, Budgets(device_bytes=40, host_bytes=host_bytes))
+    assert lower_bound_seconds(problem) == pytest.approx(seconds, rel=2e-6)
 
 
 def test_a_copy_made_between_neighbouring_stages_is_allowed_for() -> None:
     """While stage 1 waits 5 s for z anyway, b goes out and in again; then it need not go out before stage 2."""
-    stages = [
-        {"id": s, "name": f"s{s}", "phase": "user", "duration_seconds": 1.0, "workspace_bytes": workspace}
-        for s, workspace in enumerate([50, 0, 60, 50])
+    equal = links(dict.fromkeys(("device->host", "host->device", OUT, IN), 10.0))
+    b, z = block(10, [0], [1, 3]), block(50, [], [1], "parameter")
+    made = trace(staged("uuuu", 1.0, {0: 50, 2: 60, 3: 50}), [b, z], equal)
+    of_z, between = move(1, 1, 5, 5, out=False), move(0, 0, 1, 1, tier="host")
+    seconds = [
+        simulate(made, by_hand(made, 60, moves, away={1: "storage"})).iteration_seconds
+        for moves in ([between, of_z, move(0, 1, 3, 3, out=False, tier="host")], [of_z, move(0, 1, 3, 3, tier="host")])
     ]
-    b = {"id": 0, "name": "b", "kind": "activation", "size_bytes": 10, "persistent": False}
-    z = {"id": 1, "name": "z", "kind": "parameter", "size_bytes": 50, "persistent": True}
-    blocks = [{**b, "reads": [1, 3], "writes": [0]}, {**z, "reads": [1], "writes": []}]
-    pairs = [("device", "host"), ("host", "device"), ("device", "storage"), ("storage", "device")]
-    links = [{"from": a, "to": b, "bytes_per_second": 10.0} for a, b in pairs]
-    machine = {"name": "equal tiers", "device_memory_bytes": 100, "links": links}
-    trace = Trace.model_validate({"name": "between", "hardware": machine, "stages": stages, "blocks": blocks})
-    budgets = Budgets(device_bytes=60)
-
-    def move(block: int, after: int, before: int, tier: str, *, out: bool) -> dict[str, object]:
-        return {
-            "block": block,
-            "after": after,
-            "before": before,
-            "tier": tier,
-            "offload": {"start": after, "free_after": after} if out else None,
-            "prefetch": {"start": before, "ready_by": before},
-        }
-
-    between = move(0, 0, 1, "host", out=True)
-    rest = [move(1, 1, 5, "storage", out=False), move(0, 1, 3, "host", out=False)]
-    made = {"trace_fingerprint": trace.fingerprint, "policy": "by hand", "budgets": budgets}
-    initial = [{"block": 1, "tier": "storage"}]
-    seconds = simulate(trace, Plan.model_validate({**made, "moves": [between, *rest], "initial": initial}))
-    without = [rest[0], move(0, 1, 3, "host", out=True)]
-    slower = simulate(trace, Plan.model_validate({**made, "moves": without, "initial": initial}))
-    assert (seconds.iteration_seconds, slower.iteration_seconds) == (pytest.approx(10.0), pytest.approx(11.0))
-    assert lower_bound_seconds(Problem.of(trace, budgets)) == pytest.approx(10.0, rel=2e-6)
+    assert seconds == [pytest.approx(10.0), pytest.approx(11.0)]
+    assert lower_bound_seconds(Problem.of(made, Budgets(device_bytes=60))) == pytest.approx(10.0, rel=2e-6)
 
 
 def test_where_the_solver_fails_the_simple_bound_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem.of(Trace.load(HAND / "chain.json"), Budgets(device_bytes=10))
+    problem = Problem.of(hand("chain"), Budgets(device_bytes=10))
     monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda solver: highspy.HighsModelStatus.kSolveError)
     assert lower_bound_seconds(problem) == problem.trace.ideal_seconds

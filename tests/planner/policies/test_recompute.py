@@ -9,18 +9,17 @@ from planner.problem import RerunPlaces, live_bytes, over_half, rounded, simple_
 
 from ...thoroughness import by_profile
 from .. import exhaustive
-from ..recompute_traces import layers
-from ..strategies import activation, hardware
+from ..traces import IN, OUT, block, group, hardware, layers, links, staged, trace
 
 TRACES = by_profile(ci=8, long=150)
 
 
-def again(trace: Trace, budget: int, policy: str) -> tuple[float, list[tuple[int, int]]]:
-    made = plan(trace, Budgets(device_bytes=budget), policy=policy)
+def again(given: Trace, budget: int, policy: str) -> tuple[float, list[tuple[int, int]]]:
+    made = plan(given, Budgets(device_bytes=budget), policy=policy)
     assert made.predicted is not None and made.policy == policy
-    seconds = simulate(trace, made).iteration_seconds
+    seconds = simulate(given, made).iteration_seconds
     assert seconds == pytest.approx(made.predicted.iteration_seconds, rel=1e-9)
-    assert made.predicted.recompute_seconds == sum(trace.recompute[each.group].duration_seconds for each in made.recompute)
+    assert made.predicted.recompute_seconds == sum(given.recompute[each.group].duration_seconds for each in made.recompute)
     assert made.predicted.lower_bound_seconds <= seconds * (1 + 1e-9)
     return seconds, [(each.group, each.at) for each in made.recompute]
 
@@ -37,38 +36,25 @@ def test_over_a_slow_link_a_layer_runs_again_and_over_a_fast_one_it_moves() -> N
 
 def test_sets_of_groups_are_not_judged_by_a_poor_plan() -> None:
     """Group 0 runs again for 0.5 s, and no stage waits; without it, stages wait for 5.67 s. The program drafts it badly."""
-    phases = ["forward"] * 3 + ["backward"] * 3 + ["optimizer"]
-    uses: list[tuple[int, bool, list[int], list[int]]] = [
-        (5, True, [0, 5, 6], [6]),
-        (5, False, [5], [0]),
-        (20, False, [4], [1]),
-        (40, True, [2, 3, 6], [6]),
-        (40, False, [6], [3]),
-        (80, True, [6], [6]),
-        (20, False, [3], [2]),
-        (5, False, [3], [2]),
+    blocks = [
+        block(5, [6], [0, 5, 6], persistent=True),
+        block(5, [0], [5]),
+        block(20, [1], [4]),
+        block(40, [6], [2, 3, 6], persistent=True),
+        block(40, [3], [6]),
+        block(80, [6], [6], persistent=True),
+        block(20, [2], [3]),
+        block(5, [2], [3]),
     ]
-    trace = Trace.build(
-        name="poor",
-        hardware=hardware(rate=6.0),
-        stages=[{"id": n, "name": f"{p}/{n}", "phase": p, "duration_seconds": 1.0} for n, p in enumerate(phases)],
-        blocks=[
-            activation(number, size, reads, writes, persistent=persistent)
-            for number, (size, persistent, reads, writes) in enumerate(uses)
-        ],
-        recompute=[{"id": 0, "stage": 1, "blocks": [2], "reads": [], "duration_seconds": 0.5}],
-    )
-    assert again(trace, 193, "ilp") == (pytest.approx(7.5), [(0, 4)])
+    made = trace(staged("fffbbbo"), blocks, hardware(rate=6.0), recompute=[group(1, [2], seconds=0.5)])
+    assert again(made, 193, "ilp") == (pytest.approx(7.5), [(0, 4)])
 
 
 def test_long_iterations_do_not_rely_on_the_coarse_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second layer runs again from what the one before it made: 17 s. Over the link, each copy takes 10 s."""
     monkeypatch.setattr("planner.policies.rerun_search.rerun_shares", lambda *given: {})
-    trace = layers(33, rate=1.0)
-    names = [f"forward/{'odd' if number % 2 else 'even'}.{number}" for number in range(33)]
-    stages = [stage.model_copy(update={"name": name}) for stage, name in zip(trace.stages, names, strict=False)]
-    trace = trace.rebuilt(stages=(*stages, *trace.stages[33:]))
-    assert again(trace, 200, "ilp") == (pytest.approx(66 + 17), [(number, 65 - number) for number in range(32, -1, -2)])
+    made = renamed(layers(33, rate=1.0), [f"{'odd' if number % 2 else 'even'}.{number}" for number in range(33)])
+    assert again(made, 200, "ilp") == (pytest.approx(66 + 17), [(number, 65 - number) for number in range(32, -1, -2)])
 
 
 def test_all_groups_are_tried_at_one_place() -> None:
@@ -76,35 +62,14 @@ def test_all_groups_are_tried_at_one_place() -> None:
 
     No single group helps, nor do both at the places where each runs alone.
     """
-    durations = {"forward/0": 0.3, "forward/1": 2.0, "backward/2": 1.0, "backward/3": 1.0, "optimizer/4": 2.0}
-    stages = [
-        {
-            "id": s,
-            "name": name,
-            "phase": name.split("/")[0],
-            "duration_seconds": seconds,
-            "workspace_bytes": 0 if s in (1, 2) else 5,
-        }
-        for s, (name, seconds) in enumerate(durations.items())
-    ]
-    sizes, writes, reads = (20, 10, 20), (0, 0, 1), ((2,), (1, 3), (2, 3))
-    blocks = [
-        {"id": b, "name": f"b{b}", "kind": "activation", "persistent": False, "size_bytes": z, "writes": [w], "reads": list(r)}
-        for b, (z, w, r) in enumerate(zip(sizes, writes, reads, strict=True))
-    ]
-    groups = [
-        {"id": 0, "stage": 0, "blocks": [0, 1], "reads": [], "duration_seconds": 0.3, "workspace_bytes": 0},
-        {"id": 1, "stage": 1, "blocks": [2], "reads": [1], "duration_seconds": 2.0, "workspace_bytes": 0},
-    ]
-    links = [
-        {"from": "device", "to": "storage", "bytes_per_second": 2.0},
-        {"from": "storage", "to": "device", "bytes_per_second": 10.0},
-    ]
-    machine = {"name": "made up", "device_memory_bytes": 1000, "links": links}
-    fields = {"hardware": machine, "stages": stages, "blocks": blocks, "recompute": groups}
-    trace = Trace.model_validate({"name": "together", **fields})
-    assert again(trace, 48, "ilp") == (pytest.approx(20.6), [(0, 3), (1, 3)])
-    places = [[(each.group, each.at) for each in found] for found in RerunPlaces(trace).together()]
+    made = trace(
+        staged("ffbbo", [0.3, 2.0, 1.0, 1.0, 2.0], {0: 5, 3: 5, 4: 5}),
+        [block(20, [0], [2]), block(10, [0], [1, 3]), block(20, [1], [2, 3])],
+        links({OUT: 2.0, IN: 10.0}),
+        recompute=[group(0, [0, 1], seconds=0.3), group(1, [2], [1], seconds=2.0)],
+    )
+    assert again(made, 48, "ilp") == (pytest.approx(20.6), [(0, 3), (1, 3)])
+    places = [[(each.group, each.at) for each in found] for found in RerunPlaces(made).together()]
     assert places == [[(0, 2), (1, 2)], [(0, 3), (1, 3)]]
 
 
@@ -113,10 +78,11 @@ def test_nothing_runs_again_where_everything_fits() -> None:
 
 
 def test_recomputation_lowers_the_floor_where_no_tier_can_be_used() -> None:
-    trace = layers(4)
-    alone = trace.model_copy(update={"hardware": trace.hardware.model_copy(update={"links": ()})})
+    made = layers(4)
+    alone = made.rebuilt(hardware=links({}))
     least = floor(alone)[0]
-    assert least < max(live_bytes(alone))
+    assert least == 41 < max(live_bytes(alone)) == 50, "the weight, two blocks that are kept, what runs again, its workspace"
+    assert floor(made)[0] == 30, "if blocks can wait elsewhere, only what a stage uses must be there"
     seconds, groups = again(alone, least, "ilp")
     assert groups and seconds > 8.0
     with pytest.raises(BudgetError) as refused:
@@ -131,10 +97,10 @@ def test_a_plan_is_never_slower_than_without_recomputation() -> None:
     faster = 0
     for number in range(TRACES):
         problem = exhaustive.small_with_groups(rng, most_combinations=2000)
-        trace, budgets = problem.source, problem.budgets
-        which = f"trace {number}: {trace.model_dump_json()} {budgets}"
-        made = [plan(trace, budgets, policy=policy, lower_bound=False) for policy in ("ilp", "offload-only")]
-        one, other = (simulate(trace, each).iteration_seconds for each in made)
+        source, budgets = problem.source, problem.budgets
+        which = f"trace {number}: {source.model_dump_json()} {budgets}"
+        made = [plan(source, budgets, policy=policy, lower_bound=False) for policy in ("ilp", "offload-only")]
+        one, other = (simulate(source, each).iteration_seconds for each in made)
         assert one <= other * (1 + 1e-9), which
         assert made[0].predicted is not None and one == pytest.approx(made[0].predicted.iteration_seconds, rel=1e-9), which
         faster += one < other * (1 - 1e-6)
@@ -144,8 +110,8 @@ def test_a_plan_is_never_slower_than_without_recomputation() -> None:
 @pytest.mark.parametrize("rate", [1.0, 1000.0])
 def test_long_iterations_too(rate: float) -> None:
     """80 stages: over a slow link layers run again, over a fast one all copies hide behind the arithmetic."""
-    trace = layers(40, rate=rate)
-    (one, groups), (other, _) = (again(trace, 250, policy) for policy in ("ilp", "offload-only"))
+    made = layers(40, rate=rate)
+    (one, groups), (other, _) = (again(made, 250, policy) for policy in ("ilp", "offload-only"))
     assert one <= other * (1 + 1e-9)
     assert bool(groups) == (rate < 10) and (not groups or one < other * 0.9)
 
@@ -160,28 +126,28 @@ def test_groups_run_again_as_late_as_they_can() -> None:
 
 
 def test_shares_are_rounded_so_that_as_many_run_again() -> None:
-    trace = layers(4)
-    assert rounded(trace, {0: 0.3, 1: 0.3, 2: 0.3, 3: 0.3}) == {1}
-    assert rounded(trace, {0: 0.6, 1: 0.6, 2: 0.6, 3: 0.6}) == {0, 2}
+    made = layers(4)
+    assert rounded(made, dict.fromkeys(range(4), 0.3)) == {1}
+    assert rounded(made, dict.fromkeys(range(4), 0.6)) == {0, 2}
     assert over_half({0: 0.3, 1: 0.6}) == {1}
-    assert set(simple_sets(trace, [0, 1, 2, 3])) == {frozenset(each) for each in ((0, 1, 2, 3), (3,), (0, 2, 3), (0, 1, 2, 3))}
-    assert list(simple_sets(trace, [])) == []
+    assert set(simple_sets(made, [0, 1, 2, 3])) == {frozenset(each) for each in ((0, 1, 2, 3), (3,), (0, 2, 3), (0, 1, 2, 3))}
+    assert list(simple_sets(made, [])) == []
+
+
+def renamed(made: Trace, names: list[str]) -> Trace:
+    """Give the forward stages other names."""
+    stages = [stage.model_copy(update={"name": f"forward/{name}"}) for stage, name in zip(made.stages, names, strict=False)]
+    return made.rebuilt(stages=(*stages, *made.stages[len(names) :]))
 
 
 def test_whole_layers_keep_what_the_next_layer_reads() -> None:
-    trace = layers(4)
-    names = ["forward/layers.0.up", "forward/layers.0.down", "forward/layers.1.up", "forward/layers.1.down"]
-    stages = [stage.model_copy(update={"name": name}) for stage, name in zip(trace.stages, names, strict=False)]
-    named = trace.model_copy(update={"stages": (*stages, *trace.stages[4:])})
-    assert whole_layers(named, range(4)) == {0, 2, 3}
-    assert whole_layers(named, range(4), span=2) == {0, 1, 2, 3}
-    assert whole_layers(named, [1, 2]) == {2}
+    made = renamed(layers(4), ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"])
+    assert whole_layers(made, range(4)) == {0, 2, 3}
+    assert whole_layers(made, range(4), span=2) == {0, 1, 2, 3}
+    assert whole_layers(made, [1, 2]) == {2}
 
 
 def test_layers_inside_layers_are_whole_layers() -> None:
     """What block 0 makes last is kept, although block 1 belongs to the same `stages.0`."""
-    trace = layers(4)
-    names = [f"forward/stages.0.blocks.{block}.mlp.{part}" for block in (0, 1) for part in ("up", "down")]
-    stages = [stage.model_copy(update={"name": name}) for stage, name in zip(trace.stages, names, strict=False)]
-    named = trace.model_copy(update={"stages": (*stages, *trace.stages[4:])})
-    assert whole_layers(named, range(4)) == {0, 2, 3}
+    names = [f"stages.0.blocks.{number}.mlp.{part}" for number in (0, 1) for part in ("up", "down")]
+    assert whole_layers(renamed(layers(4), names), range(4)) == {0, 2, 3}

@@ -1,40 +1,31 @@
-"""How long blocks are used and idle, compared with numbers worked out by hand and by counting stages."""
+"""How long blocks are used, idle and alive, compared with numbers worked out by hand and by counting stages."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 
-from planner import Trace, inactive_periods
-from planner.problem import block_activities, live_bytes, live_bytes_by_kind, mean_active_fraction
+from planner import Budgets, InfeasiblePlanError, Trace, TraceError, floor, inactive_periods, plan, simulate
+from planner.problem import Problem, block_activities, host_updatable, live_bytes, live_bytes_by_kind, mean_active_fraction
 
-from ..strategies import hardware, traces
-
-HAND = Path(__file__).parents[3] / "traces" / "hand"
-
-
-def trace_of(seconds: list[float], *blocks: dict[str, Any]) -> Trace:
-    stages = [
-        {"id": number, "name": f"s{number}", "phase": "forward", "duration_seconds": each} for number, each in enumerate(seconds)
-    ]
-    common = {"kind": "parameter", "size_bytes": 10, "persistent": True, "reads": [], "writes": []}
-    numbered = [{"id": number, "name": f"b{number}", **common, **block} for number, block in enumerate(blocks)]
-    return Trace.model_validate({"name": "made", "hardware": hardware(), "stages": stages, "blocks": numbered})
+from ..strategies import traces
+from ..traces import Entry, block, by_hand, hand, hardware, move, staged, subgroup, trace
 
 
 def test_used_and_idle_seconds() -> None:
-    trace = trace_of(
-        [1.0, 2.0, 4.0, 8.0, 1.0],
-        {"reads": [1], "writes": [3]},  # idle in stage 2 (4 s), and in 4 and 0 (2 s) over the end
-        {"reads": [1, 2]},  # idle in 3, 4 and 0: 10 s
-        {"persistent": False, "reads": [2], "writes": [0]},  # idle in stage 1; there is no block after stage 2
-        {"persistent": False, "reads": [], "writes": [4]},
-        {"reads": [0, 1, 2, 3, 4]},
+    made = trace(
+        staged("fffff", [1.0, 2.0, 4.0, 8.0, 1.0]),
+        [
+            block(10, [3], [1], "parameter"),  # idle in stage 2 (4 s), and in 4 and 0 (2 s) over the end
+            block(10, [], [1, 2], "parameter"),  # idle in 3, 4 and 0: 10 s
+            block(10, [0], [2]),  # idle in stage 1; there is no block after stage 2
+            block(10, [4]),
+            block(10, [], range(5), "parameter"),
+        ],
     )
-    found = block_activities(trace)
+    found = block_activities(made)
     assert [each.block for each in found] == [0, 1, 2, 3, 4]
     assert [each.active_seconds for each in found] == [10.0, 6.0, 5.0, 1.0, 16.0]
     assert [each.active_fraction for each in found] == [10 / 16, 6 / 16, 5 / 16, 1 / 16, 1.0]
@@ -45,26 +36,22 @@ def test_used_and_idle_seconds() -> None:
 
 def test_a_block_that_lives_for_an_iteration_is_never_clean() -> None:
     """A new block has no copy, even if no stage is known to write it."""
-    trace = trace_of([1.0, 1.0, 1.0], {"persistent": False, "reads": [0, 2]})
-    assert not block_activities(trace)[0].clean
-    assert [period.clean for period in inactive_periods(trace)] == [False]
+    made = trace(staged("fff"), [block(10, [], [0, 2])])
+    assert not block_activities(made)[0].clean
+    assert [period.clean for period in inactive_periods(made)] == [False]
 
 
 def test_the_mean_counts_bytes_of_movable_blocks() -> None:
-    trace = trace_of(
-        [1.0, 3.0],
-        {"reads": [0], "size_bytes": 30},
-        {"reads": [1], "size_bytes": 10},
-        {"reads": [0, 1], "size_bytes": 1000, "movable": False},
-    )
-    assert mean_active_fraction(trace) == pytest.approx((30 * 1 + 10 * 3) / (40 * 4))
-    assert mean_active_fraction(trace_of([1.0])) == 0.0
-    assert mean_active_fraction(trace_of([0.0], {"reads": [0]})) == 0.0, "an iteration of no time"
+    sizes = [(30, [0], True), (10, [1], True), (1000, [0, 1], False)]
+    made = trace(staged("ff", [1.0, 3.0]), [block(size, [], uses, "parameter", movable=moves) for size, uses, moves in sizes])
+    assert mean_active_fraction(made) == pytest.approx((30 * 1 + 10 * 3) / (40 * 4))
+    assert mean_active_fraction(trace(staged("f"))) == 0.0
+    assert mean_active_fraction(trace(staged("f", 0.0), [block(10, [], [0])])) == 0.0, "an iteration of no time"
 
 
 def test_clean_periods_on_the_hand_made_traces() -> None:
     def clean(name: str) -> dict[tuple[int, int], bool]:
-        return {(p.block, p.after): p.clean for p in inactive_periods(Trace.load(HAND / f"{name}.json"))}
+        return {(p.block, p.after): p.clean for p in inactive_periods(hand(name))}
 
     assert clean("clean_and_dirty") == {(0, 0): False, (1, 0): True}
     assert clean("copy_stays_valid") == {(0, 0): False, (0, 2): True}
@@ -72,32 +59,117 @@ def test_clean_periods_on_the_hand_made_traces() -> None:
 
 
 @given(traces())
-def test_kinds_and_workspace_make_up_what_is_live(trace: Trace) -> None:
-    kinds = live_bytes_by_kind(trace)
-    assert set(kinds) == {block.kind for block in trace.blocks}
-    for stage, live in zip(trace.stages, live_bytes(trace), strict=True):
+def test_kinds_and_times_make_up_what_is_live_and_for_how_long(made: Trace) -> None:
+    """The use before a dirty period wrote the block or created it."""
+    kinds = live_bytes_by_kind(made)
+    assert set(kinds) == {each.kind for each in made.blocks}
+    for stage, live in zip(made.stages, live_bytes(made), strict=True):
         assert sum(sizes[stage.id] for sizes in kinds.values()) + stage.workspace_bytes == live
         for kind, sizes in kinds.items():
-            there = [b for b in trace.blocks if b.kind == kind and (b.persistent or b.uses[0] <= stage.id <= b.last_stage)]
-            assert sizes[stage.id] == sum(block.size_bytes for block in there)
-
-
-@given(traces())
-def test_used_and_idle_make_up_the_life(trace: Trace) -> None:
-    for block, found in zip(trace.blocks, block_activities(trace), strict=True):
-        lives = trace.stages if block.persistent else trace.stages[block.uses[0] : block.last_stage + 1]
+            there = [b for b in made.blocks if b.kind == kind and (b.persistent or b.uses[0] <= stage.id <= b.last_stage)]
+            assert sizes[stage.id] == sum(each.size_bytes for each in there)
+    for each, found in zip(made.blocks, block_activities(made), strict=True):
+        lives = made.stages if each.persistent else made.stages[each.uses[0] : each.last_stage + 1]
         life = sum(stage.duration_seconds for stage in lives)
         assert found.active_seconds + found.idle_seconds == pytest.approx(life, abs=1e-9)
         assert 0 <= found.longest_idle_seconds <= found.idle_seconds + 1e-12
         assert 0 <= found.active_fraction <= 1 + 1e-12
-
-
-@given(traces())
-def test_a_clean_period_follows_a_write_or_an_earlier_period(trace: Trace) -> None:
-    """The use before a dirty period wrote the block or created it."""
-    for period in inactive_periods(trace):
-        block = trace.blocks[period.block]
+    for period in inactive_periods(made):
+        of = made.blocks[period.block]
         if period.clean:
-            assert period.after not in block.writes or period.read_only
+            assert period.after not in of.writes or period.read_only
         else:
-            assert period.after in block.writes or (not block.persistent and period.after == block.uses[0])
+            assert period.after in of.writes or (not of.persistent and period.after == of.uses[0])
+
+
+# -- blocks that outlive their last use, such as gradients that user code frees after the optimizer's step
+
+
+def outliving(*blocks: Entry, workspaces: dict[int, int] | None = None, **fields: Any) -> Trace:
+    """Five stages of 1 s; both links carry 10 bytes per second. The first block outlives its uses in stages 0 and 1."""
+    return trace(staged("bbbbb", 1.0, workspaces), blocks, **fields)
+
+
+def gradient(size: int, writes: list[int], reads: list[int], dies_after: int | None = 4, **more: Any) -> Entry:
+    return block(size, writes, reads, "gradient", dies_after=dies_after, **more)
+
+
+def test_it_lives_until_then_and_may_leave_for_good() -> None:
+    made = outliving(gradient(10, [0], [1], 3))
+    assert live_bytes(made) == [10, 10, 10, 10, 0]
+    (period,) = inactive_periods(made)
+    assert (period.after, period.before, period.final, period.clean, period.last_leave) == (1, 4, True, True, 2)
+    (written,) = inactive_periods(outliving(gradient(10, [0, 1], [], 3)))
+    assert not written.clean
+    assert floor(outliving(gradient(10, [0], [1], 3), workspaces={3: 25})) == (25, 3)
+
+
+@pytest.mark.parametrize("policy", ["ilp", "device-updates", "teraio", "g10", "belady", "zero-infinity"])
+def test_every_policy_makes_room_and_brings_nothing_back(policy: str) -> None:
+    """The last use writes the block, so it must be copied out. That takes 1 s, and nothing hides it."""
+    made = outliving(gradient(10, [0, 1], []), workspaces={2: 10})
+    found = plan(made, Budgets(device_bytes=15), policy=policy)
+    timeline = simulate(made, found)
+    assert [each.prefetch for each in found.moves] == [None]
+    assert timeline.moved_bytes == {"device->storage": 10} and timeline.peak_bytes["storage"] == 10
+    assert timeline.iteration_seconds == pytest.approx(6.0)
+    assert found.predicted is not None and found.predicted.lower_bound_seconds <= 6.0
+
+
+def test_one_that_is_not_used_again_goes_before_one_that_is() -> None:
+    made = outliving(gradient(10, [0], [1]), gradient(10, [1], [4], None), workspaces={3: 10})
+    assert [each.block for each in plan(made, Budgets(device_bytes=20), policy="belady").moves] == [0]
+
+
+def test_one_that_dies_on_its_way_out_takes_its_room_until_it_is_out() -> None:
+    """The copy is queued when stage 3 has ended and takes 6 s. Stage 0 makes the block anew and waits for it."""
+    made = outliving(gradient(60, [0], [1]), workspaces={4: 5})
+    timeline = simulate(made, by_hand(made, 65, [move(0, 1, 5, leave=3)]))
+    assert timeline.iteration_seconds == pytest.approx(5.0 + 5.0)
+    assert timeline.peak_bytes == {"device": 65, "host": 0, "storage": 60}
+
+
+def test_a_copy_that_another_stage_has_made_serves() -> None:
+    made = outliving(gradient(10, [0], [2]), workspaces={3: 10})
+    dropped = move(0, 2, 5, out=False)
+    timeline = simulate(made, by_hand(made, 15, [move(0, 0, 2, 2), dropped]))
+    assert timeline.moved_bytes == {"device->storage": 10, "storage->device": 10}
+    with pytest.raises(InfeasiblePlanError, match="no valid copy"):
+        simulate(made, by_hand(made, 15, [dropped]))
+
+
+@pytest.mark.parametrize("given", [move(0, 1, 5, leave=4), move(0, 1, 4), move(0, 0, 5, leave=1), move(1, 1, 5)])
+def test_moves_for_good_that_the_trace_does_not_allow(given: Entry) -> None:
+    """The block dies then anyway; `before` is not its death; `after` is not its last use; the block dies with its last use."""
+    made = outliving(gradient(10, [0], [1]), gradient(10, [0], [1], None))
+    with pytest.raises(InfeasiblePlanError, match="blocks may leave for good between their last use and their death"):
+        simulate(made, by_hand(made, 100, [given]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dies_after": 1}, "dies after stage 1"),
+        ({"dies_after": 3, "persistent": True}, "only one that is not persistent"),
+        ({"dies_after": 5}, "the last stage is 4"),
+    ],
+)
+def test_deaths_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        outliving({**gradient(10, [0], [1]), **change})
+
+
+def test_an_update_on_the_host_takes_it_for_good() -> None:
+    """The gradient stays on the host until the update, whenever it would die."""
+    made = outliving(
+        block(10, [2], [0, 2], "parameter"),
+        gradient(10, [0], [2]),
+        machine=hardware(host=True, rate=10.0),
+        subgroups=[subgroup(2, [0, 1], host=0.5)],
+    )
+    assert [each.id for each in host_updatable(made)] == [0]
+    problem = Problem.of(made, Budgets(device_bytes=100), [0])
+    assert problem.live_bytes == (20, 10, 10, 10, 10) and not any(period.final for period in problem.periods)
+    found = plan(made, Budgets(device_bytes=20), policy="host-updates")
+    assert [(each.block, each.before) for each in found.moves if each.prefetch is None] == [(1, 2)]
+    assert simulate(made, found).peak_bytes["device"] <= 20

@@ -2,10 +2,10 @@
 
 import pytest
 
-from planner import Block, PlanError, Recompute, Trace, recomputed
-from planner.problem import floor, live_bytes
+from planner import Block, PlanError, Recompute, recomputed
+from planner.problem import layer_of, live_bytes
 
-from ..recompute_traces import layers
+from ..traces import layers, subgroup
 
 
 def chosen(*pairs: tuple[int, int]) -> tuple[Recompute, ...]:
@@ -47,7 +47,7 @@ def test_a_re_run_reads_what_an_earlier_re_run_made() -> None:
 def test_a_block_that_had_died_lives_on_until_its_last_re_run() -> None:
     trace = layers()
     block = trace.blocks[0].model_copy(update={"reads": (1,)})  # no backward stage reads it
-    dead = Trace.model_validate(trace.model_dump(by_alias=True) | {"blocks": [block, *trace.blocks[1:]]})
+    dead = trace.rebuilt(blocks=(block, *trace.blocks[1:]))
     assert dead.blocks[0].last_stage == 1
     assert uses(recomputed(dead, chosen((1, 4))).blocks[0]) == ((0,), (1, 4))
 
@@ -56,8 +56,7 @@ def test_what_nothing_uses_any_more_is_workspace() -> None:
     trace = layers()
     early = trace.blocks[1].model_copy(update={"id": 4, "name": "early", "reads": (3,), "size_bytes": 7})
     group = trace.recompute[1].model_copy(update={"blocks": (1, 4)})
-    changes = {"blocks": [*trace.blocks, early], "recompute": [trace.recompute[0], group, trace.recompute[2]]}
-    both = Trace.model_validate(trace.model_dump(by_alias=True) | changes)
+    both = trace.rebuilt(blocks=(*trace.blocks, early), recompute=(trace.recompute[0], group, trace.recompute[2]))
     derived = recomputed(both, chosen((1, 4)))
     assert derived.stages[4].workspace_bytes == 1 + 7
     assert len(derived.blocks) == 6 and uses(derived.blocks[4]) == ((1,), (3,))
@@ -72,22 +71,13 @@ def test_a_block_that_outlives_its_last_use() -> None:
 
 def test_subgroups_are_numbered_anew() -> None:
     trace = layers(changed=(5,))
-    subgroup = {"id": 0, "stage": 5, "blocks": [3], "elements": 1, "device_seconds": 0.5}
-    trained = Trace.model_validate(trace.model_dump(by_alias=True) | {"subgroups": [subgroup]})
+    trained = trace.rebuilt(subgroups=[{"id": 0, **subgroup(5, [3], 0.5)}])
     assert recomputed(trained, chosen((1, 4))).subgroups[0].stage == 6
 
 
 def test_nothing_chosen_changes_nothing() -> None:
     trace = layers()
     assert recomputed(trace, ()) is trace
-
-
-def test_the_floor_falls_if_no_tier_can_be_used() -> None:
-    trace = layers(4)
-    without = trace.model_copy(update={"hardware": trace.hardware.model_copy(update={"links": ()})})
-    assert max(live_bytes(without)) == 50
-    assert floor(without)[0] == 41, "the weight, two blocks that are kept, what runs again and its workspace"
-    assert floor(trace)[0] == 30, "if blocks can wait elsewhere, only what a stage uses must be there"
 
 
 @pytest.mark.parametrize(
@@ -111,3 +101,23 @@ def test_a_group_whose_input_is_changed_in_between_cannot_run_again() -> None:
     assert len(recomputed(trace, chosen((0, 4))).stages) == 7, "at the start of the stage it is not changed yet"
     with pytest.raises(PlanError, match="before stage 5, but block 'w' is changed between stages 0 and 5"):
         recomputed(trace, chosen((0, 5)))
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("forward/layers.3.mlp.up", "forward/layers.3"),
+        ("backward#3/layers.3.{qkv,proj}:2", "backward#3/layers.3"),
+        ("forward/layers.3:2", "forward/layers.3"),
+        ("forward/layers.0..layers.1", "forward/layers.0"),
+        ("forward/stages.0.blocks.3.{conv_dw,mlp.fc1}", "forward/stages.0.blocks.3"),
+        ("forward/stages.0.blocks.0..stages.0.blocks.1", "forward/stages.0"),
+        ("forward/layers.3.mlp.0", "forward/layers.3"),
+        ("forward/features.1.0.block.5", "forward/features.1.0"),
+        ("forward/0", "forward/0"),
+        ("forward/root", None),
+        ("forward/head", None),
+    ],
+)
+def test_the_layer_of_a_stage(name: str, layer: str | None) -> None:
+    assert layer_of(name) == layer

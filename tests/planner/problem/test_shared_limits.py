@@ -6,27 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner import Budgets, Hardware, Link, SharedRate, Stage, Trace, of_equal_ranks
+from planner import Budgets, Hardware, of_equal_ranks
 from planner.problem import Problem, SharedLimit, max_min_rates
 
-LINKS = (("device", "host"), ("host", "device"), ("device", "storage"), ("storage", "device"))
-OUT, IN, WRITE, READ = ("->".join(ends) for ends in LINKS)
+from ..traces import links, shared_rate, staged, trace
+
+LINKS = OUT, IN, WRITE, READ = "device->host", "host->device", "device->storage", "storage->device"
 
 
 def machine(rates: list[float], *shared: tuple[float, list[str]]) -> Hardware:
-    links = tuple(
-        Link.model_validate({"from": ends[0], "to": ends[1], "bytes_per_second": rate})
-        for ends, rate in zip(LINKS, rates, strict=True)
-    )
-    together = tuple(SharedRate(name=str(n), links=tuple(names), bytes_per_second=rate) for n, (rate, names) in enumerate(shared))
-    return Hardware(name="made up", device_memory_bytes=100, links=links, shared=together)
+    together = [shared_rate(str(number), rate, *names) for number, (rate, names) in enumerate(shared)]
+    return Hardware.model_validate(links(dict(zip(LINKS, rates, strict=True)), shared=together))
 
 
 def limits(hardware: Hardware, *, host_bytes: int | None = None) -> tuple[SharedLimit, ...]:
     """What the links carry together that a plan may use; without a host budget of 0, these are all."""
-    stage = Stage(id=0, name="only", phase="forward", duration_seconds=1.0)
-    trace = Trace(name="one stage", hardware=hardware, stages=(stage,))
-    return Problem.of(trace, Budgets(device_bytes=100, host_bytes=host_bytes)).shared
+    return Problem.of(trace(staged("f"), machine=hardware), Budgets(device_bytes=100, host_bytes=host_bytes)).shared
 
 
 def test_a_drive_takes_its_fair_share_of_the_bus() -> None:
@@ -74,15 +69,14 @@ def test_rates_rise_together_until_each_link_is_held_by_its_own_limit_or_a_group
 def test_equal_ranks_divide_links_shared_rates_and_memory() -> None:
     """Four ranks write to one drive, and read it at a rate that was measured while all did. The bus to the host is each one's."""
     hardware = machine([50.0, 50.0, 24.0, 26.0], (40.0, [WRITE, READ]), (55.0, [OUT, WRITE]), (16.0, [WRITE, IN]))
-    links = tuple(
+    alone = tuple(
         link.model_copy(update={"alone_bytes_per_second": 90.0}) if link.name == READ else link for link in hardware.links
     )
-    stage = Stage(id=0, name="only", phase="forward", duration_seconds=1.0)
-    trace = Trace(name="alone", hardware=hardware.model_copy(update={"links": links}), stages=(stage,))
+    made = trace(staged("f"), machine=hardware.model_copy(update={"links": alone}))
     whole = Budgets(device_bytes=100, host_bytes=1000)
-    mine, budgets = of_equal_ranks(trace, whole, ranks=4, links=(WRITE, READ, IN))
+    mine, budgets = of_equal_ranks(made, whole, ranks=4, links=(WRITE, READ, IN))
     rates = {link.name: link.bytes_per_second for link in mine.hardware.links}
     assert rates == {OUT: 50.0, IN: 12.5, WRITE: 6.0, READ: 26.0}
     assert [rate.bytes_per_second for rate in mine.hardware.shared] == [40.0, 55.0, 4.0]
     assert budgets == Budgets(device_bytes=100, host_bytes=250, storage_bytes=None)
-    assert of_equal_ranks(trace, whole, ranks=1) == (trace, whole)
+    assert of_equal_ranks(made, whole, ranks=1) == (made, whole)

@@ -2,8 +2,6 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,9 +11,8 @@ from planner import Budgets, InfeasiblePlanError, Trace, simulate
 from planner.problem import Decision, Decisions, Problem, build_plan, user_stages
 from planner.schedule import ReplayedPlan, StageClock, prefetch_from, schedule, user_code_proposals
 
-from ..strategies import hardware, random_decisions, training_problems
-
-HAND = Path(__file__).parents[3] / "traces" / "hand"
+from ..strategies import random_decisions, training_problems
+from ..traces import block, hand, hardware, staged, subgroup, trace, trained
 
 
 def proposed(problem: Problem, decisions: Decisions) -> list[tuple[Problem, Decisions]]:
@@ -28,11 +25,10 @@ def seconds(problem: Problem, decisions: Decisions) -> float:
 
 def user_code(*, workspace: int = 0, budget: int = 20) -> Problem:
     """The hand-made trace; `workspace` of stage 0, user code."""
-    trace = Trace.load(HAND / "user_code.json")
-    stages = [stage.model_dump() for stage in trace.stages]
-    stages[0]["workspace_bytes"] = workspace
-    trace = Trace.model_validate({**trace.model_dump(by_alias=True), "stages": stages, "fingerprint": None})
-    return Problem.of(trace, Budgets(device_bytes=budget))
+    made = hand("user_code")
+    first, *others = made.stages
+    made = made.rebuilt(stages=(first.model_copy(update={"workspace_bytes": workspace}), *others))
+    return Problem.of(made, Budgets(device_bytes=budget))
 
 
 def test_a_copy_out_is_put_off_until_user_code_has_ended() -> None:
@@ -51,8 +47,7 @@ def test_only_where_there_is_room(workspace: int, count: int) -> None:
 
 
 def test_not_where_the_block_comes_back_before_user_code() -> None:
-    trace = Trace.load(HAND / "chain.json")
-    problem = Problem.of(trace, Budgets(device_bytes=20))
+    problem = Problem.of(hand("chain"), Budgets(device_bytes=20))
     assert proposed(problem, {0: Decision(tier="storage", leave=0, start=4)}) == []
 
 
@@ -61,31 +56,18 @@ def layer(*, workspace: int = 0) -> Trace:
 
     All stages take 1 s, but for the second update: 3 s. `workspace`: of stage 4, user code.
     """
-    phases = ["user", "forward", "backward", "backward", "user", "optimizer", "optimizer"]
-    stages = [{"id": n, "name": f"s{n}", "phase": phase, "duration_seconds": 1.0} for n, phase in enumerate(phases)]
-    stages[6]["duration_seconds"], stages[4]["workspace_bytes"] = 3.0, workspace
-    blocks: list[dict[str, Any]] = []
-    subgroups = []
-    for number in range(2):
-        parts: list[tuple[str, int, bool, list[int], list[int]]] = [
-            ("parameter", 20, True, [1, 3 - number, 5 + number], [5 + number]),
-            ("gradient", 20, False, [5 + number], [3 - number]),
-            ("optimizer_state", 40, True, [5 + number], [5 + number]),
-        ]
-        for kind, size, persistent, reads, writes in parts:
-            block = {"id": len(blocks), "name": kind, "kind": kind, "size_bytes": size, "persistent": persistent}
-            blocks.append({**block, "reads": reads, "writes": writes})
-        times = {"device_seconds": 1.0, "host_seconds": 1.0}
-        own = [3 * number, 3 * number + 1, 3 * number + 2]
-        subgroups.append({"id": number, "stage": 5 + number, "blocks": own, "elements": 1, **times})
-    machine = hardware(host=True, rate=2.5)
-    fields = {"name": "layer", "hardware": machine, "stages": stages, "blocks": blocks, "subgroups": subgroups}
-    return Trace.model_validate(fields)
+    blocks = [each for number in range(2) for each in trained((20, 20, 40), [1, 3 - number], 3 - number, 5 + number)]
+    return trace(
+        staged("ufbbuoo", [1.0] * 6 + [3.0], {4: workspace}),
+        blocks,
+        hardware(host=True, rate=2.5),
+        subgroups=[subgroup(5 + number, range(3 * number, 3 * number + 3)) for number in range(2)],
+    )
 
 
 def test_gradients_of_updates_on_the_host_are_put_off_too() -> None:
-    trace = layer()
-    problem = Problem.of(trace, Budgets(device_bytes=1000), [0])
+    made = layer()
+    problem = Problem.of(made, Budgets(device_bytes=1000), [0])
     assert problem.with_gradient_leaves({1: 4}).live_bytes == tuple(
         live + 20 * (stage == 4) for stage, live in enumerate(problem.live_bytes)
     )
@@ -95,7 +77,7 @@ def test_gradients_of_updates_on_the_host_are_put_off_too() -> None:
     }
     put_off = [each for each, _ in proposed(problem, decisions) if each.gradient_leaves == {1: 4}]
     assert put_off
-    timelines = [simulate(trace, build_plan(each, decisions, policy="by hand")) for each in (problem, put_off[0])]
+    timelines = [simulate(made, build_plan(each, decisions, policy="by hand")) for each in (problem, put_off[0])]
     assert timelines[0].stages[4].stall_seconds == pytest.approx(2.0) and timelines[1].stages[4].stall_seconds == 0
     assert timelines[1].iteration_seconds == pytest.approx(timelines[0].iteration_seconds - 2.0)
     for workspace, room in ((20, True), (21, False)):  # the parameter has left 20 bytes
@@ -105,19 +87,8 @@ def test_gradients_of_updates_on_the_host_are_put_off_too() -> None:
 
 def test_a_copy_in_under_way_begins_after_user_code() -> None:
     """User code in stage 2 would wait 1.5 s for the copy in of a parameter of 25 bytes that is queued in stage 1."""
-    phases = ["optimizer", "forward", "user", "forward", "forward", "forward", "forward"]
-    stages = [{"id": n, "name": f"s{n}", "phase": phase, "duration_seconds": 1.0} for n, phase in enumerate(phases)]
-    parameter = {
-        "id": 0,
-        "name": "p",
-        "kind": "parameter",
-        "size_bytes": 25,
-        "persistent": True,
-        "reads": [6],
-        "writes": [],
-    }
-    fields = {"name": "in", "hardware": hardware(rate=10.0), "stages": stages, "blocks": [parameter]}
-    problem = Problem.of(Trace.model_validate(fields), Budgets(device_bytes=30))
+    made = trace(staged("ofuffff"), [block(25, [], [6], "parameter")])
+    problem = Problem.of(made, Budgets(device_bytes=30))
     before: Decisions = {0: Decision(tier="storage", leave=6, start=8)}
     ((_, after),) = proposed(problem, before)
     assert after == {0: replace(before[0], start=10)}
@@ -126,20 +97,13 @@ def test_a_copy_in_under_way_begins_after_user_code() -> None:
 
 def test_copies_in_are_scheduled_around_user_code() -> None:
     """A copy that would be under way in user code, by the clock, begins early enough to end before it."""
-    trace = Trace.load(HAND / "user_code.json")
-    problem = Problem.of(trace, Budgets(device_bytes=25))
+    problem = user_code(budget=25)
     clock = StageClock.ideal(problem)
     assert [clock.last_user_stage(time) for time in (0.0, 0.5, 3.0, 3.5, 6.0, 6.5, -0.5)] == [-3, 0, 0, 3, 3, 6, -3]
     decisions: Decisions = {0: Decision(tier="storage", leave=5, start=11)}
     assert schedule(problem, decisions, clock, lead=0.0)[0].start == 10
     # With five times the time to copy, stage 4 does not suffice; it is moved before user code, where there is time.
-    links = [link.model_copy(update={"bytes_per_second": 6.0}) for link in trace.hardware.links]
-    slow = Trace.model_validate(
-        {
-            **trace.model_dump(by_alias=True),
-            "hardware": {**trace.hardware.model_dump(by_alias=True), "links": [link.model_dump(by_alias=True) for link in links]},
-        }
-    )
+    slow = hand("user_code").rebuilt(hardware=hardware(rate=6.0))
     problem = Problem.of(slow, Budgets(device_bytes=30))
     assert schedule(problem, decisions, StageClock.ideal(problem), lead=0.0)[0].start == 7
 
@@ -153,15 +117,15 @@ def test_what_would_be_held_back_is_queued_after_user_code() -> None:
 
 @given(training_problems(most_layers=4), st.integers(0, 2**32))
 def test_every_proposal_can_be_carried_out(case: tuple[Trace, Budgets], seed: int) -> None:
-    trace, budgets = case
+    made, budgets = case
     try:
-        whole, start = random_decisions(trace, budgets, random.Random(seed))
+        whole, start = random_decisions(made, budgets, random.Random(seed))
         found = proposed(whole, start)
     except InfeasiblePlanError:
         assert budgets.host_bytes is not None  # too small for what has to move
         return
-    assert user_stages(trace) or not found
+    assert user_stages(made) or not found
     for problem, decisions in found:
         assert max(problem.occupancy(decisions)) <= budgets.device_bytes
-        timeline = simulate(trace, build_plan(problem, decisions, policy="proposed"))
+        timeline = simulate(made, build_plan(problem, decisions, policy="proposed"))
         assert timeline.peak_bytes["device"] <= budgets.device_bytes

@@ -1,52 +1,28 @@
 """The simulator gives the numbers that are worked out by hand, and refuses wrong plans."""
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 
-from planner import Budgets, InfeasiblePlanError, Plan, PlanError, Trace, simulate
-from planner.problem import Decision, Problem, build_plan
+from planner import Budgets, InfeasiblePlanError, PlanError, Recompute, Timeline, Trace, recomputed, simulate
+from planner.problem import Decision, Problem, build_plan, folded
+from planner.simulator import critical_path
 
-HAND = Path(__file__).parents[3] / "traces" / "hand"
-
-
-def made(trace: Trace, device_bytes: int, moves: list[dict[str, Any]], **fields: Any) -> Plan:
-    content = {
-        "trace_fingerprint": trace.fingerprint,
-        "policy": "by hand",
-        "budgets": Budgets(device_bytes=device_bytes, storage_bytes=fields.pop("storage_bytes", None)),
-        "moves": moves,
-        **fields,
-    }
-    return Plan.model_validate(content)
-
-
-def move(block: int, after: int, before: int, start: int, *, leave: int | None = None) -> dict[str, Any]:
-    """A move to storage that copies out after stage `leave` (default: at once) and in from `start` on."""
-    leave = after if leave is None else leave
-    return {
-        "block": block,
-        "after": after,
-        "before": before,
-        "tier": "storage",
-        "offload": {"start": leave, "free_after": leave},
-        "prefetch": {"start": start, "ready_by": before},
-    }
+from ..traces import IN, OUT, Entry, block, by_hand, hand, layers, links, move, staged, trace
 
 
 @pytest.fixture
 def chain() -> Trace:
-    return Trace.load(HAND / "chain.json")
+    return hand("chain")
 
 
 @pytest.fixture
 def wrap() -> Trace:
-    return Trace.load(HAND / "wrap.json")
+    return hand("wrap")
 
 
 def test_copies_overlap_with_stages(chain: Trace) -> None:
-    timeline = simulate(chain, made(chain, 20, [move(0, 0, 5, 4)]))
+    timeline = simulate(chain, by_hand(chain, 20, [move(0, 0, 5, 4)]))
     assert timeline.iteration_seconds == pytest.approx(6.0)
     assert timeline.peak_bytes == {"device": 20, "host": 0, "storage": 10}
     assert timeline.moved_bytes == {"device->storage": 10, "storage->device": 10}
@@ -57,7 +33,7 @@ def test_copies_overlap_with_stages(chain: Trace) -> None:
 
 def test_memory_over_time(chain: Trace) -> None:
     """Activation 0 leaves from 1 s to 2 s while activation 1 is made; its copy in begins at 4 s, when activation 2 dies."""
-    timeline = simulate(chain, made(chain, 20, [move(0, 0, 5, 4)]))
+    timeline = simulate(chain, by_hand(chain, 20, [move(0, 0, 5, 4)]))
     held, after = 0, {}
     for seconds, _, size in timeline.memory:
         held += size
@@ -67,24 +43,24 @@ def test_memory_over_time(chain: Trace) -> None:
 
 
 def test_memory_begins_with_what_stays_from_the_iteration_before(wrap: Trace) -> None:
-    memory = simulate(wrap, made(wrap, 25, [])).memory
+    memory = simulate(wrap, by_hand(wrap, 25, [])).memory
     assert memory == ((0.0, "parameter", 10), (0.0, "workspace", 15), (1.0, "workspace", -15))
 
 
 def test_a_late_prefetch_stalls_its_stage(chain: Trace) -> None:
-    timeline = simulate(chain, made(chain, 20, [move(0, 0, 5, 5)]))
+    timeline = simulate(chain, by_hand(chain, 20, [move(0, 0, 5, 5)]))
     assert [stage.stall_seconds for stage in timeline.stages] == pytest.approx([0, 0, 0, 0, 0, 1])
     assert timeline.stall_seconds == pytest.approx(1.0)
 
 
 def test_a_late_copy_out_stalls_the_stage_that_needs_the_room(chain: Trace) -> None:
-    timeline = simulate(chain, made(chain, 20, [move(0, 0, 5, 4, leave=1)]))
+    timeline = simulate(chain, by_hand(chain, 20, [move(0, 0, 5, 4, leave=1)]))
     assert [stage.stall_seconds for stage in timeline.stages] == pytest.approx([0, 0, 1, 0, 0, 0])
 
 
 def test_an_early_prefetch_that_fits_waits_for_room_and_does_no_harm(chain: Trace) -> None:
     # Queued at stage 3, where activations 1 and 2 fill the budget: it waits at the head of its queue.
-    timeline = simulate(chain, made(chain, 20, [move(0, 0, 5, 3)]))
+    timeline = simulate(chain, by_hand(chain, 20, [move(0, 0, 5, 3)]))
     assert timeline.iteration_seconds == pytest.approx(6.0)
     assert timeline.transfers[1].queued_seconds == pytest.approx(3.0)
     assert timeline.transfers[1].start_seconds == pytest.approx(4.0)
@@ -92,9 +68,8 @@ def test_an_early_prefetch_that_fits_waits_for_room_and_does_no_harm(chain: Trac
 
 def test_a_prefetch_that_is_too_early_deadlocks(chain: Trace) -> None:
     # Activation 0 comes back during stage 1, when there is room; then stage 2 has none for its output.
-    roomy = [{**stage.model_dump(), "duration_seconds": 2.0} for stage in chain.stages]
-    slow = Trace.model_validate({**chain.model_dump(by_alias=True), "stages": roomy})
-    plan = made(slow, 20, [move(0, 0, 5, 1)])
+    slow = chain.rebuilt(stages=[stage.model_copy(update={"duration_seconds": 2.0}) for stage in chain.stages])
+    plan = by_hand(slow, 20, [move(0, 0, 5, 1)])
     with pytest.raises(InfeasiblePlanError, match="waits for ever for 10 bytes") as caught:
         simulate(slow, plan)
     assert caught.value.stage == "forward/2"
@@ -104,44 +79,43 @@ def test_queues_out_of_order_deadlock(chain: Trace) -> None:
     # Budget for one block: activation 0, first in the queue, takes the room that activation 1 needs.
     moves = [move(0, 0, 5, 4), move(1, 1, 4, 4)]
     with pytest.raises(InfeasiblePlanError, match="waits for ever for block 'activation.1'") as caught:
-        simulate(chain, made(chain, 10, moves))
+        simulate(chain, by_hand(chain, 10, moves))
     assert (caught.value.stage, caught.value.block) == ("backward/1", "activation.1")
-    assert simulate(chain, made(chain, 10, [move(0, 0, 5, 5), moves[1]])).iteration_seconds == pytest.approx(10)
+    assert simulate(chain, by_hand(chain, 10, [move(0, 0, 5, 5), moves[1]])).iteration_seconds == pytest.approx(10)
 
 
 def test_the_next_stage_goes_before_a_prefetch(chain: Trace) -> None:
     # When stage 2 is reached there is room for its output or for the waiting prefetch, not for both.
-    timeline = simulate(chain, made(chain, 20, [move(0, 0, 5, 2)]))
+    timeline = simulate(chain, by_hand(chain, 20, [move(0, 0, 5, 2)]))
     assert timeline.iteration_seconds == pytest.approx(6.0)
     assert timeline.transfers[1].start_seconds == pytest.approx(4.0)
 
 
 def test_over_budget_without_moves(chain: Trace) -> None:
     with pytest.raises(InfeasiblePlanError, match="20 of 20 device bytes") as caught:
-        simulate(chain, made(chain, 20, []))
+        simulate(chain, by_hand(chain, 20, []))
     assert caught.value.stage == "forward/2"
 
 
 def test_over_budget_at_the_border(wrap: Trace) -> None:
     with pytest.raises(InfeasiblePlanError, match="10 bytes are on the device when the iteration begins"):
-        simulate(wrap, made(wrap, 9, []))
+        simulate(wrap, by_hand(wrap, 9, []))
 
 
 def test_over_the_storage_budget(chain: Trace) -> None:
     with pytest.raises(InfeasiblePlanError, match="the storage tier would hold 10 bytes; its budget is 9"):
-        simulate(chain, made(chain, 20, [move(0, 0, 5, 4)], storage_bytes=9))
+        simulate(chain, by_hand(chain, 20, [move(0, 0, 5, 4)], storage=9))
 
 
 def test_not_cyclic(wrap: Trace) -> None:
     with pytest.raises(InfeasiblePlanError, match="waits in the device tier .* leave it in storage") as caught:
-        simulate(wrap, made(wrap, 20, [move(0, 2, 6, 5)]))
+        simulate(wrap, by_hand(wrap, 20, [move(0, 2, 6, 5)]))
     assert caught.value.block == "weight"
 
 
 def test_dropping_what_has_no_valid_copy(wrap: Trace) -> None:
-    dropped = {**move(0, 2, 6, 5), "offload": None}
     with pytest.raises(InfeasiblePlanError, match="no valid copy waits in the storage tier"):
-        simulate(wrap, made(wrap, 20, [dropped], initial=[{"block": 0, "tier": "storage"}]))
+        simulate(wrap, by_hand(wrap, 20, [move(0, 2, 6, 5, out=False)], away={0: "storage"}))
 
 
 @pytest.mark.parametrize(
@@ -150,56 +124,81 @@ def test_dropping_what_has_no_valid_copy(wrap: Trace) -> None:
         ([move(7, 0, 5, 4)], "a move names block 7; the trace has 3"),
         ([move(0, 0, 4, 4)], "not consecutive uses"),
         ([move(0, 0, 5, 4), move(0, 0, 5, 5)], "moved twice"),
-        ([{**move(0, 0, 5, 4), "tier": "host"}], "no link device->host"),
+        ([move(0, 0, 5, 4, tier="host")], "no link device->host"),
     ],
 )
-def test_moves_that_do_not_fit_the_trace(chain: Trace, moves: list[dict[str, Any]], message: str) -> None:
+def test_moves_that_do_not_fit_the_trace(chain: Trace, moves: list[Entry], message: str) -> None:
     with pytest.raises(InfeasiblePlanError, match=message):
-        simulate(chain, made(chain, 20, moves))
+        simulate(chain, by_hand(chain, 20, moves))
 
 
 def test_a_block_that_must_not_move(chain: Trace) -> None:
-    fixed = [{**block.model_dump(), "movable": False} for block in chain.blocks]
-    trace = Trace.model_validate({**chain.model_dump(by_alias=True), "blocks": fixed})
+    fixed = chain.rebuilt(blocks=[block.model_copy(update={"movable": False}) for block in chain.blocks])
     with pytest.raises(InfeasiblePlanError, match="not movable"):
-        simulate(trace, made(trace, 20, [move(0, 0, 5, 4)]))
+        simulate(fixed, by_hand(fixed, 20, [move(0, 0, 5, 4)]))
 
 
 def test_a_plan_for_another_trace(chain: Trace, wrap: Trace) -> None:
     with pytest.raises(PlanError, match="plan again"):
-        simulate(wrap, made(chain, 100, []))
+        simulate(wrap, by_hand(chain, 100, []))
 
 
 def test_a_link_that_lags_behind_more_and_more_is_followed_to_the_end() -> None:
     """105 bytes a second must leave over a link of 100 bytes a second: at first no stage waits, later all do."""
-    blocks = [
-        {
-            "id": i,
-            "name": f"b{i}",
-            "kind": "parameter",
-            "size_bytes": 105,
-            "persistent": True,
-            "reads": [i],
-            "writes": [i],
-        }
-        for i in range(4)
-    ]
-    links = [
-        {"from": "device", "to": "storage", "bytes_per_second": 100.0},
-        {"from": "storage", "to": "device", "bytes_per_second": 1000.0},
-    ]
-    trace = Trace.model_validate(
-        {
-            "name": "lag",
-            "hardware": {"name": "made up", "device_memory_bytes": 1000, "links": links},
-            "stages": [{"id": i, "name": f"s{i}", "phase": "forward", "duration_seconds": 1.0} for i in range(4)],
-            "blocks": blocks,
-        }
-    )
-    problem = Problem.of(trace, Budgets(device_bytes=315))
+    made = trace(staged("ffff"), [block(105, [i], [i], "parameter") for i in range(4)], links({OUT: 100.0, IN: 1000.0}))
+    problem = Problem.of(made, Budgets(device_bytes=315))
     decisions = {
         index: Decision(tier="storage", leave=period.after, start=period.before - 1)
         for index, period in enumerate(problem.periods)
     }
-    timeline = simulate(trace, build_plan(problem, decisions, policy="by hand"))
+    timeline = simulate(made, build_plan(problem, decisions, policy="by hand"))
     assert timeline.iteration_seconds == pytest.approx(4.2)
+
+
+# -- re-runs
+
+
+def replayed(made: Trace, budget: int, *moves: Entry, again: Mapping[int, int]) -> Timeline:
+    """again: the stage before which each group runs again."""
+    return simulate(made, by_hand(made, budget, moves, recompute=[{"group": g, "at": at} for g, at in again.items()]))
+
+
+def test_a_re_run_takes_its_time_and_the_dropped_block_no_memory() -> None:
+    timeline = replayed(layers(), 31, again={0: 5})
+    assert timeline.iteration_seconds == pytest.approx(7.0)
+    assert timeline.peak_bytes["device"] == 30 and timeline.moved_bytes == {}
+    assert len(timeline.stages) == 7 and timeline.stall_seconds == 0.0
+    with pytest.raises(InfeasiblePlanError):
+        replayed(layers(), 31, again={})
+
+
+def test_a_dropped_block_and_the_one_made_anew_both_may_move() -> None:
+    # Derived stages: 0 1 2 | 3 4=forward/0 5=backward/1 6=backward/0. The new a0 waits in storage during stage 5.
+    timeline = replayed(layers(), 31, move(0, 4, 6, 6), again={0: 4})
+    assert timeline.moved_bytes == {OUT: 10, IN: 10}
+    assert {transfer.block for transfer in timeline.transfers} == {0}, "ids are those of the trace"
+    assert timeline.iteration_seconds == pytest.approx(7.0 + 1.0)
+
+
+def test_a_move_of_the_input_of_a_re_run() -> None:
+    # a0 waits in storage until forward/1 runs again before backward/1: uses 0, 1, then derived stage 4.
+    timeline = replayed(layers(), 31, move(0, 1, 4, 4), again={1: 4})
+    assert timeline.iteration_seconds == pytest.approx(7.0 + 2.0)  # stage 2 waits for the copy out, the re-run for the copy in
+    assert [transfer.block for transfer in timeline.transfers] == [0, 0]
+
+
+def test_moves_must_fit_the_uses_with_re_runs() -> None:
+    with pytest.raises(InfeasiblePlanError, match="between stages 1 and 5, which are not consecutive uses"):
+        replayed(layers(), 40, move(0, 1, 5, 5), again={0: 5})
+    with pytest.raises(PlanError, match="recomputes group 7"):
+        replayed(layers(), 40, again={7: 5})
+
+
+def test_a_plan_of_the_derived_trace_and_its_folded_form_are_replayed_alike() -> None:
+    made, pairs = layers(), (Recompute(group=0, at=4),)
+    derived = recomputed(made, pairs)
+    found = by_hand(derived, 31, [move(4, 4, 6, 6)])
+    one, other = simulate(derived, found), simulate(made, folded(made, pairs, found))
+    assert one.stages == other.stages and one.iteration_seconds == other.iteration_seconds
+    path = critical_path(made, folded(made, pairs, found), other)
+    assert sum(path.seconds().values()) == pytest.approx(other.iteration_seconds)

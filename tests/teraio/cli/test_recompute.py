@@ -7,7 +7,7 @@ import pytest
 
 from planner import Budgets, NotRecomputed, Trace, plan
 
-from ...planner.recompute_traces import layers
+from ...planner.traces import layers
 from .conftest import Run
 
 

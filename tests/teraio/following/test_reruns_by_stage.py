@@ -15,7 +15,7 @@ from runtime.execution import StageRerun
 from runtime.paging import Block
 from teraio.following import RerunsByStage, StageSchedule
 
-from ...planner.recompute_traces import layers
+from ...planner.traces import layers
 from .test_observer import BACKWARD, FIRST, FORWARD, SECOND, STEP, WEIGHT, Training, move, profile_of
 
 CHOSEN = [Recompute(group=0, at=5), Recompute(group=1, at=4)]

@@ -1,6 +1,9 @@
 """Bad files are refused with a message that names the file, the place in it and what to do."""
 
+import functools
+import gzip
 import json
+import operator
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +14,16 @@ import pytest
 from pydantic import ValidationError
 
 from planner import Budgets, Plan, PlanError, Trace, TraceError, plan
+from planner.schema import Predicted
 
-TRACES = Path(__file__).parents[3] / "traces"
+from ..traces import HAND, block, group, hand, staged, trace
+
+TRACES = HAND.parent
 
 
 @pytest.fixture
 def trace_content() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((TRACES / "hand" / "wrap.json").read_text())
+    content: dict[str, Any] = json.loads((HAND / "wrap.json").read_text())
     del content["fingerprint"]
     return content
 
@@ -32,10 +38,20 @@ def refused(tmp_path: Path, content: object) -> str:
 
 
 def test_cut_short(tmp_path: Path) -> None:
-    text = (TRACES / "hand" / "chain.json").read_text()
+    text = (HAND / "chain.json").read_text()
     for length in range(0, len(text) - 2, 97):
         assert "line" in refused(tmp_path, text[:length])
     assert "line 2 column" in refused(tmp_path, "{\n oops")
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(b"{" * 1000)[:-9])
+    with pytest.raises(TraceError, match=r"trace\.json\.gz: not a whole gzip file"):
+        Trace.load(path)
+
+
+def test_a_trace_survives_compression(tmp_path: Path) -> None:
+    hand("chain").save(tmp_path / "trace.json.gz")
+    assert gzip.decompress((tmp_path / "trace.json.gz").read_bytes()).startswith(b"{")
+    assert Trace.load(tmp_path / "trace.json.gz").fingerprint == hand("chain").fingerprint
 
 
 def test_missing_file_and_not_text(tmp_path: Path) -> None:
@@ -47,7 +63,7 @@ def test_missing_file_and_not_text(tmp_path: Path) -> None:
 
 
 def test_links_and_pipes_are_not_replaced(tmp_path: Path) -> None:
-    trace = Trace.load(TRACES / "hand" / "chain.json")
+    trace = hand("chain")
     link, target, pipe = tmp_path / "link.json", tmp_path / "deep" / "target.json", tmp_path / "pipe"
     target.parent.mkdir()
     link.symlink_to(target)
@@ -65,7 +81,7 @@ def test_links_and_pipes_are_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("link", ["trace.json", "folder"])
 def test_links_that_others_can_make_are_refused(tmp_path: Path, link: str) -> None:
     """As in /tmp: another user's link would make this user replace a file of his own."""
-    trace = Trace.load(TRACES / "hand" / "chain.json")
+    trace = hand("chain")
     private, shared = tmp_path / "private", tmp_path / "shared"
     private.mkdir()
     shared.mkdir()
@@ -79,7 +95,7 @@ def test_links_that_others_can_make_are_refused(tmp_path: Path, link: str) -> No
 
 
 def test_a_file_keeps_its_mode_and_a_new_one_has_that_of_the_umask(tmp_path: Path) -> None:
-    trace = Trace.load(TRACES / "hand" / "chain.json")
+    trace = hand("chain")
     path = tmp_path / "trace.json"
     before = os.umask(0o077)
     try:
@@ -126,6 +142,12 @@ def test_other_format_and_version(tmp_path: Path, trace_content: dict[str, Any])
         (("recompute",), [dict(id=0, stage=8, blocks=[0], reads=[], duration_seconds=0.0)], "group 0 refers to stage 8"),
         (("not_recomputed",), [dict(stage=4, reason="random")], "not_recomputed refers to stage 4"),
         (("stages", 1, "phase"), "recompute", "stage 1 has the phase 'recompute', which only re-runs"),
+        (("stages", 0, "collective_seconds"), 2.0, "stage 0 lasts 1.0 s, but spends 2.0 s in collectives"),
+        (
+            ("hardware", "shared"),
+            [dict(name="x", links=["device->storage", "host->device"], bytes_per_second=1.0)],
+            "shared rate 'x' names links that do not exist: host->device",
+        ),
     ],
 )
 def test_contents_that_contradict_themselves(
@@ -138,24 +160,21 @@ def test_contents_that_contradict_themselves(
     assert message in refused(tmp_path, trace_content)
 
 
-def test_block_without_a_use(tmp_path: Path, trace_content: dict[str, Any]) -> None:
-    trace_content["blocks"][0].update(reads=[], writes=[])
-    assert "block 0 has no use" in refused(tmp_path, trace_content)
-
-
-def test_links_given_twice(tmp_path: Path, trace_content: dict[str, Any]) -> None:
+def test_faults_of_two_fields(tmp_path: Path, trace_content: dict[str, Any]) -> None:
+    unused = {**trace_content["blocks"][0], "reads": [], "writes": []}
+    assert "block 0 has no use" in refused(tmp_path, {**trace_content, "blocks": [unused, *trace_content["blocks"][1:]]})
     trace_content["hardware"]["links"] *= 2
     assert "found twice: device->storage, storage->device" in refused(tmp_path, trace_content)
 
 
 def test_changed_after_it_was_written(tmp_path: Path, trace_content: dict[str, Any]) -> None:
-    trace_content["fingerprint"] = json.loads((TRACES / "hand" / "wrap.json").read_text())["fingerprint"]
+    trace_content["fingerprint"] = json.loads((HAND / "wrap.json").read_text())["fingerprint"]
     trace_content["stages"][0]["workspace_bytes"] += 1
     assert "does not match its fingerprint" in refused(tmp_path, trace_content)
 
 
 def test_the_fingerprint_is_of_the_content_only() -> None:
-    trace = Trace.load(TRACES / "hand" / "wrap.json")
+    trace = hand("wrap")
     renamed = trace.model_copy(update={"name": "other", "created_by": "someone"})
     assert renamed.fingerprint == trace.fingerprint
     hardware = trace.hardware.model_copy(update={"storage_bytes": 1})
@@ -168,14 +187,14 @@ def test_build_raises_a_trace_error() -> None:
 
 
 def test_traces_and_plans_cannot_be_changed() -> None:
-    trace = Trace.load(TRACES / "hand" / "wrap.json")
+    trace = hand("wrap")
     with pytest.raises(ValidationError, match="frozen"):
         trace.name = "other"  # type: ignore[misc]
 
 
 def test_bad_plan_files(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    made = plan(Trace.load(TRACES / "hand" / "wrap.json"), Budgets(device_bytes=20))
+    made = plan(hand("wrap"), Budgets(device_bytes=20))
     made.save(path)
     assert Plan.load(path) == made
     content = json.loads(path.read_text())
@@ -204,27 +223,83 @@ def test_the_published_schemas_name_every_field(name: str, model: type[Trace] | 
     assert fields(published) == fields(current)
 
 
-def test_the_path_of_a_link_is_part_of_the_content_only_if_it_is_given(tmp_path: Path) -> None:
-    trace = Trace.load(TRACES / "hand" / "wrap.json")
-    trace.save(tmp_path / "without.json")
-    assert all("path" not in link for link in json.loads((tmp_path / "without.json").read_text())["hardware"]["links"])
-    links = tuple(link.model_copy(update={"path": "posix"}) for link in trace.hardware.links)
-    other = trace.model_copy(update={"hardware": trace.hardware.model_copy(update={"links": links})})
-    assert other.fingerprint != trace.fingerprint == Trace.load(tmp_path / "without.json").fingerprint
-    other.save(tmp_path / "with.json")
-    assert Trace.load(tmp_path / "with.json") == other
-    assert [link.path for link in Trace.load(tmp_path / "with.json").hardware.links] == ["posix", "posix"]
+LATER: dict[str, tuple[tuple[str | int, ...], object, bool]] = {
+    "collective_seconds": (("stages", 0), 0.25, True),
+    "dies_after": (("blocks", 2), 4, True),
+    "path": (("hardware", "links", 0), "posix", True),
+    "subgroup_bytes": ((), 1000, False),
+    "not_recomputed": ((), [{"stage": 0, "reason": "draws random numbers"}], False),
+}
+"""Fields that came after the first files: their places in the hand-made chain, values, and whether plans depend on them."""
 
 
-def test_the_size_of_subgroups_is_in_the_files_only_if_it_is_known(tmp_path: Path) -> None:
-    trace = Trace.load(TRACES / "hand" / "wrap.json")
-    known = trace.model_copy(update={"subgroup_bytes": 1000})
-    assert known.fingerprint == trace.fingerprint, "plans for either are plans for both"
-    for number, each in enumerate((trace, known)):
-        path, plan_path = tmp_path / f"trace.{number}.json", tmp_path / f"plan.{number}.json"
-        made = plan(each, Budgets(device_bytes=20), policy="g10")
-        each.save(path)
-        made.save(plan_path)
-        assert Trace.load(path).subgroup_bytes == Plan.load(plan_path).subgroup_bytes == each.subgroup_bytes
-        assert ("subgroup_bytes" in path.read_text()) == ("subgroup_bytes" in plan_path.read_text()) == (number == 1)
-    assert Trace.load(tmp_path / "trace.1.json") == known
+@pytest.mark.parametrize("field", LATER)
+def test_a_field_that_came_later_is_in_the_file_only_if_it_is_given(tmp_path: Path, field: str) -> None:
+    """The fingerprint of the hand-made file, which is compared as it is read, was written before there was the field."""
+    plain, path = hand("chain"), tmp_path / "trace.json"
+    plain.save(path)
+    assert field not in path.read_text() and Trace.load(path) == plain
+    place, value, matters = LATER[field]
+    content = json.loads(path.read_text()) | {"fingerprint": None}
+    functools.reduce(operator.getitem, place, content)[field] = value
+    path.write_text(json.dumps(content))
+    given = Trace.load(path)
+    given.save(path)
+    assert path.read_text().count(field) == 1 and Trace.load(path) == given != plain
+    assert (given.fingerprint != plain.fingerprint) == matters
+
+
+def test_plans_say_the_size_of_subgroups_and_the_time_of_re_runs_only_where_there_are_some(tmp_path: Path) -> None:
+    for size in (None, 1000):
+        made = plan(hand("wrap").rebuilt(subgroup_bytes=size), Budgets(device_bytes=20), policy="g10")
+        made.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json").subgroup_bytes == size
+        assert ("subgroup_bytes" in (tmp_path / "plan.json").read_text()) == (size is not None)
+    predicted = made.predicted
+    assert isinstance(predicted, Predicted) and "recompute_seconds" not in predicted.model_dump()
+    assert predicted.model_copy(update={"recompute_seconds": 1.0}).model_dump()["recompute_seconds"] == 1.0
+
+
+# -- recompute groups
+
+
+def with_group(**changes: Any) -> Trace:
+    """Two forward stages, the second of which can run again, and a backward stage. changes: of the group, or `x_writes`."""
+    blocks = [
+        block(10, [2], [0, 1], "parameter"),
+        block(10, changes.pop("x_writes", [0]), [1]),
+        block(10, [1], [2]),
+        block(10, [1], [2], movable=False),
+    ]
+    times = changes.pop("times", 1)
+    return trace(staged("ffb"), blocks, recompute=[{**group(1, [2], [0, 1]), **changes}] * times)
+
+
+def test_a_group_is_read_and_written(tmp_path: Path) -> None:
+    made = with_group(workspace_bytes=5)
+    made.save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json") == made and made.recompute[0].workspace_bytes == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(id=1), "recompute groups: ids must be 0, 1, 2"),
+        (dict(stage=2), "of phase 'backward'; only forward stages can be"),
+        (dict(blocks=[]), "at least 1 item"),
+        (dict(blocks=[9]), "refers to block 9"),
+        (dict(blocks=[1]), "cannot make block 1: that takes a movable activation or buffer that stage 1 writes first"),
+        (dict(blocks=[0]), "cannot make block 0"),
+        (dict(blocks=[3]), "cannot make block 3"),
+        (dict(blocks=[2, 2]), "names a block twice in blocks"),
+        (dict(reads=[0]), r"reads the blocks \[0\], its stage \[0, 1\]: name exactly these"),
+        (dict(reads=[0, 1, 2]), "name exactly these"),
+        (dict(reads=[0, 0, 1]), "names a block twice in reads"),
+        (dict(workspace_bytes=-1), "workspace_bytes"),
+        (dict(x_writes=[0, 1]), "stage 1 changes block 1, which exists before it; leave the group out"),
+        (dict(times=2), "group 1 runs stage 1 again as another does"),
+    ],
+)
+def test_a_group_that_does_not_fit_its_stage_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        with_group(**change)

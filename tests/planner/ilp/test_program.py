@@ -1,10 +1,9 @@
-"""The integer program on small cases, solved to the end: against every choice of its whole variables, and the simulator."""
+"""The coarse integer program: small cases solved to the end, against every choice of its whole variables and the simulator."""
 
 from __future__ import annotations
 
 import random
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from planner import Budgets, InfeasiblePlanError, Trace, floor
 from planner.ilp import CoarseSolution, coarse_solutions, rerun_shares
+from planner.ilp.classes import SegmentGrid, segments_of
 from planner.ilp.coarse import solve
 from planner.ilp.formulation import CoarseProgram, Resolution, coarse_program
 from planner.lp import solve_program
@@ -23,10 +23,9 @@ from planner.schema import SolverReport, WaitingTier
 
 from ...thoroughness import by_profile
 from ..exhaustive import best_seconds, placements, small_problem, small_training
-from ..recompute_traces import layers
-from ..strategies import hardware, problems, training_problems
+from ..strategies import problems, training_problems
+from ..traces import Entry, block, hand, hardware, layers, staged, trace, transformer_trace
 
-HAND = Path(__file__).parents[3] / "traces" / "hand"
 EXACT = SolverSettings(gap=0.0, threads=1)
 FULL = Resolution(max_segments=64, window=64)
 """Each stage of a small iteration is a segment, and copies may run in all of them."""
@@ -121,20 +120,20 @@ def check_tiers(problem: Problem, solution: CoarseSolution) -> None:
             assert budget is None or each.timeline.peak_bytes[tier] <= budget
 
 
-@given(problems(), st.sampled_from([None, 0, 30, 80]), st.sampled_from([None, 20, 60]))
-def test_rounding_never_overfills_a_tier(case: tuple[Trace, Budgets], host: int | None, storage: int | None) -> None:
-    trace, budgets = case
-    budgets = budgets.model_copy(update={"host_bytes": host, "storage_bytes": storage})
-    if max(live_bytes(trace)) <= budgets.device_bytes:
+TIGHT = st.builds(
+    lambda case, host, storage: (case[0], case[1].model_copy(update={"host_bytes": host, "storage_bytes": storage})),
+    problems(),
+    st.sampled_from([None, 0, 30, 80]),
+    st.sampled_from([None, 20, 60]),
+)
+
+
+@pytest.mark.parametrize("cases", [TIGHT, training_problems()], ids=["tight tiers", "updates on the host"])
+@given(data=st.data())
+def test_rounding_never_overfills_a_tier(cases: st.SearchStrategy[tuple[Trace, Budgets]], data: st.DataObject) -> None:
+    problem = Problem.of(*data.draw(cases))
+    if cases is TIGHT and max(problem.live_bytes) <= problem.budgets.device_bytes:
         return
-    problem = Problem.of(trace, budgets)
-    for solution in coarse_solutions(problem, EXACT):
-        check_tiers(problem, solution)
-
-
-@given(training_problems())
-def test_rounding_never_overfills_a_tier_beside_updates_on_the_host(case: tuple[Trace, Budgets]) -> None:
-    problem = Problem.of(*case)
     for solution in coarse_solutions(problem, EXACT):
         check_tiers(problem, solution)
 
@@ -144,8 +143,8 @@ def test_even_wishes_for_everything_leave_the_tiers_their_budgets(
     case: tuple[Trace, Budgets], room: int, draw: random.Random
 ) -> None:
     """A solution that sends each block to a tier by chance, as if rounding had gone as wrong as it can."""
-    trace, budgets = case
-    problem = Problem.of(trace, budgets.model_copy(update={"host_bytes": room, "storage_bytes": room}))
+    made, budgets = case
+    problem = Problem.of(made, budgets.model_copy(update={"host_bytes": room, "storage_bytes": room}))
     routes = [route.tier for route in problem.routes]
     tiers = {index: draw.choice(routes) for index in range(len(problem.periods))}
     check_tiers(problem, CoarseSolution(tiers=tiers, on_host=frozenset(), report=SolverReport()))
@@ -182,18 +181,14 @@ def test_whatever_the_objective_asks_for_copies_are_in_order_and_a_block_is_in_o
             assert seconds <= built.model.segments[k].seconds + values[built.model.stall[k]] + 1e-6
 
 
-def line(blocks: list[dict[str, Any]], budget: int, *, stages: int = 6, seconds: float = 1.0, **machine: Any) -> Problem:
-    """`stages` stages of `seconds` each, and activations; a drive of 10 bytes per second."""
-    each = [{"id": s, "name": f"s{s}", "phase": "forward", "duration_seconds": seconds} for s in range(stages)]
-    shown = [{"id": b, "name": f"b{b}", "kind": "activation", "persistent": False, **block} for b, block in enumerate(blocks)]
-    fields = {"hardware": hardware(rate=10.0, **machine), "stages": each, "blocks": shown}
-    return Problem.of(Trace.model_validate({"name": "line", **fields}), Budgets(device_bytes=budget))
+def line(blocks: list[Entry], budget: int, *, stages: int = 6, seconds: float = 1.0, **machine: Any) -> Problem:
+    """`stages` stages of `seconds` each; a drive of 10 bytes per second."""
+    made = trace(staged("f" * stages, seconds), blocks, hardware(rate=10.0, **machine))
+    return Problem.of(made, Budgets(device_bytes=budget))
 
 
 def test_of_two_blocks_that_would_do_the_one_moves_that_copies_less() -> None:
-    blocks = [{"size_bytes": size, "writes": [0], "reads": [5]} for size in (20, 10)]
-    middle = {"size_bytes": 10, "writes": [2], "reads": [3]}
-    problem = line([*blocks, middle], 30)
+    problem = line([block(20, [0], [5]), block(10, [0], [5]), block(10, [2], [3])], 30)
     found = solved(problem)
     assert {problem.periods[index].block for index in found.tiers} == {1}
     # Both copies hide behind the arithmetic. What is left is their weight: 0.5 % of a second out, a tenth of that in.
@@ -202,7 +197,7 @@ def test_of_two_blocks_that_would_do_the_one_moves_that_copies_less() -> None:
 
 def test_equal_blocks_are_chosen_alike_each_time() -> None:
     """Which of two equal blocks leaves does not matter, but one does, and the same one in each run."""
-    problem = line([*[{"size_bytes": 10, "writes": [0], "reads": [5]}] * 2, {"size_bytes": 10, "writes": [2], "reads": [3]}], 20)
+    problem = line([block(10, [0], [5])] * 2 + [block(10, [2], [3])], 20)
     first = solved(problem)
     assert len(first.tiers) == 1
     assert [solved(problem).tiers for _ in range(3)] == [first.tiers] * 3
@@ -210,69 +205,120 @@ def test_equal_blocks_are_chosen_alike_each_time() -> None:
 
 def test_a_block_waits_in_one_of_two_tiers() -> None:
     """Host memory is four times as fast. There is room for one of the two blocks there."""
-    blocks = [{"size_bytes": 10, "writes": [0], "reads": [5]}] * 2 + [{"size_bytes": 20, "writes": [2], "reads": [3]}]
-    problem = line(blocks, 20, host=True)
+    problem = line([block(10, [0], [5])] * 2 + [block(20, [2], [3])], 20, host=True)
     assert solved(problem).tiers == {0: "host", 1: "host"}
     problem = Problem.of(problem.source, problem.budgets.model_copy(update={"host_bytes": 10}))
     assert sorted(solved(problem).tiers.values()) == ["host", "storage"]
 
 
-def test_nothing_moves_where_everything_fits() -> None:
-    problem = line([{"size_bytes": 10, "writes": [0], "reads": [5]}], 10)
+FIRST = block(10, [0], [5])
+MIDDLE = block(10, [2], [3])
+
+
+@pytest.mark.parametrize(
+    ("problem", "away", "seconds"),
+    [
+        pytest.param(line([FIRST], 10), 0, 6.0, id="everything fits"),
+        pytest.param(line([FIRST, MIDDLE], 10, seconds=0.0), 1, 2.0 + 0.005 + 0.0005, id="no time hides the copies"),
+        # The weight of a copy out alone.
+        pytest.param(line([block(10, [0], [1], dies_after=5), block(10, [3], [4])], 10), 1, 6.0 + 0.005, id="it only dies"),
+        # Blocks that are alike are one class, but each of the four pays 0.05 s of latency beside the 0.1 s for its byte.
+        pytest.param(
+            line([block(1, [0], [5])] * 4 + [block(4, [2], [3])], 4, latency=0.05), 4, 6.0 + 4 * 0.15 * 0.0055, id="latencies"
+        ),
+        # The block leaves twice and is copied out once; and not at all if nothing ever writes it.
+        pytest.param(
+            line([block(10, [0], [5, 10]), MIDDLE, block(10, [7], [8])], 10, stages=11), 2, 11.0 + 0.005 + 0.001, id="twice"
+        ),
+        pytest.param(
+            line([block(10, [], [0, 5, 10], "parameter"), MIDDLE, block(10, [7], [8])], 10, stages=11), 2, 11.001, id="clean"
+        ),
+    ],
+)
+def test_objectives_worked_out_by_hand(problem: Problem, away: int, seconds: float) -> None:
     found = solved(problem)
-    assert found.tiers == {} and found.report.objective_seconds == pytest.approx(6.0)
+    assert len(found.tiers) == away and set(found.tiers.values()) <= {"storage"}
+    assert found.report.objective_seconds == pytest.approx(seconds)
+    if away == 1:
+        assert found.tiers == {0: "storage"}
 
 
 def test_an_iteration_that_takes_no_time_takes_what_its_copies_take() -> None:
     """10 bytes leave in one second and come back in another; nothing hides them."""
-    blocks = [{"size_bytes": 10, "writes": [0], "reads": [5]}, {"size_bytes": 10, "writes": [2], "reads": [3]}]
-    problem = line(blocks, 10, seconds=0.0)
-    found = solved(problem)
-    assert found.tiers == {0: "storage"}
-    assert found.report.objective_seconds == pytest.approx(2.0 + 0.005 + 0.0005)
-    (exact, *_) = exact_candidates(*start_of(problem, found), DEFAULT_WRITE_WEIGHT)
+    problem = line([FIRST, MIDDLE], 10, seconds=0.0)
+    (exact, *_) = exact_candidates(*start_of(problem, solved(problem)), DEFAULT_WRITE_WEIGHT)
     assert exact.timeline.iteration_seconds == pytest.approx(2.0)
 
 
-def test_a_block_that_only_dies_does_not_come_back() -> None:
-    blocks = [{"size_bytes": 10, "writes": [0], "reads": [1], "dies_after": 5}, {"size_bytes": 10, "writes": [3], "reads": [4]}]
-    problem = line(blocks, 10)
-    found = solved(problem)
-    assert found.tiers == {0: "storage"}
-    assert found.report.objective_seconds == pytest.approx(6.0 + 0.005)  # the weight of a copy out alone
-
-
-def test_a_latency_counts_for_each_block() -> None:
-    """Blocks that are alike are one class, but each of the four pays 0.05 s of latency beside the 0.1 s for its byte."""
-    blocks = [{"size_bytes": 1, "writes": [0], "reads": [5]}] * 4 + [{"size_bytes": 4, "writes": [2], "reads": [3]}]
-    problem = line(blocks, 4, latency=0.05)
-    found = solved(problem)
-    assert len(found.tiers) == 4
-    assert found.report.objective_seconds == pytest.approx(6.0 + 4 * (0.05 + 0.1) * (0.005 + 0.0005))
-
-
-def test_a_copy_that_is_still_valid_is_found() -> None:
-    """The block leaves twice and is copied out once; and not at all if nothing ever writes it."""
-    middle = [{"size_bytes": 10, "writes": [stage], "reads": [stage + 1]} for stage in (2, 7)]
-    written = line([{"size_bytes": 10, "writes": [0], "reads": [5, 10]}, *middle], 10, stages=11)
-    assert solved(written).report.objective_seconds == pytest.approx(11.0 + 0.005 + 2 * 0.0005)
-    read_only = line([{"size_bytes": 10, "persistent": True, "writes": [], "reads": [0, 5, 10]}, *middle], 10, stages=11)
-    assert solved(read_only).report.objective_seconds == pytest.approx(11.0 + 2 * 0.0005)
-
-
 def test_a_copy_that_stays_valid_is_made_once() -> None:
-    trace = Trace.load(HAND / "copy_stays_valid.json")
-    problem = Problem.of(trace, Budgets(device_bytes=floor(trace)[0]))
+    made = hand("copy_stays_valid")
+    problem = Problem.of(made, Budgets(device_bytes=floor(made)[0]))
     (best, *_) = sorted(exact_candidates(*start_of(problem, solved(problem)), 0.0), key=lambda each: each.cost)
-    for block in trace.blocks:
-        out = [each for each in best.timeline.transfers if each.block == block.id and each.link.startswith("device->")]
-        assert len(out) <= max(len(block.writes), 1)
+    for each in made.blocks:
+        out = [copy for copy in best.timeline.transfers if copy.block == each.id and copy.link.startswith("device->")]
+        assert len(out) <= max(len(each.writes), 1)
     moved = best.timeline.moved_bytes
     assert 0 < moved["device->storage"] < moved["storage->device"]
 
 
 @pytest.mark.parametrize(("rate", "again"), [(0.5, True), (1000.0, False)])
 def test_groups_run_again_where_links_are_slow(rate: float, again: bool) -> None:
-    trace = layers(4, rate=rate)
-    problem = Problem.of(trace, Budgets(device_bytes=41))
-    assert bool(rerun_shares(problem, RerunPlaces(trace), EXACT)) == again
+    made = layers(4, rate=rate)
+    problem = Problem.of(made, Budgets(device_bytes=41))
+    assert bool(rerun_shares(problem, RerunPlaces(made), EXACT)) == again
+
+
+# -- coarse time
+
+
+@given(problems(most_stages=30), st.integers(1, 12))
+def test_segments_cover_all_stages_and_a_block_is_idle_at_the_peaks_within_its_period(
+    case: tuple[Trace, Budgets], most: int
+) -> None:
+    problem = Problem.of(*case)
+    segments, stages = segments_of(problem, most), problem.stage_count
+    grid = SegmentGrid(segments)
+    assert [stage for segment in segments for stage in range(segment.first, segment.last + 1)] == list(range(stages))
+    assert all(problem.live_bytes[s.peak] == max(problem.live_bytes[s.first : s.last + 1]) for s in segments)
+    for period in problem.periods:
+        idle = range(grid.end_of(period.after) + 1, grid.start_of(period.before))
+        peaks = [segments[k % len(segments)].peak + k // len(segments) * stages for k in range(2 * len(segments))]
+        assert list(idle) == [k for k, peak in enumerate(peaks) if period.after < peak < period.before]
+
+
+def test_a_long_iteration_gets_a_relaxed_solution_and_then_a_whole_one() -> None:
+    made = transformer_trace(layers=9, stages_per_layer=4, rate=2e9)
+    assert len(made.stages) > 64
+    problem = Problem.of(made, Budgets(device_bytes=max(live_bytes(made)) // 2))
+    relaxed, whole = coarse_solutions(problem, SolverSettings())
+    assert relaxed.report.bound_seconds is not None and whole.report.objective_seconds is not None
+    assert relaxed.report.objective_seconds is None
+    assert whole.report.bound_seconds == relaxed.report.bound_seconds <= whole.report.objective_seconds * (1 + 1e-6)
+    assert whole.report.status == "feasible" and whole.report.gap is not None and whole.report.gap < 0.05
+    assert [each.report.bound_seconds for each in coarse_solutions(problem, SolverSettings(), integer=False)] == [
+        pytest.approx(relaxed.report.bound_seconds)
+    ]
+
+
+def test_what_a_re_run_reads_is_not_away() -> None:
+    """The weight is idle between forward stage 0 and backward stage 3, where group 0 reads it."""
+    made = layers(2, rate=1.0)
+    weight = made.blocks[2].model_copy(update={"reads": (0, 1)})
+    made = made.model_copy(update={"blocks": (*made.blocks[:2], weight)})
+    problem = Problem.of(made, Budgets(device_bytes=31))
+    built = coarse_program(problem, Resolution(max_segments=64, window=6), (), write_weight=0.005, places=RerunPlaces(made))
+    model, program = built.model, built.model.program
+    (number,) = [n for n, each in enumerate(model.reruns) if each.groups == (0,)]
+    end = model.reruns[number].end
+    around = [entry for entry in model.periods if 2 in entry.block_class.blocks and entry.period.begin < end < entry.period.end]
+    assert around
+    absent = [term for entry in around for term in entry.absent(end - entry.period.begin - 1)]
+    program.minimise([(variable, -10_000 * factor) for variable, factor in absent])  # the more is away, the better
+
+    def away() -> float:
+        values = solve_program(program, SolverSettings(), linear=True).values
+        return sum(factor * values[variable] for variable, factor in absent)
+
+    assert away() == pytest.approx(1.0)
+    program.lower[model.again[number]] = 1.0
+    assert away() == pytest.approx(0.0, abs=1e-6)
