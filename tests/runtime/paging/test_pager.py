@@ -1,20 +1,18 @@
-"""The pager over an in-memory mover: the budget, and who leaves. Copies end when the test says so.
-
-Random sequences: `test_pager_sequences.py`; real memory and files: `test_mover.py`.
-"""
+"""The pager over an in-memory mover: the budget, who leaves, prefetches, deaths and errors. Copies end when the test says so."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
 import torch
 
-from planner.errors import BudgetError, StorageError
+from planner.errors import BudgetError, StorageError, StorageFullError, StorageIOError
 from runtime.device import CpuDevice
 from runtime.paging import Pager, State
 
-from ..memory_mover import UNIT, Bench, evicted
+from ..memory_mover import UNIT, Bench, evicted, io_error
 
 
 class Counting(CpuDevice):
@@ -145,3 +143,226 @@ def test_one_storage_is_one_block_until_it_is_resized_and_without_a_budget_nothi
     new = bench.pager.block_of(bench.tensors["base"], name="x", kind="activation", user_visible=False)
     assert new is not block and bench.pager.account.used_bytes == 4 * UNIT and bench.pager.blocks == [new]
     assert bench.pager.account.evictions == 0 and bench.pager.account.peak_bytes == 64 * UNIT
+
+
+# -- prefetches
+
+
+def test_a_read_while_the_copy_out_is_under_way_does_not_wait_for_it() -> None:
+    bench = Bench(None)
+    block = bench.make("w", 2)
+    bench.pager.offload(block)
+    bench.pager.acquire([block], 0, "read")
+    assert block.state is State.OFFLOADING
+    bench.mover.finish()
+    assert block.state is State.ON_DEVICE and block.copy_is_valid
+    bench.pager.retire([block], [])
+    bench.pager.offload(block)
+    assert block.state is State.OFFLOADED and bench.mover.log.count("out w") == 1
+
+
+def test_prefetches_wait_for_room_in_order() -> None:
+    bench = Bench(8 * UNIT)
+    first, second, third = (bench.make(name, units) for name, units in (("first", 4), ("second", 2), ("third", 2)))
+    for block in (first, second, third):
+        evicted(bench, block)
+    blocker = bench.make("blocker", 6)
+    for block in (first, second, third):
+        bench.pager.prefetch(block)
+    assert not bench.mover.flying, "the second may not overtake the first, though it would fit"
+    bench.pager.offload(blocker)
+    bench.mover.finish()
+    assert [copy.block for copy in bench.mover.flying] == [first, second, third]
+    bench.mover.finish_all()
+    assert bench.pager.account.used_bytes == 8 * UNIT == bench.pager.account.peak_bytes
+
+
+def test_a_prefetch_does_not_take_the_room_of_the_running_stage() -> None:
+    bench = Bench(4 * UNIT)
+    block = evicted(bench, bench.make("w", 2))
+    bench.pager.acquire([], 3 * UNIT, "stage", then_fetch=[block])
+    assert not bench.mover.flying
+    bench.pager.retire([], [])
+    bench.run()
+    bench.pager.prefetch(block)
+    assert bench.mover.flying
+
+
+def test_a_prefetch_of_a_block_that_is_leaving() -> None:
+    bench = Bench(None)
+    block = bench.make("w", 2, fill=3)
+    bench.pager.offload(block)
+    bench.pager.prefetch(block)
+    bench.mover.finish()
+    assert block.state is State.PREFETCHING
+    bench.mover.finish()
+    assert block.state is State.ON_DEVICE and bench.value("w") == 3
+
+
+def test_a_stage_takes_over_the_prefetch_that_is_under_way() -> None:
+    bench = Bench(None)
+    block = evicted(bench, bench.make("w", 2))
+    bench.pager.prefetch(block)
+    bench.run(block)
+    assert bench.mover.log.count("in w") == 1 and "prioritize w" in bench.mover.log
+
+
+@pytest.mark.parametrize("end", ["dead", "resized"])
+def test_blocks_that_are_gone_hold_nobody_up_in_the_queue(end: str) -> None:
+    bench = Bench(4 * UNIT)
+    gone, alive = evicted(bench, bench.make("gone", 2)), evicted(bench, bench.make("alive", 2))
+    blocker = bench.make("blocker", 4)
+    bench.pager.prefetch(gone)
+    bench.pager.prefetch(alive)
+    if end == "dead":
+        bench.drop("gone")
+    else:
+        bench.tensors["gone"].untyped_storage().resize_(0)
+        bench.pager.block_of(bench.tensors["gone"], name="gone", kind="activation", user_visible=False)
+    evicted(bench, blocker)
+    assert "in alive" in bench.mover.log and "in gone" not in bench.mover.log
+
+
+def test_what_a_stage_waited_for_is_late() -> None:
+    bench = Bench(8 * UNIT)
+    late, punctual, unasked = (evicted(bench, bench.make(name, 2)) for name in ("late", "punctual", "unasked"))
+    bench.pager.prefetch(punctual)
+    bench.mover.finish_all()
+    bench.pager.prefetch(late)
+    assert bench.pager.take_late() == [] and bench.pager.account.waited_seconds == 0.0
+    bench.run(punctual)
+    assert bench.pager.take_late() == [] and bench.pager.account.waited_seconds == 0.0
+    bench.run(punctual, late, unasked)
+    ((block, seconds),) = bench.pager.take_late()
+    assert block is late and seconds > 0.0 and bench.pager.account.waited_seconds > 0.0
+    assert bench.pager.take_late() == []
+
+
+def test_each_late_block_landed_when_it_did() -> None:
+    ticks = itertools.count(1)
+    bench = Bench(8 * UNIT, now_seconds=lambda: float(next(ticks)))
+    first, second = (evicted(bench, bench.make(name, 2)) for name in ("first", "second"))
+    bench.pager.prefetch(first)
+    bench.pager.prefetch(second)
+    bench.run(second, first)
+    (one, two) = bench.pager.take_late()
+    assert (one[0], two[0]) == (first, second) and one[1] < two[1]
+
+
+def test_what_waited_for_room_or_for_its_own_copy_out_is_not_late() -> None:
+    bench = Bench(4 * UNIT)
+    cramped = evicted(bench, bench.make("cramped", 2))
+    leaving, other = bench.make("leaving", 2), bench.make("other", 2)
+    bench.pager.prefetch(cramped)
+    bench.pager.offload(leaving)
+    bench.pager.prefetch(leaving)
+    bench.mover.finish()
+    assert cramped.state is State.PREFETCHING
+    bench.run(cramped)
+    bench.pager.offload(other)
+    bench.mover.finish_all()
+    assert leaving.state is State.ON_DEVICE
+    bench.pager.offload(cramped)
+    bench.pager.prefetch(cramped)
+    assert cramped.state is State.PREFETCHING, "a clean block is away at once, and its room is still there"
+    bench.run(cramped)
+    assert [block for block, _ in bench.pager.take_late()] == [cramped], "this time only for its link"
+
+
+# -- death
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_a_block_dies_in_every_state(state: State) -> None:
+    bench = Bench(None)
+    block = bench.make("w", 2)
+    if state is State.UPDATING:
+        bench.pager.lending.lend([block])
+    elif state is State.DROPPED:
+        block.source = "a stage"
+        bench.pager.drop(block)
+    elif state is not State.ON_DEVICE:
+        bench.pager.offload(block)
+    if state in (State.OFFLOADED, State.PREFETCHING):
+        bench.mover.finish()
+    if state is State.PREFETCHING:
+        bench.pager.prefetch(block)
+    assert block.state is state
+    bench.drop("w")
+    bench.pager.forget_dead()
+    bench.mover.finish_all()
+    if state is State.UPDATING:
+        assert bench.mover.slots, "its slot is in use until it is given back"
+        bench.pager.lending.give_back([block])
+    bench.pager.forget_dead()
+    assert bench.pager.account.used_bytes == 0 and not bench.pager.blocks and not bench.mover.slots
+
+
+# -- errors
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+@pytest.mark.parametrize(
+    ("moment", "error"),
+    [("begins", StorageFullError("the drive is full")), ("begins", MemoryError()), ("ends", io_error())],
+)
+def test_an_error_of_a_copy_reaches_the_stage_that_waits_and_leaves_all_as_it_was(
+    way: str, moment: str, error: Exception
+) -> None:
+    bench = Bench(4 * UNIT)
+    block = bench.make("w", 4, fill=5)
+    if way == "in":
+        evicted(bench, block)
+    wanted, new_bytes = ([block], 0) if way == "in" else ([], UNIT)
+    before = block.state, bench.pager.account.used_bytes
+    if moment == "begins":
+        bench.mover.refuse = error
+    else:
+        bench.mover.fail_copies = [error]  # type: ignore[list-item]
+    with pytest.raises(type(error)):
+        bench.pager.acquire(wanted, new_bytes, "next")
+    account = bench.pager.account
+    assert (block.state, account.used_bytes) == before and not block.pins
+    assert (account.reserved_bytes, account.offloading_bytes, account.prefetching_blocks) == (0, 0, 0)
+    bench.pager.acquire(wanted, new_bytes, "next")
+    assert block.state is (State.ON_DEVICE if way == "in" else State.OFFLOADED) and bench.value("w") == 5
+
+
+@pytest.mark.parametrize("call", ["enter_region", "leave_region"])
+def test_a_failed_prefetch_reaches_the_training_thread(call: str) -> None:
+    bench = Bench(None)
+    block = evicted(bench, bench.make("w", 2, fill=5))
+    bench.pager.prefetch(block)
+    bench.mover.fail_copies = [io_error()]
+    bench.mover.finish()
+    with pytest.raises(StorageIOError):
+        getattr(bench.pager, call)()
+    bench.pager.enter_region()
+    bench.run(block)
+    assert bench.value("w") == 5
+
+
+def test_a_prefetch_that_can_not_begin_when_its_turn_comes() -> None:
+    bench = Bench(4 * UNIT)
+    block = evicted(bench, bench.make("w", 2, fill=5))
+    blocker = bench.make("blocker", 4)
+    bench.pager.prefetch(block)
+    bench.pager.offload(blocker)
+    bench.mover.refuse = StorageError("mmap failed")
+    bench.mover.finish()  # an I/O thread would do this: nothing may be raised into it
+    with pytest.raises(StorageError, match="mmap failed"):
+        bench.pager.acquire([], UNIT, "next")
+    bench.run(block)
+    assert bench.value("w") == 5
+
+
+def test_whoever_waits_hears_of_a_dead_drive() -> None:
+    bench = Bench(8 * UNIT)
+    block = evicted(bench, bench.make("a", 4))
+    bench.condition.silent = True
+    bench.mover.stuck = io_error("a")
+    with pytest.raises(StorageIOError, match="block 'a'"):
+        bench.pager.acquire([block], 0, "run")
+    assert block.pins == 0
+    with pytest.raises(StorageIOError, match="block 'a'"):
+        bench.pager.bring_back_all()

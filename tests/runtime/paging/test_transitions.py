@@ -252,28 +252,6 @@ def test_each_row_of_the_table(begins: Step, event: Step, ends: str) -> None:
     rig.check_account()
 
 
-@pytest.mark.parametrize("begins", [Rig.dirty, Rig.clean, Rig.queued, Rig.offloaded, Rig.dropped], ids=lambda step: step.__name__)
-def test_what_is_dead_is_forgotten_at_once(begins: Step) -> None:
-    rig = Rig()
-    begins(rig)
-    rig.tensor = None
-    rig.transitions.sweep()
-    assert not list(rig.table) and rig.account.used_bytes == rig.account.offloading_bytes == 0 and not rig.mover.slots
-    assert not rig.account.queued_offloads
-
-
-@pytest.mark.parametrize("begins", [Rig.offloading, Rig.prefetching], ids=lambda step: step.__name__)
-def test_what_dies_while_it_is_copied_is_forgotten_after_that(begins: Step) -> None:
-    rig = Rig()
-    begins(rig)
-    rig.tensor = None
-    rig.transitions.sweep()
-    assert list(rig.table) == [rig.block], "the copy holds it"
-    rig.mover.finish()
-    rig.transitions.sweep()
-    assert not list(rig.table) and rig.account.used_bytes == 0
-
-
 def test_whoever_waits_for_memory_hears_of_every_copy_that_ends() -> None:
     rig = Rig()
     rig.clean()

@@ -11,7 +11,6 @@ from runtime.storage import Chunk, Extent, Slot
 from runtime.transfer import Engine, Transfer
 
 CHUNK = 4096
-MakeLink = Callable[..., Any]
 
 
 def nothing(transfer: Transfer) -> None:

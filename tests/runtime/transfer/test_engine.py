@@ -1,14 +1,18 @@
-"""The engine over real files: blocks arrive unchanged, measured rates are real, and it ends in good order."""
+"""The engine over real files: blocks arrive unchanged, or an error says so; measured rates are real; it ends in good order."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
+import pickle
 import random
+import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 
-from planner.errors import StorageError, StorageFullError, StorageIOError
-from runtime.storage import PosixStore
+from planner.errors import ChecksumError, StorageError, StorageFullError, StorageIOError, UnsupportedError
+from runtime.storage import PageSums, PosixStore, Slot
 from runtime.transfer import Engine, TorchMemory, Transfer
 
-from ..memory import Memory, break_io, read_slot, write_slot
+from ..memory import Memory, break_io, flip_a_bit, read_slot, write_slot
 from .gate import nothing
 
 MIB = 1 << 20
@@ -179,6 +183,7 @@ def test_closing_stops_the_threads_and_links_have_the_tiers_name(store: PosixSto
 
 @pytest.mark.parametrize("end", ["", "raise ValueError('in the middle')"])
 def test_the_interpreter_ends_with_work_in_flight(tmp_path: Path, end: str) -> None:
+    """Nothing moves any more after the engine's exit function, and queued transfers are dropped."""
     code = f"""
 import atexit, mmap, ctypes, sys, time
 from runtime.transfer import Engine
@@ -199,12 +204,10 @@ for slot in slots * 50:
 transfers[0].wait()
 {end}
 """
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == bool(end)
     assert done.stderr.count("Error") == done.stderr.count("ValueError: in the middle"), done.stderr
-    assert done.stdout == "True False\n"  # nothing moves any more, and queued transfers are dropped
-    assert list(tmp_path.iterdir()) == []
+    assert done.stdout == "True False\n" and list(tmp_path.iterdir()) == []
 
 
 def test_copies_wait_until_their_memory_is_ready(store: PosixStore, engine: Engine) -> None:
@@ -238,3 +241,116 @@ def test_verifying_finds_bytes_that_differ(store: PosixStore, engine: Engine, mo
     with pytest.raises(StorageError, match=r"1,052,672 bytes that were written to .*blocks.spill.* came back different"):
         engine.verify(MIB)
     assert store.used_bytes == 0
+
+
+# -- checksums: a change on a drive is an error, a change by user code is not
+
+CHUNK = 256 << 10
+
+
+@pytest.fixture
+def summing(store: PosixStore) -> Iterator[Engine]:
+    engine = Engine(store, checksums=True, threads=2, chunk_bytes=CHUNK)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def buffer() -> Memory:
+    return Memory(3 * MIB, random=True)
+
+
+@pytest.fixture
+def written(store: PosixStore, summing: Engine, buffer: Memory) -> Slot:
+    slot = store.allocate(3 * MIB, "layers.3.weight")
+    summing.write(slot, buffer.address, nothing).wait(30)
+    return slot
+
+
+@pytest.mark.parametrize("offset_bytes", [0, CHUNK - 1, MIB + 17])
+def test_a_flipped_bit_is_found_and_what_is_unchanged_passes(
+    summing: Engine, buffer: Memory, written: Slot, offset_bytes: int
+) -> None:
+    before = buffer.content
+    buffer.fill()
+    for _ in range(2):
+        summing.read(written, buffer.address, nothing).wait(30)
+    assert buffer.content == before
+    flip_a_bit(written.extents[-1], offset_bytes)
+    told: list[StorageError | None] = []
+    with pytest.raises(ChecksumError) as raised:
+        summing.read(written, buffer.address, lambda t: told.append(t.error)).wait(30)
+    error = raised.value
+    assert told == [error]
+    assert error.path == str(written.extents[-1].path) and error.block == "layers.3.weight"
+    assert error.offset_bytes - written.extents[-1].offset_bytes == offset_bytes // 4096 * 4096
+    assert error.expected != error.found
+    sums = f"{error.expected:016x}", f"{error.found:016x}"
+    for part in ("'layers.3.weight'", error.path, f"offset {error.offset_bytes}", *sums, "restart from the last checkpoint"):
+        assert part in str(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.args, again.offset_bytes, again.found) == (error.args, error.offset_bytes, error.found)
+    summing.write(written, buffer.address, nothing).wait(30)  # replaces the old checksums
+    summing.read(written, buffer.address, nothing).wait(30)
+
+
+def test_what_user_code_may_have_written_is_let_pass_and_without_checksums_everything(
+    store: PosixStore, summing: Engine, buffer: Memory, written: Slot
+) -> None:
+    flip_a_bit(written.extents[0], 5)
+    careless = Engine(store)
+    careless.forget_sums(written)
+    careless.read(written, buffer.address, nothing).wait(30)
+    careless.close()
+    with pytest.raises(ChecksumError):
+        summing.read(written, buffer.address, nothing).wait(30)
+    summing.forget_sums(written)
+    summing.read(written, buffer.address, nothing).wait(30)
+
+
+def test_sums_go_with_the_slot(store: PosixStore, summing: Engine, buffer: Memory) -> None:
+    slot = store.allocate(3 * MIB, "layers.3.weight")
+    summing.write(slot, buffer.address, nothing).wait(30)
+    places = slot.extents
+    store.release(slot)
+    gone = weakref.ref(slot)
+    del slot
+    gc.collect()
+    assert gone() is None, "nothing holds on to a slot that was released"
+    again = store.allocate(3 * MIB, "in its place")
+    assert again.extents == places
+    write_slot(store, again, buffer.address)  # not by the engine
+    summing.read(again, buffer.address, nothing).wait(30)
+
+
+def test_a_failed_write_leaves_no_valid_sum(
+    summing: Engine, buffer: Memory, written: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer.fill()
+    break_io(monkeypatch, "pwritev")
+    with pytest.raises(StorageError):
+        summing.write(written, buffer.address, nothing).wait(30)
+    monkeypatch.undo()
+    with pytest.raises(ChecksumError):
+        summing.read(written, buffer.address, nothing).wait(30)
+
+
+def test_measuring_counts_the_checksums_in(summing: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[int] = []
+    for name in ("note", "compare"):
+        real = getattr(PageSums, name)
+
+        def spy(self: PageSums, offset: int, address: int, length: int, real: Any = real) -> object:
+            summed.append(length)
+            return real(self, offset, address, length)
+
+        monkeypatch.setattr(PageSums, name, spy)
+    summing.measure(8 * MIB)
+    assert sum(summed) >= 2 * 8 * MIB
+
+
+def test_memory_of_a_device_is_refused(store: PosixStore) -> None:
+    memory = TorchMemory(torch.device("cuda"))
+    with pytest.raises(UnsupportedError, match=re.escape("leave the option checksums out")):
+        Engine(store, memory=memory, checksums=True)
+    Engine(store, memory=memory).close()

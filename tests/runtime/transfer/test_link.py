@@ -6,6 +6,8 @@ import errno
 import os
 import random
 import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,9 +15,31 @@ from planner.errors import StorageError, StorageIOError
 from runtime.storage import Chunk, Slot
 from runtime.transfer import Transfer
 
-from .gate import CHUNK, Gate, MakeLink, link_over, nothing, slot, striped
+from .gate import CHUNK, Gate, link_over, nothing, slot, striped
 
 BROKEN = StorageIOError(path="/nowhere", block="bad", errno=5)
+MakeLink = Callable[..., Any]
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def make_link(gate: Gate) -> Iterator[MakeLink]:
+    """Make links whose every chunk waits at the gate. They are closed at the end."""
+    links: list[Any] = []
+
+    def make(drives: int = 1, threads: int = 1, stuck_after_seconds: float = 30.0) -> Any:
+        links.append(link_over(gate.move, range(drives), threads, stuck_after_seconds))
+        links[-1].health_check_seconds = 0.05
+        return links[-1]
+
+    yield make
+    gate.let()
+    for link in links:
+        link.close()
 
 
 # -- order

@@ -1,4 +1,4 @@
-"""The stream and the direction of each copy, and what waits for it. Host memory stands for the GPU's."""
+"""Copies for drives: the stream of each, what waits for it, and which paths there are. Host memory stands for the GPU's."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from planner.errors import StorageError
+from planner.errors import StorageError, UnsupportedError
+from runtime.cuda import cuda_candidates
 from runtime.cuda.storage_paths import CudaCopier, PinnedBuffer
+from runtime.cuda.streams import host_bytes
 from runtime.storage import ALIGNMENT_BYTES
+from runtime.storage import kvikio as kvikio_file
+from runtime.transfer import PathCandidate
+
+from ..storage.fake_kvikio import FakeKvikio
 
 SIZE = 8192
 
@@ -142,3 +149,50 @@ def test_no_memory_to_pin_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "empty", empty)
     with pytest.raises(StorageError, match="cannot pin a staging buffer of 4,096 bytes: CUDA error.*lower host_budget"):
         PinnedBuffer(4096)
+
+
+# -- which paths there are: KvikIO's compatibility mode is taken only if it is asked for
+
+
+def kvikio_candidate(folder: Path, module: FakeKvikio, monkeypatch: pytest.MonkeyPatch, forced: str) -> PathCandidate:
+    monkeypatch.setattr(kvikio_file, "load_kvikio", lambda: module)
+    kvikio, staged = cuda_candidates([folder], torch.device("cuda", 0), budget_bytes=None, checksums=False, forced=forced)
+    assert (kvikio.name, staged.name) == ("kvikio", "staged")
+    return kvikio
+
+
+@pytest.mark.parametrize("forced", ["auto", "kvikio"])
+def test_direct_storage_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: str) -> None:
+    store = kvikio_candidate(tmp_path, FakeKvikio(compatible_only=False), monkeypatch, forced).open()
+    store.close()
+
+
+def test_the_compatibility_mode_must_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = FakeKvikio()
+    candidate = kvikio_candidate(tmp_path, module, monkeypatch, "auto")
+    with pytest.raises(UnsupportedError, match=r"compatibility mode .* would wait for stages; give storage_path='kvikio'"):
+        candidate.open()
+    assert not module.live and not list(tmp_path.iterdir())
+    store = kvikio_candidate(tmp_path, module, monkeypatch, "kvikio").open()
+    assert store.directories
+    store.close()
+
+
+# -- tensors over bytes of which only the address is known
+
+
+def test_a_tensor_over_host_memory_shares_its_bytes_and_is_kept() -> None:
+    memory = ctypes.create_string_buffer(b"some bytes")
+    address = ctypes.addressof(memory)
+    found = host_bytes(address + 5, 5)
+    assert bytes(found.tolist()) == b"bytes" and found is host_bytes(address + 5, 5)
+    found[0] = ord("k")
+    assert memory.value == b"some kytes"
+
+
+def test_what_inference_mode_has_made_can_be_written_outside_of_it() -> None:
+    memory = ctypes.create_string_buffer(4)
+    with torch.inference_mode():
+        made = host_bytes(ctypes.addressof(memory), 4)
+    made.copy_(torch.ones(4, dtype=torch.uint8))
+    assert memory.raw == bytes([1, 1, 1, 1])

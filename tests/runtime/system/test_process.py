@@ -1,0 +1,345 @@
+"""What teraio does to the process that it runs in: signals wait, the collector passes over much, profilers see names."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.autograd.profiler import emit_itt, emit_nvtx
+from torch.profiler import ProfilerActivity, profile
+
+from runtime.system import (
+    QuietCollector,
+    all_objects,
+    annotate,
+    checkpoint,
+    first_of,
+    forget_undo,
+    interruptible,
+    storage_swap,
+    undo_if_interrupted,
+    uninterrupted,
+)
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_raises_and_nothing_stays_frozen() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert gc.isenabled() and not gc.get_freeze_count()
+    yield
+    gc.enable()
+    gc.unfreeze()
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_waits_for_the_end_or_a_checkpoint() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted():
+            with uninterrupted():
+                press_ctrl_c()
+                press_ctrl_c()
+                done.append("inner")
+            done.append("outer")
+    assert done == ["inner", "outer"]
+    with uninterrupted():
+        checkpoint()
+        press_ctrl_c()
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint()
+        checkpoint()  # it came once
+
+
+def test_an_error_inside_does_not_lose_the_signal() -> None:
+    with pytest.raises(KeyboardInterrupt) as raised:
+        with uninterrupted():
+            press_ctrl_c()
+            raise ValueError
+    assert isinstance(raised.value.__context__, ValueError)
+
+
+def test_an_error_inside_undoes_what_was_begun_inside() -> None:
+    """And not what an earlier section has begun, whose later hook may still come."""
+    undone: list[str] = []
+
+    def earlier() -> None:
+        undone.append("earlier")
+
+    def inside() -> None:
+        undone.append("inside")
+
+    with uninterrupted():
+        undo_if_interrupted(earlier)
+    with pytest.raises(ValueError), uninterrupted():
+        with uninterrupted():
+            undo_if_interrupted(inside)
+        raise ValueError
+    assert undone == ["inside"]
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
+    assert undone == ["inside", "earlier"]
+    with uninterrupted():
+        pass
+
+
+def test_a_handler_that_does_not_raise_is_called_and_what_runs_goes_on() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGUSR1)
+            assert not heard
+            checkpoint()
+            assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_signals_without_a_handler_in_python_are_left_alone() -> None:
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    with uninterrupted():
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_a_handler_that_the_program_sets_inside_stays() -> None:
+    with uninterrupted():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_handler_that_the_program_replaces_inside_and_sets_again_is_its_own() -> None:
+    """What it gets for its handler is teraio's, which stands in for it."""
+    with uninterrupted():
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
+    with uninterrupted():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_user_code_within_is_interrupted_at_once_and_what_follows_is_not() -> None:
+    undone: list[str] = []
+
+    def undo() -> None:
+        undone.append("it")
+
+    with uninterrupted():
+        undo_if_interrupted(undo)
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted():
+            with pytest.raises(KeyboardInterrupt), interruptible():
+                with uninterrupted():
+                    done.append("nested")
+                press_ctrl_c()
+                done.append("never")
+            assert undone == ["it"]
+            with interruptible():
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            press_ctrl_c()
+            done.append("after")
+    assert done == ["nested", "after"]
+
+
+def test_other_threads_change_nothing() -> None:
+    seen = []
+
+    def work() -> None:
+        with uninterrupted():
+            checkpoint()
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
+
+
+def test_what_a_hook_leaves_is_undone_if_the_program_is_interrupted_after_it() -> None:
+    undone: list[str] = []
+
+    def undo() -> None:
+        undone.append("it")
+
+    with uninterrupted():
+        undo_if_interrupted(undo)
+    assert not undone
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
+    assert undone == ["it"]
+    with uninterrupted():
+        undo_if_interrupted(undo)
+    with uninterrupted():
+        forget_undo(undo)
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
+    assert undone == ["it"]
+
+
+def test_what_has_failed_is_undone_once() -> None:
+    undone: list[str] = []
+    with pytest.raises(ValueError, match="failed"):
+        with uninterrupted():
+            undo_if_interrupted(lambda: undone.append("it"))
+            raise ValueError("failed")
+    assert undone == ["it"]
+    with pytest.raises(KeyboardInterrupt):
+        press_ctrl_c()
+    assert undone == ["it"]
+
+
+# -- the garbage collector passes over what a training holds, and over nothing that is made later
+
+
+class Loop:
+    """An object that only the collector can free, once nobody has it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_only_what_was_there_before_is_passed_over() -> None:
+    collector = QuietCollector()
+    old = Loop()
+    collector.begin()
+    new = Loop()
+    of_old, of_new = weakref.ref(old), weakref.ref(new)
+    del old, new
+    gc.collect()
+    assert of_new() is None and of_old() is not None
+    collector.end()
+    gc.collect()
+    assert of_old() is None and not gc.get_freeze_count()
+
+
+def test_garbage_is_collected_first() -> None:
+    garbage = weakref.ref(Loop())
+    QuietCollector().begin()
+    assert garbage() is None
+
+
+@pytest.mark.parametrize("decided", ["disabled", "frozen"])
+def test_a_program_that_has_decided_itself_is_left_alone(decided: str) -> None:
+    if decided == "disabled":
+        gc.disable()
+    else:
+        gc.freeze()
+    before = gc.get_freeze_count()
+    collector = QuietCollector()
+    collector.begin()
+    collector.end()
+    assert gc.isenabled() == (decided != "disabled") and gc.get_freeze_count() == before
+
+
+def test_a_search_through_all_objects_sees_the_frozen_ones() -> None:
+    old = Loop()
+    QuietCollector().begin()
+    assert not any(each is old for each in gc.get_objects())
+    assert any(each is old for each in all_objects())
+    assert gc.get_freeze_count() and not any(each is old for each in gc.get_objects())
+
+
+# -- annotations for profilers
+
+
+def names(profiled: profile) -> list[str]:
+    return [event.name for event in profiled.events() if event.name.startswith("teraio::")]
+
+
+def recording(*, all_threads: bool = False) -> profile:
+    return profile(activities=[ProfilerActivity.CPU], experimental_config=_ExperimentalConfig(profile_all_threads=all_threads))
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_a_profiler_sees_kinds_and_names_nested_as_they_ran() -> None:
+    with recording() as profiled:
+        with annotate("stage", "forward/layers.3.attn"):
+            with annotate("copy", "inner", "device->host"):
+                torch.ones(3).sum()
+        with pytest.raises(ValueError, match="of the stage"), annotate("stage", "one that fails"):
+            raise ValueError("of the stage")
+        with annotate("wait", lambda: "layers.3.attn.weight from storage"):
+            pass
+    attention, failing, wait = "stage forward/layers.3.attn", "stage one that fails", "wait layers.3.attn.weight from storage"
+    parents = {each.name: each.cpu_parent and each.cpu_parent.name for each in profiled.events() if each.name in names(profiled)}
+    assert {name.removeprefix("teraio::"): parent for name, parent in parents.items()} == {
+        attention: None,
+        "copy inner device->host": f"teraio::{attention}",
+        failing: None,
+        wait: None,
+    }
+
+
+def test_other_threads_are_recorded_if_the_profiler_is_told_to() -> None:
+    def copy() -> None:
+        with annotate("copy", "weight device->storage"):
+            pass
+
+    with recording() as one:
+        in_a_thread(copy)
+    with recording(all_threads=True) as every:
+        in_a_thread(copy)
+    assert (names(one), names(every)) == ([], ["teraio::copy weight device->storage"])
+
+
+def test_without_a_profiler_nothing_is_made_or_formatted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> AbstractContextManager[object]:
+        pytest.fail("no profiler runs")
+
+    monkeypatch.setattr(torch.profiler, "record_function", fail)
+    contexts = {annotate("stage", "one"), annotate("wait", "another"), annotate("copy", lambda: pytest.fail("formatted"))}
+    assert len(contexts) == 1
+    with contexts.pop():
+        pass
+
+
+@pytest.mark.parametrize("timeline", [recording, emit_itt, emit_nvtx])
+def test_every_timeline_turns_it_on_until_it_has_stopped(
+    monkeypatch: pytest.MonkeyPatch, timeline: Callable[[], AbstractContextManager[object]]
+) -> None:
+    """As far as can be seen without a GPU: PyTorch's part of NVTX is left out."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("_enable_profiler", "_disable_profiler") if timeline is emit_nvtx else ():
+        monkeypatch.setattr(torch.autograd.profiler, name, lambda *_: None)
+    before = annotate("stage", "one")
+    with timeline():
+        assert annotate("stage", "one") is not before
+    assert annotate("stage", "one") is before
+
+
+def test_several_names_are_the_first_and_how_many_more() -> None:
+    assert [first_of(names) for names in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and 1 more", "a and 2 more"]
+
+
+# -- native code: a quick look at many storages, which of them have other memory than they had
+
+
+def test_storages_with_another_address_or_size_are_found() -> None:
+    storages = [torch.zeros(8, dtype=torch.uint8).untyped_storage() for _ in range(5)]
+    known = [[s._cdata for s in storages], [s.data_ptr() for s in storages], [s.nbytes() for s in storages]]
+    assert storage_swap.changed(*known) == []
+    storages[1].resize_(1 << 20)
+    known[1][2], known[2][4] = known[1][0], 7
+    storage_swap.discard(storages[3], "away")
+    assert storage_swap.changed(*known) == [1, 2, 3, 4]
+    known[1][3] = 0
+    assert storage_swap.changed(*known) == [1, 2, 4] and storage_swap.changed([], [], []) == []
