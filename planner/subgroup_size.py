@@ -30,8 +30,6 @@ from itertools import combinations
 
 from planner.schema import Hardware, Link, WaitingTier
 
-__all__ = ["UNMEASURED_BYTES", "Station", "largest_subgroup_bytes", "stations_of_step", "step_seconds", "subgroup_bytes"]
-
 UNMEASURED_BYTES = 256 << 20
 """Largest size of a subgroup where nothing was measured. It is of the right order for 100 GB over a link of 50 GB/s."""
 _SUBGROUPS_PER_ROOM = 8

@@ -20,8 +20,6 @@ from typing import Any, Protocol
 from planner.errors import OptionsError, RankError
 from planner.schema import short_repr
 
-__all__ = ["RankGroup", "RankPlace", "only_first_rank_informs", "open_group", "rank_place"]
-
 logger = logging.getLogger("teraio")
 
 _RANK = "{rank}"

@@ -10,8 +10,6 @@ from planner.lp import HostUpdateWindows, UpdateChain, UpdateCopy, host_update_w
 from planner.problem import InactivePeriod, Problem, made_bytes, movable_blocks, total_bytes
 from planner.schema import RecomputeGroup, Subgroup, Trace
 
-__all__ = ["RerunClass", "UpdateClass", "recreatable_bytes", "rerun_classes", "update_classes", "visits"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateClass:

@@ -23,7 +23,7 @@ following.
    before it on, by O. The stage's workspace is not needed. Copies out, update and copies in each begin when the one before has
    ended, so I ≤ U ≤ O, all up to h. Three things follow one another and take at least the sum of their times: the gradients that
    are there last, the update, and the parameters that are needed first. U begins when the update may begin; I ends before the
-   next use. Where user code follows, U has ended when it starts ([Note: user code] in `planner.problem.user_code`; the rest of
+   next use. Where user code follows, U has ended when it starts ([Note: user code] in `planner.problem.host_updates`; the rest of
    that note only makes plans slower). The host's processor behaves like a link. The stage, and so the iteration, is shorter by
    the update's time on the device. Moves to or from that stage need 1 − h. If h, a valid copy of the parameters is in the host
    tier, and all blocks have their place there for good. So these places count h, and what other moves of the blocks need comes on
@@ -82,8 +82,6 @@ from planner.bound.windows import Instants, copy_classes
 from planner.errors import SolverError
 from planner.lp import Program, solve_program
 from planner.problem import DEFAULT_THREADS, Problem, SolverSettings, in_units, made_by, solver_unit
-
-__all__ = ["lower_bound_seconds"]
 
 _INSTANTS = 16
 _INSTANTS_FIRST = 8  # for long iterations: a fifth of the time of 16, and often as good

@@ -9,8 +9,6 @@ from itertools import accumulate
 
 from planner.problem import InactivePeriod, Problem
 
-__all__ = ["CopyClass", "Instants", "CopyWindow", "copy_classes"]
-
 _TURN_WEIGHT = 10.0
 
 

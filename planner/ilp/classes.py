@@ -10,17 +10,6 @@ from math import inf
 from planner.problem import Problem, RerunPlaces, made_bytes, stage_floors
 from planner.schema import Link, RecomputeGroup, Subgroup
 
-__all__ = [
-    "BlockClass",
-    "ClassPeriod",
-    "GroupClass",
-    "Segment",
-    "SegmentGrid",
-    "classes_of",
-    "group_classes",
-    "segments_of",
-]
-
 _Idle = tuple[tuple[int, int, int, int, bool], int]
 """(begin, end, epoch, rank, final) of a period in segments, and its position in `Problem.periods`."""
 

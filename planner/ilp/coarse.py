@@ -18,8 +18,6 @@ from planner.lp import solve_program
 from planner.problem import Problem, RerunPlaces, SolverSettings, host_bytes, needed_again
 from planner.schema import SolverReport, Subgroup, WaitingTier
 
-__all__ = ["MAX_INTEGER_STAGES", "CoarseSolution", "coarse_solutions", "in_order_of_need", "rerun_shares", "solve"]
-
 MAX_INTEGER_STAGES = 64
 """Longer iterations begin with the linear relaxation: a whole integer program often finds nothing within the limit."""
 

@@ -38,8 +38,6 @@ from planner.lp import Program, Terms, add_host_update, host_update_windows
 from planner.problem import TIE_WEIGHT, Problem, RerunPlaces, Route, in_units, made_by, outward_weight, solver_unit
 from planner.schema import Subgroup
 
-__all__ = ["CoarseProgram", "Resolution", "coarse_program"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:

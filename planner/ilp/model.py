@@ -20,19 +20,6 @@ from planner.ilp.classes import BlockClass, ClassPeriod, GroupClass, Segment
 from planner.lp import PROCESSOR, HostUpdateVariables, Program, Terms, Variable
 from planner.problem import Problem, Route, SharedLimit
 
-__all__ = [
-    "CoarseModel",
-    "PeriodVariables",
-    "add_capacity",
-    "add_link_time",
-    "add_rerun_memory",
-    "add_rerun_reads",
-    "add_shared_limit",
-    "add_updates",
-    "add_user_code",
-    "reruns_in",
-]
-
 
 @dataclass(slots=True, kw_only=True)
 class PeriodVariables:
@@ -150,7 +137,7 @@ def add_link_time(model: CoarseModel, route: Route) -> None:
 def add_user_code(model: CoarseModel, route: Route) -> None:
     """Σ seconds · ΔO_k ≤ δ_k and Σ seconds · ΔI_k ≤ δ_k in segments of user code, for blocks that user code can reach.
 
-    Such copies must end before user code starts, see [Note: user code] in `planner.problem.user_code`.
+    Such copies must end before user code starts, see [Note: user code] in `planner.problem.host_updates`.
     """
     users = [k for k, segment in enumerate(model.segments) if segment.user]
     outward: list[Terms] = model.rows()

@@ -34,16 +34,6 @@ from planner.problem import (
 )
 from planner.schema import Block, Link, Subgroup
 
-__all__ = [
-    "PROCESSOR",
-    "HostUpdateVariables",
-    "HostUpdateWindows",
-    "UpdateChain",
-    "UpdateCopy",
-    "add_host_update",
-    "host_update_windows",
-]
-
 PROCESSOR = "host processor"
 """Key of the host processor's rows among those of the links."""
 

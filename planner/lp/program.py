@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-__all__ = ["Program", "Terms", "Variable"]
-
 Variable = int
 """Position of a variable in the program's lists."""
 

@@ -24,8 +24,6 @@ from planner.errors import SolverError
 from planner.lp.program import Program
 from planner.problem import SolverSettings
 
-__all__ = ["Solved", "solve_program"]
-
 _LEAST_ITERATIONS = 1000
 _SHARE = 1.2
 _DEVEX = 1

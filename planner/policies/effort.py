@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from planner.ilp import MAX_INTEGER_STAGES
 from planner.schedule import Breadth
 
-__all__ = ["Effort", "effort_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:

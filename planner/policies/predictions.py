@@ -9,8 +9,6 @@ from planner.schedule import StageClock
 from planner.schema import Budgets, Plan, Predicted, Trace
 from planner.simulator import Timeline, simulate
 
-__all__ = ["iteration_seconds", "lower_bound_of", "predicted", "with_bound", "with_lower_bound", "with_predictions"]
-
 _TIGHT = 1e-3
 """A bound that is within this share of the plan is not worth more time."""
 

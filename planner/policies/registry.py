@@ -7,12 +7,16 @@ from contextlib import suppress
 
 from planner.errors import BudgetError, InfeasiblePlanError, OptionsError, PlanError
 from planner.ilp import MAX_INTEGER_STAGES
-from planner.policies.fixed_updates import all_on_host, every_second_on_device
-from planner.policies.greedy import g10_decisions, teraio_decisions
 from planner.policies.optimise import Task, optimise
 from planner.policies.predictions import iteration_seconds, lower_bound_of, with_bound, with_lower_bound, with_predictions
+from planner.policies.published import (
+    all_on_host,
+    every_second_on_device,
+    g10_decisions,
+    teraio_decisions,
+    zero_infinity_decisions,
+)
 from planner.policies.rerun_search import best_recomputation, checkpointed
-from planner.policies.zero_infinity import zero_infinity_decisions
 from planner.problem import (
     DEFAULT_GAP,
     DEFAULT_THREADS,
@@ -27,8 +31,6 @@ from planner.problem import (
 )
 from planner.schedule import evict_furthest
 from planner.schema import Budgets, Plan, Trace
-
-__all__ = ["HEURISTICS", "POLICIES", "plan"]
 
 _AT_THE_BOUND = 1 + 1e-9
 """A plan within this factor of the lower bound cannot be beaten."""
@@ -57,13 +59,13 @@ def plan(
       iterations of up to 64 stages, than a fixed rule for updates.
     * `"offload-only"`: the same without recomputation.
     * `"checkpoint"`: every layer is recomputed from its input; the rest is offloaded where it must be, by the integer program.
-    * `"teraio"` and `"g10"`: greedy by benefit and cost, see `planner.policies.greedy`.
-    * `"zero-infinity"`: everything is offloaded and comes back one layer ahead, see `planner.policies.zero_infinity`.
+    * `"teraio"` and `"g10"`: greedy by benefit and cost, see `planner.policies.published`.
+    * `"zero-infinity"`: everything is offloaded and comes back one layer ahead, see `planner.policies.published`.
     * `"belady"`: on demand, furthest next use first, like a pager without a plan.
     * `"keep-all"`: no moves.
     * `"device-updates"`, `"host-updates"`, `"stride-2"`: the integer program, for comparison, with fixed rules for where
       optimizer subgroups update: all on the device, all that can on the host, or every second of these on the device. See
-      `planner.policies.fixed_updates`.
+      `planner.policies.published`.
 
     `write_weight`: seconds of iteration time that one second of writing to storage is worth, since drives wear out. Up to its
     default, it only decides between plans that are no slower than every heuristic's. `gap`: the share of the objective by which

@@ -34,8 +34,6 @@ from planner.problem import (
 )
 from planner.schema import Budgets, Plan, Recompute, Trace
 
-__all__ = ["best_recomputation", "checkpointed"]
-
 
 def best_recomputation(trace: Trace, budgets: Budgets, task: Task) -> Plan:
     """Return the best plan, with or without re-runs, of those that `optimise` makes.

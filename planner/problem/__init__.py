@@ -9,9 +9,11 @@ from planner.problem.host_updates import (
     host_updatable,
     movable_blocks,
     needed_again,
+    next_user_stage,
     parameters,
     states,
     total_bytes,
+    user_stages,
 )
 from planner.problem.lifetimes import (
     BlockActivity,
@@ -38,10 +40,22 @@ from planner.problem.problem import (
     outward_weight,
     solver_unit,
 )
-from planner.problem.recompute import folded, made_by, made_bytes, recompute_seconds, recomputed, spelled_out
-from planner.problem.rerun_sets import RerunPlaces, by_kind, layer_of, over_half, rounded, simple_sets, whole_layers
+from planner.problem.recompute import (
+    RerunPlaces,
+    by_kind,
+    folded,
+    layer_of,
+    made_by,
+    made_bytes,
+    over_half,
+    recompute_seconds,
+    recomputed,
+    rounded,
+    simple_sets,
+    spelled_out,
+    whole_layers,
+)
 from planner.problem.shared_limits import SharedLimit, max_min_rates, of_equal_ranks
-from planner.problem.user_code import next_user_stage, user_stages
 
 __all__ = [
     "BlockActivity",

@@ -8,8 +8,6 @@ from planner.problem.host_updates import gradients
 from planner.problem.problem import Decisions, Problem, Route
 from planner.schema import Move, Offload, Placement, Plan, Prefetch, Update, WaitingTier
 
-__all__ = ["TierCapacity", "build_plan", "copies_out"]
-
 
 class TierCapacity:
     """Bytes used in each lower tier and stage, for tiers with a budget. Tiers without one always have room.

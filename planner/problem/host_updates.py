@@ -12,11 +12,25 @@
 * The host's processor runs one update at a time, in the order of the plan. An update may begin when three things hold: the run
   of optimizer stages that contains s has been reached (not before, since gradient clipping needs all gradients); no stage before
   s will use its blocks any more; its gradients have been copied out. It may still run when the next iteration has begun: then
-  only the copies in of its parameters wait for it. If there is user code, user code waits for it too: [Note: user code] in
-  `planner.problem.user_code`. An update inside user code cannot run on the host.
+  only the copies in of its parameters wait for it. If there is user code, user code waits for it too: [Note: user code].
+  An update inside user code cannot run on the host.
 * Stage s is shorter by the subgroup's `device_seconds`, and needs no workspace if nothing is left of it.
 
 So what the device does is again an iteration, with fewer uses: see `device_iteration`.
+
+[Note: user code] Between compiled regions, user code may read and write parameters, gradients and optimizer states
+(`Block.user_visible`) in any tier. So a stage of phase "user" starts only when
+
+* no copy out of such a block is queued or under way, and no copy in of such a block is under way;
+* every update on the host that was queued has ended, since updates write such blocks.
+
+From the time at which the stage is reached until it has ended, no copy in of such a block begins. There is one exception: copies
+in may begin while a block that the stage itself uses is neither on the device nor on its way. A copy that is held back stays at
+the head of its queue, and the copies behind it wait too. Activations and buffers move as usual. In a trace without such stages
+all blocks do, and updates on the host may run beside the next forward pass.
+
+So user code waits for a copy out that is queued shortly before it. If the copy is queued when user code has ended, it runs
+beside the next region, but the block takes its room for longer: `planner.schedule.variants` weighs the two.
 """
 
 from __future__ import annotations
@@ -24,19 +38,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from planner.schema import Block, Subgroup, Trace
-
-__all__ = [
-    "device_iteration",
-    "gradients",
-    "host_bytes",
-    "host_start",
-    "host_updatable",
-    "movable_blocks",
-    "needed_again",
-    "parameters",
-    "states",
-    "total_bytes",
-]
 
 _NOTHING_LEFT = 1e-9  # share of a stage's duration that counts as rounding
 
@@ -151,3 +152,14 @@ def _fits_update(block: Block, stage: int) -> bool:
     if block.persistent:
         return block.uses == (stage,) or block.writes == (stage,)
     return block.uses[-1] == stage and len(block.uses) > 1
+
+
+def user_stages(trace: Trace) -> tuple[int, ...]:
+    """Return the stages of user code, ascending."""
+    return tuple(stage.id for stage in trace.stages if stage.phase == "user")
+
+
+def next_user_stage(trace: Trace, stage: int) -> int | None:
+    """Return the first stage of user code at or after `stage`, numbered on over the iteration's end; None if there is none."""
+    found = user_stages(trace)
+    return next((user for user in found if user >= stage), found[0] + len(trace.stages) if found else None)

@@ -6,21 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from planner.problem.recompute import recomputed
-from planner.problem.rerun_sets import RerunPlaces, simple_sets
+from planner.problem.recompute import RerunPlaces, recomputed, simple_sets
 from planner.schema import Block, BlockKind, Tier, Trace
-
-__all__ = [
-    "BlockActivity",
-    "InactivePeriod",
-    "block_activities",
-    "floor",
-    "inactive_periods",
-    "live_bytes",
-    "live_bytes_by_kind",
-    "mean_active_fraction",
-    "stage_floors",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

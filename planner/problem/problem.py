@@ -12,21 +12,6 @@ from planner.problem.lifetimes import InactivePeriod, inactive_periods, live_byt
 from planner.problem.shared_limits import SharedLimit, shared_limits
 from planner.schema import Block, Budgets, Link, Subgroup, Trace, WaitingTier
 
-__all__ = [
-    "DEFAULT_GAP",
-    "DEFAULT_THREADS",
-    "DEFAULT_WRITE_WEIGHT",
-    "TIE_WEIGHT",
-    "Decision",
-    "Decisions",
-    "Problem",
-    "Route",
-    "SolverSettings",
-    "in_units",
-    "outward_weight",
-    "solver_unit",
-]
-
 _UNITS_PER_ITERATION = 100.0
 DEFAULT_GAP = 0.005
 DEFAULT_THREADS = 2

@@ -15,8 +15,6 @@ from itertools import combinations
 
 from planner.schema import Budgets, Hardware, Link, Trace
 
-__all__ = ["SharedLimit", "max_min_rates", "of_equal_ranks", "shared_limits"]
-
 _SAME = 1e-9
 
 

@@ -19,13 +19,10 @@ from itertools import islice
 
 from planner.errors import InfeasiblePlanError
 from planner.problem import Decision, Decisions, Problem
-from planner.schedule.eviction import evict_furthest, prune
-from planner.schedule.prefetch import on_demand, prefetch_from, schedule
+from planner.schedule.moves import evict_furthest, on_demand, prefetch_from, prune, schedule
 from planner.schedule.replayed import ReplayedPlan
 from planner.schema import WaitingTier
 from planner.simulator import critical_path
-
-__all__ = ["Breadth", "block_exchanges"]
 
 _MAX_COPIES = 12
 """Periods whose copies are exchanged: those that are on the critical path for longest."""

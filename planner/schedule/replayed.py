@@ -11,8 +11,6 @@ from planner.problem import DEFAULT_WRITE_WEIGHT, Decisions, Problem, build_plan
 from planner.schema import Plan
 from planner.simulator import Timeline, simulate
 
-__all__ = ["CopyIn", "ReplayedPlan", "StageClock"]
-
 _SAME = 1e-9
 """Share of the iteration by which times may differ and still be the same instant."""
 

@@ -22,8 +22,6 @@ from pydantic import BaseModel, ValidationError
 from planner.errors import FileFormatError
 from planner.schema.models import describe, field_path, short_repr
 
-__all__ = ["MAX_NUMBER", "MAX_TEXT_CHARACTERS", "faults", "read_format", "read_model", "write_atomic"]
-
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 MAX_BYTES = 64 << 20

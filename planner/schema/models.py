@@ -12,21 +12,6 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
-__all__ = [
-    "Bytes",
-    "FrozenModel",
-    "GrownModel",
-    "Id",
-    "Ids",
-    "Seconds",
-    "check_consecutive",
-    "check_ids",
-    "describe",
-    "field_path",
-    "printable",
-    "short_repr",
-]
-
 _T = TypeVar("_T")
 
 Bytes = Annotated[int, Field(ge=0)]

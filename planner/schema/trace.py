@@ -159,7 +159,7 @@ class Block(GrownModel):
 
     @property
     def user_visible(self) -> bool:
-        """Whether user code between compiled regions can reach it, see [Note: user code] in `planner.problem.user_code`."""
+        """Whether user code between compiled regions can reach it, see [Note: user code] in `planner.problem.host_updates`."""
         return self.kind in ("parameter", "gradient", "optimizer_state")
 
     @property

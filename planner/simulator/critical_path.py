@@ -25,8 +25,6 @@ from planner.problem import host_start, recomputed, user_stages
 from planner.schema import Plan, Trace
 from planner.simulator.timeline import Timeline
 
-__all__ = ["HOST_UPDATES", "STAGES", "CriticalPath", "PathSegment", "critical_path"]
-
 STAGES = "stages"
 HOST_UPDATES = "host updates"
 

@@ -9,8 +9,6 @@ from planner.errors import InfeasiblePlanError
 from planner.problem import device_iteration, gradients, host_start, host_updatable, parameters, user_stages
 from planner.schema import Block, Move, Plan, Subgroup, Trace
 
-__all__ = ["NOWHERE", "Layout", "ReplayProgram", "compile_program"]
-
 NOWHERE: frozenset[str] = frozenset()
 """No tier."""
 

@@ -14,8 +14,6 @@ from planner.schema import Budgets, Hardware, Link, Trace
 from planner.simulator.program import ReplayProgram
 from planner.simulator.timeline import HostUpdate
 
-__all__ = ["Channel", "HostProcessor", "Links", "QueuedTransfer", "TierUsage"]
-
 
 @dataclass(slots=True)
 class QueuedTransfer:

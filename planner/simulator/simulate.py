@@ -16,7 +16,7 @@
 * Updates on the host: [Note: updates on the host] in `planner.problem.host_updates`. At the head of its queue, the copy in of a
   parameter waits for the update too.
 * Re-runs of recompute groups are stages: [Note: recomputation] in `planner.problem.recompute`.
-* User code: [Note: user code] in `planner.problem.user_code`. A stage of phase "user" waits for updates on the host and for
+* User code: [Note: user code] in `planner.problem.host_updates`. A stage of phase "user" waits for updates on the host and for
   copies of blocks that user code can reach, and holds back copies in of these blocks.
 * The iteration is cyclic. Times are those of the steady state: iterations are replayed until one ends as it began, or two in a
   row agree in the time of every stage, transfer and update. After 32 the last one counts (a link may lag behind only
@@ -45,8 +45,6 @@ from planner.simulator.timeline import (
     agree,
     same,
 )
-
-__all__ = ["simulate"]
 
 _MAX_ITERATIONS = 32
 _HOST = frozenset({"host"})
@@ -201,7 +199,7 @@ class _Replay:
         return all(self.state[block] == "device" for block in self.layout.inputs[stage])
 
     def _held_back(self, block: int) -> bool:
-        """Whether user code keeps a copy in of the block from beginning, see [Note: user code] in `planner.problem.user_code`."""
+        """Whether user code keeps a copy in of the block from beginning, see [Note: user code]."""
         if block not in self.layout.visible or self.stage not in self.layout.user_stages:
             return False
         return all(self.state[other] in ("device", "coming") for other in self.layout.inputs[self.stage])

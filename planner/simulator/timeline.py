@@ -9,8 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 from planner.schema import BlockKind
 
-__all__ = ["HostUpdate", "MemoryChange", "MemoryKind", "StageTimes", "Standing", "Timeline", "Transfer", "agree", "same"]
-
 _SAME = 1e-9
 """Share of the iteration by which times may differ: sums in another order round differently."""
 

@@ -19,8 +19,6 @@ from runtime.system import host_limits
 from teraio.options import Options, Share
 from teraio.ranks import RankGroup
 
-__all__ = ["ResolvedBudgets", "SeenByRank", "resolve_budgets", "seen_by_ranks"]
-
 logger = logging.getLogger("teraio")
 
 _RESERVE = 0.1

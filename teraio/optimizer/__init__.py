@@ -1,11 +1,11 @@
 """The optimizer step under the budget."""
 
+from teraio.optimizer.arithmetic import keep_masters
 from teraio.optimizer.facts import USUAL_STATES, OptimizerFacts, optimizers_alive, owned_parameters
 from teraio.optimizer.host import HostRates, host_threads
-from teraio.optimizer.master_hooks import keep_masters
 from teraio.optimizer.process import ProcessSteps, graph_break_reasons
 from teraio.optimizer.steps import OptimizerSteps
-from teraio.optimizer.subgroup_sizes import SubgroupSizes
+from teraio.optimizer.subgroups import SubgroupSizes
 
 __all__ = [
     "USUAL_STATES",

@@ -6,7 +6,7 @@ Also the ground that all files of the room stand on: parameters by number, closu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -263,3 +263,22 @@ def bytes_of(tensor: Tensor) -> int:
 def moves(size_bytes: int) -> bool:
     """Return whether so much memory is enough to be moved."""
     return size_bytes >= MIN_MOVED_BYTES
+
+
+def cut(sizes: Sequence[int], subgroup_bytes: int, *, alone: Container[int] = (), joined: Container[int] = ()) -> Iterator[range]:
+    """Yield the numbers of the parameters of subgroups of about `subgroup_bytes`, in order; 0: one parameter each.
+
+    sizes: bytes of each parameter. A subgroup is larger than `subgroup_bytes` only where one parameter is, together with small
+    ones before it. alone: numbers of parameters that are a subgroup by themselves. joined: numbers of parameters that are in the
+    subgroup of the one before.
+    """
+    begin = size = 0
+    for number, parameter_bytes in enumerate(sizes):
+        full = size + parameter_bytes > subgroup_bytes and 2 * size >= subgroup_bytes
+        apart = number in alone or number - 1 in alone
+        if number > begin and (apart or (full and number not in joined)):
+            yield range(begin, number)
+            begin, size = number, 0
+        size += parameter_bytes
+    if begin < len(sizes):
+        yield range(begin, len(sizes))

@@ -28,8 +28,7 @@ from teraio.distributed import GradientBuckets, ShardedParameters
 from teraio.following import IterationObserver
 from teraio.optimizer.arithmetic import NarrowedGroups, lacks_master, lacks_states
 from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, bytes_of, moves, owned_parameters
-from teraio.optimizer.subgroup_sizes import SubgroupSizes
-from teraio.optimizer.subgroups import ParameterUpdate, PendingStep, Subgroups
+from teraio.optimizer.subgroups import ParameterUpdate, PendingStep, Subgroups, SubgroupSizes
 
 
 class ManagedOptimizer:

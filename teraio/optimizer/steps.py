@@ -29,14 +29,13 @@ from runtime.paging import Pager
 from runtime.system import annotate, forget_undo, undo_if_interrupted, uninterrupted
 from teraio.distributed import ShardedParameters, UpdateBroadcasts, optimizer_inside, refuse_overlapping
 from teraio.following import IterationObserver
+from teraio.optimizer.arithmetic import refuse_with_masters
 from teraio.optimizer.facts import OwnHooks, StepArguments, after_closure, closure_of, owned_parameters
 from teraio.optimizer.host import HostRates
-from teraio.optimizer.in_backward import OverlappedSteps
 from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
-from teraio.optimizer.master_hooks import refuse_with_masters
-from teraio.optimizer.subgroup_sizes import SubgroupSizes
+from teraio.optimizer.overlapped_steps import OverlappedSteps
 from teraio.optimizer.subgroup_steps import SubgroupSteps
-from teraio.optimizer.subgroups import ParameterSubgroup
+from teraio.optimizer.subgroups import ParameterSubgroup, SubgroupSizes
 
 logger = logging.getLogger("teraio")
 
@@ -170,8 +169,7 @@ class OptimizerSteps(OwnHooks):
         self.between_regions()
         included = self._automatic or managed.chosen
         reason = facts.reason_to_stay_whole(args, kwargs)
-        if self.overlap is not None:
-            self.overlap.step_begins(managed, reason, included=included)
+        done = self.overlap.step_begins(managed, reason, included=included) if self.overlap is not None else frozenset()
         if not included or not self._active() or not managed.has_blocks:
             return
         if reason is not None:
@@ -184,7 +182,7 @@ class OptimizerSteps(OwnHooks):
             managed.adopt(self._loaded)
         if reason is None:
             undo_if_interrupted(managed.step_ended)  # also if PyTorch's own call, or the way to it, is interrupted
-            self._subgroups.run(managed, done=self.overlap.done(managed) if self.overlap is not None else frozenset())
+            self._subgroups.run(managed, done=done)
         else:
             self._whole.begin(managed, reason)
 

@@ -20,8 +20,6 @@ import planner
 from planner.errors import InfeasiblePlanError, PlanError, RankError, SolverError
 from teraio.ranks import RankGroup
 
-__all__ = ["RankPlan", "signature_of"]
-
 logger = logging.getLogger("teraio")
 
 _LOOKS = 3

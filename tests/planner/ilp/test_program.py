@@ -16,8 +16,7 @@ from planner.ilp.classes import SegmentGrid, segments_of
 from planner.ilp.coarse import solve
 from planner.ilp.formulation import CoarseProgram, Resolution, coarse_program
 from planner.lp import solve_program
-from planner.policies.improve import exact_candidates
-from planner.policies.optimise import start_of
+from planner.policies.optimise import exact_candidates, start_of
 from planner.problem import DEFAULT_WRITE_WEIGHT, Problem, RerunPlaces, SolverSettings, live_bytes
 from planner.schema import SolverReport, WaitingTier
 

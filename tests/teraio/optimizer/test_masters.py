@@ -15,7 +15,7 @@ from runtime.paging import Pager, State
 from teraio.following import IterationObserver
 from teraio.optimizer.arithmetic import run_step
 from teraio.optimizer.managed import ManagedOptimizer, ManagedOptimizers
-from teraio.optimizer.subgroup_sizes import SubgroupSizes
+from teraio.optimizer.subgroups import SubgroupSizes
 
 from .managed_training import Start, Training
 from .plain_training import (

@@ -14,7 +14,7 @@ from planner.errors import BudgetError
 from runtime.paging import Pager, State
 from teraio.following import IterationObserver, StageSchedule
 from teraio.optimizer.steps import OptimizerSteps
-from teraio.optimizer.subgroup_sizes import SubgroupSizes
+from teraio.optimizer.subgroups import SubgroupSizes
 
 from .managed_training import Start, Training
 from .plain_training import KIB, SIZE, everything, plain, same, set_gradients, square_parameters, state_bytes

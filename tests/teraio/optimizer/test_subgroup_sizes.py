@@ -22,7 +22,7 @@ from runtime.paging import Pager
 from teraio import training_run
 from teraio.machine import Shared
 from teraio.optimizer import OptimizerFacts
-from teraio.optimizer.subgroup_sizes import MIN_SUBGROUP_BYTES, SubgroupSizes, subgroup_seconds
+from teraio.optimizer.subgroups import MIN_SUBGROUP_BYTES, SubgroupSizes, subgroup_seconds
 from teraio.options import parse_options
 from teraio.training_run import RunParts, TrainingRun
 

@@ -19,7 +19,10 @@ from .interrupts import ShadowedTraining, no_hang, small
 
 pytestmark = pytest.mark.usefixtures("fine_and_quick")
 
-WATCHED = ("teraio/optimizer/in_backward/",)
+WATCHED = (
+    "teraio/optimizer/overlapped_steps.py",
+    "teraio/optimizer/final_gradients.py",
+)
 ENDINGS = {
     "for member in again:",
     "member.parameter.grad = slots[member.final.slot] = None",

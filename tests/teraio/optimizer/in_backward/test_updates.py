@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.optim import Optimizer
 
 from teraio.optimizer import owned_parameters
-from teraio.optimizer.in_backward.updates import Member, RegionUpdates, UpdateStage, cut_updates
-from teraio.optimizer.in_backward.watch import FinalGradient, UpdateEligibility
+from teraio.optimizer.final_gradients import FinalGradient, UpdateEligibility
+from teraio.optimizer.overlapped_steps import Member, RegionUpdates, UpdateStage, cut_updates
 
 from ..managed_training import Start, Training
 from ..plain_training import KIB, SIZE, everything, plain, same, set_gradients

@@ -1,25 +1,28 @@
-"""Greedy choice of inactive periods by benefit and cost: the planners of TERAIO and of G10.
+"""Published policies, which the integer program is compared with. Written from the publications, not from their code.
 
-Both place transfers on an ideal clock: a copy out takes the earliest free time of its link, a copy in the latest. Written from
-the publications, not from their code. Neither says what to do if memory is over the budget when no period is left to choose.
-Here blocks then leave on demand, furthest next use first, and stages wait for them.
+The planners of TERAIO and of G10 choose inactive periods greedily, by benefit and cost. Both place transfers on an ideal clock:
+a copy out takes the earliest free time of its link, a copy in the latest. Neither says what to do if memory is over the budget
+when no period is left to choose. Here blocks then leave on demand, furthest next use first, and stages wait for them.
+
+ZeRO-Infinity has a fixed schedule: everything is offloaded and comes back one layer ahead. Fixed rules for where optimizer
+subgroups update show what it is worth to decide that for each subgroup.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from planner.problem import Decision, Decisions, Problem, Route, TierCapacity
+from planner.errors import InfeasiblePlanError, UnsupportedError
+from planner.problem import Decision, Decisions, Problem, Route, TierCapacity, host_bytes, host_updatable, layer_of
 from planner.schedule import evict_furthest, on_demand, prefetch_from
-
-__all__ = ["g10_decisions", "teraio_decisions"]
+from planner.schema import WaitingTier
 
 _EPSILON = 1e-12
 
@@ -226,3 +229,95 @@ class _Greedy:
         self._measure_pressure()
         self._room.take(candidate.period, route.tier)
         self._written.add((period.block, period.epoch, route.tier))
+
+
+def zero_infinity_decisions(problem: Problem) -> Decisions:
+    """Offload every block after every use, and prefetch the blocks of a layer while the layer before it runs.
+
+    A layer is a run of stages whose names begin alike, see `planner.problem.layer_of`; other stages are layers of their
+    own. Model and optimizer states go to storage, activations to host memory. A block goes to the other tier where its own is
+    missing or full, and stays if neither has room. A block whose next use is in the same layer or the next one stays too. A
+    prefetch without room starts later.
+
+    Source: Rajbhandari et al., ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning (SC 2021): all states
+    on NVMe, activation checkpoints in CPU memory, overlap-centric prefetching along the traced order of layers.
+    """
+    numbers, first_of = _layers(problem)
+    room = TierCapacity(problem, {})
+    decisions: Decisions = {}
+    ahead: dict[int, int] = {}
+    stages, layers = problem.stage_count, len(first_of)
+    for index, period in enumerate(problem.periods):
+        needed_in = numbers[period.before % stages] + period.before // stages * layers
+        if not period.final and needed_in - numbers[period.after] <= 1:
+            continue
+        kind = problem.trace.blocks[period.block].kind
+        wanted: WaitingTier = "host" if kind == "activation" else "storage"
+        tiers = sorted((route.tier for route in problem.routes), key=lambda tier: tier != wanted)
+        tier = next((tier for tier in tiers if room.fits(index, tier)), None)
+        if tier is None:
+            continue
+        room.take(index, tier)
+        decisions[index] = Decision(tier=tier, leave=period.after, start=period.before)
+        turns, layer = divmod(needed_in - 1, layers)
+        ahead[index] = max(first_of[layer] + turns * stages, period.after + 1)
+    feasible = evict_furthest(problem, decisions, early=True)
+    return prefetch_from(problem, feasible, ahead)
+
+
+def _layers(problem: Problem) -> tuple[list[int], list[int]]:
+    """Return the layer of every stage, and the first stage of every layer."""
+    numbers: list[int] = []
+    first_of: list[int] = []
+    last = ""
+    for number, stage in enumerate(problem.trace.stages):
+        name = layer_of(stage.name) or f"stage {number}"
+        if name != last:
+            first_of.append(number)
+            last = name
+        numbers.append(len(first_of) - 1)
+    return numbers, first_of
+
+
+def all_on_host(policy: str, problem: Problem) -> Sequence[int]:
+    """Return the ids of all subgroups that can update on the host. ZeRO-Offload updates everything there.
+
+    Raises UnsupportedError if there are none, and InfeasiblePlanError if the host tier has no room for them all. `policy` is the
+    name that the message begins with.
+
+    Source: Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training (USENIX ATC 2021).
+    """
+    subgroups = host_updatable(problem.source)
+    if not subgroups:
+        raise UnsupportedError(
+            f"policy {policy!r}: none of the {len(problem.source.subgroups)} optimizer subgroups of this trace can update on "
+            "the host (the trace needs their host_seconds and links to and from the host tier); use 'device-updates' or 'ilp'"
+        )
+    return _with_room(policy, problem, [subgroup.id for subgroup in subgroups])
+
+
+def every_second_on_device(policy: str, problem: Problem) -> Sequence[int]:
+    """Return all but every second of the subgroups that can update on the host, in the order of their stages.
+
+    While the host updates one of them, the device updates the next, whose states come in and go out meanwhile. Raises the same
+    errors as `all_on_host`.
+
+    Source: Maurya et al., Deep Optimizer States: Towards Scalable Training of Transformer Models Using Interleaved Offloading
+    (Middleware 2024), on the scheduling of subgroups.
+    """
+    subgroups = sorted(host_updatable(problem.source), key=lambda subgroup: (subgroup.stage, subgroup.id))
+    if not subgroups:
+        return all_on_host(policy, problem)  # raises the error that says why
+    kept = {subgroup.id for subgroup in subgroups[1::2]}
+    return _with_room(policy, problem, [subgroup.id for subgroup in subgroups if subgroup.id not in kept])
+
+
+def _with_room(policy: str, problem: Problem, on_host: list[int]) -> list[int]:
+    source, budget = problem.source, problem.budgets.host_bytes
+    size = sum(host_bytes(source, source.subgroups[number]) for number in on_host)
+    if budget is not None and size > budget:
+        raise InfeasiblePlanError(
+            f"policy {policy!r}: the blocks of the {len(on_host)} optimizer subgroups that would update on the host take "
+            f"{size:,} bytes there; the host tier's budget is {budget:,} bytes: raise host_budget, or use policy 'ilp'"
+        )
+    return on_host
