@@ -1,8 +1,7 @@
 """Main memory as the device tier."""
 
-from runtime.cpu.checked import CheckedCpuMover
 from runtime.cpu.memory import CpuMemory, system_tells
-from runtime.cpu.mover import CpuMover
+from runtime.cpu.mover import CheckedCpuMover, CpuMover
 
 __all__ = [
     "CheckedCpuMover",

@@ -1,19 +1,25 @@
-"""Moves blocks of the CPU device tier to their slots and back. It knows memory and files, but no budgets."""
+"""Moves blocks of the CPU device tier to their slots and back. It knows memory and files, but no budgets.
+
+Where the options ask for `checksums` or `debug`, what comes back is checked, and what user code has written meanwhile is brought
+to the slots. What follows a block through a drive is checked by the engine,
+see [Note: What a checksum covers]; here is what user code may see of it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 
 import torch
 
-from planner.errors import StorageError
+from planner.errors import ChecksumError, StorageError
 from planner.schema import WaitingTier
-from runtime.cpu.memory import CpuMemory
+from runtime.cpu.memory import CpuMemory, Touched, touched
 from runtime.device import Span
-from runtime.paging import DROPPED, POISON, Block, Done, Tiers, dropped_message, slot_of, span_of, storage_of
-from runtime.storage import RangeCopy
+from runtime.paging import DROPPED, POISON, Block, CheckedMover, Done, Tiers, dropped_message, slot_of, span_of, storage_of
+from runtime.storage import RangeCopy, cut_slot, slot_range
 from runtime.system import storage_swap
 
 
@@ -94,7 +100,7 @@ class CpuMover:
             self._memory.install_pages(self._arrived.pop(block), span_of(block))
             return
         storage = storage_of(block)
-        storage_swap.renew(storage, fresh)
+        storage_swap.install(storage, fresh)
         block.address, block.span = storage.data_ptr(), self.span(storage)
 
     def wait_resident(self, blocks: Sequence[Block]) -> None:
@@ -116,3 +122,157 @@ class CpuMover:
 def bytes_at(address: int, size_bytes: int, leaving: bool = False) -> memoryview:
     """Return bytes of main memory, without a copy: nothing has to be waited for, all work has been done."""
     return memoryview((ctypes.c_char * size_bytes).from_address(address))
+
+
+class CheckedCpuMover(CheckedMover):
+    """A `CheckedMover` in main memory that shuts what came back different: nobody can read it until it came back as it was.
+
+    Where slots are not `mapped` but kept apart from what user code writes, see [Note: What user code has touched].
+    debug: compare whole blocks too, see [Note: Debug mode].
+    """
+
+    def __init__(self, mover: CpuMover, memory: CpuMemory, *, debug: bool) -> None:
+        super().__init__(mover, bytes_at, debug=debug)
+        self._memory = memory
+        self._damaged: set[Block] = set()
+        self._lost: dict[Block, ChecksumError] = {}  # user code has written to a page that had come back different
+        self._updates: dict[Block, int] = {}  # of blocks in the host tier: `updates` when the sums of their slot were right
+
+    def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        shut = [(b, held) for b in blocks if b in self._damaged and (held := b.storage()) is not None]
+        moved = [block for block, held in shut if storage_swap.address(held) != block.address]
+        return [*moved, *super().replaced([block for block in blocks if block not in self._damaged])]
+
+    def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
+        self._updates[block] = block.updates
+        return super().copy_out(block, tier, self._shutting(block, done))
+
+    def copy_in(self, block: Block, done: Done) -> bool:
+        if block.user_visible:  # user code may have written to it through the mapping, even before `invalidate`
+            self._bring_changes(block)
+        self._distrust_host_update(block)
+        return super().copy_in(block, self._shutting(block, done))
+
+    def install(self, block: Block, fresh: torch.UntypedStorage | None = None) -> None:
+        super().install(block, fresh)
+        if block in self._damaged:
+            self._damaged.discard(block)
+            storage_swap.reopen(storage_of(block))
+
+    def wait_resident(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            try:
+                super().wait_resident([block])
+            except ChecksumError as error:
+                self.shut(block, error)
+                raise
+
+    def copy_range(self, block: Block, begin_bytes: int, memory: torch.Tensor, *, to_slot: bool) -> RangeCopy:
+        if not to_slot:
+            self._distrust_host_update(block)
+        return _Range(self, block, super().copy_range(block, begin_bytes, memory, to_slot=to_slot))
+
+    def invalidate(self, blocks: Iterable[Block]) -> None:
+        damage: list[ChecksumError] = []
+        for block in blocks:
+            try:
+                self._bring_changes(block)
+                self._mover.invalidate([block])
+            except ChecksumError as error:
+                damage.append(error)
+        if damage:
+            raise damage[0]
+
+    def forget(self, block: Block) -> None:
+        self._damaged.discard(block)
+        self._lost.pop(block, None)
+        self._updates.pop(block, None)
+        super().forget(block)
+
+    def distrust(self, block: Block) -> None:
+        if block.slot is not None:
+            self.tiers.of(block).threads().forget_sums(block.slot)
+        super().distrust(block)
+
+    def _distrust_host_update(self, block: Block) -> None:
+        """Stop checking the slot of a block that the host's processor has updated there since it was written."""
+        if block.tier == "host" and self._updates.get(block) != block.updates:
+            self.distrust(block)
+            self._updates[block] = block.updates
+
+    def _bring_changes(self, block: Block) -> None:
+        """User code may have used what stands in for the block: check what it read, and bring what it wrote to the slot.
+
+        Raises ChecksumError, StorageIOError; what was written stays in memory then.
+        """
+        if block.slot is None:
+            return
+        if self.tiers.mapped:
+            self.distrust(block)
+            return
+        if block in self._lost:
+            raise copy(self._lost[block])
+        self._distrust_host_update(block)
+        span = span_of(block)
+        for each in touched(span.address, span.length_bytes):
+            self._check_touched(block, each)
+            if each.written:
+                self._write_touched(block, each, span.address + each.offset_bytes)
+
+    def _check_touched(self, block: Block, pages: Touched) -> None:
+        """Read pages of the slot again, and compare them: user code has read them, or has changed them in part."""
+        part = slot_range(slot_of(block), pages.offset_bytes, pages.length_bytes)
+        chunks = self.tiers.of(block).threads().chunk_io
+        read = self._memory.take_pages(pages.length_bytes)
+        try:
+            for chunk in cut_slot(part, pages.length_bytes):
+                chunks.read_chunk(part, chunk, read.address)
+            self.compare(block, pages.offset_bytes, read.address, pages.length_bytes)
+        except ChecksumError as error:
+            if pages.written:
+                self._lost[block] = copy(error)
+            self.shut(block, error)
+            raise
+        finally:
+            self._memory.drop_pages(read)
+
+    def _write_touched(self, block: Block, pages: Touched, address: int) -> None:
+        part = slot_range(slot_of(block), pages.offset_bytes, pages.length_bytes)
+        for chunk in cut_slot(part, pages.length_bytes):
+            self.tiers.of(block).threads().chunk_io.write_chunk(part, chunk, address)
+        self.written(block, pages.offset_bytes, address, pages.length_bytes)
+
+    def _shutting(self, block: Block, done: Done) -> Done:
+        """Return what a copy calls in place of `done`: nobody may see what came back different, before anybody hears of it."""
+
+        def ended(error: StorageError | None) -> None:
+            try:
+                if isinstance(error, ChecksumError):
+                    self.shut(block, error)
+            finally:
+                done(error)
+
+        return ended
+
+    def shut(self, block: Block, error: ChecksumError) -> None:
+        """Let nobody read a block that came back different, until it has come back as it was."""
+        held = block.storage()
+        if held is not None:
+            self._damaged.add(block)
+            storage_swap.close(held, f"{block.name} was damaged on its way: {error} (by load_state_dict with assign=True)")
+
+
+class _Range:
+    """A copy of a range whose block is shut if it came back different."""
+
+    def __init__(self, mover: CheckedCpuMover, block: Block, copied: RangeCopy) -> None:
+        self._mover = mover
+        self._block = block
+        self._copied = copied
+
+    def wait(self) -> None:
+        try:
+            self._copied.wait()
+        except ChecksumError as error:
+            self._mover.shut(self._block, error)
+            raise

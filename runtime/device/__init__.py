@@ -1,7 +1,23 @@
 """Where stages run: devices, streams and events, and which bytes are theirs."""
 
-from runtime.device.device import MIN_MOVED_BYTES, CpuDevice, Device, DeviceBytes, DeviceMemoryError, Mark, Span, WallMark
-from runtime.device.streams import COMPUTE, INWARD, OUTWARD, USER, Event, Lane, Streams, TimedEvent
+from runtime.device.device import (
+    COMPUTE,
+    INWARD,
+    MIN_MOVED_BYTES,
+    OUTWARD,
+    USER,
+    CpuDevice,
+    Device,
+    DeviceBytes,
+    DeviceMemoryError,
+    Event,
+    Lane,
+    Mark,
+    Span,
+    Streams,
+    TimedEvent,
+    WallMark,
+)
 
 __all__ = [
     "COMPUTE",

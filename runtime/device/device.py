@@ -1,13 +1,43 @@
-"""Where stages run: what the timeline and the executor need to know of order and time, and of memory that can leave."""
+"""Where stages run: order, time, and memory that can leave; and the queues of a device that copies while it computes.
+
+[Note: What orders what]
+A device runs the work of each lane in the order in which the host has queued it, and runs the lanes in parallel. A lane that
+needs a result of another lane waits for an event. teraio keeps seven rules, and needs no others:
+
+1. A copy out waits for all computation that was queued before it: whoever wrote the block has written it.
+2. A copy in waits for all computation, also the user's, that was queued before its memory was allocated: whoever used that
+   memory before has finished, and what user code wrote to the slot is there.
+3. Before a stage may use a block, computation waits for the block's copy in, or for one that was queued later in that lane.
+4. Before the memory of a block is given back, computation waits for its copies out and in. Freed memory serves later
+   computation, and later copies in by rule 2: both come after that wait.
+5. A block is kept alive until its copies out and in are known to have ended: its memory is not freed while something reads or
+   writes it, also if nobody else holds the block any more.
+6. Memory that user code allocated is given back only when the device is known to have passed all that uses it.
+7. Before the host's processor reads or writes a slot, it waits for the last copy from or to that slot, and for all computation,
+   also the user's, that was queued when the update was asked for. Before it uses a free slot, it waits for the whole device.
+
+Freed memory need not serve again: where the device is short of memory, PyTorch's allocator takes free pages away altogether
+(`cuMemUnmap`). It waits for the stream that they were allocated for before, and for no other. That is the lane of computation,
+which has waited by rule 4, except for what user code allocated: for that, rule 6. Waits in the user's lane would not do. If it
+is the default stream, the allocator waits for the default stream of the current device, which may be another one.
+
+No rule protects what user code frees between regions while kernels in its own stream still use it, if the memory was a stage's
+and PyTorch unmaps it at once: by `torch.cuda.empty_cache()`, or where the whole GPU is short of memory. To hold it until the next
+region would keep the memory of models that nobody has any more.
+
+The user's lane is joined with the lane of computation where a compiled region begins and ends. Between copies, a slot needs no
+rule of its own: copies out run in one lane, one after the other, and a copy in reads a slot that rule 4 has waited for.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from planner.errors import StorageError
 
@@ -120,3 +150,78 @@ class DeviceBytes:
             "data": (address, False),
             "version": 3,
         }
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Lane(enum.Enum):
+    """COMPUTE: stages. USER: what user code runs between regions. OUTWARD, INWARD: copies to and from the host tier."""
+
+    COMPUTE = enum.auto()
+    USER = enum.auto()
+    OUTWARD = enum.auto()
+    INWARD = enum.auto()
+
+    __hash__ = object.__hash__  # `Enum` hashes the name, in Python; lanes are looked up for all that a device is asked for
+
+
+COMPUTE, USER, OUTWARD, INWARD = Lane
+"""For code that runs for each copy: Python 3.11 takes as long to look a member up in an enum as to call a function."""
+
+
+class Event(Protocol):
+    """A point in a lane."""
+
+    def done(self) -> bool:
+        """Whether the device has passed it. Never waits."""
+
+    def wait(self) -> None:
+        """Wait until the device has passed it."""
+
+
+class TimedEvent(Event, Mark, Protocol):
+    """A point in a lane, with the moment at which the device passes it."""
+
+
+class Streams(Protocol):
+    """The lanes of one device, and its memory. All calls except `Event.wait` and `read` return at once."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks are."""
+
+    @property
+    def in_region(self) -> bool:
+        """Whether a compiled region runs. User code has queued nothing since it began."""
+
+    def region(self) -> AbstractContextManager[None]:
+        """Queue what computes in this context in the lane of computation, after what user code has queued so far."""
+
+    def record(self, lane: Lane) -> Event:
+        """Return a point in `lane` after all that was queued there so far."""
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Make what is queued in `lane` from now on wait for `event`."""
+
+    def mark_lane(self, lane: Lane) -> TimedEvent:
+        """Return the moment when the device reaches what is queued in `lane` next."""
+
+    def copy(self, lane: Lane, *, target: int, source: int, size_bytes: int) -> None:
+        """Queue a copy between two addresses: one on the device, the other in memory that the device can reach."""
+
+    def fill(self, lane: Lane, address: int, size_bytes: int, value: int) -> None:
+        """Queue a write of one value (0 to 255) to all bytes of a range of device memory."""
+
+    def read(self, lane: Lane, address: int, size_bytes: int) -> memoryview:
+        """Return a copy, the caller's, of device memory as it is after all that was queued in `lane` so far. Waits until then."""
+
+    def allocate(self, size_bytes: int) -> torch.UntypedStorage:
+        """Allocate device memory from the pool of the lane of computation. Once freed, it serves later work of that lane.
+
+        Raises DeviceMemoryError if there is none in one piece.
+        """
+
+    def can_move(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage owns its memory, so that it may be freed, on this device, and is large enough to be moved."""

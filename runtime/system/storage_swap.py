@@ -56,11 +56,6 @@ def install(storage: torch.UntypedStorage, fresh: torch.UntypedStorage) -> int:
     return int(_library().teraio_install(storage._cdata, fresh._cdata))
 
 
-def renew(storage: torch.UntypedStorage, fresh: torch.UntypedStorage) -> None:
-    """Give a discarded storage the memory of `fresh`, which has none from then on."""
-    install(storage, fresh)
-
-
 @functools.cache
 def _library() -> SimpleNamespace:
     """Return the functions. `CDLL` itself looks each of them up in Python's slow way."""

@@ -1,4 +1,4 @@
-"""Data parallelism: which parameters several ranks hold, and what `DistributedDataParallel` does with their gradients.
+"""Data parallelism: DistributedDataParallel's gradients, and what `ZeroRedundancyOptimizer` has updated, as stages.
 
 [Note: Several ranks]
 Ranks that hold the same parameter must change it by the same arithmetic: a difference in the last bit grows from step to step.
@@ -11,21 +11,35 @@ DTensors that are sharded over all ranks, of whose elements no other rank has a 
 DistributedDataParallel copies gradients to buckets, which the ranks reduce, and copies the results back to `.grad`. With
 `gradient_as_bucket_view`, `.grad` is a view of the bucket. Buckets are its own: it writes to them when it wants. They count
 against the budget, and never move; gradients in them are no blocks. All other gradients are blocks as ever.
+
+[Note: Broadcasts of updates] At the end of the step of a `ZeroRedundancyOptimizer`, each rank sends the parameters that it has
+updated, and receives all others. Here that is a region of stages, each for a share of the parameters: they come to the device
+first, and stay until they have been sent or received. The iteration ends with the optimizer inside, so this region begins the
+next one, and a plan can bring in parameters behind it.
+
+Collectives and their order are those of PyTorch: rank by rank. So they begin after all updates. If a rank began when a part of
+its parameters is updated, the others would have to take its parameters in meanwhile, in the same order, while they need the room
+for states; and only the first rank could begin early, or all ranks would have to agree on another order, in which a rank that
+trains without these stages would wait for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from planner.errors import UnsupportedError
+from runtime.paging import Block
 from runtime.system import all_objects
-from teraio.distributed.private_names import DDP, refuse_hidden_states
-from teraio.distributed.zero import refuse_overlapping
+from teraio.distributed.library_calls import LibraryCalls
+from teraio.distributed.private_names import DDP, ZERO, refuse_hidden_states
 
 
 class GradientBuckets:
@@ -88,3 +102,88 @@ def is_sharded_over_all(tensor: Tensor) -> bool:
     if mesh is None or mesh.size() != rank_count():
         return False
     return not any(each.is_replicate() or each.is_partial() for axis, each in enumerate(placements) if mesh.size(axis) > 1)
+
+
+_SHARES = 32
+"""Into how many stages the parameters are divided, about. What one of them has is on the device at once."""
+
+
+def refuse_overlapping(optimizer: object) -> None:
+    """Raise UnsupportedError for a `ZeroRedundancyOptimizer` that updates inside DistributedDataParallel's communication.
+
+    Also for one of a torch that is not known.
+    """
+    if not _is_zero(optimizer):
+        return
+    if getattr(optimizer, "_overlap_with_ddp", False):  # it may have no optimizer inside yet
+        raise UnsupportedError(
+            "found a ZeroRedundancyOptimizer with overlap_with_ddp=True, whose updates run while gradients are reduced, where "
+            "teraio cannot bring states to the device; leave out overlap_with_ddp, and call its step() after backward"
+        )
+    ZERO.require(optimizer)
+
+
+def optimizer_inside(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer that a `ZeroRedundancyOptimizer` has inside, over the parameters of this rank; None for others."""
+    inner = getattr(optimizer, "optim", None) if _is_zero(optimizer) else None
+    return inner if isinstance(inner, Optimizer) else None
+
+
+class UpdateBroadcasts:
+    """Makes stages of the broadcasts of the optimizers that it is given. Keeps no optimizer alive."""
+
+    def __init__(self, calls: LibraryCalls) -> None:
+        self._calls = calls
+
+    def watch(self, optimizer: Any) -> None:
+        """Make stages of the broadcasts of this `ZeroRedundancyOptimizer`, from the next one on. Twice does no harm.
+
+        Not of one with `parameters_as_bucket_view`, which sends whole buckets: they are PyTorch's, and do not move.
+        """
+        if not optimizer.parameters_as_bucket_view:
+            self._calls.replace(optimizer, "_sync_params", self._sync_params)
+
+    def _sync_params(self, optimizer: Any) -> None:
+        pager, active = self._calls.pager, self._calls.active()
+        shares = _shares(optimizer) if active else []
+        blocks = [[b for each in share if (b := pager.known_block(each)) is not None] for _, share in shares]
+        if not any(blocks):
+            type(optimizer)._sync_params(optimizer)
+            return
+        with self._calls.region(("broadcast", id(optimizer)), len(shares), step_goes_on=True):
+            for number, ((rank, share), own) in enumerate(zip(shares, blocks, strict=True)):
+
+                def broadcast(rank: int = rank, share: Sequence[Tensor] = share) -> Sequence[Block]:
+                    source = dist.get_global_rank(optimizer.process_group, rank)
+                    work = [dist.broadcast(each.data, source, optimizer.process_group, async_op=True) for each in share]
+                    for each in work:
+                        each.wait()
+                    return ()
+
+                written = own if rank != optimizer.rank else ()
+                self._calls.stage(f"forward/updated.{number}", broadcast, read=list(dict.fromkeys(own)), written=written)
+
+
+def _shares(optimizer: Any) -> list[tuple[int, list[Tensor]]]:
+    """Return all parameters in PyTorch's order, cut into shares of one rank each."""
+    owned = [
+        (rank, parameter)
+        for rank, groups in enumerate(optimizer._partition_parameters())
+        for group in groups
+        for parameter in group["params"]
+    ]
+    most = sum(parameter.nbytes for _, parameter in owned) // _SHARES
+    shares: list[tuple[int, list[Tensor]]] = []
+    size = 0
+    for rank, parameter in owned:
+        if not shares or shares[-1][0] != rank or size + parameter.nbytes > most:
+            shares.append((rank, []))
+            size = 0
+        shares[-1][1].append(parameter)
+        size += parameter.nbytes
+    return shares
+
+
+def _is_zero(thing: object) -> bool:
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and issubclass(type(thing), module.ZeroRedundancyOptimizer)

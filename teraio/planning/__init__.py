@@ -2,9 +2,8 @@
 
 from teraio.planning.background import BackgroundPlanner, PlanMade
 from teraio.planning.job import PlanningJob, StartJob
-from teraio.planning.plan_cache import PlanCache
+from teraio.planning.plan_cache import PlanCache, WarmStart
 from teraio.planning.plan_files import fit_given_plan, record_plan, save
-from teraio.planning.warm_start import WarmStart
 
 __all__ = [
     "BackgroundPlanner",

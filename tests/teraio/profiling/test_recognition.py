@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import planner
-from teraio.planning.warm_start import recognise
+from teraio.planning.plan_cache import recognise
 from teraio.profiling import Iteration, Region, StageRecord, build_profile
 
 from .test_profiler import HARDWARE, Blocks, record, user
