@@ -37,8 +37,7 @@ class Case:
 
 Made = Callable[[Case, planner.Plan], None]
 
-_HARDLY = 0.01
-"""Share of the iteration below which waiting is not worth a word."""
+_HARDLY = 0.01  # share of the iteration below which waiting is not worth a word
 
 
 class Answer(FrozenModel):
@@ -154,8 +153,7 @@ def _seconds(plan: planner.Plan) -> float:
 
 
 _MORE = 1.25
-_FP32_STATE_BYTES = 8
-"""Bytes of AdamW's two states in fp32 for each element."""
+_FP32_STATE_BYTES = 8  # bytes of AdamW's two states in fp32 for each element
 
 
 def cases(trace: planner.Trace, budgets: Budgets, *, drives: int) -> Iterator[Case]:
@@ -222,10 +220,7 @@ def with_batch(trace: planner.Trace, factor: int) -> planner.Trace:
             stage
             if stage.phase == "optimizer"
             else stage.model_copy(
-                update={
-                    "duration_seconds": stage.duration_seconds * factor,
-                    "workspace_bytes": stage.workspace_bytes * factor,
-                }
+                update={"duration_seconds": stage.duration_seconds * factor, "workspace_bytes": stage.workspace_bytes * factor}
             )
             for stage in trace.stages
         ),
@@ -237,10 +232,7 @@ def with_batch(trace: planner.Trace, factor: int) -> planner.Trace:
         ),
         recompute=tuple(
             group.model_copy(
-                update={
-                    "duration_seconds": group.duration_seconds * factor,
-                    "workspace_bytes": group.workspace_bytes * factor,
-                }
+                update={"duration_seconds": group.duration_seconds * factor, "workspace_bytes": group.workspace_bytes * factor}
             )
             for group in trace.recompute
         ),

@@ -18,9 +18,9 @@ from teraio.phases import Findings
 _NOT_COUNTED = (
     "graphs that are compiled later, the optimizer's update, what operators take for themselves, and what your code keeps"
 )
+# Reserved in what an error asks for: matrix products and reductions take some KiB for themselves, a convolution not always as
+# many, and optimizers count steps.
 _SMALL_CHANGE_BYTES = 65_536
-"""Reserved in what an error asks for: matrix products and reductions take some KiB for themselves, a convolution not always as
-many, and optimizers count steps."""
 _LARGER = "inputs that are larger than those of this call, "
 
 

@@ -20,8 +20,8 @@ from teraio.ranks import rank_place
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+# Only digits of ASCII: int() would take others, too. Not more than 40: numbers without end take time without end.
 _NUMBER = r"[0-9]{1,40}(?:\.[0-9]{1,40})?"
-"""Only digits of ASCII: int() would take others, too. Not more than 40: numbers without end take time without end."""
 
 
 @dataclass(frozen=True, slots=True)

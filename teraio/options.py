@@ -50,12 +50,12 @@ __all__ = [
 _PREFIX = "TERAIO_"
 CONFIG_VARIABLE = f"{_PREFIX}CONFIG"
 """The environment variable that names the file."""
+# Options of earlier versions, and what there is instead.
 _REMOVED = {
     "live": "teraio.on_iteration tells a function of yours what each iteration took",
     "plan_cache_folder": "plans are kept in the folder teraio/plans below the one that the variable XDG_CACHE_HOME names",
     "user_writes": "what your code has changed is found out",
 }
-"""Options of earlier versions, and what there is instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

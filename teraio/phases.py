@@ -50,16 +50,12 @@ from teraio.watching import RunPhase
 
 logger = logging.getLogger("teraio")
 
-_RECENT = 8
-"""Iterations whose median time is reported."""
+_RECENT = 8  # iterations whose median time is reported
+# So many times the iterations that the options ask for are profiled at most, if stages take very different times in them.
 _LONGEST = 2
-"""So many times the iterations that the options ask for are profiled at most, if stages take very different times in them."""
-_LONGEST_PERIOD = 16
-"""Iterations of so many kinds may take turns."""
-_TO_BE_SURE = 4
-"""So many iterations beyond two periods have to be as those before them."""
-_OUTSIDE_SECONDS = 0.1
-"""Seconds of an iteration outside of compiled graphs that are worth a warning."""
+_LONGEST_PERIOD = 16  # iterations of so many kinds may take turns
+_TO_BE_SURE = 4  # so many iterations beyond two periods have to be as those before them
+_OUTSIDE_SECONDS = 0.1  # seconds of an iteration outside of compiled graphs that are worth a warning
 
 
 @dataclass(slots=True)

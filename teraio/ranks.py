@@ -26,16 +26,14 @@ _RANK = "{rank}"
 _LOCAL_RANK = "{local_rank}"
 _PREFIX = "teraio"
 _LOOK_SECONDS = 0.02
-_TELL_SECONDS = 30.0
-"""After so long the log says whom a rank waits for."""
+_TELL_SECONDS = 30.0  # after so long the log says whom a rank waits for
 _REMEDY = (
     "look at the output of these processes; if they train without teraio, or wait for what this rank computes first, as in "
     "pipeline parallelism, give local_ranks=1"
 )
 _FAILED = "failed"
 _MAX_MESSAGE = 2000
-_groups = itertools.count()
-"""Each group of a process has keys of its own. All ranks make their groups in the same order."""
+_groups = itertools.count()  # each group of a process has keys of its own. All ranks make their groups in the same order.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,8 +35,7 @@ __all__ = [
 
 RunPhase = Literal["profile", "planning", "planned", "fits", "demand"]
 
-_LENGTH = 1000
-"""Iterations that are kept."""
+_LENGTH = 1000  # iterations that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +230,7 @@ def _phase(text: str) -> str:
     return text
 
 
+# How the fields of `IterationStats` that are one column each are read.
 _FIELDS: dict[str, Callable[[str], Any]] = {
     "run": int,
     "iteration": int,
@@ -240,14 +240,13 @@ _FIELDS: dict[str, Callable[[str], Any]] = {
     "recompute_seconds": float,
     "predicted_seconds": lambda text: float(text) if text else None,
 }
-"""How the fields of `IterationStats` that are one column each are read."""
 _LINKS = ("device->host", "host->device", "device->storage", "storage->device")
+# The columns of the fields that are mappings, by key, and how they are read. An empty column: no such key.
 _BY_KEY: dict[str, tuple[dict[str, str], Callable[[str], float]]] = {
     "tier_bytes": ({tier: f"{tier}_bytes" for tier in ("device", "host", "storage")}, int),
     "moved_bytes": ({link: f"{link} bytes" for link in _LINKS}, int),
     "busy_seconds": ({link: f"{link} busy_seconds" for link in _LINKS}, float),
 }
-"""The columns of the fields that are mappings, by key, and how they are read. An empty column: no such key."""
 _COLUMNS = (*_FIELDS, *(column for columns, _ in _BY_KEY.values() for column in columns.values()))
 
 

@@ -2,6 +2,4 @@
 
 from planner.bound.lower_bound import lower_bound_seconds
 
-__all__ = [
-    "lower_bound_seconds",
-]
+__all__ = ["lower_bound_seconds"]

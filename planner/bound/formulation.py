@@ -278,13 +278,7 @@ def _add_kept(model: BoundModel, block_class: CopyClass) -> Variable:
 
 
 def _copies(
-    model: BoundModel,
-    block_class: CopyClass,
-    window: CopyWindow,
-    route: Route,
-    *,
-    first: bool,
-    last: bool,
+    model: BoundModel, block_class: CopyClass, window: CopyWindow, route: Route, *, first: bool, last: bool
 ) -> CopyVariables:
     # A copy out that ends after the last instant inside the window helps later windows only.
     ends = [] if block_class.read_only else [*window.inside] + ([] if last else [window.end])

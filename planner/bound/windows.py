@@ -218,11 +218,7 @@ def _overlap(places: range, first: int, end: int) -> bool:
 
 
 def _windows(
-    problem: Problem,
-    periods: list[InactivePeriod],
-    instants: Instants,
-    update_stage: int | None,
-    visits: Sequence[range],
+    problem: Problem, periods: list[InactivePeriod], instants: Instants, update_stage: int | None, visits: Sequence[range]
 ) -> tuple[list[CopyWindow], frozenset[int]]:
     """All windows of a stretch, from its first to the last of `periods`, by rank, adjacent uses included. And the ranks of those
     that begin or end with `update_stage`.

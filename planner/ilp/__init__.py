@@ -2,10 +2,4 @@
 
 from planner.ilp.coarse import MAX_INTEGER_STAGES, CoarseSolution, coarse_solutions, in_order_of_need, rerun_shares
 
-__all__ = [
-    "MAX_INTEGER_STAGES",
-    "CoarseSolution",
-    "coarse_solutions",
-    "in_order_of_need",
-    "rerun_shares",
-]
+__all__ = ["MAX_INTEGER_STAGES", "CoarseSolution", "coarse_solutions", "in_order_of_need", "rerun_shares"]

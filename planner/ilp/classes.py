@@ -10,8 +10,8 @@ from math import inf
 from planner.problem import Problem, RerunPlaces, made_bytes, stage_floors
 from planner.schema import Link, RecomputeGroup, Subgroup
 
+# (begin, end, epoch, rank, final) of a period in segments, and its position in `Problem.periods`.
 _Idle = tuple[tuple[int, int, int, int, bool], int]
-"""(begin, end, epoch, rank, final) of a period in segments, and its position in `Problem.periods`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,12 +184,7 @@ def _chunks(problem: Problem, members: list[int], largest_bytes: int) -> list[li
     return chunks
 
 
-def _class(
-    problem: Problem,
-    members: list[int],
-    by_block: dict[int, list[_Idle]],
-    grid: SegmentGrid,
-) -> BlockClass:
+def _class(problem: Problem, members: list[int], by_block: dict[int, list[_Idle]], grid: SegmentGrid) -> BlockClass:
     blocks = [problem.trace.blocks[member] for member in members]
     pattern = by_block[members[0]]
     return BlockClass(

@@ -110,13 +110,7 @@ def coarse_program(
     return CoarseProgram(model=model, unit_seconds=unit, build_seconds=time.perf_counter() - began)
 
 
-def _variables(
-    program: Program,
-    block_class: BlockClass,
-    period: ClassPeriod,
-    route: Route,
-    window: int,
-) -> PeriodVariables:
+def _variables(program: Program, block_class: BlockClass, period: ClassPeriod, route: Route, window: int) -> PeriodVariables:
     span = range(period.begin + 1, period.end)
     first_in = len(span) if period.final else max(len(span) - window, 0)
     clean_possible = period.rank > 0 or block_class.read_only

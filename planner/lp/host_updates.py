@@ -21,17 +21,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from planner.lp.program import Program, Terms, Variable
-from planner.problem import (
-    Problem,
-    Route,
-    gradients,
-    host_bytes,
-    host_start,
-    next_user_stage,
-    parameters,
-    states,
-    total_bytes,
-)
+from planner.problem import Problem, Route, gradients, host_bytes, host_start, next_user_stage, parameters, states, total_bytes
 from planner.schema import Block, Link, Subgroup
 
 PROCESSOR = "host processor"

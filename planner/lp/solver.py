@@ -26,10 +26,8 @@ from planner.problem import SolverSettings
 
 _LEAST_ITERATIONS = 1000
 _SHARE = 1.2
-_DEVEX = 1
-"""Cheaper than steepest edges, the default: mostly two thirds of the time."""
-_MAX_INTERIOR_ITERATIONS = 200
-"""Programs that can be solved need 25 to 60."""
+_DEVEX = 1  # cheaper than steepest edges, the default: mostly two thirds of the time
+_MAX_INTERIOR_ITERATIONS = 200  # programs that can be solved need 25 to 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

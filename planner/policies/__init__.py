@@ -2,8 +2,4 @@
 
 from planner.policies.registry import HEURISTICS, POLICIES, plan
 
-__all__ = [
-    "HEURISTICS",
-    "POLICIES",
-    "plan",
-]
+__all__ = ["HEURISTICS", "POLICIES", "plan"]

@@ -68,8 +68,8 @@ _VERY_LONG = replace(
     groups_first=False,  # so does the program for re-runs: it is left out where a plan without them is close
     close_alone=1.01,
 )
+# The most stages of each kind of iteration; longer ones are very long.
 _BY_STAGES = ((32, _SHORTEST), (MAX_INTEGER_STAGES, _SHORT), (500, _LONG))
-"""The most stages of each kind of iteration; longer ones are very long."""
 
 
 def effort_of(stages: int) -> Effort:

@@ -188,6 +188,7 @@ def _other_blocks(search: _Search) -> list[ReplayedPlan]:
     return [with_other_blocks(each) for each in list(found.values())[: None if search.effort.each_placement else 1]]
 
 
+# What is tried, in this order, beyond the coarse solutions.
 _STEPS = (
     _Step(
         wanted=lambda search: (
@@ -207,11 +208,9 @@ _STEPS = (
         candidates=_other_tiers,
     ),
     _Step(
-        wanted=lambda search: not search.task.draft and not search.is_close(search.effort.blocks_beyond),
-        candidates=_other_blocks,
+        wanted=lambda search: not search.task.draft and not search.is_close(search.effort.blocks_beyond), candidates=_other_blocks
     ),
 )
-"""What is tried, in this order, beyond the coarse solutions."""
 
 
 def _starts(

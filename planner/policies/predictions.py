@@ -9,8 +9,7 @@ from planner.schedule import StageClock
 from planner.schema import Budgets, Plan, Predicted, Trace
 from planner.simulator import Timeline, simulate
 
-_TIGHT = 1e-3
-"""A bound that is within this share of the plan is not worth more time."""
+_TIGHT = 1e-3  # a bound that is within this share of the plan is not worth more time
 
 
 def with_predictions(problem: Problem, plan: Plan, timeline: Timeline | None = None, *, lower_bound_seconds: float = 0.0) -> Plan:
@@ -71,8 +70,7 @@ def predicted(plan: Plan) -> Predicted:
 
 def _with_free_after(problem: Problem, plan: Plan, timeline: Timeline) -> tuple[object, ...]:
     clock = StageClock(
-        reached_seconds=tuple(stage.start_seconds for stage in timeline.stages),
-        iteration_seconds=timeline.iteration_seconds,
+        reached_seconds=tuple(stage.start_seconds for stage in timeline.stages), iteration_seconds=timeline.iteration_seconds
     )
     moves = list(plan.moves)
     for transfer in timeline.transfers:

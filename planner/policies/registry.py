@@ -32,8 +32,7 @@ from planner.problem import (
 from planner.schedule import evict_furthest
 from planner.schema import Budgets, Plan, Trace
 
-_AT_THE_BOUND = 1 + 1e-9
-"""A plan within this factor of the lower bound cannot be beaten."""
+_AT_THE_BOUND = 1 + 1e-9  # a plan within this factor of the lower bound cannot be beaten
 
 Policy = Callable[[Trace, Budgets, SolverSettings], Plan]
 
@@ -197,9 +196,7 @@ def _keep_all(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
     if not problem.everything_fits:
         worst = max(range(problem.stage_count), key=problem.live_bytes.__getitem__)
         raise BudgetError(
-            smallest_bytes=problem.live_bytes[worst],
-            budget_bytes=budgets.device_bytes,
-            stage=trace.stages[worst].name,
+            smallest_bytes=problem.live_bytes[worst], budget_bytes=budgets.device_bytes, stage=trace.stages[worst].name
         )
     return with_predictions(problem, build_plan(problem, {}, policy="keep-all"))
 

@@ -254,13 +254,13 @@ class _Search:
 
 _Steps = tuple[Callable[[_Search], bool], ...]
 _ALONE_FIRST: _Steps = (_Search.plan_alone, _Search.draft_proposals, _Search.change_single_groups, _Search.finish)
+# For iterations in which a plan without re-runs takes long.
 _GROUPS_FIRST: _Steps = (
     _Search.compare_proposals,
     _Search.finish_unless_close,
     _Search.plan_alone_if_it_may_be_better,
     _Search.widen,
 )
-"""For iterations in which a plan without re-runs takes long."""
 
 
 def _planned(trace: Trace, budgets: Budgets, chosen: tuple[Recompute, ...], task: Task) -> Plan:

@@ -105,11 +105,7 @@ class Problem:
         floors = stage_floors(trace) if routes else live
         worst = max(range(len(floors)), key=floors.__getitem__)
         if floors[worst] > budgets.device_bytes:
-            raise BudgetError(
-                smallest_bytes=floors[worst],
-                budget_bytes=budgets.device_bytes,
-                stage=trace.stages[worst].name,
-            )
+            raise BudgetError(smallest_bytes=floors[worst], budget_bytes=budgets.device_bytes, stage=trace.stages[worst].name)
         periods = inactive_periods(trace) if routes else ()
         covering: list[list[int]] = [[] for _ in trace.stages]
         for index, period in enumerate(periods):
@@ -233,10 +229,7 @@ def _updated(source: Trace, periods: Sequence[InactivePeriod], on_host: Sequence
 
 def _routes(trace: Trace, budgets: Budgets) -> tuple[Route, ...]:
     routes = []
-    tiers: tuple[tuple[WaitingTier, int | None], ...] = (
-        ("host", budgets.host_bytes),
-        ("storage", budgets.storage_bytes),
-    )
+    tiers: tuple[tuple[WaitingTier, int | None], ...] = (("host", budgets.host_bytes), ("storage", budgets.storage_bytes))
     for tier, limit in tiers:
         outward, inward = trace.hardware.link("device", tier), trace.hardware.link(tier, "device")
         if outward is not None and inward is not None and limit != 0:

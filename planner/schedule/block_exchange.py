@@ -24,8 +24,7 @@ from planner.schedule.replayed import ReplayedPlan
 from planner.schema import WaitingTier
 from planner.simulator import critical_path
 
-_MAX_COPIES = 12
-"""Periods whose copies are exchanged: those that are on the critical path for longest."""
+_MAX_COPIES = 12  # periods whose copies are exchanged: those that are on the critical path for longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ from planner.problem import DEFAULT_WRITE_WEIGHT, Decisions, Problem, build_plan
 from planner.schema import Plan
 from planner.simulator import Timeline, simulate
 
-_SAME = 1e-9
-"""Share of the iteration by which times may differ and still be the same instant."""
+_SAME = 1e-9  # share of the iteration by which times may differ and still be the same instant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

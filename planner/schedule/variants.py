@@ -21,10 +21,8 @@ from planner.problem import Decisions, Problem, host_updatable, needed_again, ne
 from planner.schedule.replayed import CopyIn, ReplayedPlan
 from planner.schema import Subgroup, WaitingTier
 
-_LIKE = 1.5
-"""Blocks whose sizes differ by a larger factor are not exchanged, nor subgroups whose updates take times that do."""
-_FEW = 2
-"""So many subgroups are exchanged, each alone, and so many of different sizes are added."""
+_LIKE = 1.5  # blocks whose sizes differ by a larger factor are not exchanged, nor subgroups whose updates take times that do
+_FEW = 2  # so many subgroups are exchanged, each alone, and so many of different sizes are added
 
 
 def tier_exchanges(made: ReplayedPlan) -> Iterator[Decisions]:
@@ -124,8 +122,8 @@ def _alike(one: Subgroup, other: Subgroup) -> bool:
     return one.host_seconds <= other.host_seconds * _LIKE and other.host_seconds <= one.host_seconds * _LIKE
 
 
+# At most this many stages of user code get a variant of their own, in which only the copies that they wait for are put off.
 _MAX_APART = 3
-"""At most this many stages of user code get a variant of their own, in which only the copies that they wait for are put off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

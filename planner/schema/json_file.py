@@ -47,17 +47,12 @@ MIN_NUMBER = 1e-60
 MAX_TEXT_CHARACTERS = 4096
 """Characters of the longest text, so that messages and tables stay readable."""
 
+# A place in a file. `()` is the top; `(place, key)` is the entry `key` of the value at `place`. Deep places share it.
 _Place = tuple[Any, ...]
-"""A place in a file. `()` is the top; `(place, key)` is the entry `key` of the value at `place`. Deep places share it."""
 
 
 def read_model(
-    path: str | os.PathLike[str],
-    model: type[ModelT],
-    *,
-    format_name: str,
-    version: int,
-    error: type[FileFormatError],
+    path: str | os.PathLike[str], model: type[ModelT], *, format_name: str, version: int, error: type[FileFormatError]
 ) -> ModelT:
     """Read and validate a JSON file. It is unpacked if its name ends in `.gz`.
 
@@ -197,12 +192,7 @@ def _parse(path: str | os.PathLike[str], text: str, error: type[FileFormatError]
 
 
 def _check_header(
-    path: str | os.PathLike[str],
-    content: object,
-    *,
-    format_name: str,
-    version: int,
-    error: type[FileFormatError],
+    path: str | os.PathLike[str], content: object, *, format_name: str, version: int, error: type[FileFormatError]
 ) -> None:
     if not isinstance(content, dict):
         raise error(f"{path}: expected a JSON object with format {format_name!r}, found {type(content).__name__}")

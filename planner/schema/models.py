@@ -24,13 +24,7 @@ Ids = Annotated[tuple[Id, ...], FailFast()]
 class FrozenModel(BaseModel):
     """Base of all file models: immutable, no unknown fields, no NaN or infinity."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        validate_by_name=True,
-        validate_by_alias=True,
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_by_name=True, validate_by_alias=True)
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
@@ -81,8 +75,7 @@ def check_ids(owner: str, ids: tuple[int, ...], count: int, what: str) -> None:
             raise ValueError(f"{owner} refers to {what} {identifier}; there are {count} ({what} ids are 0 to {count - 1})")
 
 
-_MAX_PROBLEM_CHARACTERS = 300
-"""Characters of one problem, or of one field's path, in a message."""
+_MAX_PROBLEM_CHARACTERS = 300  # characters of one problem, or of one field's path, in a message
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 60

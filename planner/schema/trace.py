@@ -17,8 +17,7 @@ from planner.schema.models import Bytes, FrozenModel, GrownModel, Id, Ids, Secon
 
 FORMAT = "teraio.trace"
 VERSION = 1
-_WITHOUT_EFFECT = {"name", "created_by", "subgroup_bytes", "not_recomputed"}
-"""Fields that plans do not depend on."""
+_WITHOUT_EFFECT = {"name", "created_by", "subgroup_bytes", "not_recomputed"}  # fields that plans do not depend on
 
 Tier = Literal["device", "host", "storage"]
 Phase = Literal["forward", "backward", "optimizer", "user", "recompute"]

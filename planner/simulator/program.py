@@ -237,8 +237,7 @@ def _check_move(trace: Trace, move: Move, seen: set[tuple[int, int]], consumed: 
     for pair in (("device", move.tier), (move.tier, "device")):
         if trace.hardware.link(*pair) is None:
             raise InfeasiblePlanError(
-                f"{what} to the {move.tier} tier, but there is no link {pair[0]}->{pair[1]}",
-                block=block.name,
+                f"{what} to the {move.tier} tier, but there is no link {pair[0]}->{pair[1]}", block=block.name
             )
 
 

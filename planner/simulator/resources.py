@@ -167,10 +167,7 @@ class HostProcessor:
         assert self._active is not None  # `event` was finite
         subgroup, queued, began = self._active
         done = HostUpdate(
-            subgroup=subgroup,
-            queued_seconds=queued - origin,
-            start_seconds=began - origin,
-            end_seconds=self.event - origin,
+            subgroup=subgroup, queued_seconds=queued - origin, start_seconds=began - origin, end_seconds=self.event - origin
         )
         self._active, self.event = None, inf
         self.landed -= self._program.gradients[subgroup]

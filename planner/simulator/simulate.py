@@ -34,17 +34,7 @@ from planner.problem import spelled_out
 from planner.schema import Plan, Trace
 from planner.simulator.program import NOWHERE, compile_program
 from planner.simulator.resources import Channel, HostProcessor, Links, QueuedTransfer, TierUsage
-from planner.simulator.timeline import (
-    HostUpdate,
-    MemoryChange,
-    MemoryKind,
-    StageTimes,
-    Standing,
-    Timeline,
-    Transfer,
-    agree,
-    same,
-)
+from planner.simulator.timeline import HostUpdate, MemoryChange, MemoryKind, StageTimes, Standing, Timeline, Transfer, agree, same
 
 _MAX_ITERATIONS = 32
 _HOST = frozenset({"host"})

@@ -9,8 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from planner.schema import BlockKind
 
-_SAME = 1e-9
-"""Share of the iteration by which times may differ: sums in another order round differently."""
+_SAME = 1e-9  # share of the iteration by which times may differ: sums in another order round differently
 
 MemoryKind = BlockKind | Literal["workspace"]
 """What takes room on the device: blocks of a kind, or the workspace of the stage that runs."""

@@ -13,8 +13,8 @@ from runtime.system import annotate
 
 _LINKS = {OUTWARD: "device->host", INWARD: "host->device"}
 
+# Bytes, begin and end of a copy to or from the host tier. It is counted once it has ended.
 _Copy = tuple[int, TimedEvent, TimedEvent]
-"""Bytes, begin and end of a copy to or from the host tier. It is counted once it has ended."""
 
 
 class HostCopies:

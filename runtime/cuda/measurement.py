@@ -22,8 +22,7 @@ _TRIALS = 3
 _LATENCY_TRIALS = 9
 _LANES = (Lane.OUTWARD, Lane.INWARD)
 _SIDE = 2048
-_PRODUCTS = 32
-"""Products of matrices that are queued at a time: about a millisecond."""
+_PRODUCTS = 32  # products of matrices that are queued at a time: about a millisecond
 
 
 def measure_host_links(streams: CudaStreams, store: HostStore, size_bytes: int) -> LinkRates:

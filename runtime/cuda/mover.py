@@ -19,9 +19,9 @@ from runtime.paging import DROPPED, POISON, Block, Done, Tiers, dropped_message,
 from runtime.storage import Extent, RangeCopy, slot_range
 from runtime.system import storage_swap
 
+# The end of a copy out or in that the device may not have ended yet; the storage, which it keeps alive (rule 5); and the
+# number of the copy, in the order in which they were queued.
 _Queued = tuple[Event, torch.UntypedStorage, int]
-"""The end of a copy out or in that the device may not have ended yet; the storage, which it keeps alive (rule 5); and the number
-of the copy, in the order in which they were queued."""
 
 
 class StreamMover:

@@ -144,12 +144,7 @@ class DeviceBytes:
     """Bytes in device memory as the CUDA array interface (version 3) describes them: for libraries. Does not own them."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+        self.__cuda_array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """The types of tensors that wrap no other one."""
+# References to the storage of a tensor without aliases: the tensor's and that of the storage's object in Python.
 _OWN_REFERENCES = 2
-"""References to the storage of a tensor without aliases: the tensor's and that of the storage's object in Python."""
 
 
 class State(enum.Enum):
@@ -212,8 +212,8 @@ def _all_tensors() -> Iterable[torch.Tensor]:
 
 # -- which mover carries a storage: one at most, since a second one would change its memory without the first knowing
 
+# The owner and the storage. A dead storage's key may go to another one: then nobody owns that yet.
 _Claim = tuple[weakref.ref[object], weakref.ref[torch.UntypedStorage]]
-"""The owner and the storage. A dead storage's key may go to another one: then nobody owns that yet."""
 
 
 class StorageOwnership:

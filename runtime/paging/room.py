@@ -31,10 +31,9 @@ from runtime.paging.state import NO_LIMIT, PagerState
 from runtime.paging.transitions import BlockTransitions
 from runtime.system import checkpoint
 
-_STEP_BYTES = 64 << 20
-"""By how much a larger budget should be tried: more than a few pages of the device's allocator."""
+_STEP_BYTES = 64 << 20  # by how much a larger budget should be tried: more than a few pages of the device's allocator
+# This part of the budget is left for small blocks that the backward pass makes before a re-run, and that cannot leave.
 _SPARE_SHARE = 8
-"""This part of the budget is left for small blocks that the backward pass makes before a re-run, and that cannot leave."""
 _NEVER = 1 << 62
 _NOT_FETCHED = (ON_DEVICE, PREFETCHING, DROPPED)
 

@@ -14,10 +14,9 @@ from runtime.storage.run_directory import SPILL_NAME, RunDirectory, close_descri
 from runtime.storage.slot_store import FreeSpace, SlotStore
 from runtime.storage.store import ALIGNMENT_BYTES, Extent, align_up
 
+# A file grows by at least so many bytes at a time, if they fit: each time costs a wait for the file system.
 _GROWTH_BYTES = 64 << 20
-"""A file grows by at least so many bytes at a time, if they fit: each time costs a wait for the file system."""
-_DRIVE_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""The drive, or the user's quota, is used up."""
+_DRIVE_FULL = (errno.ENOSPC, errno.EDQUOT)  # the drive, or the user's quota, is used up
 
 
 class FileSpace(SlotStore):
@@ -31,13 +30,7 @@ class FileSpace(SlotStore):
     Raises StorageError if a directory is missing, is given twice or cannot be used.
     """
 
-    def __init__(
-        self,
-        directories: Sequence[str | os.PathLike[str]],
-        *,
-        budget_bytes: int | None,
-        direct: bool = True,
-    ) -> None:
+    def __init__(self, directories: Sequence[str | os.PathLike[str]], *, budget_bytes: int | None, direct: bool = True) -> None:
         super().__init__("storage")
         parents = [Path(directory).resolve() for directory in directories]
         if not parents or len(set(parents)) < len(parents):

@@ -16,8 +16,7 @@ from runtime.storage.slot_store import FreeSpace, SlotStore
 from runtime.storage.store import ALIGNMENT_BYTES, Chunk, Extent, Slot
 from runtime.system import PIN_CHUNK_BYTES, HostLimit, Pinner, check_host_memory, host_limits, on_processors
 
-_PATH = Path("memfd:teraio-host")
-"""The name of the slab in messages and extents. It is in no file system."""
+_PATH = Path("memfd:teraio-host")  # the name of the slab in messages and extents. It is in no file system.
 _FAULT_BYTES = 64 << 20
 _MAX_FAULT_THREADS = 8
 

@@ -132,6 +132,7 @@ def load_kvikio() -> Any:
     return kvikio
 
 
+# What KvikIO's import asks for, in the words of its errors, and the package that has it.
 _WHEELS = {
     "rapids_logger": "rapids-logger",
     "libkvikio": "libkvikio-cu13 (or -cu12)",
@@ -139,7 +140,6 @@ _WHEELS = {
     "cufile": "nvidia-cufile",
     "cuda.pathfinder": "cuda-pathfinder",
 }
-"""What KvikIO's import asks for, in the words of its errors, and the package that has it."""
 
 
 def _remedy(error: Exception) -> str:

@@ -196,5 +196,4 @@ class _ShortTurns:
                 sys.setswitchinterval(self._before)
 
 
-_SHORT_TURNS = _ShortTurns()
-"""One for the process, as its switch interval is."""
+_SHORT_TURNS = _ShortTurns()  # one for the process, as its switch interval is

@@ -34,8 +34,8 @@ _LOCK_NAME = "lock"
 _NAME = re.compile(r"teraio-\d+-[0-9a-f]{16}")
 _MAX_ATTEMPTS = 100
 
+# Descriptors that forked children do not keep: a child that outlives its parent would keep locks and deleted files.
 _OWN: set[int] = set()
-"""Descriptors that forked children do not keep: a child that outlives its parent would keep locks and deleted files."""
 
 _log = logging.getLogger(__name__)
 

@@ -93,10 +93,7 @@ def cut_slot(slot: Slot, chunk_bytes: int) -> tuple[Chunk, ...]:
     by_extent = []
     for extent in slot.extents:
         whole = Chunk(
-            extent=extent,
-            file_offset_bytes=extent.offset_bytes,
-            slot_offset_bytes=begin_bytes,
-            length_bytes=extent.length_bytes,
+            extent=extent, file_offset_bytes=extent.offset_bytes, slot_offset_bytes=begin_bytes, length_bytes=extent.length_bytes
         )
         by_extent.append(cut_chunk(whole, chunk_bytes))
         begin_bytes += extent.length_bytes

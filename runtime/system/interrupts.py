@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+# What people raise exceptions from: Ctrl-C, the end of a job, timeouts. Not the signals of sampling profilers.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
-"""What people raise exceptions from: Ctrl-C, the end of a job, timeouts. Not the signals of sampling profilers."""
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -139,8 +139,7 @@ class _Interrupts:
                 _signal.signal(number, handler)
 
 
-_INTERRUPTS = _Interrupts()
-"""One for the process, as its handlers are."""
+_INTERRUPTS = _Interrupts()  # one for the process, as its handlers are
 
 checkpoint = _INTERRUPTS.checkpoint
 interruptible = _INTERRUPTS.interruptible

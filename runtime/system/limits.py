@@ -40,9 +40,7 @@ def host_limits(root: Path = Path("/"), *, available_bytes: int | None = None) -
     if available_bytes is None:
         available_bytes = int(psutil.virtual_memory().available)
     machine = HostLimit(
-        what="the machine has available",
-        available_bytes=available_bytes,
-        remedy=f"{_LOWER}, or end other programs",
+        what="the machine has available", available_bytes=available_bytes, remedy=f"{_LOWER}, or end other programs"
     )
     return (machine, *_group_limits(root))
 

@@ -17,8 +17,7 @@ from runtime.transfer.link import Link
 from runtime.transfer.measurement import LinkRates, TorchMemory
 from runtime.transfer.transfer import OnDone, Ready, Transfer
 
-_EXIT_SECONDS = 5.0
-"""How long the exit of the interpreter waits for chunks that are moving, over all threads."""
+_EXIT_SECONDS = 5.0  # how long the exit of the interpreter waits for chunks that are moving, over all threads
 
 
 class Engine:

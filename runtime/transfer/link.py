@@ -39,8 +39,8 @@ from runtime.transfer.transfer import DriveQueue, DriveQueues, OnDone, Ready, Tr
 
 IsThere = Callable[[Slot, Chunk, int], bool]
 
+# Highest number of I/O threads of a link over all drives. A link with more drives than this has one thread per drive.
 _MAX_THREADS = 16
-"""Highest number of I/O threads of a link over all drives. A link with more drives than this has one thread per drive."""
 
 
 class Link:

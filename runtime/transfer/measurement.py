@@ -17,8 +17,7 @@ from runtime.storage import ALIGNMENT_BYTES, Slot, Store, align_up
 from runtime.transfer.link import Link
 from runtime.transfer.transfer import Transfer
 
-_MEASURED_BLOCKS = 8
-"""A rate is measured over so many blocks, one after the other."""
+_MEASURED_BLOCKS = 8  # a rate is measured over so many blocks, one after the other
 _LATENCY_TRIALS = 9
 _RATE_TRIALS = 3
 _FILL_BYTES = 1 << 20

@@ -54,13 +54,7 @@ class Transfer:
     )
 
     def __init__(
-        self,
-        link: TransferLink,
-        slot: Slot,
-        address: int,
-        chunks: tuple[Chunk, ...],
-        on_done: OnDone,
-        ready: Ready | None,
+        self, link: TransferLink, slot: Slot, address: int, chunks: tuple[Chunk, ...], on_done: OnDone, ready: Ready | None
     ) -> None:
         self.slot = slot
         self.address = address

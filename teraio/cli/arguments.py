@@ -95,9 +95,7 @@ def size(name: str, text: str) -> int:
 def budgets(device_bytes: int, host: str | None, storage: str | None) -> planner.Budgets:
     """Return the budgets; None for a tier without a limit."""
     return planner.Budgets(
-        device_bytes=device_bytes,
-        host_bytes=_tier_size("--host", host),
-        storage_bytes=_tier_size("--storage", storage),
+        device_bytes=device_bytes, host_bytes=_tier_size("--host", host), storage_bytes=_tier_size("--storage", storage)
     )
 
 

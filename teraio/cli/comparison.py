@@ -72,11 +72,7 @@ def sweep_budgets(
 
 
 def _planned(
-    trace: planner.Trace,
-    budgets: planner.Budgets,
-    policy: str,
-    settings: SolverSettings,
-    incumbents: Sequence[planner.Plan] = (),
+    trace: planner.Trace, budgets: planner.Budgets, policy: str, settings: SolverSettings, incumbents: Sequence[planner.Plan] = ()
 ) -> tuple[planner.Plan | None, str]:
     """Return a plan, or None and why there is none. Raises OptionsError for an unknown policy."""
     try:

@@ -17,17 +17,7 @@ from planner.policies import POLICIES
 from planner.problem import SolverSettings
 from planner.schema import FrozenModel, printable, read_format
 from teraio.cli import arguments
-from teraio.cli.arguments import (
-    AsJson,
-    Device,
-    Host,
-    PlanFile,
-    Policy,
-    Rows,
-    Storage,
-    TraceFile,
-    with_solver_options,
-)
+from teraio.cli.arguments import AsJson, Device, Host, PlanFile, Policy, Rows, Storage, TraceFile, with_solver_options
 from teraio.cli.comparison import compare_policies, comparison_page, sweep_budgets, sweep_page
 from teraio.cli.output import data_of, save, show_or_print, write_out
 from teraio.cli.plan_summary import plan_page, summarise_plan
@@ -35,10 +25,7 @@ from teraio.cli.replay_summary import replay_page, summarise_replay
 from teraio.cli.trace_summary import summarise_trace, trace_page
 from teraio.options import require_directory
 
-FORMATS: dict[str, type[planner.Trace] | type[planner.Plan]] = {
-    "teraio.trace": planner.Trace,
-    "teraio.plan": planner.Plan,
-}
+FORMATS: dict[str, type[planner.Trace] | type[planner.Plan]] = {"teraio.trace": planner.Trace, "teraio.plan": planner.Plan}
 SCHEMAS: dict[str, type[FrozenModel]] = {"trace": planner.Trace, "plan": planner.Plan}
 
 
@@ -74,12 +61,7 @@ def plan(
     show_or_print(data_of(made), plan_page(summarise_plan(made, loaded), rows), as_json=as_json)
 
 
-def simulate(
-    trace: TraceFile,
-    plan: PlanFile,
-    as_json: AsJson = False,
-    rows: Rows = 10,
-) -> None:
+def simulate(trace: TraceFile, plan: PlanFile, as_json: AsJson = False, rows: Rows = 10) -> None:
     """Replay PLAN on TRACE in the simulator. Shows iteration time, stalls, peak memory, the work of each link and of the host's
     processor, and the critical path."""
     loaded, decided = planner.Trace.load(trace), planner.Plan.load(plan)
@@ -126,12 +108,7 @@ def sweep(
     loaded = planner.Trace.load(trace)
     with Console(stderr=True).status("planning") as status:
         found = sweep_budgets(
-            loaded,
-            sizes,
-            arguments.budgets(sizes[0], host, storage),
-            policy,
-            settings=settings,
-            progress=status.update,
+            loaded, sizes, arguments.budgets(sizes[0], host, storage), policy, settings=settings, progress=status.update
         )
     if found["points"][-1]["predicted"] is None:
         raise planner.TeraioError(f"no budget of the range suffices: {found['points'][-1]['error']}")
@@ -142,8 +119,7 @@ def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace or a plan.")],
     trace: Annotated[Path | None, typer.Option(help="The trace of the plan, for names, sizes and stalls.")] = None,
     tbw: Annotated[
-        str | None,
-        typer.Option(help="Rated bytes written of the drives (TBW), such as 600TB. Shows how long they last."),
+        str | None, typer.Option(help="Rated bytes written of the drives (TBW), such as 600TB. Shows how long they last.")
     ] = None,
     as_json: AsJson = False,
     rows: Rows = 10,

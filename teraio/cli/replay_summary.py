@@ -9,8 +9,7 @@ from planner.problem import recompute_seconds
 from planner.simulator import STAGES, PathSegment, critical_path
 from teraio.cli.output import Data, Facts, Page, Table, exact_bytes, format_seconds, share, some_seconds
 
-_ROUNDING_SECONDS = 1e-9
-"""Sums of times differ by less: a shorter stall is none."""
+_ROUNDING_SECONDS = 1e-9  # sums of times differ by less: a shorter stall is none
 
 
 def summarise_replay(trace: planner.Trace, plan: planner.Plan, timeline: planner.Timeline) -> Data:

@@ -11,8 +11,7 @@ from planner.schema import WaitingTier
 from teraio.cli.output import Column, Data, Facts, Page, Table, data_of, exact_bytes, format_bytes, format_seconds, some_seconds
 
 _LEVELS = "·▁▂▃▄▅▆▇█"
-_COLUMNS = 60
-"""Characters over which the stages are spread: a line of a terminal has room for them beside two columns."""
+_COLUMNS = 60  # characters over which the stages are spread: a line of a terminal has room for them beside two columns
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")

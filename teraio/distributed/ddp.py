@@ -104,8 +104,7 @@ def is_sharded_over_all(tensor: Tensor) -> bool:
     return not any(each.is_replicate() or each.is_partial() for axis, each in enumerate(placements) if mesh.size(axis) > 1)
 
 
-_SHARES = 32
-"""Into how many stages the parameters are divided, about. What one of them has is on the device at once."""
+_SHARES = 32  # into how many stages the parameters are divided, about. What one of them has is on the device at once.
 
 
 def refuse_overlapping(optimizer: object) -> None:

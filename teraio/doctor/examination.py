@@ -156,8 +156,7 @@ def _pinning() -> Finding:
     return Finding(what="pinned memory", verdict="ok", found=f"works; {limit} on locked memory")
 
 
-_SLOW = 1e9
-"""Bytes per second in each direction, while both are busy, below which a drive holds most trainings up."""
+_SLOW = 1e9  # bytes per second in each direction, while both are busy, below which a drive holds most trainings up
 _LITTLE_ROOM = 32 << 30
 _IN_MEMORY = ("tmpfs", "ramfs")
 

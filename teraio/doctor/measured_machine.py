@@ -16,8 +16,7 @@ from teraio.capturing import GpuModel, MachineDescription
 from teraio.machine import open_machine
 from teraio.options import Options
 
-_SECONDS = 0.5
-"""How long each rate is measured."""
+_SECONDS = 0.5  # how long each rate is measured
 _HOST_SHARE = 0.25
 _MOST_HOST_BYTES = 1 << 30
 _UPDATED_ELEMENTS = 4 << 20
@@ -59,9 +58,7 @@ def _gpu_model(device: torch.device) -> GpuModel:
 def _hardware(storage: Sequence[Path], device: torch.device) -> planner.Hardware:
     free = min(limit.available_bytes for limit in host_limits())
     options = Options(
-        memory_budget=1 << 30,
-        storage=tuple(storage),
-        host_budget=min(int(free * _HOST_SHARE), _MOST_HOST_BYTES) >> 20 << 20,
+        memory_budget=1 << 30, storage=tuple(storage), host_budget=min(int(free * _HOST_SHARE), _MOST_HOST_BYTES) >> 20 << 20
     )
     machine = open_machine(options, device)
     try:

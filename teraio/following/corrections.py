@@ -22,14 +22,10 @@ from dataclasses import dataclass
 from planner.schema import Move
 from teraio.following.drift import Expectation
 
-_DAMPING = 0.5
-"""Share of the lateness that one correction makes up for."""
-_MAX_SHIFT = 0.25
-"""Share of the iteration by which a start moves at most."""
-_NEGLIGIBLE = 0.001
-"""Share of the iteration below which lateness is ignored."""
-_TRIAL_ITERATIONS = 8
-"""Iterations with corrections after which their effect is checked."""
+_DAMPING = 0.5  # share of the lateness that one correction makes up for
+_MAX_SHIFT = 0.25  # share of the iteration by which a start moves at most
+_NEGLIGIBLE = 0.001  # share of the iteration below which lateness is ignored
+_TRIAL_ITERATIONS = 8  # iterations with corrections after which their effect is checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

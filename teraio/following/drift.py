@@ -24,12 +24,9 @@ import planner
 
 DRIFT_LIMIT = 0.1
 """Planning starts again if the relative drift is larger."""
-_PLAINLY_OFF = 0.3
-"""Stages are plainly off beyond this relative drift."""
-_ALIKE = 1.1
-"""Iterations are alike if the longest takes no more than so many times the shortest."""
-_CONTENDED = 1.05
-"""A link counts as slowed down by others if it takes longer than alone by this factor."""
+_PLAINLY_OFF = 0.3  # stages are plainly off beyond this relative drift
+_ALIKE = 1.1  # iterations are alike if the longest takes no more than so many times the shortest
+_CONTENDED = 1.05  # a link counts as slowed down by others if it takes longer than alone by this factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,10 +161,7 @@ def remeasured(trace: planner.Trace, expected: Expectation, observations: Sequen
         blocks=trace.blocks,
         subgroups=tuple(
             s.model_copy(
-                update={
-                    "device_seconds": s.device_seconds * scale[s.stage],
-                    "host_seconds": on_host.get(s.stage, s.host_seconds),
-                }
+                update={"device_seconds": s.device_seconds * scale[s.stage], "host_seconds": on_host.get(s.stage, s.host_seconds)}
             )
             for s in trace.subgroups
         ),

@@ -44,15 +44,13 @@ from teraio.profiling import Iteration, Profile
 
 logger = logging.getLogger("teraio")
 
+# Drift is computed from the medians of this many iterations. An odd number: no median lies between the times before and after
+# a change.
 _WINDOW = 9
-"""Drift is computed from the medians of this many iterations. An odd number: no median lies between the times before and after a
-change."""
-_FIRST_WAIT = 10
-"""Iterations under a plan before planning may start again for the first time."""
-_FIRST_LOOK = 3
-"""Iterations under a new plan that show whether its stage times are plainly wrong."""
+_FIRST_WAIT = 10  # iterations under a plan before planning may start again for the first time
+_FIRST_LOOK = 3  # iterations under a new plan that show whether its stage times are plainly wrong
+# Share by which a new plan must be better: a change costs one iteration, which begins with blocks in the wrong tiers.
 _WORTHWHILE = 0.01
-"""Share by which a new plan must be better: a change costs one iteration, which begins with blocks in the wrong tiers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

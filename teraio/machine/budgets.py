@@ -21,10 +21,9 @@ from teraio.ranks import RankGroup
 
 logger = logging.getLogger("teraio")
 
-_RESERVE = 0.1
-"""Share of the available memory of the device that is left free if the options give no budget."""
+_RESERVE = 0.1  # share of the available memory of the device that is left free if the options give no budget
+# Share of the available main memory that becomes the host tiers if the options give a budget for a GPU but no lower tier.
 _HOST_SHARE = 0.5
-"""Share of the available main memory that becomes the host tiers if the options give a budget for a GPU but no lower tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,7 @@ from teraio.options import Options
 
 _log = logging.getLogger("teraio")
 
-_HOST_THREADS = 2
-"""Threads for copies in main memory; a few threads use all that the memory bus can carry."""
+_HOST_THREADS = 2  # threads for copies in main memory; a few threads use all that the memory bus can carry
 
 
 def open_cpu(options: Options, budgets: ResolvedBudgets, shared: Shared) -> Machine:

@@ -19,22 +19,19 @@ from teraio.machine.machine import Machine, OpenTier, Shared, io_threads, open_s
 from teraio.machine.reserve import Reserve
 from teraio.options import Options
 
-_MEASURED_RUNS = 4
-"""Runs of a stage in which its workspace is measured."""
+_MEASURED_RUNS = 4  # runs of a stage in which its workspace is measured
+# Unit in which PyTorch's allocator maps memory for segments that grow. Blocks are often powers of two: in its own pages of 20
+# MiB, the ends of most are parts of pages, which nobody else can use. It takes no pages below 11 MiB.
 _PAGE_MIB = 16
-"""Unit in which PyTorch's allocator maps memory for segments that grow. Blocks are often powers of two: in its own pages of 20
-MiB, the ends of most are parts of pages, which nobody else can use. It takes no pages below 11 MiB."""
+# What the end of the last page may take beyond the budget: PyTorch's own unit, which a user may have kept.
 _PAGE_BYTES = 20 << 20
-"""What the end of the last page may take beyond the budget: PyTorch's own unit, which a user may have kept."""
-_MEASURED_BYTES = 256 << 20
-"""Copied to measure the link to main memory, if the budget has room."""
+_MEASURED_BYTES = 256 << 20  # copied to measure the link to main memory, if the budget has room
+# Copied also where it has none, as long as the model is on the device: latencies would slow copies of less.
 _FEWEST_MEASURED_BYTES = 16 << 20
-"""Copied also where it has none, as long as the model is on the device: latencies would slow copies of less."""
+# Bytes of the budget that no block uses, at least; see `CudaStreams`. A stage must find room when all else has left: in the
+# allocator's last page in the pool of stages and in the user's, and in some pages of 2 MiB for small tensors.
 _SPARE_BYTES = 64 << 20
-"""Bytes of the budget that no block uses, at least; see `CudaStreams`. A stage must find room when all else has left: in the
-allocator's last page in the pool of stages and in the user's, and in some pages of 2 MiB for small tensors."""
-_SPARE_SHARE = 32
-"""Plans leave the budget divided by this number unused, if that is more than _SPARE_BYTES."""
+_SPARE_SHARE = 32  # plans leave the budget divided by this number unused, if that is more than _SPARE_BYTES
 
 
 def open_cuda(
@@ -173,11 +170,7 @@ def _open_slab(size_bytes: int, device: torch.device, undo: ExitStack) -> HostSt
 
 def _open_storage(options: Options, budgets: ResolvedBudgets, device: torch.device, shared: Shared, undo: ExitStack) -> OpenTier:
     candidates = cuda_candidates(
-        options.storage,
-        device,
-        budget_bytes=budgets.storage,
-        checksums=options.checksums,
-        forced=options.storage_path,
+        options.storage, device, budget_bytes=budgets.storage, checksums=options.checksums, forced=options.storage_path
     )
 
     def open_engine(store: Store) -> Engine:

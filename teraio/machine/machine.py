@@ -20,10 +20,9 @@ from teraio.machine.budgets import ResolvedBudgets
 from teraio.machine.reserve import Allocator, Reserve
 from teraio.options import Options
 
+# Two links are independent if together they carry at least this share of the sum of what each carries alone.
 _INDEPENDENT = 0.95
-"""Two links are independent if together they carry at least this share of the sum of what each carries alone."""
-_IO_THREADS = 4
-"""I/O threads for each direction of a drive, of all ranks together."""
+_IO_THREADS = 4  # I/O threads for each direction of a drive, of all ranks together
 
 
 def io_threads(options: Options) -> int:
@@ -213,12 +212,7 @@ class Machine:
 
 
 def open_storage(
-    options: Options,
-    candidates: Sequence[PathCandidate],
-    open_engine: OpenEngine,
-    device: str,
-    shared: Shared,
-    undo: ExitStack,
+    options: Options, candidates: Sequence[PathCandidate], open_engine: OpenEngine, device: str, shared: Shared, undo: ExitStack
 ) -> OpenTier:
     """Open the path to the drives that the options ask for, or the fastest one. Measures it unless `shared` knows it.
 

@@ -21,12 +21,10 @@ from typing import Protocol
 
 logger = logging.getLogger("teraio")
 
+# The reserve grows by this part of the budget at first, and by twice as much each time: each raise costs a plan.
 _STEP_SHARE = 32
-"""The reserve grows by this part of the budget at first, and by twice as much each time: each raise costs a plan."""
-_MOST_SHARE = 4
-"""It grows to this part of the budget at most."""
-_WARM_UP = 2
-"""Planned iterations in which the allocator may still find its places."""
+_MOST_SHARE = 4  # it grows to this part of the budget at most
+_WARM_UP = 2  # planned iterations in which the allocator may still find its places
 
 
 class Allocator(Protocol):

@@ -38,11 +38,11 @@ from teraio.optimizer.facts import (
 
 MASTER = "master_param"
 
+# Their fused kernels respect `grad_scale` and `found_inf`. That of SGD damages its momentum when it should do nothing.
 _SCALING = frozenset({"Adam", "AdamW"})
-"""Their fused kernels respect `grad_scale` and `found_inf`. That of SGD damages its momentum when it should do nothing."""
 
+# Shown by groups that show no parameter: of a group without any, Dynamo finds that all are on a GPU, and makes it capturable.
 _NOTHING = torch.empty(0)
-"""Shown by groups that show no parameter: of a group without any, Dynamo finds that all are on a GPU, and makes it capturable."""
 
 
 class NarrowedGroups:

@@ -21,10 +21,9 @@ from runtime.paging import holder_of
 from runtime.system import all_objects
 from teraio.distributed import is_sharded_over_all, rank_count
 
+# Their update computes each element from the same element of gradient and states.
 _ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split())
-"""Their update computes each element from the same element of gradient and states."""
-_BY_PARAMETER = frozenset("Adafactor Muon".split())
-"""Their update looks at a whole parameter, but at no other parameter."""
+_BY_PARAMETER = frozenset("Adafactor Muon".split())  # their update looks at a whole parameter, but at no other parameter
 _FUSED_ON_CPU = frozenset("Adagrad Adam AdamW SGD".split())
 USUAL_STATES = 2
 """Tensors of a parameter's size that most optimizers keep: for optimizers that have not made theirs yet."""

@@ -37,12 +37,10 @@ from runtime.system import annotate, first_of, machine_cores
 from teraio.optimizer.arithmetic import Replica, lacks_master, lacks_states, update_replicas
 from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, bytes_of, moves
 
-_MAX_ELEMENTS = 4 << 20
-"""Elements of a measured update; fewer if the host tier has less room."""
+_MAX_ELEMENTS = 4 << 20  # elements of a measured update; fewer if the host tier has less room
 _MIN_ELEMENTS = 64 << 10
 _RUNS = 3
-_ATTEMPTS = 32
-"""How often to look for room to measure in, since the host tier may be full for a while."""
+_ATTEMPTS = 32  # how often to look for room to measure in, since the host tier may be full for a while
 
 Scratch = Callable[[int], AbstractContextManager[int | None]]
 """Gives memory of so many bytes in the host tier for a while: its address, or None if there is no room."""

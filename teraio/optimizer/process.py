@@ -24,8 +24,7 @@ from teraio.optimizer.facts import OptimizerFacts, OwnHooks, StepArguments, afte
 
 logger = logging.getLogger("teraio")
 
-_REASONS = 3
-"""Reasons of graph breaks that a message names."""
+_REASONS = 3  # reasons of graph breaks that a message names
 
 
 class Run(Protocol):

@@ -39,17 +39,14 @@ from teraio.distributed import rank_count
 from teraio.optimizer.arithmetic import Replica, copied, has_elements_of, scratch_replica, update_replicas
 from teraio.optimizer.facts import OptimizerFacts, OwnedParameter, moves
 
+# Slices of the states that are on the device at once: one that is updated, two that are read, one that is written back.
 _BUFFERS = 4
-"""Slices of the states that are on the device at once: one that is updated, two that are read, one that is written back."""
-_READ_AHEAD = 2
-"""Slices that are read ahead while one is updated."""
+_READ_AHEAD = 2  # slices that are read ahead while one is updated
 _MAX_SLICE_BYTES = 32 << 20
-_SCRATCH_SHARE = 4
-"""Buffers and temporaries of the slices take at most the parameter's size divided by this."""
-_COUNTERS_BYTES = 1024
-"""Bytes reserved for the counters of two slices."""
+_SCRATCH_SHARE = 4  # buffers and temporaries of the slices take at most the parameter's size divided by this
+_COUNTERS_BYTES = 1024  # bytes reserved for the counters of two slices
+# Elements of the scratch parameter that tells which states an optimizer makes. No counter has as many elements.
 _TRIED_ELEMENTS = 3
-"""Elements of the scratch parameter that tells which states an optimizer makes. No counter has as many elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

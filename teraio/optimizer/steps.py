@@ -71,11 +71,7 @@ class OptimizerSteps(OwnHooks):
         self._step_done = step_done
         self._automatic = automatic
         self._optimizers = ManagedOptimizers(
-            pager,
-            recorder,
-            sizes or SubgroupSizes(),
-            sharded=sharded,
-            on_host=rates is not None,
+            pager, recorder, sizes or SubgroupSizes(), sharded=sharded, on_host=rates is not None
         )
         self._subgroups = SubgroupSteps(pager, recorder, rates=rates, ensure_room=ensure_room)
         self._whole = _WholeSteps(pager, recorder)
@@ -85,10 +81,7 @@ class OptimizerSteps(OwnHooks):
         self._broadcasts = broadcasts
         self._owners = _OwnerHooks()
         self._said: set[str] = set()
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
     def close(self) -> None:
         """Remove the hooks. Waits until no update runs any more."""

@@ -29,8 +29,7 @@ logger = logging.getLogger("teraio")
 MIN_SUBGROUP_BYTES = 4 * MIN_MOVED_BYTES
 """The smallest parameter that moves, with gradient and the two states of Adam. Smaller subgroups would move nothing earlier."""
 _RUNS = 9
-_SHAPE = (2, 2)
-"""Shape of the parameter that is updated to measure. Muon takes matrices only."""
+_SHAPE = (2, 2)  # shape of the parameter that is updated to measure. Muon takes matrices only.
 
 
 class SubgroupSizes:
@@ -85,10 +84,7 @@ class SubgroupSizes:
         if hardware is not None and tier is not None:
             stations = stations_of_step(hardware, tier, update_seconds=self._measure(facts, pager))
         best = subgroup_bytes(
-            stations,
-            total_bytes=total_bytes,
-            smallest_bytes=self._min_bytes,
-            largest_bytes=self._max_bytes(room_bytes),
+            stations, total_bytes=total_bytes, smallest_bytes=self._min_bytes, largest_bytes=self._max_bytes(room_bytes)
         )
         basis = "chosen from measured rates" if stations else "a default, as no rate was measured"
         logger.info("optimizers are updated in subgroups of about %s bytes (%s)", f"{best:,}", basis)
@@ -132,11 +128,9 @@ def subgroup_seconds(facts: OptimizerFacts, pager: Pager) -> float:
     return min(end.seconds_since(begin) for begin, end in zip(marks, marks[1:], strict=False))
 
 
-_COUNTERS_BYTES = 16
-"""Bytes reserved for a parameter's step counter and similar scalars."""
+_COUNTERS_BYTES = 16  # bytes reserved for a parameter's step counter and similar scalars
 
-_PARTS = 2
-"""Parameters whose gradients are in one block are one subgroup if they take at most the room divided by this."""
+_PARTS = 2  # parameters whose gradients are in one block are one subgroup if they take at most the room divided by this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

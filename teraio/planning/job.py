@@ -41,12 +41,7 @@ class PlanningJob:
     """
 
     def __init__(
-        self,
-        trace: planner.Trace,
-        budgets: planner.Budgets,
-        *,
-        time_limit_seconds: float,
-        grace_seconds: float = _GRACE_SECONDS,
+        self, trace: planner.Trace, budgets: planner.Budgets, *, time_limit_seconds: float, grace_seconds: float = _GRACE_SECONDS
     ) -> None:
         self._grace_seconds = grace_seconds
         self._done = threading.Event()

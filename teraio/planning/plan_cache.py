@@ -45,12 +45,10 @@ logger = logging.getLogger("teraio")
 
 FORMAT = "teraio.kept_plan"
 VERSION = 1
-_RATES_DIFFER = 4.0
-"""A plan is refused if a link is faster or slower by this factor than when the plan was made."""
-_LARGER = 1.1
-"""A plan is refused if the device budget has grown by more than this factor: a new one may use it."""
-_MOST_FILES = 500
-"""The oldest files beyond this number are removed."""
+_RATES_DIFFER = 4.0  # a plan is refused if a link is faster or slower by this factor than when the plan was made
+_LARGER = 1.1  # a plan is refused if the device budget has grown by more than this factor: a new one may use it
+_MOST_FILES = 500  # the oldest files beyond this number are removed
+# The options that plans depend on.
 _OPTIONS = (
     "memory_budget",
     "host_budget",
@@ -65,7 +63,6 @@ _OPTIONS = (
     "recompute",
     "solver_time_limit",
 )
-"""The options that plans depend on."""
 
 
 class KeptPlan(FrozenModel):
@@ -200,8 +197,7 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-_Signature = tuple[str, str, int, bool, tuple[int, ...]]
-"""Name, kind, bytes, whether it can move, and the stages that use it."""
+_Signature = tuple[str, str, int, bool, tuple[int, ...]]  # name, kind, bytes, whether it can move, and the stages that use it
 
 
 class WarmStart:
@@ -210,13 +206,7 @@ class WarmStart:
     All calls are for the training thread. They wait for the file system and for the replay of a plan.
     """
 
-    def __init__(
-        self,
-        cache: PlanCache,
-        machine: Machine,
-        pager: Pager,
-        background: BackgroundPlanner,
-    ) -> None:
+    def __init__(self, cache: PlanCache, machine: Machine, pager: Pager, background: BackgroundPlanner) -> None:
         self._cache = cache
         self._machine = machine
         self._pager = pager

@@ -22,10 +22,8 @@ from teraio.ranks import RankGroup
 
 logger = logging.getLogger("teraio")
 
-_LOOKS = 3
-"""Ends of iterations at which a rank looks for others that want the same plan. Later ones get it all the same."""
-_AHEAD = 2
-"""Iterations from the end of planning until all ranks follow the plan, so that each has heard of it."""
+_LOOKS = 3  # ends of iterations at which a rank looks for others that want the same plan. Later ones get it all the same.
+_AHEAD = 2  # iterations from the end of planning until all ranks follow the plan, so that each has heard of it
 
 
 class RankPlan:

@@ -25,8 +25,8 @@ class IterationBorder:
     one rollout, a task of meta-learning has several steps. `ProfilePhase` finds the period.
     """
 
+    # Steps of another optimizer without one of the first, after which this counts as no longer used; other graphs, likewise.
     _PATIENCE = 4
-    """Steps of another optimizer without one of the first, after which this counts as no longer used; other graphs, likewise."""
     _PASSES = 4
     _PASSES_THAT_LEAVE_GRADIENTS = 32
 

@@ -6,8 +6,7 @@ from collections.abc import Hashable
 
 from runtime.execution import MeasuredMemory, Program
 
-_NEWS = 1.1
-"""A peak is reported again only if it exceeds the last reported one by this factor."""
+_NEWS = 1.1  # a peak is reported again only if it exceeds the last reported one by this factor
 
 
 class PeakWatch:

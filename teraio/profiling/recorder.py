@@ -21,12 +21,10 @@ from runtime.execution import StageRerun, StageRun
 from runtime.paging import Pager
 from teraio.profiling.iteration import Iteration, LateBlocks, Region, RerunRecord, StageRecord
 
-_MOST_STAGES = 10_000
-"""Stages that are recorded of one iteration."""
+_MOST_STAGES = 10_000  # stages that are recorded of one iteration
+# Inference regions in a row that are recorded. Those of a training step, such as a teacher's, are fewer.
 _MOST_INFERENCE_REGIONS = 64
-"""Inference regions in a row that are recorded. Those of a training step, such as a teacher's, are fewer."""
-_TIMED_EVERY = 8
-"""Of so many iterations whose times are sampled, the stages of one are timed, see [Note: Sampled times]."""
+_TIMED_EVERY = 8  # of so many iterations whose times are sampled, the stages of one are timed, see [Note: Sampled times]
 
 
 class IterationRecorder:

@@ -24,8 +24,8 @@ from runtime.execution import StageFunction
 Codegen = Callable[[GraphModule, Sequence[Any], dict[str, Any]], StageFunction]
 """Compiles one subgraph: takes its module, fake inputs and compile options, returns a boxed function."""
 
+# Part of the keys of Inductor's cache. A stage keeps the strides of all its outputs; the keys do not say which a graph keeps.
 _CACHE_TAG = "teraio stage 1"
-"""Part of the keys of Inductor's cache. A stage keeps the strides of all its outputs; the keys do not say which a graph keeps."""
 
 
 def inductor_codegen(
@@ -72,8 +72,7 @@ def _fresh_tracing_context() -> Iterator[None]:
         yield
 
 
-_CACHE_SIZE = "L2_cache_size"
-"""The attribute in which Inductor's benchmarker remembers the size of the cache that it empties."""
+_CACHE_SIZE = "L2_cache_size"  # the attribute in which Inductor's benchmarker remembers the size of the cache that it empties
 _SMALLEST_BYTES = 4096
 
 

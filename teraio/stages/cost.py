@@ -30,8 +30,7 @@ from teraio.stages.operators import (
 
 _log = logging.getLogger("teraio")
 
-_ARITHMETIC, _TRAFFIC = 0.6, 0.8
-"""The share of the data sheet's figures that kernels reach."""
+_ARITHMETIC, _TRAFFIC = 0.6, 0.8  # the share of the data sheet's figures that kernels reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,10 +20,8 @@ from torch.fx import Node
 from teraio.stages.kernels import StorageKey, most_at_once, never_materialised, storages_of, tensors_of
 from teraio.stages.operators import is_creation, is_getitem, is_view, is_wait, launch_of, storage_bytes
 
-_WORTHWHILE = 1.25
-"""A stage is cut if it needs so many times what the graph will need afterwards."""
-_SLACK = 1.1
-"""Pieces may need so many times what they could, if there are fewer of them then."""
+_WORTHWHILE = 1.25  # a stage is cut if it needs so many times what the graph will need afterwards
+_SLACK = 1.1  # pieces may need so many times what they could, if there are fewer of them then
 _MOST_PIECES = 12
 _MOST_PLACES = 64
 

@@ -95,8 +95,8 @@ def kernels_of(graph: Graph) -> list[Kernel]:
     return [_kernel(group, storages) for group in _fused(nodes) if not all(is_view(n) or is_getitem(n) for n in group)]
 
 
+# Operators that read as much of their first input as they return.
 _LOOKUPS = frozenset("embedding index gather index_select".split())
-"""Operators that read as much of their first input as they return."""
 
 
 def _kernel(group: Sequence[Node], storages: Mapping[Node, StorageKey]) -> Kernel:
@@ -138,12 +138,11 @@ def operator_kernel(operator: torch._ops.OpOverload, arguments: Mapping[str, Any
     )
 
 
+# Operators that Inductor fuses with others, beside those that work on each element by itself.
 _FUSED = frozenset(
     "sum mean prod amax amin any all var_mean argmax argmin clone convert_element_type gather embedding index".split()
 )
-"""Operators that Inductor fuses with others, beside those that work on each element by itself."""
-_MOST_FUSED = 64
-"""Operators in one kernel: Inductor's `max_fusion_size`."""
+_MOST_FUSED = 64  # operators in one kernel: Inductor's `max_fusion_size`
 
 
 def never_materialised(nodes: Sequence[Node], storages: Mapping[Node, StorageKey]) -> set[StorageKey]:

@@ -12,14 +12,7 @@ from torch.fx import GraphModule, Node
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import Constant, Kind, Phase, Program, Stage, StageFunction
 from teraio.stages.kernels import storages_of
-from teraio.stages.operators import (
-    Symbols,
-    has_collectives,
-    has_storage,
-    is_symbolic,
-    output_bytes,
-    storage_bytes,
-)
+from teraio.stages.operators import Symbols, has_collectives, has_storage, is_symbolic, output_bytes, storage_bytes
 from teraio.stages.split import Subgraph, peak_bytes
 
 
@@ -181,10 +174,7 @@ class Resizer:
 
     def program_bytes(self, symbols: Symbols) -> dict[str, int]:
         """Return the byte counts of the program, by their names in `Program`."""
-        return {
-            "kept_bytes": _distinct_bytes(self._returned, symbols),
-            "small_bytes": _small_bytes(self._unmoved, symbols),
-        }
+        return {"kept_bytes": _distinct_bytes(self._returned, symbols), "small_bytes": _small_bytes(self._unmoved, symbols)}
 
 
 def _waiting_at(subgraphs: Sequence[Subgraph], returned: Sequence[Node]) -> list[list[Node]]:

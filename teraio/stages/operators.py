@@ -158,10 +158,9 @@ def draws(node: Node) -> bool:
 
 SAVES_STATE = rng_prims.run_and_save_rng_state
 """`run_and_save_rng_state(operator, ...)` returns the state and the operator's result."""
-_TAKES_STATE = rng_prims.run_with_rng_state
-"""`run_with_rng_state(state, operator, ...)` returns the operator's result."""
+_TAKES_STATE = rng_prims.run_with_rng_state  # `run_with_rng_state(state, operator, ...)` returns the operator's result
+# `graphsafe_run_with_rng_state(operator, ..., rng_state=generator)` returns the operator's result.
 _TAKES_GENERATOR = rng_prims.graphsafe_run_with_rng_state
-"""`graphsafe_run_with_rng_state(operator, ..., rng_state=generator)` returns the operator's result."""
 
 
 def carries_random_state(node: Node) -> bool:

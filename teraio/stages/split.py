@@ -15,16 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from teraio.stages.cost import is_heavy
 from teraio.stages.cut import layer_of, module_path
 from teraio.stages.kernels import StorageKey, most_at_once, never_materialised, storages_of, tensors_of
-from teraio.stages.operators import (
-    Symbols,
-    fake_tensors,
-    has_storage,
-    is_getitem,
-    is_size,
-    is_view,
-    storage_bytes,
-    unwrapped,
-)
+from teraio.stages.operators import Symbols, fake_tensors, has_storage, is_getitem, is_size, is_view, storage_bytes, unwrapped
 
 
 @dataclass(frozen=True, slots=True)

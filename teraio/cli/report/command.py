@@ -28,8 +28,7 @@ from teraio.options import require_directory
 
 _COMPARED = ("ilp", "offload-only", "teraio", "g10", "zero-infinity", "belady")
 
-_BELOW_FLOOR = 0.8
-"""Where a sweep begins, as a share of the smallest budget that works: it shows that there is no plan below."""
+_BELOW_FLOOR = 0.8  # where a sweep begins, as a share of the smallest budget that works: it shows that there is no plan below
 
 
 def report(
@@ -105,12 +104,7 @@ def _sweep(plan: Plan, trace: Trace, points: int, settings: SolverSettings) -> D
     policy = plan.policy if plan.policy in POLICIES else "ilp"
     with Console(stderr=True).status("planning") as status:
         return sweep_budgets(
-            trace,
-            sorted(sizes | {plan.budgets.device_bytes}),
-            plan.budgets,
-            policy,
-            settings=settings,
-            progress=status.update,
+            trace, sorted(sizes | {plan.budgets.device_bytes}), plan.budgets, policy, settings=settings, progress=status.update
         )
 
 
@@ -129,13 +123,7 @@ _COLOURS = {
     "buffer": "#8c8c8c",
     "workspace": "#56b4e9",
 }
-_PHASES = {
-    "forward": "#0072b2",
-    "backward": "#cc79a7",
-    "optimizer": "#009e73",
-    "user": "#8c8c8c",
-    "recompute": "#e69f00",
-}
+_PHASES = {"forward": "#0072b2", "backward": "#cc79a7", "optimizer": "#009e73", "user": "#8c8c8c", "recompute": "#e69f00"}
 _STALL = "#d55e00"
 _GIB = 1 << 30
 

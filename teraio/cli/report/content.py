@@ -1,5 +1,4 @@
-"""All that a report tells, as data: the page shows exactly this, and `--json` prints it.
-"""
+"""All that a report tells, as data: the page shows exactly this, and `--json` prints it."""
 
 from __future__ import annotations
 
@@ -18,17 +17,11 @@ from teraio.cli.plan_summary import summarise_moves, summarise_plan
 from teraio.cli.trace_summary import block_summaries, idlest_blocks
 from teraio.watching import IterationStats, read_csv
 
-_ROWS = 12
-"""Stalls and idle blocks of which a report has the first ones."""
+_ROWS = 12  # stalls and idle blocks of which a report has the first ones
 
 
 def report_of(
-    plan: Plan,
-    trace: Trace | None,
-    *,
-    sweep: Data | None = None,
-    comparison: Data | None = None,
-    measured: Data | None = None,
+    plan: Plan, trace: Trace | None, *, sweep: Data | None = None, comparison: Data | None = None, measured: Data | None = None
 ) -> Data:
     """Return the report of a plan. Everything but `measured` is a prediction. `facts`: what is known only with the trace.
 
@@ -110,8 +103,8 @@ def _median(iterations: Sequence[IterationStats], name: str) -> float | None:
     return statistics.median(getattr(each, name) for each in iterations) if iterations else None
 
 
+# From the bottom of the stack to its top.
 _KINDS = ("parameter", "gradient", "optimizer_state", "activation", "buffer", "workspace")
-"""From the bottom of the stack to its top."""
 
 
 def timeline_of(plan: Plan, trace: Trace) -> Data:
@@ -132,9 +125,7 @@ def timeline_of(plan: Plan, trace: Trace) -> Data:
     for update in replayed.updates:
         ended.setdefault(update.end_seconds, []).append(f"update of subgroup {update.subgroup} on the host")
     keep_all = Plan(
-        trace_fingerprint=trace.fingerprint,
-        policy="nothing moves",
-        budgets=planner.Budgets(device_bytes=max(live_bytes(trace))),
+        trace_fingerprint=trace.fingerprint, policy="nothing moves", budgets=planner.Budgets(device_bytes=max(live_bytes(trace)))
     )
     return {
         "seconds": replayed.iteration_seconds,

@@ -13,8 +13,8 @@ from teraio.cli.comparison import comparison_table, sweep_table
 from teraio.cli.output import Column, Data, Table, cell, exact_bytes, format_bytes, format_seconds, share
 from teraio.cli.replay_summary import links_table, stalls_table
 
+# What the page may load: nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""What the page may load: nothing."""
 
 _PAGE = """<!doctype html>
 <html lang="en">
