@@ -93,16 +93,11 @@ def _caller(self: torch.nn.Module) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # Dynamo leaves this out of what it compiles
-            _tell_of_transforms()
+            if peek_interpreter_stack() is not None:  # of `torch.func.grad`, `vmap` and the like, of which Dynamo says nothing
+                _tell_once()
         return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     return call
-
-
-def _tell_of_transforms() -> None:
-    """Say that Dynamo has left out a call because `torch.func.grad`, `vmap` or the like is around it; it says nothing itself."""
-    if peek_interpreter_stack() is not None:
-        _tell_once()
 
 
 @functools.cache

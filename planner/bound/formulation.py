@@ -355,7 +355,8 @@ def _add_place(model: BoundModel, copies: CopyVariables, kept: Variable | None, 
     """
     if copies.block_class.update is not None and copies.route.tier == "host":
         if kept is not None:
-            model.program.at_least([(kept, 1.0), *_minus(copies.waiting), *([] if around else chosen)], 0)
+            minus = [(variable, -factor) for variable, factor in copies.waiting]
+            model.program.at_least([(kept, 1.0), *minus, *([] if around else chosen)], 0)
             return
         if not around:
             return
@@ -363,10 +364,6 @@ def _add_place(model: BoundModel, copies: CopyVariables, kept: Variable | None, 
     for position, k in enumerate(copies.window.inside):
         row = model.places[copies.route.tier][k % len(model.instants)]
         row += [(variable, share) for variable, _ in copies.left(position)]
-
-
-def _minus(terms: Terms) -> Terms:
-    return [(variable, -factor) for variable, factor in terms]
 
 
 def _add_steps(model: BoundModel, copies: CopyVariables, link: Link, cumulative: list[Terms]) -> None:

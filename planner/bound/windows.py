@@ -66,7 +66,8 @@ class Instants:
 
     def start_of(self, stage: int) -> int:
         """Return the first instant at or after the stage's start."""
-        return self.first_from(2 * stage)
+        turns, rest = divmod(2 * stage, 2 * self.stage_count)
+        return turns * len(self) + bisect_left(self.positions, rest)
 
     def end_of(self, stage: int) -> int:
         """Return the last instant at or before the stage's end: the span in which it ends."""
@@ -80,11 +81,6 @@ class Instants:
         """Return the last instant at or before a position. Both are numbered on, and may be negative."""
         turns, rest = divmod(position, 2 * self.stage_count)
         return turns * len(self) + bisect_right(self.positions, rest) - 1
-
-    def first_from(self, position: int) -> int:
-        """Return the first instant at or after a position. Both are numbered on."""
-        turns, rest = divmod(position, 2 * self.stage_count)
-        return turns * len(self) + bisect_left(self.positions, rest)
 
 
 def _keep(times: list[float], live: list[int], total: float, most: int) -> list[int]:

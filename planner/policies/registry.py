@@ -187,10 +187,6 @@ def _heuristic(name: str, decide: Callable[[Problem], Decisions]) -> Policy:
     return policy
 
 
-def _on_demand(problem: Problem) -> Decisions:
-    return evict_furthest(problem, {}, early=False)
-
-
 def _keep_all(trace: Trace, budgets: Budgets, settings: SolverSettings) -> Plan:
     problem = Problem.of(trace, budgets)
     if not problem.everything_fits:
@@ -205,7 +201,7 @@ HEURISTICS: dict[str, Callable[[Problem], Decisions]] = {
     "teraio": teraio_decisions,
     "g10": g10_decisions,
     "zero-infinity": zero_infinity_decisions,
-    "belady": _on_demand,
+    "belady": lambda problem: evict_furthest(problem, {}, early=False),
 }
 RULES: dict[str, Policy] = {
     "device-updates": _fixed_updates("device-updates", lambda name, problem: ()),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import inf
 
 from planner.errors import InfeasiblePlanError
-from planner.problem import Decision, Decisions, InactivePeriod, Problem, TierCapacity, user_stages
+from planner.problem import Decision, Decisions, Problem, TierCapacity, user_stages
 from planner.schedule.replayed import StageClock
 from planner.schema import WaitingTier
 
@@ -63,19 +63,15 @@ def evict_furthest(
 
 def _furthest_first(problem: Problem, decisions: Decisions, stage: int) -> list[tuple[int, int]]:
     """Periods around `stage` whose block is on the device then, with the number of the stage as it is counted in the period."""
-    found = []
+    found: list[tuple[float, int, int]] = []
     for index in problem.covering[stage]:
         period = problem.periods[index]
         position = stage if period.after < stage else stage + problem.stage_count
         decision = decisions.get(index)
         if decision is None or decision.leave >= position:
-            found.append((index, position))
-    found.sort(key=lambda entry: (-_stages_until_use(problem.periods[entry[0]], entry[1]), entry[0]))
-    return found
-
-
-def _stages_until_use(period: InactivePeriod, position: int) -> float:
-    return inf if period.final else period.before - position
+            away = inf if period.final else period.before - position
+            found.append((-away, index, position))
+    return [(index, position) for _, index, position in sorted(found)]
 
 
 def prune(problem: Problem, decisions: Decisions, cost: dict[int, float]) -> Decisions:

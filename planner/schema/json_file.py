@@ -175,7 +175,8 @@ def _too_long(path: str | os.PathLike[str], found: str, most: str) -> str:
 
 
 def _parse(path: str | os.PathLike[str], text: str, error: type[FileFormatError]) -> Any:
-    values = _count_values(text)
+    # The most values that the text can hold, without parsing it: each follows a comma or opens a list or object.
+    values = sum(map(text.count, "[{,")) + 1
     if values > MAX_VALUES:
         raise error(_too_long(path, f"about {values:,} values", f"{MAX_VALUES:,}"))
     try:
@@ -209,14 +210,6 @@ def _check_header(
 
 class _Repeated:
     """Stands for the value of a field that an object gives more than once."""
-
-
-def _count_values(text: str) -> int:
-    """Return the largest number of values that a JSON text can hold, without parsing it.
-
-    Every value follows a comma, or it opens a list or object, or it is the first entry of one.
-    """
-    return sum(map(text.count, "[{,")) + 1
 
 
 def _mark_repeated_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

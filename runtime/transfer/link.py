@@ -117,7 +117,9 @@ class Link:
                 f"block {slot.name!r} cannot move in a forked child, which has no I/O threads; train in the "
                 "process that compiled the model, or start children with the spawn method"
             )
-        transfer = Transfer(self, slot, address, cut_slot(slot, self._chunk_bytes_of(slot)), on_done, ready)
+        # One chunk for each thread, but no small ones: each chunk waits for the interpreter's lock.
+        chunk_bytes = max(self._chunk_bytes, align_up(-(-slot.size_bytes // len(self._threads))))
+        transfer = Transfer(self, slot, address, cut_slot(slot, chunk_bytes), on_done, ready)
         with self._lock:
             if self._failed is not None:
                 failed, self._failed = self._failed, None
@@ -194,10 +196,6 @@ class Link:
         for transfer in self._queues.drop_queued():
             transfer.error = transfer.error or StorageError(f"{transfer} was cut short: the link {self.name} was closed")
             self._queues.drop_rest(transfer)
-
-    def _chunk_bytes_of(self, slot: Slot) -> int:
-        """Return one chunk per thread, but no small ones: each chunk waits for the interpreter's lock."""
-        return max(self._chunk_bytes, align_up(-(-slot.size_bytes // len(self._threads))))
 
     # -- the I/O threads
 

@@ -185,11 +185,8 @@ def _shared(tiers: list[OpenTier]) -> tuple[planner.SharedRate, ...]:
     if len(tiers) < 2:
         return ()
     host, storage = tiers
+    bus = ("bus, outward", host.rates.write_bytes_per_second), ("bus, inward", host.rates.read_bytes_per_second)
     return tuple(
         planner.SharedRate(name=name, links=(host.links()[way].name, storage.links()[way].name), bytes_per_second=rate)
-        for way, (name, rate) in enumerate(_bus(host.rates))
+        for way, (name, rate) in enumerate(bus)
     )
-
-
-def _bus(rates: LinkRates) -> tuple[tuple[str, float], tuple[str, float]]:
-    return ("bus, outward", rates.write_bytes_per_second), ("bus, inward", rates.read_bytes_per_second)

@@ -68,11 +68,6 @@ class WatchedRun:
     digests: dict[int, Digest] = field(default_factory=dict)
     settings: dict[int, Settings] = field(default_factory=dict)
 
-    @property
-    def result_slots(self) -> set[int]:
-        """The slots that the graph returns."""
-        return {result for result in self.program.results if isinstance(result, int)}
-
 
 @dataclass(slots=True, kw_only=True)
 class UpdateEligibility:
@@ -257,7 +252,8 @@ class Watch:
             run.last_read[block] = number
             self._last_reader[block] = run.number
         if run.members:
-            for slot in set(run.program.stages[number].outputs) & run.result_slots:
+            returned = {result for result in run.program.results if isinstance(result, int)}
+            for slot in returned.intersection(run.program.stages[number].outputs):
                 value = slots[slot]
                 made = self._pager.known_block(value) if isinstance(value, Tensor) and value.is_floating_point() else None
                 if made is not None:

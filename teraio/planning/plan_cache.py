@@ -22,7 +22,6 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal
@@ -265,7 +264,8 @@ def recognise(trace: planner.Trace, iteration: Iteration, *, fixed_bytes: int) -
         if each.name == FIXED_NAME:
             fixed += each.size_bytes
             continue
-        used = _without_user_code(each.uses, trace.stages)
+        # A trace adds the user code that makes inputs and reads outputs, which nobody records.
+        used = tuple(use for use in each.uses if trace.stages[use].phase != "user")
         wanted[each.name, each.kind, each.size_bytes, each.movable, used].append(each.id)
     if abs(fixed - fixed_bytes) >= MIN_MOVED_BYTES:
         return None
@@ -276,8 +276,3 @@ def recognise(trace: planner.Trace, iteration: Iteration, *, fixed_bytes: int) -
             return None
         ids[block] = same.pop(0)
     return None if any(wanted.values()) else Profile(trace=trace, iteration=iteration, ids=ids)
-
-
-def _without_user_code(uses: Iterable[int], stages: Sequence[planner.Stage]) -> tuple[int, ...]:
-    """Return the uses by stages that were recorded. A trace adds the user code that makes inputs and reads outputs."""
-    return tuple(use for use in uses if stages[use].phase != "user")

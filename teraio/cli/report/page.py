@@ -200,6 +200,7 @@ def _stalls(facts: Data) -> str:
 
 def _idle(facts: Data) -> str:
     told = f"By size and longest idle time, in an iteration that never waits: {len(facts['idle'])} of {facts['idle_count']}."
+    times = {0: "stays", 1: "leaves once"}
     columns: dict[str, Column] = {
         ">block": "block",
         "name": "name",
@@ -207,13 +208,11 @@ def _idle(facts: Data) -> str:
         ">size": "size_bytes",
         ">longest idle": "longest_idle_seconds",
         ">idle in all": "idle_seconds",
-        "with the plan": lambda block: "recomputed" if block["remade"] else _leaves(block["moves"]),
+        "with the plan": lambda block: (
+            "recomputed" if block["remade"] else times.get(block["moves"], f"leaves {block['moves']} times")
+        ),
     }
     return _section("idle", "Idlest blocks", told, Table(columns=columns, rows=facts["idle"]))
-
-
-def _leaves(moves: int) -> str:
-    return ("stays", "leaves once")[moves] if moves < 2 else f"leaves {moves} times"
 
 
 def _time(row: Data) -> str:
