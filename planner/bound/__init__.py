@@ -1,5 +1,3 @@
 """A lower bound on the iteration time that holds for every plan."""
 
 from planner.bound.lower_bound import lower_bound_seconds
-
-__all__ = ["lower_bound_seconds"]

@@ -1,5 +1,3 @@
 """The integer program over coarse time. It decides which blocks move, to which tier, and which updates run on the host."""
 
 from planner.ilp.coarse import MAX_INTEGER_STAGES, CoarseSolution, coarse_solutions, in_order_of_need, rerun_shares
-
-__all__ = ["MAX_INTEGER_STAGES", "CoarseSolution", "coarse_solutions", "in_order_of_need", "rerun_shares"]

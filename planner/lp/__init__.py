@@ -11,18 +11,3 @@ from planner.lp.host_updates import (
 )
 from planner.lp.program import Program, Terms, Variable
 from planner.lp.solver import Solved, solve_program
-
-__all__ = [
-    "add_host_update",
-    "host_update_windows",
-    "HostUpdateVariables",
-    "HostUpdateWindows",
-    "PROCESSOR",
-    "Program",
-    "solve_program",
-    "Solved",
-    "Terms",
-    "UpdateChain",
-    "UpdateCopy",
-    "Variable",
-]

@@ -1,5 +1,3 @@
 """The ways to make a plan: the integer program, and the policies that it is compared with."""
 
 from planner.policies.registry import HEURISTICS, POLICIES, plan
-
-__all__ = ["HEURISTICS", "POLICIES", "plan"]

@@ -4,18 +4,3 @@ from planner.schedule.block_exchange import Breadth, block_exchanges
 from planner.schedule.moves import evict_furthest, on_demand, prefetch_from, prune, schedule
 from planner.schedule.replayed import ReplayedPlan, StageClock
 from planner.schedule.variants import tier_exchanges, update_exchanges, user_code_proposals
-
-__all__ = [
-    "Breadth",
-    "ReplayedPlan",
-    "StageClock",
-    "block_exchanges",
-    "evict_furthest",
-    "on_demand",
-    "prefetch_from",
-    "user_code_proposals",
-    "prune",
-    "schedule",
-    "tier_exchanges",
-    "update_exchanges",
-]

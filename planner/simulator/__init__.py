@@ -3,17 +3,3 @@
 from planner.simulator.critical_path import STAGES, CriticalPath, PathSegment, critical_path
 from planner.simulator.simulate import simulate
 from planner.simulator.timeline import HostUpdate, MemoryChange, MemoryKind, StageTimes, Timeline, Transfer
-
-__all__ = [
-    "CriticalPath",
-    "HostUpdate",
-    "MemoryChange",
-    "MemoryKind",
-    "PathSegment",
-    "STAGES",
-    "StageTimes",
-    "Timeline",
-    "Transfer",
-    "critical_path",
-    "simulate",
-]

@@ -2,5 +2,3 @@
 
 from runtime.cpu.memory import CpuMemory, system_tells
 from runtime.cpu.mover import CheckedCpuMover, CpuMover
-
-__all__ = ["CheckedCpuMover", "CpuMemory", "CpuMover", "system_tells"]

@@ -4,5 +4,3 @@ from runtime.cuda.measurement import computing, measure_host_links
 from runtime.cuda.mover import StreamMover
 from runtime.cuda.storage_paths import cuda_candidates
 from runtime.cuda.streams import CudaStreams
-
-__all__ = ["CudaStreams", "StreamMover", "computing", "cuda_candidates", "measure_host_links"]

@@ -18,22 +18,3 @@ from runtime.device.device import (
     TimedEvent,
     WallMark,
 )
-
-__all__ = [
-    "COMPUTE",
-    "CpuDevice",
-    "Device",
-    "DeviceBytes",
-    "DeviceMemoryError",
-    "Event",
-    "INWARD",
-    "Lane",
-    "MIN_MOVED_BYTES",
-    "Mark",
-    "OUTWARD",
-    "Span",
-    "Streams",
-    "TimedEvent",
-    "USER",
-    "WallMark",
-]

@@ -15,21 +15,3 @@ from runtime.execution.program import (
     StageRun,
 )
 from runtime.execution.rerun import Reruns
-
-__all__ = [
-    "Constant",
-    "InterleavedStages",
-    "Kind",
-    "MeasuredMemory",
-    "Observer",
-    "Phase",
-    "Program",
-    "Reruns",
-    "Stage",
-    "StageFunction",
-    "StageRerun",
-    "StageRun",
-    "WorkspaceMeter",
-    "run_managed",
-    "run_plain",
-]

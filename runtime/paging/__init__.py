@@ -6,26 +6,3 @@ from runtime.paging.mover import Done, Mover, NullMover, Tier, Tiers, dropped_me
 from runtime.paging.pager import Pager
 from runtime.paging.room import out_of_memory
 from runtime.paging.state import CopyRates
-
-__all__ = [
-    "Block",
-    "CheckedMover",
-    "CopyRates",
-    "DROPPED",
-    "Done",
-    "Mover",
-    "NullMover",
-    "POISON",
-    "Pager",
-    "State",
-    "StorageOwnership",
-    "Tier",
-    "Tiers",
-    "dropped_message",
-    "given_away",
-    "holder_of",
-    "out_of_memory",
-    "slot_of",
-    "span_of",
-    "storage_of",
-]

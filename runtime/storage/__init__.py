@@ -18,26 +18,3 @@ from runtime.storage.store import (
     in_turns,
     slot_range,
 )
-
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "Checksums",
-    "Chunk",
-    "ChunkIO",
-    "Extent",
-    "HostStore",
-    "KvikioStore",
-    "MoveChunk",
-    "PageSums",
-    "PosixStore",
-    "RangeCopy",
-    "Slot",
-    "StagedStore",
-    "Store",
-    "UnchangedChunks",
-    "align_up",
-    "cut_slot",
-    "in_turns",
-    "load_kvikio",
-    "slot_range",
-]

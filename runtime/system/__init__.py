@@ -10,29 +10,3 @@ from runtime.system.host_pages import PIN_CHUNK_BYTES, CudaPinner, Pinner, on_pr
 from runtime.system.interrupts import checkpoint, forget_undo, interruptible, undo_if_interrupted, uninterrupted
 from runtime.system.limits import HostLimit, check_host_memory, host_limits, machine_cores
 from runtime.system.missing_gpu import missing_gpu
-
-__all__ = [
-    "CudaPinner",
-    "HostLimit",
-    "Name",
-    "PIN_CHUNK_BYTES",
-    "Pinner",
-    "QuietCollector",
-    "all_objects",
-    "annotate",
-    "check_host_memory",
-    "checkpoint",
-    "first_of",
-    "forget_undo",
-    "host_limits",
-    "interruptible",
-    "machine_cores",
-    "missing_gpu",
-    "native",
-    "on_processors",
-    "pci_address",
-    "processors_near",
-    "storage_swap",
-    "undo_if_interrupted",
-    "uninterrupted",
-]

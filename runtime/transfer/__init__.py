@@ -4,17 +4,3 @@ from runtime.transfer.engine import Engine
 from runtime.transfer.measurement import LinkRates, TorchMemory
 from runtime.transfer.storage_path import OpenEngine, PathCandidate, StoragePath, choose_path, cpu_candidates, open_path
 from runtime.transfer.transfer import Ready, Transfer
-
-__all__ = [
-    "PathCandidate",
-    "Engine",
-    "LinkRates",
-    "OpenEngine",
-    "Ready",
-    "StoragePath",
-    "TorchMemory",
-    "Transfer",
-    "choose_path",
-    "cpu_candidates",
-    "open_path",
-]

@@ -1,5 +1,3 @@
 """The command line."""
 
 from teraio.cli.commands import main
-
-__all__ = ["main"]

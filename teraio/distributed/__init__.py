@@ -10,14 +10,3 @@ from teraio.distributed.ddp import (
 )
 from teraio.distributed.fsdp import ShardedParameters
 from teraio.distributed.library_calls import LibraryCalls
-
-__all__ = [
-    "GradientBuckets",
-    "LibraryCalls",
-    "ShardedParameters",
-    "UpdateBroadcasts",
-    "is_sharded_over_all",
-    "optimizer_inside",
-    "rank_count",
-    "refuse_overlapping",
-]

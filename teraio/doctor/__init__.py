@@ -2,5 +2,3 @@
 
 from teraio.doctor.examination import Examination, Finding, Verdict, examine
 from teraio.doctor.measured_machine import measured_machine
-
-__all__ = ["Examination", "Finding", "Verdict", "examine", "measured_machine"]

@@ -3,5 +3,3 @@
 from teraio.following.follower import PlanFollower
 from teraio.following.observer import IterationObserver
 from teraio.following.schedule import RerunsByStage, StageSchedule
-
-__all__ = ["IterationObserver", "PlanFollower", "RerunsByStage", "StageSchedule"]

@@ -4,5 +4,3 @@ from teraio.machine.budgets import ResolvedBudgets
 from teraio.machine.machine import Machine, Shared
 from teraio.machine.opening import open_machine
 from teraio.machine.reserve import Reserve
-
-__all__ = ["Machine", "Reserve", "ResolvedBudgets", "Shared", "open_machine"]

@@ -6,17 +6,3 @@ from teraio.optimizer.host import HostRates, host_threads
 from teraio.optimizer.process import ProcessSteps, graph_break_reasons
 from teraio.optimizer.steps import OptimizerSteps
 from teraio.optimizer.subgroups import SubgroupSizes
-
-__all__ = [
-    "USUAL_STATES",
-    "HostRates",
-    "OptimizerFacts",
-    "OptimizerSteps",
-    "ProcessSteps",
-    "SubgroupSizes",
-    "graph_break_reasons",
-    "host_threads",
-    "keep_masters",
-    "optimizers_alive",
-    "owned_parameters",
-]

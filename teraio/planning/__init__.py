@@ -4,15 +4,3 @@ from teraio.planning.background import BackgroundPlanner, PlanMade
 from teraio.planning.job import PlanningJob, StartJob
 from teraio.planning.plan_cache import PlanCache, WarmStart
 from teraio.planning.plan_files import fit_given_plan, record_plan, save
-
-__all__ = [
-    "BackgroundPlanner",
-    "PlanCache",
-    "PlanMade",
-    "PlanningJob",
-    "StartJob",
-    "WarmStart",
-    "fit_given_plan",
-    "record_plan",
-    "save",
-]

@@ -5,19 +5,3 @@ from teraio.profiling.iteration_end import IterationBorder
 from teraio.profiling.peaks import LargestSizes, PeakWatch
 from teraio.profiling.profiler import FIXED_NAME, Profile, build_profile, times_agree
 from teraio.profiling.recorder import IterationRecorder
-
-__all__ = [
-    "FIXED_NAME",
-    "Iteration",
-    "IterationBorder",
-    "IterationRecorder",
-    "LargestSizes",
-    "LateBlocks",
-    "PeakWatch",
-    "Profile",
-    "Region",
-    "RerunRecord",
-    "StageRecord",
-    "build_profile",
-    "times_agree",
-]

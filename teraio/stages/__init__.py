@@ -6,19 +6,3 @@ from teraio.stages.cost import Speed, SpeedOf, gpu_speed, reduces_products, spee
 from teraio.stages.cut import CutPolicy
 from teraio.stages.kernels import Kernel, kernels_of, operator_kernel
 from teraio.stages.split import workspace_bytes
-
-__all__ = [
-    "Codegen",
-    "CutPolicy",
-    "Kernel",
-    "Speed",
-    "SpeedOf",
-    "StageCompiler",
-    "eager_codegen",
-    "gpu_speed",
-    "kernels_of",
-    "operator_kernel",
-    "reduces_products",
-    "speed_of",
-    "workspace_bytes",
-]
