@@ -42,6 +42,7 @@ from planner.errors import (  # noqa: E402
     UnsupportedError,
 )
 from teraio.given_options import GivenOptions  # noqa: E402
+from teraio.parked import Parked  # noqa: E402
 from teraio.version import __version__  # noqa: E402
 from teraio.watching import CsvWriter, IterationStats, Stats, Status  # noqa: E402
 
@@ -53,6 +54,7 @@ __all__ = [
     "CsvWriter",
     "IterationStats",
     "OptionsError",
+    "Parked",
     "PlanError",
     "RankError",
     "Stats",
@@ -70,6 +72,7 @@ __all__ = [
     "node_status",
     "on_device",
     "on_iteration",
+    "park",
     "reset",
     "stats",
     "status",
@@ -208,6 +211,21 @@ def on_device(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     is raised. Waits until the tensors are on the device.
     """
     return _registry().on_device(tensors)
+
+
+def park() -> Parked:
+    """Let everything leave the device that can, between two regions, so that another program can use it meanwhile.
+
+    Blocks go to the lower tiers, PyTorch gives its free memory back, and no copy is under way when it returns. The next compiled
+    region or optimizer step brings back what it needs, and goes on by the same plan; iterations are not timed until then. Each
+    rank parks its own device. Returns what has left, and what stays and why, in bytes:
+
+    >>> with teraio.park() as parked:  # doctest: +SKIP
+    ...     generate()
+
+    Waits until all copies have ended. Raises StorageError if one failed, UnsupportedError if another thread trains now.
+    """
+    return _registry().park()
 
 
 def manage_optimizer(optimizer: torch.optim.Optimizer, *, master_weights: bool = False) -> None:

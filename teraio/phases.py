@@ -378,6 +378,8 @@ class PlannedPhase(Phase):
             self._recent_seconds.clear()
         self._unplanned = 0 if as_planned else self._unplanned + (not iteration.is_update_alone)
         reserve = self._run.machine.reserve
+        if reserve is not None and iteration.woken:
+            reserve.begin()  # the allocator has given all its memory back, and has to find its places anew
         if reserve is not None and reserve.planned_iteration_ended():
             logger.info(
                 "the allocator ran short of memory in one piece: profiling again with a reserve of %s bytes",

@@ -9,7 +9,9 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -22,6 +24,7 @@ from runtime.system import uninterrupted
 from teraio.machine import Shared
 from teraio.optimizer import ProcessSteps, keep_masters
 from teraio.options import Options
+from teraio.parked import BESIDE, Parked
 from teraio.ranks import RankGroup, only_first_rank_informs, open_group, rank_place
 from teraio.training_run import RunParts, TrainingRun
 from teraio.watching import IterationStats, Stats, Status, with_waiting
@@ -200,6 +203,18 @@ class Registry:
             for run in self.runs():
                 held.enter_context(run.on_device(wanted))
             yield
+
+    def park(self) -> Parked:
+        """Let everything leave the devices of all runs that can. See `teraio.park`."""
+        began, runs = time.perf_counter(), self.runs()
+        left_bytes = sum(run.park() for run in runs)
+        staying: Counter[str] = Counter()
+        for run in runs:
+            staying.update(run.staying_bytes())
+        for device in {run.device for run in runs}:  # what PyTorch counts there is of all runs
+            on_it = [run for run in runs if run.device == device]
+            staying[BESIDE] += max(on_it[0].pytorch_bytes - sum(run.counted_bytes for run in on_it), 0)
+        return Parked(left_bytes=left_bytes, staying_bytes=+staying, seconds=time.perf_counter() - began)
 
     def manage_optimizer(self, optimizer: Optimizer, *, master_weights: bool = False) -> None:
         """Bring its steps and states under the budgets of all runs that have its parameters. See `teraio.manage_optimizer`."""

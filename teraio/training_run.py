@@ -98,6 +98,7 @@ class TrainingRun:
     def __init__(
         self, options: Options, device: torch.device, parts: RunParts, shared: Shared, ranks: RankGroup | None = None
     ) -> None:
+        self.device = device
         self._ranks, self._agreed = ranks, ranks is None
         given = planner.Plan.load(options.plan) if options.plan is not None else None
         self._machine = machine = parts.open_machine(options, device, shared, ranks)
@@ -133,7 +134,7 @@ class TrainingRun:
         self._calls = LibraryCalls(
             self._pager,
             self._observer,
-            active=lambda: self._phase.managed,
+            active=self._is_managed,
             explained=self._needs.with_all_that_is_known,
         )
         self._sharded = ShardedParameters(self._pager, self._calls)
@@ -154,6 +155,7 @@ class TrainingRun:
             warm=self._warm_start(options, device) if given is None else None,
         )
         self._phase: Phase = parts.first_phase(self._context)
+        self._parked = False
         self.number = 0
         self.on_iteration: Callable[[IterationStats], None] = lambda stats: None
         self._history = History(machine, self._pager)
@@ -172,7 +174,7 @@ class TrainingRun:
         return OptimizerSteps(
             self._pager,
             self._observer,
-            active=lambda: self._phase.managed,
+            active=self._is_managed,
             step_done=self._step_done,
             automatic=options.optimizer == "auto",
             ensure_room=self._needs.ensure_room,
@@ -205,10 +207,10 @@ class TrainingRun:
                     "this model was compiled again with other options, which ended the run that this call belongs to; call "
                     "what was compiled last, or call torch._dynamo.reset() and compile the model again"
                 )
-            if self._phase.managed or program.resize is not None:
+            if self._phase.managed or self._parked or program.resize is not None:
                 with one_thread(), uninterrupted():
                     sized = self._note_call(program, arguments)
-                    if self._phase.managed:
+                    if self._is_managed():
                         return self._run_managed(sized, arguments)
             else:
                 self._note_pass(program)
@@ -432,6 +434,60 @@ class TrainingRun:
     def _let_go(self, blocks: Sequence[Block]) -> None:
         with uninterrupted():
             self._pager.retire(blocks, blocks)
+
+    # -- parked
+
+    def park(self) -> int:
+        """Let everything leave the device that can, until the next region. Return the bytes that have left. See `teraio.park`."""
+        with one_thread(), uninterrupted():
+            self._observer.recorder.parked()
+            with self._machine.device.region():
+                self._find_gradients()
+                self._pager.enter_region()
+                self._parked = True
+                try:
+                    return self._pager.parking.park()
+                finally:
+                    self._pager.leave_region()
+
+    def _find_gradients(self) -> None:
+        """Make blocks of gradients that no managed stage has made: where everything fits, none has."""
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is torch.strided and self._pager.known_block(gradient) is None:
+                known = self._pager.known_block(parameter)
+                self._pager.make_movable(gradient)
+                name = f"{'a parameter' if known is None else known.name}.grad"
+                self._pager.block_of(gradient, name=name, kind="gradient", user_visible=True)
+
+    def _is_managed(self) -> bool:
+        """Return whether regions run managed. Those that do not find everything on the device, also after it was parked."""
+        if self._parked:
+            self._parked = False
+            if not self._phase.managed:
+                self._observer.recorder.woken()
+                with uninterrupted(), self._machine.device.region():
+                    self._pager.bring_back_all()
+                    self._pager.leave_region()  # nobody tells the pager what unmanaged passes write
+        return self._phase.managed
+
+    def staying_bytes(self) -> dict[str, int]:
+        """Return how much of its blocks is on the device, by the reason why. For any thread."""
+        return self._pager.parking.staying_bytes()
+
+    @property
+    def pytorch_bytes(self) -> int:
+        """Bytes that PyTorch holds of the device, for all runs; on the CPU also those of blocks that have left."""
+        if self._machine.allocator is not None:
+            return self._machine.allocator.reserved_bytes
+        return 0 if self._machine.memory is None else self._machine.memory.allocated_bytes
+
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes of `pytorch_bytes` that are those of its blocks."""
+        if self._machine.allocator is not None:
+            return sum(self.staying_bytes().values())
+        return self._pager.size_bytes(movable=True) + self._pager.size_bytes(movable=False)
 
     def close(self, *, replaced: bool = False) -> None:
         """Bring every block back to the device, remove hooks and files. Waits until that is done; a signal waits as well.

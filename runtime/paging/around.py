@@ -249,7 +249,7 @@ class Stages:
         Raises ChecksumError if some came back different; all others are back then.
         """
         with self._lock:
-            self._prefetches.clear()
+            self._prefetches.take()
             damage: list[ChecksumError] = []
             if not self._fetched_all(damage):
                 self._signal.out_of_memory = None

@@ -19,6 +19,7 @@ from runtime.device import CpuDevice, Device
 from runtime.paging.around import Lending, Stages
 from runtime.paging.block import ON_DEVICE, PLAIN, Block, Source, holder_of
 from runtime.paging.mover import Mover, NullMover
+from runtime.paging.parking import Parking
 from runtime.paging.room import PrefetchQueue, RoomMaker
 from runtime.paging.state import BlockTable, CopySignal, MemoryAccount, PagerState
 from runtime.paging.transitions import BlockTransitions
@@ -34,7 +35,8 @@ class Pager(Stages):
     busy_seconds: returns for how long each link has been copying. condition, now_seconds: lock and clock; tests pass their own.
 
     account, table, condition: to look at; `table` only while `condition` is held. can_move: whether there is anywhere to move
-    blocks to. lending: lends slots to updates. iteration: number of the iteration that runs; kept by the timeline.
+    blocks to. lending: lends slots to updates. parking: empties the device. iteration: number of the iteration that runs; kept by
+    the timeline.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Pager(Stages):
         transitions = BlockTransitions(state, copy_ended=lambda: self._prefetches.begin_ready())
         super().__init__(state, transitions, PrefetchQueue(state, transitions), RoomMaker(state, transitions))
         self.lending = Lending(state, transitions)
+        self.parking = Parking(state, self._prefetches, self._room)
 
     # -- which blocks there are
 
@@ -212,7 +215,7 @@ class Pager(Stages):
         with self._lock:
             short = size_bytes - self.account.free_bytes - self.account.offloading_bytes
             if short > 0:
-                self._room.evict(short, keep)
+                self._room.evict_ahead(short, keep)
 
     def drop_void_copies(self, tier: WaitingTier) -> None:
         """Free the slots in `tier` of blocks on the device that were written since. Never waits."""

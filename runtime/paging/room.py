@@ -7,6 +7,7 @@ pressure     a stage that is short      Pager.acquire, make_room    those with t
                                                                     dropped where a re-run is sooner
 room ahead   an optimizer step, for     Pager.evict_until_free      as under pressure, but nobody waits
              its next subgroup
+parking      the user, between regions  Parking.park                as under pressure, for all that can leave
 lending      an update by slices        Lending.lend                copied; then read and written in the slot, slice by slice
 host update  HostUpdates, for blocks    Lending.reserve_for_host,   nothing is copied for it: a block in, or on its way to, the
              that wait on the host      then Lending.lend_memory    host tier is updated there by the processor
@@ -22,12 +23,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from planner.errors import BudgetError, StorageError, StorageFullError
 from runtime.paging.block import DROPPED, OFFLOADED, ON_DEVICE, PREFETCHING, Block, Source
 from runtime.paging.mover import nowhere
-from runtime.paging.state import NO_LIMIT, PagerState
+from runtime.paging.state import CHECK_SECONDS, NO_LIMIT, PagerState
 from runtime.paging.transitions import BlockTransitions
 from runtime.system import checkpoint
 
@@ -64,39 +65,48 @@ class RoomMaker:
                 break
             self._transitions.sweep()
             if (short := self._short_bytes(blocks, new_bytes)) > account.offloading_bytes:
-                self.evict(short - account.offloading_bytes)
+                if not self._evict_for(blocks, short - account.offloading_bytes):
+                    continue
             while queued and self._short_bytes(blocks, new_bytes) > 0:
                 self._transitions.take_memory(next(iter(queued)))
             short = self._short_bytes(blocks, new_bytes)
             if short > 0:
-                if not account.offloading_bytes and not account.prefetching_blocks:
+                if not self._copies_are_under_way:
                     raise self._too_small(what, account.budget_bytes, short)
                 self._signal.wait(lambda: f"for room for {what}")
         self.trim()
 
-    def empty(self) -> None:
+    def empty(self, *, counts: bool = True) -> None:
         """Let everything leave that can, and the allocator give its memory back: what comes in next lies close together.
 
-        For when the allocator has nothing in one piece. What stages hold stays, and so does what the lower tiers have no room
-        for. Waits until all copies have ended. Raises StorageError if one failed.
+        For when the allocator has nothing in one piece, and for when the device is given away. What stages hold stays, and so
+        does what the lower tiers have no room for. Waits until all copies have ended. Raises StorageError if one failed.
+        counts: training needs the room, so that the account counts evictions and the seconds of the wait.
         """
         account, queued = self._account, self._account.queued_offloads
+        evictions = account.evictions
         try:
             while True:
                 self._signal.raise_failure()
                 checkpoint()
                 self._transitions.reserve(NO_LIMIT)  # no prefetch may begin meanwhile
                 self._transitions.sweep()
-                with contextlib.suppress(StorageFullError):
-                    for block in self._leaving(()):
+                # Clean ones first: one that is copied may take the slot of a block that is still here.
+                for block in sorted(self._leaving(()), key=lambda block: not block.copy_is_valid):
+                    with contextlib.suppress(StorageFullError):
                         self._transitions.begin_offload(block)
                 while queued:
                     self._transitions.take_memory(next(iter(queued)))
-                if not account.offloading_bytes and not account.prefetching_blocks:
+                if not self._copies_are_under_way:
                     break
-                self._signal.wait("for all blocks to leave")
+                if counts:
+                    self._signal.wait("for all blocks to leave")
+                else:
+                    self._signal.poll(CHECK_SECONDS)
         finally:
             self._transitions.reserve(0)
+            if not counts:
+                account.evictions = evictions
         self._state.device.give_back_memory()
 
     def evict(self, wanted_bytes: int, keep: Collection[Block] = ()) -> None:
@@ -109,6 +119,34 @@ class RoomMaker:
                 self._transitions.drop_for_room(block)
             else:
                 self._transitions.begin_offload(block)
+
+    def evict_ahead(self, wanted_bytes: int, keep: Collection[Block] = ()) -> None:
+        """Do what `evict` does. Where the lower tiers are full, fewer blocks leave as long as copies are under way: when those
+        have ended, slots of what came in are free. Raises StorageFullError where none is."""
+        try:
+            self.evict(wanted_bytes, keep)
+        except StorageFullError:
+            if not self._copies_are_under_way:
+                raise
+
+    def _evict_for(self, blocks: Sequence[Block], wanted_bytes: int) -> bool:
+        """Evict for a stage that needs `blocks`. Return False if the lower tiers are full, so that one of these begins to come
+        in first: its slot can serve then. Raises StorageFullError if none fits."""
+        try:
+            self.evict_ahead(wanted_bytes)
+            return True
+        except StorageFullError:
+            room = self._account.unused_bytes
+            fits = next((block for block in blocks if block.state is OFFLOADED and block.size_bytes <= room), None)
+            if fits is None:
+                raise
+            self._transitions.reserve(0)  # for the rest of the stage there is no room yet
+            self._transitions.begin_prefetch(fits)
+            return False
+
+    @property
+    def _copies_are_under_way(self) -> bool:
+        return self._account.prefetching_blocks > 0 or self._account.offloading_bytes > 0
 
     def trim(self) -> None:
         """Let the device free memory that it keeps for reuse: the budget counts that as well."""
@@ -132,10 +170,9 @@ class RoomMaker:
         for a virtual-storage computer", IBM Systems Journal 5(2), 1966. A block whose `next_use` is not after the clock has no
         known next use, and leaves before all others.
         """
-        kept, clock = frozenset(keep), self._account.clock
+        kept = frozenset(keep)
         idle = [b for b in self._account.here if b.state is ON_DEVICE and not b.pins and b.span is not None and b not in kept]
-        idle.sort(key=lambda b: b.next_use if b.next_use > clock else _NEVER, reverse=True)
-        return idle
+        return by_next_use(idle, self._account.clock, furthest_first=True)
 
     def _is_dropped_sooner(self, block: Block) -> bool:
         """Whether a re-run takes less time than to copy the block out, after what is queued there, and in. Not under a plan.
@@ -160,6 +197,11 @@ class RoomMaker:
             return True
         stays = account.unmoved_bytes + sum(block.size_bytes for block in account.here if block.span is None)
         return stays + source.need_bytes <= account.budget_bytes - account.budget_bytes // _SPARE_SHARE
+
+
+def by_next_use(blocks: Iterable[Block], clock: int, *, furthest_first: bool = False) -> list[Block]:
+    """Return the blocks in the order of their next uses; those without a known one as if it were the furthest."""
+    return sorted(blocks, key=lambda b: b.next_use if b.next_use > clock else _NEVER, reverse=furthest_first)
 
 
 def out_of_memory(budget_bytes: int, what: str) -> BudgetError:
@@ -198,9 +240,11 @@ class PrefetchQueue:
         for block in asked:
             block.held_back = block.state is not PREFETCHING
 
-    def clear(self) -> None:
-        """Drop the prefetches that have not begun."""
+    def take(self) -> list[Block]:
+        """Drop the prefetches that have not begun. Return their blocks."""
+        taken = list(self._waiting)
         self._waiting.clear()
+        return taken
 
     def begin_ready(self) -> None:
         """Begin the prefetches that have room, strictly in order."""

@@ -165,6 +165,8 @@ class PlanFollower:
             self._cursor.adopt(self._now.profile.iteration, self._now.profile.ids, iteration)
         if not as_planned:
             self._unsettled = iteration.number + 1  # the next one begins in another state than the plan's
+        elif iteration.woken:  # it began without what the plan has on the device, and ended as the plan says
+            self._unsettled = max(self._unsettled, iteration.number)
         if iteration.number <= self._unsettled:
             return False
         self._seconds.append(iteration.seconds)

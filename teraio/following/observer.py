@@ -37,6 +37,7 @@ class IterationObserver:
     ) -> None:
         """See `Observer`. step_goes_on: user code has not run yet since the step that ended the iteration before."""
         self.recorder.region_begins(identity, stage_count, is_inference=is_inference, step_goes_on=step_goes_on)
+        self._pager.parking.wake()
         self._pager.take_late()  # forget what a failed stage waited for
         self._pager.advance_clock()  # the user code before the region counts as one stage
         self.plan.region_begins(identity, stage_count)

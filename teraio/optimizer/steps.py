@@ -160,10 +160,11 @@ class OptimizerSteps(OwnHooks):
         managed = self._optimizers.of(optimizer)
         facts = managed.renew()
         self.between_regions()
+        active = self._active()
         included = self._automatic or managed.chosen
         reason = facts.reason_to_stay_whole(args, kwargs)
         done = self.overlap.step_begins(managed, reason, included=included) if self.overlap is not None else frozenset()
-        if not included or not self._active() or not managed.has_blocks:
+        if not included or not active or not managed.has_blocks:
             return
         if reason is not None:
             if facts.keeps_masters:

@@ -88,6 +88,8 @@ class Iteration:
     truncated: some of its regions are not in this record, because it has too many.
     left_out: before which of its regions a long row of inference regions is not in this record.
     timed: the seconds of its stages and of their gaps are measured, see [Note: Sampled times] in `teraio.profiling.recorder`.
+    away: begin and end of the times in which the device was parked, which `seconds` leaves out; until they are read.
+    woken: the device was parked before one of its regions, so that blocks came back which are there otherwise.
     """
 
     number: int
@@ -102,12 +104,16 @@ class Iteration:
     truncated: bool = False
     left_out: list[int] = field(default_factory=list)
     timed: bool = True
+    away: list[tuple[Mark, Mark]] = field(default_factory=list)
+    woken: bool = False
 
     def read_times(self) -> None:
         """Fill in the seconds of all stages and of the iteration. Waits until the device has finished the iteration."""
         for record, begin, end in self.untimed:
             record.seconds += end.seconds_since(begin)
         self.waited_seconds += sum(end.seconds_since(begin) for begin, end in self.gaps)
+        self.seconds -= sum(end.seconds_since(begin) for begin, end in self.away)
+        self.away.clear()
         self.untimed.clear()
         self.gaps.clear()
 

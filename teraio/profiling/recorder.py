@@ -48,6 +48,7 @@ class IterationRecorder:
         self._user_code_began = self._began = self._last_end = self._device.mark()
         self._waited_at_user_code = self._waited_at_begin = self._host_waited()
         self._before_inference = self._user_code_began, self._waited_at_user_code
+        self._parked: Mark | None = None
 
     def _host_waited(self) -> float:
         """Seconds so far in which the host waited and the device was idle. 0 for an asynchronous device."""
@@ -91,15 +92,28 @@ class IterationRecorder:
         self._last_end = self.mark()
         region.stages.append(user)
         self.stage_count = stage_count
+        parked = self.woken()
         self.region, self._recording = region, self._has_room(region)
         if not self._recording:
             return
         if self._iteration.timed:
-            self._iteration.untimed.append((user, self._user_code_began, self._last_end))
+            self._iteration.untimed.append((user, self._user_code_began, parked or self._last_end))
         self._iteration.regions.append(region)
         # User code may free what an iteration leaves, such as gradients: what is there when a region begins after it survives.
         if self._survivors_due and not step_goes_on and self.previous is not None:
             self.previous.survivors, self._survivors_due = self.previous.alive(), False
+
+    def parked(self) -> None:
+        """The device is empty from now until the next region begins: this time counts neither for user code nor the iteration."""
+        self._parked = self._parked or self._device.mark()
+
+    def woken(self) -> Mark | None:
+        """A region begins, or an unmanaged pass. Return since when the device was parked; None if it was not."""
+        parked, self._parked = self._parked, None
+        if parked is not None:
+            self._iteration.away.append((parked, self._device.mark()))
+            self._iteration.woken = True
+        return parked
 
     def _note_inference(self, is_inference: bool) -> None:
         """A region begins: leave out a row of inference regions that is too long, see [Note: Truncated records]."""
@@ -181,6 +195,9 @@ class IterationRecorder:
         done = self._iteration
         now = self._user_code_began if with_last_region else self._device.mark()
         done.untimed.append((done, self._began, now))
+        if self._parked is not None and not with_last_region:
+            done.away.append((self._parked, now))
+            self._parked = now
         self._began = self._user_code_began = now
         if not self._device.asynchronous:
             done.read_times()

@@ -38,7 +38,7 @@ class Machine(ABC):
 
     device: `Streams`. tiers: the fastest first. unit: bytes of a block. wrong: a line for each block whose bytes were not
     those written last. debug: the mover runs in the debug mode. lends: some blocks are updated in their slots, in slices;
-    `unit` is a multiple of 4 pages then. condition: the pager's lock.
+    `unit` is a multiple of 4 pages then. parks: the device is emptied between some regions. condition: the pager's lock.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Machine(ABC):
         self.device = device
         self.unit = unit
         self.lends = lends
+        self.parks = False
         self.mover = StreamMover(device, Tiers(tiers), host_address, poison=debug)
         self.checked = CheckedMover(self.mover, self.mover.read) if debug else None
         self.pager = Pager(
@@ -119,6 +120,8 @@ class Machine(ABC):
         """Run a compiled region of stages, hints and deaths, then user code."""
         with self.device.region():
             self.pager.enter_region()
+            if self.parks and self.draw.random() < 0.5:
+                self.pager.parking.wake()
             for _ in range(steps):
                 kinds = (self.stage, self.hint, self.drop, self.die, self.update, self.set_aside, self.update_on_host)
                 self.draw.choices(kinds, weights=(6, 3, not self.lends, 1, 2 * self.lends, 2, 1))[0]()
@@ -126,9 +129,19 @@ class Machine(ABC):
             while self.host_work:
                 self.update_on_host()
             self.pager.leave_region()
+        if self.parks and self.draw.random() < 0.2:
+            self.park()
         self.between_regions = True
         self.user_code()
         self.between_regions = False
+
+    def park(self) -> None:
+        """Empty the device between two regions; the next one wakes it, or later ones bring in what they need."""
+        with self.device.region():
+            self.pager.enter_region()
+            self.pager.parking.park()
+            self.pager.leave_region()
+        assert not self.pager.account.used_bytes, "all blocks can leave, and the lower tiers have room"
 
     def pick(self, most: int) -> list[Block]:
         return self.draw.sample(list(self.tensors), min(len(self.tensors), self.draw.randint(0, most)))

@@ -59,6 +59,13 @@ def run(
 
 
 @MODES
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+@pytest.mark.parametrize("seed", range(10))
+def test_any_sequence_with_a_device_that_is_parked_between_regions(seed: int, tiers: Sequence[str], debug: bool) -> None:
+    run(seed, tiers, lambda machine: setattr(machine, "parks", True), debug=debug)
+
+
+@MODES
 @pytest.mark.parametrize("lends", [False, True], ids=["whole", "slices"])
 @pytest.mark.parametrize("tiers", TIERS, ids="+".join)
 @pytest.mark.parametrize("seed", range(10))

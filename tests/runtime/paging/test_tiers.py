@@ -131,3 +131,36 @@ def test_a_hint_that_finds_no_room_is_passed_over(rig: CpuMachine) -> None:
     assert here.state is State.ON_DEVICE
     with pytest.raises(StorageFullError, match="host_budget"):
         rig.make(MIB, 5)
+
+
+def test_a_slot_is_waited_for_that_a_block_is_being_read_from() -> None:
+    rig = CpuMachine(host_bytes=2 * MIB, budget_bytes=3 * MIB, debug=True)
+    made = [rig.make(MIB, fill) for fill in range(2)]
+    for _, block in made:
+        rig.leave(block)
+    made += [rig.make(MIB, fill) for fill in (2, 3)]
+    with rig.pager.condition:  # the copy does not end before the stage waits
+        rig.pager.prefetch(made[0][1])
+        assert made[0][1].state is State.PREFETCHING
+        rig.pager.acquire([], MIB, "a stage")
+    rig.pager.retire([], [])
+    for fill, (tensor, block) in enumerate(made):
+        rig.use(block)
+        assert set(tensor.tolist()) == {fill}
+    rig.close()
+
+
+def test_a_stage_exchanges_blocks_one_by_one_where_the_lower_tier_is_full() -> None:
+    rig = CpuMachine(host_bytes=4 * MIB, budget_bytes=3 * MIB, debug=True)
+    made = [rig.make(MIB, fill) for fill in range(4)]
+    for _, block in made:
+        rig.leave(block)
+    made += [rig.make(MIB, fill) for fill in (4, 5)]
+    wanted = [block for _, block in made[:3]]
+    rig.pager.acquire(wanted, 0, "a stage")
+    assert rig.pager.account.peak_bytes <= 3 * MIB
+    rig.pager.retire(wanted, [])
+    for fill, (tensor, block) in enumerate(made):
+        rig.use(block)
+        assert set(tensor.tolist()) == {fill}
+    rig.close()

@@ -1,0 +1,178 @@
+"""`teraio.park`: between two regions the device is empty, and training goes on with the same bits and by the same plan."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import teraio
+from runtime.cpu import CpuMemory
+from runtime.paging import State
+from runtime.paging.parking import HELD, NO_ROOM, TOO_SMALL
+
+from ..training import MIB, Training, mean_square_step, pagers, random_rows, unequal, weights_of_1_mib
+from .virtual import BLOCK_BYTES, IN, STAGES, VirtualTraining
+
+BUDGETS = {"fits": 200 * MIB, "on drives": 16 * MIB, "in both tiers": 16 * MIB}
+
+
+def training_in(folder: Path, how: str) -> Training:
+    """24 weights of 1 MiB with momentum."""
+    host = {"host_budget": 12 * MIB} if how == "in both tiers" else {}
+    return weights_of_1_mib({"memory_budget": BUDGETS[how], "storage": folder, **host}, momentum=0.9)
+
+
+def park() -> teraio.Parked:
+    """Park, and check that nothing is left but small tensors."""
+    parked = teraio.park()
+    (pager,) = pagers()
+    here = [block for block in pager.blocks if block.state is not State.OFFLOADED]
+    assert all(block.size_bytes < MIB for block in here)
+    assert parked.staying_bytes.get(TOO_SMALL, 0) == sum(block.size_bytes for block in here) == pager.account.used_bytes
+    assert not {HELD, NO_ROOM} & parked.staying_bytes.keys() and CpuMemory().kept_bytes == 0
+    return parked
+
+
+def parking_step(training: Training, batch: Tensor, index: int) -> None:
+    """Like `mean_square_step`, but parked at each place between regions in some step, and in the last one at all of them."""
+    places = {2: "before", 3: "forward", 4: "backward", 7: "before", 8: "forward", 9: "backward"}
+
+    def maybe(place: str) -> None:
+        if index > 9 or places.get(index) == place:
+            park()
+
+    maybe("before")
+    loss = training.model(batch).square().mean()
+    maybe("forward")
+    loss.backward()
+    maybe("backward")
+    for optimizer in training.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", BUDGETS)
+def test_bits_are_those_of_a_training_that_never_parks(tmp_path: Path, how: str) -> None:
+    found = []
+    for step in (mean_square_step, parking_step):
+        training = training_in(tmp_path, how)
+        torch.manual_seed(1)
+        training.run(random_rows(12), functools.partial(step, training), planned=True)
+        assert training.progress[-1][0].phase == ("fits" if how == "fits" else "planned")
+        found.append(list(training.finish().values()))
+    assert not unequal(*found)
+
+
+def test_training_goes_on_by_the_same_plan_also_after_evaluations(tmp_path: Path) -> None:
+    training = training_in(tmp_path, "on drives")
+    training.run(random_rows(8), functools.partial(mean_square_step, training), planned=True)
+    before = training.progress[-1][0]
+    assert before.phase == "planned"
+    for passes in range(3):
+        with park() as parked:
+            assert parked.left_bytes > 0
+        with torch.no_grad():
+            for _ in range(passes):
+                training.model(torch.ones(16, 512))
+        training.run(random_rows(2), functools.partial(mean_square_step, training))
+    after = training.progress[-1][0]
+    assert (after.phase, after.replans) == ("planned", before.replans)
+    assert after.predicted_iteration_seconds == before.predicted_iteration_seconds
+    assert after.device_peak_bytes <= BUDGETS["on drives"]
+
+
+def test_a_profile_is_made_although_every_iteration_parks(tmp_path: Path) -> None:
+    training = training_in(tmp_path, "on drives")
+
+    def step(batch: Tensor, index: int) -> None:
+        mean_square_step(training, batch, index)
+        park()
+
+    training.run(random_rows(6), step, planned=True)
+    assert training.progress[-1][0].phase == "planned"
+
+
+def test_parking_is_no_reason_to_plan_where_everything_fits(tmp_path: Path) -> None:
+    training = training_in(tmp_path, "fits")
+
+    def step(batch: Tensor, index: int) -> None:
+        mean_square_step(training, batch, index)
+        park()
+
+    training.run(random_rows(5), step)
+    assert training.progress[-1][0].phase == "fits"
+
+
+def test_what_the_lower_tiers_cannot_hold_stays_and_is_named(tmp_path: Path) -> None:
+    training = weights_of_1_mib({"memory_budget": 24 * MIB, "host_budget": 30 * MIB})
+
+    def step(batch: Tensor, index: int) -> None:
+        training.model(batch).square().mean().backward()
+        parked = teraio.park()
+        assert parked.staying_bytes[NO_ROOM] == 18 * MIB, "24 weights and their gradients, less what the host tier holds"
+        for optimizer in training.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    training.run(random_rows(2), step)
+
+
+def test_what_user_code_holds_stays_and_is_named(tmp_path: Path) -> None:
+    training = training_in(tmp_path, "on drives")
+    training.run(random_rows(1), functools.partial(mean_square_step, training))
+    own = torch.zeros(3 * MIB, dtype=torch.uint8)
+    with teraio.on_device([training.module[0].weight]):  # type: ignore[index]
+        parked = teraio.park()
+    assert parked.staying_bytes[HELD] == MIB
+    assert sum(parked.staying_bytes.values()) >= MIB + own.nbytes
+    assert "your code" in " ".join(parked.staying_bytes)
+
+
+def test_without_a_lower_tier_everything_stays() -> None:
+    training = weights_of_1_mib({})
+    training.run(random_rows(1), functools.partial(mean_square_step, training))
+    parked = teraio.park()
+    assert parked.left_bytes == 0 and parked.staying_bytes[NO_ROOM] >= 24 * MIB
+
+
+def test_nothing_is_parked_where_nothing_trains() -> None:
+    assert teraio.park() == teraio.Parked(left_bytes=0, staying_bytes={}, seconds=pytest.approx(0, abs=1))
+
+
+# -- in virtual time
+
+
+def virtual(monkeypatch: pytest.MonkeyPatch) -> tuple[VirtualTraining, float]:
+    """All but two weights stay on the device under a plan. Returns the seconds of an iteration, too."""
+    training = VirtualTraining(monkeypatch)
+    training.iteration()
+    return training, training.iteration().seconds
+
+
+def test_waking_takes_no_longer_than_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, usual = virtual(monkeypatch)
+    training.observer.recorder.parked()
+    left = training.pager.parking.park()
+    assert left == STAGES * BLOCK_BYTES and training.pager.account.used_bytes == 0
+    training.mover.pass_seconds(1000.0)
+    woken = training.iteration()
+    assert woken.seconds <= usual + STAGES * training.mover.seconds[IN]
+    assert woken.seconds < usual + 2 * training.mover.seconds[IN], "copies run beside stages, in the order of their uses"
+    assert woken.woken and woken.stages[0].seconds == 0.0, "the time away counts nowhere"
+    assert not training.iteration().woken
+
+
+def test_an_iteration_that_ends_while_parked_does_not_count_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, usual = virtual(monkeypatch)
+    training.regions()
+    training.observer.recorder.parked()
+    training.pager.parking.park()
+    training.mover.pass_seconds(500.0)
+    ended = training.observer.iteration_ends()
+    training.mover.pass_seconds(500.0)
+    assert ended.seconds == pytest.approx(usual, abs=STAGES)
+    assert training.iteration().seconds < usual + STAGES
