@@ -9,27 +9,20 @@ from benchmarks.__main__ import llama_scale_for
 from benchmarks.alone import LlamaScale, Missing, Outcome, Run, Runner
 from benchmarks.results import Figure
 from examples.training import Report, Setting, Step
-from planner import Hardware, Link, Trace
-from planner.schema import Block, Stage
+from planner import Trace
+
+from ..planner.traces import block, links, staged, trace
 
 GIB = 2**30
 
 
 def a_trace() -> Trace:
-    rates = {("device", "storage"): 1e9, ("storage", "device"): 2e9}
-    links = tuple(
-        Link(from_tier=a, to_tier=b, bytes_per_second=rate, latency_seconds=0.0)  # type: ignore[arg-type]
-        for (a, b), rate in rates.items()
-    )
-    hardware = Hardware(name="made up", device_memory_bytes=16 * GIB, storage_bytes=64 * GIB, links=links)
-    stages = tuple(
-        Stage(id=index, name=f"stage {index}", phase="forward", duration_seconds=0.5, workspace_bytes=0) for index in range(4)
-    )
-    blocks = tuple(
-        Block(id=i, name=f"block {i}", kind="parameter", size_bytes=GIB, persistent=True, reads=(2 * i,), writes=(), movable=True)
-        for i in range(2)
-    )
-    return Trace(name="made up", created_by="test", hardware=hardware, stages=stages, blocks=blocks)
+    machine = {
+        **links({"device->storage": 1e9, "storage->device": 2e9}),
+        "device_memory_bytes": 16 * GIB,
+        "storage_bytes": 64 * GIB,
+    }
+    return trace(staged("ffff", 0.5), [block(GIB, [], [2 * i], "parameter") for i in range(2)], machine)
 
 
 def steps(*seconds: float) -> tuple[Step, ...]:

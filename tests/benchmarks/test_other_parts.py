@@ -18,13 +18,15 @@ from benchmarks.ranks import RANKS, Ranks
 from benchmarks.slow_drive import hold_drives_to
 from examples.gpt import GPTConfig
 from examples.training import Setting
-from planner import Block, Budgets, Hardware, Link, Stage, Subgroup, Trace, plan, simulate
+from planner import Budgets, Trace, plan, simulate
 from planner.errors import TeraioError
 from planner.policies import POLICIES as KNOWN
 from runtime.storage import PosixStore
 from runtime.transfer import Engine
 from tools.made_up_cuda.build import BuildError
 from tools.made_up_cuda.emulated import build
+
+from ..planner.traces import hardware, staged, subgroup, trace, trained
 
 # -- host_cost
 
@@ -98,55 +100,30 @@ LAYERS = 4
 
 
 def layers_trace() -> Trace:
-    ways = (("device", "storage"), ("storage", "device"))
-    links = tuple(Link(from_tier=a, to_tier=b, bytes_per_second=1.0) for a, b in ways)  # type: ignore[arg-type]
-    phases = [phase for phase in ("forward", "backward", "optimizer") for _ in range(LAYERS)]
-    stages = tuple(
-        Stage(id=i, name=f"{phase}/layer.{i % LAYERS}", phase=phase, duration_seconds=4.0)  # type: ignore[arg-type]
-        for i, phase in enumerate(phases)
-    )
-    uses = {
-        "parameter": lambda i: (i, 2 * LAYERS - 1 - i, 2 * LAYERS + i),
-        "optimizer_state": lambda i: (2 * LAYERS + i,),
-        "gradient": lambda i: (2 * LAYERS - 1 - i, 2 * LAYERS + i),
-    }
-    blocks = tuple(
-        Block(
-            id=number * LAYERS + i,
-            name=f"{kind}.{i}",
-            kind=kind,  # type: ignore[arg-type]
-            size_bytes=1,
-            persistent=kind != "gradient",
-            reads=uses[kind](i),
-            writes=uses[kind](i)[:1] if kind == "gradient" else uses[kind](i)[-1:],
-        )
-        for number, kind in enumerate(uses)
-        for i in range(LAYERS)
-    )
-    subgroups = tuple(
-        Subgroup(id=i, stage=2 * LAYERS + i, blocks=(i, LAYERS + i, 2 * LAYERS + i), elements=1, device_seconds=4.0)
-        for i in range(LAYERS)
-    )
-    hardware = Hardware(name="made up", device_memory_bytes=100, storage_bytes=100, links=links)
-    return Trace(name="made up", hardware=hardware, stages=stages, blocks=blocks, subgroups=subgroups)
+    blocks = [
+        each for i in range(LAYERS) for each in trained((1, 1, 1), [i, 2 * LAYERS - 1 - i], 2 * LAYERS - 1 - i, 2 * LAYERS + i)
+    ]
+    subgroups = [subgroup(2 * LAYERS + i, range(3 * i, 3 * i + 3), 4.0, None) for i in range(LAYERS)]
+    phases = "f" * LAYERS + "b" * LAYERS + "o" * LAYERS
+    return trace(staged(phases, 4.0), blocks, hardware(rate=1.0), subgroups=subgroups)
 
 
 @pytest.mark.parametrize("device_bytes", [4, 9])
 def test_layer_by_layer_no_copy_in_for_a_subgroup_starts_before_its_turn(device_bytes: int) -> None:
-    trace = layers_trace()
-    made = layer_by_layer(trace, Budgets(device_bytes=device_bytes))
-    assert made.policy == "layer-by-layer" and made.trace_fingerprint == trace.fingerprint
-    count, updates = len(trace.stages), range(2 * LAYERS, 3 * LAYERS)
+    given = layers_trace()
+    made = layer_by_layer(given, Budgets(device_bytes=device_bytes))
+    assert made.policy == "layer-by-layer" and made.trace_fingerprint == given.fingerprint
+    count, updates = len(given.stages), range(2 * LAYERS, 3 * LAYERS)
     for move in made.moves:
         assert move.prefetch is not None
         if move.before % count in updates:
             assert move.prefetch.start == move.before, "nothing comes before the update begins"
         assert move.prefetch.start % count not in updates or move.prefetch.start == move.before, "nor for others meanwhile"
-    states = {block.id: block.uses[0] for block in trace.blocks if block.kind == "optimizer_state"}
+    states = {block.id: block.uses[0] for block in given.blocks if block.kind == "optimizer_state"}
     alone = {move.block: (move.after, move.before) for move in made.moves if move.block in states}
     assert alone == {block: (stage, stage + count) for block, stage in states.items()}
     assert {place.block: place.tier for place in made.initial if place.block in states} == dict.fromkeys(states, "storage")
-    replayed = simulate(trace, made)
+    replayed = simulate(given, made)
     assert replayed.peak_bytes["device"] <= device_bytes
-    best = plan(trace, Budgets(device_bytes=device_bytes)).predicted
+    best = plan(given, Budgets(device_bytes=device_bytes)).predicted
     assert best is not None and replayed.iteration_seconds > best.iteration_seconds

@@ -9,13 +9,29 @@ import pytest
 
 from runtime.storage import PosixStore
 
+from .processes import Forking
 
-@pytest.fixture(params=[1, 2])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PosixStore]:
-    """An empty store over one directory, or over two."""
-    parents = [tmp_path / str(number) for number in range(request.param)]
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[PosixStore]:
+    """An empty store over two directories, so that each slot has two extents."""
+    parents = [tmp_path / name for name in "ab"]
     for parent in parents:
         parent.mkdir()
     store = PosixStore(parents, budget_bytes=None)
     yield store
     store.close()
+
+
+@pytest.fixture(scope="session")
+def forking_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forking]:
+    forking = Forking(tmp_path_factory.mktemp("processes"))
+    yield forking
+    forking.close()
+
+
+@pytest.fixture
+def forking(forking_process: Forking) -> Iterator[Forking]:
+    """Starts processes. What still runs at the end is killed."""
+    yield forking_process
+    forking_process.end_all()

@@ -7,8 +7,8 @@ import os
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from runtime.device import Span
 from runtime.storage import PosixStore, Slot
 
 from ..memory import anonymous_bytes, read_slot, write_slot
+from ..processes import Forking
 
 MIB = 1 << 20
 SLACK = 3 * MIB
@@ -36,17 +37,6 @@ def memory() -> Iterator[CpuMemory]:
     memory.trim(0)
     yield memory
     memory.stand_back()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[PosixStore]:
-    """Over two directories, so that each slot has two extents."""
-    parents = [tmp_path / name for name in "ab"]
-    for parent in parents:
-        parent.mkdir()
-    store = PosixStore(parents, budget_bytes=None)
-    yield store
-    store.close()
 
 
 def movable(memory: CpuMemory, tensor: torch.Tensor) -> Span:
@@ -170,16 +160,13 @@ def test_pages_that_the_system_does_not_have(memory: CpuMemory) -> None:
 # -- what can move
 
 
-@pytest.mark.parametrize("size", [MIB, MIB + 1, 3 * MIB + 4095])
-def test_large_tensors_are_movable(memory: CpuMemory, size: int) -> None:
-    tensor = torch.empty(size, dtype=torch.uint8)
-    span = movable(memory, tensor)
-    assert span.address == tensor.data_ptr() and span.address % mmap.PAGESIZE == 0
-    assert span.length_bytes == -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    assert movable(memory, torch.nn.Parameter(torch.empty(size))).length_bytes >= 4 * size
-
-
-def test_small_tensors_are_not_and_views_move_with_their_storage(memory: CpuMemory) -> None:
+def test_large_tensors_are_movable_and_views_move_with_their_storage(memory: CpuMemory) -> None:
+    for size in (MIB, MIB + 1, 3 * MIB + 4095):
+        tensor = torch.empty(size, dtype=torch.uint8)
+        span = movable(memory, tensor)
+        assert span.address == tensor.data_ptr() and span.address % mmap.PAGESIZE == 0
+        assert span.length_bytes == -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        assert movable(memory, torch.nn.Parameter(torch.empty(size))).length_bytes >= 4 * size
     for small in (torch.empty(MIB - 1, dtype=torch.uint8), torch.empty(0)):
         assert memory.span(small.untyped_storage()) is None
     base = torch.empty(4, MIB, dtype=torch.uint8)
@@ -427,8 +414,8 @@ print(failed > 0)
 """
 
 
-def test_nothing_is_lost_where_the_system_has_no_mapping_left(tmp_path: Path) -> None:
-    assert in_another_process(NEAR_THE_LIMIT, str(tmp_path / "file")) == "True\n"
+def test_nothing_is_lost_where_the_system_has_no_mapping_left(forking: Forking, tmp_path: Path) -> None:
+    assert forking.run(NEAR_THE_LIMIT, tmp_path / "file") == (0, "True\n", "")
 
 
 # -- in any order
@@ -489,32 +476,13 @@ def test_any_order(memory: CpuMemory, store: PosixStore, seed: int) -> None:
 
 
 def test_any_order_in_several_threads(memory: CpuMemory, store: PosixStore) -> None:
-    failed: list[BaseException] = []
-
-    def run(seed: int) -> None:
-        try:
-            Shuffle(memory, store, seed).run(150)
-        except BaseException as error:  # the test raises it
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda seed: Shuffle(memory, store, seed).run(150), range(4)))
 
 
-def in_another_process(program: str, *arguments: str, **environment: str) -> str:
-    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_forked_process_can_allocate_whatever_other_threads_do() -> None:
+def test_a_forked_process_can_allocate_whatever_other_threads_do(forking: Forking) -> None:
     """A child inherits the pool's lock in its state at the time of the fork."""
-    printed = in_another_process("""
+    code = """
 import os, threading, torch
 from runtime.cpu import CpuMemory
 memory = CpuMemory()
@@ -532,21 +500,20 @@ for _ in range(12):
     assert os.waitpid(child, 0)[1] == 0
 ended.set()
 print("done")
-""")
-    assert printed == "done\n"
+"""
+    assert forking.run(code) == (0, "done\n", "")
 
 
 def test_no_compiler(tmp_path: Path) -> None:
-    printed = in_another_process(
-        """
+    """In a process of its own: Inductor reads these variables as it is imported."""
+    code = """
 from planner.errors import UnsupportedError
 from runtime.cpu import CpuMemory
 try:
     CpuMemory()
 except UnsupportedError as error:
     print(error)
-""",
-        CXX=str(tmp_path / "missing"),
-        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"),
-    )
-    assert "install g++, or name a compiler in the environment variable CXX" in printed
+"""
+    nothing = {"CXX": str(tmp_path / "missing"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | nothing, capture_output=True, text=True, timeout=120)
+    assert "install g++, or name a compiler in the environment variable CXX" in done.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -112,16 +112,6 @@ def slot(store: PosixStore, memory: Memory) -> Slot:
 @pytest.fixture
 def memory() -> Memory:
     return Memory(SIZE, random=True)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[PosixStore]:
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        folder.mkdir()
-    store = PosixStore(folders, budget_bytes=None)
-    yield store
-    store.close()
 
 
 def each(copy: Copy, slot: Slot, memory: Memory, chunk_bytes: int = CHUNK) -> list[Chunk]:

@@ -15,7 +15,7 @@ import pytest
 from planner.errors import StorageError, StorageFullError, StorageIOError
 from runtime.storage import PosixStore
 
-from ..memory import COPIES, Memory, read_slot, refuse_direct_io, write_slot
+from ..memory import COPIES, Memory, break_io, read_slot, refuse_direct_io, write_slot
 
 MIB = 1 << 20
 Call = Callable[..., int]
@@ -56,21 +56,16 @@ def test_files_are_private_reserved_and_opened_as_told(folders: list[Path], monk
 def test_the_storage_budget_is_named_with_what_is_in_use(tmp_path: Path) -> None:
     store = PosixStore([tmp_path], budget_bytes=6 * MIB)
     store.allocate(5 * MIB, "weights")
-    with pytest.raises(
-        StorageFullError, match=r"\(5,242,880 in use\), but the storage_budget allows 6,291,456; raise storage_budget or"
-    ):
+    what = r"\(5,242,880 in use\), but the storage_budget allows 6,291,456; raise storage_budget or"
+    with pytest.raises(StorageFullError, match=what):
         store.allocate(2 * MIB, "one too many")
     store.close()
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
 def test_an_io_error_names_file_block_and_errno(plain_store: PosixStore, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    slot = plain_store.allocate(MIB, "layers.3.weight")
-    memory = Memory(MIB)
-    monkeypatch.setattr(os, "pwritev" if call == "write" else "preadv", fail)
+    slot, memory = plain_store.allocate(MIB, "layers.3.weight"), Memory(MIB)
+    break_io(monkeypatch, "pwritev" if call == "write" else "preadv")
     with pytest.raises(StorageIOError) as raised:
         COPIES[call](plain_store, slot, memory.address)
     assert raised.value.path == str(slot.extents[0].path)

@@ -30,7 +30,7 @@ def resident_bytes(store: HostStore) -> int:
 
 
 class RecordingPinner:
-    def __init__(self, failure: StorageError | None = None) -> None:
+    def __init__(self, failure: Exception | None = None) -> None:
         self.calls: list[tuple[str, int, int]] = []
         self.failure = failure
 
@@ -89,15 +89,26 @@ def test_pages_come_back_zero_and_are_first_touched_on_the_processors_asked_for(
     store.close()
 
 
-def test_pinning_covers_the_slab_and_ends_before_the_memory_goes() -> None:
+def test_the_slab_is_pinned_whole_and_given_back_after_that() -> None:
     pinner = RecordingPinner()
     store = HostStore(4 * MIB, pinner=pinner, limits=LIMITS)
     assert store.pinned and resident_bytes(store) == 4 * MIB
-    address = store.address
+    address, descriptor = store.address, store.allocate(MIB, "weights").extents[0].file_descriptor
+    assert f"{address:x}-" in Path("/proc/self/maps").read_text()
     store.close()
     store.close()
-    assert pinner.calls == [("pin", address, 4 * MIB), ("unpin", address, 4 * MIB)]
-    assert not store.pinned
+    assert pinner.calls == [("pin", address, 4 * MIB), ("unpin", address, 4 * MIB)] and not store.pinned
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_broken_pinner_keeps_no_memory() -> None:
+    pinner = RecordingPinner(ValueError("broken"))
+    with pytest.raises(ValueError, match="broken"):
+        HostStore(4 * MIB, pinner=pinner, limits=LIMITS)
+    ((_, address, _),) = pinner.calls
+    assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
 
 
 def test_without_pinning_it_works_on_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,41 +126,16 @@ def test_without_pinning_it_works_on_with_one_warning(caplog: pytest.LogCaptureF
     assert [call[0] for call in pinner.calls] == ["pin"]
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_the_memory_is_given_back_also_by_a_pinner_that_is_broken(broken: bool) -> None:
-    class Pinner(RecordingPinner):
-        def pin(self, address: int, size_bytes: int) -> None:
-            super().pin(address, size_bytes)
-            if broken:
-                raise ValueError("broken")
-
-    pinner = Pinner()
-    if broken:
-        with pytest.raises(ValueError, match="broken"):
-            HostStore(4 * MIB, pinner=pinner, limits=LIMITS)
-    else:
-        store = HostStore(4 * MIB, pinner=pinner, limits=LIMITS)
-        descriptor = store.allocate(MIB, "weights").extents[0].file_descriptor
-        assert f"{store.address:x}-" in Path("/proc/self/maps").read_text()
-        store.close()
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(descriptor)
-    assert f"{pinner.calls[0][1]:x}-" not in Path("/proc/self/maps").read_text()
-
-
-def test_more_than_the_machine_allows_is_refused_before_anything_is_taken() -> None:
+def test_more_than_the_machine_allows_and_less_than_a_page_are_refused() -> None:
     limits = (*LIMITS, HostLimit(what="a group leaves", available_bytes=4 * MIB, remedy="lower host_budget"))
     HostStore(4 * MIB, limits=limits).close()
     with pytest.raises(StorageFullError, match="8,388,608 bytes does not fit: a group leaves 4,194,304 bytes; lower"):
         HostStore(8 * MIB, limits=limits)
     with pytest.raises(StorageFullError, match="lower host_budget"):
         HostStore(1 << 60)  # the limits of this machine
-
-
-@pytest.mark.parametrize("size_bytes", [0, -1, 4095])
-def test_less_than_a_page_is_refused(size_bytes: int) -> None:
-    with pytest.raises(StorageError, match=f"host tier of {size_bytes} bytes.*raise host_budget, or leave it out"):
-        HostStore(size_bytes, limits=LIMITS)
+    for size_bytes in (0, -1, 4095):
+        with pytest.raises(StorageError, match=f"host tier of {size_bytes} bytes.*raise host_budget, or leave it out"):
+            HostStore(size_bytes, limits=LIMITS)
 
 
 def test_a_system_that_has_no_pages_left_is_an_error_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,47 +5,38 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from runtime.storage import PosixStore
 
+from ..processes import Forking, Process
+
 PRELUDE = """
 import os, signal, sys, time
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores them, for example
-signal.signal(signal.SIGINT, signal.default_int_handler)
 from runtime.storage import PosixStore
 store = PosixStore([sys.argv[1]], budget_bytes=None)
 store.allocate(1 << 20, "weights")
 def say(word):
     print(word, flush=True)
 """
-
 BY_OWNER = "the user {1} owns {0}, and can remove or exchange spill files in it: give a storage directory of your own"
 
-Start = Callable[[str], subprocess.Popen[str]]
+Start = Callable[[str], Process]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(forking: Forking, tmp_path: Path) -> Start:
     """Start a process with a store under `tmp_path`, which then runs `code`. Wait for its first line."""
-    started: list[subprocess.Popen[str]] = []
 
-    def begin(code: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-W", "ignore", "-c", PRELUDE + code, str(tmp_path)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        started.append(process)
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    def begin(code: str) -> Process:
+        process = forking.start(PRELUDE + code, tmp_path)
+        assert process.stdout.readline() == "ready\n", process.errors.read_text()
         return process
 
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
+    return begin
 
 
 def left(parent: Path) -> list[str]:
@@ -86,8 +77,8 @@ def test_it_goes_however_the_program_ends_itself(
 ) -> None:
     process = start(code)
     if sent is not None:
-        process.send_signal(sent)
-    assert process.wait(30) == status
+        process.signal(sent)
+    assert process.wait() == status
     assert left(tmp_path) == []
 
 
@@ -96,15 +87,15 @@ def test_what_killed_runs_left_goes_at_the_next_start(start: Start, tmp_path: Pa
     (of_the_living,) = left(tmp_path)
     killed = {number: start(WAIT) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
     for number, process in killed.items():
-        process.send_signal(number)
-        assert process.wait(30) == -number
+        process.signal(number)
+        assert process.wait() == -number
     of_the_killed = set(left(tmp_path)) - {of_the_living}
     assert len(of_the_killed) == 3 and all((tmp_path / each / "blocks.spill").exists() for each in of_the_killed)
     store = opened(tmp_path)
     assert set(left(tmp_path)) == {of_the_living, store.directories[0].name}
     store.close()
-    living.send_signal(signal.SIGINT)
-    living.wait(30)
+    living.signal(signal.SIGINT)
+    living.wait()
     assert left(tmp_path) == []
 
 
@@ -127,8 +118,8 @@ say("ready")
 time.sleep(60)
 """)
     assert len(left(tmp_path)) == 1
-    process.send_signal(signal.SIGINT)
-    process.wait(30)
+    process.signal(signal.SIGINT)
+    process.wait()
     assert left(tmp_path) == []
 
 
@@ -141,11 +132,10 @@ if not child:
 print("ready", child, sep="\\n", flush=True)
 time.sleep(600)
 """)
-    assert process.stdout is not None
     child = int(process.stdout.readline())
     try:
-        process.kill()
-        process.wait(30)
+        process.signal(signal.SIGKILL)
+        process.wait()
         assert len(left(tmp_path)) == 1
         opened(tmp_path).close()
         assert left(tmp_path) == []
@@ -155,21 +145,15 @@ time.sleep(600)
         os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.long
-def test_many_that_start_at_once_do_not_remove_each_others(tmp_path: Path) -> None:
-    code = (
-        PRELUDE
-        + """
+def test_many_that_start_at_once_do_not_remove_each_others(forking: Forking, tmp_path: Path) -> None:
+    code = """
 for _ in range(30):
     other = PosixStore([sys.argv[1]], budget_bytes=None)
     assert store.directories[0].is_dir() and (other.directories[0] / "lock").exists()
     other.close()
 """
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    outcomes = [(process.communicate(timeout=240)[1], process.returncode) for process in processes]
-    assert outcomes == [("", 0)] * 4
+    processes = [forking.start(PRELUDE + code, tmp_path) for _ in range(4)]
+    assert [(process.wait(), process.errors.read_text()) for process in processes] == [(0, "")] * 4
     assert left(tmp_path) == []
 
 

@@ -9,8 +9,6 @@ import os
 import pickle
 import random
 import re
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from runtime.storage import PageSums, PosixStore, Slot
 from runtime.transfer import Engine, TorchMemory, Transfer
 
 from ..memory import Memory, break_io, flip_a_bit, read_slot, write_slot
+from ..processes import Forking
 from .gate import nothing
 
 MIB = 1 << 20
@@ -182,7 +181,7 @@ def test_closing_stops_the_threads_and_links_have_the_tiers_name(store: PosixSto
 
 
 @pytest.mark.parametrize("end", ["", "raise ValueError('in the middle')"])
-def test_the_interpreter_ends_with_work_in_flight(tmp_path: Path, end: str) -> None:
+def test_the_interpreter_ends_with_work_in_flight(forking: Forking, tmp_path: Path, end: str) -> None:
     """Nothing moves any more after the engine's exit function, and queued transfers are dropped."""
     code = f"""
 import atexit, mmap, ctypes, sys, time
@@ -204,10 +203,10 @@ for slot in slots * 50:
 transfers[0].wait()
 {end}
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == bool(end)
-    assert done.stderr.count("Error") == done.stderr.count("ValueError: in the middle"), done.stderr
-    assert done.stdout == "True False\n" and list(tmp_path.iterdir()) == []
+    status, printed, errors = forking.run(code, tmp_path)
+    assert status == bool(end)
+    assert errors.count("Error") == errors.count("ValueError: in the middle"), errors
+    assert printed == "True False\n" and list(tmp_path.iterdir()) == []
 
 
 def test_copies_wait_until_their_memory_is_ready(store: PosixStore, engine: Engine) -> None:
