@@ -1,4 +1,4 @@
-"""The random sequences of `tests/runtime/cuda/test_mover.py` on real streams, pinned memory and drives.
+"""The contracts of devices and streams, and the random sequences of `tests/runtime/cuda/test_mover.py`, on real streams.
 
 Sometimes a lane is delayed, so that the order of the lanes varies.
 """
@@ -22,6 +22,7 @@ from runtime.system import CudaPinner
 from runtime.transfer import Engine, TorchMemory
 
 from ..runtime.block_machine import TIERS, Machine
+from ..runtime.device.contract import DeviceCase, DeviceContract, StreamsContract
 from .training import needs_gpu
 
 DEVICE = torch.device("cuda", 0)
@@ -106,3 +107,13 @@ def test_any_sequence(seed: int, tiers: Sequence[str], host: HostStore, files: T
         machine.mover.close()
     del machine
     assert torch.cuda.memory_allocated(DEVICE) == before
+
+
+class TestGpu(DeviceContract, StreamsContract):
+    """The contracts."""
+
+    @pytest.fixture
+    def case(self) -> DeviceCase:
+        pinned = torch.empty(UNIT, dtype=torch.uint8, pin_memory=True)
+        streams = CudaStreams(DEVICE)
+        return DeviceCase(device=streams, streams=streams, host_bytes=lambda size: pinned.data_ptr(), unit=UNIT)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from planner.errors import ChecksumError
-from runtime.cuda.host_copies import QueuedRange
 from runtime.device import Lane
 from runtime.paging import Block, State
 from runtime.storage import ALIGNMENT_BYTES
 
 from ..block_machine import SLICES, TIERS
+from ..memory_mover import EndedRange
 from ..simulated_device import SimulatedDevice, SimulatedEvent
 from ..simulated_machine import UNIT, SimulatedMachine, SteppedTransfer
 
@@ -86,10 +86,10 @@ def test_any_sequence_in_any_order(
 
 
 @pytest.mark.parametrize("tiers", TIERS, ids="+".join)
-@pytest.mark.parametrize("seed", range(10))
-def test_an_allocator_without_memory_in_one_piece_costs_time_only(seed: int, tiers: Sequence[str]) -> None:
+def test_an_allocator_without_memory_in_one_piece_costs_time_only(tiers: Sequence[str]) -> None:
     """Copies in and stages find no memory, at any time, although the budget has room: the same bytes, and no error."""
-    run(seed, tiers, crumbles=0.1)
+    for seed in range(10):
+        run(seed, tiers, crumbles=0.1)
 
 
 def dies_while_it_arrives(machine: SimulatedMachine) -> None:
@@ -352,31 +352,17 @@ def point_is_kept(machine: SimulatedMachine) -> None:
 
 
 def no_hold(machine: SimulatedMachine) -> None:
-    """A copy in does not keep its storage alive."""
-    copy_in = machine.mover.copy_in
+    """Copies do not keep their storages alive."""
+    for direction in ("in", "out"):
+        copy, copies = getattr(machine.mover, f"copy_{direction}"), getattr(machine.mover, f"_{direction}")
 
-    def careless(block: Block, done: Callable[[Any], None]) -> bool:
-        queued = copy_in(block, done)
-        if queued:
-            event, _, number = machine.mover._in[block]
-            machine.mover._in[block] = event, torch.UntypedStorage(0), number
-        return queued
+        def careless(block: Block, *arguments: Any, copy: Any = copy, copies: Any = copies) -> bool:
+            if queued := copy(block, *arguments):
+                event, _, number = copies[block]
+                copies[block] = event, torch.UntypedStorage(0), number
+            return queued
 
-    machine.mover.copy_in = careless  # type: ignore[method-assign]
-
-
-def no_hold_on_the_way_out(machine: SimulatedMachine) -> None:
-    """A copy out does not keep its storage alive."""
-    copy_out = machine.mover.copy_out
-
-    def careless(block: Block, tier: Any, done: Callable[[Any], None]) -> bool:
-        queued = copy_out(block, tier, done)
-        if queued:
-            event, _, number = machine.mover._out[block]
-            machine.mover._out[block] = event, torch.UntypedStorage(0), number
-        return queued
-
-    machine.mover.copy_out = careless  # type: ignore[method-assign]
+        setattr(machine.mover, f"copy_{direction}", careless)
 
 
 def memory_is_as_any_other(machine: SimulatedMachine) -> None:
@@ -442,7 +428,7 @@ def drives_do_not_wait(machine: SimulatedMachine) -> None:
         pytest.param(None, no_landing, id="rule 3"),
         pytest.param(None, no_wait_to_release, id="rule 4"),
         pytest.param(dies_while_it_arrives, no_hold, id="rule 5"),
-        pytest.param(dies_while_it_leaves, no_hold_on_the_way_out, id="rule 5, on the way out"),
+        pytest.param(dies_while_it_leaves, no_hold, id="rule 5, on the way out"),
         pytest.param(memory_of_the_user_is_unmapped, memory_is_as_any_other, id="rule 6"),
         pytest.param(another_device_is_current, memory_is_as_any_other, id="rule 6, another current device"),
         pytest.param(leaves_clean_after_its_last_use, memory_is_as_any_other, id="rule 6, without a copy"),
@@ -460,29 +446,34 @@ def test_copies_that_begin_together_need_a_point_after_the_last_wait() -> None:
     is_needed(lambda seed: play(None, seed, point_is_kept))
 
 
-def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def nobody_waits(machine: SimulatedMachine) -> None:
     """Computation continues before a slice has arrived."""
-    monkeypatch.setattr(QueuedRange, "wait", lambda self: None)
+    copy_range = machine.mover.copy_range
+    machine.mover.copy_range = lambda *given, **how: (copy_range(*given, **how), EndedRange())[1]  # type: ignore
 
 
-def drives_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SteppedTransfer, "wait", lambda self: None)
+def drives_are_not_waited_for(machine: SimulatedMachine) -> None:
+    """A slice on a drive has not arrived when it is said to have."""
+    submit = machine.drive._submit
+
+    def hasty(*given: Any) -> SteppedTransfer:
+        transfer = submit(*given)
+        transfer.wait = lambda: None  # type: ignore[method-assign]
+        return transfer
+
+    machine.drive._submit = hasty  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
-    ("patch", "without", "tier"),
+    ("without", "tier"),
     [
-        pytest.param(None, no_wait(Lane.OUTWARD), "host", id="rule 1"),
-        pytest.param(None, no_wait(Lane.INWARD), "host", id="rule 2"),
-        pytest.param(nobody_waits, unchanged, "host", id="rule 3"),
-        pytest.param(drives_are_not_waited_for, unchanged, "storage", id="drives"),
+        pytest.param(no_wait(Lane.OUTWARD), "host", id="rule 1"),
+        pytest.param(no_wait(Lane.INWARD), "host", id="rule 2"),
+        pytest.param(nobody_waits, "host", id="rule 3"),
+        pytest.param(drives_are_not_waited_for, "storage", id="drives"),
     ],
 )
-def test_every_wait_of_slices_is_needed(
-    patch: Callable[[pytest.MonkeyPatch], None] | None, without: Scene, tier: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if patch is not None:
-        patch(monkeypatch)
+def test_every_wait_of_slices_is_needed(without: Scene, tier: str) -> None:
     is_needed(lambda seed: run(seed, (tier,), without, lends=True, regions=6), what="slice")
 
 
