@@ -76,6 +76,17 @@ for threads in (2, 1):
     assert subprocess.run(command, timeout=120).returncode == 0
 
 
+def test_a_process_that_makes_a_plan_ends_with_the_one_that_started_it() -> None:
+    code = "import time, planner.worker; planner.worker.end_with_starter(); print('waits', flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        assert process.poll() is None
+        process.stdin.close()  # as the system does when the process that holds it ends, also when it is killed
+        assert process.wait(timeout=300)
+
+
 def test_copies_out_are_predicted_between_issue_and_return(made: Plan) -> None:
     offloads = [move for move in made.moves if move.offload is not None]
     assert offloads

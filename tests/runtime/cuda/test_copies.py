@@ -21,7 +21,7 @@ from runtime.storage import ALIGNMENT_BYTES
 from runtime.storage import kvikio as kvikio_file
 from runtime.transfer import PathCandidate
 
-from ..storage.fake_kvikio import FakeKvikio
+from ..storage.fakes import FakeKvikio
 
 SIZE = 8192
 

@@ -17,7 +17,7 @@ from planner.errors import StorageIOError, UnsupportedError
 from runtime.storage import ALIGNMENT_BYTES, KvikioStore, cut_slot, load_kvikio
 
 from ..memory import COPIES, Memory
-from .fake_kvikio import CompatMode, FakeKvikio
+from .fakes import CompatMode, FakeKvikio
 
 MIB = 1 << 20
 

@@ -21,7 +21,7 @@ from runtime.transfer import Engine
 
 from ..memory import COPIES, Memory, flip_a_bit, read_slot, write_slot
 from ..transfer.gate import nothing
-from .slow_copier import SlowCopier, SlowCopy
+from .fakes import SlowCopier, SlowCopy
 
 MIB = 1 << 20
 BUFFER = MIB // 4

@@ -1,4 +1,4 @@
-"""The contract of all stores, for every kind of store that needs no GPU."""
+"""The contract of all stores, for every kind of store that needs no GPU; and no byte of theirs is lost where memory runs out."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from runtime.storage import HostStore, KvikioStore, PosixStore, StagedStore, Store
+from runtime.storage import HostStore, KvikioStore, PosixStore, Slot, StagedStore, Store
 from runtime.system import HostLimit
 
+from ...line_tracing import can_run_out_of_memory, out_of_memory_at, places_in
 from ..memory import Memory
 from .contract import StoreCase, StoreContract
-from .fake_kvikio import FakeKvikio
-from .slow_copier import SlowCopier
+from .fakes import FakeKvikio, SlowCopier
 
 PLENTY = (HostLimit(what="a test has", available_bytes=1 << 40, remedy="nothing"),)
 
@@ -80,3 +80,46 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreCase]:
 
 class TestStore(StoreContract):
     """The contract."""
+
+
+# -- memory that runs out at each line that takes or frees a slot
+
+PAGE = 4096
+Stores = PosixStore | HostStore
+WATCHED = tuple(f"runtime/storage/{name}.py" for name in ("slot_store", "file_space", "host"))
+
+
+def two_files(folder: Path) -> Stores:
+    folders = [folder / name for name in "ab"]
+    for each in folders:
+        each.mkdir(exist_ok=True)
+    return PosixStore(folders, budget_bytes=40 * PAGE, direct=False)
+
+
+def host(folder: Path) -> Stores:
+    return HostStore(40 * PAGE)
+
+
+@pytest.mark.parametrize("make", [two_files, host])
+def test_no_byte_is_lost(make: Callable[[Path], Stores], tmp_path: Path) -> None:
+    def use(store: Stores, held: list[Slot]) -> None:
+        """Take slots, free every other one and take one that fits into no hole, until a release fails."""
+        held += [store.allocate(4 * PAGE, "w") for _ in range(8)]
+        for slot in held[::2]:
+            store.release(slot)
+            held.remove(slot)
+        held.append(store.allocate(12 * PAGE, "w"))
+
+    store = make(tmp_path)
+    places = places_in(WATCHED, lambda: use(store, []), only=can_run_out_of_memory)
+    store.close()
+    assert len(places) > 20
+    for place in places:
+        store, held = make(tmp_path), list[Slot]()
+        hit = out_of_memory_at(WATCHED, place, lambda store=store, held=held: use(store, held))  # type: ignore[misc]
+        assert hit and store.used_bytes == sum(slot.size_bytes for slot in store._in_use), place
+        for slot in list(store._in_use):
+            store.release(slot)
+        assert store.used_bytes == 0 and sum(space.free_bytes for space in store._spaces.values()) == store.capacity_bytes, place
+        store.release(store.allocate(40 * PAGE, "all"))
+        store.close()

@@ -335,15 +335,6 @@ def test_behind_a_drive_that_does_not_answer_nothing_begins_on_any(make_link: Ma
     assert gate.begun == ["both", "both"] and not behind.done
 
 
-def test_a_drive_that_is_only_slow_is_none(make_link: MakeLink, gate: Gate) -> None:
-    link = make_link(stuck_after_seconds=30.0)
-    slow = link.submit(slot("slow"), 0, nothing)
-    gate.wait_until_begun(1)
-    threading.Timer(0.2, gate.let).start()
-    slow.wait()  # checks the drive several times
-    link.close()
-
-
 # -- memory that is not ready
 
 

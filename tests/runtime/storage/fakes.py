@@ -1,14 +1,19 @@
-"""KvikIO without a GPU: the functions that the store uses, over ordinary memory and files. It records all calls."""
+"""What stands for a GPU under its stores: KvikIO over ordinary memory and files, and a copier whose copies end late."""
 
 from __future__ import annotations
 
 import ctypes
 import enum
 import os
+import random
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
+
+from ..memory import Memory
 
 
 class CompatMode(enum.Enum):
@@ -72,7 +77,7 @@ class _CuFile:
 
 
 class FakeKvikio:
-    """Stands for the module.
+    """Stands for the module. It records all calls.
 
     refuses: cuFile cannot open these files. error: every transfer raises it.
     lost_bytes: every transfer moves so many bytes fewer than requested, and reports that.
@@ -107,3 +112,47 @@ class FakeKvikio:
 
     def shorten(self, moved: int) -> int:
         return moved - self.lost_bytes
+
+
+# -- a copier: code that does not wait for its copies finds wrong bytes
+
+POISON = 0xA5
+
+
+class SlowCopy(threading.Thread):
+    """Fills the target with poison at once, and copies the source up to two milliseconds later."""
+
+    def __init__(self, target_address: int, source_address: int, size_bytes: int, delay_seconds: float) -> None:
+        super().__init__(daemon=True)
+        self._copy = (target_address, source_address, size_bytes)
+        self._delay_seconds = delay_seconds
+        ctypes.memset(target_address, POISON, size_bytes)
+        self.start()
+
+    def run(self) -> None:
+        time.sleep(self._delay_seconds)
+        ctypes.memmove(*self._copy)
+
+    def wait(self) -> None:
+        self.join()
+
+
+class SlowCopier:
+    """A `Copier` between ordinary memory and ordinary memory. buffers: the bytes of each buffer that was asked for."""
+
+    def __init__(self) -> None:
+        self.buffers: list[int] = []
+        self._random = random.Random(0)
+
+    def buffer(self, size_bytes: int) -> Memory:
+        self.buffers.append(size_bytes)
+        return Memory(size_bytes)
+
+    def to_host(self, target_address: int, source_address: int, size_bytes: int) -> SlowCopy:
+        return self._begin("out", target_address, source_address, size_bytes)
+
+    def to_device(self, target_address: int, source_address: int, size_bytes: int) -> SlowCopy:
+        return self._begin("in", target_address, source_address, size_bytes)
+
+    def _begin(self, direction: str, target_address: int, source_address: int, size_bytes: int) -> SlowCopy:
+        return SlowCopy(target_address, source_address, size_bytes, self._random.choice((0.0, 0.0005, 0.002)))
