@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import planner_cases, planner_policies
+from benchmarks import planner_policies
 from benchmarks.planner_cases import Selection, cases, outcomes, outcomes_of, traces
 from benchmarks.planner_policies import samples_of
 from benchmarks.planner_recompute import ROWS, floor_figure
@@ -16,7 +16,6 @@ from benchmarks.variants import budgets_for, device_budgets, peak_bytes, with_er
 from planner import Budgets, Trace, plan, simulate
 from planner.errors import OptionsError
 from planner.policies import POLICIES
-from planner.problem import Problem
 
 HAND = Path(__file__).parents[2] / "traces" / "hand"
 
@@ -129,21 +128,3 @@ def test_several_processes_find_the_same(chain: Trace, tmp_path: Path) -> None:
     alone, together = (outcomes(tmp_path / "log", listed, ("belady", "ilp"), processes=count) for count in (1, 2))
     assert [replace(one, plan_seconds=0.0) for one in alone] == [replace(one, plan_seconds=0.0) for one in together]
     assert len((tmp_path / "log").read_text().splitlines()) == len(together) == 8
-
-
-def test_the_bound_of_a_case_is_worked_out_once(chain: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    (case, *_) = cases({"chain": chain}, (1.0,))
-    asked: list[Problem] = []
-
-    def counted(problem: Problem) -> float:
-        asked.append(problem)
-        return 4.0
-
-    monkeypatch.setattr(planner_cases, "lower_bound_seconds", counted)
-    first, second = outcomes_of(case, ("belady", "g10"))
-    assert len(asked) == 1
-    assert first.over_bound == pytest.approx(first.over_ideal * chain.ideal_seconds / 4.0)
-    assert second.over_bound == pytest.approx(second.over_ideal * chain.ideal_seconds / 4.0)
-    belady, best = outcomes_of(case, ("belady", "ilp"))
-    assert len(asked) == 1 and best.policy == "ilp"
-    assert belady.over_bound / best.over_bound == pytest.approx(belady.over_ideal / best.over_ideal)

@@ -36,8 +36,10 @@ def test_a_block_is_changed_where_it_waits_and_leaves_again_with_its_present_con
     bench.mover.log.clear()
     bench.pager.lending.lend([block])
     assert block.state is State.UPDATING and bench.pager.account.used_bytes == 0
+    before = block.version, block.updates
     change(bench, block, 4)
     bench.pager.lending.give_back([block])
+    assert (block.version, block.updates) == (before[0] + 1, before[1] + 1)
     leaves_first = ["out w"] * (where == "on the device")
     assert block.state is State.OFFLOADED and bench.mover.log == [*leaves_first, "invalidate w"], "no other copy of the whole"
     bench.run(block)

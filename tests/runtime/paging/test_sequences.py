@@ -200,6 +200,9 @@ class AnySequence:
         absent = (State.OFFLOADED, State.DROPPED)
         assert self.pager.account.used_bytes == sum(b.size_bytes for b in known if b.state not in absent)
         assert self.mover.dropped == {b for b in known if b.state is State.DROPPED}
+        assert all(b.copy_is_valid for b in known if b.state is State.OFFLOADED) and not any(
+            b.copy_is_valid for b in self.mover.dropped
+        )
         kinds, states = [copy.kind for copy in self.mover.flying], [b.state for b in known]
         assert kinds.count("in") == states.count(State.PREFETCHING) == self.pager.account.prefetching_blocks
         assert kinds.count("out") == states.count(State.OFFLOADING)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from planner.errors import ChecksumError, StorageIOError
-from runtime.storage import StagedStore, cut_slot
+from runtime.storage import StagedStore
 from runtime.transfer import Engine
 
 from ..memory import COPIES, Memory, flip_a_bit, read_slot, write_slot
@@ -98,18 +98,6 @@ def test_threads_take_short_turns_until_the_last_one_is_closed(open_store: Open,
         assert sys.getswitchinterval() == pytest.approx(0.02, rel=0.02)
     finally:
         sys.setswitchinterval(before)
-
-
-def test_parts_of_a_chunk_go_to_their_places_in_the_file(open_store: Open, drive: Drive) -> None:
-    store = open_store()
-    store.allocate(MIB, "before")
-    slot = store.allocate(2 * MIB, "weights")
-    memory = Memory(slot.size_bytes, random=True)
-    chunk = cut_slot(slot, MIB - 4096)[1]
-    drive.calls.clear()
-    store.write_chunk(slot, chunk, memory.address)
-    begins = [chunk.file_offset_bytes + number * BUFFER for number in range(4)]
-    assert drive.calls == [("write", begin, min(BUFFER, begins[0] + chunk.length_bytes - begin)) for begin in begins]
 
 
 def test_the_next_part_is_fetched_while_one_is_written(open_store: Open, drive: Drive) -> None:

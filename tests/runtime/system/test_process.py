@@ -190,18 +190,6 @@ def test_what_a_hook_leaves_is_undone_if_the_program_is_interrupted_after_it() -
     assert undone == ["it"]
 
 
-def test_what_has_failed_is_undone_once() -> None:
-    undone: list[str] = []
-    with pytest.raises(ValueError, match="failed"):
-        with uninterrupted():
-            undo_if_interrupted(lambda: undone.append("it"))
-            raise ValueError("failed")
-    assert undone == ["it"]
-    with pytest.raises(KeyboardInterrupt):
-        press_ctrl_c()
-    assert undone == ["it"]
-
-
 # -- the garbage collector passes over what a training holds, and over nothing that is made later
 
 

@@ -86,29 +86,6 @@ def test_many_blocks_of_all_sizes_come_back_as_they_left(store: PosixStore, engi
     assert engine.links["storage->device"] is engine.read_link
 
 
-def test_an_io_error_in_the_middle_of_a_block(store: PosixStore, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    slot = store.allocate(MIB, "layers.3.weight")
-    memory = Memory(slot.size_bytes)
-    engine.write(slot, memory.address, nothing).wait(30)
-    real = os.preadv
-    broken_from = slot.extents[-1].offset_bytes + slot.extents[-1].length_bytes // 2
-    last = slot.extents[-1].file_descriptor
-
-    def fail(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        if descriptor == last and offset + len(buffers[0]) > broken_from:
-            raise OSError(5, "Input/output error")
-        return real(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", fail)
-    told: list[StorageError | None] = []
-    transfer = engine.read(slot, memory.address, lambda t: told.append(t.error))
-    with pytest.raises(StorageIOError, match=r"read block 'layers.3.weight' in .*\[errno 5\]") as raised:
-        transfer.wait(30)
-    assert told == [raised.value]
-    monkeypatch.undo()
-    engine.read(slot, memory.address, nothing).wait(30)
-
-
 def test_both_directions_move_at_once(store: PosixStore, engine: Engine) -> None:
     slots = [store.allocate(MIB, name) for name in ("out", "in")]
     memory = Memory(2 * MIB)
