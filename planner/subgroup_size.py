@@ -30,8 +30,8 @@ from itertools import combinations
 
 from planner.schema import Hardware, Link, WaitingTier
 
+# Largest size of a subgroup where nothing was measured. It is of the right order for 100 GB over a link of 50 GB/s.
 UNMEASURED_BYTES = 256 << 20
-"""Largest size of a subgroup where nothing was measured. It is of the right order for 100 GB over a link of 50 GB/s."""
 _SUBGROUPS_PER_ROOM = 8
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from planner import Budgets, TeraioError, Trace, plan
 
-NO_PLAN = 3
-"""The exit status when no plan can be made."""
+NO_PLAN = 3  # the exit status when no plan can be made
 
 
 def main(arguments: list[str]) -> int:

@@ -15,8 +15,8 @@ from planner.problem import SolverSettings, live_bytes
 from planner.schema import Budgets, FrozenModel, Predicted
 from planner.simulator import STAGES, critical_path
 
+# no plan exists: it is proved, since one stage alone needs more. none was found: a plan may exist, but the planner has none.
 Fit = Literal["yes", "no plan exists", "none was found"]
-"""no plan exists: it is proved, since one stage alone needs more. none was found: a plan may exist, but the planner has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,10 +88,9 @@ _INSTANTS_FIRST = 8  # for long iterations: a fifth of the time of 16, and often
 _INSTANTS_SHORT = 32  # for iterations of at most _SHORT_STAGES stages: there they cost little time, and 16 give a weak bound
 _SHORT_STAGES = 64
 _MARGIN = 1e-6
+# Stages in which blocks are idle, summed over blocks and tiers, up to which blocks count as whole. More may take seconds to
+# solve.
 MAX_WHOLE = 32
-"""Stages in which blocks are idle, summed over blocks and tiers, up to which blocks count as whole. More may take seconds to
-solve.
-"""
 
 
 def lower_bound_seconds(

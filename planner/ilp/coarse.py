@@ -18,8 +18,8 @@ from planner.lp import solve_program
 from planner.problem import Problem, RerunPlaces, SolverSettings, host_bytes, needed_again
 from planner.schema import SolverReport, Subgroup, WaitingTier
 
+# Longer iterations begin with the linear relaxation: a whole integer program often finds nothing within the limit.
 MAX_INTEGER_STAGES = 64
-"""Longer iterations begin with the linear relaxation: a whole integer program often finds nothing within the limit."""
 
 # For one lower tier. With 64 segments, plans of long iterations are up to 3 % slower; with 250, they are no faster, and take
 # twice as long.

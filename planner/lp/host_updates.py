@@ -24,8 +24,7 @@ from planner.lp.program import Program, Terms, Variable
 from planner.problem import Problem, Route, gradients, host_bytes, host_start, next_user_stage, parameters, states, total_bytes
 from planner.schema import Block, Link, Subgroup
 
-PROCESSOR = "host processor"
-"""Key of the host processor's rows among those of the links."""
+PROCESSOR = "host processor"  # key of the host processor's rows among those of the links
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

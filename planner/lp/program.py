@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-Variable = int
-"""Position of a variable in the program's lists."""
+Variable = int  # position of a variable in the program's lists
 
-Terms = list[tuple[Variable, float]]
-"""Σ factor · variable. A variable may occur more than once."""
+Terms = list[tuple[Variable, float]]  # Σ factor · variable. A variable may occur more than once.
 
 
 class Program:

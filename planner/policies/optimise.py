@@ -35,8 +35,7 @@ from planner.schedule import (
 )
 from planner.schema import Plan, SolverReport
 
-Start = tuple[Problem, Decisions]
-"""Decisions that are made exact, and the problem with its updates on the host."""
+Start = tuple[Problem, Decisions]  # decisions that are made exact, and the problem with its updates on the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,8 +77,8 @@ class _Pressure:
         return cls(seconds=seconds, seconds_until=[0.0, *np.cumsum(twice).tolist()], thin=thin)
 
 
+# (bytes that a move frees, first stage without them, stage where they are back, pressure) → byte seconds.
 Benefit = Callable[[int, int, int, _Pressure], float]
-"""(bytes that a move frees, first stage without them, stage where they are back, pressure) → byte seconds."""
 
 
 def _time_over_budget(size_bytes: int, first: int, end: int, pressure: _Pressure) -> float:

@@ -203,12 +203,12 @@ HEURISTICS: dict[str, Callable[[Problem], Decisions]] = {
     "zero-infinity": zero_infinity_decisions,
     "belady": lambda problem: evict_furthest(problem, {}, early=False),
 }
+# Where updates run is fixed.
 RULES: dict[str, Policy] = {
     "device-updates": _fixed_updates("device-updates", lambda name, problem: ()),
     "host-updates": _fixed_updates("host-updates", all_on_host),
     "stride-2": _fixed_updates("stride-2", every_second_on_device),
 }
-"""Where updates run is fixed."""
 POLICIES: dict[str, Policy] = {
     "ilp": _optimised("ilp", _ilp),
     "offload-only": _optimised("offload-only", _offload_only),

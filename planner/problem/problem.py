@@ -16,10 +16,9 @@ _UNITS_PER_ITERATION = 100.0
 DEFAULT_GAP = 0.005
 DEFAULT_THREADS = 2
 DEFAULT_WRITE_WEIGHT = 0.005
+# Seconds of iteration time that one second of copying is worth where nothing wears out: of equal plans, the one that moves
+# less wins.
 TIE_WEIGHT = 0.005
-"""Seconds of iteration time that one second of copying is worth where nothing wears out: of equal plans, the one that moves less
-wins.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +62,8 @@ class Decision:
     start: int
 
 
+# Period index (in `Problem.periods`) → decision. The block of a period without a decision stays on the device.
 Decisions = dict[int, Decision]
-"""Period index (in `Problem.periods`) → decision. The block of a period without a decision stays on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)

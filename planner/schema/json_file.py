@@ -24,28 +24,22 @@ from planner.schema.models import describe, field_path, short_repr
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
+# Bytes of the longest file that is read, after unpacking. The trace of a 70-billion-parameter transformer (968 stages, 4418
+# blocks) takes 1.2 MB.
 MAX_BYTES = 64 << 20
-"""Bytes of the longest file that is read, after unpacking. The trace of a 70-billion-parameter transformer (968 stages, 4418
-blocks) takes 1.2 MB."""
 
+# Numbers, texts, lists and objects in one file; that trace has 61 thousand. A short text can hold many values, and each takes
+# about a hundred bytes when it is parsed. The report of a fault takes a kilobyte, and the three characters `{},` can be an
+# object that lacks seven fields. So the lists of the models stop at the first faulty entry (pydantic's FailFast).
 MAX_VALUES = 1_000_000
-"""Numbers, texts, lists and objects in one file; that trace has 61 thousand.
 
-A short text can hold many values, and each takes about a hundred bytes when it is parsed. The report of a fault takes a kilobyte,
-and the three characters `{},` can be an object that lacks seven fields. So the lists of the models stop at the first faulty entry
-(pydantic's FailFast)."""
-
+# The largest size of a number, positive or negative. Whole numbers then fit 64 bits, as file sizes do. With MIN_NUMBER, sums
+# and quotients of sizes, rates and seconds stay finite: 10^6 · 10^19 / 10^-60 is far below 10^308.
 MAX_NUMBER = (1 << 63) - 1
-"""The largest size of a number, positive or negative.
 
-Whole numbers then fit 64 bits, as file sizes do. With MIN_NUMBER, sums and quotients of sizes, rates and seconds stay finite:
-10^6 · 10^19 / 10^-60 is far below 10^308."""
+MIN_NUMBER = 1e-60  # the smallest size of a number other than 0. Differences caused by rounding are far larger.
 
-MIN_NUMBER = 1e-60
-"""The smallest size of a number other than 0. Differences caused by rounding are far larger."""
-
-MAX_TEXT_CHARACTERS = 4096
-"""Characters of the longest text, so that messages and tables stay readable."""
+MAX_TEXT_CHARACTERS = 4096  # characters of the longest text, so that messages and tables stay readable
 
 # A place in a file. `()` is the top; `(place, key)` is the entry `key` of the value at `place`. Deep places share it.
 _Place = tuple[Any, ...]

@@ -17,8 +17,8 @@ _T = TypeVar("_T")
 Bytes = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 Id = Annotated[int, Field(ge=0, lt=2**63)]
+# FailFast: only the first fault of a list is reported. Collecting all of them could take gigabytes.
 Ids = Annotated[tuple[Id, ...], FailFast()]
-"""FailFast: only the first fault of a list is reported. Collecting all of them could take gigabytes."""
 
 
 class FrozenModel(BaseModel):

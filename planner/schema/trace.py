@@ -20,8 +20,8 @@ VERSION = 1
 _WITHOUT_EFFECT = {"name", "created_by", "subgroup_bytes", "not_recomputed"}  # fields that plans do not depend on
 
 Tier = Literal["device", "host", "storage"]
+# What a stage belongs to. "recompute": a re-run of a plan, see `planner.recomputed`; never in a file.
 Phase = Literal["forward", "backward", "optimizer", "user", "recompute"]
-"""What a stage belongs to. "recompute": a re-run of a plan, see `planner.recomputed`; never in a file."""
 BlockKind = Literal["parameter", "gradient", "optimizer_state", "activation", "buffer"]
 Rate = Annotated[float, Field(ge=1e-60)]
 SubgroupBytes = Annotated[int, Field(gt=0)]

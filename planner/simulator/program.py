@@ -9,8 +9,7 @@ from planner.errors import InfeasiblePlanError
 from planner.problem import device_iteration, gradients, host_start, host_updatable, parameters, user_stages
 from planner.schema import Block, Move, Plan, Subgroup, Trace
 
-NOWHERE: frozenset[str] = frozenset()
-"""No tier."""
+NOWHERE: frozenset[str] = frozenset()  # no tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from planner.schema import BlockKind
 
 _SAME = 1e-9  # share of the iteration by which times may differ: sums in another order round differently
 
+# What takes room on the device: blocks of a kind, or the workspace of the stage that runs.
 MemoryKind = BlockKind | Literal["workspace"]
-"""What takes room on the device: blocks of a kind, or the workspace of the stage that runs."""
 
 
 class StageTimes(NamedTuple):
@@ -51,8 +51,8 @@ class HostUpdate(NamedTuple):
     end_seconds: float
 
 
+# When the device's memory takes or loses bytes, in seconds from the end of the iteration before; for what; and how many.
 MemoryChange = tuple[float, MemoryKind, int]
-"""When the device's memory takes or loses bytes, in seconds from the end of the iteration before; for what; and how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,8 +41,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from planner.errors import StorageError
 
-MIN_MOVED_BYTES = 1 << 20
-"""Smaller blocks stay on the device: system calls would cost more than the memory is worth."""
+MIN_MOVED_BYTES = 1 << 20  # smaller blocks stay on the device: system calls would cost more than the memory is worth
 
 
 class DeviceMemoryError(StorageError):
@@ -162,8 +161,8 @@ class Lane(enum.Enum):
     __hash__ = object.__hash__  # `Enum` hashes the name, in Python; lanes are looked up for all that a device is asked for
 
 
+# For code that runs for each copy: Python 3.11 takes as long to look a member up in an enum as to call a function.
 COMPUTE, USER, OUTWARD, INWARD = Lane
-"""For code that runs for each copy: Python 3.11 takes as long to look a member up in an enum as to call a function."""
 
 
 class Event(Protocol):

@@ -12,8 +12,8 @@ from runtime.paging import Block
 Phase = Literal["forward", "backward", "optimizer", "user"]
 Kind = Literal["parameter", "gradient", "optimizer_state", "activation", "buffer"]
 
+# Boxed call: takes a list of values and empties it, so that values are freed as soon as they are not needed any more.
 StageFunction = Callable[[list[Any]], Sequence[Any]]
-"""Boxed call: takes a list of values and empties it, so that values are freed as soon as they are not needed any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from runtime.device import Span
     from runtime.storage import Slot
 
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-"""The types of tensors that wrap no other one."""
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # the types of tensors that wrap no other one
 # References to the storage of a tensor without aliases: the tensor's and that of the storage's object in Python.
 _OWN_REFERENCES = 2
 
@@ -36,8 +35,8 @@ class State(enum.Enum):
     DROPPED = enum.auto()
 
 
+# For code that runs for each block: Python 3.11 takes as long to look a member up in an enum as to call a function.
 ON_DEVICE, OFFLOADING, OFFLOADED, PREFETCHING, UPDATING, DROPPED = State
-"""For code that runs for each block: Python 3.11 takes as long to look a member up in an enum as to call a function."""
 
 
 class Source(Protocol):

@@ -31,9 +31,9 @@ from runtime.paging.mover import Done, Mover
 from runtime.storage import PageSums, RangeCopy
 from runtime.system import storage_swap
 
+# The byte that memory is filled with. Floats made of it are far from all values in training: -6.5e4 in 16 bits, -2.6e36 in
+# bfloat16 and 32 bits, -1.7e289 in 64 bits. Integers of 32 or 64 bits made of it are so low that any index is refused.
 POISON = 0xFB
-"""The byte that memory is filled with. Floats made of it are far from all values in training: -6.5e4 in 16 bits, -2.6e36 in
-bfloat16 and 32 bits, -1.7e289 in 64 bits. Integers of 32 or 64 bits made of it are so low that any index is refused."""
 
 _REMEDY = (
     "teraio has lost it on the way, or memory or a drive is damaged: run again with the option checksums, which finds what "

@@ -16,8 +16,8 @@ from runtime.paging.block import Block, StorageOwnership
 from runtime.storage import RangeCopy, Slot, Store, slot_range
 from runtime.transfer import Engine, Ready, Transfer
 
+# Called once, in any thread, when a copy that threads make has ended; with its error if it failed.
 Done = Callable[[StorageError | None], None]
-"""Called once, in any thread, when a copy that threads make has ended; with its error if it failed."""
 
 
 class Mover(Protocol):

@@ -17,10 +17,8 @@ from runtime.paging.block import DROPPED, ON_DEVICE, Block
 from runtime.paging.mover import Mover, Tiers
 from runtime.system import Name, annotate, first_of
 
-NO_LIMIT = 1 << 62
-"""Free bytes where there is no budget."""
-CHECK_SECONDS = 1.0
-"""Seconds between drive health checks while waiting for a copy."""
+NO_LIMIT = 1 << 62  # free bytes where there is no budget
+CHECK_SECONDS = 1.0  # seconds between drive health checks while waiting for a copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,8 +39,8 @@ from planner.errors import ChecksumError
 from runtime.storage.store import Chunk, FilePlace, MoveChunk, Slot
 from runtime.system import native
 
+# Each page has a sum of 64 bits. Random changes leave one in 2^64 pages with its sum; changes within one word never do.
 PAGE_BYTES = 4096
-"""Each page has a sum of 64 bits. Random changes leave one in 2^64 pages with its sum; changes within one word never do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 
 from planner.errors import StorageError, StorageIOError
 
+# Offsets and sizes in spill files, and addresses in memory, are multiples of this. Direct I/O and mmap need it.
 ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
-"""Offsets and sizes in spill files, and addresses in memory, are multiples of this. Direct I/O and mmap need it."""
 
 _Item = TypeVar("_Item")
 
@@ -59,8 +59,7 @@ class Slot:
     address: int | None = None
 
 
-FilePlace = tuple[int, int, int]
-"""Where a chunk lies: file descriptor, offset in bytes, length in bytes."""
+FilePlace = tuple[int, int, int]  # where a chunk lies: file descriptor, offset in bytes, length in bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +166,7 @@ def io_error(action: str, slot: Slot, chunk: Chunk, code: int | None) -> Storage
     return StorageIOError(path=str(chunk.extent.path), block=slot.name, errno=code or errno.EIO, action=action)
 
 
-MoveChunk = Callable[[Slot, Chunk, int], None]
-"""Copies one chunk of a slot, as the calls of a `ChunkIO` do."""
+MoveChunk = Callable[[Slot, Chunk, int], None]  # copies one chunk of a slot, as the calls of a `ChunkIO` do
 
 
 class ChunkIO(Protocol):

@@ -27,8 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
-Name = str | Callable[[], str]
-"""A text, or a function that makes it. The function is called only while a profiler runs."""
+Name = str | Callable[[], str]  # a text, or a function that makes it. The function is called only while a profiler runs.
 
 _NOTHING = nullcontext()
 

@@ -20,9 +20,9 @@ import torch
 
 from planner.errors import StorageError
 
+# Memory is pinned in chunks of this size. No copy may cross from one chunk into the next: the driver refuses a call with
+# memory of two registrations.
 PIN_CHUNK_BYTES = 1 << 30
-"""Memory is pinned in chunks of this size. No copy may cross from one chunk into the next: the driver refuses a call with
-memory of two registrations."""
 
 # cudaHostRegisterPortable: pinned for all devices. cudaHostRegisterMapped: kernels can read it at its own address.
 _PORTABLE, _MAPPED = 1, 2

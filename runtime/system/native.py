@@ -10,8 +10,7 @@ from typing import Any
 
 from planner.errors import UnsupportedError
 
-Signature = tuple[Any, list[Any]]
-"""The result and the arguments of a C function, as types of ctypes. None: no result."""
+Signature = tuple[Any, list[Any]]  # the result and the arguments of a C function, as types of ctypes. None: no result.
 
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 

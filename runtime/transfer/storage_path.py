@@ -26,8 +26,7 @@ from runtime.transfer.measurement import LinkRates
 
 _log = logging.getLogger("teraio")
 
-OpenEngine = Callable[[Store], Engine]
-"""Makes the engine of a store. The engine measures with memory of the device."""
+OpenEngine = Callable[[Store], Engine]  # makes the engine of a store. The engine measures with memory of the device.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

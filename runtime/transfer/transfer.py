@@ -11,9 +11,9 @@ from planner.errors import StorageError
 from runtime.storage import Chunk, Slot
 
 OnDone = Callable[["Transfer"], None]
+# Waits until the memory may be read or written, and raises if it never will be. It is called before each chunk, so a second
+# call must be cheap.
 Ready = Callable[[], None]
-"""Waits until the memory may be read or written, and raises if it never will be. It is called before each chunk, so a second
-call must be cheap."""
 
 
 class TransferLink(Protocol):

@@ -9,8 +9,7 @@ import planner
 from planner.problem import SolverSettings, live_bytes
 from teraio.cli.output import Column, Data, Facts, Page, Table, budget_facts, data_of, exact_bytes, format_bytes, format_seconds
 
-Progress = Callable[[str], None]
-"""Called with a text that says what is being planned now."""
+Progress = Callable[[str], None]  # called with a text that says what is being planned now
 
 
 def compare_policies(

@@ -23,12 +23,11 @@ from planner.schema import FrozenModel, printable
 
 _WIDE = 300
 
-Data = dict[str, Any]
-"""What JSON can say."""
+Data = dict[str, Any]  # what JSON can say
 
+# A field of the row (`"size_bytes"`, or `"predicted.stall_seconds"` of what may be None), or a function that makes text of
+# the row; None is an empty cell.
 Column = str | Callable[[Data], Any]
-"""A field of the row (`"size_bytes"`, or `"predicted.stall_seconds"` of what may be None), or a function that makes text of the
-row; None is an empty cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +52,7 @@ class Facts:
     title: str = ""
 
 
-Page = Sequence[Table | Facts | str]
-"""Parts that are printed with an empty line between them."""
+Page = Sequence[Table | Facts | str]  # parts that are printed with an empty line between them
 
 
 def save(made: planner.Plan | planner.Trace, path: Path) -> None:

@@ -36,8 +36,8 @@ class PrivateNames:
             raise _unknown(self.library, f"its {type(thing).__name__} has no {', '.join(missing)}")
 
 
+# torch 2.13 also has `_fsdp_param_groups`, since a state may have several.
 FSDP_STATE = PrivateNames(library="fully_shard", names=("_fsdp_param_group",))
-"""torch 2.13 also has `_fsdp_param_groups`, since a state may have several."""
 FSDP_GROUP = PrivateNames(
     library="fully_shard",
     names=(

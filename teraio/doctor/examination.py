@@ -21,8 +21,8 @@ from runtime.storage import HostStore, KvikioStore, load_kvikio
 from runtime.system import CudaPinner, host_limits, storage_swap
 from runtime.transfer import Engine, LinkRates, TorchMemory, choose_path, cpu_candidates
 
+# note: nothing is wrong, but teraio could do more. slow: it works, slower than it should. missing: something does not work.
 Verdict = Literal["ok", "note", "slow", "missing"]
-"""note: nothing is wrong, but teraio could do more. slow: it works, slower than it should. missing: something does not work."""
 
 
 class Finding(FrozenModel):

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 
 import planner
 
-DRIFT_LIMIT = 0.1
-"""Planning starts again if the relative drift is larger."""
+DRIFT_LIMIT = 0.1  # planning starts again if the relative drift is larger
 _PLAINLY_OFF = 0.3  # stages are plainly off beyond this relative drift
 _ALIKE = 1.1  # iterations are alike if the longest takes no more than so many times the shortest
 _CONTENDED = 1.05  # a link counts as slowed down by others if it takes longer than alone by this factor

@@ -254,8 +254,8 @@ def _updated(replica: Replica, master: Tensor | None, inverse_scale: Tensor | No
     return replica
 
 
+# Bytes of masters that are updated together where there is no budget: their gradients in fp32 are temporary.
 SUBGROUP_BYTES = 64 << 20
-"""Bytes of masters that are updated together where there is no budget: their gradients in fp32 are temporary."""
 
 
 def keep_masters(

@@ -25,12 +25,11 @@ from teraio.distributed import is_sharded_over_all, rank_count
 _ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split())
 _BY_PARAMETER = frozenset("Adafactor Muon".split())  # their update looks at a whole parameter, but at no other parameter
 _FUSED_ON_CPU = frozenset("Adagrad Adam AdamW SGD".split())
-USUAL_STATES = 2
-"""Tensors of a parameter's size that most optimizers keep: for optimizers that have not made theirs yet."""
+USUAL_STATES = 2  # tensors of a parameter's size that most optimizers keep: for optimizers that have not made theirs yet
 HALF = frozenset({torch.bfloat16, torch.float16})
 
+# Positional and keyword arguments of a step; the optimizer itself is the first of them.
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a step; the optimizer itself is the first of them."""
 
 
 class OwnHooks:

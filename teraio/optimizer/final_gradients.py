@@ -35,11 +35,11 @@ STEPS_TO_WATCH = 2
 
 Settings = list[dict[str, Any]]
 
+# Which memory a tensor shows, and how. Holds no tensor, since `.grad` takes over only a tensor that nobody else holds.
 TensorView = tuple[Block | None, torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype]
-"""Which memory a tensor shows, and how. Holds no tensor, since `.grad` takes over only a tensor that nobody else holds."""
 
+# A tensor's version, and small tensors that change with its content. They are raw bytes, so that NaN is equal to itself.
 Digest = tuple[int, tuple[Tensor, ...]]
-"""A tensor's version, and small tensors that change with its content. They are raw bytes, so that NaN is equal to itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,8 @@ _MIN_ELEMENTS = 64 << 10
 _RUNS = 3
 _ATTEMPTS = 32  # how often to look for room to measure in, since the host tier may be full for a while
 
+# Gives memory of so many bytes in the host tier for a while: its address, or None if there is no room.
 Scratch = Callable[[int], AbstractContextManager[int | None]]
-"""Gives memory of so many bytes in the host tier for a while: its address, or None if there is no room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

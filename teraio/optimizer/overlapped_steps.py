@@ -233,8 +233,8 @@ class _GraphUpdates:
             self._watch.run_ended(self._run, results)
 
 
+# Parameters, gradients and states of an update stage. Smaller updates wait for those of later stages.
 MIN_STAGE_BYTES = 4 << 20
-"""Parameters, gradients and states of an update stage. Smaller updates wait for those of later stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

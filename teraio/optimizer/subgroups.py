@@ -26,8 +26,8 @@ from teraio.optimizer.slices import Slicing, slicing
 
 logger = logging.getLogger("teraio")
 
+# The smallest parameter that moves, with gradient and the two states of Adam. Smaller subgroups would move nothing earlier.
 MIN_SUBGROUP_BYTES = 4 * MIN_MOVED_BYTES
-"""The smallest parameter that moves, with gradient and the two states of Adam. Smaller subgroups would move nothing earlier."""
 _RUNS = 9
 _SHAPE = (2, 2)  # shape of the parameter that is updated to measure. Muon takes matrices only.
 

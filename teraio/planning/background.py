@@ -18,8 +18,8 @@ from teraio.ranks import RankGroup
 
 logger = logging.getLogger("teraio")
 
+# Takes a plan that was made, and returns the one to follow. May raise a TeraioError.
 Choose = Callable[[planner.Plan], planner.Plan]
-"""Takes a plan that was made, and returns the one to follow. May raise a TeraioError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from runtime.device import Mark
 from runtime.paging import Block
 
+# Prefetched blocks that were waited for, by trace id, each with the seconds from the start of the wait to its arrival.
 LateBlocks = tuple[tuple[int, float], ...]
-"""Prefetched blocks that were waited for, by trace id, each with the seconds from the start of the wait to its arrival."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,8 +21,8 @@ import planner
 from runtime.paging import Block
 from teraio.profiling.iteration import Iteration, StageRecord
 
+# The name of the block that stands for all that stays on the device without being a block.
 FIXED_NAME = "small optimizer states"
-"""The name of the block that stands for all that stays on the device without being a block."""
 _NEAR = 1.5  # measurements up to this multiple of the fastest one count as undisturbed
 _UNSURE = 0.1  # share of the time that may be in stages with a single undisturbed measurement
 _ENOUGH_TO_JUDGE = 3  # with fewer iterations, whoever has asked for so few gets what they say

@@ -21,8 +21,8 @@ from torch.fx import GraphModule
 
 from runtime.execution import StageFunction
 
+# Compiles one subgraph: takes its module, fake inputs and compile options, returns a boxed function.
 Codegen = Callable[[GraphModule, Sequence[Any], dict[str, Any]], StageFunction]
-"""Compiles one subgraph: takes its module, fake inputs and compile options, returns a boxed function."""
 
 # Part of the keys of Inductor's cache. A stage keeps the strides of all its outputs; the keys do not say which a graph keeps.
 _CACHE_TAG = "teraio stage 1"

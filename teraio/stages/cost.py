@@ -53,8 +53,7 @@ class _DataSheet:
     bytes_per_second: float
 
 
-SpeedOf = Callable[[torch.device], Speed]
-"""Says how fast a device is."""
+SpeedOf = Callable[[torch.device], Speed]  # says how fast a device is
 
 _H200 = _DataSheet((9, 0), 132, 67e12, 989e12, 4.8e12)
 _KNOWN = (
@@ -69,8 +68,8 @@ _KNOWN = (
 )
 """By NVIDIA's data sheets, ascending. Others count as the one before them, and by their number of multiprocessors."""
 
+# One or two cores. With more, stages are shorter than wanted, and the smallest budget stays as low.
 CPU = Speed(flops_per_second=1e11, short_flops_per_second=1e11, bytes_per_second=1e10)
-"""One or two cores. With more, stages are shorter than wanted, and the smallest budget stays as low."""
 
 
 def speed_of(device: torch.device) -> Speed:

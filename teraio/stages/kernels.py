@@ -30,8 +30,8 @@ from teraio.stages.operators import (
     tensors_at,
 )
 
+# The node that owns a storage, and which of its results: the indices that lead to it, as results may be nested.
 StorageKey = tuple[Node, tuple[Any, ...]]
-"""The node that owns a storage, and which of its results: the indices that lead to it, as results may be nested."""
 
 
 def storages_of(nodes: Sequence[Node]) -> dict[Node, StorageKey]:

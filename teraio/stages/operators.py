@@ -20,8 +20,8 @@ import torch
 from torch._prims import rng_prims
 from torch.fx import Graph, Node
 
+# Values of symbolic sizes (sympy symbols). A missing value is replaced by the hint from compilation.
 Symbols = Mapping[Any, int]
-"""Values of symbolic sizes (sympy symbols). A missing value is replaced by the hint from compilation."""
 
 
 def has_storage(value: Any) -> TypeGuard[torch.Tensor]:
@@ -156,8 +156,8 @@ def draws(node: Node) -> bool:
 # Random state. So that a checkpointed region draws the same numbers when backward recomputes it, PyTorch wraps a random operator,
 # such as attention or dropout, in one of three higher-order operators. A graph is cut around them as around any operator.
 
+# `run_and_save_rng_state(operator, ...)` returns the state and the operator's result.
 SAVES_STATE = rng_prims.run_and_save_rng_state
-"""`run_and_save_rng_state(operator, ...)` returns the state and the operator's result."""
 _TAKES_STATE = rng_prims.run_with_rng_state  # `run_with_rng_state(state, operator, ...)` returns the operator's result
 # `graphsafe_run_with_rng_state(operator, ..., rng_state=generator)` returns the operator's result.
 _TAKES_GENERATOR = rng_prims.graphsafe_run_with_rng_state
@@ -179,8 +179,8 @@ def unwrapped(node: Node) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
     return node.target, node.args, node.kwargs
 
 
+# Namespaces of the collectives whose results `_c10d_functional.wait_tensor` waits for.
 FUNCTIONAL_COLLECTIVES = frozenset(("_c10d_functional", "_c10d_functional_autograd"))
-"""Namespaces of the collectives whose results `_c10d_functional.wait_tensor` waits for."""
 _COLLECTIVES = FUNCTIONAL_COLLECTIVES | {"_dtensor", "c10d_functional", "symm_mem"}
 _WAIT = "wait_tensor"
 
