@@ -86,9 +86,8 @@ class Instants:
 def _keep(times: list[float], live: list[int], total: float, most: int) -> list[int]:
     """Remove one position after another, always the least useful one, until `most` are left.
 
-    A position is useful for how it divides the time around it. Above all, it is useful for how far the memory there rises above
-    or falls below that of its neighbours: the budget binds at peaks, and most blocks come and go between valleys. Since
-    positions are removed one at a time, fewer instants are always a subset of more.
+    A position is useful for how it divides the time around it, and above all for how far the memory there rises above or falls
+    below that of its neighbours.
     """
     kept = list(range(len(times)))
     most_live = max(*live, 1)
@@ -97,11 +96,12 @@ def _keep(times: list[float], live: list[int], total: float, most: int) -> list[
         before, here, after = kept[number - 1], kept[number], kept[(number + 1) % len(kept)]
         seconds = (times[after] - times[before]) % total if total > 0 else 0.0
         low, high = sorted((live[before], live[after]))
+        # The budget binds at peaks, and most blocks come and go between valleys.
         turn = max(live[here] - high, low - live[here], 0)
         return seconds / (total or 1.0) + _TURN_WEIGHT * turn / most_live
 
     worths = [worth(number) for number in range(len(kept))]
-    while len(kept) > most:
+    while len(kept) > most:  # one at a time, so that fewer instants are always a subset of more
         least = worths.index(min(worths))
         del kept[least], worths[least]
         for number in {(least - 1) % len(kept), least % len(kept)}:

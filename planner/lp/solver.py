@@ -97,7 +97,9 @@ _UntypedHighs: Any = highspy.Highs  # its methods have no annotations
 
 
 class _QuietHighs(_UntypedHighs):  # type: ignore[misc]
-    """HiGHS that prints nothing. A plain one says who it is from 1.16 on, because its constructor enables callbacks."""
+    """HiGHS that prints nothing."""
+
+    # From 1.16 on, a plain one says who it is, because its constructor enables callbacks.
 
     def enableCallbacks(self) -> None:  # noqa: N802 - HiGHS' name
         self.setOptionValue("output_flag", False)
@@ -139,7 +141,7 @@ def _linear(program: Program, settings: SolverSettings, *, vertex: bool) -> high
 
 
 def _has_not_run(solver: highspy.Highs) -> bool:
-    """HiGHS keeps its first number of threads for the whole process and does not run with another. It must be reset then."""
+    # HiGHS keeps its first number of threads for the whole process and does not run with another. It must be reset then.
     return bool(solver.getModelStatus().name == "kNotset")
 
 
@@ -156,11 +158,9 @@ def _highs_model(program: Program) -> highspy.HighsLp:
 
 
 def _run(solver: highspy.Highs, program: Program, settings: SolverSettings, *, vertex: bool) -> None:
-    """Run HiGHS on a linear program: the dual simplex method; the interior point method where that takes too many iterations.
-
-    Where copies hide behind the arithmetic, the simplex method is up to eight times as fast. Where links are the bottleneck, it
-    may take several times as long. So it is given up after _SHARE as many iterations as the program has rows.
-    """
+    """Run HiGHS on a linear program: the dual simplex method; the interior point method where that takes too many iterations."""
+    # Where copies hide behind the arithmetic, the simplex method is up to eight times as fast. Where links are the bottleneck, it
+    # may take several times as long. So it is given up after _SHARE as many iterations as the program has rows.
     solver.setOptionValue("solver", "simplex")
     solver.setOptionValue("simplex_dual_edge_weight_strategy", _DEVEX)
     solver.setOptionValue("simplex_iteration_limit", max(int(_SHARE * len(program.least)), _LEAST_ITERATIONS))
@@ -175,7 +175,8 @@ def _run(solver: highspy.Highs, program: Program, settings: SolverSettings, *, v
 
 
 def _stop_after(seconds: float, callback: highspy.highs.HighsCallback) -> None:
-    """End a run after so much processor time of this process: HiGHS itself counts what passes while others have the processor."""
+    """End a run after so much processor time of this process."""
+    # HiGHS itself counts what passes while others have the processor.
     end = time.process_time() + seconds
 
     def check(event: highspy.highs.HighsCallbackEvent) -> None:

@@ -233,10 +233,7 @@ def _starts(
 
 
 def start_of(problem: Problem, solution: CoarseSolution) -> Start:
-    """What the solution chooses, and the problem that is left when its subgroups update on the host.
-
-    Rounding may overfill a tier. A period then gets the fastest other tier with room, or stays; updates on the host come first.
-    """
+    """What the solution chooses, and the problem that is left when its subgroups update on the host."""
     chosen = {(problem.periods[i].block, problem.periods[i].after): tier for i, tier in solution.tiers.items()}
     on_host = in_order_of_need(problem, solution.on_host)
     left = problem if tuple(on_host) == problem.on_host else Problem.of(problem.source, problem.budgets, on_host)
@@ -244,6 +241,7 @@ def start_of(problem: Problem, solution: CoarseSolution) -> Start:
     decisions: Decisions = {}
     for index, period in enumerate(left.periods):
         tier = "host" if index in left.updated else chosen.get((period.block, period.after))
+        # Rounding may overfill a tier. The period then gets the fastest other tier with room, or stays.
         if tier is not None and not room.fits(index, tier):
             tier = room.best(index)
         if tier is not None:
@@ -292,12 +290,10 @@ def exact_candidates(problem: Problem, start: Decisions, write_weight: float) ->
 def _best_schedule(
     problem: Problem, decisions: Decisions, write_weight: float, *, leads: Sequence[float], rounds: int
 ) -> ReplayedPlan:
-    """Schedule by the ideal clock, replay, schedule again by the replayed clock, and so on. Keep the best.
-
-    Longer leads are tried first, and of equal plans the first is kept: a lead absorbs delays that were not measured.
-    """
+    """Schedule by the ideal clock, replay, schedule again by the replayed clock, and so on. Keep the best."""
     best: ReplayedPlan | None = None
     known: set[tuple[tuple[int, int], ...]] = set()
+    # Longer leads come first, and of equal plans the first is kept: a lead absorbs delays that were not measured.
     for lead in leads:
         clock = StageClock.ideal(problem)
         for _ in range(rounds):

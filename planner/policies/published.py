@@ -161,16 +161,13 @@ class _Greedy:
         ]
 
     def choose(self) -> Decisions:
-        """Choose moves until no stage is over the budget or no move helps.
-
-        The value of a move is computed again when its turn comes, since earlier moves may have lowered it. For one tier, values
-        never rise.
-        """
+        """Choose moves until no stage is over the budget or no move helps."""
         chosen: Decisions = {}
         heap = [(-c.ratio, c.period) for i in range(len(self._problem.periods)) if (c := self._candidate(i))]
         heapq.heapify(heap)
         while heap and self._over_budget:
             _, index = heapq.heappop(heap)
+            # Anew, since earlier moves may have lowered its value. For one tier, values never rise.
             candidate = self._candidate(index)
             if candidate is None:
                 continue

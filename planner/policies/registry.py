@@ -51,20 +51,9 @@ def plan(
 ) -> Plan:
     """Decide which blocks wait in which tier and when they move. The plan has been replayed in the simulator.
 
-    Policies:
-
-    * `"ilp"`: the integer program, made exact. It decides what stays, what is offloaded and what is recomputed. It is never
-      slower than `"offload-only"`, nor than any of the heuristics `"teraio"`, `"g10"`, `"zero-infinity"` and `"belady"`; nor, in
-      iterations of up to 64 stages, than a fixed rule for updates.
-    * `"offload-only"`: the same without recomputation.
-    * `"checkpoint"`: every layer is recomputed from its input; the rest is offloaded where it must be, by the integer program.
-    * `"teraio"` and `"g10"`: greedy by benefit and cost, see `planner.policies.published`.
-    * `"zero-infinity"`: everything is offloaded and comes back one layer ahead, see `planner.policies.published`.
-    * `"belady"`: on demand, furthest next use first, like a pager without a plan.
-    * `"keep-all"`: no moves.
-    * `"device-updates"`, `"host-updates"`, `"stride-2"`: the integer program, for comparison, with fixed rules for where
-      optimizer subgroups update: all on the device, all that can on the host, or every second of these on the device. See
-      `planner.policies.published`.
+    `policy`: one of POLICIES, which `docs/policies.md` describes. `"ilp"` is the integer program, made exact: it decides what
+    stays, what is offloaded and what is recomputed, and is never slower than `"offload-only"` or any of the HEURISTICS, nor, in
+    iterations of up to 64 stages, than a fixed rule for updates.
 
     `write_weight`: seconds of iteration time that one second of writing to storage is worth, since drives wear out. Up to its
     default, it only decides between plans that are no slower than every heuristic's. `gap`: the share of the objective by which
@@ -104,12 +93,8 @@ def plan(
 
 
 def _no_slower_than(incumbents: Sequence[Plan], trace: Trace, budgets: Budgets, make: Callable[[], Plan]) -> Plan:
-    """Return the plan that `make` makes, or an incumbent where that is faster or no plan is made.
-
-    More memory, a larger tier or a faster link should give no slower plan. An incumbent for smaller budgets is a plan for larger
-    ones, too; if it keeps its own budgets, its replay is the same, so a plan is never slower than that. With faster links, it is
-    replayed anew and compared as it is. Raises BudgetError and InfeasiblePlanError as `make` does.
-    """
+    """Return the plan that `make` makes, or an incumbent where that is faster or no plan is made. Raises as `make` does."""
+    # More memory, a larger tier or a faster link should give no slower plan.
     found = [made for incumbent in incumbents for made in _carried_over(trace, budgets, incumbent)]
     try:
         found.insert(0, make())
@@ -120,6 +105,7 @@ def _no_slower_than(incumbents: Sequence[Plan], trace: Trace, budgets: Budgets, 
 
 
 def _carried_over(trace: Trace, budgets: Budgets, incumbent: Plan) -> Iterator[Plan]:
+    # A plan for smaller budgets is one for larger ones, too. With its own, its replay is the same: nothing is slower than that.
     tried = [budgets] + [incumbent.budgets] * (incumbent.budgets != budgets and _within(incumbent.budgets, budgets))
     for each in tried:
         given = incumbent.model_copy(update={"trace_fingerprint": trace.fingerprint, "budgets": each})

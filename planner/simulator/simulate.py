@@ -195,10 +195,7 @@ class _Replay:
         return all(self.state[other] in ("device", "coming") for other in self.layout.inputs[self.stage])
 
     def _end_stage(self, stage: int, start: float) -> None:
-        """Do everything that happens at the end of a stage that began at `start` and ends now.
-
-        The copies that are queued here begin when the next stage has been reached, since only then its need for room is known.
-        """
+        """Do everything that happens at the end of a stage that began at `start` and ends now."""
         self.times.append(
             StageTimes(
                 reached_seconds=self.reached_at - self.iteration_began,
@@ -215,6 +212,7 @@ class _Replay:
             self._die(block)
         for index in self.program.drops[stage]:
             self._drop(index)
+        # They begin when the next stage has been reached, since only then its need for room is known.
         for index in self.program.offloads[stage]:
             self._queue(index, inward=False)
 

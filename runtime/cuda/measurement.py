@@ -118,12 +118,8 @@ def _latency(streams: CudaStreams, store: HostStore, slot: Slot, device: int, la
 def computing(device: torch.device) -> Iterator[None]:
     """Within, a stream of `device` multiplies matrices, and the default stream waits for each millisecond of that.
 
-    So paths to drives are measured as they will be in training. KvikIO's compatibility mode copies on streams that wait for the
-    default stream. In training the default stream waits for the lane of computation at the end of each region, so that such
-    copies wait for stages. An idle GPU does not show that.
-
-    Takes 24 MiB of the device, and what cuBLAS takes. Without room for them the device stays idle. Waits at the end until the
-    last product is done, and leaves nothing behind.
+    So paths to drives are measured as they will be in training. Takes 24 MiB of the device, and what cuBLAS takes. Without room
+    for them the device stays idle. Waits at the end until the last product is done, and leaves nothing behind.
     """
     stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     try:
@@ -142,6 +138,8 @@ def computing(device: torch.device) -> Iterator[None]:
                 for _ in range(_PRODUCTS):
                     torch.mm(factor, factor, out=product)
             now = _ended(stream)
+            # KvikIO's compatibility mode copies on streams that wait for the default stream. In training that waits for the lane
+            # of computation at the end of each region, so that such copies wait for stages. An idle GPU does not show that.
             torch.cuda.default_stream(device).wait_event(now)
             before.synchronize()  # never more than two portions ahead
             before = now

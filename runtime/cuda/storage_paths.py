@@ -19,15 +19,15 @@ def cuda_candidates(
 ) -> tuple[PathCandidate, ...]:
     """Return the paths between the memory of `device` and spill files in `directories`.
 
-    Checksums need the path through host memory, where the processor computes them. In its compatibility mode KvikIO goes through
-    host memory too, and its copies wait for the default stream, which in training waits for stages; so it is then left out.
-    forced: the name of a path that is to be taken in spite of that.
+    forced: the name of a path that is to be taken although it is slow.
     """
 
     def kvikio() -> Store:
-        if checksums:
+        if checksums:  # they need the path through host memory, where the processor computes them
             raise UnsupportedError("checksums are computed by the processor, which does not see what cuFile moves; leave one out")
         store = KvikioStore(directories, budget_bytes=budget_bytes)
+        # In its compatibility mode KvikIO goes through host memory, and its copies wait for the default stream, which in training
+        # waits for stages.
         if not store.bypasses_host and forced != "kvikio":
             store.close()
             raise UnsupportedError(

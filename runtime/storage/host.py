@@ -114,9 +114,9 @@ class HostStore(SlotStore):
         ctypes.memmove(address + chunk.slot_offset_bytes, self._slab.address + chunk.file_offset_bytes, chunk.length_bytes)
 
     def _check_owned(self, slot: Slot, extent: Extent) -> None:
-        """Raise StorageError for a slot of another store: its offsets could lead anywhere in this process's memory."""
+        """Raise StorageError for a slot of another store."""
         self._check_open()
-        if extent.file_descriptor != self._slab.descriptor:
+        if extent.file_descriptor != self._slab.descriptor:  # its offsets could lead anywhere in this process's memory
             raise StorageError(f"the slot of block {slot.name!r} is not of this store; this is a bug in teraio, please report it")
 
     # -- for SlotStore, which holds the lock

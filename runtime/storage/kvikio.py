@@ -83,10 +83,8 @@ class KvikioStore(FileSpace):
             raise io_error(f"{action} more than {moved:,} of {size:,} bytes {where}", slot, chunk, None)
 
     def _open_files(self) -> tuple[dict[int, Any], bool]:
-        """Return a cuFile handle for each file by its descriptor, and whether bytes travel without host memory.
-
-        By default KvikIO falls back to ordinary reads and writes without a message. So try without the fallback first.
-        """
+        """Return a cuFile handle for each file by its descriptor, and whether bytes travel without host memory."""
+        # By default KvikIO falls back to ordinary reads and writes without a message. So try without the fallback first.
         defaults, mode = self._kvikio.defaults, self._kvikio.CompatMode
         # Without the nvidia-fs driver cuFile copies through host memory too, and is slower than KvikIO.
         if not defaults.is_compat_mode_preferred() and self._kvikio.cufile_driver.get("is_gds_available"):

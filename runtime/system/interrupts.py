@@ -133,7 +133,7 @@ class _Interrupts:
                 _signal.signal(number, self._handle)
 
     def _hand_back(self) -> None:
-        """Forget none: a program that replaced a handler meanwhile has got `_handle` in return, and may set it again."""
+        # None is forgotten: a program that replaced a handler meanwhile has got `_handle` in return, and may set it again.
         for number, handler in self._handlers.items():
             if _signal.getsignal(number) == self._handle:  # unless the program has set another one meanwhile
                 _signal.signal(number, handler)

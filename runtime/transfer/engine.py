@@ -153,7 +153,8 @@ class Engine:
             yield links, slots
 
     def _abandon(self) -> None:
-        """Wait at exit until no thread is moving bytes, because the interpreter goes next. Drop what is queued."""
+        """Wait at exit until no thread is moving bytes, and drop what is queued."""
+        # The interpreter goes next, with the memory that threads read and write.
         links = (self.write_link, self.read_link)
         threads = sum(link.thread_count for link in links)
         for link in links:

@@ -138,16 +138,13 @@ def _latency(link: Link, slot: Slot, address: int) -> float:
 def _duplex_rates(
     links: tuple[Link, Link], rates: tuple[float, float], slots: Sequence[Slot], address: int
 ) -> tuple[float, float]:
-    """Return the rates of both links while both are busy.
-
-    One of them ends first. From then on the other one moves bytes at the rate that it has alone.
-    """
+    """Return the rates of both links while both are busy."""
     half = len(slots) // 2
     work = list(zip(links, (slots[:half], slots[half:]), strict=True))
     found: tuple[list[float], list[float]] = ([], [])
     for _ in range(_RATE_TRIALS):
         ends = _finish_times(work, address)
-        shared = min(ends)
+        shared = min(ends)  # from then on the other one moves bytes at the rate that it has alone
         for index, end in enumerate(ends):
             size = sum(slot.size_bytes for slot in work[index][1])
             together = size - rates[index] * (end - shared)

@@ -130,14 +130,12 @@ def _try(candidate: PathCandidate, open_engine: OpenEngine) -> StoragePath:
 
 
 def _working(candidates: Iterable[PathCandidate], open_engine: OpenEngine, refused: dict[str, TeraioError]) -> list[StoragePath]:
-    """Open all paths that work. Put the reasons of the others into `refused`.
-
-    Try a last resort only if this machine has none of the other paths.
-    """
+    """Open all paths that work. Put the reasons of the others into `refused`."""
     working: list[StoragePath] = []
     with ExitStack() as undo:
         for candidate in sorted(candidates, key=lambda candidate: candidate.last_resort):
             failed = any(isinstance(error, StorageError) for error in refused.values())
+            # Only if this machine has none of the other paths: a drive that failed is no reason to go through host memory.
             if candidate.last_resort and (working or failed):
                 continue
             try:

@@ -87,7 +87,7 @@ class GradientBuckets:
 
 
 def _modules(objects: Iterable[Any]) -> Iterator[DistributedDataParallel]:
-    """PyTorch has no list of them."""
+    # PyTorch has no list of them.
     return (each for each in objects if issubclass(type(each), DistributedDataParallel))
 
 

@@ -230,11 +230,9 @@ class HostCounters:
         return known[1] if known is not None and known[0] == state._version else state.cpu()
 
     def update(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Write back to each state what an update has left in its second tensor, the one that `here` gave.
-
-        Numbers on a device, such as AdamW's steps, are written there by kernels that get the value as an argument: a copy from
-        ordinary main memory would wait for the device, once for each parameter. Equal ones share a kernel.
-        """
+        """Write back to each state what an update has left in its second tensor, the one that `here` gave."""
+        # Numbers on a device, such as AdamW's steps, are written there by kernels that get the value as an argument: a copy from
+        # ordinary main memory would wait for the device, once for each parameter. Equal ones share a kernel.
         numbers: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
         away = [(state, here) for state, here in pairs if state is not here]
         for state, here in away:
@@ -343,10 +341,8 @@ def host_threads(local_ranks: int) -> int | None:
 
 
 def compute_pool(workers: int, threads: int | None, name: str = "") -> ThreadPoolExecutor:
-    """Return a pool whose threads compute with so many threads each; None: as PyTorch has it. Waits until they have begun.
-
-    torchrun gives each process one compute thread (OMP_NUM_THREADS=1): right beside a GPU, and wrong for updates on the host.
-    """
+    """Return a pool whose threads compute with so many threads each; None: as PyTorch has it. Waits until they have begun."""
+    # torchrun gives each process one compute thread (OMP_NUM_THREADS=1): right beside a GPU, and wrong for updates on the host.
     if threads is None:
         return ThreadPoolExecutor(workers, thread_name_prefix=name)
     # PyTorch's number of compute threads belongs to the thread that sets it, and to threads that begin to compute later.

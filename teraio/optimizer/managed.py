@@ -211,7 +211,7 @@ class ManagedOptimizers:
         self._count_small_states()
 
     def _count_small_states(self) -> None:
-        """States that are no blocks stay on the device, of all optimizers together, and so do buckets of gradients."""
+        # States that are no blocks stay on the device, of all optimizers together, and so do buckets of gradients.
         self._pager.account.fixed_bytes = sum(managed.states.small_bytes for managed in self) + self.buckets.size_bytes
 
 
@@ -310,11 +310,8 @@ class OptimizerStates:
 
 
 def _tensors(states: dict[Any, Any], parameter: Any) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield the strided tensors of a parameter's state that are on its device, each with its name and position.
-
-    Adds no entry to `states`, which is a defaultdict.
-    """
-    state = states.get(parameter)
+    """Yield the strided tensors of a parameter's state that are on its device, each with its name and position."""
+    state = states.get(parameter)  # a defaultdict, which gets no entry so
     named: Sequence[tuple[Any, Any]] = list(state.items()) if isinstance(state, dict) else [("state", state)]
     device = parameter.device if isinstance(parameter, Tensor) else None
     for name, value in named:

@@ -4,7 +4,6 @@ Optimizers stay as they are: PyTorch's global step hooks are enough. The pre-hoo
 the undecorated `step` with `param_groups` narrowed to the subgroup (`teraio.optimizer.subgroup_steps`). It leaves the groups
 empty for the original call, so that schedulers, states and hooks see one ordinary step. The post-hook gives the groups back.
 An optimizer that cannot be cut runs as a whole: all blocks that it touches are brought in first.
-Dynamo sees none of the hooks, nor what they call, where the program compiles the step.
 If the step has a closure, all of this waits until the optimizer has called it: the pre-hook puts another closure in its place.
 """
 
@@ -127,13 +126,13 @@ class OptimizerSteps(OwnHooks):
             self._optimizers.look_for_buckets()
 
     def _loaded(self, optimizer: Optimizer) -> None:
-        """Make blocks of loaded states at once, not when the next step finds them."""
-        with uninterrupted():
+        with uninterrupted():  # at once, not when the next step finds them
             self._optimizers.of(optimizer).adoption_due = True
             self.between_regions()
 
     # -- around a step
 
+    # Where the program compiles the step, Dynamo sees none of the hooks, nor what they call.
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
         refuse_overlapping(optimizer)

@@ -226,9 +226,10 @@ def _stage_name(number: int) -> str:
 class GradientVersions:
     """The versions that the gradients of an optimizer's present parameters had before an update.
 
-    Tells which gradients the update has not changed, so that their copies in the lower tiers stay valid. Correct for the
-    optimizers of torch.optim: most only read gradients, and none writes through `.data`, which does not change the version.
+    Tells which gradients the update has not changed, so that their copies in the lower tiers stay valid.
     """
+
+    # Correct for the optimizers of torch.optim: none of them writes through `.data`, which does not change the version.
 
     def __init__(self, optimizer: Optimizer) -> None:
         # A fused optimizer that a GradScaler drives divides gradients in place, and does not change the version.

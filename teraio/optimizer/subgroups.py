@@ -358,18 +358,15 @@ class Subgroups:
 
 
 def _joined(step: PendingStep, room_bytes: int | None) -> frozenset[int]:
-    """Return the numbers of parameters that should be in the subgroup of the one before: their gradients are in one block.
-
-    FSDP reduces the gradients of a group to one storage. Only a subgroup that has all of them can be updated on the host. None
-    of a run of such parameters that would take more than half of the room: the next ones have to come in meanwhile.
-    """
+    """Return the numbers of parameters that should be in the subgroup of the one before: their gradients are in one block."""
+    # FSDP reduces the gradients of a group to one storage. Only a subgroup that has all of them can be updated on the host.
     joined: set[int] = set()
     run: list[int] = []
     size = 0
     before: Block | None = None
     for number, update in enumerate((*step.updates, ParameterUpdate(total_bytes=0))):  # the last one ends the last run
         if update.gradient is None or update.gradient is not before:
-            if room_bytes is None or _PARTS * size <= room_bytes:
+            if room_bytes is None or _PARTS * size <= room_bytes:  # the next ones have to come in meanwhile
                 joined.update(run[1:])
             run, size = [], 0
         run.append(number)
