@@ -89,10 +89,12 @@ class QueuedRange:
 class LastPoint:
     """The latest point in the lane of computation. As a context: copies begin together, and share one point.
 
-    Only the training thread enters the context, with the lock of the pager held, and queues no stage within it. So nothing comes
-    into the lane of computation meanwhile, but for the mover's own waits for copies. It tells of them by `passed`: memory that
-    is freed after such a wait may serve the next copy in (rules 2 and 4). shares: False takes a point for each copy.
+    Only the training thread enters the context, with the lock of the pager held, and queues no stage within it. shares: False
+    takes a point for each copy.
     """
+
+    # So nothing comes into the lane of computation meanwhile, but for the mover's own waits for copies. It tells of them by
+    # `passed`: memory that is freed after such a wait may serve the next copy in (rules 2 and 4).
 
     def __init__(self, streams: Streams, *, shares: bool = True) -> None:
         self._streams = streams

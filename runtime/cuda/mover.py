@@ -85,13 +85,13 @@ class StreamMover:
     # -- out
 
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
-        self._join([block])
+        self._join([block])  # the copy out waits for computation (rule 1), and that for the block's copy in
         if block.kind == "gradient":
             tier = None  # user code clips gradients or adds to them before the step: prefer the tier where it can touch them
         if self.tiers.place(block, tier).engine is not None:
             self.tiers.write(block, block.address, done, ready=self._computed.event().wait)
             return False
-        follows = not self._computed.hold(OUTWARD)
+        follows = not self._computed.hold(OUTWARD)  # rule 1
         copied = self._copies.queue(OUTWARD, slot_of(block), block.size_bytes, block.address, follows=follows)
         self._out.pop(block, None)  # its last copy: `_out` and `_in` have the order in which the device ends the copies
         self._queued += 1
@@ -131,11 +131,7 @@ class StreamMover:
             storage_swap.lend(storage, stand_in)
 
     def _leave(self, block: Block) -> torch.UntypedStorage:
-        """Make computation wait for the block's copies before its memory is freed. Return its storage.
-
-        What user code allocated goes back to the pool of its own stream, where nothing waits for computation. So the host
-        waits (rule 6): once for each such block, since it comes back in memory of the lane of computation.
-        """
+        """Make computation wait for the block's copies before its memory is freed (rule 4). Return its storage."""
         if block in self._in:
             self._join([block])
         leaving = self._out.pop(block, None)
@@ -145,6 +141,8 @@ class StreamMover:
         storage = storage_of(block)
         if self._poison:
             self._poison_left(block)
+        # What user code allocated goes back to the pool of its own stream, where nothing waits for computation. So the host
+        # waits (rule 6): once for each such block, since it comes back in memory of the lane of computation.
         if block.users_memory:
             self._streams.record(COMPUTE).wait()
             block.users_memory = False
@@ -163,8 +161,8 @@ class StreamMover:
         self._fresh[block] = area = streams.allocate(block.size_bytes)
         address, follows = area.data_ptr(), False
         if threaded or self._poison or not streams.in_region:
-            before = [self._computed.event()]
-            if not streams.in_region:
+            before = [self._computed.event()]  # rule 2
+            if not streams.in_region:  # user code may have queued work since the region, which used that memory or wrote the slot
                 before.append(streams.record(USER))
             if self._poison:
                 before = [self._poison_arriving(address, block.size_bytes, before)]
@@ -174,7 +172,7 @@ class StreamMover:
             for event in before:
                 streams.wait(INWARD, event)
         else:
-            follows = not self._computed.hold(INWARD)
+            follows = not self._computed.hold(INWARD)  # rule 2: the user's work comes before the region, so before this point
         copied = self._copies.queue(INWARD, slot, block.size_bytes, address, follows=follows)
         self._queued += 1
         self._in[block] = copied, storage, self._queued
@@ -218,17 +216,17 @@ class StreamMover:
         self._join(blocks)
 
     def _join(self, blocks: Sequence[Block]) -> None:
-        """Make computation wait for the copies in of these blocks: for the last one, since one ends after the other."""
+        """Make computation wait for the copies in of these blocks (rule 3)."""
         if not self._in:
             return
         arriving = [block for block in blocks if block in self._in]
         if not arriving:
             return
         event, _, number = self._in[arriving[0]]
-        for block in arriving:
+        for block in arriving:  # for the last one, since one ends after the other
             if self._in[block][2] > number:
                 event, _, number = self._in[block]
-        if number > self._joined:
+        if number > self._joined:  # else computation waits already for a later copy in
             self._streams.wait(COMPUTE, event)
             self._computed.passed()
             self._joined = number
@@ -266,7 +264,7 @@ class StreamMover:
         self._last.pop(block, None)
         leaving = self._out.pop(block, None)
         if leaving is not None:
-            self._of_forgotten.append(leaving)
+            self._of_forgotten.append(leaving)  # the copy out still reads its memory (rule 5)
         self.tiers.forget(block)
 
     def close(self) -> None:

@@ -68,14 +68,14 @@ class CudaStreams:
         """Send computation to the lane of computation. The user's current stream waits for it at the end."""
         user = self._streams[USER] = torch.cuda.current_stream(self.device)
         compute = self._streams[COMPUTE]
-        compute.wait_stream(user)
+        compute.wait_stream(user)  # the region reads what user code has made
         self.in_region = True
         try:
             with torch.cuda.stream(compute), self._limited():
                 yield
         finally:
             self.in_region = False
-            user.wait_stream(compute)
+            user.wait_stream(compute)  # user code reads what the region has made
 
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:
@@ -205,10 +205,8 @@ def device_bytes(address: int, size_bytes: int, device: torch.device) -> torch.T
 
 @functools.lru_cache(maxsize=4096)
 def host_bytes(address: int, size_bytes: int) -> torch.Tensor:
-    """Return a tensor over bytes in main memory. It owns nothing.
-
-    Blocks have the same slots in each iteration, so it is kept for a while.
-    """
+    """Return a tensor over bytes in main memory. It owns nothing."""
+    # Kept for a while, since blocks have the same slots in each iteration.
     with torch.inference_mode(mode=False):  # else nobody could write to it outside of that mode later on
         return fresh_host_bytes(address, size_bytes)
 
@@ -220,5 +218,5 @@ def fresh_host_bytes(address: int, size_bytes: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _bytes_type(size_bytes: int) -> Any:
-    """Return the type of so many bytes. ctypes forgets types that nobody holds, and takes 40 µs to make one."""
+    # ctypes forgets types that nobody holds, and takes 40 µs to make one.
     return ctypes.c_char * size_bytes

@@ -150,6 +150,7 @@ class _ManagedRun:
     ) -> tuple[Mark, Mark]:
         """Run a stage that holds what it needs. Return when it began and ended."""
         pager, slots = self._pager, self._slots
+        # On an asynchronous device the allocator may find no memory in one piece, and the stage is tried again.
         again = stage.repeatable and pager.device.asynchronous
         kept = [(i, slots[i]) for i in stage.inputs] if again else ()
 
@@ -178,7 +179,7 @@ class _ManagedRun:
         return rerun
 
     def _let_go_of_saved(self) -> None:
-        """The forward graph is about to return: what PyTorch saves of it must not live longer because of re-runs."""
+        # What PyTorch saves of the forward graph, which is about to return, must not live longer because of re-runs.
         if not self._reruns or self._program.phase != "forward":
             return
         results = (self._blocks[r] for r in self._program.results if isinstance(r, int))

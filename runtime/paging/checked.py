@@ -113,9 +113,8 @@ class CheckedMover:
         return self._mover.copy_range(block, begin_bytes, memory, to_slot=to_slot)
 
     def invalidate(self, blocks: Iterable[Block]) -> None:
-        """Do not compare those that others can reach where they wait, by a mapping or in the host tier: nobody tells what they
-        write."""
         changed = list(blocks)
+        # Others can reach these where they wait, by a mapping or in the host tier: nobody tells what they write.
         for block in changed:
             if self.tiers.mapped or block.tier == "host":
                 self.distrust(block)

@@ -64,9 +64,11 @@ class RoomMaker:
             if account.short_bytes(wanted) <= 0:
                 break
             self._transitions.sweep()
+            # Copies out that are under way give their memory without anybody else leaving.
             if (short := self._short_bytes(blocks, new_bytes)) > account.offloading_bytes:
                 if not self._evict_for(blocks, short - account.offloading_bytes):
                     continue
+            # The device waits for these copies, not the host, see [Note: Queued offloads].
             while queued and self._short_bytes(blocks, new_bytes) > 0:
                 self._transitions.take_memory(next(iter(queued)))
             short = self._short_bytes(blocks, new_bytes)
@@ -167,32 +169,28 @@ class RoomMaker:
         """Return the blocks that can leave now, the first to leave first; none of `keep`.
 
         Belady's rule: the block whose next use is furthest away leaves first. L. A. Belady, "A study of replacement algorithms
-        for a virtual-storage computer", IBM Systems Journal 5(2), 1966. A block whose `next_use` is not after the clock has no
-        known next use, and leaves before all others.
+        for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
         """
         kept = frozenset(keep)
         idle = [b for b in self._account.here if b.state is ON_DEVICE and not b.pins and b.span is not None and b not in kept]
         return by_next_use(idle, self._account.clock, furthest_first=True)
 
     def _is_dropped_sooner(self, block: Block) -> bool:
-        """Whether a re-run takes less time than to copy the block out, after what is queued there, and in. Not under a plan.
-
-        Inputs of the re-run that are away count as copies in. A block whose stage needs another dropped block is not dropped: one
-        re-run must do. Nor is one whose stage may not fit next to what cannot leave.
-        """
+        """Whether a re-run takes less time than to copy the block out, after what is queued there, and in. Not under a plan."""
         source, rates = block.source, self._account.copy_rates
         if rates is None or source is None or not block.can_be_dropped or block.copy_is_valid:
             return False
         if source.seconds is None or any(each.state is DROPPED for each in source.read):
-            return False
+            return False  # one re-run must do
+        # Inputs of the re-run that are away count as copies in.
         away_bytes = sum(each.size_bytes for each in source.read if each.state is not ON_DEVICE)
         again = source.seconds + away_bytes / rates.in_bytes_per_second
         out = (self._account.offloading_bytes + block.size_bytes) / rates.out_bytes_per_second
         return again < out + block.size_bytes / rates.in_bytes_per_second and self._will_fit(source)
 
     def _will_fit(self, source: Source) -> bool:
-        """Whether the re-run will find room, whatever cannot leave by then. A copy needs none but for the block itself."""
-        account = self._account
+        """Whether the re-run will find room, whatever cannot leave by then."""
+        account = self._account  # a copy in needs none but for the block itself, so only a re-run can fail to fit
         if account.budget_bytes is None:
             return True
         stays = account.unmoved_bytes + sum(block.size_bytes for block in account.here if block.span is None)
@@ -264,10 +262,11 @@ class PrefetchQueue:
             self._waiting.popleft()
             return True
         if block in account.reserved_for_host:
-            return False
+            return False  # the host's processor updates it where it is; the queue is in order, so those behind it wait too
         if block in account.queued_offloads and account.free_bytes >= 0:
             transitions.keep(block)  # nobody needs its memory: it need not leave
             return True
+        # User code may be writing to what stands in for the block: the copy would miss that.
         if block.state is not OFFLOADED or (self.in_user_code and block.user_visible):
             return False
         short = block.size_bytes - account.free_bytes

@@ -97,8 +97,9 @@ class MemoryAccount:
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
-    """Reports that a storage has died. PyTorch keeps the object that stands for a storage in Python as long as the storage."""
+    """Reports that a storage has died."""
 
+    # PyTorch keeps the object that stands for a storage in Python as long as the storage.
     __slots__ = ("key",)
     key: int
 
@@ -175,8 +176,7 @@ class CopySignal:
 
     condition: notified when a copy has ended or a lent block was given back. lock: that of the condition.
     busy_seconds: returns for how long each link has been copying. now_seconds: the host's clock.
-    out_of_memory: what the allocator said when the last copy in found no memory. A plan's prefetch is not worth an error: only a
-    stage that needs the block asks for it.
+    out_of_memory: what the allocator said when the last copy in found no memory.
     """
 
     def __init__(
@@ -228,6 +228,7 @@ class CopySignal:
 
     def fail(self, failure: Exception) -> None:
         """Keep the error of a copy, or of what follows it, until the training thread asks for it."""
+        # A plan's prefetch is not worth an error: only a stage that needs the block asks for it.
         if isinstance(failure, DeviceMemoryError):
             self.out_of_memory = failure
         else:

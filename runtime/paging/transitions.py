@@ -214,11 +214,8 @@ class BlockTransitions:
         self._release(block)
 
     def _release(self, block: Block) -> None:
-        """Free the memory of a block that is ON_DEVICE and has a valid copy.
-
-        The memory is freed last: that cannot be undone if what follows fails.
-        """
-        self._remove(block)
+        """Free the memory of a block that is ON_DEVICE and has a valid copy."""
+        self._remove(block)  # before the memory is freed, which could not be undone
         try:
             self._mover.release(block)
         except BaseException:
@@ -253,10 +250,8 @@ class BlockTransitions:
                     raise
 
     def _drop_spare_copies(self, wanting: Block, tier: WaitingTier | None = None) -> bool:
-        """Free slots of blocks on the device, in `tier` if given: those that are not valid, else those that are.
-
-        Blocks on the device keep their slots as long as there is room. Returns whether any slot was freed.
-        """
+        """Free slots of blocks on the device, in `tier` if given. Returns whether any slot was freed."""
+        # Blocks on the device keep their slots as long as there is room: one that is valid spares the next copy out.
         here = [block for block in self._with_copies() if block is not wanting and tier in (None, block.tier)]
         spare = [block for block in here if not block.copy_is_valid] or here
         self._drop_copies(spare)
