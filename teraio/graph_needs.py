@@ -114,10 +114,7 @@ class GraphNeeds:
         return error.asking_for(max(error.smallest_bytes + _SMALL_CHANGE_BYTES, needed), not_counted=_not_counted(programs))
 
     def _with_all(self, needs: Sequence[Need]) -> int:
-        """Return what graphs with these needs, and one update of the largest parameter, need with all that has to stay.
-
-        A little more, see `_SMALL_CHANGE_BYTES`.
-        """
+        """Return what graphs with these needs, and one update of the largest parameter, need with all that has to stay."""
         stays = [self._what_stays(need) for need in needs]
         graphs = [need.size_bytes + more for need, more in zip(needs, stays, strict=True)]
         small = 2 * sum(need.small_parameter_bytes for need in needs)  # with their gradients

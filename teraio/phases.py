@@ -146,10 +146,7 @@ class Phase:
 
 
 class ProfilePhase(Phase):
-    """Records iterations until enough equal ones have ended, and makes a trace of them.
-
-    If iterations repeat after a few others, so many count as one from then on, see `IterationBorder`.
-    """
+    """Records iterations until enough equal ones have ended, and makes a trace of them."""
 
     name = "profile"
 
@@ -188,7 +185,7 @@ class ProfilePhase(Phase):
             self._recorded.clear()
             return self
         if self._recorded and self._recorded[-1].signature != iteration.signature:
-            self._recorded.clear()
+            self._recorded.clear()  # a trace is of one iteration: those that it is made of must have run the same graphs
             self._problem = f"other graphs ran in them, and they did not repeat after up to {_LONGEST_PERIOD} iterations"
         self._recorded.append(iteration)
         # The iteration before the last tells which blocks outlive it, so one more is recorded than the options ask for.
@@ -270,7 +267,7 @@ class ProfilePhase(Phase):
     def _decide(self, profile: Profile) -> Phase:
         run = self._run
         self._note(profile)
-        if run.pager.account.evictions == 0:
+        if run.pager.account.evictions == 0:  # nothing had to leave, so unmanaged stages fit as well, and cost nothing
             return FitsPhase(run)
         self._note_floor(profile.trace)
         _tell_of_time_outside(profile.trace)
@@ -376,6 +373,7 @@ class PlannedPhase(Phase):
         if self.follower.iteration_ended(iteration, as_planned=as_planned and not compiled):
             self._run.findings.replans += 1
             self._recent_seconds.clear()
+        # Where an optimizer steps alone, more passes are to come: that does not end a plan.
         self._unplanned = 0 if as_planned else self._unplanned + (not iteration.is_update_alone)
         reserve = self._run.machine.reserve
         if reserve is not None and iteration.woken:

@@ -66,12 +66,12 @@ class Corrections:
         if self._given_up:
             return False
         if self.shifts and len(self._waited) == _TRIAL_ITERATIONS:
-            if statistics.median(self._waited) >= self._waited_before:
+            if statistics.median(self._waited) >= self._waited_before:  # earlier starts did not help
                 self.shifts, self._given_up = {}, True
                 return True
             self._waited.clear()
         changed, most = False, _MAX_SHIFT * expected.iteration_seconds
-        for index in before.keys() & self._late.keys():
+        for index in before.keys() & self._late.keys():  # what was late only once is not corrected
             shift = self.shifts.get(index, 0.0)
             longer = min(shift + _DAMPING * min(before[index], self._late[index]), most)
             if longer > shift:
@@ -97,8 +97,7 @@ def corrected_starts(moves: Sequence[Move], shifts: Mapping[int, float], stage_s
     """Return the stage at which each prefetch starts, by index in `moves` and numbered as in its move.
 
     shifts: seconds by which a prefetch has to start earlier than planned, by index. It starts as many stages earlier as
-    take that long, but not before its copy out is predicted to end. A block that is only dropped has no copy out: its
-    prefetch starts after the use before.
+    take that long, but not before its copy out is predicted to end.
     """
     count = len(stage_seconds)
     result: dict[int, int] = {}
@@ -111,6 +110,7 @@ def corrected_starts(moves: Sequence[Move], shifts: Mapping[int, float], stage_s
             if move.prefetch is not None and move.tier == tier
         )
         wanted = [_earlier(start, shifts.get(index, 0.0), stage_seconds) for start, index in queue]
+        # The order in which a link serves blocks stays: prefetches ahead in the queue move along.
         for place in range(len(queue) - 2, -1, -1):
             wanted[place] = min(wanted[place], wanted[place + 1])
         ahead = -count
@@ -147,6 +147,7 @@ def _planned_start(move: Move) -> int:
 
 
 def _lowest_start(move: Move) -> int:
+    # A block that is only dropped has no copy out: its prefetch may start after the use before.
     out = move.after if move.offload is None else max(move.offload.start, move.offload.free_after)
     return min(out + 1, _planned_start(move))
 

@@ -122,14 +122,12 @@ def iterations_drift(expected: Expectation, seconds: Collection[float]) -> bool:
 
 
 def stages_plainly_off(expected: Expectation, observations: Sequence[Observation]) -> bool:
-    """Return whether iterations are alike, and each of their stages' sums is far from what the plan promises.
-
-    Iterations that are all plainly faster need not be alike: what disturbs them does not make them fast. The time between stages
-    counts neither for nor against: a plan may promise it or not, see [Note: What is compared].
-    """
+    """Return whether iterations are alike, and each of their stages' sums is far from what the plan promises."""
+    # The time between stages counts neither for nor against: a plan may promise it or not, see [Note: What is compared].
     stages = [sum(o.stage_seconds) + o.rerun_seconds for o in observations]
     working = [o.working_seconds for o in observations]
     alike, ideal = max(working) <= _ALIKE * min(working), expected.ideal_seconds
+    # Those that are all plainly faster need not be alike: what disturbs iterations does not make them fast.
     return (alike and min(stages) > (1 + _PLAINLY_OFF) * ideal > 0) or max(working) < (1 - _PLAINLY_OFF) * ideal
 
 
@@ -213,6 +211,7 @@ def _shared_rate(
     if not links or not sum(weights):
         return shared.bytes_per_second
     slowdown = sum(slowdowns[n] * weight for n, weight in zip(links, weights, strict=True)) / sum(weights)
+    # If links slow each other down in the replay and carried more together than the scaled rate, they show the rate themselves.
     carried = sum(1.0 / (slowdowns[n] * predicted[n]) for n in links)
     scaled = shared.bytes_per_second / slowdown
     return max(scaled, carried) if expected.contended.intersection(links) else scaled
@@ -220,6 +219,7 @@ def _shared_rate(
 
 def _link_slowdowns(expected: Expectation, observations: Sequence[Observation]) -> dict[str, float]:
     """Return measured seconds per byte over predicted ones, by link. Only for links that moved something in most iterations."""
+    # One number cannot tell latency from rate, so both are scaled by it.
     found: dict[str, float] = {}
     for link, predicted in expected.link_seconds_per_byte.items():
         ratios = [

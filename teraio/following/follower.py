@@ -167,14 +167,14 @@ class PlanFollower:
             self._unsettled = iteration.number + 1  # the next one begins in another state than the plan's
         elif iteration.woken:  # it began without what the plan has on the device, and ended as the plan says
             self._unsettled = max(self._unsettled, iteration.number)
-        if iteration.number <= self._unsettled:
+        if iteration.number <= self._unsettled:  # blocks were not where the plan has them, so its times say nothing yet
             return False
         self._seconds.append(iteration.seconds)
         if iteration.timed:
             self._observations.append(observation)
             if not self._background.busy:
                 self._look_for_drift()
-            if self._adaptive:
+            if self._adaptive:  # a plan that the user gave stays as it is, starts included
                 self._correct(iteration, observation)
         self._recorder.sampled = not self._wants_times()
         return False
@@ -234,6 +234,7 @@ class PlanFollower:
 
     def _plan_again(self, why: str, observations: Sequence[Observation]) -> None:
         now, trace = self._now, self._now.profile.trace
+        # A machine whose times vary does not keep a solver busy: whoever calls has doubled the wait, but for an early look.
         self._since, self._look_early, self._why = 0, False, why
         if observations:
             trace = remeasured(trace, now.expected, observations)
@@ -244,6 +245,7 @@ class PlanFollower:
 
     def _better(self, trace: planner.Trace, new: planner.Plan) -> planner.Plan:
         """Return the new plan if it beats the one in force, both replayed on `trace`; else that one, with new promises."""
+        # Both on the trace with the measured times: the old plan's own promise was for other times.
         promised = planner.simulate(trace, new)
         old = self._old_plan_for(trace)
         kept = _replay(trace, old)

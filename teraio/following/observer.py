@@ -108,10 +108,8 @@ class IterationObserver:
         self._pager.record(uses=uses, ids=self.plan.recognise(made, first))
 
     def _until_next_uses(self, run: StageRun, position: int) -> Sequence[int]:
-        """Return the number of stages until the next use of each block that a stage has read, then of each that it has made.
-
-        They stay the same from one iteration under a plan to the next, and are kept: finding them takes the host some time.
-        """
+        """Return the number of stages until the next use of each block that a stage has read, then of each that it has made."""
+        # Under a plan they are kept from one iteration to the next: finding them takes the host some time.
         plan = self.plan
         if not plan.in_step or plan.schedule is not self._next_uses_under:
             self._next_uses.clear()
@@ -126,12 +124,10 @@ class IterationObserver:
         return until
 
     def _find_next_uses(self, run: StageRun, position: int) -> list[int]:
-        """Return what `_until_next_uses` does.
-
-        It is known within the region; after that, the previous iteration tells. Without one, blocks are taken to be used in
-        reverse order, as by a backward pass: as many stages after the end of the region as the stage is before it.
-        """
+        """Return what `_until_next_uses` does: from the region, and after that from the previous iteration."""
         recorder = self.recorder
+        # Without one, blocks are taken to be used in reverse order, as by a backward pass: as many stages after the end of the
+        # region as the stage is before it.
         mirrored = 2 * (recorder.stage_count - len(recorder.region.stages) + 2)
         count = recorder.previous.stage_count if recorder.previous is not None else 0
         until, again = [], run.next_uses()

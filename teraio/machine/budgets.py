@@ -171,7 +171,8 @@ def _check_outputs(seen: Mapping[int, SeenByRank]) -> None:
 
 
 def _warn_of_memory(every: Sequence[SeenByRank], available: int) -> None:
-    """Warn if the ranks may fill more main memory than there is. A budget is no error: what trains may need less."""
+    """Warn if the ranks may fill more main memory than there is."""
+    # It is no error: what trains may need less than its budget.
     asked = sum((each.memory_budget or 0) + (each.host_budget or 0) for each in every)
     everything = available + sum(each.resident for each in every)
     if any(each.memory_budget is not None for each in every) and asked > everything:

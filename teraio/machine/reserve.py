@@ -66,15 +66,13 @@ class Reserve:
         self._iterations = 0
 
     def planned_iteration_ended(self) -> bool:
-        """Raise the reserve if the allocator had to take memory away in this iteration. Return whether it was raised.
-
-        Not again if the last raise has not lowered the number of times: then warn once.
-        """
+        """Raise the reserve if the allocator had to take memory away in this iteration. Return whether it was raised."""
         retries = self._allocator.retries
         new, self._known = retries - self._known, retries
         self._iterations += 1
         if not new or self._iterations <= _WARM_UP or not self._helps or self._allocator.spare_bytes >= self._most_bytes:
             return False
+        # A raise that has not lowered the number of times: there is another cause, such as memory of user code in pieces.
         if self._before_raise is not None and new >= self._before_raise:
             self._helps = False
             logger.warning(

@@ -104,6 +104,7 @@ class RankPlan:
         seconds = {rank: float(text) for rank, text in told.items() if text is not None}
         if len(seconds) < len(told) and self._looks < _LOOKS:
             return
+        # What the slowest has measured holds for all: it waits least for others.
         slowest = max(seconds, key=lambda rank: (seconds[rank], -rank))
         if slowest == self._ranks.rank and self._ranks.first(self._name):
             self._state = "leading"

@@ -56,6 +56,7 @@ class _DataSheet:
 SpeedOf = Callable[[torch.device], Speed]  # says how fast a device is
 
 _H200 = _DataSheet((9, 0), 132, 67e12, 989e12, 4.8e12)
+# By NVIDIA's data sheets, ascending. Others count as the one before them, and by their number of multiprocessors.
 _KNOWN = (
     _DataSheet((7, 0), 80, 15.7e12, 125e12, 0.9e12),  # V100
     _DataSheet((7, 5), 40, 8.1e12, 65e12, 0.32e12),  # T4
@@ -66,7 +67,6 @@ _KNOWN = (
     _DataSheet((10, 0), 148, 75e12, 2250e12, 8.0e12),  # B200
     _DataSheet((12, 0), 170, 104.8e12, 209.5e12, 1.79e12),  # RTX 5090
 )
-"""By NVIDIA's data sheets, ascending. Others count as the one before them, and by their number of multiprocessors."""
 
 # One or two cores. With more, stages are shorter than wanted, and the smallest budget stays as low.
 CPU = Speed(flops_per_second=1e11, short_flops_per_second=1e11, bytes_per_second=1e10)
@@ -116,10 +116,9 @@ def flops(node: Node) -> float:
 def operator_flops(target: torch._ops.OpOverload, arguments: Sequence[Any], named: Mapping[str, Any], result: Any) -> float:
     """Return the floating-point operations of one call of an operator. arguments, named, result: fake tensors, and others.
 
-    PyTorch has formulas for them. Attention is counted here: its formulas in PyTorch 2.11 refuse fewer heads of keys than of
-    queries, and do not know the CPU's kernel. An operator whose formula fails counts two operations for each element of its
-    results, so that it still has arithmetic.
+    By PyTorch's formulas. An operator whose formula fails counts two operations for each element of its results.
     """
+    # Those for attention in PyTorch 2.11 refuse fewer heads of keys than of queries, and do not know the CPU's kernel.
     if _is_attention(target):
         return _attention_flops(base_name(target), arguments)
     formula = flop_registry.get(target._overloadpacket)
@@ -129,6 +128,7 @@ def operator_flops(target: torch._ops.OpOverload, arguments: Sequence[Any], name
         return float(known_size(cast(Any, formula)(*arguments, **named, out_val=result)))
     except Exception as error:  # an estimate must not stop training, and formulas fail in ways of their own
         _log.debug("PyTorch cannot count the operations of %s: %r", target, error)
+        # So that it still has arithmetic, and is the place of a cut.
         return 2.0 * sum(known_size(t.numel()) for t in fake_tensors(result))
 
 
@@ -137,14 +137,12 @@ def _is_attention(target: torch._ops.OpOverload) -> bool:
 
 
 def _attention_flops(name: str, arguments: Sequence[Any]) -> float:
-    """Return the operations of fused attention. Each query head meets all keys: scores, and their product with the values.
-
-    The backward pass has the gradient of the results as its first argument. It makes the scores again, and four products.
-    """
-    backward = "backward" in name
+    """Return the operations of fused attention."""
+    backward = "backward" in name  # it has the gradient of the results as its first argument
     query, key = arguments[backward : backward + 2]
+    # Each query head meets all keys: scores, and their product with the values.
     forward = 4.0 * math.prod(known_size(s) for s in query.shape) * known_size(key.shape[-2])
-    return 2.5 * forward if backward else forward
+    return 2.5 * forward if backward else forward  # the backward pass makes the scores again, and four products
 
 
 def seconds(node: Node, speed: Speed) -> float:

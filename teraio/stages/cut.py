@@ -103,8 +103,9 @@ def _ends_inside(parts: Sequence[str], end: int) -> Iterator[int]:
 def _lists_of_layers(paths: Iterable[str]) -> set[str]:
     """Return the lists of modules right inside layers whose items are layers: they have modules of their own, or are many.
 
-    paths: of the modules that do the work. The steps of an `nn.Sequential`, as in many an MLP, are parts of the layer around it.
+    paths: of the modules that do the work.
     """
+    # The few steps of an `nn.Sequential`, as in many an MLP, are parts of the layer around it.
     items: dict[str, set[str]] = {}
     found = set()
     for path in paths:
@@ -139,6 +140,7 @@ def assign(graph: Graph, *, speed: Speed, policy: CutPolicy, floor_bytes: int = 
     stage_of = _walk(nodes, speed, policy)
     _hoist_small(nodes, stage_of)
     _hoist_returned_views(nodes, stage_of)
+    # A stage of the shortest duration touches so much in any case: to cut it for the sake of less memory gains nothing.
     usual_bytes = int(policy.shortest_seconds * speed.bytes_per_second)
     _cut_finer(nodes, stage_of, policy, max(floor_bytes, usual_bytes), fuses=fuses)
     _hoist_returned_views(nodes, stage_of)  # those of a stage that is in pieces now
@@ -149,15 +151,12 @@ def assign(graph: Graph, *, speed: Speed, policy: CutPolicy, floor_bytes: int = 
 
 
 def _set_seeds_apart(stage_of: dict[Node, int]) -> None:
-    """Give the operator that draws the seeds of Inductor's random numbers a stage of its own, the first one.
-
-    The stages that use the seeds may run again then, and this one never does. Where other random operators come first, it stays,
-    because the order in which numbers are drawn must not change.
-    """
+    """Give the operator that draws the seeds of Inductor's random numbers a stage of its own, the first one."""
+    # The stages that use the seeds may run again then, and this one never does.
     for node in stage_of:
         if draws_seeds(node):
             stage_of[node] = min(stage_of.values()) - 1
-        elif draws(node):
+        elif draws(node):  # the order in which numbers are drawn must not change
             return
 
 
@@ -189,7 +188,8 @@ def _walk(nodes: list[Node], speed: Speed, policy: CutPolicy) -> dict[Node, int]
 
 
 def _take_back_views(nodes: list[Node], index: int, stage_of: dict[Node, int], stage: int) -> None:
-    """Move the views and constants right before position `index` into `stage`: else what they view crosses the cut as well."""
+    """Move the views and constants right before position `index` into `stage`."""
+    # Else what they view crosses the cut as well.
     for node in reversed(nodes[:index]):
         if not (is_view(node) or is_creation(node) or is_getitem(node)):
             break
@@ -197,16 +197,13 @@ def _take_back_views(nodes: list[Node], index: int, stage_of: dict[Node, int], s
 
 
 def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
-    """Move cheap nodes with small results (bias gradients, statistics) into the stage that computed their input.
-
-    There they fuse with the producer of the input, and the large input need not be kept or read again. Collectives stay, and are
-    waited for in the stage that launches them, see [Note: Collectives].
-    """
+    """Move cheap nodes with small results (bias gradients, statistics) into the stage that computed their input."""
+    # There they fuse with the producer of the input, and the large input need not be kept or read again.
     for node in nodes:
         if is_getitem(node):
             stage_of[node] = stage_of[node.all_input_nodes[0]]
             continue
-        if is_wait(node):
+        if is_wait(node):  # collectives stay where they are launched, see [Note: Collectives]
             stage_of[node] = stage_of.get(launch_of(node), stage_of[node])
             continue
         sources = [stage_of[n] for n in node.all_input_nodes if n in stage_of]
@@ -221,11 +218,9 @@ def _hoist_small(nodes: list[Node], stage_of: dict[Node, int]) -> None:
 
 
 def _hoist_returned_views(nodes: list[Node], stage_of: dict[Node, int]) -> None:
-    """Move views that only the graph's caller takes into the stage that makes, or first reads, what they show.
-
-    PyTorch puts views that it saves for the backward pass (`x.t()` of `x @ weight`, heads of attention) at the end of the forward
-    graph. The last stage would need what all layers save at once.
-    """
+    """Move views that only the graph's caller takes into the stage that makes, or first reads, what they show."""
+    # PyTorch puts views that it saves for the backward pass (`x.t()` of `x @ weight`, heads of attention) at the end of the
+    # forward graph. The last stage would need what all layers save at once.
     returned: dict[Node, None] = {}
     for node in reversed(nodes):
         if is_view(node) and all(user.op == "output" or user in returned for user in node.users):
@@ -250,9 +245,8 @@ def _cut_finer(nodes: list[Node], stage_of: dict[Node, int], policy: CutPolicy, 
 def _sink_updates(stage_of: dict[Node, int]) -> None:
     """Move what only computes new values of small inputs that the graph changes, such as the running statistics of batch norm,
     into the stage that writes them.
-
-    The stages that it came from may run again then: they neither read nor write what the graph changes.
     """
+    # The stages that it came from may run again then: they neither read nor write what the graph changes.
     sunk: dict[Node, int] = {}
     for node in reversed(stage_of):  # from users to what they use
         if _writes_an_input(node):

@@ -38,7 +38,7 @@ def cut_finer(
     chains = [_Chain(nodes, fuses=fuses) for nodes in stages]
     needs = [chain.need_bytes(0, len(chain.nodes)) for chain in chains]
     usual = statistics.median(needs) if len(needs) > 2 else 1
-    limit = max(far_above * usual, floor_bytes)
+    limit = max(far_above * usual, floor_bytes)  # one that other stages or graphs need anyway is worth no cut
     pieces = {i: _Pieces(chain) for i, (chain, need) in enumerate(zip(chains, needs, strict=True)) if need > limit}
     floor = max([floor_bytes, *(pieces[i].least_bytes if i in pieces else need for i, need in enumerate(needs))])
     cut: list[list[Node]] = []
@@ -46,6 +46,7 @@ def cut_finer(
         found = [list(nodes)]
         if i in pieces and needs[i] >= _WORTHWHILE * floor:
             found = pieces[i].within(_SLACK * floor)
+        # Stages cost the host time, so a graph has only so many: what does not fit stays whole.
         fits = len(cut) + len(found) + len(stages) - 1 - i <= most_stages
         cut += found if fits else [list(nodes)]
     return cut
@@ -143,6 +144,7 @@ class _Pieces:
         self._ends = [0, *chain.places(), len(chain.nodes)]
         pairs = itertools.combinations(range(len(self._ends)), 2)
         self._need = {(i, j): chain.need_bytes(self._ends[i], self._ends[j]) for i, j in pairs}
+        # The more a piece may need, the fewer pieces do: so the least limit is found by bisection.
         limits = sorted(set(self._need.values()))
         self.least_bytes = limits[bisect.bisect_left(limits, True, key=lambda limit: self._cuts(limit) is not None)]
 
