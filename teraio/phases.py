@@ -27,7 +27,7 @@ import logging
 import statistics
 import sys
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -45,7 +45,16 @@ from teraio.machine import Machine
 from teraio.optimizer import SubgroupSizes, graph_break_reasons
 from teraio.options import Options
 from teraio.planning import BackgroundPlanner, WarmStart, fit_given_plan, save
-from teraio.profiling import Iteration, IterationBorder, PeakWatch, Profile, build_profile, times_agree
+from teraio.profiling import (
+    LONGEST_PERIOD,
+    Iteration,
+    IterationBorder,
+    PeakWatch,
+    Profile,
+    Repetition,
+    build_profile,
+    times_agree,
+)
 from teraio.watching import RunPhase
 
 logger = logging.getLogger("teraio")
@@ -53,8 +62,6 @@ logger = logging.getLogger("teraio")
 _RECENT = 8  # iterations whose median time is reported
 # So many times the iterations that the options ask for are profiled at most, if stages take very different times in them.
 _LONGEST = 2
-_LONGEST_PERIOD = 16  # iterations of so many kinds may take turns
-_TO_BE_SURE = 4  # so many iterations beyond two periods have to be as those before them
 _OUTSIDE_SECONDS = 0.1  # seconds of an iteration outside of compiled graphs that are worth a warning
 
 
@@ -153,9 +160,7 @@ class ProfilePhase(Phase):
     def __init__(self, run: RunContext) -> None:
         super().__init__(run)
         self._recorded: list[Iteration] = []
-        self._latest: deque[Hashable] = deque(maxlen=2 * _LONGEST_PERIOD + _TO_BE_SURE)  # signatures
-        self._shortest_period, self._longest_period = 2, _LONGEST_PERIOD
-        run.border.period = 1
+        self._repetition = Repetition(run.border)
         self._problem: str | None = None
 
     @property
@@ -180,13 +185,15 @@ class ProfilePhase(Phase):
             self._note_floor(kept[0].trace)
             return PlannedPhase(self._run, *kept, kept=True)
         self._problem = self._problem_of(iteration, compiled)
-        self._look_for_period(iteration, compiled)
+        same = not self._recorded or self._recorded[-1].signature == iteration.signature
+        repeats = self._problem is not None or same
+        self._problem = self._repetition.look(iteration, compiled=compiled, repeats=repeats) or self._problem
         if self._problem is not None:
             self._recorded.clear()
             return self
         if self._recorded and self._recorded[-1].signature != iteration.signature:
             self._recorded.clear()  # a trace is of one iteration: those that it is made of must have run the same graphs
-            self._problem = f"other graphs ran in them, and they did not repeat after up to {_LONGEST_PERIOD} iterations"
+            self._problem = f"other graphs ran in them, and they did not repeat after up to {LONGEST_PERIOD} iterations"
         self._recorded.append(iteration)
         # The iteration before the last tells which blocks outlive it, so one more is recorded than the options ask for.
         measured, wanted = self._recorded[1:], self._run.options.profile_iterations
@@ -202,30 +209,6 @@ class ProfilePhase(Phase):
         except ValidationError as error:
             return _without_plan(self._run, f"what was recorded contradicts itself, please report this: {error}")
         return self._decide(profile)
-
-    def _look_for_period(self, iteration: Iteration, compiled: bool) -> None:
-        """Let several iterations count as one if they repeat after so many, and no longer if these do not repeat."""
-        border, latest = self._run.border, self._latest
-        if border.period > 1:
-            repeats = self._problem is not None or not self._recorded or self._recorded[-1].signature == iteration.signature
-            if iteration.truncated:
-                self._longest_period = border.period - 1
-            if iteration.truncated or not repeats:
-                self._shortest_period = border.period + 1 if border.period < self._longest_period else 2
-                border.period = 1
-            return
-        if compiled or not iteration.complete:
-            latest.clear()
-            return
-        latest.append(iteration.signature)
-        found = list(latest)
-        for period in range(self._shortest_period, self._longest_period + 1):
-            same = period + _TO_BE_SURE
-            if found[-same:] == found[-same - period : -period] and len(set(found[-period:])) > 1:
-                logger.info("iterations repeat after %d: from now on, so many count as one", period)
-                border.period, self._problem = period, f"iterations repeat after {period}, and so many count as one from now on"
-                latest.clear()
-                return
 
     def _problem_of(self, iteration: Iteration, compiled: bool) -> str | None:
         """Return why an iteration cannot be used; None if it can."""

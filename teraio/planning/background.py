@@ -64,7 +64,8 @@ class BackgroundPlanner:
 
     def budgets(self, profile: Profile) -> planner.Budgets:
         """Return what a plan for this profile may use of each tier."""
-        # Optimizer states that always stay in a lower tier, see [Note: Updates by slices], are in no trace: their slots are not free.
+        # Optimizer states that always stay in a lower tier, see [Note: Updates by slices], are in no trace: their slots are
+        # not free.
         taken = {"host": 0, "storage": 0}
         for block in self._pager.blocks:
             if block.kind == "optimizer_state" and block not in profile.ids and block.slot is not None and block.tier is not None:

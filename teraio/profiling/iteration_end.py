@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable
 
 from torch.optim import Optimizer
+
+from teraio.profiling.iteration import Iteration
+
+logger = logging.getLogger("teraio")
+
+LONGEST_PERIOD = 16  # iterations of so many kinds may take turns
+_TO_BE_SURE = 4  # so many iterations beyond two periods have to be as those before them
 
 
 class IterationBorder:
@@ -22,7 +31,7 @@ class IterationBorder:
       training may begin with an evaluation.
 
     period: so many of these ends make one. In some loops, iterations of several kinds take turns: PPO updates several times by
-    one rollout, a task of meta-learning has several steps. `ProfilePhase` finds the period.
+    one rollout, a task of meta-learning has several steps. `Repetition` finds the period.
     """
 
     # Steps of another optimizer without one of the first, after which this counts as no longer used; other graphs, likewise.
@@ -118,3 +127,40 @@ class IterationBorder:
 def _share_parameters(one: Optimizer, other: Optimizer) -> bool:
     own = {id(parameter) for group in one.param_groups for parameter in group["params"]}
     return any(id(parameter) in own for group in other.param_groups for parameter in group["params"])
+
+
+class Repetition:
+    """Lets several iterations count as one if they repeat after so many, and no longer if these do not repeat."""
+
+    def __init__(self, border: IterationBorder) -> None:
+        self._border = border
+        self._latest: deque[Hashable] = deque(maxlen=2 * LONGEST_PERIOD + _TO_BE_SURE)  # signatures
+        self._shortest, self._longest = 2, LONGEST_PERIOD
+        border.period = 1
+
+    def look(self, iteration: Iteration, *, compiled: bool, repeats: bool) -> str | None:
+        """Take in an iteration. Return why it cannot be used if a period was found with it.
+
+        compiled: a graph was compiled in it. repeats: nothing shows that it ran other graphs than the one before.
+        """
+        border, latest = self._border, self._latest
+        if border.period > 1:
+            if iteration.truncated:
+                self._longest = border.period - 1
+            if iteration.truncated or not repeats:
+                self._shortest = border.period + 1 if border.period < self._longest else 2
+                border.period = 1
+            return None
+        if compiled or not iteration.complete:
+            latest.clear()
+            return None
+        latest.append(iteration.signature)
+        found = list(latest)
+        for period in range(self._shortest, self._longest + 1):
+            same = period + _TO_BE_SURE
+            if found[-same:] == found[-same - period : -period] and len(set(found[-period:])) > 1:
+                logger.info("iterations repeat after %d: from now on, so many count as one", period)
+                border.period = period
+                latest.clear()
+                return f"iterations repeat after {period}, and so many count as one from now on"
+        return None
