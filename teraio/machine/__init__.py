@@ -3,4 +3,4 @@
 from teraio.machine.budgets import ResolvedBudgets
 from teraio.machine.machine import Machine, Shared
 from teraio.machine.opening import open_machine
-from teraio.machine.reserve import Reserve
+from teraio.machine.machine import Reserve

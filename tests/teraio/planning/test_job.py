@@ -14,7 +14,7 @@ import pytest
 
 import planner
 from teraio.planning import PlanningJob
-from teraio.planning import job as planning
+from teraio.planning import background as planning
 
 SECONDS = 60
 
