@@ -52,8 +52,7 @@ def coarse_solutions(
     looks better. Without `integer`, only relaxed ones.
 
     on_host: the subgroups that update on the host, if that is already decided. If not, the relaxed program decides it at a low
-    resolution first, and then it is fixed. If it were rounded at the end instead, the moves of a subgroup that is half here and
-    half there would fit neither. Yields nothing where all runs of the solver fail.
+    resolution first. Yields nothing where all runs of the solver fail.
     """
     decided = on_host is not None
     subgroups = [subgroup for subgroup in problem.may_update_on_host if on_host is None or subgroup.id in on_host]
@@ -70,6 +69,7 @@ def coarse_solutions(
         if not decided and subgroups:
             rough = _rough(problem, settings, subgroups, decided=False)
             chosen = in_order_of_need(problem, rough.on_host)
+            # Fixed from here on: rounded at the end, the moves of a subgroup that is half here and half there would fit neither.
             subgroups = [subgroup for subgroup in subgroups if subgroup.id in chosen]
         yield from _refined(problem, settings, subgroups, rough, integer=integer)
         if not short and rough is not None and subgroups:
@@ -194,10 +194,10 @@ def solve(
 def _complete(built: CoarseProgram, relaxed: CoarseSolution, settings: SolverSettings) -> CoarseSolution:
     """Solve the integer program in which all that is whole in a relaxed solution stays as it is. Changes the program.
 
-    Few choices are left, so that this is possible for long iterations. The bound in the report is the relaxed program's. Raises
-    SolverError where no solution is found.
+    The bound in the report is the relaxed program's. Raises SolverError where no solution is found.
     """
     program = built.model.program
+    # Few choices are left, so that this is possible for long iterations.
     for entry in built.model.periods:
         value = relaxed.values[entry.chosen]
         program.lower[entry.chosen] = float(value > 1 - _ROUNDING)
@@ -218,11 +218,7 @@ def _complete(built: CoarseProgram, relaxed: CoarseSolution, settings: SolverSet
 
 
 def _chosen_tiers(model: CoarseModel, values: Sequence[float]) -> dict[int, WaitingTier]:
-    """Read the tier of each period from a solution.
-
-    Fractions are rounded so that around any time each tier gets about as many bytes as in the solution: the rest that rounding
-    leaves is carried on to the next period.
-    """
+    """Read the tier of each period from a solution."""
     shares: dict[tuple[int, ...], dict[WaitingTier, float]] = {}
     spans: dict[tuple[int, ...], tuple[int, int, int]] = {}
     for entry in model.periods:
@@ -231,6 +227,7 @@ def _chosen_tiers(model: CoarseModel, values: Sequence[float]) -> dict[int, Wait
             shares.setdefault(entry.period.indices, {})[entry.route.tier] = value
             spans[entry.period.indices] = (entry.period.begin, entry.period.end, entry.block_class.size_bytes)
     tiers: dict[int, WaitingTier] = {}
+    # Around any time each tier gets about as many bytes as in the solution: what rounding leaves is carried on.
     carried: dict[WaitingTier, float] = defaultdict(float)
     for indices in sorted(shares, key=lambda indices: (spans[indices], indices)):
         size = spans[indices][2]

@@ -83,7 +83,7 @@ def coarse_program(
         reruns=reruns,
         again=[program.variable() for _ in reruns],
     )
-    at_peak = resolution.classes_at_peak
+    at_peak = resolution.classes_at_peak  # blocks beyond so many are put together: large programs stay solvable
     largest = max(problem.budgets.device_bytes * 3 // at_peak, max(problem.live_bytes) // at_peak, 1)
     rerun_of = made_by(problem.source, [each.groups for each in reruns])
     for block_class in classes_of(problem, grid, subgroups, largest_bytes=largest, rerun_of=rerun_of):
@@ -112,6 +112,7 @@ def coarse_program(
 
 def _variables(program: Program, block_class: BlockClass, period: ClassPeriod, route: Route, window: int) -> PeriodVariables:
     span = range(period.begin + 1, period.end)
+    # Copies out happen in the first few segments of a period, copies in in the last few: more choice only makes it larger.
     first_in = len(span) if period.final else max(len(span) - window, 0)
     clean_possible = period.rank > 0 or block_class.read_only
     out = [program.variable() for _ in ([] if block_class.read_only else span[:window])]

@@ -43,6 +43,7 @@ def evict_furthest(
             if tier is None:
                 continue
             period = problem.periods[index]
+            # Early, the copy out has all the time there is; late, fewer blocks leave that need not.
             leave = period.after if early else position - 1
             if old is None:
                 room.take(index, tier)
@@ -135,15 +136,13 @@ def prefetch_from(problem: Problem, decisions: Decisions, targets: dict[int, int
 
 
 def _latest_starts(problem: Problem, decisions: Decisions, clock: StageClock, tier: WaitingTier, lead: float) -> dict[int, int]:
-    """For each period of one tier: the latest stage at which its prefetch may be queued and still be in time.
-
-    Goes backwards over two iterations, so that prefetches early in the iteration see the queue of the one before.
-    """
+    """For each period of one tier: the latest stage at which its prefetch may be queued and still be in time."""
     link, stages = problem.route(tier).inward, problem.stage_count
     mine = [index for index, decision in decisions.items() if decision.tier == tier and not problem.periods[index].final]
     mine.sort(key=lambda index: -(problem.periods[index].before % stages))
     begin_next = float("inf")
     starts: dict[int, int] = {}
+    # Backwards over two iterations, so that prefetches early in the iteration see the queue of the one before.
     for turn in (1, 0):
         for index in mine:
             period = problem.periods[index]
@@ -162,14 +161,13 @@ def _latest_starts(problem: Problem, decisions: Decisions, clock: StageClock, ti
 def _around_user_code(clock: StageClock, begin: float, seconds: float, earliest: float) -> tuple[float, int | None]:
     """Return when a copy in must begin at the latest so as not to run during user code, and the first stage to queue it at.
 
-    It begins early enough to end before user code if there is time for that, otherwise after it. The first stage follows the
-    last user code before the copy: queued earlier, the copy could be under way in that user code. None if there is no such user
-    code.
+    The first stage follows the last user code before the copy; None if there is no such user code.
     """
     user = clock.last_user_stage(begin + seconds)
     while user is not None and clock.time(user + 1) > begin:
-        before = clock.time(user) - seconds
+        before = clock.time(user) - seconds  # it ends before user code if there is time for that, else it begins after it
         if before < earliest:
             return clock.time(user + 1), user + 1
         begin, user = before, clock.last_user_stage(before + seconds)
+    # Queued earlier, the copy could be under way in the user code before it.
     return begin, None if user is None else user + 1

@@ -153,7 +153,7 @@ class UnchangedChunks:
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         """Read a chunk, then hash it if its slot is watched. Waits until both are done. Raises StorageIOError."""
-        watched = self._take(slot, chunk)[0]
+        watched = self._take(slot, chunk)[0]  # what was known is void: the bytes in memory will be those of this read
         self._read(slot, chunk, address)
         if watched:
             self._put(slot, chunk, _hash(chunk, address))

@@ -85,7 +85,7 @@ class FileSpace(SlotStore):
         try:
             self._grow_for(shares, name)
         except StorageFullError:
-            if self._free_bytes < size_bytes:
+            if self._free_bytes < size_bytes:  # else the block gets what there is, in more pieces
                 raise
         return shares
 
@@ -206,7 +206,7 @@ class SpillFile:
     @property
     def available_bytes(self) -> int:
         """Bytes that the file system has free for this user."""
-        system = os.fstatvfs(self._buffered)
+        system = os.fstatvfs(self._buffered)  # `f_bavail`: what is kept for the superuser is not free
         return system.f_bavail * system.f_frsize
 
     def grow(self, more_bytes: int) -> None:

@@ -161,6 +161,7 @@ def _take_lock(directory: Path, *, create: bool) -> int | None:
     with ExitStack() as undo, suppress(BlockingIOError, FileNotFoundError):
         undo.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # While the lock was not held, another process may have found it free and removed the directory.
         if os.path.samestat(os.fstat(lock), os.stat(lock_path)):
             undo.pop_all()
             return lock
@@ -170,7 +171,7 @@ def _take_lock(directory: Path, *, create: bool) -> int | None:
 def _delete(directory: Path) -> None:
     """Remove the files of a run, its lock last, and then the directory. Other processes may do the same at the same time."""
     try:
-        for name in (SPILL_NAME, _LOCK_NAME):
+        for name in (SPILL_NAME, _LOCK_NAME):  # the lock last: who finds none takes the run for dead
             (directory / name).unlink(missing_ok=True)
         directory.rmdir()
     except FileNotFoundError:

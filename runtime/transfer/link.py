@@ -255,7 +255,7 @@ class Link:
         with self._lock:
             self._meter.stop(transfer, chunk, moved=moved)
             if error is not None and transfer.error is None:
-                self._queues.drop_rest(transfer)
+                self._queues.drop_rest(transfer)  # before the error is noted: this step may be done again
                 transfer.error = error
             transfer.unfinished -= 1
             if transfer.unfinished:
@@ -271,6 +271,7 @@ class Link:
                 on_done(transfer)
         except Exception as error:
             transfer.error_after = error
+            # Who waits hears of it, or else the next submit or `close`; the log shows it at once.
             with self._lock:
                 self._failed = self._failed or transfer
             here = threading.current_thread()

@@ -13,14 +13,13 @@ the plan expects, the plan applies again: the run is in step with the plan.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+
 from runtime.device import Mark
 from runtime.execution import StageRerun, StageRun
 from runtime.paging import Block, Pager
 from teraio.following.schedule import StageSchedule
 from teraio.profiling import Iteration, IterationRecorder, LateBlocks
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from teraio.profiling import Iteration
 
 
 class PlanCursor:

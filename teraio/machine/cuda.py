@@ -15,8 +15,7 @@ from runtime.storage import Extent, HostStore, Store
 from runtime.system import CudaPinner, pci_address, processors_near
 from runtime.transfer import Engine, LinkRates, TorchMemory
 from teraio.machine.budgets import ResolvedBudgets
-from teraio.machine.machine import Machine, OpenTier, Shared, io_threads, open_storage
-from teraio.machine.machine import Reserve
+from teraio.machine.machine import Machine, OpenTier, Reserve, Shared, io_threads, open_storage
 from teraio.options import Options
 
 _MEASURED_RUNS = 4  # runs of a stage in which its workspace is measured

@@ -17,10 +17,13 @@ and access rights, some 80 microseconds for each 2 MiB, and Inductor's own alloc
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
+
 import planner
 from planner.errors import StorageFullError
 from planner.schema import WaitingTier
@@ -31,9 +34,6 @@ from runtime.storage import HostStore, Store
 from runtime.transfer import Engine, LinkRates, OpenEngine, PathCandidate, StoragePath, choose_path, open_path
 from teraio.machine.budgets import ResolvedBudgets
 from teraio.options import Options
-import logging
-from typing import Protocol
-
 
 logger = logging.getLogger("teraio")
 

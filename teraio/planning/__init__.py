@@ -1,6 +1,5 @@
 """Make plans in the background of a training run, once for all equal ranks, and keep them for later starts."""
 
-from teraio.planning.background import BackgroundPlanner, PlanMade
-from teraio.planning.background import PlanningJob, StartJob
+from teraio.planning.background import BackgroundPlanner, PlanMade, PlanningJob, StartJob
 from teraio.planning.plan_cache import PlanCache, WarmStart
 from teraio.planning.plan_files import fit_given_plan, record_plan, save

@@ -5,27 +5,26 @@ In each job, the solver runs in a process of its own while training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
 import planner
 from planner.errors import RankError
+from planner.worker import NO_PLAN
 from runtime.paging import Pager
 from teraio.machine import Machine
 from teraio.options import Options
 from teraio.planning.rank_plan import RankPlan, signature_of
 from teraio.profiling import Profile
 from teraio.ranks import RankGroup
-import contextlib
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Protocol
-from planner.worker import NO_PLAN
-
 
 _GRACE_SECONDS = 120.0
 
