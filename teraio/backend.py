@@ -187,10 +187,9 @@ def _compile_for(
 
 
 def _donate_nothing() -> None:
-    """Keep stages from reusing saved tensors in place, so that `retain_graph` can work. They are freed at their last use anyway.
-
-    PyTorch's option against donated buffers is not enough: PyTorch reads it again when backward runs.
-    """
+    """Keep stages from reusing saved tensors in place, so that `retain_graph` can work."""
+    # They are freed at their last use anyway. PyTorch's option against donated buffers is not enough: PyTorch reads it again when
+    # backward runs.
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []

@@ -51,17 +51,14 @@ def _pattern(problem: Problem, instants: Instants, subgroup: Subgroup) -> tuple[
 
 
 def _update_likeness(windows: HostUpdateWindows) -> tuple[object, ...]:
-    """A key that is equal for subgroups that one sum of variables can stand for.
-
-    Their sizes are proportional, and no workspace counts. Their times need only be close: the class counts the least of the
-    host's times and the most of the device's (`_together`).
-    """
+    """A key that is equal for subgroups that one sum of variables can stand for: their sizes are proportional."""
     copies = (*windows.gradients, *windows.parameters)
     places = (*(chain.spans for chain in windows.chains), *((copy.first, copy.last, copy.absent) for copy in copies))
     shares = tuple(round(size / windows.host_bytes, 9) for size in (windows.held_bytes, *(f.size_bytes for f in copies)))
+    # Need only be close: the class counts the least of the host's times and the most of the device's.
     times = tuple(f"{seconds / windows.host_bytes:.1e}" for seconds in (windows.device_seconds, windows.host_seconds))
     split = len(windows.gradients)
-    if windows.idle and windows.idle_bytes:
+    if windows.idle and windows.idle_bytes:  # workspace is no share of the bytes
         return (windows.name,)
     return windows.span, windows.first, windows.last, split, places, shares, times
 
@@ -180,10 +177,7 @@ def recreatable_bytes(problem: Problem, periods: Iterable[InactivePeriod]) -> in
 
 
 def _rerun_likeness(trace: Trace, instants: Instants, group: RecomputeGroup) -> tuple[object, ...]:
-    """Equal for groups whose blocks fall into the same classes, each with the same share of the group's bytes.
-
-    Their times need only be close, since the least of them counts.
-    """
+    """Equal for groups whose blocks fall into the same classes, each with the same share of the group's bytes."""
     size = made_bytes(trace, group)
     blocks = []
     for number in group.blocks:
@@ -195,4 +189,5 @@ def _rerun_likeness(trace: Trace, instants: Instants, group: RecomputeGroup) -> 
             None if block.dies_after is None else (instants.start_of(block.dies_after + 1), block.dies_after - block.uses[-1] > 1)
         )
         blocks.append((uses, str(dies), round(block.size_bytes / size, 9)))
+    # Their times need only be close, since the least of them counts.
     return (*sorted(blocks), f"{group.duration_seconds / size:.1e}")

@@ -348,12 +348,10 @@ def _add_shares(model: BoundModel, copies: CopyVariables, gone: dict[int, Terms]
 
 
 def _add_place(model: BoundModel, copies: CopyVariables, kept: Variable | None, chosen: Terms, *, around: bool) -> None:
-    """Count d + O_k in the tier's rows. A persistent block of an update has one place in the host tier: x ≥ d + O_end − h.
-
-    Around the update's stage, a block moves only if not h, so that both count in full. For other windows of other blocks,
-    nothing counts beyond h.
-    """
+    """Count d + O_k in the tier's rows. A persistent block of an update has one place in the host tier: x ≥ d + O_end − h."""
     if copies.block_class.update is not None and copies.route.tier == "host":
+        # Around the update's stage, a block moves only if not h, so that both count in full. For other windows of other blocks,
+        # nothing counts beyond h.
         if kept is not None:
             minus = [(variable, -factor) for variable, factor in copies.waiting]
             model.program.at_least([(kept, 1.0), *minus, *([] if around else chosen)], 0)

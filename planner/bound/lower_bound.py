@@ -203,15 +203,16 @@ def _least_stall(program: Program, *, whole: bool, settings: SolverSettings) -> 
 def _weak_dual(program: Program, given: Sequence[float]) -> float:
     """Return the bound that the solver's row prices π prove by weak duality, however inexact they are.
 
-    The rows are a·x ≥ b with π ≥ 0 (π ≤ 0 for a·x ≤ b). Shares x ∈ [0, 1] have costs c; stalls ≥ 0 have cost 1. The prices are
-    scaled so that no stall is worth more than 1 (π a ≤ 1). Then objective ≥ π b + Σ over the shares of min(0, c − π a).
+    For rows a·x ≥ b, costs c of shares x ∈ [0, 1], and stalls ≥ 0 of cost 1: π b + Σ over the shares of min(0, c − π a).
     """
     least, most = np.array(program.least), np.array(program.most)
     at_least = np.isfinite(least)
+    # π ≥ 0 for a·x ≥ b, π ≤ 0 for a·x ≤ b: with other signs, a price proves nothing.
     prices = np.where(at_least, np.maximum(given, 0.0), np.minimum(given, 0.0))
     right = fsum(prices * np.where(at_least, least, most))
     terms = np.repeat(prices, np.diff(program.starts)) * np.array(program.factors)
     load = np.bincount(program.columns, weights=terms, minlength=len(program.costs))
     costs, shares = np.array(program.costs), np.isfinite(program.upper)
+    # So that no stall is worth more than its cost (π a ≤ 1), however long it is.
     scale: float = 1.0 / max(1.0, *load[~shares].tolist())
     return scale * right + fsum(np.minimum(0.0, costs - scale * load)[shares])

@@ -65,6 +65,7 @@ class CpuMover:
 
     def release(self, block: Block) -> None:
         if block.state is DROPPED:
+            # No slot could stand in for it: whoever reads it gets an error, not zeros.
             if self._poison:
                 ctypes.memset(span_of(block).address, POISON, block.size_bytes)
             storage_swap.discard(storage_of(block), dropped_message(block))
@@ -97,6 +98,7 @@ class CpuMover:
 
     def install(self, block: Block, fresh: torch.UntypedStorage | None = None) -> None:
         if fresh is None:
+            # The pages change places, and the address stays: whoever holds the storage sees the content again.
             self._memory.install_pages(self._arrived.pop(block), span_of(block))
             return
         storage = storage_of(block)

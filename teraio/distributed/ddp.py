@@ -66,7 +66,7 @@ class GradientBuckets:
 
     def look(self) -> None:
         """Look for buckets. If there is a process group, collects garbage and looks at all objects of Python, which takes a tenth
-        of a second or so. Modules of earlier trainings that are garbage would count, and hold the memory of their buckets.
+        of a second or so.
 
         Raises UnsupportedError if an optimizer updates parameters while gradients are reduced, or if a library is that of a torch
         that is not known.
@@ -74,7 +74,7 @@ class GradientBuckets:
         self.size_bytes = 0
         if not dist.is_available() or not dist.is_initialized():
             return
-        objects = all_objects(collected=True)
+        objects = all_objects(collected=True)  # modules of earlier trainings that are garbage would count, too
         for each in objects:  # nobody has to call its step, so nothing else would show it
             refuse_overlapping(each)
         refuse_hidden_states(objects)

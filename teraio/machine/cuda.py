@@ -126,10 +126,8 @@ def _no_host_tier(extent: Extent) -> int:
 
 
 def _grow_segments(undo: ExitStack) -> None:
-    """Let the allocator's segments grow, unless the user has decided otherwise. All other settings stay as they are.
-
-    Without that, the allocator's cache becomes fragmented as blocks come and go.
-    """
+    """Let the allocator's segments grow, unless the user has decided otherwise. All other settings stay as they are."""
+    # Without that, the allocator's cache becomes fragmented as blocks come and go.
     known: dict[str, Any] = torch.cuda.memory._snapshot()["allocator_settings"]  # PyTorch 2.11 has no function that tells them
     before: str = known["PYTORCH_CUDA_ALLOC_CONF"]
     if known["expandable_segments"] or "expandable_segments" in before:

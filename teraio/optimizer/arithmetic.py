@@ -342,7 +342,7 @@ class MasterHooks(OwnHooks):
         with uninterrupted():
             undo_if_interrupted(self._restore)
             with ExitStack() as restoring:
-                restoring.callback(groups.restore)
+                restoring.callback(groups.restore)  # also where an update fails: schedulers and checkpoints read the groups
                 for numbers in cut(sizes, self._subgroup_bytes):
                     groups.narrow(numbers)
                     run_step(facts)

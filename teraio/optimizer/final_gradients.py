@@ -113,6 +113,7 @@ def settings_of(optimizer: Optimizer) -> Settings:
 
 def digest(tensor: Tensor) -> Digest:
     """Return the digest of a tensor whose memory is on the device. Does not wait for the device."""
+    # On the device, so that nobody waits: two numbers change with nearly every write, a scale and a clip among them.
     values = (torch.linalg.vector_norm(tensor), tensor.sum())
     return tensor._version, tuple(value.reshape(1).view(torch.uint8) for value in values)
 
@@ -321,7 +322,7 @@ class Watch:
 
     def _conclude(self, optimizer: Optimizer, parameter: Tensor, eligibility: UpdateEligibility) -> None:
         if parameter.grad is None and not eligibility.qualified:
-            eligibility.good_steps = 0
+            eligibility.good_steps = 0  # steps in a row count
         if parameter.grad is None or (eligibility.run is None and eligibility.qualified):
             return  # nothing was learnt
         problem = self._problem(optimizer, parameter, eligibility)

@@ -101,6 +101,7 @@ class _SubgroupStep:
                 if update is not None:
                     begun[number] = update
                     failed.callback(update.give_up)  # the last one first, so that those in the queue do not begin
+            # The device does not wait for the host: it updates the others meanwhile.
             for number, subgroup in enumerate(self.subgroups):
                 on_host = begun[number].members if number in begun else frozenset()
                 self._run_stage(number, self._without(subgroup, on_host))
@@ -177,6 +178,7 @@ class _SubgroupStep:
         following: blocks of the next subgroup, without a plan. fetch: blocks that the plan prefetches from now on.
         """
         pager, read = self.by.pager, subgroup.read
+        # Without a plan, one subgroup ahead: the next one's blocks come in while this one is updated.
         missing = [block for block in following if block.state is State.OFFLOADED]
         pager.acquire(read, subgroup.workspace_bytes, name, then_fetch=missing or fetch, in_one_piece=True)
         made: list[Block] = []
