@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import teraio
 from runtime.paging import holder_of
 
-from ...training import MIB, PLAN_SECONDS, blocks, forget, known_blocks, require
+from ...training import MIB, PLAN_SECONDS, blocks, compiled, forget, known_blocks, require
 
 ROWS, WIDTH, WIDE = 8, 512, 1024
 STEPS = 10
 """Enough to compile (1), profile (1), hear of other ranks (3), and follow their plan (2)."""
+
+Options = Mapping[str, Any] | None
+"""Of the backend; None trains without teraio."""
 
 
 class Block(nn.Module):
@@ -36,11 +47,11 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks one after the other. unused: with a weight that no forward pass uses. wide: of what is inside of the blocks."""
+    """Two blocks, one after the other. unused: with a weight that no forward pass uses. wide: of what is inside of the blocks."""
 
-    def __init__(self, count: int = 2, *, unused: bool = False, wide: int = WIDE) -> None:
+    def __init__(self, *, unused: bool = False, wide: int = WIDE) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(wide) for _ in range(count))
+        self.blocks = nn.ModuleList(Block(wide) for _ in range(2))
         if unused:
             self.unused = nn.Linear(WIDTH, WIDE, bias=False)
 
@@ -67,12 +78,20 @@ class Found:
     states: set[str] = field(default_factory=set)
 
 
-Made = tuple[Callable[[Tensor], Tensor], nn.Module, Optimizer]
+Made = tuple[Any, nn.Module, Optimizer]
+"""What is called, what is trained, and its optimizer."""
+
+
+def one_pass(model: Any, rows: Tensor) -> list[Tensor]:
+    """Forward and backward. Returns the losses."""
+    loss = model(rows).square().mean()
+    loss.backward()
+    return [loss]
 
 
 def train(
     make: Callable[[Callable[[Any], Any]], Made],
-    options: Mapping[str, Any] | None,
+    options: Options,
     *,
     steps: int = STEPS,
     passes: int = 1,
@@ -80,37 +99,50 @@ def train(
     rows: int = ROWS,
     same_rows: bool = False,
     no_sync: Callable[[Any], AbstractContextManager[Any]] | None = None,
+    run_pass: Callable[[Any, Tensor], list[Tensor]] = one_pass,
+    epochs: tuple[tuple[int, ...], ...] = (),
+    **given: Any,
 ) -> Found:
-    """Train what `make` makes from a function that compiles, or does not if `options` is None."""
+    """Train what `make` makes from a function that compiles, or does not if `options` is None.
+
+    no_sync: around all passes of a step but the last. epochs: steps by rank, in each of which ranks that have ended join those
+    that go on; then gradients stay until the next step. given: further options of the backend.
+    """
     forget()
     torch.manual_seed(0)
-    given = {"codegen": "eager", "profile_iterations": 1, **(options or {})}
 
     def prepare(what: Any) -> Any:
-        return torch.compile(what, backend="teraio", options=given) if options is not None else what
+        return compiled(what, {"profile_iterations": 1, **given, **options}) if options is not None else what
 
     model, module, optimizer = make(prepare)
     random = torch.Generator().manual_seed(1 if same_rows else 1 + dist.get_rank())
     found = Found()
-    for step in range(steps):
-        for number in range(passes):
-            last = number == passes - 1
-            with no_sync(model) if no_sync is not None and not last else nullcontext():
-                loss = model(torch.randn(rows, WIDTH, generator=random)).square().mean()
-                loss.backward()
-            found.values[f"loss {step}.{number}"] = loss.detach().clone()
-        if clip:
-            norm = nn.utils.clip_grad_norm_(module.parameters(), 0.05)
-            found.values[f"norm {step}"] = full(norm).clone()
-        optimizer.step()
-        if step == steps - 1:
-            _note_blocks(found, module, optimizer)
-        optimizer.zero_grad()
-        if options is not None:
-            require(teraio.wait_for_plan(PLAN_SECONDS), "no plan")
+    joining = [each for each in (getattr(model, "_orig_mod", model), optimizer) if isinstance(each, Joinable)]
+    for epoch, count in enumerate([each[dist.get_rank()] for each in epochs] or [steps]):
+        with Join(joining) if epochs else nullcontext():
+            for step in range(count):
+                optimizer.zero_grad() if epochs else None
+                for number in range(passes):
+                    with no_sync(model) if no_sync is not None and number < passes - 1 else nullcontext():
+                        losses = run_pass(model, torch.randn(rows, WIDTH, generator=random))
+                    found.values |= {f"loss {epoch}.{step}.{number}.{n}": e.detach().clone() for n, e in enumerate(losses)}
+                if clip:
+                    norm = nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+                    found.values[f"norm {step}"] = full(norm).clone()
+                optimizer.step()
+                if step == count - 1:
+                    _note_blocks(found, module, optimizer)
+                if not epochs:
+                    optimizer.zero_grad()
+                if options is not None:
+                    require(teraio.wait_for_plan(PLAN_SECONDS), "no plan")
+        if epochs:
+            found.values |= {f"gradient {epoch} {n}": p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
     if options is not None:
-        note_status(found)
-    found.values |= {f"parameter {name}": full(value).detach().clone() for name, value in module.named_parameters()}
+        (status,) = teraio.status()
+        found.phase, found.waiting_for, found.peak = status.phase, status.waiting_for, status.device_peak_bytes
+        found.moved = dict(status.moved_bytes)
+    found.values |= full_parameters(module)
     teraio.reset()
     return found
 
@@ -120,10 +152,8 @@ def full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def note_status(found: Found) -> None:
-    (status,) = teraio.status()
-    found.phase, found.waiting_for, found.peak = status.phase, status.waiting_for, status.device_peak_bytes
-    found.moved = dict(status.moved_bytes)
+def full_parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {f"parameter {name}": full(value).detach().clone() for name, value in module.named_parameters()}
 
 
 def _note_blocks(found: Found, module: nn.Module, optimizer: Optimizer) -> None:
@@ -135,15 +165,6 @@ def _note_blocks(found: Found, module: nn.Module, optimizer: Optimizer) -> None:
     found.states = {block.name for block in blocks() if block.kind == "optimizer_state" and block.span is not None}
 
 
-def check_planned(one: Found, other: Found, unlimited: Found, *, budget: int, tolerance: float = 1e-4) -> None:
-    """A rank kept to a plan and the budget, has the bits of a run without a budget, and is near one without teraio."""
-    assert not differences(one, unlimited)
-    assert max(differences(one, other).values(), default=0.0) < tolerance
-    assert one.phase == "planned", one.waiting_for
-    assert one.peak <= budget, f"{one.peak:,} of {budget:,} bytes"
-    assert one.moved["storage->device"] > 0
-
-
 def differences(found: Found, expected: Found) -> dict[str, float]:
     """The largest difference of each value, as a share of the largest expected one; equal values are left out."""
     require(found.values.keys() == expected.values.keys(), f"{found.values.keys() ^ expected.values.keys()}")
@@ -153,3 +174,155 @@ def differences(found: Found, expected: Found) -> dict[str, float]:
         for name, (one, other) in pairs.items()
         if not torch.equal(one, other)
     }
+
+
+# -- PyTorch's parallel libraries
+
+
+def momentum(module: nn.Module) -> Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def adamw(module: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-3)
+
+
+def zero_adamw(module: nn.Module) -> Optimizer:
+    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3, eps=1e-3)
+
+
+def zero_momentum(module: nn.Module) -> Optimizer:
+    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def ddp(
+    options: Options,
+    *,
+    around: bool = True,
+    optimize_ddp: Any = True,
+    unused: bool = False,
+    settings: dict[str, Any] | None = None,
+    optimizer: Callable[[nn.Module], Optimizer] = momentum,
+    **training: Any,
+) -> Found:
+    """DistributedDataParallel. around: it is what is compiled, not what is inside."""
+    hooks: list[Any] = []
+
+    def make(prepare: Any) -> Made:
+        module = Stack(unused=unused)
+        made = optimizer(module)
+        model = DistributedDataParallel(module if around else prepare(module), bucket_cap_mb=5, **(settings or {}))
+        hooks.extend(model._accum_grad_hooks)
+        return prepare(model) if around else model, module, made
+
+    with torch._dynamo.config.patch(optimize_ddp=optimize_ddp):
+        found = train(make, options, **training)
+    for hook in hooks:  # of "python_reducer": they would keep the module, and its buckets, for ever
+        hook.remove()
+    return found
+
+
+def no_sync(model: Any) -> Any:
+    return getattr(model, "_orig_mod", model).no_sync()
+
+
+def fsdp(
+    options: Options, *, whole: bool = False, wide: int = WIDE, settings: dict[str, Any] | None = None, **training: Any
+) -> Found:
+    """`fully_shard` for each block and the root. whole: the model is compiled, not each block."""
+
+    def make(prepare: Any) -> Made:
+        module = sharded(None if whole else options, wide=wide, **(settings or {}))
+        return prepare(module) if whole else module, module, adamw(module)
+
+    return train(make, options, **training)
+
+
+def sharded(options: Options, *, wide: int = WIDE, **settings: Any) -> nn.Module:
+    """Blocks that are sharded one by one, and compiled one by one with these options."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module = Stack(wide=wide)
+    for block in module.blocks:
+        if options is not None:
+            block.compile(backend="teraio", options={"codegen": "eager", "profile_iterations": 1, **options})
+        fully_shard(block, mesh=mesh, **settings)
+    return fully_shard(module, mesh=mesh, **settings)
+
+
+HALVES = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+
+def tensor_parallel(
+    options: Options, *, sequence: bool, around: Callable[[Any], Any] = lambda model: model, **training: Any
+) -> Found:
+    """Each block's first weight is cut by columns and its second by rows. sequence: so is the norm, by rows of the input.
+
+    around: returns what is called instead of the model.
+    """
+
+    def make(prepare: Any) -> Made:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        module = Stack()
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        if sequence:
+            plan = {
+                "norm": SequenceParallel(sequence_dim=0),
+                "up": ColwiseParallel(input_layouts=Shard(0)),
+                "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+            }
+        for block in module.blocks:
+            parallelize_module(block, mesh, plan)
+        model = prepare(module)
+        return around(lambda x: full(model(distribute_tensor(x, mesh, [Shard(0)]) if sequence else x))), module, momentum(module)
+
+    return train(make, options, same_rows=True, **training)
+
+
+class Gathering(nn.Module):
+    """A block whose weights are gathered in the graph from their shards, as SimpleFSDP does by parametrizations."""
+
+    def __init__(self, inner: nn.Module, mesh: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        for module in list(inner.modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                shard = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+                module.register_parameter(name, shard)
+                nn.utils.parametrize.register_parametrization(module, name, _Gathered(), unsafe=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class _Gathered(nn.Module):
+    def forward(self, shard: DTensor) -> Tensor:
+        return shard.redistribute(placements=[Replicate()]).to_local()
+
+
+def gathered_in_the_graph(options: Options) -> Found:
+    def make(prepare: Any) -> Made:
+        module = Gathering(Stack(), init_device_mesh("cpu", (dist.get_world_size(),)))
+        return prepare(module), module, momentum(module)
+
+    return train(make, options, same_rows=True)
+
+
+def pipeline(options: Options) -> Found:
+    """Each rank compiles a stage of its own, and needs what the rank before has computed."""
+    parts = 2
+
+    def make(prepare: Any) -> Made:
+        module = Stack()
+        stage = PipelineStage(prepare(module), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+        return Schedule1F1B(stage, parts, loss_fn=lambda x, wanted: (x - wanted).square().mean()), module, momentum(module)
+
+    def run_pass(schedule: Any, rows: Tensor) -> list[Tensor]:
+        losses: list[Tensor] = []
+        schedule.step(rows) if dist.get_rank() == 0 else schedule.step(target=torch.zeros_like(rows), losses=losses)
+        return losses
+
+    return train(make, options, steps=6, rows=parts * ROWS, same_rows=True, run_pass=run_pass, local_ranks=1)
+
+
+joined = partial(ddp, around=False, epochs=((9, 6), (9, 6)))
+"""Uneven inputs (`Join`): a rank whose batches have ended shadows the collectives of the others, and all go on afterwards."""

@@ -1,17 +1,20 @@
-"""What ranks tell each other, in threads over one store: waiting, turns, failures, time-outs."""
+"""Ranks of one machine: where torchrun says that they stand, what they tell each other over one store, and what they log."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from planner import RankError
-from teraio.ranks import RankGroup, RankPlace
+from planner import OptionsError, RankError
+from teraio.options import parse_options
+from teraio.ranks import RankGroup, RankPlace, only_first_rank_informs, rank_place
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
@@ -104,3 +107,56 @@ def test_a_store_that_is_gone_is_an_error_of_the_ranks() -> None:
     with pytest.raises(RankError, match="rank 1 lost the store of torch.distributed.*connection reset"):
         ranks.tell("status", "")
     ranks.fail("nobody hears it")  # a failure on the way out hides no other one
+
+
+# -- where a process stands, and what it logs
+
+
+def torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, world_size: int = 4, local_world_size: int = 2) -> None:
+    place = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "local_world_size": local_world_size}
+    for name, number in place.items():
+        monkeypatch.setenv(name.upper(), str(number))
+
+
+def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert rank_place() == RankPlace() and list(rank_place().neighbours) == [0]
+    assert parse_options({}).local_ranks == 1
+
+
+def test_neighbours_are_the_ranks_of_the_same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun(monkeypatch, rank=3, local_rank=1)
+    assert rank_place() == RankPlace(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    assert list(rank_place().neighbours) == [2, 3]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("RANK", "x"), ("RANK", ""), ("LOCAL_RANK", "2"), ("WORLD_SIZE", "1")])
+def test_variables_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    torchrun(monkeypatch, rank=3, local_rank=1)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(OptionsError, match="start with torchrun"):
+        rank_place()
+
+
+def test_paths_name_the_rank_and_options_may_say_another_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torchrun(monkeypatch, rank=3, local_rank=1)
+    (tmp_path / "drive1").mkdir()
+    given = {"storage": f"{tmp_path}/drive{{local_rank}}", "trace_out": f"{tmp_path}/trace-{{rank}}.json"}
+    options = parse_options(given)
+    assert options.storage == (tmp_path / "drive1",) and options.trace_out == tmp_path / "trace-3.json"
+    assert options.local_ranks == 2 and parse_options({"local_ranks": 1}).local_ranks == 1
+
+
+def test_rank_0_informs_and_all_warn(caplog: pytest.LogCaptureFixture) -> None:
+    for rank, expected in ((0, ["hello", "rank 0: take care"]), (1, ["rank 1: take care"])):
+        logger = logging.getLogger(f"test of rank {rank}")
+        logger.setLevel(logging.INFO)
+        for _ in range(2):
+            only_first_rank_informs(logger, RankPlace(rank=rank, world_size=2))
+        caplog.clear()
+        logger.info("hello")
+        logger.warning("take %s", "care")
+        assert [record.getMessage() for record in caplog.records] == expected
+    alone = logging.getLogger("test of one rank")
+    only_first_rank_informs(alone, RankPlace())
+    assert not alone.filters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +21,28 @@ def options(tmp_path: Path) -> dict[str, Any]:
     return {"memory_budget": 16 * MIB, "storage": str(tmp_path), "rank_timeout": 280.0}
 
 
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
 def infos(answer: Answer) -> list[str]:
     return [text for level, text in answer["log"] if level == "INFO"]
 
 
 def test_ranks_divide_the_machine_and_follow_one_plan(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
+    """Although rank 1 is slower."""
     files = {"trace_out": str(tmp_path / "trace-{rank}.json"), "plan_out": str(tmp_path / "plan-{local_rank}.json")}
-    answers = ranks.run(trained, options=[{**options, **files}] * 2)
+    answers = ranks.run(trained, options=[{**options, **files}] * 2, pause=(0.0, 0.05))
     assert [answer.get("error") for answer in answers] == [None, None], answers
     assert [answer["status"]["phase"] for answer in answers] == ["planned", "planned"]
     assert sum(answer["made"] for answer in answers) == 1
     assert answers[0]["moves"] == answers[1]["moves"] != []
     assert [answer["threads"] for answer in answers] == [2, 2]
-    assert (
-        sum(answer["storage_bytes"] for answer in answers) <= os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize * 1.1
-    )
+    assert sum(answer["storage_bytes"] for answer in answers) <= free_bytes(tmp_path) * 1.1
     assert all(link["alone_bytes_per_second"] for answer in answers for link in answer["links"])
     assert [answer["node"] for answer in answers] == [{0: ["planned"], 1: ["planned"]}] * 2
     assert infos(answers[0]) and not infos(answers[1])
     assert all((tmp_path / f"plan-{rank}.json").exists() for rank in range(2))
-
-
-def test_a_slower_rank_gets_the_same_plan(ranks: Ranks, options: dict[str, Any]) -> None:
-    answers = ranks.run(trained, options=[options] * 2, pause=(0.0, 0.05))
-    assert [answer["status"]["phase"] for answer in answers] == ["planned", "planned"]
-    assert sum(answer["made"] for answer in answers) == 1
-    assert answers[0]["moves"] == answers[1]["moves"] != []
 
 
 def test_plans_may_arrive_at_different_times(ranks: Ranks, options: dict[str, Any]) -> None:
@@ -95,8 +91,7 @@ def test_files_and_budgets_of_all_ranks_are_checked(ranks: Ranks, options: dict[
     same = ranks.run(trained, options=[{**options, "trace_out": str(tmp_path / "trace.json")}] * 2)
     assert [answer["error"] for answer in same] == ["OptionsError"] * 2
     assert f"ranks 0 and 1 of this machine both write {tmp_path / 'trace.json'}; put {{rank}}" in same[0]["message"]
-    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    much = ranks.run(trained, options=[{**options, "storage_budget": int(free * 0.7)}] * 2)
+    much = ranks.run(trained, options=[{**options, "storage_budget": int(free_bytes(tmp_path) * 0.7)}] * 2)
     assert [answer["error"] for answer in much] == ["OptionsError"] * 2
     assert "option storage_budget: 2 ranks of this machine ask for" in much[1]["message"]
 

@@ -1,0 +1,256 @@
+"""Parallel libraries in one process: buckets, which updates ranks must make alike, and the private names that are used."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from planner.errors import BudgetError, UnsupportedError
+from runtime.paging import Pager
+from teraio.distributed import (
+    GradientBuckets,
+    ShardedParameters,
+    fsdp,
+    is_sharded_over_all,
+    optimizer_inside,
+    private_names,
+    rank_count,
+    refuse_overlapping,
+)
+from teraio.distributed.private_names import DDP, FSDP_GROUP, FSDP_PARAMETER, FSDP_STATE, ZERO, PrivateNames, fsdp_states
+from teraio.following import IterationObserver
+from teraio.optimizer import OptimizerFacts, OptimizerSteps
+
+from ...training import MIB, Chain, compiled, forget
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """Two ranks, of which the other one does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+# -- buckets of DistributedDataParallel
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_buckets_count_as_much_as_all_gradients(group: None, views: bool) -> None:
+    inside, outside = nn.Linear(8, 4), nn.Linear(8, 4)
+    module = DistributedDataParallel(inside, gradient_as_bucket_view=views)
+    buckets = GradientBuckets()
+    buckets.look()
+    assert buckets.have(inside.weight) and not buckets.have(outside.weight)
+    assert buckets.hold(inside.weight) == views and not buckets.hold(outside.weight)
+    assert buckets.size_bytes == sum(parameter.nbytes for parameter in module.parameters())
+
+
+def test_modules_that_are_garbage_do_not_count(group: None) -> None:
+    module = DistributedDataParallel(nn.Linear(8, 4))
+    module.itself = [module]  # a cycle, as in real modules with hooks
+    gc.disable()
+    try:
+        del module
+        buckets = GradientBuckets()
+        buckets.look()
+        assert buckets.size_bytes == 0
+    finally:
+        gc.enable()
+
+
+def test_without_a_group_there_are_no_buckets() -> None:
+    buckets = GradientBuckets()
+    buckets.look()
+    assert not buckets.have(torch.ones(2)) and buckets.size_bytes == 0
+
+
+def test_the_first_budget_that_an_error_names_has_room_for_the_buckets(group: None, tmp_path: Path) -> None:
+    """They are there before anything is compiled: 6 MiB, beside what the model needs by itself."""
+    named = []
+    for wrap in (lambda module: module, DistributedDataParallel):
+        model = compiled(wrap(Chain()), {"memory_budget": MIB, "storage": str(tmp_path)})
+        with torch._dynamo.config.patch(optimize_ddp=False), pytest.raises(BudgetError) as refused:
+            model(torch.ones(4, 512))
+        named.append(refused.value.smallest_bytes)
+        forget()
+    alone, with_buckets = named
+    assert with_buckets >= alone + 6 * MIB
+
+
+def test_a_budget_is_refused_by_its_own_error_where_graphs_are_split_by_buckets(group: None, tmp_path: Path) -> None:
+    """Dynamo runs what it has compiled for one bucket on fake tensors, to learn what the graph of the next one gets."""
+    model = compiled(DistributedDataParallel(Chain(), bucket_cap_mb=2), {"memory_budget": MIB, "storage": str(tmp_path)})
+    with pytest.raises(BudgetError, match="give a memory_budget of at least"):
+        model(torch.ones(4, 512))
+    forget()
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, DistributedDataParallel])
+def test_a_model_that_was_refused_is_let_go(group: None, tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Else its parameters would stay for ever, and its buckets would count when the next budget is tried."""
+
+    def refused() -> weakref.ref[nn.Module]:
+        module = Chain()
+        with pytest.raises(BudgetError):
+            compiled(wrap(module), {"memory_budget": MIB, "storage": str(tmp_path)})(torch.ones(4, 512))
+        return weakref.ref(module)
+
+    module = refused()
+    forget()
+    gc.collect()
+    assert module() is None
+
+
+# -- which updates ranks must make alike
+
+
+def test_alone_an_update_may_run_on_the_host() -> None:
+    assert rank_count() == 1
+    assert OptimizerFacts.of(torch.optim.SGD([torch.ones(1)], lr=0.1)).off_host_because is None
+
+
+def test_several_ranks_do_not_update_on_the_host(group: None) -> None:
+    assert rank_count() == 2
+    reason = OptimizerFacts.of(torch.optim.SGD([torch.ones(1)], lr=0.1)).off_host_because
+    assert reason is not None and "drift apart" in reason
+
+
+@pytest.mark.parametrize(
+    ("axes", "placements", "alone"),
+    [
+        ((2,), [Shard(0)], True),
+        ((2,), [Replicate()], False),
+        ((2, 1), [Shard(1), Replicate()], True),
+        ((1, 2), [Shard(0), Replicate()], False),
+        ((1,), [Shard(0)], False),
+    ],
+)
+def test_shards_over_all_ranks_have_one_owner(group: None, axes: tuple[int, ...], placements: list[Any], alone: bool) -> None:
+    """A mesh of fewer ranks may have its like on other ranks."""
+    mesh = DeviceMesh("cpu", torch.arange(math.prod(axes)).reshape(axes))
+    parameter = DTensor.from_local(torch.ones(4, 4), mesh, placements, run_check=False)
+    assert is_sharded_over_all(parameter) == alone
+    assert (OptimizerFacts.of(torch.optim.SGD([parameter], lr=0.1)).off_host_because is None) == alone
+
+
+def test_the_optimizer_inside_may_update_on_the_host(group: None) -> None:
+    """From its first step on, while teraio manages steps."""
+    pager = Pager(mover=None, budget_bytes=None)
+    steps = OptimizerSteps(pager, IterationObserver(pager), active=lambda: True, step_done=lambda optimizer: None)
+    optimizer = ZeroRedundancyOptimizer(nn.Linear(8, 4).parameters(), torch.optim.AdamW, lr=0.1)
+    inside = optimizer.optim
+    optimizer.step()
+    optimizer.step()
+    assert OptimizerFacts.of(inside).off_host_because is None
+    assert len(inside._optimizer_step_pre_hooks) == 1
+    steps.close()
+    assert OptimizerFacts.of(inside).off_host_because is not None
+
+
+# -- the optimizer inside ZeroRedundancyOptimizer
+
+
+def test_the_optimizer_inside_is_the_one_that_updates(group: None) -> None:
+    outer = ZeroRedundancyOptimizer(nn.Linear(8, 4).parameters(), torch.optim.AdamW)
+    assert optimizer_inside(outer) is outer.optim
+    assert optimizer_inside(outer.optim) is None
+
+
+def test_updates_inside_the_communication_are_refused_though_nobody_calls_step(group: None) -> None:
+    outer = ZeroRedundancyOptimizer(nn.Linear(8, 4).parameters(), torch.optim.AdamW, overlap_with_ddp=True)
+    with pytest.raises(UnsupportedError, match="leave out overlap_with_ddp"):
+        GradientBuckets().look()
+    del outer
+    GradientBuckets().look()
+
+
+# -- private names: this torch has them, code uses no others, and one that is gone is an error
+
+ALL = (FSDP_STATE, FSDP_GROUP, FSDP_PARAMETER, ZERO, DDP)
+ROOM = Path(private_names.__file__).parent
+
+
+@pytest.fixture
+def sharded(group: None) -> nn.Module:
+    return fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (2,)))
+
+
+def test_this_torch_has_all_names(sharded: nn.Module) -> None:
+    state = sharded._get_fsdp_state()  # type: ignore[operator]
+    assert state in fsdp_states()
+    FSDP_STATE.require(state)
+    FSDP_GROUP.require(state._fsdp_param_group)
+    (parameter, *_) = state._fsdp_param_group.fsdp_params
+    FSDP_PARAMETER.require(parameter)  # nothing was gathered yet
+    ZERO.require(ZeroRedundancyOptimizer(nn.Linear(8, 4).parameters(), torch.optim.AdamW))
+    DDP.require(DistributedDataParallel(nn.Linear(8, 4)))
+
+
+@pytest.mark.parametrize(("names", "missing"), [(names, name) for names in ALL for name in names.names])
+def test_a_name_that_is_gone_is_an_error_that_says_which_torch(names: PrivateNames, missing: str) -> None:
+    there = SimpleNamespace(**{name: None for name in names.names})
+    names.require(there)
+    delattr(there, missing)
+    with pytest.raises(UnsupportedError, match=rf"{names.library} of torch {torch.__version__[:4]}.*has no {missing},"):
+        names.require(there)
+
+
+def test_code_uses_no_private_name_that_is_not_listed() -> None:
+    listed = {name for names in ALL for name in names.names} | {"_fsdp_param_groups", "_cdata"}
+    for file in ROOM.glob("*.py"):
+        assert {name for name in private(ast.parse(file.read_text()))} <= listed, file.name
+
+
+def private(tree: ast.Module) -> Iterator[str]:
+    """Yield the private attributes of all but `self` and what is under it, and those that are given as text to `getattr`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not ast.unparse(node.value).startswith(("self", "torch", "storage", "call")):
+            name: Any = node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and "sys.modules" not in ast.unparse(node):
+            name = getattr(node.args[1], "value", "")
+        else:
+            continue
+        if name.startswith("_") and not name.startswith("__"):
+            yield name
+
+
+def test_fsdp_without_a_name_is_refused_before_anything_moves(sharded: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp, "FSDP_PARAMETER", PrivateNames(library="fully_shard", names=("_renamed",)))
+    with pytest.raises(UnsupportedError, match="fully_shard of torch .* has no _renamed"):
+        ShardedParameters(Pager(mover=None, budget_bytes=None)).note([torch.ones(8)])
+
+
+@pytest.mark.parametrize("hidden", ["_STATES", "_FSDP"])
+def test_fsdp_that_hides_its_states_is_refused_if_it_is_used(group: None, monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    monkeypatch.setattr(private_names, hidden, "torch.renamed")
+    GradientBuckets().look()
+    module = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(UnsupportedError, match="fully_shard of torch .* torch.renamed"):
+        GradientBuckets().look()
+    del module
+
+
+def test_zero_without_a_name_is_refused(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = ZeroRedundancyOptimizer(nn.Linear(8, 4).parameters(), torch.optim.AdamW)
+    refuse_overlapping(optimizer)
+    del optimizer._overlap_with_ddp
+    with pytest.raises(UnsupportedError, match="its ZeroRedundancyOptimizer has no _overlap_with_ddp"):
+        refuse_overlapping(optimizer)
