@@ -7,9 +7,10 @@
     ├── BudgetError              the device budget is below what one stage needs
     ├── UnsupportedError         the program uses something that teraio cannot manage
     ├── RankError                another rank of the machine failed, or does not answer
-    ├── FileFormatError          a trace or plan file is damaged, or of a wrong format or version
+    ├── FileFormatError          a file is damaged, or of a wrong format or version
     │   ├── TraceError           ... a trace
-    │   └── PlanError            ... a plan, or a plan that belongs to another trace
+    │   ├── PlanError            ... a plan, or a plan that belongs to another trace
+    │   └── CheckpointError      ... a checkpoint, or one that belongs to another model
     ├── InfeasiblePlanError      a plan cannot be carried out (over a budget, deadlocked, inconsistent)
     ├── SolverError              the solver failed
     └── StorageError             the storage tier failed
@@ -29,6 +30,7 @@ from typing import Self
 
 __all__ = [
     "BudgetError",
+    "CheckpointError",
     "ChecksumError",
     "FileFormatError",
     "InfeasiblePlanError",
@@ -136,6 +138,10 @@ class TraceError(FileFormatError):
 
 class PlanError(FileFormatError):
     """A plan is malformed (a damaged file, an unknown version, too large numbers), or it was made for another trace."""
+
+
+class CheckpointError(FileFormatError):
+    """A checkpoint is damaged or incomplete, or it was written for another model."""
 
 
 class InfeasiblePlanError(TeraioError):

@@ -30,6 +30,7 @@ for _part in ("planner", "runtime"):
 
 from planner.errors import (  # noqa: E402
     BudgetError,
+    CheckpointError,
     ChecksumError,
     OptionsError,
     PlanError,
@@ -50,6 +51,7 @@ _Compiled = TypeVar("_Compiled", bound=Callable[..., Any])
 
 __all__ = [
     "BudgetError",
+    "CheckpointError",
     "ChecksumError",
     "CsvWriter",
     "IterationStats",
@@ -77,6 +79,7 @@ __all__ = [
     "stats",
     "status",
     "step_done",
+    "under_budget",
     "wait_for_plan",
 ]
 
@@ -104,6 +107,26 @@ def compile(
 
     checked = parse_options(options)  # here, so that an error shows the line of the mistake
     return compile_in_place(model, checked, dynamic=dynamic, fullgraph=fullgraph)
+
+
+def under_budget(
+    *, device: torch.device | str | None = None, **options: Unpack[GivenOptions]
+) -> AbstractContextManager[None]:
+    """Make, load or look at a model that fits nowhere: operators within the `with` block keep the budgets of the options.
+
+    What an operator needs comes to the device first, other tensors leave for it, and large results leave in turn. Parameters that
+    are loaded from safetensors files stay in these files until they are needed, and for as long as nobody changes them. Compile
+    the model with the same options afterwards: `teraio.compile(model, **options)`.
+
+    device: of the tensors; default: PyTorch's default device. options: as for `compile`; `memory_budget` and a lower tier.
+    Operators of other threads, and what NumPy does, are not seen. A compiled model runs uncompiled within the block.
+    Raises OptionsError without a lower tier; within the block, BudgetError if one operator alone is too large, StorageError and
+    StorageFullError.
+    """
+    from teraio import larger
+    from teraio.options import parse_options
+
+    return larger.under_budget(_registry(), parse_options(options), device)
 
 
 def capture(

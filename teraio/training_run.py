@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import planner
 from planner.errors import BudgetError, RankError, UnsupportedError
-from runtime.execution import Program, Reruns, WorkspaceMeter, run_managed, run_plain
-from runtime.paging import Block, Pager
+from runtime.execution import OperatorRunner, Program, Reruns, WorkspaceMeter, run_managed, run_plain
+from runtime.paging import UNNAMED, Block, Pager
 from runtime.system import interruptible, uninterrupted
 from teraio.distributed import LibraryCalls, ShardedParameters, UpdateBroadcasts
 from teraio.following import IterationObserver
@@ -91,6 +91,7 @@ class TrainingRun:
     """Everything that models compiled with the same options share: one machine, one pager with its budget, one recorder.
 
     shared: by all runs of the process. ranks: those of this machine that train together, None if there is one.
+    operators: runs those that user code calls outside of graphs, under the budget.
     number: of this run in the process. on_iteration: is called with each iteration that has ended, in the training thread.
     Raises PlanError if the plan file is damaged, OptionsError, UnsupportedError, StorageError, StorageFullError, RankError.
     """
@@ -109,6 +110,7 @@ class TrainingRun:
             busy_seconds=machine.busy_seconds,
         )
         self._pager.account.copy_rates = None if why_no_reruns(options) else machine.copy_rates
+        self.operators = OperatorRunner(self._pager, device)
         self._observer = IterationObserver(self._pager)
         self._meter = WorkspaceMeter(
             machine.memory,
@@ -273,7 +275,9 @@ class TrainingRun:
     def has_in_graph(self, parameter: torch.Tensor) -> bool:
         """Whether a compiled graph has this parameter: its memory is a block, or was one (`parameter.data = other`)."""
         block = self._pager.known_block(parameter)
-        return parameter in self._parameters or (block is not None and not block.name.startswith("optimizer/"))
+        if parameter in self._parameters:
+            return True
+        return block is not None and block.name is not UNNAMED and not block.name.startswith("optimizer/")
 
     def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         """These are parameters of a graph that is compiled."""

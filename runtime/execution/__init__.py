@@ -2,6 +2,7 @@
 
 from runtime.execution.executor import run_managed, run_plain
 from runtime.execution.one_stage import MeasuredMemory, WorkspaceMeter
+from runtime.execution.operators import OperatorRunner
 from runtime.execution.program import (
     Constant,
     InterleavedStages,

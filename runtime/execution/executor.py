@@ -13,7 +13,7 @@ from runtime.device import Mark
 from runtime.execution.one_stage import CollectiveClock, WorkspaceMeter, run_with_room
 from runtime.execution.program import Constant, InterleavedStages, Observer, Program, Stage, StageRun
 from runtime.execution.rerun import Rerun, Reruns, kept_for_nothing, why_no_reruns
-from runtime.paging import DROPPED, Block, Pager
+from runtime.paging import DROPPED, UNNAMED, Block, Pager
 from runtime.system import annotate
 
 _NOTHING = nullcontext()
@@ -68,7 +68,7 @@ class _ManagedRun:
             self._slots = _slots(program, arguments)
             for index, known in enumerate(self._pager.known_blocks(self._slots[: program.input_count])):
                 # Blocks that user code can reach were compared with their storages when the region began.
-                sure = known is not None and (known.user_visible or program.phase == "backward")
+                sure = known is not None and known.name is not UNNAMED and (known.user_visible or program.phase == "backward")
                 self._blocks[index] = known if sure else self._input_block(index)
             more = interleaved.stage_count if interleaved is not None else 0
             self._observer.region_begins(program.identity, len(stages) + more, is_inference=program.is_inference)

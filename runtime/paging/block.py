@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from runtime.storage import Slot
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))  # the types of tensors that wrap no other one
+UNNAMED = "made before it is in a graph"  # until a graph or an optimizer takes the block, and names it
 # References to the storage of a tensor without aliases: the tensor's and that of the storage's object in Python.
 _OWN_REFERENCES = 2
 

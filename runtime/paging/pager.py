@@ -17,7 +17,7 @@ from planner.errors import StorageFullError
 from planner.schema import WaitingTier
 from runtime.device import CpuDevice, Device
 from runtime.paging.around import Lending, Stages
-from runtime.paging.block import ON_DEVICE, PLAIN, Block, Source, holder_of
+from runtime.paging.block import ON_DEVICE, PLAIN, UNNAMED, Block, Source, holder_of
 from runtime.paging.mover import Mover, NullMover
 from runtime.paging.parking import Parking
 from runtime.paging.room import PrefetchQueue, RoomMaker
@@ -80,6 +80,7 @@ class Pager(Stages):
     def block_of(self, tensor: torch.Tensor, *, name: str, kind: str, user_visible: bool) -> Block:
         """Return the block of `tensor`'s storage; a storage that is seen for the first time becomes one.
 
+        name, kind: of a new block, or of one that is UNNAMED.
         The storage of a tensor that wraps another one is that of the inner tensor, see `holder_of`.
         """
         storage = holder_of(tensor).untyped_storage()
@@ -92,7 +93,11 @@ class Pager(Stages):
                 block = Block(storage=storage, name=name, kind=kind, user_visible=user_visible, span=span)
                 block.born = self.iteration
                 self._transitions.begin(block, storage)
-        elif user_visible and not block.user_visible:
+            return block
+        if block.name is UNNAMED:
+            with self._lock:
+                block.name, block.kind = name, kind
+        if user_visible and not block.user_visible:
             self.show_to_user([block])
         return block
 

@@ -1,0 +1,92 @@
+"""Runs operators that user code calls, outside of compiled graphs, like stages: under the budget of a pager."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from runtime.device import MIN_MOVED_BYTES
+from runtime.paging import UNNAMED, Block, Pager, holder_of
+from runtime.system import uninterrupted
+
+_Result = TypeVar("_Result")
+
+
+class OperatorRunner:
+    """Brings what an operator reads to the device of `pager`, and makes blocks of its large results. For the training thread.
+
+    device: where the blocks are; what operators do with tensors of other devices is not managed.
+    """
+
+    def __init__(self, pager: Pager, device: torch.device) -> None:
+        self._pager = pager
+        self._device = device
+
+    @property
+    def can_move(self) -> bool:
+        """Whether there is a lower tier, so that blocks can leave for others."""
+        return self._pager.can_move
+
+    def run(
+        self,
+        call: Callable[[], _Result],
+        *,
+        name: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        new_bytes: int,
+    ) -> _Result:
+        """Call an operator and return what it returns. Waits until what it needs is there, and has room.
+
+        name: for errors. new_bytes: of its results. Raises BudgetError if all of this does not fit at once, StorageFullError and
+        StorageError as stages do.
+        """
+        pager = self._pager
+        with uninterrupted(), pager.device.region():
+            pager.enter_region()
+            try:
+                read, written = self._blocks(reads), self._blocks(writes)
+                pager.acquire(read, new_bytes, name)
+                try:
+                    result = call()
+                    for tensor in tree_leaves(result):
+                        if self._is_large(tensor):
+                            pager.block_of(tensor, name=UNNAMED, kind="activation", user_visible=True)
+                finally:
+                    pager.retire(read, written)
+            finally:
+                pager.leave_region()
+        return result
+
+    def take_in(self, tensor: torch.Tensor) -> None:
+        """Make a block of a tensor that other code has made. Waits until its data is in memory that it can leave."""
+        if self._is_large(tensor) and self._pager.known_block(tensor) is None:
+            self.run(lambda: self._moved(tensor), name="a tensor of user code", reads=(), writes=(), new_bytes=tensor.nbytes)
+
+    def in_file(self, path: Path, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor on the device whose only copy is in a file, in row-major order. Reads nothing, and takes no memory."""
+        size_bytes = math.prod(shape) * dtype.itemsize
+        storage = self._pager.block_in_file(UNNAMED, "parameter", path=path, offset_bytes=offset_bytes, size_bytes=size_bytes)
+        return torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in a block."""
+        return self._pager.known_block(tensor) is not None
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._pager.make_movable(tensor)
+        return tensor
+
+    def _blocks(self, tensors: Sequence[torch.Tensor]) -> list[Block]:
+        return list(dict.fromkeys(block for block in self._pager.known_blocks(tensors) if block is not None))
+
+    def _is_large(self, value: object) -> bool:
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return False
+        storage = holder_of(value).untyped_storage()
+        return storage.device == self._device and storage.nbytes() >= MIN_MOVED_BYTES

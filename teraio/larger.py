@@ -1,0 +1,224 @@
+"""Models that fit nowhere: within `teraio.under_budget(...)`, what makes, loads and looks at a model keeps the budget.
+
+[Note: Operators under the budget]
+The training run exists before the model. Each operator that user code calls in this thread is treated as a stage: the blocks that
+it reads come to the device first, room is made for its results, and what it writes has no valid copy any more. Large results
+become blocks, which leave when others need the room. Nothing else changes: operators run in the order in which they would have
+run, so a model is initialised with the same random numbers.
+
+[Note: Tensors that are files]
+safetensors maps its files, so a tensor that it returns is memory of the file. When a module takes such a tensor for a parameter,
+the file becomes the first copy of a block that is away: nothing is read until the block is needed, and nothing is written until
+somebody changes it. A tensor whose pages were changed after they were mapped is copied instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from planner.errors import OptionsError
+from runtime.cpu import unchanged_since_mapped
+from runtime.device import MIN_MOVED_BYTES
+from runtime.execution import OperatorRunner
+from runtime.paging import PLAIN
+from teraio.checkpoint import SavedTensor, check, saved_tensors
+from teraio.options import Options
+from teraio.registry import Registry
+
+
+class UnderBudget:
+    """What `teraio.under_budget` gives: loads checkpoints into the tiers."""
+
+    def __init__(self, operators: OperatorRunner, device: torch.device) -> None:
+        self._operators = operators
+        self._device = device
+        self._thread = threading.get_ident()
+
+    def load(self, model: torch.nn.Module, path: str | PathLike[str]) -> None:
+        """Load a checkpoint of safetensors files into a model.
+
+        Parameters on the device "meta" get the device of this block, and large ones stay in their file until they are needed, see
+        [Note: Tensors that are files]. Those that have memory are overwritten. Main memory holds one tensor of the file at most.
+
+        path: a safetensors file, the index of several, or a folder with one of them. Its tensors are those of
+        `model.state_dict()`; of tied ones, any will do. Raises CheckpointError before anything is loaded, if a file is missing or
+        damaged, or belongs to another model.
+        """
+        places = _places(model)
+        saved = saved_tensors(Path(path))
+        first: dict[int, str] = {}
+        tied = {name: first.setdefault(id(each.tensor), name) for name, each in places.items()}
+        check(saved, {name: each.tensor for name, each in places.items()}, tied, Path(path))
+        loaded: dict[str, Tensor] = {}
+        for name, each in saved.items():
+            if (original := tied[name]) not in loaded:
+                loaded[original] = self._loaded(each, places[name].tensor)
+        for name, place in places.items():
+            if loaded[tied[name]] is not place.tensor:
+                setattr(place.module, place.name, loaded[tied[name]])
+
+    def _loaded(self, saved: SavedTensor, current: Tensor) -> Tensor:
+        """Return the tensor that takes the place of `current`, which is itself if it has memory."""
+        if not current.is_meta:
+            with torch.no_grad():
+                current.copy_(_mapped(saved))
+            return current
+        if saved.size_bytes >= MIN_MOVED_BYTES:
+            fresh = self._operators.in_file(saved.path, saved.offset_bytes, saved.shape, saved.dtype)
+        else:
+            fresh = _mapped(saved).to(self._device, copy=True)
+        return torch.nn.Parameter(fresh, current.requires_grad) if isinstance(current, torch.nn.Parameter) else fresh
+
+    def registered(self, module: torch.nn.Module, name: str, tensor: Tensor | None) -> None:
+        """A hook of modules: the tensor becomes a block, in the file that it lies in or in memory that it can leave."""
+        if threading.get_ident() != self._thread or type(tensor) not in PLAIN or tensor is None:
+            return
+        if tensor.device != self._device or tensor.layout is not torch.strided or tensor.nbytes < MIN_MOVED_BYTES:
+            return
+        if self._operators.knows(tensor):
+            return
+        found = _file_behind(tensor) if self._device.type == "cpu" else None
+        if found is None:
+            self._operators.take_in(tensor)
+            return
+        with torch.no_grad():
+            if tensor.is_contiguous() and unchanged_since_mapped(tensor.data_ptr(), tensor.nbytes):
+                tensor.data = self._operators.in_file(found.path, found.offset_bytes, tuple(tensor.shape), tensor.dtype)
+            else:
+                tensor.data = tensor.detach().clone()
+
+
+@contextlib.contextmanager
+def under_budget(registry: Registry, options: Options, device: torch.device | str | None) -> Iterator[UnderBudget]:
+    """See `teraio.under_budget`."""
+    place = torch.empty(0, device=device or torch.get_default_device()).device  # with its index
+    operators = registry.run_for(options, place).operators
+    if not operators.can_move:
+        registry.forget_unused()
+        raise OptionsError("under_budget: there is no lower tier; give storage (directories on drives), host_budget or both")
+    taking = UnderBudget(operators, place)
+    with contextlib.ExitStack() as removing:
+        removing.callback(register_module_parameter_registration_hook(taking.registered).remove)
+        removing.callback(register_module_buffer_registration_hook(taking.registered).remove)
+        removing.enter_context(_Operators(operators, place))
+        yield taking
+
+
+class _Place(NamedTuple):
+    """Where a module has a tensor."""
+
+    module: torch.nn.Module
+    name: str
+    tensor: Tensor
+
+
+def _places(model: torch.nn.Module) -> dict[str, _Place]:
+    """Return the tensors of `model.state_dict()` by name, tied ones several times."""
+    found = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = {**module._parameters, **{n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}}
+        for name, tensor in own.items():
+            if tensor is not None:
+                found[f"{prefix}.{name}" if prefix else name] = _Place(module, name, tensor)
+    return found
+
+
+def _mapped(saved: SavedTensor) -> Tensor:
+    """Return the tensor as memory of its file: no byte is read before it is used."""
+    end = saved.offset_bytes + saved.size_bytes
+    content = torch.from_file(str(saved.path), shared=False, size=end, dtype=torch.uint8)[saved.offset_bytes :]
+    if saved.offset_bytes % saved.dtype.itemsize:  # older writers do not align
+        content = content.clone()
+    return content.view(saved.dtype).view(saved.shape)
+
+class _Operators(TorchDispatchMode):
+    """Runs each operator of this thread under the budget, see [Note: Operators under the budget]."""
+
+    def __init__(self, operators: OperatorRunner, device: torch.device) -> None:
+        super().__init__()
+        self._operators = operators
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view:  # touches no byte
+            return func(*args, **kwargs)
+        return self._operators.run(
+            lambda: func(*args, **kwargs),
+            name=str(func),
+            reads=[each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)],
+            writes=_written(func, args, kwargs),
+            new_bytes=_result_bytes(func, args, kwargs, self._device),
+        )
+
+
+def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that the operator writes, by its schema."""
+    found: list[Tensor] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[number] if number < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+            found += [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+    return found
+
+
+def _result_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> int:
+    """Return the bytes of the operator's results on the device, found by running it on tensors without memory.
+
+    0 for an operator that cannot run there: its results count when they are there, and then others leave.
+    """
+    if all(each.alias_info is not None for each in func._schema.returns):
+        return 0  # it writes to what is there
+    given = kwargs.get("device")
+    if given is not None and torch.device(given).type != device.type:
+        return 0
+
+    def without_memory(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if type(value) not in PLAIN or value.layout is not torch.strided:
+            raise NotImplementedError
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    replaced = {"generator": None, "device": torch.device("meta"), "pin_memory": False}
+    try:
+        settings = {name: replaced.get(name, value) for name, value in tree_map(without_memory, dict(kwargs)).items()}
+        results = func(*tree_map(without_memory, tuple(args)), **settings)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return 0
+    return sum(each.untyped_storage().nbytes() for each in tree_leaves(results) if isinstance(each, Tensor))
+
+
+class _Mapping(NamedTuple):
+    """Memory of this process that is a private mapping of a safetensors file."""
+
+    begin: int
+    end: int
+    offset_bytes: int
+    path: Path
+
+
+def _file_behind(tensor: Tensor) -> _Mapping | None:
+    """Return where the file that is mapped as the tensor's memory has its bytes; None if its memory is no safetensors file."""
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        area, access, offset, _, _, *name = line.split(maxsplit=5)
+        if name and name[0].endswith(".safetensors") and access.endswith("p"):
+            begin, end = (int(each, 16) for each in area.split("-"))
+            if begin <= address and address + tensor.nbytes <= end:
+                return _Mapping(begin, end, int(offset, 16) + address - begin, Path(name[0]))
+    return None

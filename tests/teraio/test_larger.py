@@ -1,0 +1,275 @@
+"""A model that is larger than its budget is made, loaded, looked at and trained with the bits of a plain one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import teraio
+
+from ..training import MIB, blocks
+
+BUDGET = 24 * MIB
+"""Of the models here, which have 32 MiB and more."""
+
+
+class Stack(nn.Module):
+    """Eight layers of 4 MiB whose weights are initialised once more when all are there, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(8))
+        self.apply(self.begin)
+
+    @staticmethod
+    def begin(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.05)
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = torch.tanh(layer(value))
+        return value
+
+
+class Odd(nn.Module):
+    """Parametrized, lazy and tied weights, a large buffer, and half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = parametrizations.weight_norm(nn.Linear(1024, 1024))
+        self.lazy = nn.LazyLinear(2048)
+        self.lazy(torch.zeros(1, 1024))
+        self.first, self.last = nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("table", torch.rand(1024, 1024))
+        self.half = nn.Linear(2048, 2048).to(torch.bfloat16)
+
+
+def gpt2() -> nn.Module:
+    config = GPT2Config(n_layer=3, n_embd=512, n_head=8, vocab_size=4096, n_positions=64, bos_token_id=1, eos_token_id=1)
+    return GPT2LMHeadModel(config)
+
+
+def plain(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def options(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"memory_budget": BUDGET, "storage": folder, "codegen": "eager", **more}
+
+
+def same(model: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(model.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(name == known and torch.equal(value, wanted) for (name, value), (known, wanted) in pairs)
+
+
+def check_budget() -> teraio.Status:
+    (status,) = teraio.status()
+    assert status.device_peak_bytes <= BUDGET < status.movable_bytes
+    return status
+
+
+@pytest.mark.parametrize("tiers", [{}, {"storage": None, "host_budget": 64 * MIB}, {"checksums": True}])
+@pytest.mark.parametrize("make", [Stack, Odd, gpt2])
+def test_models_are_made_within_the_budget(make: Callable[[], nn.Module], tiers: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with teraio.under_budget(**options(tmp_path, **tiers)):
+        model = make()
+    drawn = torch.rand(1)
+    check_budget()
+    assert same(model, plain(make)) and torch.equal(torch.rand(1), drawn)
+
+
+def test_a_model_is_copied_averaged_and_looked_at_within_the_budget(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with teraio.under_budget(**options(tmp_path)):
+        model = Stack()
+        mean = copy.deepcopy(model)
+        with torch.no_grad():
+            for average, parameter in zip(mean.parameters(), model.parameters(), strict=True):
+                average.lerp_(2 * parameter, 0.5)
+        norm = nn.utils.get_total_norm(list(mean.parameters()))
+    check_budget()
+    wanted = [1.5 * parameter for parameter in plain(Stack).parameters()]
+    assert all(torch.equal(average, value) for average, value in zip(mean.parameters(), wanted, strict=True))
+    assert torch.equal(norm, nn.utils.get_total_norm(wanted))
+
+
+def train(model: nn.Module, steps: int = 8) -> list[float]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    losses = []
+    torch.manual_seed(1)
+    for _ in range(steps):
+        loss = model(torch.rand(32, 1024)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        teraio.wait_for_plan()
+    return losses
+
+
+def test_a_model_that_was_made_within_the_budget_trains_by_a_plan_with_the_same_bits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with teraio.under_budget(**options(tmp_path)):
+        model = Stack()
+    before = teraio.status()[0].moved_bytes["storage->device"]
+    teraio.compile(model, **options(tmp_path))
+    losses = train(model)
+    assert check_budget().phase == "planned" and len(teraio.status()) == 1
+    assert {block.name for block in blocks() if block.kind == "parameter"} >= {f"layers.{n}.weight" for n in range(8)}
+    assert before == teraio.status()[0].moved_bytes["storage->device"] or before > 0
+    twin = plain(Stack)
+    assert losses == train(twin) and same(model, twin)
+
+
+# -- checkpoints
+
+
+def saved(folder: Path, files: int = 3) -> tuple[nn.Module, Path]:
+    """Save a model in several files with an index."""
+    model, folder = plain(Stack), folder / "checkpoint"
+    folder.mkdir()
+    state = list(model.state_dict().items())
+    where = {}
+    for number in range(files):
+        part = dict(state[number::files])
+        safetensors.torch.save_file(part, folder / f"part-{number}.safetensors")
+        where |= dict.fromkeys(part, f"part-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return model, folder
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Stack()
+
+
+@pytest.mark.parametrize("make", [on_meta, Stack])
+def test_a_checkpoint_is_loaded_within_the_budget_and_trains(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    wanted, folder = saved(tmp_path)
+    with teraio.under_budget(**options(tmp_path)) as tiers:
+        model = make()
+        tiers.load(model, folder)
+    status = check_budget()
+    assert same(model, wanted)
+    if make is on_meta:
+        assert status.moved_bytes["device->storage"] == 0
+    teraio.compile(model, **options(tmp_path))
+    assert train(model) == train(wanted) and same(model, wanted)
+    check_budget()
+
+
+def test_frozen_weights_stay_in_their_checkpoint(tmp_path: Path) -> None:
+    wanted, folder = saved(tmp_path)
+    with teraio.under_budget(**options(tmp_path)) as tiers:
+        model = on_meta()
+        tiers.load(model, folder)
+    for each in (model, wanted):
+        for layer in each.layers[:-1]:  # type: ignore[index,union-attr]
+            layer.requires_grad_(False)
+    written = sum(path.stat().st_size for path in folder.iterdir())
+    teraio.compile(model, **options(tmp_path, recompute="off"))
+    assert train(model) == train(wanted) and same(model, wanted)
+    status = check_budget()
+    frozen = [block for block in blocks() if block.kind == "parameter" and block.name.startswith("layers.0")]
+    assert frozen and status.moved_bytes["storage->device"] > 7 * 4 * MIB
+    assert sum(path.stat().st_size for path in folder.iterdir()) == written
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_pretrained_takes_files_as_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
+    wanted = plain(gpt2).to(dtype)
+    wanted.save_pretrained(tmp_path / "saved", max_shard_size="8MB")  # type: ignore[operator]
+    with teraio.under_budget(**options(tmp_path, memory_budget=BUDGET // 2)):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=dtype)
+    (status,) = teraio.status()
+    assert status.device_peak_bytes <= BUDGET // 2
+    assert same(model, wanted) and model.lm_head.weight is model.transformer.wte.weight
+    assert status.moved_bytes["device->storage"] == 0
+
+
+def test_tied_weights_are_loaded_by_either_name_and_a_changed_mapping_is_copied(tmp_path: Path) -> None:
+    weights = {"last.weight": torch.rand(1024, 1024), "other": torch.rand(1024, 1025)}
+    file = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(weights, file)
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)
+            self.last.weight = self.first.weight
+            self.other = nn.Parameter(torch.empty(1024, 1025))
+
+    with teraio.under_budget(**options(tmp_path)) as tiers:
+        with torch.device("meta"):
+            model = Tied()
+        tiers.load(model, file)
+        changed = safetensors.torch.load_file(file)["other"]
+        changed[3] = 7
+        model.changed = nn.Parameter(changed)
+    assert model.first.weight is model.last.weight and torch.equal(model.first.weight, weights["last.weight"])
+    assert torch.equal(model.other, weights["other"]) and model.changed[3, 0] == 7 and model.changed[4, 0] == weights["other"][4, 0]
+
+
+def header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the header of a file."""
+    file = folder / "part-1.safetensors"
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    described = json.loads(content[8 : 8 + length])
+    change(described)
+    text = json.dumps(described).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no shard": (lambda f: (f / "part-1.safetensors").unlink(), "names part-1.safetensors, which is not there"),
+    "no folder": (lambda f: f.rename(f.with_name("other")), "is not there"),
+    "cut": (lambda f: (f / "part-1.safetensors").write_bytes((f / "part-1.safetensors").read_bytes()[:-5]), "is cut short"),
+    "no safetensors": (lambda f: (f / "part-1.safetensors").write_bytes(b"PK" * 40), "do not begin with a header"),
+    "empty": (lambda f: (f / "part-1.safetensors").write_bytes(b""), "its 0 bytes"),
+    "no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is no index"),
+    "shape": (lambda f: header(f, lambda h: h["layers.2.weight"].update(shape=[512, 2048])), r"of shape \(512, 2048\), the model"),
+    "type": (lambda f: header(f, lambda h: h["layers.2.weight"].update(dtype="I32")), "is torch.int32"),
+    "size": (lambda f: header(f, lambda h: h["layers.2.weight"].update(shape=[512, 512])), "is damaged"),
+    "name": (lambda f: header(f, lambda h: h.update(new=h["layers.2.weight"])), "has new, and the model has not"),
+    "lost": (lambda f: header(f, lambda h: h.pop("layers.2.weight")), "lacks layers.2.weight"),
+    "two": (lambda f: (f / "model.safetensors.index.json").unlink(), "has 3 safetensors files and no"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_checkpoint_is_refused_before_anything_is_loaded(broken: str, tmp_path: Path) -> None:
+    wanted, folder = saved(tmp_path)
+    spoil, said = BROKEN[broken]
+    spoil(folder)
+    model = plain(Stack)
+    with teraio.under_budget(**options(tmp_path)) as tiers, pytest.raises(teraio.CheckpointError, match=said):
+        tiers.load(model, folder)
+    assert same(model, wanted)
+
+
+def test_what_cannot_work_says_so(tmp_path: Path) -> None:
+    with pytest.raises(teraio.OptionsError, match="there is no lower tier"), teraio.under_budget():
+        pass
+    with teraio.under_budget(**options(tmp_path)):
+        model = Stack()
+        with pytest.raises(teraio.BudgetError, match="aten.empty"):
+            nn.Linear(4096, 4096)
+        nn.init.zeros_(model.layers[0].weight)  # type: ignore[union-attr,arg-type]
+    assert not model.layers[0].weight.any() and model.layers[1].weight.all()  # type: ignore[union-attr]
