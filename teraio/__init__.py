@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     import planner
+    from teraio.larger import UnderBudget
     from teraio.registry import Registry
 
 for _part in ("planner", "runtime"):
@@ -111,7 +112,7 @@ def compile(
 
 def under_budget(
     *, device: torch.device | str | None = None, **options: Unpack[GivenOptions]
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[UnderBudget]:
     """Make, load or look at a model that fits nowhere: operators within the `with` block keep the budgets of the options.
 
     What an operator needs comes to the device first, other tensors leave for it, and large results leave in turn. Parameters that

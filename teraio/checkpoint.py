@@ -1,7 +1,7 @@
 """Reads where the tensors of a safetensors checkpoint are, and whether a model can take them. Reads no tensor.
 
-The format is eight bytes with the length of a header, the header as JSON, and the bytes of the tensors; several files come with an
-index, a JSON file that names the file of each tensor. See https://huggingface.co/docs/safetensors.
+The format is that of the library safetensors: eight bytes with the length of a header, the header as JSON, and the bytes of the
+tensors. Several files come with an index, a JSON file that names the file of each tensor.
 """
 
 from __future__ import annotations

@@ -143,11 +143,12 @@ def _mapped(saved: SavedTensor) -> Tensor:
         content = content.clone()
     return content.view(saved.dtype).view(saved.shape)
 
-class _Operators(TorchDispatchMode):
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs each operator of this thread under the budget, see [Note: Operators under the budget]."""
 
     def __init__(self, operators: OperatorRunner, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._operators = operators
         self._device = device
 

@@ -223,7 +223,8 @@ def test_tied_weights_are_loaded_by_either_name_and_a_changed_mapping_is_copied(
         changed[3] = 7
         model.changed = nn.Parameter(changed)
     assert model.first.weight is model.last.weight and torch.equal(model.first.weight, weights["last.weight"])
-    assert torch.equal(model.other, weights["other"]) and model.changed[3, 0] == 7 and model.changed[4, 0] == weights["other"][4, 0]
+    assert torch.equal(model.other, weights["other"])
+    assert model.changed[3, 0] == 7 and torch.equal(model.changed[4:], weights["other"][4:])
 
 
 def header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -244,7 +245,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no safetensors": (lambda f: (f / "part-1.safetensors").write_bytes(b"PK" * 40), "do not begin with a header"),
     "empty": (lambda f: (f / "part-1.safetensors").write_bytes(b""), "its 0 bytes"),
     "no JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is no index"),
-    "shape": (lambda f: header(f, lambda h: h["layers.2.weight"].update(shape=[512, 2048])), r"of shape \(512, 2048\), the model"),
+    "shape": (lambda f: header(f, lambda h: h["layers.2.weight"].update(shape=[512, 2048])), r"shape \(512, 2048\), the model"),
     "type": (lambda f: header(f, lambda h: h["layers.2.weight"].update(dtype="I32")), "is torch.int32"),
     "size": (lambda f: header(f, lambda h: h["layers.2.weight"].update(shape=[512, 512])), "is damaged"),
     "name": (lambda f: header(f, lambda h: h.update(new=h["layers.2.weight"])), "has new, and the model has not"),

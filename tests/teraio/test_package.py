@@ -42,6 +42,7 @@ def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_exported_names() -> None:
     assert sorted(teraio.__all__) == [
         "BudgetError",
+        "CheckpointError",
         "ChecksumError",
         "CsvWriter",
         "IterationStats",
@@ -69,6 +70,7 @@ def test_exported_names() -> None:
         "stats",
         "status",
         "step_done",
+        "under_budget",
         "wait_for_plan",
     ]
     assert all(hasattr(teraio, name) for name in teraio.__all__)
