@@ -13,6 +13,7 @@ Rooms, each of which imports only those below it:
 
 from planner.errors import (
     BudgetError,
+    CheckpointError,
     ChecksumError,
     InfeasiblePlanError,
     OptionsError,
@@ -51,6 +52,7 @@ from planner.subgroup_size import Station, stations_of_step, step_seconds, subgr
 __all__ = [
     "Block",
     "BudgetError",
+    "CheckpointError",
     "Budgets",
     "ChecksumError",
     "Hardware",

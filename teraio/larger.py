@@ -8,8 +8,7 @@ run, so a model is initialised with the same random numbers.
 
 [Note: Tensors that are files]
 safetensors maps its files, so a tensor that it returns is memory of the file. When a module takes such a tensor for a parameter,
-the file becomes the first copy of a block that is away: nothing is read until the block is needed, and nothing is written until
-somebody changes it. A tensor whose pages were changed after they were mapped is copied instead.
+it is copied to memory that it can leave.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from planner.errors import OptionsError
-from runtime.cpu import unchanged_since_mapped
 from runtime.device import MIN_MOVED_BYTES
 from runtime.execution import OperatorRunner
 from runtime.paging import PLAIN
@@ -49,8 +47,7 @@ class UnderBudget:
     def load(self, model: torch.nn.Module, path: str | PathLike[str]) -> None:
         """Load a checkpoint of safetensors files into a model.
 
-        Parameters on the device "meta" get the device of this block, and large ones stay in their file until they are needed, see
-        [Note: Tensors that are files]. Those that have memory are overwritten. Main memory holds one tensor of the file at most.
+        Parameters on the device "meta" get the device of this block; those that have memory are overwritten.
 
         path: a safetensors file, the index of several, or a folder with one of them. Its tensors are those of
         `model.state_dict()`; of tied ones, any will do. Raises CheckpointError before anything is loaded, if a file is missing or
@@ -75,10 +72,7 @@ class UnderBudget:
             with torch.no_grad():
                 current.copy_(_mapped(saved))
             return current
-        if saved.size_bytes >= MIN_MOVED_BYTES:
-            fresh = self._operators.in_file(saved.path, saved.offset_bytes, saved.shape, saved.dtype)
-        else:
-            fresh = _mapped(saved).to(self._device, copy=True)
+        fresh = torch.empty(saved.shape, dtype=saved.dtype, device=self._device).copy_(_mapped(saved))
         return torch.nn.Parameter(fresh, current.requires_grad) if isinstance(current, torch.nn.Parameter) else fresh
 
     def registered(self, module: torch.nn.Module, name: str, tensor: Tensor | None) -> None:
@@ -89,15 +83,11 @@ class UnderBudget:
             return
         if self._operators.knows(tensor):
             return
-        found = _file_behind(tensor) if self._device.type == "cpu" else None
-        if found is None:
+        if self._device.type == "cpu" and _is_mapped(tensor):
+            with torch.no_grad():
+                tensor.data = tensor.detach().clone()  # what a file lends cannot leave
+        else:
             self._operators.take_in(tensor)
-            return
-        with torch.no_grad():
-            if tensor.is_contiguous() and unchanged_since_mapped(tensor.data_ptr(), tensor.nbytes):
-                tensor.data = self._operators.in_file(found.path, found.offset_bytes, tuple(tensor.shape), tensor.dtype)
-            else:
-                tensor.data = tensor.detach().clone()
 
 
 @contextlib.contextmanager
@@ -204,22 +194,13 @@ def _result_bytes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     return sum(each.untyped_storage().nbytes() for each in tree_leaves(results) if isinstance(each, Tensor))
 
 
-class _Mapping(NamedTuple):
-    """Memory of this process that is a private mapping of a safetensors file."""
-
-    begin: int
-    end: int
-    offset_bytes: int
-    path: Path
-
-
-def _file_behind(tensor: Tensor) -> _Mapping | None:
-    """Return where the file that is mapped as the tensor's memory has its bytes; None if its memory is no safetensors file."""
+def _is_mapped(tensor: Tensor) -> bool:
+    """Whether the tensor's memory is a private mapping of a safetensors file."""
     address = tensor.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
-        area, access, offset, _, _, *name = line.split(maxsplit=5)
+        area, access, _, _, _, *name = line.split(maxsplit=5)
         if name and name[0].endswith(".safetensors") and access.endswith("p"):
             begin, end = (int(each, 16) for each in area.split("-"))
-            if begin <= address and address + tensor.nbytes <= end:
-                return _Mapping(begin, end, int(offset, 16) + address - begin, Path(name[0]))
-    return None
+            if begin <= address < end:
+                return True
+    return False

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -68,12 +66,6 @@ class OperatorRunner:
         if self._is_large(tensor) and self._pager.known_block(tensor) is None:
             self.run(lambda: self._moved(tensor), name="a tensor of user code", reads=(), writes=(), new_bytes=tensor.nbytes)
 
-    def in_file(self, path: Path, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor on the device whose only copy is in a file, in row-major order. Reads nothing, and takes no memory."""
-        size_bytes = math.prod(shape) * dtype.itemsize
-        storage = self._pager.block_in_file(UNNAMED, "parameter", path=path, offset_bytes=offset_bytes, size_bytes=size_bytes)
-        return torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
-
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is in a block."""
         return self._pager.known_block(tensor) is not None
@@ -89,4 +81,5 @@ class OperatorRunner:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return False
         storage = holder_of(value).untyped_storage()
-        return storage.device == self._device and storage.nbytes() >= MIN_MOVED_BYTES
+        # What is not resizable is lent, by a mapped file or by NumPy: it takes no memory of the device, and cannot leave.
+        return storage.device == self._device and storage.nbytes() >= MIN_MOVED_BYTES and storage.resizable()
