@@ -6,6 +6,7 @@ import random
 from itertools import product
 from typing import Any
 
+import highspy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -297,6 +298,17 @@ def test_a_long_iteration_gets_a_relaxed_solution_and_then_a_whole_one() -> None
     assert [each.report.bound_seconds for each in coarse_solutions(problem, SolverSettings(), integer=False)] == [
         pytest.approx(relaxed.report.bound_seconds)
     ]
+
+
+def test_a_search_that_ends_early_is_followed_by_the_relaxed_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its solution has not been proved to be the best."""
+    # Read twice: whether it has run at all, and how it ended.
+    real, ends = highspy.Highs.getModelStatus, iter([highspy.HighsModelStatus.kTimeLimit] * 2)
+    monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda solver: next(ends, None) or real(solver))
+    whole, relaxed = coarse_solutions(line([FIRST, MIDDLE], 10), EXACT)
+    assert (whole.report.status, relaxed.report.status) == ("feasible", "feasible")
+    assert whole.report.objective_seconds is not None and relaxed.report.objective_seconds is None
+    assert whole.tiers == relaxed.tiers == {0: "storage"}
 
 
 def test_what_a_re_run_reads_is_not_away() -> None:

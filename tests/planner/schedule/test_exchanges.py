@@ -96,6 +96,15 @@ def test_a_copy_made_in_an_earlier_period_is_still_valid() -> None:
     assert found and seconds(problem, found[0]) == seconds(problem, first) - 1.0
 
 
+def test_a_block_that_only_dies_is_fetched_by_no_variant() -> None:
+    """Stage 2 waits for the copy out of the block, which is not used again before it dies."""
+    problem = made_of([1.0] * 5, [block(10, [0, 1], dies_after=4)], 15, workspace=10)
+    (period,) = problem.periods
+    first = {0: Decision(tier="storage", leave=1, start=period.before)}
+    assert period.final and seconds(problem, first) == pytest.approx(6.0)
+    assert all(each[0].start == period.before for each in exchanged(problem, first))
+
+
 def test_all_variants_can_be_carried_out_and_some_are_better() -> None:
     made = transformer_trace(layers=2, stages_per_layer=4, rate=2e9)
     problem = Problem.of(made, Budgets(device_bytes=max(live_bytes(made)) // 2))
