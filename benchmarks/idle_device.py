@@ -78,6 +78,9 @@ class IdleDevice:
     def synchronize(self) -> None:
         self.calls += 1
 
+    def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
+        self.calls += 1
+
     def try_memory(self, size_bytes: int) -> None:
         self.calls += 1
 

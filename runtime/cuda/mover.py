@@ -141,11 +141,6 @@ class StreamMover:
         storage = storage_of(block)
         if self._poison:
             self._poison_left(block)
-        # What user code allocated goes back to the pool of its own stream, where nothing waits for computation. So the host
-        # waits (rule 6): once for each such block, since it comes back in memory of the lane of computation.
-        if block.users_memory:
-            self._streams.record(COMPUTE).wait()
-            block.users_memory = False
         return storage
 
     def _poison_left(self, block: Block) -> None:

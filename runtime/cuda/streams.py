@@ -144,6 +144,11 @@ class CudaStreams:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type == "cuda":  # blocks in main memory have no streams
+            holder = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+            holder.record_stream(self._streams[COMPUTE])
+
     def try_memory(self, size_bytes: int) -> None:
         self.allocate(size_bytes)
 

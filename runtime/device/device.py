@@ -12,14 +12,16 @@ needs a result of another lane waits for an event. teraio keeps seven rules, and
    computation, and later copies in by rule 2: both come after that wait.
 5. A block is kept alive until its copies out and in are known to have ended: its memory is not freed while something reads or
    writes it, also if nobody else holds the block any more.
-6. Memory that user code allocated is given back only when the device is known to have passed all that uses it.
+6. Memory that user code allocated, once it is freed, serves nobody and is not taken away before computation has passed what was
+   queued there until then: also that of gradients and batches, which a stage frees while the region still runs.
 7. Before the host's processor reads or writes a slot, it waits for the last copy from or to that slot, and for all computation,
    also the user's, that was queued when the update was asked for. Before it uses a free slot, it waits for the whole device.
 
 Freed memory need not serve again: where the device is short of memory, PyTorch's allocator takes free pages away altogether
 (`cuMemUnmap`). It waits for the stream that they were allocated for before, and for no other. That is the lane of computation,
-which has waited by rule 4, except for what user code allocated: for that, rule 6. Waits in the user's lane would not do. If it
-is the default stream, the allocator waits for the default stream of the current device, which may be another one.
+which has waited by rule 4, except for what user code allocated: for that, rule 6, by which the allocator knows of the lane of
+computation. Waits in the user's lane would not do. If it is the default stream, the allocator waits for the default stream of
+the current device, which may be another one; and within a region, it waits for computation at the end only.
 
 No rule protects what user code frees between regions while kernels in its own stream still use it, if the memory was a stage's
 and PyTorch unmaps it at once: by `torch.cuda.empty_cache()`, or where the whole GPU is short of memory. To hold it until the next
@@ -40,6 +42,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from planner.errors import StorageError
+
+if TYPE_CHECKING:
+    import torch
 
 MIN_MOVED_BYTES = 1 << 20  # smaller blocks stay on the device: system calls would cost more than the memory is worth
 
@@ -72,6 +77,11 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has ended everything that it was asked for so far, also by user code."""
+
+    def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
+        """The memory of a storage that user code has allocated, once it is freed, serves nobody and is not taken away before the
+        device has passed the computation that was asked for until then. Never waits. What a region allocates does not need it.
+        """
 
     def try_memory(self, size_bytes: int) -> None:
         """Raise DeviceMemoryError if the allocator has not so many bytes in one piece for the stage that runs next."""
@@ -116,6 +126,9 @@ class CpuDevice:
     def synchronize(self) -> None:
         """Return at once."""
 
+    def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
+        """Do nothing: what was asked for before has been done."""
+
     def try_memory(self, size_bytes: int) -> None:
         """Do nothing: main memory is never short in one piece."""
 
@@ -144,10 +157,6 @@ class DeviceBytes:
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Lane(enum.Enum):

@@ -71,7 +71,6 @@ class Block:
     updates: counts changes in the slot, which PyTorch's version counter does not see.
     source: what makes its content anew once it was dropped; None if nothing can.
     user_visible: user code may read or write the block between compiled regions.
-    users_memory: its memory is what user code gave it; not from the pool that serves stages and copies in.
     next_use: position on the pager's clock at which the block is expected to be used next; orders evictions.
     uses: positions within the last iteration at which it was used; empty while unknown.
     born: number of the iteration in which it was first seen.
@@ -100,7 +99,6 @@ class Block:
         "trace_id",
         "updates",
         "user_visible",
-        "users_memory",
         "uses",
         "version",
         "_weak",
@@ -116,7 +114,7 @@ class Block:
         self.size_bytes = storage.nbytes()
         self.address = 0 if storage.device.type == "meta" else storage.data_ptr()  # fake tensors have no memory
         self.span = span
-        self.user_visible = self.users_memory = user_visible
+        self.user_visible = user_visible
         self.state = ON_DEVICE
         self.slot: Slot | None = None
         self.tier: WaitingTier | None = None

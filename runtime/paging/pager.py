@@ -93,6 +93,8 @@ class Pager(Stages):
                 block = Block(storage=storage, name=name, kind=kind, user_visible=user_visible, span=span)
                 block.born = self.iteration
                 self._transitions.begin(block, storage)
+            if user_visible:
+                self.device.keep_until_computed(storage)
             return block
         if block.name is UNNAMED:
             with self._lock:

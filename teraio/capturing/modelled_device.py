@@ -46,6 +46,9 @@ class ModelledDevice:
     def synchronize(self) -> None:
         """Return at once: what was asked for has been done."""
 
+    def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
+        """Do nothing: no memory is freed."""
+
     def try_memory(self, size_bytes: int) -> None:
         """Do nothing: there always is some."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import teraio
-from runtime.cuda import computing
+from runtime.cuda import CudaStreams, computing
 from teraio.machine import open_machine
 from teraio.options import Options
 
@@ -85,6 +85,24 @@ def test_pages_of_the_allocator_are_its_own_again() -> None:
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         assert page_bytes() == 20 << 20
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings("")
+
+
+def test_pages_of_the_user_are_not_taken_away_while_a_stage_reads_them() -> None:
+    """A gradient that user code made dies in a region. By itself, the allocator takes its pages away without a wait."""
+    streams = CudaStreams(DEVICE)
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        gradient = torch.ones(40 << 20, dtype=torch.uint8, device=DEVICE)  # whole pages
+        with streams.region():
+            streams.keep_until_computed(gradient.untyped_storage())
+            torch.cuda._sleep(200_000_000)
+            read = gradient + 1
+            del gradient
+            torch.cuda.empty_cache()
+        assert bool((read == 2).all())
     finally:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         torch._C._accelerator_setAllocatorSettings("")

@@ -29,6 +29,9 @@ class Allocator(CpuDevice):
         super().__init__(streams.trim)
         self._streams = streams
 
+    def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
+        self._streams.keep_until_computed(storage)
+
     def give_back_memory(self) -> None:
         self._streams.give_back_memory()
 

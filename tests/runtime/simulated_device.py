@@ -53,7 +53,8 @@ class SimulatedEvent:
 class Arena:
     """A pool of memory in pieces of `unit` bytes. What was freed serves again at once, in any order.
 
-    What user code allocated is in a pool of its own: it serves nothing else before it was unmapped.
+    What user code allocated is in a pool of its own: it serves nothing else before it was unmapped. That waits for computation if
+    `keep_until_computed` has asked for it.
     """
 
     def __init__(self, device: SimulatedDevice, pieces: int, unit: int) -> None:
@@ -61,6 +62,8 @@ class Arena:
         self._begin = ctypes.addressof(self._memory)
         self._free = [range(begin, begin + unit) for begin in range(0, pieces * unit, unit)]
         self._users: list[range] = []
+        self._kept: set[range] = set()
+        self._until: list[SimulatedEvent] = []
         self._unmapped: set[range] = set()
         self._device, self._unit = device, unit
 
@@ -77,6 +80,9 @@ class Arena:
 
     def unmap(self) -> None:
         """Take the pages of free memory away, each after waiting for the lane that it was allocated for."""
+        for event in self._until:
+            event.wait()
+        self._until = []
         if self._users and not self._device.elsewhere:
             self._device.drain(Lane.USER)
         self._take_away(self._users)
@@ -91,6 +97,10 @@ class Arena:
             ctypes.memset(self._begin + place.start, POISON, len(place))
         self._unmapped.update(places)
 
+    def keep_until_computed(self, address: int) -> None:
+        begin = address - self._begin
+        self._kept.add(range(begin, begin + self._unit))
+
     def is_mapped(self, address: int, size_bytes: int) -> bool:
         """Whether the range may be read and written. Memory outside of the arena always may."""
         begin = address - self._begin
@@ -98,6 +108,9 @@ class Arena:
 
     def _give_back(self, place: range, size_bytes: int, lane: Lane) -> None:
         if lane is Lane.USER:
+            if place in self._kept:
+                self._kept.remove(place)
+                self._until.append(self._device.record(Lane.COMPUTE))
             self._users.append(place)
             return
         address = self._begin + place.start
@@ -209,6 +222,9 @@ class SimulatedDevice:
         if self.crumbled:
             raise DeviceMemoryError("crumbled")
         return self.arena.allocate(size_bytes, Lane.COMPUTE)
+
+    def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
+        self.arena.keep_until_computed(storage.data_ptr())
 
     def give_back_memory(self) -> None:
         self.synchronise()

@@ -199,7 +199,22 @@ def dies_while_it_leaves(machine: SimulatedMachine) -> None:
         machine.pager.leave_region()
 
 
+def freed_by_the_stage_that_reads_it(machine: SimulatedMachine) -> None:
+    """A gradient that user code has made dies with the stage that reads it. Then its memory is unmapped."""
+    machine.slow(Lane.COMPUTE)
+    value = machine.new_value()
+    tensor = machine.allocated_by_user(value)
+    with machine.device.region():
+        machine.pager.enter_region()
+        block = machine.adopt(tensor, value)
+        del tensor, machine.tensors[block], machine.expected[block]
+        machine.pager.forget_dead()
+        machine.device.arena.unmap()
+        machine.pager.leave_region()
+
+
 BLOCKS: dict[Scene, int] = {
+    freed_by_the_stage_that_reads_it: 1,
     dies_while_it_arrives: 2,
     arrives_while_user_code_runs: 3,
     leaves_twice_before_the_fence: 3,
@@ -367,14 +382,7 @@ def no_hold(machine: SimulatedMachine) -> None:
 
 def memory_is_as_any_other(machine: SimulatedMachine) -> None:
     """What user code allocated is given back like the memory of stages."""
-    block_of = machine.pager.block_of
-
-    def forgetful(*arguments: Any, **named: Any) -> Block:
-        block = block_of(*arguments, **named)
-        block.users_memory = False
-        return block
-
-    machine.pager.block_of = forgetful  # type: ignore[method-assign]
+    machine.device.keep_until_computed = lambda storage: None  # type: ignore[method-assign]
 
 
 def no_user(machine: SimulatedMachine) -> None:
@@ -432,6 +440,7 @@ def drives_do_not_wait(machine: SimulatedMachine) -> None:
         pytest.param(memory_of_the_user_is_unmapped, memory_is_as_any_other, id="rule 6"),
         pytest.param(another_device_is_current, memory_is_as_any_other, id="rule 6, another current device"),
         pytest.param(leaves_clean_after_its_last_use, memory_is_as_any_other, id="rule 6, without a copy"),
+        pytest.param(freed_by_the_stage_that_reads_it, memory_is_as_any_other, id="rule 6, in a region"),
         pytest.param(None, slots_are_not_awaited, id="rule 7"),
         pytest.param(None, computation_is_not_awaited, id="rule 7, computation"),
         pytest.param(None, drives_do_not_wait, id="drives"),

@@ -57,6 +57,9 @@ class Gpu:
     def mark(self) -> WallMark:
         return WallMark(float(self.device.steps))
 
+    def keep_until_computed(self, storage: torch.UntypedStorage) -> None:
+        """It is not freed."""
+
     def try_memory(self, size_bytes: int) -> None:
         """There always is some."""
 
