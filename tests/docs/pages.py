@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN = "# not run by the tests: "
 
@@ -76,3 +78,10 @@ CONTRIBUTING = Page("CONTRIBUTING.md")
 TRACES = Page("traces/README.md")
 DOCS = {path.stem: Page(f"docs/{path.name}") for path in sorted((ROOT / "docs").glob("*.md"))}
 PAGES = (README, CONTRIBUTING, TRACES, *DOCS.values())
+
+
+def by_name(page: Page) -> str:
+    return page.name
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=by_name)

@@ -29,16 +29,12 @@ from teraio.cli import commands
 from teraio.options import Options
 from teraio.watching import Status
 
-from .pages import CONTRIBUTING, DOCS, PAGES, README, ROOT, TRACES, Page
+from .pages import CONTRIBUTING, DOCS, PAGES, README, ROOT, TRACES, Page, each_page
 
 TOP_LEVEL = ("planner", "runtime", "teraio", "tests", "traces", "benchmarks", "examples", "docs", "tools")
 MADE_LATER = {"benchmarks/out"}
 FOREIGN = {"DistributedDataParallel", "GradScaler", "ZeroRedundancyOptimizer"}
 FORMATS = {"teraio.trace", "teraio.plan", "teraio.kept_plan"}
-
-
-def by_name(page: Page) -> str:
-    return page.name
 
 
 @cache
@@ -51,14 +47,14 @@ def classes() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=by_name)
+@each_page
 def test_files_exist(page: Page) -> None:
     for word in [*page.words, *re.findall(r"\b\w+/[\w/]+\.py\b", "".join(page.code("")))]:
         if word.split("/")[0] in TOP_LEVEL and re.fullmatch(r"[\w./-]+", word) and word not in MADE_LATER:
             assert (ROOT / word).exists(), f"{page.name}: {word}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=by_name)
+@each_page
 def test_make_targets_exist(page: Page) -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
@@ -70,7 +66,7 @@ def test_make_targets_exist(page: Page) -> None:
             assert all(word.partition("=")[0] in variables for word in words[1:]), f"{page.name}: {command}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=by_name)
+@each_page
 def test_options_in_text_exist(page: Page) -> None:
     names = {field.name for field in fields(Options)}
     for word in page.words:
@@ -78,7 +74,7 @@ def test_options_in_text_exist(page: Page) -> None:
             assert given[1] in {*names, "backend"}, f"{page.name}: {word}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=by_name)
+@each_page
 def test_classes_exist(page: Page) -> None:
     for word in page.words:
         if re.fullmatch(r"[A-Z][a-z]+[A-Z]\w+", word) and word not in FOREIGN:
@@ -86,7 +82,7 @@ def test_classes_exist(page: Page) -> None:
             assert known, f"{page.name}: {word}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=by_name)
+@each_page
 def test_dotted_names_exist(page: Page) -> None:
     for word in page.words:
         if found := re.fullmatch(r"((?:teraio|planner|runtime)(?:\.\w+)*)\.(\w+)(?:\(.*\))?", word):
@@ -214,6 +210,6 @@ def test_contributing_is_one_page() -> None:
     assert len(CONTRIBUTING.text.splitlines()) <= 90
 
 
-@pytest.mark.parametrize("page", PAGES, ids=by_name)
+@each_page
 def test_pages_hold_no_path_of_a_machine(page: Page) -> None:
     assert not re.search(rf"{re.escape(str(Path.home()))}|/work/|/home/", page.text)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from runtime.transfer import Engine
-from teraio import phases
+from teraio import cli, phases
 from teraio.optimizer import OptimizerFacts
 from teraio.registry import REGISTRY
 
@@ -43,6 +44,35 @@ def planning_in_process(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """Make plans in this process, except in tests with the mark `planning_process`: each process imports for seconds."""
     if request.node.get_closest_marker("planning_process") is None:
         monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=InProcessJob))
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        assert self.err == ""
+        return json.loads(self.out)
+
+
+RunCommand = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCommand:
+    """Runs a command line in this process as the console script would."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer replaces it
+
+    def call(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["teraio", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return Result(int(ended.value.code or 0), captured.out, captured.err)
+
+    return call
 
 
 @pytest.fixture(scope="session")

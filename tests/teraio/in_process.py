@@ -1,12 +1,16 @@
-"""Planning in the process of the tests: no second interpreter that imports the planner for each training."""
+"""Planning in the process of the tests: at once by the real planner, or by jobs that have ended with what a test says."""
 
 from __future__ import annotations
 
 import planner
+from planner import Plan, SolverError, Trace
 
 
 class InProcessJob:
-    """Stands for `teraio.planning.PlanningJob`: plans at once, in the training thread, with the same planner and limits."""
+    """Stands for `teraio.planning.PlanningJob`: plans at once, in the training thread, with the same planner and limits.
+
+    No second interpreter imports the planner for each training.
+    """
 
     def __init__(self, trace: planner.Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> None:
         self.done = True
@@ -27,3 +31,41 @@ class InProcessJob:
 
     def cancel(self) -> None:
         """Do nothing: the plan has been made."""
+
+
+class InstantJob:
+    """Stands for the planning process: a job that has ended as soon as it is started."""
+
+    def __init__(self, trace: Trace, answer: Plan | SolverError) -> None:
+        self.done = True
+        self.cancelled = False
+        self._trace = trace
+        self._answer = answer
+
+    def result(self) -> Plan:
+        if isinstance(self._answer, Plan):
+            return self._answer.model_copy(update={"trace_fingerprint": self._trace.fingerprint})
+        raise self._answer
+
+    def wait(self, timeout_seconds: float | None) -> bool:
+        return self.done
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class InstantJobs:
+    """Starts jobs: the next of `answers` is what one ends with, None for a real plan; `asked`: what they were asked for."""
+
+    def __init__(self) -> None:
+        self.answers: list[Plan | SolverError | None] = []
+        self.asked: list[Trace] = []
+        self.started: list[InstantJob] = []
+
+    def __call__(self, trace: Trace, budgets: planner.Budgets, *, time_limit_seconds: float) -> InstantJob:
+        self.asked.append(trace)
+        answer = self.answers.pop(0)
+        if answer is None:
+            answer = planner.plan(trace, budgets, time_limit_seconds=time_limit_seconds)
+        self.started.append(InstantJob(trace, answer))
+        return self.started[-1]

@@ -17,6 +17,7 @@ import teraio
 import teraio.backend
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def installed() -> bool:
@@ -36,50 +37,25 @@ def script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     command = [sys.executable, str(folder / "train.py")]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+
+
+NAMES = """
+    CsvWriter IterationStats Parked Stats Status __version__ capture compile manage_optimizer node_status on_device on_iteration
+    park reset stats status step_done under_budget wait_for_plan
+"""
+ERRORS = """
+    BudgetError CheckpointError ChecksumError OptionsError PlanError RankError StorageError StorageFullError StorageIOError
+    TeraioError TraceError UnsupportedError
+"""
 
 
 def test_exported_names() -> None:
-    assert sorted(teraio.__all__) == [
-        "BudgetError",
-        "CheckpointError",
-        "ChecksumError",
-        "CsvWriter",
-        "IterationStats",
-        "OptionsError",
-        "Parked",
-        "PlanError",
-        "RankError",
-        "Stats",
-        "Status",
-        "StorageError",
-        "StorageFullError",
-        "StorageIOError",
-        "TeraioError",
-        "TraceError",
-        "UnsupportedError",
-        "__version__",
-        "capture",
-        "compile",
-        "manage_optimizer",
-        "node_status",
-        "on_device",
-        "on_iteration",
-        "park",
-        "reset",
-        "stats",
-        "status",
-        "step_done",
-        "under_budget",
-        "wait_for_plan",
-    ]
+    """Errors are the planner's own, and one tree."""
+    assert sorted(teraio.__all__) == sorted(f"{NAMES} {ERRORS}".split())
     assert all(hasattr(teraio, name) for name in teraio.__all__)
-
-
-def test_errors_are_the_planners_own_and_one_tree() -> None:
-    errors = [name for name in teraio.__all__ if name.endswith("Error")]
-    assert all(getattr(teraio, name) is getattr(planner, name) for name in errors)
-    assert all(issubclass(getattr(teraio, name), teraio.TeraioError) for name in errors)
+    assert all(getattr(teraio, name) is getattr(planner, name) for name in ERRORS.split())
+    assert all(issubclass(getattr(teraio, name), teraio.TeraioError) for name in ERRORS.split())
 
 
 def test_the_functions_before_any_model_is_compiled() -> None:
@@ -114,43 +90,28 @@ def test_a_package_of_the_users_that_hides_ours_is_named(tmp_path: Path, part: s
     )
 
 
-def test_it_is_named_also_if_the_script_has_imported_it_before(tmp_path: Path) -> None:
+def test_it_is_named_also_if_imported_before_and_a_folder_that_is_no_package_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "planner").mkdir()
+    assert script(tmp_path, "import teraio\n").returncode == 0
     (tmp_path / "planner" / "__init__.py").touch()
     done = script(tmp_path, "import planner\nimport teraio\n")
     assert done.returncode == 1 and "ImportError: teraio needs its own package 'planner'" in done.stderr
 
 
-def test_a_folder_that_is_no_package_hides_nothing(tmp_path: Path) -> None:
-    (tmp_path / "planner").mkdir()
-    (tmp_path / "planner" / "notes.txt").touch()
-    assert script(tmp_path, "import teraio\n").returncode == 0
-
-
 @needs_metadata
-def test_the_backend_is_found_by_name() -> None:
+def test_what_is_installed() -> None:
+    """The backend is found by its name, the command line is there, and versions agree."""
     assert "teraio" in torch._dynamo.list_backends(exclude_tags=())
     (entry,) = entry_points(group="torch_dynamo_backends", name="teraio")
-    assert entry.load() is teraio.backend.teraio
-    assert torch._dynamo.lookup_backend("teraio") is teraio.backend.teraio
-
-
-@needs_metadata
-def test_the_command_line_is_installed() -> None:
+    assert entry.load() is torch._dynamo.lookup_backend("teraio") is teraio.backend.teraio
     (entry,) = entry_points(group="console_scripts", name="teraio")
     assert entry.value == "teraio.cli:main"
-
-
-@needs_metadata
-def test_versions_agree() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert teraio.__version__ == project["version"] == distribution("teraio").version
+    assert teraio.__version__ == PROJECT["version"] == distribution("teraio").version
 
 
 def test_every_package_that_is_installed_for_tests_has_one_version() -> None:
     """Otherwise `make test-models` runs with others next month. Not KvikIO, for GPUs. timm is in no extra, see the Makefile."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [needed for name, extra in project["optional-dependencies"].items() if "cuda" not in name for needed in extra]
-    names = {re.split(r"[<>=\[]", needed)[0].lower() for needed in (*project["dependencies"], *extras, "timm", "torchvision")}
+    extras = [needed for name, extra in PROJECT["optional-dependencies"].items() if "cuda" not in name for needed in extra]
+    names = {re.split(r"[<>=\[]", needed)[0].lower() for needed in (*PROJECT["dependencies"], *extras, "timm", "torchvision")}
     pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
     assert names <= pinned

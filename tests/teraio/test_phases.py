@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner import Hardware, Link, Plan, PlanError, SolverError, Trace
-from runtime.execution import StageRun
+from planner import Plan, PlanError, SolverError, Trace
 from teraio import phases
 from teraio.machine import ResolvedBudgets
 from teraio.options import parse_options
@@ -31,8 +30,8 @@ from teraio.phases import (
 from teraio.planning import BackgroundPlanner
 from teraio.profiling import Iteration, IterationBorder, PeakWatch
 
-from .instant_jobs import InstantJobs
-from .virtual import BLOCK_BYTES, STAGES, VirtualTraining, plan_for
+from .in_process import InstantJobs
+from .virtual import BLOCK_BYTES, STAGES, VirtualTraining, hardware, plan_for, stage_run
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +62,7 @@ class Rig:
         machine: Any = SimpleNamespace(
             host_bytes=None,
             budgets=ResolvedBudgets(),
-            hardware=hardware,
+            hardware=lambda: hardware(dict.fromkeys(mover.seconds, float(BLOCK_BYTES))),
             moved_bytes=mover.moved_bytes,
             busy_seconds=mover.busy_seconds,
             trim=self._trim,
@@ -89,15 +88,24 @@ class Rig:
     def _trim(self) -> None:
         self.trims += 1
 
+    def run_at(self, *seconds: float) -> None:
+        """Run an iteration for each: so long is each of its stages."""
+        for each in seconds:
+            self.training.stage_seconds = [each] * STAGES
+            self.run()
+
     def run(self, count: int = 1, *, compiled: bool = False, evaluated: bool = False, updated: bool = False) -> Phase:
         """Iterations; `evaluated`: with a region that the plan has not got; `updated`: with an update alone."""
         for _ in range(count):
             if evaluated:
-                self.training.observer.region_begins("evaluation", 0)
-                self.training.observer.region_ended()
+                self.evaluate()
             iteration = self._update() if updated else self.training.iteration()
             self.phase = self.phase.iteration_ended(iteration, compiled=compiled)
         return self.phase
+
+    def evaluate(self) -> None:
+        self.training.observer.region_begins("evaluation", 0)
+        self.training.observer.region_ended()
 
     def _update(self) -> Iteration:
         """What the last step has updated is sent, and an optimizer steps again."""
@@ -105,22 +113,12 @@ class Rig:
         for goes_on in (True, False):
             recorder.region_begins("broadcast" if goes_on else "optimizer", 1, step_goes_on=goes_on)
             mark, phase = recorder.mark(), "forward" if goes_on else "optimizer"
-            recorder.stage_ended(
-                StageRun(name=phase, phase=phase, workspace_bytes=0, begin=mark, end=mark, read=[], made=[], written=[])
-            )
+            recorder.stage_ended(stage_run(phase, phase, begin=mark, end=mark))  # type: ignore[arg-type]
             recorder.region_ended()
         return recorder.iteration_ends()
 
     def a_plan(self) -> Plan:
         return plan_for(self.training.profile().trace, (6, 6))
-
-
-def hardware() -> Hardware:
-    links = tuple(
-        Link(from_tier=a, to_tier=b, bytes_per_second=float(BLOCK_BYTES))  # type: ignore[arg-type]
-        for a, b in (("device", "storage"), ("storage", "device"))
-    )
-    return Hardware(name="made up", device_memory_bytes=1 << 20, links=links)
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -157,8 +155,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch, *factors: float) -> list[float]:
     rig.run()  # its times do not count
     for factor in factors:
         assert rig.phase.name == "profile" and rig.context.findings.profile is None
-        rig.training.stage_seconds = [factor] * STAGES
-        rig.run()
+        rig.run_at(factor)
     assert rig.context.findings.profile is not None
     return [stage.duration_seconds for stage in rig.context.findings.profile.trace.stages]
 
@@ -180,20 +177,13 @@ def test_iterations_that_disagree_are_followed_by_more(monkeypatch: pytest.Monke
         assert profiled(monkeypatch, 4.0, 16.0, 8.0, 30.0, 2.0, 1.0) == undisturbed
     assert "stages took very different times in 6 profiled iterations: the first plan may be poor" in messages(caplog)
     rig = Rig(monkeypatch, profile_iterations=3)
-    for factor in (1.0, 1.0, 4.0, 16.0):
-        rig.training.stage_seconds = [factor] * STAGES
-        rig.run()
+    rig.run_at(1.0, 1.0, 4.0, 16.0)
     assert rig.phase.waiting_for == (
         "4 iterations in a row that run the same graphs (4 so far), since stages took very different times in them"
     )
-
-
-def test_where_everything_fits_times_need_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, moved=False, profile_iterations=3)
-    for factor in (1.0, 1.0, 4.0, 16.0):
-        rig.training.stage_seconds = [factor] * STAGES
-        rig.run()
-    assert rig.phase.name == "fits"
+    rig.run_at(1.0, 1.0, 4.0, 16.0)
+    assert rig.phase.name == "fits", "where everything fits, times need not agree"
 
 
 class Turns:
@@ -207,8 +197,7 @@ class Turns:
         rig, found = self.rig, []
         for evaluations in kinds:
             for _ in range(evaluations):
-                rig.training.observer.region_begins("evaluation", 0)
-                rig.training.observer.region_ended()
+                rig.evaluate()
             rig.training.regions()
             if rig.context.border.tell():
                 rig.phase = rig.phase.iteration_ended(rig.training.observer.iteration_ends(), compiled=False)
@@ -357,17 +346,14 @@ def test_the_end_of_the_run_ends_the_solver(monkeypatch: pytest.MonkeyPatch) -> 
 # -- a plan that the user gave
 
 
-def test_a_given_plan_needs_no_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = Rig(monkeypatch).a_plan().model_copy(update={"trace_fingerprint": "of another run"})
-    rig = Rig(monkeypatch, given=given, plan=__file__)
+def test_a_given_plan_needs_no_solver_and_one_for_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Rig(monkeypatch).a_plan()
+    rig = Rig(monkeypatch, given=made.model_copy(update={"trace_fingerprint": "of another run"}), plan=__file__)
     planned = rig.run(3)
     assert isinstance(planned, PlannedPhase) and rig.jobs.asked == []
     assert planned.follower.trace is rig.context.findings.profile.trace  # type: ignore[union-attr]
 
-
-def test_a_given_plan_for_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = Rig(monkeypatch).a_plan()
-    rig = Rig(monkeypatch, given=given.model_copy(update={"moves": (given.moves[0], given.moves[0])}), plan=__file__)
+    rig = Rig(monkeypatch, given=made.model_copy(update={"moves": made.moves[:1] * 2}), plan=__file__)
     with pytest.raises(PlanError, match=f"{__file__}: this plan was made for another program, shape or budget: "):
         rig.run(3)
 

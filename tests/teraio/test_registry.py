@@ -66,10 +66,7 @@ def test_equal_options_share_a_run_and_all_runs_share_what_was_measured(registry
     assert registry.run_for(Options(), CPU) is first is not second and registry.runs() == (first, second)
     runs: list[Any] = list(registry.runs())
     assert runs[0].shared is runs[1].shared is registry.shared
-
-
-def test_two_registries_share_nothing(registry: Registry) -> None:
-    other: Any = Registry()
+    other: Any = Registry()  # shares nothing
     other.new_run = Run
     assert registry.run_for(Options(), CPU) is not other.run_for(Options(), CPU)
     assert registry.shared is not other.shared and registry.shared.ownership is not other.shared.ownership

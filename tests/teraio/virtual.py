@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ import torch
 import planner
 from planner import Budgets, Hardware, Link, Move, Plan, Prefetch
 from planner.schema import Placement
+from runtime.device import WallMark
 from runtime.device import device as device_module
-from runtime.execution import StageRun
+from runtime.execution import Phase, StageRun
 from runtime.paging import Block, Done, Pager
 from teraio.following import IterationObserver
 from teraio.profiling import Iteration, Profile, build_profile
@@ -71,6 +74,12 @@ class TimedMover(MemoryMover):
         return dict(self.busy)
 
 
+def stage_run(name: str, phase: Phase = "forward", **fields: Any) -> StageRun:
+    """A stage that takes no time and touches nothing, but for `fields`."""
+    nothing: dict[str, Any] = {"workspace_bytes": 0, "read": [], "made": [], "written": []}
+    return StageRun(name=name, phase=phase, **{**nothing, "begin": WallMark(0.0), "end": WallMark(0.0), **fields})
+
+
 class VirtualTraining:
     """One region of STAGES stages, each of which reads a weight of its own for `stage_seconds`.
 
@@ -124,18 +133,7 @@ class VirtualTraining:
             end = self.observer.mark()
             self.pager.retire([weight], [])
             self.mover.pass_seconds(self.between_seconds)
-            self.observer.stage_ended(
-                StageRun(
-                    name=f"forward/{number}",
-                    phase="forward",
-                    workspace_bytes=0,
-                    begin=begin,
-                    end=end,
-                    read=[weight],
-                    made=[],
-                    written=[],
-                )
-            )
+            self.observer.stage_ended(stage_run(f"forward/{number}", begin=begin, end=end, read=[weight]))
         self.observer.region_ended()
         self.pager.leave_region()
 
@@ -144,18 +142,33 @@ class VirtualTraining:
         iterations = [self.iteration() for _ in range(3)]
         for iteration in iterations:
             iteration.read_times()
-        links = tuple(
-            Link(from_tier=a, to_tier=b, bytes_per_second=BLOCK_BYTES / self.mover.seconds[f"{a}->{b}"])  # type: ignore[arg-type]
-            for a, b in (("device", "storage"), ("storage", "device"))
-        )
-        return build_profile(
-            iterations[1:],
-            name="virtual",
-            created_by="tests",
-            fixed_bytes=0,
-            survivors=set(),
-            hardware=Hardware(name="made up", device_memory_bytes=1 << 20, links=links),
-        )
+        rates = {link: BLOCK_BYTES / seconds for link, seconds in self.mover.seconds.items()}
+        return profile_of(iterations[1:], hardware=hardware(rates))
+
+
+def hardware(rates: Mapping[str, float]) -> Hardware:
+    """A machine with links of these bytes per second, by name."""
+    ends = {link: link.split("->") for link in rates}
+    links = tuple(
+        Link(from_tier=ends[link][0], to_tier=ends[link][1], bytes_per_second=rate)  # type: ignore[arg-type]
+        for link, rate in rates.items()
+    )
+    return Hardware(name="made up", device_memory_bytes=1 << 30, links=links)
+
+
+MACHINE = hardware({})
+
+
+def profile_of(
+    iterations: Sequence[Iteration],
+    *,
+    survivors: Collection[tuple[int, int]] = (),
+    fixed_bytes: int = 0,
+    hardware: Hardware = MACHINE,
+) -> Profile:
+    """What `build_profile` makes of them."""
+    names = {"name": "virtual", "created_by": "tests"}
+    return build_profile(iterations, **names, hardware=hardware, fixed_bytes=fixed_bytes, survivors=set(survivors))
 
 
 def plan_for(trace: planner.Trace, *fetched: tuple[int, int], budget_blocks: int = STAGES) -> Plan:

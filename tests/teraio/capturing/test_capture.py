@@ -1,36 +1,32 @@
-"""Captured traces against those of real runs, and what a capture refuses."""
+"""Captured traces against those of real runs, also of steps on a "cuda" that is not there; and what a capture refuses."""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from typer.testing import CliRunner
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.nn.functional import scaled_dot_product_attention
 
 import planner
 import teraio
 from runtime.execution import Program
-from teraio.capturing import MachineDescription, capture, known_machines
-from teraio.capturing.calibration import calibrated
-from teraio.cli.commands import app
-from teraio.stages import Kernel, StageCompiler
-from tests.teraio.capturing import trainings
-from tests.teraio.capturing.trainings import Transformer, compiles_nothing, loss_of, reads_the_loss, training
+from teraio.capturing import GpuModel, MachineDescription, calibration, capture, known_machines, pretended_gpu
+from teraio.stages import Kernel, StageCompiler, gpu_speed, speed_of
+
+from ..conftest import RunCommand
+from ..traces import CHAIN
+from . import trainings
+from .trainings import loss_of, tokens, training, transformer
 
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    teraio.reset()
-    yield
-    teraio.reset()
-    torch._dynamo.reset()
 
 
 def shape(trace: planner.Trace) -> tuple[object, ...]:
@@ -43,20 +39,43 @@ def shape(trace: planner.Trace) -> tuple[object, ...]:
     )
 
 
+def moves_of_a_plan(trace: planner.Trace) -> int:
+    """Under a budget a quarter above the smallest."""
+    budget = planner.floor(trace)[0] * 5 // 4
+    return len(planner.plan(trace, planner.Budgets(device_bytes=budget), policy="g10").moves)
+
+
+def on_cpu(machine: str) -> MachineDescription:
+    """The machine without its GPU."""
+    return MachineDescription.load(machine).model_copy(update={"gpu": None})
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """The attention of all graphs, by phase, and the devices of their tensors, once they are compiled."""
+    found: dict[str, set[str]] = {"forward": set(), "backward": set(), "devices": set()}
+    compile_graph = StageCompiler.compile
+
+    def noting(self: StageCompiler, graph: GraphModule, *, phase: Any, **named: Any) -> Program:
+        for node in graph.graph.nodes:
+            if "scaled_dot" in str(node.target):
+                found[phase].add(str(node.target))
+            if isinstance(node.meta.get("val"), Tensor):
+                found["devices"].add(str(node.meta["val"].device))
+        return compile_graph(self, graph, phase=phase, **named)
+
+    monkeypatch.setattr(StageCompiler, "compile", noting)
+    return found
+
+
 def test_a_capture_has_the_stages_blocks_and_groups_of_a_real_run(tmp_path: Path) -> None:
-    options = {
-        "codegen": "eager",
-        "memory_budget": 4 << 30,
-        "storage": str(tmp_path),
-        "trace_out": str(tmp_path / "trace.json"),
-        "profile_iterations": 1,
-    }
-    step = training(options)
+    options = {"codegen": "eager", "memory_budget": 4 << 30, "storage": str(tmp_path), "profile_iterations": 1}
+    step = training({**options, "trace_out": str(tmp_path / "trace.json")})
     for _ in range(4):
         step()
     teraio.reset()
     real = planner.Trace.load(tmp_path / "trace.json")
-    captured = teraio.capture(lambda: training({"codegen": "eager"}), subgroup_bytes=real.subgroup_bytes)
+    captured = capture(lambda: training({"codegen": "eager"}), subgroup_bytes=real.subgroup_bytes)
     assert shape(captured) == shape(real)
     assert captured.recompute and captured.subgroups
 
@@ -72,34 +91,44 @@ def test_workspaces_are_those_that_a_run_of_the_same_codegen_estimates(codegen: 
         return program
 
     monkeypatch.setattr(StageCompiler, "compile", noting)
-    captured = teraio.capture(lambda: training({"codegen": codegen}))
+    captured = capture(lambda: training({"codegen": codegen}))
     found = {stage.name: stage.workspace_bytes for stage in captured.stages if stage.phase in ("forward", "backward")}
     assert found == estimated and any(found.values())
 
 
-def test_a_model_on_the_meta_device_is_captured_like_its_training() -> None:
-    """On a machine without a GPU."""
-    machine = MachineDescription.load("h100").model_copy(update={"gpu": None})
+def test_a_model_on_the_meta_device_is_captured_like_its_training(seen: dict[str, set[str]]) -> None:
+    """On a machine without a GPU; on one with a GPU, it is captured there, in longer stages. Training goes on as before."""
     with torch.device("meta"):
-        model = Transformer()
-    captured = capture(model, (torch.zeros(8, 256, dtype=torch.long),), loss=loss_of, hardware=machine)
-    assert shape(captured) == shape(capture(training, hardware=machine))
-    assert captured.name == "Transformer"
+        model = transformer()
+    captured = capture(model, (tokens(),), loss=loss_of, hardware=on_cpu("h100"))
+    assert seen["devices"] == {"cpu"} and captured.name == "Transformer"
+    assert shape(captured) == shape(capture(training, hardware=on_cpu("h100")))
+    if not torch.cuda.is_available():
+        on_gpu = capture(model, (tokens(),), loss=loss_of, hardware="h100")
+        assert seen["devices"] == {"cuda:0", "cpu"}
+        assert len(on_gpu.stages) < len(captured.stages), "a GPU is faster, and its stages last as long"
     assert next(model.parameters()).device.type == "meta", "the model itself stays as it is"
+    training({"codegen": "eager"}, width=64)()
+    assert teraio.status()[0].phase == "profile"
+    with pytest.raises(teraio.UnsupportedError, match="teraio is training in this process"):
+        capture(training)
 
 
 def test_shared_parameters_stay_shared() -> None:
     model = nn.Sequential(nn.Linear(600, 600, bias=False), nn.Linear(600, 600, bias=False))
     model[1].weight = model[0].weight
-    captured = teraio.capture(model, (torch.zeros(2, 600),), loss=lambda output: output.sum())
+    captured = capture(model, (torch.zeros(2, 600),), loss=lambda output: output.sum())
     assert sum(block.kind == "parameter" and block.size_bytes >= MIB for block in captured.blocks) == 1
 
 
 def test_a_model_larger_than_this_machine_is_captured() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(3)))  # 120 GB
-    captured = teraio.capture(model, [torch.empty(16, 100_000, device="meta")], loss=lambda output: output.sum())
+    captured = capture(model, [torch.empty(16, 100_000, device="meta")], loss=lambda output: output.sum())
     assert sum(block.size_bytes for block in captured.blocks if block.kind == "parameter") == 3 * 4 * 10**10
+
+
+# -- times
 
 
 def test_times_come_from_the_machine() -> None:
@@ -122,8 +151,8 @@ def test_efficiencies_are_fitted_to_a_measured_trace_of_a_smaller_size() -> None
     """The "measured" trace is itself a capture, for a machine whose efficiencies are known; other figures are as assumed."""
     assumed = MachineDescription.load("rtx4090")
     true = assumed.model_copy(update={"matmul_efficiency": 0.31, "memory_efficiency": 0.57})
-    measured = capture(trainings.training, hardware=true)
-    fitted = capture(trainings.larger, hardware=assumed, calibrate=measured, smaller=trainings.training)
+    measured = capture(training, hardware=true)
+    fitted = capture(trainings.larger, hardware=assumed, calibrate=measured, smaller=training)
     wanted = capture(trainings.larger, hardware=true)
     assert fitted.ideal_seconds == pytest.approx(wanted.ideal_seconds, rel=0.02)
     assert "with efficiencies 0.31 and 0.57 fitted" in fitted.created_by
@@ -135,28 +164,17 @@ def test_a_machine_that_is_faster_than_its_peak_gets_a_higher_peak() -> None:
         Kernel(flops=0.0, dtype=torch.float32, touched_bytes=10**9),
     ]
     assumed = MachineDescription.load("rtx4090")
-    twice = calibrated(assumed, [(assumed.seconds(kernel) / 2, [kernel]) for kernel in kernels])
+    twice = calibration.calibrated(assumed, [(assumed.seconds(kernel) / 2, [kernel]) for kernel in kernels])
     assert twice.matmul_efficiency == 1.0 and twice.memory_efficiency == 1.0
     for kernel in kernels:
         assert twice.seconds(kernel) == pytest.approx(assumed.seconds(kernel) / 2, rel=0.01)
 
 
-def test_a_trace_of_another_training_calibrates_nothing() -> None:
-    other = planner.Trace.load(Path(__file__).parents[3] / "traces" / "hand" / "chain.json")
-    with pytest.raises(teraio.OptionsError, match="has 6 stages of compiled graphs, and the training .* has 0 of them"):
-        capture(trainings.training, calibrate=other)
-    with pytest.raises(teraio.OptionsError, match="give that trace as calibrate"):
-        capture(trainings.training, smaller=trainings.training)
-
-
-def test_all_known_machines_are_whole() -> None:
+def test_all_known_machines_are_whole(tmp_path: Path) -> None:
     assert {"h100", "h200", "a100", "rtx4090", "rtx5090", "laptop"} <= set(known_machines())
     for name in known_machines():
         hardware = MachineDescription.load(name).hardware
         assert hardware.link("device", "host") and hardware.link("storage", "device"), name
-
-
-def test_a_machine_without_a_peak_for_float32_is_refused(tmp_path: Path) -> None:
     content = MachineDescription.load("h100").model_dump(mode="json", by_alias=True)
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({**content, "flops_per_second": {"bfloat16": 1e15}}))
@@ -164,54 +182,39 @@ def test_a_machine_without_a_peak_for_float32_is_refused(tmp_path: Path) -> None
         MachineDescription.load(path)
 
 
-def test_a_step_that_reads_values_is_refused() -> None:
-    with pytest.raises(teraio.UnsupportedError, match="depends on the values of tensors"):
-        teraio.capture(reads_the_loss)
-
-
-def test_a_step_that_compiles_nothing_is_refused() -> None:
-    with pytest.raises(teraio.UnsupportedError, match='no trace yet: nothing was compiled with backend="teraio"'):
-        teraio.capture(compiles_nothing)
-
-
-def test_a_process_that_trains_is_refused(tmp_path: Path) -> None:
-    training({"codegen": "eager"}, width=64)()
-    with pytest.raises(teraio.UnsupportedError, match="teraio is training in this process"):
-        teraio.capture(training)
+# -- refusals and the command
 
 
 @pytest.mark.parametrize(
-    ("what", "given", "message"),
+    ("what", "given", "error", "message"),
     [
-        (nn.Linear(2, 2), {}, "a model was given without inputs"),
-        (training, {"inputs": ()}, "inputs belong to a model"),
-        (nn.Linear(2, 2), {"inputs": (torch.zeros(2, 2),)}, "neither a loss nor something with a loss"),
-        (training, {"hardware": "abacus"}, "wanted one of a100, h100"),
-        (training, {"name": "x" * 5000}, "a name of 5,000 characters; at most 4,096"),
-        (lambda: "step", {}, "the function returns str, wanted a function that does one step"),
+        (trainings.reads_the_loss, {}, teraio.UnsupportedError, "depends on the values of tensors"),
+        (trainings.compiles_nothing, {}, teraio.UnsupportedError, 'no trace yet: nothing was compiled with backend="teraio"'),
+        (training, {"smaller": training}, teraio.OptionsError, "give that trace as calibrate"),
+        (
+            training,
+            {"calibrate": CHAIN},
+            teraio.OptionsError,
+            "has 6 stages of compiled graphs, .* has 0 of them",
+        ),
+        (nn.Linear(2, 2), {}, teraio.OptionsError, "a model was given without inputs"),
+        (training, {"inputs": ()}, teraio.OptionsError, "inputs belong to a model"),
+        (nn.Linear(2, 2), {"inputs": (torch.zeros(2, 2),)}, teraio.OptionsError, "neither a loss nor something with a loss"),
+        (training, {"hardware": "abacus"}, teraio.OptionsError, "wanted one of a100, h100"),
+        (training, {"name": "x" * 5000}, teraio.OptionsError, "a name of 5,000 characters; at most 4,096"),
+        (lambda: "step", {}, teraio.OptionsError, "the function returns str, wanted a function that does one step"),
     ],
 )
-def test_wrong_arguments(what: object, given: dict[str, object], message: str) -> None:
-    with pytest.raises(teraio.OptionsError, match=message):
+def test_what_a_capture_refuses(what: Any, given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         teraio.capture(what, **given)
 
 
-def test_training_goes_on_as_before_after_a_capture() -> None:
-    teraio.capture(training)
-    step = training({"codegen": "eager"}, width=64)
-    step()
-    assert teraio.status()[0].phase == "profile"
-
-
-def test_the_command_writes_a_trace_that_can_be_planned(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    target = "tests.teraio.capturing.trainings:training"
-    done = CliRunner().invoke(app, ["capture", target, "--hardware", "rtx4090", "-o", str(path), "--json"])
-    assert done.exit_code == 0, done.output
+def test_the_command_writes_a_trace_that_can_be_planned(run: RunCommand, tmp_path: Path) -> None:
+    path, target = tmp_path / "trace.json", "tests.teraio.capturing.trainings:training"
+    told = run("capture", target, "--hardware", "rtx4090", "-o", path, "--json").json
     trace = planner.Trace.load(path)
-    assert json.loads(done.stdout)["name"] == trace.name == "training"
-    budget = planner.floor(trace)[0] * 5 // 4
-    assert planner.plan(trace, planner.Budgets(device_bytes=budget), policy="g10").moves
+    assert told["name"] == trace.name == "training" and moves_of_a_plan(trace)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +225,96 @@ def test_the_command_writes_a_trace_that_can_be_planned(tmp_path: Path) -> None:
         ("tests.teraio.capturing.trainings:no_such", "has no function 'no_such'"),
     ],
 )
-def test_a_wrong_target(target: str, message: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["capture", target, "-o", str(tmp_path / "trace.json")])
-    assert isinstance(done.exception, teraio.OptionsError)
-    assert message in str(done.exception)
+def test_a_wrong_target(target: str, message: str, run: RunCommand, tmp_path: Path) -> None:
+    assert message in run("capture", target, "-o", tmp_path / "trace.json").err
+
+
+# -- steps on "cuda", on machines without a GPU
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is pretended")
+ADA = GpuModel(capability=(8, 9), multiprocessors=128)
+TURING = GpuModel(capability=(7, 5), multiprocessors=40)
+
+
+@without_gpu
+@pytest.mark.parametrize(("autocast", "kernel"), [(False, "efficient"), (True, "flash")])
+def test_a_script_that_chooses_its_device_gets_a_gpu(autocast: bool, kernel: str, seen: dict[str, set[str]]) -> None:
+    trace = capture(functools.partial(trainings.on_gpu, autocast=autocast), hardware="rtx4090")
+    assert seen == {
+        "forward": {f"aten._scaled_dot_product_{kernel}_attention.default"},
+        "backward": {f"aten._scaled_dot_product_{kernel}_attention_backward.default"},
+        "devices": {"cuda:0"},
+    }
+    assert trace.subgroups and trace.recompute and moves_of_a_plan(trace)
+
+
+@without_gpu
+@pytest.mark.parametrize("what", ["constants", "checkpointed", "scan"])
+def test_what_needs_values_or_random_state_of_a_gpu_alone_is_captured(what: str) -> None:
+    trace = capture(functools.partial(trainings.on_gpu_as, what), hardware="rtx4090")
+    assert {stage.phase for stage in trace.stages} == {"user", "forward", "backward", "optimizer"}
+    assert trace.subgroups
+
+
+def test_stages_are_cut_by_the_data_sheet_of_the_machine() -> None:
+    machine = MachineDescription.load("a100")
+    assert machine.speed_of(torch.device("cuda")) == gpu_speed((8, 0), 108, reduced=False)
+    assert machine.speed_of(torch.device("cpu")) == speed_of(torch.device("cpu"))
+
+
+def attention(
+    gpu: GpuModel, *, mask: bool = False, key_heads: int = 4, width: int = 64, dtype: torch.dtype = torch.bfloat16
+) -> str:
+    with pretended_gpu.pretended_gpu(gpu), FakeTensorMode(), torch.device("cuda"):
+        query = torch.empty(2, 4, 16, width, dtype=dtype, requires_grad=True)
+        key = torch.empty(2, key_heads, 8, width, dtype=dtype)
+        given = torch.empty(16, 8, dtype=torch.bool) if mask else None
+        made = scaled_dot_product_attention(query, key, key, attn_mask=given, enable_gqa=key_heads < 4)
+        assert made.shape == query.shape and made.dtype == dtype and str(made.device) == "cuda:0"
+        made.sum().backward()
+        assert query.grad is not None and query.grad.shape == query.shape
+        return type(made.grad_fn).__name__
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("gpu", "given", "kernel"),
+    [
+        (ADA, {}, "Flash"),
+        (ADA, {"key_heads": 2}, "Flash"),
+        (ADA, {"mask": True}, "Efficient"),
+        (ADA, {"dtype": torch.float32}, "Efficient"),
+        (ADA, {"width": 320}, "Efficient"),
+        (TURING, {"dtype": torch.float16}, "Efficient"),
+        (ADA, {"dtype": torch.float32, "key_heads": 2}, ""),
+        (ADA, {"dtype": torch.float64}, ""),
+        (TURING, {}, ""),
+    ],
+)
+def test_the_kernels_of_attention(gpu: GpuModel, given: dict[str, Any], kernel: str) -> None:
+    found = attention(gpu, **given)
+    assert (kernel in found) if kernel else ("Attention" not in found)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert "Attention" not in attention(gpu, **given), "what is switched off is not taken"
+
+
+@without_gpu
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_pretended_afterwards_also_if_a_driver_is_needed(fails: bool) -> None:
+    def on_pretended_gpu() -> Callable[[], object]:
+        assert torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and torch.cuda.is_bf16_supported()
+        step = trainings.on_gpu(fused=None)
+        return trainings.needs_a_driver() if fails else step
+
+    if fails:
+        with pytest.raises(teraio.UnsupportedError, match="needs the driver of a GPU, and this machine has none; leave streams"):
+            capture(on_pretended_gpu)
+    else:
+        capture(on_pretended_gpu)
+    assert not torch.cuda.is_available() and torch.cuda.device_count() == 0
+    assert torch.accelerator.current_accelerator() is None
+    weight = torch.ones(2, 2, requires_grad=True)
+    scaled_dot_product_attention(weight, weight, weight).sum().backward()
+    assert weight.grad is not None
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
+        torch.zeros(1, device="cuda")

@@ -1,4 +1,4 @@
-"""A small transformer, and its training as a capture takes it."""
+"""Small trainings as captures take them."""
 
 from __future__ import annotations
 
@@ -11,37 +11,15 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-VOCABULARY = 1000
+from ..stages.graphs import Layer, Transformer
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.norm(hidden)).unflatten(-1, (3, 8, -1)).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
-        return hidden + self.down(functional.gelu(self.up(hidden)))
+def transformer(width: int = 512) -> Transformer:
+    return Transformer(2, width, heads=8, vocabulary=1000)
 
 
-class Transformer(nn.Module):
-    def __init__(self, width: int = 512, layers: int = 2) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
-        self.head = nn.Linear(width, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.tokens(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(hidden)
+def tokens(**where: Any) -> Tensor:
+    return torch.zeros(8, 256, dtype=torch.long, **where)
 
 
 def loss_of(logits: Tensor) -> Tensor:
@@ -50,30 +28,32 @@ def loss_of(logits: Tensor) -> Tensor:
 
 
 def training(options: Mapping[str, Any] | None = None, *, width: int = 512) -> Callable[[], object]:
-    model = Transformer(width)
+    model, given = transformer(width), tokens()
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.zeros(8, 256, dtype=torch.long)
     compiled = torch.compile(model, backend="teraio", options=dict(options or {}))
 
     def step() -> None:
-        loss_of(compiled(tokens)).backward()
+        loss_of(compiled(given)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
+def larger() -> Callable[[], object]:
+    return training(width=1024)
+
+
 def on_gpu(*, autocast: bool = False, fused: bool | None = True) -> Callable[[], object]:
     """The same on "cuda", if there is a GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Transformer().to(device)
+    model, given = transformer().to(device), tokens(device=device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    tokens = torch.zeros(8, 256, dtype=torch.long, device=device)
     compiled = torch.compile(model, backend="teraio")
 
     def step() -> None:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
-            logits = compiled(tokens)
+            logits = compiled(given)
         loss_of(logits.float()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -86,7 +66,7 @@ def on_gpu_as(what: str) -> Callable[[], object]:
     """A layer on "cuda" with "constants" made from numbers, with its attention "checkpointed", or with a "scan"."""
     with torch.device("cuda"):
         torch.tensor(1.0)  # as many constructors do
-        layer, hidden = Layer(512).to(torch.bfloat16), torch.zeros(2, 256, 512, dtype=torch.bfloat16)
+        layer, hidden = Layer(512, heads=8).to(torch.bfloat16), torch.zeros(2, 256, 512, dtype=torch.bfloat16)
 
     @torch.compile(backend="teraio")
     def run(hidden: Tensor) -> Tensor:
@@ -114,10 +94,6 @@ def needs_a_driver() -> Callable[[], object]:
         torch.cuda.current_stream()
 
     return step
-
-
-def larger() -> Callable[[], object]:
-    return training(width=1024)
 
 
 def reads_the_loss() -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""What was measured against what was predicted: made-up numbers with known answers."""
+"""What was measured against what was predicted, and prefetches that start earlier for it: made-up numbers with known answers."""
 
 from __future__ import annotations
 
@@ -7,39 +7,29 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner import Hardware, Link, SharedRate, Stage
+from planner import Move
 from planner.simulator import StageTimes, Timeline, Transfer
+from teraio.following import corrections
 from teraio.following.drift import Expectation, Observation, drift_of, remeasured
 
-OUT, IN = "device->storage", "storage->device"
+from ...planner.traces import IN, OUT, block, group, links, shared_rate, staged, subgroup, trace
+from ...planner.traces import move as planned_move
 
 
-def trace(*, shared: float | None = None) -> planner.Trace:
+def measured(*, shared: float | None = None) -> planner.Trace:
     """Two stages of 1 and 3 s; links of 100 and 50 bytes a second with a latency of 0.1 s; an update in the second."""
-    links = (
-        Link(from_tier="device", to_tier="storage", bytes_per_second=100.0, latency_seconds=0.1),
-        Link(from_tier="storage", to_tier="device", bytes_per_second=50.0, latency_seconds=0.1),
-    )
-    rates = () if shared is None else (SharedRate(name="drive", links=(OUT, IN), bytes_per_second=shared),)
-    return planner.Trace(
-        name="two",
-        hardware=Hardware(name="made up", device_memory_bytes=1000, links=links, shared=rates),
-        stages=(
-            Stage(id=0, name="a", phase="forward", duration_seconds=1.0),
-            Stage(id=1, name="b", phase="optimizer", duration_seconds=3.0),
-        ),
-        blocks=(
-            planner.Block(id=0, name="w", kind="parameter", size_bytes=200, persistent=True, reads=(0, 1), writes=(1,)),
-            planner.Block(id=1, name="a", kind="activation", size_bytes=1, persistent=False, reads=(1,), writes=(0,)),
-        ),
-        subgroups=(planner.Subgroup(id=0, stage=1, blocks=(0,), elements=50, device_seconds=2.0),),
-        recompute=(planner.RecomputeGroup(id=0, stage=0, blocks=(1,), reads=(0,), duration_seconds=0.5),),
+    rates = [] if shared is None else [shared_rate("drive", shared, OUT, IN)]
+    return trace(
+        staged("fo", [1.0, 3.0]),
+        [block(200, [1], [0, 1], "parameter"), block(1, [0], [1])],
+        links({OUT: 100.0, IN: 50.0}, latency=0.1, shared=rates),
+        subgroups=[subgroup(1, [0], 2.0, None, elements=50)],
+        recompute=[group(0, [1], [0], 0.5)],
     )
 
 
 def replayed(*, out_seconds: float = 2.1, in_seconds: float = 4.1) -> Timeline:
     """The block leaves and comes back once; the second stage waits for 1 s."""
-    transfers = [(OUT, 0.0, out_seconds), (IN, 0.0, in_seconds)]
     return Timeline(
         iteration_seconds=5.0,
         stages=(
@@ -47,7 +37,8 @@ def replayed(*, out_seconds: float = 2.1, in_seconds: float = 4.1) -> Timeline:
             StageTimes(reached_seconds=1.0, start_seconds=2.0, end_seconds=5.0),
         ),
         transfers=tuple(
-            Transfer(move=0, block=0, link=link, queued_seconds=0.0, start_seconds=a, end_seconds=b) for link, a, b in transfers
+            Transfer(move=0, block=0, link=link, queued_seconds=0.0, start_seconds=0.0, end_seconds=seconds)
+            for link, seconds in ((OUT, out_seconds), (IN, in_seconds))
         ),
         peak_bytes={},
         moved_bytes={},
@@ -55,7 +46,7 @@ def replayed(*, out_seconds: float = 2.1, in_seconds: float = 4.1) -> Timeline:
     )
 
 
-EXPECTED = Expectation.of(trace(), replayed())
+EXPECTED = Expectation.of(measured(), replayed())
 AS_EXPECTED = Observation(
     iteration_seconds=5.0,
     waited_seconds=1.0,
@@ -67,30 +58,32 @@ AS_EXPECTED = Observation(
 
 def test_what_is_expected() -> None:
     assert EXPECTED.iteration_seconds == 5.0 and EXPECTED.ideal_seconds == 4.0
-    assert EXPECTED.stall_seconds == (0.0, 1.0)
+    assert EXPECTED.stall_seconds == (0.0, 1.0) and EXPECTED.contended == frozenset()
     assert EXPECTED.link_seconds_per_byte == pytest.approx({OUT: 2.1 / 200, IN: 4.1 / 200})
-    assert EXPECTED.contended == frozenset()
 
 
-def test_as_expected_is_no_drift() -> None:
-    drift = drift_of(EXPECTED, [AS_EXPECTED])
-    assert not drift.found
-    assert (drift.iteration, drift.stages) == pytest.approx((0.0, 0.0)) and drift.links == pytest.approx({OUT: 0, IN: 0})
-
-
-def test_each_part_is_drift_by_itself() -> None:
-    slower = replace(AS_EXPECTED, iteration_seconds=5.6, waited_seconds=1.6)
-    assert drift_of(EXPECTED, [slower]).iteration == pytest.approx(0.12)
-    assert drift_of(EXPECTED, [slower]).stages == pytest.approx(0.0) and drift_of(EXPECTED, [slower]).found
-    working = replace(AS_EXPECTED, waited_seconds=0.4)
-    assert drift_of(EXPECTED, [working]).stages == pytest.approx(0.15) and drift_of(EXPECTED, [working]).found
-    link = replace(AS_EXPECTED, busy_seconds={OUT: 2.1 * 0.8, IN: 4.1})
-    assert drift_of(EXPECTED, [link]).links == pytest.approx({OUT: -0.2, IN: 0.0}) and drift_of(EXPECTED, [link]).found
-
-
-def test_up_to_a_tenth_is_no_drift() -> None:
-    near = replace(AS_EXPECTED, iteration_seconds=5.4, waited_seconds=1.1, busy_seconds={OUT: 2.1 * 1.09, IN: 4.1 * 0.91})
-    assert not drift_of(EXPECTED, [near]).found
+@pytest.mark.parametrize(
+    ("seen", "iteration", "stages", "of_links", "is_found"),
+    [
+        ({}, 0.0, 0.0, {OUT: 0.0, IN: 0.0}, False),
+        ({"iteration_seconds": 5.6, "waited_seconds": 1.6}, 0.12, 0.0, {OUT: 0.0, IN: 0.0}, True),
+        ({"waited_seconds": 0.4}, 0.0, 0.15, {OUT: 0.0, IN: 0.0}, True),
+        ({"busy_seconds": {OUT: 2.1 * 0.8, IN: 4.1}}, 0.0, 0.0, {OUT: -0.2, IN: 0.0}, True),
+        (
+            {"iteration_seconds": 5.4, "waited_seconds": 1.1, "busy_seconds": {OUT: 2.289, IN: 3.731}},
+            0.08,
+            0.075,
+            {OUT: 0.09, IN: -0.09},
+            False,
+        ),
+        ({"moved_bytes": {OUT: 0, IN: 200}, "busy_seconds": {OUT: 0.0, IN: 8.2}}, 0.0, 0.0, {IN: 1.0}, True),
+    ],
+    ids=["none", "longer", "works more", "a faster link", "up to a tenth", "an idle link"],
+)
+def test_each_part_is_drift_by_itself(seen: dict, iteration: float, stages: float, of_links: dict, is_found: bool) -> None:  # type: ignore[type-arg]
+    found = drift_of(EXPECTED, [replace(AS_EXPECTED, **seen)])
+    assert (found.iteration, found.stages) == pytest.approx((iteration, stages))
+    assert found.links == pytest.approx(of_links) and found.found is is_found
 
 
 def test_a_minority_of_outliers_is_no_drift() -> None:
@@ -105,25 +98,24 @@ def test_a_minority_of_outliers_is_no_drift() -> None:
     assert drift_of(EXPECTED, [wild, AS_EXPECTED, wild]).found
 
 
-def test_a_link_that_moved_nothing_tells_nothing() -> None:
-    idle = replace(AS_EXPECTED, moved_bytes={OUT: 0, IN: 200}, busy_seconds={OUT: 0.0, IN: 8.2})
-    assert drift_of(EXPECTED, [idle]).links == pytest.approx({IN: 1.0})
-    links = {link.name: link for link in remeasured(trace(), EXPECTED, [idle]).hardware.links}
-    assert links[OUT] == trace().hardware.links[0]
-    assert links[IN].bytes_per_second == pytest.approx(25.0) and links[IN].latency_seconds == pytest.approx(0.2)
-
-
 def test_how_drift_reads() -> None:
     seen = replace(AS_EXPECTED, iteration_seconds=6.0, waited_seconds=1.6, busy_seconds={OUT: 2.1, IN: 2.05})
     assert str(drift_of(EXPECTED, [seen])) == "iteration +20%, stages +10%, device->storage +0%, storage->device -50%"
 
 
+# -- a trace of what was measured
+
+
+def seconds_of(after: planner.Trace) -> list[float]:
+    return [stage.duration_seconds for stage in after.stages]
+
+
 def test_the_measured_trace_predicts_what_was_measured() -> None:
     """Stage times are medians; what lies between stages is spread over them; subgroups and groups go along."""
     seen = replace(AS_EXPECTED, iteration_seconds=9.4, waited_seconds=1.4, stage_seconds=(2.0, 5.0))
-    before = trace()
+    before = measured()
     after = remeasured(before, EXPECTED, [replace(seen, stage_seconds=(7.0, 5.0)), seen, seen])
-    assert [s.duration_seconds for s in after.stages] == pytest.approx([2.5, 5.5])
+    assert seconds_of(after) == pytest.approx([2.5, 5.5])
     assert after.subgroups[0].device_seconds == pytest.approx(2.0 * 5.5 / 3.0)
     assert after.recompute[0].duration_seconds == pytest.approx(0.5 * 2.5)
     assert after.blocks == before.blocks and after.fingerprint != before.fingerprint
@@ -131,13 +123,18 @@ def test_the_measured_trace_predicts_what_was_measured() -> None:
     planner.Trace.model_validate(after.model_dump(by_alias=True))
 
 
-def test_a_trace_of_what_was_predicted_is_the_same_trace() -> None:
-    after = remeasured(trace(), EXPECTED, [AS_EXPECTED])
-    assert [s.duration_seconds for s in after.stages] == pytest.approx([1.0, 3.0])
-    assert [link.bytes_per_second for link in after.hardware.links] == pytest.approx([100.0, 50.0])
-
-
-# -- updates on the host
+def test_what_is_no_time_of_stages_does_not_reach_them() -> None:
+    """Nor does a pause in each iteration, in another stage each time or between two: as of a process that is stopped."""
+    paused = [
+        replace(AS_EXPECTED, iteration_seconds=25.0, stage_seconds=stages)
+        for stages in ((21.0, 3.0), (1.0, 23.0), (1.0, 3.0), (21.0, 3.0), (1.0, 23.0))
+    ]
+    assert drift_of(EXPECTED, paused).found
+    rerun = replace(AS_EXPECTED, iteration_seconds=6.0, rerun_seconds=1.0)
+    for seen in ([AS_EXPECTED], paused, [rerun]):
+        after = remeasured(measured(), EXPECTED, seen)
+        assert seconds_of(after) == pytest.approx([1.0, 3.0])
+        assert [link.bytes_per_second for link in after.hardware.links] == pytest.approx([100.0, 50.0])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +144,7 @@ def test_what_is_left_of_an_update_on_the_host_is_not_what_the_device_takes(
     on_host: int, device_seconds: float, host_seconds: float
 ) -> None:
     """Where some updates came too late for it, those count that the device made; else it keeps what was measured before."""
-    before = trace()
+    before = measured()
     subgroup = before.subgroups[0].model_copy(update={"host_seconds": 9.0})
     before = before.model_copy(update={"subgroups": (subgroup,)})
     there = replace(AS_EXPECTED, stage_seconds=(1.0, 0.0), iteration_seconds=2.0, host_seconds={1: 0.5})
@@ -157,50 +154,142 @@ def test_what_is_left_of_an_update_on_the_host_is_not_what_the_device_takes(
     assert after.subgroups[0].host_seconds == host_seconds
 
 
-# -- links that share a rate
-
-
-def test_a_pause_in_each_iteration_reaches_no_stage() -> None:
-    """As of a process that is stopped and continued: it lies in another stage each time, or between two."""
-    paused = [
-        replace(AS_EXPECTED, iteration_seconds=25.0, stage_seconds=stages)
-        for stages in ((21.0, 3.0), (1.0, 23.0), (1.0, 3.0), (21.0, 3.0), (1.0, 23.0))
-    ]
-    assert drift_of(EXPECTED, paused).found
-    assert [s.duration_seconds for s in remeasured(trace(), EXPECTED, paused).stages] == pytest.approx([1.0, 3.0])
-
-
-def test_a_shared_rate_is_scaled_by_what_its_links_lose() -> None:
-    slower = replace(AS_EXPECTED, busy_seconds={OUT: 4.2, IN: 8.2})
-    (rate,) = remeasured(trace(shared=120.0), EXPECTED, [slower]).hardware.shared
-    assert rate.bytes_per_second == pytest.approx(60.0)
-
-
-def test_what_contended_links_carried_together_a_shared_rate_carries() -> None:
-    """In the replay they halve each other's rate; measured, they do not."""
-    expected = Expectation.of(trace(shared=75.0), replayed(out_seconds=4.0, in_seconds=8.0))
-    assert expected.contended == {OUT, IN}
-    free = replace(AS_EXPECTED, busy_seconds={OUT: 2.0, IN: 8.0})
-    (rate,) = remeasured(trace(shared=75.0), expected, [free]).hardware.shared
-    assert rate.bytes_per_second == pytest.approx(200 / 2.0 + 200 / 8.0)
-
-
-def test_a_shared_rate_of_idle_links_stays() -> None:
-    idle = replace(AS_EXPECTED, moved_bytes={OUT: 0, IN: 0}, busy_seconds={OUT: 0.0, IN: 0.0})
-    (rate,) = remeasured(trace(shared=75.0), EXPECTED, [idle]).hardware.shared
-    assert rate.bytes_per_second == 75.0
-
-
-def test_reruns_are_not_spread_over_the_stages() -> None:
-    again = replace(AS_EXPECTED, iteration_seconds=6.0, rerun_seconds=1.0)
-    after = remeasured(trace(), EXPECTED, [again])
-    assert [stage.duration_seconds for stage in after.stages] == pytest.approx([1.0, 3.0])
-
-
 def test_the_time_in_collectives_is_measured_again() -> None:
     """Half of the first stage was; now it is most of it, and never more than the stage takes."""
-    stages = (trace().stages[0].model_copy(update={"collective_seconds": 0.5}), trace().stages[1])
-    before = trace().rebuilt(stages=stages)
+    before = measured()
+    stages = (before.stages[0].model_copy(update={"collective_seconds": 0.5}), before.stages[1])
+    before = before.rebuilt(stages=stages)
     again = [replace(AS_EXPECTED, collective_seconds=(inside, 0.0)) for inside in (0.25, 0.75, 9.0)]
     assert [stage.collective_seconds for stage in remeasured(before, EXPECTED, again).stages] == [0.75, 0.0]
     assert remeasured(before, EXPECTED, again[2:]).stages[0].collective_seconds == pytest.approx(1.0)
+
+
+def test_a_link_that_moved_nothing_stays_as_it_was_and_others_get_what_was_measured() -> None:
+    idle = replace(AS_EXPECTED, moved_bytes={OUT: 0, IN: 200}, busy_seconds={OUT: 0.0, IN: 8.2})
+    links = {link.name: link for link in remeasured(measured(), EXPECTED, [idle]).hardware.links}
+    assert links[OUT] == measured().hardware.links[0]
+    assert links[IN].bytes_per_second == pytest.approx(25.0) and links[IN].latency_seconds == pytest.approx(0.2)
+
+
+CONTENDED = Expectation.of(measured(shared=75.0), replayed(out_seconds=4.0, in_seconds=8.0))
+"""In the replay, links that share a rate halve each other's."""
+
+
+@pytest.mark.parametrize(
+    ("shared", "expected", "moved_bytes", "busy_seconds", "rate"),
+    [
+        (120.0, EXPECTED, (200, 200), (4.2, 8.2), 60.0),  # scaled by what its links lose
+        (75.0, CONTENDED, (200, 200), (2.0, 8.0), 200 / 2.0 + 200 / 8.0),  # what they carried together
+        (75.0, EXPECTED, (0, 0), (0.0, 0.0), 75.0),  # idle
+    ],
+)
+def test_a_rate_that_links_share(
+    shared: float, expected: Expectation, moved_bytes: tuple[int, int], busy_seconds: tuple[float, float], rate: float
+) -> None:
+    assert CONTENDED.contended == {OUT, IN}
+    moved, busy = (dict(zip((OUT, IN), figures, strict=True)) for figures in (moved_bytes, busy_seconds))
+    seen = replace(AS_EXPECTED, moved_bytes=moved, busy_seconds=busy)
+    (found,) = remeasured(measured(shared=shared), expected, [seen]).hardware.shared
+    assert found.bytes_per_second == pytest.approx(rate)
+
+
+# -- prefetches that start earlier
+
+COUNT = 10
+SECONDS = [1.0] * COUNT
+
+
+def move(number: int, start: int, before: int, *, after: int = 0, out_until: int | None = None, tier: str = "storage") -> Move:
+    """Dropped after `after`, or copied out until `out_until`."""
+    fields = planned_move(number, after, before, start, out=out_until is not None, tier=tier)
+    if out_until is not None:
+        fields["offload"]["free_after"] = out_until
+    return Move.model_validate(fields)
+
+
+UNEVEN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 0.1, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("moves", "shifts", "seconds", "starts"),
+    [
+        # as many stages as cover the shift
+        *(
+            ([move(0, 7, 8)], {0: shift}, SECONDS, [start])
+            for shift, start in ((0.0, 7), (0.01, 6), (1.0, 6), (1.01, 5), (2.5, 4))
+        ),
+        ([move(0, 7, 8)], {0: 0.05}, UNEVEN, [6]),
+        ([move(0, 7, 8)], {0: 3.0}, UNEVEN, [5]),
+        # not before the copy out may have ended, or the use before; the plan itself may ask for it before that
+        ([move(0, 7, 8, after=2, out_until=4)], {0: 9.0}, SECONDS, [5]),
+        ([move(0, 7, 8, after=2)], {0: 9.0}, SECONDS, [3]),
+        ([move(0, 7, 8, after=2, out_until=7)], {0: 9.0}, SECONDS, [7]),
+        # what is ahead in the queue moves along, or holds back what is behind; other tiers have links of their own
+        ([move(0, 6, 8), move(1, 7, 9)], {1: 3.0}, SECONDS, [4, 4]),
+        ([move(0, 6, 8, after=4, out_until=4), move(1, 7, 9)], {1: 4.0}, SECONDS, [5, 5]),
+        ([move(0, 6, 8, tier="host"), move(1, 7, 9)], {1: 3.0}, SECONDS, [6, 4]),
+        # over the iteration's end, and so does the queue: block 1 of this iteration is ahead of block 0 of the next one
+        ([move(0, 11, 12, after=5)], {0: 2.5}, SECONDS, [8]),
+        ([move(0, 11, 12, after=2), move(1, 9, 9)], {0: 4.0}, SECONDS, [7, 7]),
+        ([move(2, 4, 5), move(0, 4, 6), move(1, 7, 8), move(3, 13, 14, after=9)], {}, SECONDS, [4, 4, 7, 13]),
+    ],
+)
+def test_where_prefetches_start(moves: list[Move], shifts: dict[int, float], seconds: list[float], starts: list[int]) -> None:
+    assert corrections.corrected_starts(moves, shifts, seconds) == dict(enumerate(starts))
+
+
+def test_the_order_of_starts() -> None:
+    """At one position, what was planned there first comes first. What is due when an iteration begins is in order of need."""
+    laid = corrections.lay_out_starts([move(0, 6, 8), move(1, 7, 9)], {0: 4, 1: 4}, COUNT)
+    assert laid.fetch_at[4] == (0, 1)
+    over = corrections.lay_out_starts([move(0, 11, 12, after=2), move(1, 9, 9)], {0: 7, 1: 7}, COUNT)
+    assert over.fetch_at[7] == (1, 0) and over.due == (0,)
+    moves = [move(0, 3, 4), move(1, 10, 17, after=5), move(2, 9, 12, after=5), move(3, 11, 12, after=5)]
+    planned = corrections.planned_starts(moves, COUNT)
+    assert planned == corrections.lay_out_starts(moves, {0: 3, 1: 10, 2: 9, 3: 11}, COUNT)
+    assert planned.due == (2, 1), "the others' starts are still to come, or belong to this iteration"
+
+
+@pytest.fixture
+def found() -> corrections.Corrections:
+    return corrections.Corrections([move(0, 7, 8), move(1, 12, 13, after=5)], COUNT)
+
+
+def expected(stalled: dict[int, float] | None = None) -> Expectation:
+    stalls = tuple((stalled or {}).get(stage, 0.0) for stage in range(COUNT))
+    return replace(EXPECTED, iteration_seconds=float(COUNT), stall_seconds=stalls)
+
+
+def test_half_of_the_smaller_lateness_is_made_up_for(found: corrections.Corrections) -> None:
+    """What was late once is not."""
+    for late in ({(0, 8): 3.0}, {}, {(0, 8): 3.0}):
+        assert not found.note(late, sum(late.values()), expected()) and found.shifts == {}
+    assert found.note({(0, 8): 1.0, (1, 3): 1.0}, 2.0, expected())
+    assert found.shifts == {0: 0.5}
+    assert found.note({(0, 8): 0.5, (1, 3): 0.6}, 1.0, expected())
+    assert found.shifts == {0: 0.75, 1: 0.3}
+    assert not found.note({}, 0.0, expected()), "what is in time stays where it is"
+    assert found.starts(SECONDS).fetch_at[6] == (0,)
+
+
+def test_predicted_waiting_trifles_and_other_blocks_are_not_lateness(found: corrections.Corrections) -> None:
+    for _ in range(3):
+        assert not found.note({(0, 8): 2.0, (1, 3): 0.009}, 2.0, expected({8: 2.0}))
+    for _ in range(3):
+        assert not found.note({(0, 5): 2.0, (7, 8): 2.0}, 4.0, expected()), "the plan fetches none of these there"
+    for _ in range(2):
+        found.note({(0, 8): 3.0}, 3.0, expected({8: 2.0}))
+    assert found.shifts == {0: 0.5}
+
+
+def test_corrections_that_help_stay_and_are_bounded(found: corrections.Corrections) -> None:
+    for waited in (3.0, 3.0, *[2.0] * 30):
+        found.note({(0, 8): waited}, waited, expected())
+    assert found.shifts == {0: 2.5}
+
+
+def test_corrections_that_do_not_help_are_dropped_for_good(found: corrections.Corrections) -> None:
+    changed = [found.note({(0, 8): 3.0}, 3.0, expected()) for _ in range(12)]
+    assert changed[1:3] == [True, True] and found.shifts == {}
+    assert found.starts(SECONDS).fetch_at[7] == (0,)
+    assert changed[9] and not any(changed[10:]), "given up after eight iterations that waited as long as before"

@@ -15,17 +15,22 @@ from teraio.options import Options, parse_options
 from teraio.planning import BackgroundPlanner
 from teraio.profiling import Profile
 
-from ..instant_jobs import InstantJobs
+from ..in_process import InstantJobs
 from ..virtual import BLOCK_BYTES, IN, STAGES, VirtualTraining, plan_for
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> VirtualTraining:
+    return VirtualTraining(monkeypatch)
 
 
 class Following:
     """A virtual training under a plan made by hand, and its follower. replans: how often another plan has taken over."""
 
-    def __init__(self, training: VirtualTraining, *fetched: tuple[int, int], budget_blocks: int = STAGES, **options: Any) -> None:
+    def __init__(self, training: VirtualTraining, *fetched: tuple[int, int], **options: Any) -> None:
         self.training = training
         self.profile: Profile = training.profile()
-        self.plan = plan_for(self.profile.trace, *fetched, budget_blocks=budget_blocks)
+        self.plan = plan_for(self.profile.trace, *fetched)
         self.jobs = InstantJobs()
         given: Options = parse_options(options)
         machine: Any = training.mover
@@ -41,6 +46,12 @@ class Following:
             self.waited.append(round(iteration.waited_seconds, 6))
             self.replans += self.follower.iteration_ended(iteration, as_planned=True)
 
+    def run_at(self, *seconds: float) -> None:
+        """Run an iteration for each: so long is each of its stages."""
+        for each in seconds:
+            self.training.stage_seconds = [each] * STAGES
+            self.run()
+
     def asked_for(self, block: int) -> list[int]:
         schedule = self.training.observer.plan.schedule
         assert schedule is not None
@@ -49,6 +60,10 @@ class Following:
     @property
     def predicted(self) -> float:
         return self.follower.predicted_seconds
+
+    @property
+    def drift(self) -> Any:
+        return self.follower.drift
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -70,57 +85,41 @@ def test_a_weight_that_gets_other_memory_moves_by_the_plan_again(monkeypatch: py
 # -- corrections
 
 
-def test_as_predicted_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    following_it = Following(VirtualTraining(monkeypatch), (6, 6))
-    following_it.run(30)
-    assert following_it.waited[1:] == [0.0] * 29 and following_it.asked_for(6) == [6]
-    assert following_it.follower.drift is not None and abs(following_it.follower.drift.iteration) < 1e-9
-    assert following_it.replans == 0 and following_it.jobs.asked == []
+def test_as_predicted_nothing_changes(training: VirtualTraining) -> None:
+    running = Following(training, (6, 6))
+    running.run(30)
+    assert running.waited[1:] == [0.0] * 29 and running.asked_for(6) == [6]
+    assert abs(running.drift.iteration) < 1e-9 and running.replans == 0 and running.jobs.asked == []
 
 
-def test_a_late_prefetch_becomes_punctual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weight 6 is asked for one stage before its use. Its copy takes 2.5 s: it has to start three stages before."""
-    running = Following(VirtualTraining(monkeypatch), (6, 6))
-    running.training.mover.seconds[IN] = 2.5
+@pytest.mark.parametrize(
+    ("weight", "planned", "seconds", "waits_first", "waits_last", "corrected"),
+    [
+        (6, 6, 2.5, 1.5, 0.0, 4),  # 0.75 s take it one stage ahead, then it is 0.5 s late: another stage
+        (1, 1, 2.5, 1.5, 0.0, 7),  # early in the iteration: to be in time, it has to be asked for in the one before
+        (2, 2, 2.5, 1.5, 0.0, 8),
+        (0, 0, 2.0, 2.0, 1.0, 8),  # asked for when it is needed: 1 s of waiting is planned and stays
+    ],
+)
+def test_a_late_prefetch_becomes_punctual(
+    training: VirtualTraining,
+    weight: int,
+    planned: int,
+    seconds: float,
+    waits_first: float,
+    waits_last: float,
+    corrected: int,
+) -> None:
+    running = Following(training, (weight, planned))
+    training.mover.seconds[IN] = seconds
     running.run(9)
-    assert running.waited[1:3] == [1.5, 1.5]
-    assert running.waited[-3:] == [0.0] * 3 and sorted(running.waited[1:], reverse=True) == running.waited[1:]
-    assert running.asked_for(6) == [4], "0.75 s take it one stage ahead, then it is 0.5 s late: another stage"
-
-
-@pytest.mark.parametrize(("weight", "start", "in_time"), [(1, 1, 7), (2, 2, 8)])
-def test_over_the_iteration_s_end(monkeypatch: pytest.MonkeyPatch, weight: int, start: int, in_time: int) -> None:
-    """Early in the iteration: to be in time, these have to be asked for in the one before."""
-    running = Following(VirtualTraining(monkeypatch), (weight, start))
-    running.training.mover.seconds[IN] = 2.5
-    running.run(9)
-    assert running.waited[1:3] == [1.5, 1.5]
-    assert running.waited[-3:] == [0.0] * 3 and running.asked_for(weight) == [in_time]
+    assert running.waited[1:3] == [waits_first] * 2 and running.waited[-3:] == [waits_last] * 3
     assert sorted(running.waited[1:], reverse=True) == running.waited[1:], "no longer, either, when the start moves back"
+    assert running.asked_for(weight) == [corrected]
 
 
-def test_waiting_that_the_plan_predicts_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weight 0 is asked for when it is needed: 1 s of waiting is planned, what comes on top is corrected."""
-    running = Following(VirtualTraining(monkeypatch), (0, 0))
-    running.training.mover.seconds[IN] = 2.0
-    running.run(9)
-    assert running.waited[1:3] == [2.0, 2.0] and running.waited[-3:] == [1.0] * 3 and running.asked_for(0) == [8]
-
-
-def test_once_late_is_not_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = Following(VirtualTraining(monkeypatch), (6, 6))
-    running.run(3)
-    for _ in range(4):
-        running.training.mover.seconds[IN] = 2.5
-        running.run(1)
-        running.training.mover.seconds[IN] = 1.0
-        running.run(2)
-    assert running.waited.count(1.5) == 4 and running.asked_for(6) == [6]
-
-
-def test_what_waits_for_room_is_not_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_for_room_is_not_corrected(training: VirtualTraining) -> None:
     """Weight 6 finds no room before weight 5 has left."""
-    training = VirtualTraining(monkeypatch)
     running = Following(training, (5, 4), (6, 5))
     training.pager.account.budget_bytes = (STAGES - 1) * 32
     training.mover.seconds[IN] = 2.5
@@ -131,162 +130,203 @@ def test_what_waits_for_room_is_not_corrected(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("options", [{"replan": False}, {"plan": __file__}])
 def test_a_plan_that_is_to_stay_stays(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+    training: VirtualTraining, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
-    running = Following(VirtualTraining(monkeypatch), (6, 6), **options)
-    running.training.mover.seconds[IN] = 2.5
+    running = Following(training, (6, 6), **options)
+    training.mover.seconds[IN] = 2.5
     with caplog.at_level(logging.INFO, logger="teraio"):
         running.run(80)
     assert set(running.waited[1:]) == {1.5} and running.asked_for(6) == [6] and running.jobs.asked == []
-    assert running.follower.drift is not None and running.follower.drift.iteration == pytest.approx(1.5 / 8)
-    told = said(caplog)
-    assert (
-        told
-        == [
-            "the last 9 iterations differ from what the plan predicts: iteration +19%, stages +0%, "
-            "storage->device +150%; the plan stays as it is"
-        ]
-        * 3
-    ), "after 10, 20 and 40 iterations"
+    assert running.drift.iteration == pytest.approx(1.5 / 8)
+    message = (
+        "the last 9 iterations differ from what the plan predicts: iteration +19%, stages +0%, "
+        "storage->device +150%; the plan stays as it is"
+    )
+    assert said(caplog) == [message] * 3, "after 10, 20 and 40 iterations"
 
 
 # -- planning again
 
 
-def test_drift_leads_to_a_better_plan(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_drift_leads_to_a_better_plan(training: VirtualTraining, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """Two weights that are not needed away come back late; the solver leaves them where they are."""
     out = {"trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"}
-    training = VirtualTraining(monkeypatch)
     running = Following(training, (2, 2), (3, 3), **out)
     running.jobs.answers = [None]
     training.mover.seconds[IN] = 9.0  # no correction makes up for that
     with caplog.at_level(logging.INFO, logger="teraio"):
         running.run(12)
-    assert running.replans == 1 and len(running.jobs.asked) == 1
-    measured = {link.name: link.bytes_per_second for link in running.jobs.asked[0].hardware.links}
-    assert measured[IN] == pytest.approx(32 / 9.0)
-    assert running.jobs.asked[0].ideal_seconds == pytest.approx(8.0)
+    (asked,) = running.jobs.asked
+    assert running.replans == 1 and asked.ideal_seconds == pytest.approx(8.0)
+    assert {link.name: link.bytes_per_second for link in asked.hardware.links}[IN] == pytest.approx(32 / 9.0)
     running.run(40)
-    assert running.waited[-30:] == [0.0] * 30 and running.predicted == pytest.approx(8.0)
-    assert running.follower.drift is not None and not running.follower.drift.found
+    assert running.waited[-30:] == [0.0] * 30 and running.predicted == pytest.approx(8.0) and not running.drift.found
     (told,) = said(caplog)
     assert told.startswith("planned again, as the last 9 iterations differ") and "storage->device +800%)" in told
     assert "): with the measured times the new plan takes 8.000 s an iteration, the old one " in told
     assert told.endswith(" s: the new one is followed")
     trace, plan = Trace.load(out["trace_out"]), Plan.load(out["plan_out"])
-    assert trace == running.jobs.asked[0] and plan.trace_fingerprint == trace.fingerprint and plan.moves == ()
+    assert trace == asked and plan.trace_fingerprint == trace.fingerprint and plan.moves == ()
 
 
-def test_a_plan_that_is_no_better_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_plan_that_is_no_better_is_not_taken(training: VirtualTraining, tmp_path: Path) -> None:
     """The old plan stays, but promises what it can keep, so that nothing drifts any more."""
-    training = VirtualTraining(monkeypatch)
     running = Following(training, (6, 6), plan_out=tmp_path / "plan.json")
     running.jobs.answers = [running.plan]
-    training.stage_seconds = [2.0] * STAGES
-    running.run(12)
-    assert len(running.jobs.asked) == 1 and running.replans == 0
-    assert running.predicted == pytest.approx(16.0)
+    running.run_at(*[2.0] * 12)
+    assert len(running.jobs.asked) == 1 and running.replans == 0 and running.predicted == pytest.approx(16.0)
     running.run(60)
-    assert running.follower.drift is not None and not running.follower.drift.found and len(running.jobs.asked) == 1
+    assert not running.drift.found and len(running.jobs.asked) == 1 and running.asked_for(6) == [6]
     assert Plan.load(tmp_path / "plan.json").trace_fingerprint == running.jobs.asked[0].fingerprint
-    assert running.asked_for(6) == [6]
 
 
-def test_a_plan_that_is_hardly_better_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = VirtualTraining(monkeypatch)
+def test_a_plan_that_is_hardly_better_is_not_taken(training: VirtualTraining) -> None:
     training.mover.seconds[IN] = 0.1
     running = Following(training, (6, 7))  # asked for when it is needed
     running.jobs.answers = [plan_for(running.profile.trace, (6, 6))]
-    training.stage_seconds = [2.0] * STAGES
-    running.run(12)
+    running.run_at(*[2.0] * 12)
     assert len(running.jobs.asked) == 1 and running.replans == 0 and running.predicted == pytest.approx(16.1)
 
 
-def test_what_the_new_plan_should_have_asked_for_already_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_new_plan_should_have_asked_for_already_is_asked_for_at_once(training: VirtualTraining) -> None:
     """The new plan wants weight 2 from the iteration before; the old one has not asked for it yet."""
-    training = VirtualTraining(monkeypatch)
     running = Following(training, (2, 2), (6, 7))
     running.jobs.answers = [plan_for(running.profile.trace, (2, -1), (6, 6))]
-    training.stage_seconds = [2.0] * STAGES
     while running.replans == 0:
-        running.run()
+        running.run_at(2.0)
     before = len(running.waited)
     running.run(5)
     assert running.waited[before - 3 : before] == [1.0] * 3 and running.waited[before:] == [0.0] * 5
 
 
-def test_a_solver_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    training = VirtualTraining(monkeypatch)
+def test_a_solver_that_fails_changes_nothing(training: VirtualTraining, caplog: pytest.LogCaptureFixture) -> None:
     running = Following(training, (6, 6))
     running.jobs.answers = [SolverError("out of luck")] * 4
-    training.stage_seconds = [2.0] * STAGES
     before = running.follower.trace
     with caplog.at_level(logging.WARNING, logger="teraio"):
-        running.run(80)
+        running.run_at(*[2.0] * 80)
     assert running.replans == 0 and running.follower.trace is before and running.asked_for(6) == [6]
     assert said(caplog)[0] == "no new plan could be made, the old one stays in force: out of luck"
     assert len(running.jobs.asked) == 4, "at once, and after 10, 20 and 40 iterations more"
 
 
+def test_a_plan_that_could_not_be_written_down(
+    training: VirtualTraining, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    running = Following(training, (6, 6), plan_out=tmp_path / "plan.json")
+    running.jobs.answers = [None]
+
+    def refuse(self: Plan, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Plan, "save", refuse)
+    with caplog.at_level(logging.WARNING, logger="teraio"):
+        running.run_at(*[2.0] * 12)
+    (told,) = said(caplog)
+    assert "No space left" in told and len(running.jobs.asked) == 1
+
+
+def test_stopping_ends_the_solver(training: VirtualTraining) -> None:
+    running = Following(training, (6, 6))
+    running.jobs.answers = [None]
+    while not running.background.busy:
+        running.run_at(2.0)
+    (job,) = running.jobs.started
+    job.done = False
+    running.run(3)
+    assert not running.background.wait(0.0) and running.replans == 0
+    running.follower.stop()
+    assert job.cancelled and running.background.wait(0.0) and not running.background.busy
+    assert training.observer.plan.schedule is None
+    training.iteration()
+
+
+# -- how soon
+
+
 @pytest.mark.parametrize("factor", [2.5, 0.4])
-def test_a_first_plan_from_plainly_wrong_times_is_replaced_at_once(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+def test_a_first_plan_from_plainly_wrong_times_is_replaced_at_once(training: VirtualTraining, factor: float) -> None:
     """All that was profiled was disturbed, or nothing is as it was. Later plans are given more time."""
-    training = VirtualTraining(monkeypatch)
     running = Following(training, (6, 6))
     running.jobs.answers = [None, None]
-    training.stage_seconds = [factor] * STAGES
-    running.run(4)
+    running.run_at(*[factor] * 4)
     assert [trace.ideal_seconds for trace in running.jobs.asked] == pytest.approx([8 * factor])
     running.run()
     assert running.replans == (factor < 1) and running.predicted == pytest.approx(8 * factor)
-    training.stage_seconds = [3 * factor] * STAGES
-    running.run(9)
+    running.run_at(*[3 * factor] * 9)
     assert len(running.jobs.asked) == 1
     running.run()
     assert len(running.jobs.asked) == 2 and running.jobs.asked[1].ideal_seconds == pytest.approx(24 * factor)
 
 
 @pytest.mark.parametrize("seconds", [[3.0] * 40, [3.0, 3.6, 4.2] * 14])
-def test_times_that_were_measured_in_a_disturbance_do_not_stay(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> None:
+def test_times_that_were_measured_in_a_disturbance_do_not_stay(training: VirtualTraining, seconds: list[float]) -> None:
     """Planned again from them; what follows is plainly faster, and need not be alike."""
-    training = VirtualTraining(monkeypatch)
     running = Following(training, (6, 6))
     running.jobs.answers = [None] * 4
     running.run(9)
-    for factor in seconds:
-        training.stage_seconds = [factor] * STAGES
-        running.run()
-        if running.jobs.asked:
-            break
+    disturbed = iter(seconds)
+    while not running.jobs.asked:
+        running.run_at(next(disturbed))
     running.run()
     assert len(running.jobs.asked) == 1 and running.predicted > 2 * 8
-    for factor in (1.0, 1.3, 1.0, 1.3, 1.0):
-        training.stage_seconds = [factor] * STAGES
-        running.run()
+    running.run_at(1.0, 1.3, 1.0, 1.3, 1.0)
     assert len(running.jobs.asked) == 2 and running.predicted < 1.4 * 8
 
 
-def test_one_disturbed_iteration_does_not_replace_a_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even two, nor three that were disturbed differently."""
-    for disturbed in ([1.0, 9.0, 1.0, 9.0, 9.0], [9.0, 5.0, 2.0, 1.0, 1.0]):
-        training = VirtualTraining(monkeypatch)
-        running = Following(training, (6, 6))
-        for factor in (1.0, *disturbed, 1.0, 1.0, 1.0):
-            training.stage_seconds = [factor] * STAGES
-            running.run()
-        assert running.jobs.asked == []
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        [1.0, 1.0, 9.0, 1.0, 9.0, 9.0, 1.0, 1.0, 1.0],  # not even two of the first ones
+        [1.0, 9.0, 5.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0],  # nor three that are disturbed differently
+        [1.0, 1.0, 1.0, 50.0] * 10,
+    ],
+)
+def test_disturbed_iterations_do_not_lead_to_planning(training: VirtualTraining, seconds: list[float]) -> None:
+    running = Following(training, (6, 6))
+    running.run_at(*seconds)
+    assert running.jobs.asked == [] and running.asked_for(6) == [6]
 
 
-def test_later_on_three_iterations_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = VirtualTraining(monkeypatch)
+def test_later_on_three_iterations_are_not_enough(training: VirtualTraining) -> None:
     running = Following(training, (6, 6))
     running.run(30)
-    training.stage_seconds = [3.0] * STAGES
-    running.run(4)
+    running.run_at(*[3.0] * 4)
     assert running.jobs.asked == []
     running.jobs.answers = [None]
     running.run()
     assert len(running.jobs.asked) == 1, "the median of nine iterations has changed"
+
+
+def test_iterations_that_ran_or_began_otherwise_are_not_compared(training: VirtualTraining) -> None:
+    """The first one under a plan begins so, and the first one after one that did not run by it."""
+    running = Following(training, (6, 6))
+    training.stage_seconds = [9.0] * STAGES
+    for _ in range(30):
+        running.follower.iteration_ended(training.iteration(), as_planned=False)
+    running.run()
+    assert running.drift is None and running.jobs.asked == []
+    running.run_at(1.0)
+    assert running.drift.iteration == pytest.approx(0.0)
+    running.follower.iteration_ended(training.iteration(), as_planned=False)
+    running.run_at(9.0)
+    assert running.drift.iteration == pytest.approx(0.0)
+    running.run()
+    assert running.drift.iteration == pytest.approx(4.0), "of 1 and 9 times"
+
+
+def test_iterations_that_are_looked_at_later(training: VirtualTraining) -> None:
+    """On an asynchronous device: the one before the plan has ended when the plan is followed already."""
+    training.stage_seconds = [9.0] * STAGES
+    before = training.iteration()
+    training.stage_seconds = [1.0] * STAGES
+    running = Following(training, (6, 6))
+    before.number = training.observer.recorder.iteration_number - 1
+    running.follower.iteration_ended(before, as_planned=True)
+    running.run()
+    assert running.drift is None
+    running.run()
+    assert running.drift.iteration == pytest.approx(0.0)
 
 
 # -- on a device whose times cost something
@@ -316,19 +356,22 @@ class Marks:
         return found
 
 
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> Marks:
+    return Marks(monkeypatch)
+
+
 ALL, FEW = 2 * STAGES + 3, 2
 """Marks of an iteration: begin and end of each stage, of the user code and of the iteration; or the last ones only."""
 
 
-def test_stages_are_timed_in_few_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_are_timed_in_few_iterations(training: VirtualTraining, marks: Marks) -> None:
     """In all before there is a plan, and until the first ones under the plan have been compared with it."""
-    marks = Marks(monkeypatch)
-    training = VirtualTraining(monkeypatch)
     running = Following(training, (6, 6))
     first = marks.of(running, 40)
     assert set(first[:11]) == {ALL}, "one that is not compared, nine that are, and one that had begun by then"
     assert set(first[11:]) == {ALL, FEW} and first[11:].count(ALL) == 4
-    assert running.jobs.asked == [] and running.follower.drift is not None and not running.follower.drift.found
+    assert running.jobs.asked == [] and not running.drift.found
     running.follower.stop()
     training.iteration()
     before = marks.count
@@ -337,20 +380,19 @@ def test_stages_are_timed_in_few_iterations(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("moves", [True, False])
-def test_drift_is_noticed_where_few_stages_are_timed(monkeypatch: pytest.MonkeyPatch, moves: bool) -> None:
+def test_drift_is_noticed_where_few_stages_are_timed(training: VirtualTraining, marks: Marks, moves: bool) -> None:
     """Whether a link or the stages get slower: as soon as if all stages were timed, but for the time until there are enough."""
-    marks = Marks(monkeypatch)
-    training = VirtualTraining(monkeypatch)
     running = Following(training, (2, 2), (3, 3))
     running.jobs.answers = [None]
-    marks.of(running, 30)
+    running.run(30)
     if moves:
         training.mover.seconds[IN] = 9.0
     else:
         training.stage_seconds = [2.0] * STAGES
-    noticed = len(marks.of(running, 1))
+    noticed = 0
     while not running.jobs.asked:
-        noticed += len(marks.of(running, 1))
+        running.run()
+        noticed += 1
     assert noticed <= 12
     (trace,) = running.jobs.asked
     links = {link.name: link.bytes_per_second for link in trace.hardware.links}
@@ -360,105 +402,15 @@ def test_drift_is_noticed_where_few_stages_are_timed(monkeypatch: pytest.MonkeyP
     assert set(marks.of(running, 6)) == {ALL} and FEW in marks.of(running, 8), "what the new plan promises is checked first"
 
 
-def test_drift_of_stages_that_costs_no_time_is_noticed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drift_of_stages_that_costs_no_time_is_noticed_too(training: VirtualTraining, marks: Marks) -> None:
     """Stages get faster, but the iteration waits for its copy all the longer: only timed iterations show it."""
-    marks = Marks(monkeypatch)
-    training = VirtualTraining(monkeypatch)
     training.mover.seconds[IN] = 10.0
     running = Following(training, (6, 6))
     running.jobs.answers = [None]
     before = running.predicted
-    marks.of(running, 30)
-    training.stage_seconds = [0.5] * STAGES
+    running.run(30)
     training.mover.seconds[IN] = before
     for _ in range(60):
-        running.run()
-        if running.jobs.asked:
-            break
+        if not running.jobs.asked:
+            running.run_at(0.5)
     assert len(running.jobs.asked) == 1 and running.jobs.asked[0].ideal_seconds == pytest.approx(4.0)
-
-
-def test_a_noisy_iteration_does_not_lead_to_planning(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = VirtualTraining(monkeypatch)
-    running = Following(training, (6, 6))
-    for number in range(40):
-        training.stage_seconds = [50.0 if number % 4 == 3 else 1.0] * STAGES
-        running.run()
-    assert running.jobs.asked == [] and running.asked_for(6) == [6]
-
-
-def test_iterations_that_ran_otherwise_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = VirtualTraining(monkeypatch)
-    running = Following(training, (6, 6))
-    training.stage_seconds = [9.0] * STAGES
-    for _ in range(30):
-        running.follower.iteration_ended(training.iteration(), as_planned=False)
-    assert running.follower.drift is None and running.jobs.asked == []
-
-
-def test_an_iteration_that_began_otherwise_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one under a plan, and the first one after one that did not run by it."""
-    training = VirtualTraining(monkeypatch)
-    running = Following(training, (6, 6))
-    training.stage_seconds = [9.0] * STAGES
-    running.run()
-    assert running.follower.drift is None
-    training.stage_seconds = [1.0] * STAGES
-    running.run()
-    assert running.follower.drift is not None and running.follower.drift.iteration == pytest.approx(0.0)
-    running.follower.iteration_ended(training.iteration(), as_planned=False)
-    training.stage_seconds = [9.0] * STAGES
-    running.run()
-    assert running.follower.drift.iteration == pytest.approx(0.0)
-    running.run()
-    assert running.follower.drift is not None and running.follower.drift.iteration == pytest.approx(4.0), "of 1 and 9 times"
-
-
-def test_iterations_that_are_looked_at_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an asynchronous device: the one before the plan has ended when the plan is followed already."""
-    training = VirtualTraining(monkeypatch)
-    training.stage_seconds = [9.0] * STAGES
-    before = training.iteration()
-    training.stage_seconds = [1.0] * STAGES
-    running = Following(training, (6, 6))
-    before.number = training.observer.recorder.iteration_number - 1
-    running.follower.iteration_ended(before, as_planned=True)
-    running.run()
-    assert running.follower.drift is None
-    running.run()
-    assert running.follower.drift is not None and running.follower.drift.iteration == pytest.approx(0.0)
-
-
-def test_a_plan_that_could_not_be_written_down(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    training = VirtualTraining(monkeypatch)
-    running = Following(training, (6, 6), plan_out=tmp_path / "plan.json")
-    running.jobs.answers = [None]
-    training.stage_seconds = [2.0] * STAGES
-
-    def refuse(self: Plan, path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Plan, "save", refuse)
-    with caplog.at_level(logging.WARNING, logger="teraio"):
-        running.run(12)
-    (told,) = said(caplog)
-    assert "No space left" in told and len(running.jobs.asked) == 1
-
-
-def test_stopping_ends_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = VirtualTraining(monkeypatch)
-    running = Following(training, (6, 6))
-    running.jobs.answers = [None]
-    training.stage_seconds = [2.0] * STAGES
-    while not running.background.busy:
-        running.run()
-    (job,) = running.jobs.started
-    job.done = False
-    running.run(3)
-    assert not running.background.wait(0.0) and running.replans == 0
-    running.follower.stop()
-    assert job.cancelled and running.background.wait(0.0) and not running.background.busy
-    assert training.observer.plan.schedule is None
-    training.iteration()

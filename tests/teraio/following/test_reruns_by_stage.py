@@ -16,30 +16,20 @@ from runtime.paging import Block
 from teraio.following import RerunsByStage, StageSchedule
 
 from ...planner.traces import layers
-from .test_observer import BACKWARD, FIRST, FORWARD, SECOND, STEP, WEIGHT, Training, move, profile_of
+from ..virtual import profile_of
+from .recorded import BACKWARD, FIRST, FORWARD, SECOND, STEP, WEIGHT, Training, move
 
 CHOSEN = [Recompute(group=0, at=5), Recompute(group=1, at=4)]
 """Of three layers: 0, 1, 2 forward, 3, 4, 5 backward. Re-runs are stages 4 (of 1) and 6 (of 0) then."""
 
 
-def test_numbers() -> None:
+def test_numbers_and_places() -> None:
     placed = RerunsByStage.of(layers(), CHOSEN)
     assert placed.count == 8 and list(placed.numbers) == [0, 1, 2, 3, 5, 7]
     assert placed.stages == {0, 1} and placed.made == {4: (1,), 6: (0,)}
-
-
-def test_what_a_later_rerun_reads_is_dropped_after_it() -> None:
-    placed = RerunsByStage.of(layers(), CHOSEN)
     assert placed.dropped_after == {2: (1,), 4: (0,)}, "1 is last read by stage 2, 0 by the re-run that makes 1 anew"
-
-
-def test_without_reruns() -> None:
-    placed = RerunsByStage.of(layers(), [])
-    assert placed.count == 6 and list(placed.numbers) == list(range(6)) and not placed.made
-
-
-def test_times_are_spread() -> None:
-    placed = RerunsByStage.of(layers(), CHOSEN)
+    without = RerunsByStage.of(layers(), [])
+    assert without.count == 6 and list(without.numbers) == list(range(6)) and not without.made
     assert placed.spread([1, 2, 3, 4, 5, 6], {4: 0.5}) == [1, 2, 3, 4, 0.5, 5, 0.0, 6]
 
 
@@ -80,7 +70,7 @@ def with_rerun(training: Dropping, moves: Sequence[planner.Move] = ()) -> None:
     """Follow a plan: positions 0 user, 1-2 forward, 3 user, 4-5 backward, 6 user, 7 step; stage 1 runs again before 5."""
     training.iteration()
     recorded = training.iteration()
-    profile = profile_of(recorded)
+    profile = profile_of([recorded])
     group = planner.RecomputeGroup(id=0, stage=1, blocks=(FIRST,), reads=(WEIGHT,), duration_seconds=0.25, workspace_bytes=0)
     profile = replace(profile, trace=profile.trace.model_copy(update={"recompute": (group,)}))
     plan = Plan(
@@ -94,6 +84,7 @@ def with_rerun(training: Dropping, moves: Sequence[planner.Move] = ()) -> None:
 
 
 def test_the_recorder_drops_and_runs_again_by_the_plan() -> None:
+    """What a re-run waits for is late at its place, so that it is fetched earlier from then on."""
     training = Dropping()
     with_rerun(training)
     done = training.iteration()
@@ -104,12 +95,6 @@ def test_the_recorder_drops_and_runs_again_by_the_plan() -> None:
     assert [(again.position, again.seconds, again.made_bytes) for again in done.reruns] == [(5, 0.25, 64)]
     assert [len(region.stages) for region in done.regions] == [3, 3, 2], "a re-run is no stage of the record"
 
-
-def test_what_a_rerun_waits_for_is_late_at_its_place() -> None:
-    """So that it is fetched earlier from then on, as what other stages wait for."""
-    training = Dropping()
-    with_rerun(training)
-    done = training.iteration()
     assert not any(stage.late for stage in done.stages)
     assert training.observer.plan.schedule is not None
     assert training.observer.plan.schedule.reruns.late(done) == {(WEIGHT, 5): 0.5}

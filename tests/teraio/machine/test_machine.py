@@ -1,6 +1,9 @@
-"""What the trace says of the machine follows from what was measured, and from the way that was taken."""
+"""What each rank may use of memory and drives; the machine that is opened for it; what of a GPU's budget is left to gaps."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,8 +14,129 @@ import torch
 from planner import OptionsError, StorageError, StorageFullError, UnsupportedError
 from runtime.system import HostLimit
 from runtime.transfer import Engine, LinkRates
-from teraio.machine import Machine, Shared, open_machine
-from teraio.options import parse_options
+from teraio.machine import Machine, Reserve, ResolvedBudgets, Shared, budgets, open_machine
+from teraio.machine.budgets import SeenByRank
+from teraio.machine.machine import io_threads
+from teraio.options import Options, Share, parse_options
+
+DRIVE = (Path("/drive"),)
+
+
+def seen(count: int, **fields: object) -> dict[int, SeenByRank]:
+    known = {"drives": (1,), "free": 1000, "available": 1000, "resident": 100} | fields
+    return dict.fromkeys(range(count), SeenByRank(**known))  # type: ignore[arg-type]
+
+
+def on_gpus(count: int, **fields: object) -> dict[int, SeenByRank]:
+    return seen(count, **{"gpu": 800, "gpu_free": 700} | fields)
+
+
+OTHER_DRIVES = {0: on_gpus(1, available=1)[0], 1: on_gpus(1, available=1, drives=(2,), free=800)[0]}
+HALF_GIVEN = {0: seen(1, storage_budget=300)[0], 1: seen(1)[0], 2: on_gpus(1)[0]}
+AT_OTHER_MOMENTS = {0: seen(1)[0], 1: seen(1, free=900)[0]}
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "by_rank", "device", "host", "storage"),
+    [
+        # on the CPU, the default is a share of what is available; a share that is given is of that and of what ranks have
+        (Options(storage=DRIVE), 0, seen(2), 450, None, 500),
+        (Options(storage=DRIVE), 0, seen(4), 225, None, 250),
+        (Options(storage=DRIVE, memory_budget=Share(0.5)), 1, seen(2), 300, None, 500),
+        (Options(storage=DRIVE, memory_budget=77), 1, seen(2), 77, None, 500),
+        # one process alone has all of it
+        (Options(storage=DRIVE), 0, seen(1), 900, None, None),
+        (Options(storage=DRIVE, memory_budget=Share(0.5)), 0, seen(1), 550, None, None),
+        (Options(host_budget=300), 0, seen(1), 600, 300, None),
+        (Options(), 0, seen(1), None, None, None),
+        # the memory of a GPU is not divided
+        (Options(storage=DRIVE), 1, on_gpus(2), 630, None, 500),
+        (Options(storage=DRIVE, memory_budget=Share(0.5)), 1, on_gpus(2), 400, None, 500),
+        (Options(storage=DRIVE, memory_budget=77), 1, on_gpus(2), 77, None, 500),
+        (Options(), 0, on_gpus(1), None, None, None),
+        # a host tier that nobody asked for is a share on GPUs
+        (Options(memory_budget=100), 0, on_gpus(1), 100, 500, None),
+        (Options(memory_budget=100), 0, on_gpus(4), 100, 125, None),
+        # drives are divided among those that use them, in equal shares: plans are for budgets, and equal ranks follow one plan
+        (Options(storage=DRIVE), 1, OTHER_DRIVES, 630, None, None),
+        (Options(storage=DRIVE), 2, HALF_GIVEN, 630, None, 350),
+        *((Options(storage=DRIVE), rank, AT_OTHER_MOMENTS, 450, None, 450) for rank in (0, 1)),
+        # what is given
+        (
+            Options(storage=DRIVE, storage_budget=600, host_budget=400),
+            0,
+            on_gpus(1, storage_budget=600, host_budget=400),
+            630,
+            400,
+            600,
+        ),
+    ],
+)
+def test_budgets_of_a_rank(
+    options: Options, rank: int, by_rank: dict[int, SeenByRank], device: int | None, host: int | None, storage: int | None
+) -> None:
+    assert budgets.resolve_budgets(options, rank, by_rank) == ResolvedBudgets(device=device, host=host, storage=storage)
+
+
+BOTH = Options(storage=DRIVE, storage_budget=600, host_budget=400)
+
+
+@pytest.mark.parametrize(
+    ("options", "by_rank", "message"),
+    [
+        (Options(memory_budget=100), seen(4), "there is no lower tier"),
+        (
+            BOTH,
+            on_gpus(2, storage_budget=600),
+            "option storage_budget: 2 ranks of this machine ask for 1,200 bytes .* 1,000 are free",
+        ),
+        (
+            BOTH,
+            on_gpus(3, host_budget=400),
+            "option host_budget: 3 ranks of this machine ask for 1,200 bytes together, but 1,000",
+        ),
+        (
+            Options(storage=DRIVE, host_budget=460),
+            seen(2, host_budget=460),
+            "460 bytes leave nothing of the 450 bytes of main memory that this process may take",
+        ),
+    ],
+)
+def test_budgets_that_do_not_fit_together(options: Options, by_rank: dict[int, SeenByRank], message: str) -> None:
+    with pytest.raises(OptionsError, match=message):
+        budgets.resolve_budgets(options, 0, by_rank)
+
+
+def test_memory_budgets_on_cpu_that_do_not_fit_together_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """1000 bytes are available, and each rank has 100 already."""
+    options = Options(storage=DRIVE, memory_budget=600)
+    for rank in range(2):
+        assert budgets.resolve_budgets(options, rank, seen(2, memory_budget=600)).device == 600
+    assert not caplog.records
+    budgets.resolve_budgets(options, 1, seen(2, memory_budget=601))
+    budgets.resolve_budgets(options, 0, on_gpus(2, memory_budget=601))
+    assert not caplog.records, "rank 0 tells, and on a GPU they are budgets of other memory"
+    budgets.resolve_budgets(options, 0, seen(2, memory_budget=601))
+    budgets.resolve_budgets(options, 0, seen(2, memory_budget=590, host_budget=20))
+    told = [record.message for record in caplog.records]
+    assert [text.split("may fill ")[1].split("; ")[0] for text in told] == [
+        "1,202 bytes of main memory together, but have 1,200",
+        "1,220 bytes of main memory together, but have 1,200",
+    ]
+
+
+def test_io_threads_are_divided() -> None:
+    assert [io_threads(Options(local_ranks=count)) for count in (1, 2, 8)] == [4, 2, 1]
+
+
+def test_what_a_rank_sees_survives_the_way_to_the_others() -> None:
+    one = SeenByRank(
+        drives=(3, 4), free=5, available=6, resident=7, gpu=2, gpu_free=1, memory_budget=9, storage_budget=8, outputs=("/a",)
+    )
+    assert SeenByRank.of_text(one.as_text()) == one
+
+
+# -- the machine: what the trace says of it follows from what was measured, and from the way that was taken
 
 CPU = torch.device("cpu")
 
@@ -48,8 +172,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Measured]:
     yield found
 
 
-def machine(folder: Path, shared: Shared | None = None, **options: object) -> Machine:
-    return open_machine(parse_options({"storage": folder, "memory_budget": "1GiB", **options}), CPU, shared)
+@contextmanager
+def opened(shared: Shared | None = None, **options: object) -> Iterator[Machine]:
+    machine = open_machine(parse_options({"memory_budget": "1GiB", **options}), CPU, shared)
+    try:
+        yield machine
+    finally:
+        machine.close()
 
 
 @pytest.mark.parametrize(
@@ -59,11 +188,8 @@ def test_drives_that_slow_each_other_down_share_a_rate(
     tmp_path: Path, measured: Measured, duplex_write: float, duplex_read: float, together: float | None
 ) -> None:
     measured.rates = rates(duplex_write, duplex_read)
-    opened = machine(tmp_path)
-    try:
-        hardware = opened.hardware()
-    finally:
-        opened.close()
+    with opened(storage=tmp_path) as machine:
+        hardware = machine.hardware()
     assert {link.name: link.bytes_per_second for link in hardware.links} == {"device->storage": 1e9, "storage->device": 3e9}
     if together is None:
         assert hardware.shared == ()
@@ -74,103 +200,139 @@ def test_drives_that_slow_each_other_down_share_a_rate(
 
 
 def test_a_host_tier_has_links_and_a_capacity_of_its_own(tmp_path: Path) -> None:
-    opened = machine(tmp_path, host_budget="64MiB", unlink_spill_files=False)
-    try:
-        hardware = opened.hardware()
-        assert opened.host_bytes == hardware.host_memory_bytes == 64 << 20
+    """What it holds needs no room on the drives."""
+    options = {"host_budget": "64MiB", "storage_budget": "32MiB", "unlink_spill_files": False}
+    with opened(storage=tmp_path, **options) as machine:
+        hardware = machine.hardware()
+        assert machine.host_bytes == hardware.host_memory_bytes == 64 << 20
         assert [link.name for link in hardware.links] == ["device->host", "host->device", "device->storage", "storage->device"]
-        assert opened.moved_bytes() == dict.fromkeys((link.name for link in hardware.links), 0)
-        assert [Path(folder).parent for folder in opened.spill_directories()] == [tmp_path]
-    finally:
-        opened.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_the_host_tier_holds_needs_no_room_on_the_drives(tmp_path: Path) -> None:
-    opened = machine(tmp_path, host_budget="64MiB", storage_budget="32MiB")
-    try:
-        opened.ensure_room(96 << 20)
+        assert machine.moved_bytes() == dict.fromkeys((link.name for link in hardware.links), 0)
+        assert [Path(folder).parent for folder in machine.spill_directories()] == [tmp_path]
+        machine.ensure_room(96 << 20)
         with pytest.raises(StorageFullError, match="storage_budget"):
-            opened.ensure_room(97 << 20)
-    finally:
-        opened.close()
+            machine.ensure_room(97 << 20)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_host_tier_alone_refuses_more_than_it_holds() -> None:
-    opened = open_machine(parse_options({"host_budget": "64MiB", "memory_budget": "1GiB"}), CPU)
-    try:
-        opened.ensure_room(64 << 20)
+    with opened(host_budget="64MiB") as machine:
+        machine.ensure_room(64 << 20)
         with pytest.raises(StorageFullError, match="the host_budget allows 67,108,864; raise host_budget, or give storage"):
-            opened.ensure_room(65 << 20)
-    finally:
-        opened.close()
-
-
-def test_more_host_memory_than_the_machine_has_is_refused_and_nothing_stays(tmp_path: Path) -> None:
-    with pytest.raises(StorageFullError, match="host_budget"):
-        machine(tmp_path, host_budget="900TiB")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_other_devices_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="devices of type 'meta'; train on cpu or cuda"):
-        open_machine(parse_options({}), torch.device("meta"))
+            machine.ensure_room(65 << 20)
 
 
 @pytest.mark.parametrize(("option", "path"), [("auto", "posix"), ("posix", "posix"), ("buffered", "buffered")])
 def test_the_trace_says_which_way_was_taken(tmp_path: Path, option: str, path: str) -> None:
-    opened = machine(tmp_path, storage_path=option)
-    assert [link.path for link in opened.hardware().links] == [path, path]
-    opened.close()
+    with opened(storage=tmp_path, storage_path=option) as machine:
+        assert [link.path for link in machine.hardware().links] == [path, path]
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", ["kvikio", "staged"])
-def test_ways_of_gpus_are_refused_on_cpu(tmp_path: Path, option: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"storage_path '{option}' does not work here: .* What works: 'posix'; give"):
-        machine(tmp_path, storage_path=option)
+WAY = "storage_path '{}' does not work here: .* What works: 'posix'; give"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"host_budget": "900TiB"}, StorageFullError, "host_budget"),
+        ({"storage_path": "kvikio"}, UnsupportedError, WAY.format("kvikio")),
+        ({"storage_path": "staged"}, UnsupportedError, WAY.format("staged")),
+        ({"storage": None}, OptionsError, "there is no lower tier, .* give storage .*, host_budget"),
+    ],
+)
+def test_what_this_machine_has_not_is_refused_and_nothing_stays(
+    tmp_path: Path, options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message), opened(**{"storage": tmp_path, **options}):  # type: ignore[arg-type]
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_links_are_measured_once_for_the_same_drives_and_options(tmp_path: Path, measured: Measured) -> None:
-    folders, shared = [tmp_path / name for name in "ab"], Shared()
-    for folder in folders:
-        folder.mkdir()
-        machine(folder, shared).close()
-    assert measured.times == 1
-    machine(folders[0], shared, checksums=True).close()
-    assert measured.times == 2
-    machine(folders[0], shared, storage_path="buffered").close()
-    assert measured.times == 3
-
-
-def test_the_host_tier_is_measured_once(measured: Measured) -> None:
-    options, shared = parse_options({"host_budget": "64MiB", "memory_budget": "1GiB"}), Shared()
-    for _ in range(2):
-        open_machine(options, CPU, shared).close()
-    assert measured.times == 1 and shared.host == measured.rates
-
-
-def test_a_directory_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
+def test_other_devices_and_directories_that_are_gone_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="devices of type 'meta'; train on cpu or cuda"):
+        open_machine(parse_options({}), torch.device("meta"))
     options = parse_options({"storage": tmp_path, "memory_budget": "1GiB"})
     tmp_path.rmdir()
     with pytest.raises(StorageError, match="does not exist; create it"):
         open_machine(options, CPU)
 
 
+def test_links_are_measured_once_for_the_same_drives_and_options(tmp_path: Path, measured: Measured) -> None:
+    folders, shared = [tmp_path / name for name in "ab"], Shared()
+    for folder in folders:
+        folder.mkdir()
+    cases: list[tuple[dict[str, object], int]] = [({"storage": folder}, 1) for folder in folders]
+    cases += [({"storage": folders[0], "checksums": True}, 2), ({"storage": folders[0], "storage_path": "buffered"}, 3)]
+    cases += [({"host_budget": "64MiB"}, 4)] * 2
+    for options, times in cases:
+        with opened(shared, **options):
+            assert measured.times == times
+    assert shared.host == measured.rates
+
+
 def test_a_share_is_of_what_the_process_has_and_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = psutil.Process().memory_info().rss
     limits = [HostLimit(what="", available_bytes=available, remedy="") for available in (1 << 40, 2 << 30)]
-    monkeypatch.setattr("teraio.machine.budgets.host_limits", lambda: limits)
-    shares = [machine(tmp_path, memory_budget=text) for text in ("100%", "50%")]
-    whole, half = (each.budgets.device or 0 for each in shares)
+    monkeypatch.setattr(budgets, "host_limits", lambda: limits)
+
+    def device_bytes(memory_budget: str | None) -> int:
+        with opened(storage=tmp_path, memory_budget=memory_budget) as machine:
+            return machine.budgets.device or 0
+
+    whole, half = device_bytes("100%"), device_bytes("50%")
     assert (2 << 30) + held / 2 < whole and 0.4 < half / whole < 0.6
-    rest = machine(tmp_path, memory_budget=None)
-    assert rest.budgets.device == int((2 << 30) * 0.9)
-    for each in (*shares, rest):
-        each.close()
+    assert device_bytes(None) == int((2 << 30) * 0.9)
 
 
-def test_a_budget_without_a_lower_tier_is_refused() -> None:
-    with pytest.raises(OptionsError, match="there is no lower tier, .* give storage .*, host_budget"):
-        open_machine(parse_options({"memory_budget": "1GiB"}), CPU)
+# -- what of a GPU's budget is left to gaps, and when it grows
+
+BUDGET = 1 << 30
+
+
+@dataclass
+class Counted:
+    spare_bytes: int = BUDGET // 32
+    reserved_bytes: int = 0
+    retries: int = 5
+
+    def describe_pools(self) -> str:
+        return "user code: 7 bytes free"
+
+
+def iterate(reserve: Reserve, allocator: Counted, *retries: int) -> list[bool]:
+    grown = []
+    for count in retries:
+        allocator.retries += count
+        grown.append(reserve.planned_iteration_ended())
+    return grown
+
+
+def test_without_retries_it_stays_and_the_first_planned_iterations_do_not_count() -> None:
+    allocator = Counted()
+    reserve = Reserve(allocator, BUDGET)
+    assert iterate(reserve, allocator, 3, 2, 0, 0) == [False] * 4 and allocator.spare_bytes == BUDGET // 32
+    assert iterate(reserve, allocator, 9) == [True]
+    assert reserve.size_bytes == allocator.spare_bytes == BUDGET // 16
+    reserve.begin()
+    assert iterate(reserve, allocator, 7, 7, 7) == [False, False, True]
+
+
+def test_it_stops_where_the_last_raise_has_not_helped_and_says_whose_memory_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    allocator = Counted()
+    reserve = Reserve(allocator, BUDGET)
+    assert iterate(reserve, allocator, 0, 0, 4, 3, 3, 1, 9) == [False, False, True, True, False, False, False]
+    (record,) = caplog.records
+    assert "3 times an iteration" in record.message and "user code: 7 bytes free" in record.message
+
+
+def test_it_stops_at_a_quarter_of_the_budget() -> None:
+    allocator = Counted()
+    reserve = Reserve(allocator, BUDGET)
+    grown = iterate(reserve, allocator, *range(40, 0, -1))
+    assert sum(grown) == 3 and allocator.spare_bytes == BUDGET // 4
+
+
+def test_a_large_reserve_is_never_lowered() -> None:
+    allocator = Counted(spare_bytes=BUDGET // 3)
+    assert not any(iterate(Reserve(allocator, BUDGET), allocator, 1, 1, 1, 1))
+    assert allocator.spare_bytes == BUDGET // 3

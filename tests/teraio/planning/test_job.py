@@ -1,4 +1,4 @@
-"""Planning in the background: a process of its own, which may fail, be slow or be cancelled without harm."""
+"""Planning in the background: a process of its own, which may fail, be slow or be cancelled without harm; and its owner."""
 
 from __future__ import annotations
 
@@ -7,163 +7,180 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import planner
-from teraio.planning import PlanningJob
+from planner import Budgets, SolverError
+from teraio.machine import ResolvedBudgets
+from teraio.options import parse_options
+from teraio.planning import BackgroundPlanner, PlanningJob
 from teraio.planning import background as planning
+from teraio.profiling import Profile
 
-SECONDS = 60
-
-
-def trace(*, links: bool = True) -> planner.Trace:
-    """Three stages; a block is idle during the second, which leaves no room for it."""
-    pairs = [("device", "storage"), ("storage", "device")] if links else []
-    return planner.Trace.model_validate(
-        {
-            "name": "three",
-            "hardware": {
-                "name": "made up",
-                "device_memory_bytes": 100,
-                "links": [{"from": a, "to": b, "bytes_per_second": 100.0, "latency_seconds": 0.0} for a, b in pairs],
-            },
-            "stages": [
-                {"id": n, "name": f"s{n}", "phase": "forward", "duration_seconds": 1.0, "workspace_bytes": w}
-                for n, w in enumerate((0, 60, 0))
-            ],
-            "blocks": [
-                {
-                    "id": 0,
-                    "name": "w",
-                    "kind": "parameter",
-                    "size_bytes": 50,
-                    "persistent": True,
-                    "reads": [0, 2],
-                    "writes": [2],
-                },
-            ],
-        }
-    )
+from ..in_process import InstantJobs
+from ..traces import CHAIN
+from ..virtual import STAGES, VirtualTraining, plan_for
 
 
-def job(given: planner.Trace, device_bytes: int, **more: Any) -> PlanningJob:
-    return PlanningJob(given, planner.Budgets(device_bytes=device_bytes, **more), time_limit_seconds=10)
+def job(device_bytes: int = 20, **limits: float) -> PlanningJob:
+    return PlanningJob(CHAIN, Budgets(device_bytes=device_bytes), **{"time_limit_seconds": 10.0, **limits})
+
+
+def refusal(work: PlanningJob, kind: type[planner.TeraioError] = SolverError) -> str:
+    """Wait until it has failed."""
+    assert work.wait(60) and work.done
+    with pytest.raises(kind) as raised:
+        work.result()
+    return str(raised.value)
 
 
 def test_a_plan() -> None:
     threads = threading.active_count()
-    work = job(trace(), 80)
-    assert work.wait(SECONDS) and work.done
+    work = job()
+    began = time.monotonic()
+    assert not work.wait(0.0) and time.monotonic() - began < 5
+    assert work.wait(60) and work.done
     plan = work.result()
-    assert plan.trace_fingerprint == trace().fingerprint and plan.budgets.device_bytes == 80
+    assert plan.trace_fingerprint == CHAIN.fingerprint and plan.budgets.device_bytes == 20
     assert [move.block for move in plan.moves] == [0]
-    planner.simulate(trace(), plan)
+    planner.simulate(CHAIN, plan)
     work.cancel()
     assert work.result() is plan and threading.active_count() == threads
 
 
 def test_no_plan_is_possible() -> None:
-    work = job(trace(), 59)
-    assert work.wait(SECONDS)
-    with pytest.raises(planner.SolverError, match="s1"):
-        work.result()
+    assert "needs 10 bytes at once" in refusal(job(9))
 
 
-def test_waiting_for_a_while() -> None:
-    work = job(trace(), 80)
-    began = time.monotonic()
-    assert not work.wait(0.0)
-    assert time.monotonic() - began < 5
-    assert work.wait(SECONDS)
+Replace = Callable[[str], list[subprocess.Popen[str]]]
+SLEEPS = "import time; time.sleep(600)"
 
 
-def slow_worker(monkeypatch: pytest.MonkeyPatch, code: str = "import time; time.sleep(600)") -> list[subprocess.Popen[str]]:
-    """The planning process runs `code` instead."""
+@pytest.fixture
+def replaced_by(monkeypatch: pytest.MonkeyPatch) -> Replace:
+    """The planning process runs some code instead. Returns the processes that are started."""
     started: list[subprocess.Popen[str]] = []
     real = subprocess.Popen
 
-    def start(command: list[str], **arguments: Any) -> subprocess.Popen[str]:
-        started.append(real([sys.executable, "-c", code], **arguments))
-        return started[-1]
+    def replace(code: str) -> list[subprocess.Popen[str]]:
+        def start(command: list[str], **arguments: Any) -> subprocess.Popen[str]:
+            started.append(real([sys.executable, "-c", code], **arguments))
+            return started[-1]
 
-    monkeypatch.setattr(planning.subprocess, "Popen", start)
-    return started
+        monkeypatch.setattr(planning.subprocess, "Popen", start)
+        return started
 
-
-def test_cancelling(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = slow_worker(monkeypatch)
-    work = job(trace(), 80)
-    while not started:
-        time.sleep(0.01)
-    work.cancel()
-    assert work.done and started[0].poll() is not None
-    with pytest.raises(planner.SolverError):
-        work.result()
+    return replace
 
 
-def test_cancelling_at_once_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = slow_worker(monkeypatch)
-    work = job(trace(), 80)
-    work.cancel()
-    assert work.done and all(process.poll() is not None for process in started)
-
-
-def test_a_solver_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = slow_worker(monkeypatch)
-    work = PlanningJob(trace(), planner.Budgets(device_bytes=80), time_limit_seconds=0.1, grace_seconds=0.2)
-    assert work.wait(SECONDS)
-    with pytest.raises(planner.SolverError, match="solver_time_limit"):
-        work.result()
-    assert started[0].poll() is not None
-
-
-def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_worker(monkeypatch, "import sys; sys.exit('out of memory')")
-    work = job(trace(), 80)
-    assert work.wait(SECONDS)
-    with pytest.raises(planner.SolverError, match="out of memory"):
-        work.result()
-
-
-def test_a_process_that_can_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any, **more: Any) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(planning.subprocess, "Popen", refuse)
-    work = job(trace(), 80)
-    assert work.wait(SECONDS)
-    with pytest.raises(planner.SolverError, match="could not be started"):
-        work.result()
-
-
-def test_a_process_that_writes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_worker(monkeypatch, "")
-    work = job(trace(), 80)
-    assert work.wait(SECONDS)
-    with pytest.raises(planner.TeraioError):
-        work.result()
-
-
-def test_no_memory_for_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, text: str) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(Path, "write_text", refuse)
-    work = job(trace(), 80)
-    assert work.wait(SECONDS)
-    with pytest.raises(planner.SolverError, match="Cannot allocate memory"):
-        work.result()
-
-
-def test_nothing_lies_in_the_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What lies there would stay if the process is killed."""
+@pytest.mark.parametrize("at_once", [False, True])
+def test_cancelling_leaves_no_process_and_no_file(
+    at_once: bool, replaced_by: Replace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What lies in the folder for temporary files would stay if the process is killed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    started = slow_worker(monkeypatch)
-    work = job(trace(), 80)
-    while not started:
+    started = replaced_by(SLEEPS)
+    work = job()
+    while not started and not at_once:
         time.sleep(0.01)
     assert not list(tmp_path.iterdir())
     work.cancel()
+    assert work.done and all(process.poll() is not None for process in started)
+    refusal(work)
+
+
+def test_a_solver_that_does_not_come_back(replaced_by: Replace) -> None:
+    (started, work) = replaced_by(SLEEPS), job(time_limit_seconds=0.1, grace_seconds=0.2)
+    assert "solver_time_limit" in refusal(work) and started[0].poll() is not None
+
+
+def test_a_process_that_dies_or_writes_no_plan(replaced_by: Replace) -> None:
+    replaced_by("import sys; sys.exit('out of memory')")
+    assert "out of memory" in refusal(job())
+    replaced_by("")
+    refusal(job(), planner.TeraioError)
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "message"),
+    [(planning.subprocess, "Popen", "could not be started"), (Path, "write_text", "allocate")],
+)
+def test_a_process_that_cannot_be_started_or_given_the_trace(
+    where: Any, what: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **more: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(where, what, refuse)
+    assert message in refusal(job())
+
+
+# -- the owner of planning jobs: one job at a time, taken once, cancelled when it is no longer wanted
+
+BUDGETS = Budgets(device_bytes=1)
+
+
+class Rig:
+    """An owner over jobs that end at once, or when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, host: int | None = None, storage: int | None = None) -> None:
+        self.training = VirtualTraining(monkeypatch)
+        self.profile: Profile = self.training.profile()
+        self.trace = self.profile.trace
+        self.jobs = InstantJobs()
+        self.jobs.answers = [plan_for(self.trace, (6, 6)), plan_for(self.trace, (6, 6))]
+        machine: Any = SimpleNamespace(host_bytes=host, budgets=ResolvedBudgets(storage=storage))
+        self.background = BackgroundPlanner(parse_options({}), machine, self.training.pager, start_job=self.jobs)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(monkeypatch)
+
+
+def test_a_plan_is_taken_once_with_the_trace_that_it_is_for(rig: Rig) -> None:
+    """Before there is a job, there is nothing to wait for or to take. One that goes on is not taken."""
+    assert not rig.background.busy and rig.background.wait(0.0) and rig.background.take() is None
+    rig.background.cancel()
+    rig.background.start(rig.trace, BUDGETS)
+    rig.jobs.started[0].done = False
+    assert rig.background.take() is None and rig.background.busy and not rig.background.wait(0.0)
+    rig.jobs.started[0].done = True
+    assert rig.background.busy and rig.background.wait(0.0)
+    made = rig.background.take()
+    assert made is not None and made.trace is rig.trace and made.plan == plan_for(rig.trace, (6, 6))
+    assert not rig.background.busy and rig.background.take() is None
+
+
+def test_a_failure_is_raised_once(rig: Rig) -> None:
+    rig.jobs.answers = [SolverError("out of luck")]
+    rig.background.start(rig.trace, BUDGETS)
+    with pytest.raises(SolverError, match="out of luck"):
+        rig.background.take()
+    assert not rig.background.busy and rig.background.take() is None
+
+
+def test_there_is_one_job_at_a_time(rig: Rig) -> None:
+    rig.background.start(rig.trace, BUDGETS)
+    rig.background.start(rig.trace, BUDGETS)
+    first, second = rig.jobs.started
+    assert first.cancelled and not second.cancelled
+    rig.background.cancel()
+    assert second.cancelled and not rig.background.busy
+
+
+def test_budgets_leave_out_states_that_always_stay_in_a_lower_tier(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = rig.background.budgets(rig.profile)
+    assert without.host_bytes is None and without.storage_bytes is None, "without lower tiers nothing limits them"
+    rig = Rig(monkeypatch, host=1000, storage=50)
+    device_bytes = STAGES * rig.trace.blocks[0].size_bytes
+    assert rig.background.budgets(rig.profile) == Budgets(device_bytes=device_bytes, host_bytes=1000, storage_bytes=50)
+    for weight, tier in zip(rig.training.weights, ("host", "host", "storage"), strict=False):
+        weight.kind, weight.tier, weight.slot = "optimizer_state", tier, SimpleNamespace(size_bytes=64)  # type: ignore
+        del rig.profile.ids[weight]
+    assert rig.background.budgets(rig.profile) == Budgets(device_bytes=device_bytes, host_bytes=872, storage_bytes=0)

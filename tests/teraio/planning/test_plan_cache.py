@@ -1,7 +1,8 @@
-"""The folder of kept plans: what is found there, what is refused and why, and that nothing there ends a training."""
+"""Kept plans: what is found in their folder, what is refused and why; and that a second start follows the plan of the first."""
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import logging
@@ -20,11 +21,15 @@ import planner
 from planner import Budgets, Link, Plan, Trace
 from runtime.execution import Program, Stage
 from teraio.options import Options
-from teraio.planning.plan_cache import KeptPlan, PlanCache, planner_digest, refit
+from teraio.planning import PlanCache, plan_cache
+from teraio.planning.plan_cache import planner_digest, refit
+from teraio.registry import REGISTRY
 
-HAND = Path(__file__).parents[3] / "traces" / "hand"
-TRACE = Trace.load(HAND / "chain.json")
-PLAN = planner.plan(TRACE, Budgets(device_bytes=20), policy="belady", lower_bound=False)
+from ...training import MIB, Training, begin, mean_square_step, random_rows, unequal
+from ..in_process import InstantJob
+from ..traces import CHAIN
+
+PLAN = planner.plan(CHAIN, Budgets(device_bytes=20), policy="belady", lower_bound=False)
 CPU = torch.device("cpu")
 
 
@@ -68,7 +73,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan
 
 
 def keep(cache: PlanCache, kept: Program, plan: Plan = PLAN) -> None:
-    cache.keep(kept, TRACE.hardware, TRACE, plan)
+    cache.keep(kept, CHAIN.hardware, CHAIN, plan)
 
 
 def files(folder: Path) -> list[Path]:
@@ -80,7 +85,7 @@ def test_what_is_kept_is_found_by_another_process_of_the_same_training(cache: Ca
     assert cache().find(program()) is None
     keep(cache(), program())
     found = cache().find(replace(program(run=lambda values: ()), identity=7))
-    assert found is not None and (found.trace, found.plan, found.hardware) == (TRACE, PLAN, TRACE.hardware)
+    assert found is not None and (found.trace, found.plan, found.hardware) == (CHAIN, PLAN, CHAIN.hardware)
     assert found.made_for["torch"] == torch.__version__ and found.made_for["memory_budget"] == "None"
 
 
@@ -95,15 +100,13 @@ def test_what_is_kept_is_found_by_another_process_of_the_same_training(cache: Ca
         (program(), {"solver_time_limit": 60.0}),
     ],
 )
-def test_other_trainings_have_other_plans(cache: Callable[..., PlanCache], other: Program, options: dict[str, Any]) -> None:
+def test_other_trainings_and_planners_have_other_plans(
+    cache: Callable[..., PlanCache], other: Program, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep(cache(), program())
     assert cache(**options).find(other) is None
     assert cache(plan_out=Path("elsewhere"), replan=False).find(program()) is not None, "no plan depends on these"
-
-
-def test_another_planner_has_other_plans(cache: Callable[..., PlanCache], monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(cache(), program())
-    monkeypatch.setattr("teraio.planning.plan_cache.planner_digest", lambda: "another")
+    monkeypatch.setattr(plan_cache, "planner_digest", lambda: "another planner")
     assert cache().find(program()) is None
 
 
@@ -161,29 +164,31 @@ def test_files_that_are_no_plan_for_this_training_are_ignored_and_replaced(
         assert cache().find(program()) is not None
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_may_not_be_written(
-    cache: Callable[..., PlanCache], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tmp_path.chmod(0o500)
-    keep(cache(), program())
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+def without_permission(folder: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    folder.chmod(0o500)
 
 
-def test_a_file_in_the_place_of_the_folder(
-    cache: Callable[..., PlanCache], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def a_file_in_its_place(folder: Path) -> None:
+    (folder / "teraio").write_text("")
+
+
+@pytest.mark.parametrize("spoil", [without_permission, a_file_in_its_place])
+def test_a_folder_that_cannot_be_written_is_warned_of_once(
+    spoil: Callable[[Path], None], cache: Callable[..., PlanCache], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "teraio").write_text("")
+    spoil(tmp_path)
     without = cache()
     assert without.find(program()) is None
     keep(without, program())
-    keep(without, program())  # warns once
+    keep(without, program())
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith(f"the plan could not be kept in {tmp_path / 'teraio' / 'plans'}: ")
 
 
 def test_the_oldest_files_go(cache: Callable[..., PlanCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("teraio.planning.plan_cache._MOST_FILES", 2)
+    monkeypatch.setattr(plan_cache, "_MOST_FILES", 2)
     for number in range(4):
         keep(cache(), program(name=f"forward/{number}"))
         newest = max(files(tmp_path), key=lambda path: path.stat().st_mtime_ns)
@@ -213,13 +218,13 @@ def test_writers_at_the_same_time_leave_a_whole_file(cache: Callable[..., PlanCa
 # -- whether a plan fits this start
 
 
-def kept(plan: Plan = PLAN) -> KeptPlan:
-    return KeptPlan(key="", made_for={}, hardware=TRACE.hardware, trace=TRACE, plan=plan)
+def kept(plan: Plan = PLAN) -> plan_cache.KeptPlan:
+    return plan_cache.KeptPlan(key="", made_for={}, hardware=CHAIN.hardware, trace=CHAIN, plan=plan)
 
 
 def scaled(factor: float) -> planner.Hardware:
-    links = tuple(link.model_copy(update={"bytes_per_second": factor * link.bytes_per_second}) for link in TRACE.hardware.links)
-    return TRACE.hardware.model_copy(update={"links": links})
+    links = tuple(link.model_copy(update={"bytes_per_second": factor * link.bytes_per_second}) for link in CHAIN.hardware.links)
+    return CHAIN.hardware.model_copy(update={"links": links})
 
 
 def test_rates_may_vary_from_start_to_start() -> None:
@@ -233,7 +238,64 @@ def test_rates_may_vary_from_start_to_start() -> None:
 
 
 def test_budgets_may_be_a_little_different() -> None:
-    found = refit(kept(), TRACE.hardware, Budgets(device_bytes=21))
+    found = refit(kept(), CHAIN.hardware, Budgets(device_bytes=21))
     assert isinstance(found, Plan) and found.budgets.device_bytes == 21
-    assert refit(kept(), TRACE.hardware, Budgets(device_bytes=40)) == "it is for 20 bytes on the device, and there are 40 now"
-    assert isinstance(refit(kept(), TRACE.hardware, Budgets(device_bytes=5)), str)
+    assert refit(kept(), CHAIN.hardware, Budgets(device_bytes=40)) == "it is for 20 bytes on the device, and there are 40 now"
+    assert isinstance(refit(kept(), CHAIN.hardware, Budgets(device_bytes=5)), str)
+
+
+# -- a second start: nothing is profiled or solved, and no bit changes
+
+
+class Solver:
+    """Counts plans that are made, quickly."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, trace: Trace, budgets: Budgets, *, time_limit_seconds: float) -> InstantJob:
+        self.count += 1
+        return InstantJob(trace, planner.plan(trace, budgets, policy="belady", lower_bound=False))
+
+
+def start(options: dict[str, Any] | None) -> tuple[list[str], list[torch.Tensor], Training]:
+    """Train from the beginning. Returns the phase after each step, and the weights at the end."""
+    training = begin(
+        lambda: torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)]),
+        lambda module: [torch.optim.AdamW(module.parameters(), lr=0.01)],
+        options,
+    )
+    torch.manual_seed(1)
+    training.run(random_rows(4), lambda batch, index: mean_square_step(training, batch), planned=True)
+    phases = [status.phase for (status,) in training.progress] if options is not None else []
+    return phases, list(training.finish().values()), training
+
+
+def test_a_second_start_follows_its_plan_from_the_second_iteration_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_links: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its optimizer makes its states in the first one. A plan that fits no more is made again."""
+    solver, folder = Solver(), tmp_path / "cache" / "teraio" / "plans"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(REGISTRY, "parts", dataclasses.replace(REGISTRY.parts, start_job=solver))
+    options = {"memory_budget": 10 * MIB, "storage": tmp_path, "profile_iterations": 1, "replan": False}
+    options |= {"plan_cache": "read-write"}
+    wanted = start(None)[1]
+
+    phases, cold, _ = start(options)
+    assert phases == ["profile", "profile", "planning", "planned"] and solver.count == 1 and len(list(folder.iterdir())) == 1
+
+    caplog.clear()  # the training without teraio may have been told that it is not managed
+    with caplog.at_level(logging.INFO, logger="teraio"):
+        phases, warm, training = start({**options, "trace_out": tmp_path / "trace.json", "plan_out": tmp_path / "plan.json"})
+    assert phases == ["planned"] * 4 and solver.count == 1
+    assert not unequal(cold, wanted) and not unequal(warm, wanted)
+    (status,) = training.progress[-1]
+    assert status.deviations == 0 and status.floor_bytes and status.moved_bytes["device->storage"] > 0
+    assert Plan.load(tmp_path / "plan.json").trace_fingerprint == Trace.load(tmp_path / "trace.json").fingerprint
+    messages = [record.getMessage() for record in caplog.records if record.name == "teraio"]
+    assert messages[0] == "the plan of an earlier start fits: nothing is profiled and nothing is solved"
+    assert not any(message.startswith("optimizers are updated in subgroups") for message in messages), "the plan has their size"
+
+    assert start({**options, "memory_budget": 11 * MIB})[0][0] == "profile" and solver.count == 2
+    assert len(list(folder.iterdir())) == 2

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch.distributed as dist
 
 import planner
 from planner import Budgets, SolverError, Trace
-from teraio.planning.rank_plan import RankPlan, signature_of
+from teraio.planning import rank_plan
 from teraio.ranks import RankGroup, RankPlace
+
+from ..traces import CHAIN
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
-CHAIN = Trace.load(Path(__file__).parents[3] / "traces" / "hand" / "chain.json")
 BUDGETS = Budgets(device_bytes=10)
 
 
@@ -25,7 +24,7 @@ class Rank:
         place = RankPlace(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
         self.started, self.ready = False, None
         self.trace = trace
-        self.plan = RankPlan(
+        self.plan = rank_plan.RankPlan(
             RankGroup(store, place, timeout_seconds=timeout_seconds),
             trace,
             BUDGETS,
@@ -120,7 +119,7 @@ def test_a_plan_that_does_not_fit_here_is_not_followed(store: dist.Store) -> Non
 
 
 def test_times_and_rates_make_no_difference_to_who_is_equal() -> None:
-    assert signature_of(CHAIN, BUDGETS) == signature_of(slower(CHAIN), Budgets(device_bytes=10))
+    assert rank_plan.signature_of(CHAIN, BUDGETS) == rank_plan.signature_of(slower(CHAIN), Budgets(device_bytes=10))
     larger = CHAIN.rebuilt(blocks=[block.model_copy(update={"size_bytes": 11}) for block in CHAIN.blocks])
-    assert len({signature_of(trace, BUDGETS) for trace in (CHAIN, larger)}) == 2
-    assert signature_of(CHAIN, BUDGETS) != signature_of(CHAIN, Budgets(device_bytes=20))
+    assert len({rank_plan.signature_of(trace, BUDGETS) for trace in (CHAIN, larger)}) == 2
+    assert rank_plan.signature_of(CHAIN, BUDGETS) != rank_plan.signature_of(CHAIN, Budgets(device_bytes=20))

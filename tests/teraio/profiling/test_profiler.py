@@ -1,16 +1,20 @@
-"""Recorded iterations become a trace: uses, lifetimes, times, and what stays where it is."""
+"""Recorded iterations become a trace: uses, lifetimes, times, what can run again; and such a trace is recognised again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import pytest
 import torch
 
 import planner
-from planner import Hardware
 from runtime.device import Span
 from runtime.paging import Block, Pager
-from teraio.profiling import Iteration, Profile, Region, StageRecord, build_profile
+from teraio.planning import plan_cache
+from teraio.profiling import Iteration, Profile, Region, StageRecord, profiler
 
-HARDWARE = Hardware(name="made up", device_memory_bytes=1 << 30)
+from ...runtime.memory_mover import UNIT, Bench
+from ..virtual import IN, OUT, hardware, profile_of
 
 
 class Blocks:
@@ -68,14 +72,7 @@ def profile(*, state_bytes: int = 0, survivors: set[tuple[int, int]] | None = No
     """Of three iterations, of which the second was disturbed."""
     blocks = Blocks()
     iterations = [iteration(number, blocks, seconds) for number, seconds in ((1, 1.75), (2, 9.0), (3, 2.25))]
-    return build_profile(
-        iterations,
-        name="x",
-        created_by="tests",
-        hardware=HARDWARE,
-        fixed_bytes=state_bytes,
-        survivors=survivors or set(),
-    )
+    return profile_of(iterations, fixed_bytes=state_bytes, survivors=survivors or set())
 
 
 def by_name(found: Profile) -> dict[str, planner.Block]:
@@ -89,22 +86,15 @@ def test_times_are_those_of_undisturbed_iterations() -> None:
     assert [s.workspace_bytes for s in stages] == [32] * 6
 
 
-def test_uses() -> None:
+def test_uses_and_what_persists_moves_and_comes_from_user_code() -> None:
     blocks = by_name(profile())
     assert (blocks["weight"].reads, blocks["weight"].writes) == ((1, 3, 5), (5,))
     assert (blocks["saved"].reads, blocks["saved"].writes) == ((3,), (1,))
     assert (blocks["gradient"].reads, blocks["gradient"].writes) == ((5,), (3,))
     assert blocks["output"].uses == (1,)
-
-
-def test_what_persists() -> None:
-    blocks = by_name(profile())
     assert {name for name, block in blocks.items() if block.persistent} == {"weight", "table"}
-
-
-def test_what_user_code_brings_exists_from_the_user_code_on() -> None:
-    given = by_name(profile())["input"]
-    assert not given.persistent and given.writes == (0,) and given.reads == (1,)
+    assert {name for name, block in blocks.items() if not block.movable} == {"table"}
+    assert (blocks["input"].reads, blocks["input"].writes) == ((1,), (0,)), "it exists from the user code on"
 
 
 def test_what_outlives_the_iteration_persists() -> None:
@@ -120,9 +110,9 @@ def test_what_is_alive_when_the_iteration_ends_lives_until_then() -> None:
     iterations = [iteration(number, blocks, 1.0) for number in (1, 2, 3)]
     for each in iterations:
         each.regions[-1].stages.append(record("optimizer/1", "optimizer", 1.0))
-    found = build_profile(iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=0, survivors=set())
+    found = profile_of(iterations)
     assert {name: block.dies_after for name, block in by_name(found).items() if block.dies_after} == {"gradient": 6}
-    found = build_profile(iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=0, survivors={(1, 0)})
+    found = profile_of(iterations, survivors={(1, 0)})
     assert {block.dies_after for block in found.trace.blocks} == {None}, "it persists"
 
 
@@ -132,14 +122,9 @@ def test_user_code_has_what_a_region_returns() -> None:
     iterations = [iteration(number, blocks, 1.0) for number in (1, 2, 3)]
     output, gradient = iterations[-1].regions[0].made[1], iterations[-1].regions[1].made[0]
     output.user_visible = gradient.user_visible = True
-    found = by_name(build_profile(iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=0, survivors=set()))
+    found = by_name(profile_of(iterations))
     assert (found["output"].reads, found["output"].writes) == ((2,), (1,)) and found["saved"].uses == (1, 3)
     assert found["gradient"].uses == (3, 5), "wherever it is, user code can reach it"
-
-
-def test_what_can_not_move() -> None:
-    blocks = by_name(profile())
-    assert not blocks["table"].movable and blocks["weight"].movable
 
 
 def test_what_no_block_is_counts_as_one_that_stays() -> None:
@@ -158,7 +143,7 @@ def test_states_persist_and_what_is_updated_is_a_subgroup() -> None:
     step = iterations[-1].regions[-1].stages[-1]
     step.elements, step.made, step.read, step.written = 64, (made,), (*step.read, loaded), (*step.written, loaded)
     iterations[-1].regions[-1].made.append(made)
-    found = build_profile(iterations, name="x", created_by="tests", hardware=HARDWARE, fixed_bytes=0, survivors=set())
+    found = profile_of(iterations)
     states = [block for block in found.trace.blocks if block.kind == "optimizer_state"]
     assert [block.name for block in states] == ["loaded", "made"]
     assert all(block.persistent and block.movable and block.reads == block.writes == (5,) for block in states)
@@ -177,14 +162,172 @@ def test_ids_are_those_of_the_last_iteration() -> None:
     assert found.iteration.number == 3
 
 
-def test_the_trace_can_be_saved_planned_and_simulated() -> None:
+def test_the_trace_can_be_planned_and_simulated() -> None:
     trace = profile(state_bytes=100).trace
-    links = tuple(
-        planner.Link(from_tier=a, to_tier=b, bytes_per_second=1e6, latency_seconds=0.0)
-        for a, b in (("device", "storage"), ("storage", "device"))
-    )  # type: ignore[arg-type]
-    trace = trace.model_copy(update={"hardware": HARDWARE.model_copy(update={"links": links})})
+    trace = trace.model_copy(update={"hardware": hardware(dict.fromkeys((OUT, IN), 1e6))})
     smallest, stage = planner.floor(trace)
     assert smallest >= 3 * 256 + 100 and trace.stages[stage].name == "forward/0"
     plan = planner.plan(trace, planner.Budgets(device_bytes=smallest))
     assert planner.simulate(trace, plan).iteration_seconds >= trace.ideal_seconds
+
+
+# -- recompute groups: what stages make anew, what they read, and which stages have none
+
+
+class Recorded:
+    """Stages 0 and 1 forward, 2 backward. 0 makes `x` and `small` of the weight; 1 makes `y`; 2 reads `x` and `y`."""
+
+    def __init__(self) -> None:
+        self.bench = Bench(None)
+        self.weight, self.x, self.y = (self.bench.make(name, 2) for name in ("weight", "x", "y"))
+        self.small = self.bench.make("small", 1)
+        self.ids = {self.weight: 0, self.x: 1, self.small: 2, self.y: 3}
+        self.stages = [
+            self.stage("forward", [self.weight], [self.x, self.small]),
+            self.stage("forward", [self.x, self.small], [self.y]),
+            self.stage("backward", [self.x, self.y], []),
+        ]
+
+    def stage(self, phase: str, read: list[Block], made: list[Block]) -> StageRecord:
+        return StageRecord(name=phase, phase=phase, workspace_bytes=5, read=tuple(read), made=tuple(made))
+
+    def found(self, against: str = "", kept: Sequence[Block] = ()) -> tuple[list[planner.RecomputeGroup], list[tuple[int, str]]]:
+        blocks = [
+            planner.Block(
+                id=number,
+                name=block.name,
+                kind="activation" if number else "parameter",
+                size_bytes=block.size_bytes,
+                persistent=not number or block in kept,
+                reads=tuple(i for i, stage in enumerate(self.stages) if block in stage.read),
+                writes=tuple(i for i, stage in enumerate(self.stages) if block in stage.made),
+                movable=block.span is not None,
+            )
+            for block, number in self.ids.items()
+        ]
+        groups, others = profiler._recompute_groups(self.stages, [1.0, 2.0, 3.0], blocks, self.ids, against=against)
+        return list(groups), [(each.stage, each.reason) for each in others]
+
+
+def test_stages_that_make_what_backward_needs() -> None:
+    groups, others = Recorded().found()
+    assert [(g.id, g.stage, g.blocks, g.reads, g.duration_seconds) for g in groups] == [
+        (0, 0, (1,), (0,), 1.0),
+        (1, 1, (3,), (1, 2), 2.0),
+    ]
+    assert [g.workspace_bytes for g in groups] == [5 + UNIT, 5], "with what is too small to move"
+    assert not others
+
+
+def test_a_stage_that_must_not_run_again_and_a_reason_that_holds_for_all() -> None:
+    recorded = Recorded()
+    recorded.stages[1].never_again = "it draws random numbers"
+    groups, others = recorded.found()
+    assert [g.stage for g in groups] == [0] and others == [(1, "it draws random numbers")]
+    groups, others = Recorded().found("no")
+    assert not groups and others == [(0, "no"), (1, "no")]
+
+
+@pytest.mark.parametrize("what", ["seen by user code", "not needed by backward"])
+def test_what_need_not_be_made_anew(what: str) -> None:
+    recorded = Recorded()
+    if what == "seen by user code":
+        recorded.y.user_visible = True
+    else:
+        recorded.stages[2] = recorded.stage("backward", [recorded.x], [])
+    groups, others = recorded.found()
+    assert [g.stage for g in groups] == [0] and not others
+
+
+def test_a_stage_that_makes_a_result_which_is_kept_beyond_the_iteration() -> None:
+    """As a loss that the model returns, with the variable `loss` of an ordinary loop."""
+    recorded = Recorded()
+    loss = recorded.bench.make("loss", 1)
+    recorded.ids[loss] = 4
+    recorded.stages[1] = recorded.stage("forward", [recorded.x, recorded.small], [recorded.y, loss])
+    assert [g.stage for g in recorded.found()[0]] == [0, 1]
+    groups, others = recorded.found(kept=[loss])
+    assert [g.stage for g in groups] == [0]
+    assert others == [(1, "it makes loss, which your code keeps beyond the end of the iteration")]
+
+
+# -- a trace of an earlier run is recognised in an iteration that runs the same, and in no other
+
+
+def two_layers(blocks: Blocks, *, first: bool = False, number: int = 0) -> Iteration:
+    """Two layers with equal blocks and AdamW's update of both. first: the optimizer makes its states."""
+    known = {name: blocks.pager.known_block(tensor) for name, tensor in blocks.tensors.items()}
+
+    def lasting(name: str, kind: str) -> object:
+        return known.get(name) or blocks.make(name, kind)
+
+    weights = [lasting(f"weight.{i}", "parameter") for i in range(2)]
+    states = [lasting(f"state.{i}", "optimizer_state") for i in range(2)]
+    given = blocks.make(f"given{number}", born=number)
+    given.name = "given"
+    gradients = [blocks.make(f"gradient{number}.{i}", "gradient", born=number) for i in range(2)]
+    for gradient in gradients:
+        gradient.name = "gradient"
+    forward = record("forward/0", "forward", 1.0, read=(given, *weights))  # type: ignore[arg-type]
+    backward = record("backward/0", "backward", 1.0, read=tuple(weights), made=tuple(gradients))  # type: ignore[arg-type]
+    old, new = ((), tuple(states)) if first else (tuple(states), ())
+    step = record("optimizer/0", "optimizer", 1.0, read=(*weights, *gradients, *old), made=new, written=(*weights, *old))  # type: ignore[arg-type]
+    regions = [
+        Region(identity=i, first=2 * i, stages=[user(), stage], made=list(stage.made), complete=True)
+        for i, stage in enumerate((forward, backward, step))
+    ]
+    return Iteration(number=number, regions=regions)
+
+
+def kept(fixed_bytes: int = 0) -> planner.Trace:
+    blocks = Blocks()
+    found = profile_of([two_layers(blocks, number=number) for number in (1, 2)], fixed_bytes=fixed_bytes)
+    return planner.Trace.build(**{name: getattr(found.trace, name) for name in planner.Trace.model_fields})
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_same_iteration(first: bool) -> None:
+    """Also the first one, in which states are made and parameters are new."""
+    trace = kept()
+    found = plan_cache.recognise(trace, two_layers(Blocks(), first=first), fixed_bytes=0)
+    assert found is not None and found.trace is trace
+    assert {number: block.name for block, number in found.ids.items()} == {block.id: block.name for block in trace.blocks}
+    equal = [number for block, number in found.ids.items() if block.name == "gradient"]
+    assert equal == sorted(equal), "blocks that nothing tells apart have the order of their making"
+
+
+def fewer_stages(backward: StageRecord, forward: StageRecord, other: Iteration) -> None:
+    other.regions[1].stages.pop()
+
+
+def another_name(backward: StageRecord, forward: StageRecord, other: Iteration) -> None:
+    backward.name = "backward/1"
+
+
+def another_size(backward: StageRecord, forward: StageRecord, other: Iteration) -> None:
+    backward.made[0].size_bytes += 1
+
+
+def another_use(backward: StageRecord, forward: StageRecord, other: Iteration) -> None:
+    forward.read = forward.read[:-1]
+
+
+def one_more(backward: StageRecord, forward: StageRecord, other: Iteration) -> None:
+    forward.read = (*forward.read, Blocks().make("more"))
+
+
+def that_stays(backward: StageRecord, forward: StageRecord, other: Iteration) -> None:
+    backward.made[0].span = None
+
+
+@pytest.mark.parametrize("change", [fewer_stages, another_name, another_size, another_use, one_more, that_stays])
+def test_another_iteration_is_not_recognised(change: Callable[[StageRecord, StageRecord, Iteration], None]) -> None:
+    other = two_layers(Blocks())
+    change(other.regions[1].stages[1], other.regions[0].stages[1], other)
+    assert plan_cache.recognise(kept(), other, fixed_bytes=0) is None
+
+
+def test_what_stays_on_the_device_is_about_the_same() -> None:
+    trace = kept(fixed_bytes=3 << 20)
+    assert plan_cache.recognise(trace, two_layers(Blocks()), fixed_bytes=(3 << 20) + 100) is not None
+    assert plan_cache.recognise(trace, two_layers(Blocks()), fixed_bytes=1 << 20) is None

@@ -1,19 +1,26 @@
-"""Real forward and backward graphs of small models, with the arguments and results of a run of each."""
+"""Real forward and backward graphs of small models, with the arguments and results of a run of each; and programs of them."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
-from runtime.execution import Phase
+from runtime.execution import Phase, Program
+from teraio.stages import Codegen, CutPolicy, StageCompiler
+
+FINE = CutPolicy(shortest_seconds=1e-9)
+HEAVY = CutPolicy(shortest_seconds=1e-9, far_above=math.inf)
+"""Cut before heavy operators only, however much memory a stage needs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,35 +93,55 @@ def clones(values: Sequence[Any]) -> list[Any]:
     return [one(value) for value in values]
 
 
+def same(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Whether all values are the same, bit for bit and by type and stride."""
+
+    def one(a: Any, b: Any) -> bool:
+        if not isinstance(a, Tensor):
+            return bool(a == b)
+        return torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
+
+    return len(found) == len(wanted) and all(map(one, found, wanted))
+
+
+def programs(graphs: Sequence[Captured], policy: CutPolicy = FINE, codegen: str | Codegen = "eager") -> list[Program]:
+    """Of one compiler."""
+    return programs_by(StageCompiler(codegen=codegen, policy=policy), graphs)
+
+
+def programs_by(compiler: StageCompiler, graphs: Sequence[Captured]) -> list[Program]:
+    return [compiler.compile(captured.fresh(), phase=captured.phase, options={}) for captured in graphs]
+
+
 class Layer(nn.Module):
     """Transformer layer: [batch, time, width] to the same."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int = 2) -> None:
         super().__init__()
+        self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        q, k, v = (part.view(batch, time, 2, width // 2).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class Transformer(nn.Module):
-    """Tokens [batch, time] to logits [batch, time, 64]."""
+    """Tokens [batch, time] to logits [batch, time, vocabulary]."""
 
-    def __init__(self, layers: int, width: int = 32) -> None:
+    def __init__(self, layers: int, width: int = 32, *, heads: int = 2, vocabulary: int = 64) -> None:
         super().__init__()
-        self.embed = nn.Embedding(64, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
-        self.head = nn.Linear(width, 64, bias=False)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        x = x + torch.arange(x.shape[1], dtype=x.dtype)[:, None] * 0.01
+        x = x + torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[:, None] * 0.01
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
@@ -149,20 +176,24 @@ class Masked(nn.Module):
         return x + mask
 
 
-class WithLoss(nn.Module):
-    """Tokens [batch, time] to the loss of predicting the next one, over a vocabulary that is much larger than the width."""
+class Dropping(nn.Module):
+    """Features [rows, 32] to the same, through layers with dropout."""
 
-    def __init__(self, vocabulary: int = 512, width: int = 32) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = functional.dropout(torch.tanh(layer(x)), 0.3)
+        return x
+
+
+class WithLoss(Transformer):
+    """Tokens [batch, time] to the loss of predicting them, over a vocabulary that is much larger than the width."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+        return functional.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
 
 
 @functools.cache
@@ -189,10 +220,14 @@ def constants() -> list[Captured]:
 
 @functools.cache
 def with_loss() -> list[Captured]:
-    return capture(WithLoss(), tokens(4, 16))
+    return capture(WithLoss(2, vocabulary=512), tokens(4, 16))
 
 
-MODELS = {"transformer": lambda: transformer(3), "convolutions": convolutions, "constants": constants, "loss": with_loss}
+def three_layers() -> list[Captured]:
+    return transformer(3)
+
+
+each_model = pytest.mark.parametrize("graphs", [three_layers, convolutions, constants, with_loss])
 
 
 def tokens(batch: int = 2, time: int = 16) -> Tensor:

@@ -1,4 +1,4 @@
-"""How many floating-point operations a node is estimated to need."""
+"""How many operations a node is estimated to need, how fast devices are taken to be, and how long stages become by that."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import bmm_flop, flop_registry
 
-from teraio.stages import cost
-from teraio.stages.cost import CPU
-from teraio.stages.kernels import operator_kernel
+from teraio.stages import CutPolicy, cost, cut, gpu_speed, operator_kernel, speed_of
 
 ATEN = torch.ops.aten
 BATCH, HEADS, QUERIES, KEYS, WIDTH = 2, 8, 16, 32, 4
@@ -20,8 +18,11 @@ FORWARD = 2 * 2 * BATCH * HEADS * QUERIES * KEYS * WIDTH
 """Scores of all query heads, and their product with the values: two operations each for a multiplication and an addition."""
 
 
-def shape(*sizes: int) -> torch.Tensor:
-    return torch.empty(sizes, device="meta")
+def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+QUERY, ONE_KEY = shape(BATCH, HEADS, QUERIES, WIDTH), shape(BATCH, 1, KEYS, WIDTH)
 
 
 def called(operator: Any, *arguments: torch.Tensor, result: Any = None) -> Node:
@@ -51,44 +52,91 @@ def formula_of_2_11(*names: str) -> Callable[..., int]:
     return formula
 
 
-FUSED = ("flash_attention", "cudnn_attention", "efficient_attention", "flash_attention_for_cpu")
-
-
 @pytest.mark.parametrize("key_heads", [HEADS, HEADS // 4, 1])
-@pytest.mark.parametrize("kernel", FUSED)
+@pytest.mark.parametrize("kernel", ["flash_attention", "cudnn_attention", "efficient_attention", "flash_attention_for_cpu"])
 def test_attention_is_counted_from_the_query_heads(kernel: str, key_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = getattr(ATEN, f"_scaled_dot_product_{kernel}").default
     backward = getattr(ATEN, f"_scaled_dot_product_{kernel}_backward").default
     monkeypatch.setitem(flop_registry, forward._overloadpacket, formula_of_2_11("query"))
     monkeypatch.setitem(flop_registry, backward._overloadpacket, formula_of_2_11("grad_out", "query"))
-    query, key = shape(BATCH, HEADS, QUERIES, WIDTH), shape(BATCH, key_heads, KEYS, WIDTH)
-    assert cost.flops(called(forward, query, key, key)) == FORWARD
-    assert cost.flops(called(backward, query, query, key, key)) == 2.5 * FORWARD
+    key = shape(BATCH, key_heads, KEYS, WIDTH)
+    assert cost.flops(called(forward, QUERY, key, key)) == FORWARD
+    assert cost.flops(called(backward, QUERY, QUERY, key, key)) == 2.5 * FORWARD
+    outside = operator_kernel(forward, {"query": QUERY, "key": key, "value": key}, (torch.empty_like(QUERY),))
+    assert outside is not None and outside.flops == FORWARD, "outside of graphs"
 
 
 def test_attention_of_several_results_is_arithmetic_with_a_duration() -> None:
-    query, key = shape(BATCH, HEADS, QUERIES, WIDTH), shape(BATCH, 1, KEYS, WIDTH)
-    results = (query, shape(BATCH, HEADS, QUERIES))
-    node = called(ATEN._scaled_dot_product_flash_attention.default, query, key, key, result=results)
-    assert cost.seconds(node, CPU) > 0
+    results = (QUERY, shape(BATCH, HEADS, QUERIES))
+    node = called(ATEN._scaled_dot_product_flash_attention.default, QUERY, ONE_KEY, ONE_KEY, result=results)
+    assert cost.seconds(node, speed_of(torch.device("cpu"))) > 0
 
 
-def test_an_operator_whose_formula_fails_still_has_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_is_counted_by_pytorch_and_other_operators_have_no_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = called(ATEN.mm.default, shape(3, 5), shape(5, 7), result=shape(3, 7))
+    assert cost.flops(product) == 2 * 3 * 5 * 7
+    assert cost.flops(called(ATEN.add.Tensor, shape(3, 5), shape(3, 5))) == 0
+
     def fails(*_: Any, **__: Any) -> int:
         raise AssertionError("unknown shapes")
 
     monkeypatch.setitem(flop_registry, ATEN.mm, fails)
-    assert cost.flops(called(ATEN.mm.default, shape(3, 5), shape(5, 7), result=shape(3, 7))) == 2 * 3 * 7
+    assert cost.flops(product) == 2 * 3 * 7, "it still has arithmetic"
 
 
-def test_a_product_is_counted_by_pytorch_and_other_operators_have_no_arithmetic() -> None:
-    assert cost.flops(called(ATEN.mm.default, shape(3, 5), shape(5, 7), result=shape(3, 7))) == 2 * 3 * 5 * 7
-    assert cost.flops(called(ATEN.add.Tensor, shape(3, 5), shape(3, 5))) == 0
+# -- devices
+
+H200 = ((9, 0), 132)
 
 
-def test_attention_outside_of_graphs_is_counted_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = ATEN._scaled_dot_product_flash_attention.default
-    monkeypatch.setitem(flop_registry, forward._overloadpacket, formula_of_2_11("query"))
-    query, key = shape(BATCH, HEADS, QUERIES, WIDTH), shape(BATCH, 1, KEYS, WIDTH)
-    kernel = operator_kernel(forward, {"query": query, "key": key, "value": key}, (shape(BATCH, HEADS, QUERIES, WIDTH),))
-    assert kernel is not None and kernel.flops == FORWARD
+def products(count: int, rows: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Graph:
+    """Return a chain of products of a matrix with square ones."""
+    graph = Graph()
+
+    def taken(name: str, *sizes: int) -> Node:
+        node = graph.placeholder(name)
+        node.meta["val"] = shape(*sizes, dtype=dtype)
+        return node
+
+    weights = [taken(f"weight_{number}", width, width) for number in range(count)]
+    x = taken("x", rows, width)
+    for weight in weights:
+        made = graph.call_function(ATEN.mm.default, (x, weight))
+        made.meta["val"] = x.meta["val"]
+        x = made
+    graph.output((x,))
+    return graph
+
+
+def stages_of(graph: Graph, *, reduced: bool = False) -> int:
+    return len(set(cut.assign(graph, speed=gpu_speed(*H200, reduced=reduced), policy=cut.GPU_POLICY).values()))
+
+
+def test_stages_of_a_gpu_last_about_two_milliseconds() -> None:
+    """A product of 8192 x 8192 x 8192 takes 1.85 ms in 16 bits on an H200, and 27 ms in 32 bits."""
+    assert stages_of(products(64, 8192, 8192)) == 32
+    for reduced in (False, True):
+        assert stages_of(products(64, 8192, 8192, torch.float32), reduced=reduced) == 64
+    assert 32 <= stages_of(products(256, 8192, 4096)) <= 64
+    assert stages_of(products(64, 4096, 4096)) == 22, "a short graph has stages of 0.69 ms: three products of 0.23 ms each"
+    assert stages_of(products(64, 1024, 1024)) == 1, "0.23 ms in all: none is below half a millisecond"
+
+
+DEVICES = [((7, 5), 40), ((8, 0), 108), ((9, 0), 114), ((10, 3), 160), ((12, 0), 170)]
+
+
+@pytest.mark.parametrize(("capability", "multiprocessors"), DEVICES)
+def test_unknown_devices_count_by_their_multiprocessors(capability: tuple[int, int], multiprocessors: int) -> None:
+    speed, twice = (gpu_speed(capability, count * multiprocessors, reduced=False) for count in (1, 2))
+    assert cost.CPU.flops_per_second < speed.flops_per_second < speed.short_flops_per_second
+    assert twice.short_flops_per_second == pytest.approx(2 * speed.short_flops_per_second)
+
+
+def test_tensor_cores_multiply_numbers_of_32_bits_if_allowed() -> None:
+    plain, reduced = (gpu_speed(*H200, reduced=each) for each in (False, True))
+    assert plain.flops_per_second < reduced.flops_per_second == pytest.approx(reduced.short_flops_per_second / 2)
+
+
+def test_the_speed_of_this_machine_is_not_measured() -> None:
+    assert speed_of(torch.device("cpu")) is cost.CPU
+    assert CutPolicy().shortest(1.0) == pytest.approx(1 / 192) and CutPolicy().shortest(1e-3) == 1e-3

@@ -2,68 +2,91 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections import OrderedDict
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from teraio.stages import cost
-from teraio.stages.cost import CPU
-from teraio.stages.cut import CutPolicy, assign, can_cut, layer_of, module_path
-from teraio.stages.operators import is_creation, is_getitem, is_view, packet_name
+from teraio.stages import CutPolicy, cost, cut, operators, prepare, speed_of
 
-from .graphs import MODELS, Captured, capture, constants, features, transformer
+from .graphs import (
+    FINE,
+    HEAVY,
+    Captured,
+    ConvNet,
+    Dropping,
+    capture,
+    clones,
+    constants,
+    each_model,
+    features,
+    images,
+    transformer,
+)
 
-FINE = CutPolicy(shortest_seconds=1e-9)
-HEAVY = CutPolicy(shortest_seconds=1e-9, far_above=math.inf)
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def graphs(request: pytest.FixtureRequest) -> list[Captured]:
-    found = MODELS[request.param]()
-    assert [g.phase for g in found] == ["forward", "backward"]
-    return found
-
-
-def operators(graph: Graph) -> list[Node]:
-    return [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+Graphs = Callable[[], list[Captured]]
 
 
 def stages(graph: GraphModule, policy: CutPolicy = FINE) -> dict[Node, int]:
-    return assign(graph.graph, speed=CPU, policy=policy)
+    return cut.assign(graph.graph, speed=speed_of(torch.device("cpu")), policy=policy)
 
 
-def test_every_operator_is_in_one_stage_and_after_what_it_needs(graphs: list[Captured]) -> None:
-    for captured in graphs:
+def count(graph: GraphModule, policy: CutPolicy = FINE) -> int:
+    return len(set(stages(graph, policy).values()))
+
+
+@each_model
+def test_every_operator_is_in_one_stage_and_after_what_it_needs(graphs: Graphs) -> None:
+    """What writes in place comes after all that reads the old value."""
+    assert [captured.phase for captured in graphs()] == ["forward", "backward"]
+    for captured in graphs():
+        assert cut.can_cut(captured.graph.graph) is None
         graph = captured.fresh()
         stage_of = stages(graph)
-        assert set(stage_of) == set(operators(graph.graph))
-        assert len(set(stage_of.values())) >= 3
+        nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+        assert set(stage_of) == set(nodes) and len(set(stage_of.values())) >= 3
+        order = {node: number for number, node in enumerate(graph.graph.nodes)}
         for node, stage in stage_of.items():
             assert all(stage_of[source] <= stage for source in node.all_input_nodes if source in stage_of), node
+            if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+                (target, *_) = node.all_input_nodes
+                assert all(stage_of[user] <= stage for user in target.users if order[user] < order[node])
         graph.graph.lint()
 
 
-def test_what_writes_in_place_comes_after_all_that_reads_the_old_value(graphs: list[Captured]) -> None:
-    for captured in graphs:
-        graph = captured.fresh()
-        stage_of = stages(graph)
-        order = {node: number for number, node in enumerate(graph.graph.nodes)}
-        for node in operators(graph.graph):
-            if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-                target = node.args[0]
-                assert isinstance(target, Node)
-                for user in target.users:
-                    if order[user] < order[node]:
-                        assert stage_of[user] <= stage_of[node]
+@each_model
+def test_there_are_no_more_stages_than_wanted(graphs: Graphs) -> None:
+    for captured in graphs():
+        for most in (1, 2, 5, 9):
+            assert count(captured.fresh(), CutPolicy(shortest_seconds=0.0, max_stages=most)) <= most
+        assert set(stages(captured.fresh(), CutPolicy()).values()) == {0}, "small graphs are one stage"
 
 
 def only_updates(node: Node) -> bool:
     """Whether the graph uses the result in nothing but writes in place, or is such a write."""
     return node.target is torch.ops.aten.copy_.default or bool(node.users) and all(only_updates(user) for user in node.users)
+
+
+@each_model
+def test_cuts_are_made_right_before_heavy_operators(graphs: Graphs) -> None:
+    """Also the pieces of the other side of a cut are whole: what is heavy never follows another stage's light work.
+
+    New values of the running statistics of batch norm are computed last, wherever that is.
+    """
+    for captured in graphs():
+        graph = captured.fresh()
+        stage_of = stages(graph, HEAVY)
+        first: dict[int, Node] = {}
+        for node in graph.graph.nodes:
+            free = operators.is_view(node) or operators.is_getitem(node) or operators.is_creation(node)
+            if node in stage_of and not free and not only_updates(node):
+                first.setdefault(stage_of[node], node)
+        later = [node for stage, node in first.items() if stage > min(first)]
+        assert later and all(cost.flops(node) > 0 for node in later)
 
 
 class Products(nn.Module):
@@ -86,9 +109,8 @@ class Products(nn.Module):
 def test_views_that_backward_gets_are_made_where_their_storage_is(policy: CutPolicy, dynamic: bool) -> None:
     """PyTorch puts them at the end of the forward graph, where one stage would need what all layers save."""
     layers = 6
-    graph = capture(Products(layers), torch.randn(32, 64), dynamic=dynamic)[0].fresh()
-    stage_of = stages(graph, policy)
-    saved = [n for n in operators(graph.graph) if is_view(n) and all(user.op == "output" for user in n.users)]
+    stage_of = stages(capture(Products(layers), torch.randn(32, 64), dynamic=dynamic)[0].fresh(), policy)
+    saved = [n for n in stage_of if operators.is_view(n) and all(user.op == "output" for user in n.users)]
     assert len(saved) >= layers
     for view in saved:
         shown = view.all_input_nodes[0]
@@ -96,71 +118,56 @@ def test_views_that_backward_gets_are_made_where_their_storage_is(policy: CutPol
         assert stage_of[view] == (stage_of[shown] if shown in stage_of else min(readers))
 
 
-def test_cuts_are_made_right_before_heavy_operators(graphs: list[Captured]) -> None:
-    """Also the pieces of the other side of a cut are whole: what is heavy never follows another stage's light work.
-
-    New values of the running statistics of batch norm are computed last, wherever that is.
-    """
-    for captured in graphs:
-        graph = captured.fresh()
-        stage_of = stages(graph, HEAVY)
-        first: dict[int, Node] = {}
-        for node in graph.graph.nodes:
-            if node not in stage_of or is_view(node) or is_getitem(node) or is_creation(node):
-                continue
-            if not only_updates(node):
-                first.setdefault(stage_of[node], node)
-        later = [node for stage, node in first.items() if stage > min(first)]
-        assert later and all(cost.flops(node) > 0 for node in later)
-
-
 def test_constants_do_not_cross_cuts() -> None:
     for captured in constants():
-        graph = captured.fresh()
-        stage_of = stages(graph)
-        made = [node for node in stage_of if is_creation(node)]
+        stage_of = stages(captured.fresh())
+        made = [node for node in stage_of if operators.is_creation(node)]
         for node in made:
             assert {stage_of[user] for user in node.users if user in stage_of} <= {stage_of[node]}
-        if captured.phase == "forward":
-            assert len(made) >= 4, "one for each stage that uses it"
+        assert captured.phase == "backward" or len(made) >= 4, "one for each stage that uses it"
 
 
-@pytest.mark.parametrize("most", [1, 2, 5, 9])
-def test_there_are_no_more_stages_than_wanted(graphs: list[Captured], most: int) -> None:
-    for captured in graphs:
-        found = stages(captured.fresh(), CutPolicy(shortest_seconds=0.0, max_stages=most))
-        assert len(set(found.values())) <= most
+def test_small_results_are_computed_where_their_input_is() -> None:
+    """Bias gradients and the like, so that the large input need not live on."""
+    stage_of = stages(transformer(3)[1].fresh())
+    sums = [n for n in stage_of if operators.packet_name(n) == "sum"]
+    assert sums
+    for node in sums:
+        sources = [stage_of[s] for s in node.all_input_nodes if s in stage_of]
+        assert not sources or stage_of[node] == max(sources)
 
 
-def test_a_small_graph_is_one_stage(graphs: list[Captured]) -> None:
-    for captured in graphs:
-        assert set(stages(captured.fresh(), CutPolicy()).values()) == {0}
+def test_random_numbers_stay_in_order() -> None:
+    graph = capture(Dropping(4), features())[0].fresh()
+    stage_of = stages(graph)
+    found = [stage_of[node] for node in graph.graph.nodes if "rand" in str(node.target)]
+    assert len(found) >= 4 and found == sorted(found)
+
+
+# -- how finely
 
 
 def test_a_longer_least_duration_gives_fewer_stages() -> None:
-    forward, _ = transformer(5)
-    counts = [
-        len(set(stages(forward.fresh(), CutPolicy(shortest_seconds=seconds)).values())) for seconds in (1e-9, 1e-5, 1e-4, 1e-2, 1)
-    ]
+    forward = transformer(5)[0]
+    counts = [count(forward.fresh(), CutPolicy(shortest_seconds=seconds)) for seconds in (1e-9, 1e-5, 1e-4, 1e-2, 1)]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[2] > 1 == counts[-1]
 
 
 def test_a_graph_without_known_modules_is_cut_as_finely_as_its_layers_would_be() -> None:
     """As parts of a script after a graph break: all operators could be in one layer, or in many."""
     for captured in transformer(3):
-        named, nameless = captured.fresh(), captured.fresh()
+        nameless = captured.fresh()
         for node in nameless.graph.nodes:
             node.meta = {k: v for k, v in node.meta.items() if k not in ("nn_module_stack", "fwd_nn_module_stack")}
-        assert len(set(stages(nameless).values())) >= len(set(stages(named).values()))
+        assert count(nameless) >= count(captured.fresh())
 
 
 def test_layers_are_cut_alike() -> None:
     for captured in transformer(5):
-        graph = captured.fresh()
-        stage_of = stages(graph)
+        stage_of = stages(captured.fresh())
         per_layer: dict[str, set[int]] = {}
         for node, stage in stage_of.items():
-            layer = layer_of(module_path(node))
+            layer = cut.layer_of(cut.module_path(node))
             if cost.flops(node) > 0 and layer.startswith("layers."):
                 per_layer.setdefault(layer, set()).add(stage)
         counts = [len(found) for found in per_layer.values()]
@@ -182,39 +189,7 @@ def test_layers_in_layers_are_cut_like_layers() -> None:
                 x = torch.tanh(block(x))
             return x
 
-    forward, _ = capture(Staged(), features())
-    assert len(set(stages(forward.fresh()).values())) == 12
-
-
-def test_small_results_are_computed_where_their_input_is() -> None:
-    """Bias gradients and the like, so that the large input need not live on."""
-    _, backward = transformer(3)
-    graph = backward.fresh()
-    stage_of = stages(graph)
-    sums = [n for n in stage_of if packet_name(n) == "sum"]
-    assert sums
-    for node in sums:
-        sources = [stage_of[s] for s in node.all_input_nodes if s in stage_of]
-        assert not sources or stage_of[node] == max(sources)
-
-
-def test_random_numbers_stay_in_order() -> None:
-    class Dropped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = nn.functional.dropout(layer(x), 0.5)
-            return x
-
-    forward, _ = capture(Dropped(), features())
-    graph = forward.fresh()
-    stage_of = stages(graph)
-    seeded = [n for n in graph.graph.nodes if "rand" in str(n.target)]
-    found = [stage_of[n] for n in seeded]
-    assert len(found) >= 4 and found == sorted(found)
+    assert count(capture(Staged(), features())[0].fresh()) == 12
 
 
 def test_the_steps_of_a_sequential_inside_a_layer_are_no_layers() -> None:
@@ -240,12 +215,9 @@ def test_the_steps_of_a_sequential_inside_a_layer_are_no_layers() -> None:
     assert cuts(numbered=True) == cuts(numbered=False)
 
 
-# -- names
-
-
 def test_modules_are_found_for_forward_and_backward() -> None:
-    for captured in transformer(2):
-        heavy = {module_path(n) for n in captured.nodes() if cost.flops(n) > 0}
+    for captured in transformer(3):
+        heavy = {cut.module_path(n) for n in captured.nodes() if cost.flops(n) > 0}
         assert {"layers.0.qkv", "layers.1.up", "layers.1.down", "head"} <= heavy
 
 
@@ -267,28 +239,35 @@ def test_modules_are_found_for_forward_and_backward() -> None:
     ],
 )
 def test_the_layer_of_a_module(path: str, layer: str) -> None:
-    assert layer_of(path) == layer
+    assert cut.layer_of(path) == layer
 
 
-# -- what can not be cut
+# -- what cannot be cut, or only once sizes are computed
 
 
 def test_a_graph_with_a_higher_order_operator() -> None:
     graph = Graph()
-    x = graph.placeholder("x")
-    graph.output((graph.call_function(torch.ops.higher_order.cond, (x,)),))
-    assert "higher-order operator cond" in (can_cut(graph) or "")
+    graph.output((graph.call_function(torch.ops.higher_order.cond, (graph.placeholder("x"),)),))
+    assert "higher-order operator cond" in (cut.can_cut(graph) or "")
 
 
-def test_a_graph_that_makes_a_size_of_a_value() -> None:
-    class Sized(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.zeros(int(x.sum().item())) + 1
-
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        (forward,) = capture(Sized(), torch.tensor([2, 3]), loss=False)
-    assert "computes the size" in (can_cut(forward.graph.graph) or "")
+@functools.cache
+def convolutions_of_any_size() -> list[Captured]:
+    return capture(ConvNet(), images(4), images(6), dynamic=True)
 
 
-def test_ordinary_graphs_can_be_cut(graphs: list[Captured]) -> None:
-    assert [can_cut(captured.graph.graph) for captured in graphs] == [None, None]
+@pytest.mark.parametrize("index", [0, 1])
+def test_batch_norm_of_any_size(index: int) -> None:
+    """Sizes that are read off tensors are computed from those among the inputs instead."""
+    captured = convolutions_of_any_size()[index]
+    changed = captured.fresh()
+    if index == 0:
+        assert cut.can_cut(changed.graph), "or this test shows nothing"
+    prepare.compute_sizes(changed.graph)
+    changed.graph.lint()
+    assert cut.can_cut(changed.graph) is None and not any(map(operators.is_read_off, changed.graph.nodes))
+    for arguments, expected in zip(captured.arguments, captured.results, strict=True):
+        with torch.no_grad():
+            found = torch.fx.Interpreter(changed).run(*clones(arguments))
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other

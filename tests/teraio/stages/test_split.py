@@ -1,116 +1,116 @@
-"""Pieces of a graph: together they compute what the graph does, and equal ones are told by their keys."""
+"""Pieces of a graph: what they take and give, which are equal, which may run again, and what collectives demand of them."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from torch import nn
-from torch.fx import Node
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._prims import rng_prims
+from torch.fx import Graph, GraphModule, Node
+from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
-from teraio.stages import operators
-from teraio.stages.cost import CPU
-from teraio.stages.cut import CutPolicy, assign
-from teraio.stages.split import Subgraph, split
+from runtime.execution import run_plain
+from teraio.stages import CutPolicy, StageCompiler, cost, cut, operators, prepare, repeatable, split
 
-from .graphs import MODELS, Captured, capture, clones, constants, features, transformer, transformer_of_any_size
+from .graphs import (
+    FINE,
+    Captured,
+    ConvNet,
+    Dropping,
+    Layer,
+    Transformer,
+    capture,
+    clones,
+    constants,
+    each_model,
+    features,
+    images,
+    programs,
+    programs_by,
+    tokens,
+    transformer,
+    transformer_of_any_size,
+)
 
-FINE = CutPolicy(shortest_seconds=1e-9)
 FREE = CutPolicy(shortest_seconds=1e-9, max_stages=1 << 20)
 """Cuts wherever a layer has room for a cut, however deep the model is."""
+WHOLE = CutPolicy(shortest_seconds=1)
 
 
-def pieces_of(captured: Captured, policy: CutPolicy = FINE) -> tuple[Any, list[Subgraph]]:
-    """A copy of the graph and its pieces."""
-    graph = captured.fresh()
-    return graph, split(graph, assign(graph.graph, speed=CPU, policy=policy))
+def pieces_of(graph: GraphModule, policy: CutPolicy = FINE) -> list[split.Subgraph]:
+    prepare.describe(graph.graph)
+    return split.split(graph, cut.assign(graph.graph, speed=cost.CPU, policy=policy))
 
 
-def run(graph: Any, pieces: list[Subgraph], arguments: list[Any]) -> list[Any]:
-    """The graph's results, piece after piece. Changes the arguments as the graph does."""
-    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    values: dict[Node, Any] = dict(zip(placeholders, arguments, strict=True))
-    with torch.no_grad():
-        for piece in pieces:
-            results = piece.module(*[values[n] for n in piece.inputs])
-            values.update(zip(piece.outputs, results, strict=True))
-    (output,) = (n for n in graph.graph.nodes if n.op == "output")
-    return [values[r] if isinstance(r, Node) else r for r in output.args[0]]
+def operators_of(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
 
 
-def same(a: Any, b: Any) -> bool:
-    if not isinstance(a, torch.Tensor):
-        return bool(a == b)
-    return torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def graphs(request: pytest.FixtureRequest) -> list[Captured]:
-    return MODELS[request.param]()
-
-
-@pytest.mark.parametrize("seconds", [1e-9, 1e-6, 1])
-def test_pieces_compute_what_the_graph_does(graphs: list[Captured], seconds: float) -> None:
-    for captured in graphs:
-        graph, pieces = pieces_of(captured, CutPolicy(shortest_seconds=seconds))
-        arguments = clones(captured.arguments[0])
-        found = run(graph, pieces, arguments)
-        assert len(found) == len(captured.results[0]) and all(map(same, found, captured.results[0]))
-
-
-def test_every_operator_is_in_one_piece(graphs: list[Captured]) -> None:
-    for captured in graphs:
-        graph, pieces = pieces_of(captured)
-        wanted = sum(n.op not in ("placeholder", "output") for n in graph.graph.nodes)
-        found = [n for p in pieces for n in p.module.graph.nodes if n.op not in ("placeholder", "output")]
-        assert len(found) == wanted
+@each_model
+def test_pieces_take_and_give_no_more_than_needed(graphs: Callable[[], list[Captured]]) -> None:
+    """Each operator is in one of them. Inductor reads the mark of outputs; without it, it lays outputs out as it likes."""
+    for captured in graphs():
+        graph = captured.fresh()
+        pieces = pieces_of(graph)
+        whole, *parts = (len(operators_of(each)) for each in (graph.graph, *(piece.module.graph for piece in pieces)))
+        assert sum(parts) == whole
+        returned = {n for n in graph.graph.output_node().args[0] if isinstance(n, Node)}
+        wanted = {n for piece in pieces for n in piece.inputs} | returned
         for piece in pieces:
             piece.module.graph.lint()
-
-
-def test_pieces_take_and_give_no_more_than_needed(graphs: list[Captured]) -> None:
-    for captured in graphs:
-        graph, pieces = pieces_of(captured)
-        (output,) = (n for n in graph.graph.nodes if n.op == "output")
-        wanted = {n for piece in pieces for n in piece.inputs} | {n for n in output.args[0] if isinstance(n, Node)}
-        for piece in pieces:
-            assert set(piece.outputs) <= wanted
-            assert len(set(piece.inputs)) == len(piece.inputs)
-            unused = [n for n in piece.module.graph.nodes if n.op == "placeholder" and not n.users]
-            assert not unused
-
-
-def test_all_outputs_of_a_piece_keep_their_strides(graphs: list[Captured]) -> None:
-    """Inductor reads this mark; without it, it lays outputs out as it likes."""
-    for captured in graphs:
-        for piece in pieces_of(captured)[1]:
-            (output,) = (n for n in piece.module.graph.nodes if n.op == "output")
-            assert output.meta["user_visible_output_idxs"] == list(range(len(piece.outputs)))
+            assert set(piece.outputs) <= wanted and len(set(piece.inputs)) == len(piece.inputs)
+            assert all(n.users for n in piece.module.graph.nodes if n.op == "placeholder")
+            marked = piece.module.graph.output_node().meta["user_visible_output_idxs"]
+            assert marked == list(range(len(piece.outputs)))
 
 
 def test_splitting_changes_nothing() -> None:
     for captured in constants():
         graph = captured.fresh()
-        stage_of = assign(graph.graph, speed=CPU, policy=FINE)
+        stage_of = cut.assign(graph.graph, speed=cost.CPU, policy=FINE)
         before = str(graph.graph)
-        split(graph, stage_of)
+        split.split(graph, stage_of)
         assert str(graph.graph) == before
 
 
-# -- keys
+def test_sizes_are_computed_again_rather_than_handed_on() -> None:
+    for captured in transformer_of_any_size():
+        assert len(captured.arguments) == 2, "compiled once for both sizes"
+        for piece in pieces_of(captured.fresh()):
+            assert not any(map(operators.is_size, piece.inputs))
 
 
-def distinct(layers: int) -> list[int]:
-    """Number of distinct keys of the forward and of the backward graph."""
-    return [len({p.key for p in pieces_of(c, FREE)[1]}) for c in transformer(layers)]
+def test_writes_through_views_are_seen_before_compilation() -> None:
+    graph = Graph()
+    buffer, value = graph.placeholder("buffer"), graph.placeholder("value")
+    view = graph.call_function(torch.ops.aten.slice.Tensor, (buffer, 1, 0, 4))
+    graph.call_function(torch.ops.aten.copy_.default, (view, value))
+    assert split._is_written(buffer) and not split._is_written(value)
+
+
+def test_paths_tell_where_pieces_come_from() -> None:
+    paths = [p.path for c in transformer(3) for p in pieces_of(c.fresh())]
+    assert any("layers.1." in p for p in paths) and all(p and p != "root" for p in paths)
+    (whole,) = pieces_of(transformer(3)[0].fresh(), WHOLE)
+    assert whole.path == "layers.0..head"
+
+
+# -- equal pieces
 
 
 def test_the_number_of_distinct_pieces_does_not_grow_with_depth() -> None:
-    counts = [len(pieces_of(c, FREE)[1]) for c in transformer(5)]
-    small, large = distinct(3), distinct(5)
-    assert small == large
-    assert all(d < count * 0.7 for d, count in zip(large, counts, strict=True))
+    def distinct(layers: int) -> list[int]:
+        return [len({p.key for p in pieces_of(c.fresh(), FREE)}) for c in transformer(layers)]
+
+    counts = [len(pieces_of(c.fresh(), FREE)) for c in transformer(5)]
+    assert distinct(3) == distinct(5)
+    assert all(d < count * 0.7 for d, count in zip(distinct(5), counts, strict=True))
 
 
 def test_keys_differ_where_the_code_would() -> None:
@@ -119,11 +119,11 @@ def test_keys_differ_where_the_code_would() -> None:
             super().__init__()
             self.factor, self.linear = factor, nn.Linear(width, 32)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: Tensor) -> Tensor:
             return self.linear(x) * self.factor
 
-    def key(model: nn.Module, x: torch.Tensor) -> str:
-        (piece,) = pieces_of(capture(model, x)[0], CutPolicy(shortest_seconds=1))[1]
+    def key(model: nn.Module, x: Tensor) -> str:
+        (piece,) = pieces_of(capture(model, x)[0].fresh(), WHOLE)
         return piece.key
 
     reference = key(Scaled(2.0), features())
@@ -138,32 +138,272 @@ def test_keys_differ_where_the_code_would() -> None:
     assert len({reference, *others.values()}) == 1 + len(others), others
 
 
-# -- symbolic sizes
+# -- operators that carry random state: cut around, counted as the operator inside, shared by equal layers
 
 
-def test_pieces_with_symbolic_sizes() -> None:
-    forward, backward = transformer_of_any_size()
-    for captured in (forward, backward):
-        assert len(captured.arguments) == 2, "compiled once for both sizes"
-        graph, pieces = pieces_of(captured)
-        assert len(pieces) > 5
-        for arguments, results in zip(captured.arguments, captured.results, strict=True):
-            found = run(graph, pieces, clones(arguments))
-            assert all(map(same, found, results)) and len(found) == len(results)
+class Checkpointed(nn.Module):
+    """[.., rows, 32] to the same, by a layer that is recomputed."""
+
+    def __init__(self, _: int = 0) -> None:
+        super().__init__()
+        self.layer = Layer(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x if x.dim() == 3 else x[None], use_reentrant=False)
 
 
-def test_sizes_are_computed_again_rather_than_handed_on() -> None:
-    for captured in transformer_of_any_size():
-        for piece in pieces_of(captured)[1]:
-            assert not any(operators.is_size(node) for node in piece.inputs)
+@functools.cache
+def recomputed(layers: int) -> list[Captured]:
+    model = Transformer(layers)
+    model.layers = nn.ModuleList(map(Checkpointed, range(layers)))
+    return capture(model, tokens())
 
 
-# -- names
+def test_graphs_are_cut_around_random_state_with_the_same_bits() -> None:
+    for captured, program in zip(recomputed(3), programs(recomputed(3)), strict=True):
+        carrying = [node for node in captured.nodes() if operators.carries_random_state(node)]
+        assert carrying and cut.can_cut(captured.graph.graph) is None
+        assert len(program.stages) >= 8 and program.resize is None, "a random state has a fixed size"
+        found = run_plain(program, clones(captured.arguments[0]))
+        floating = [
+            (a, b) for a, b in zip(found, captured.results[0], strict=True) if isinstance(a, Tensor) and a.is_floating_point()
+        ]
+        assert floating and all(torch.equal(a, b) for a, b in floating)
 
 
-def test_paths() -> None:
-    paths = [p.path for c in transformer(3) for p in pieces_of(c)[1]]
-    assert {"layers.1.up", "layers.1.down"} <= set(paths) or any("layers.1." in p for p in paths)
-    assert all(p and p != "root" for p in paths)
-    (whole,) = pieces_of(transformer(3)[0], CutPolicy(shortest_seconds=1))[1]
-    assert whole.path == "layers.0..head"
+def test_equal_layers_with_random_state_share_their_stages() -> None:
+    compilers = [StageCompiler(codegen="eager", policy=FINE) for _ in range(2)]
+    for layers, compiler in zip((3, 4), compilers, strict=True):
+        programs_by(compiler, recomputed(layers))
+    assert compilers[0].distinct_stages == compilers[1].distinct_stages
+
+
+def test_operators_with_random_state_are_described_like_the_operator_inside() -> None:
+    for captured in recomputed(3):
+        graph = captured.fresh().graph
+        prepare.describe(graph)
+        for node in filter(operators.carries_random_state, graph.nodes):
+            assert operators.unwrapped(node)[0] is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+            assert cost.flops(node) > 0
+            shapes = [tuple(t.shape) for t in operators.fake_tensors(node.meta["val"])]
+            assert shapes[-2:] == [(2, 2, 16, 16), (2, 2, 16)]
+            assert any(key in node.meta for key in ("nn_module_stack", "fwd_nn_module_stack"))
+
+
+def test_the_operator_inside_each_of_the_three() -> None:
+    graph = Graph()
+    x, state = graph.placeholder("x"), graph.placeholder("state")
+    bernoulli = torch.ops.aten.bernoulli.p
+    made = [
+        graph.call_function(rng_prims.run_and_save_rng_state, (bernoulli, x, 0.5)),
+        graph.call_function(rng_prims.run_with_rng_state, (state, bernoulli, x, 0.5)),
+        graph.call_function(rng_prims.graphsafe_run_with_rng_state, (bernoulli, x, 0.5), {"rng_state": state}),
+        graph.call_function(bernoulli, (x, 0.5)),
+    ]
+    assert [operators.carries_random_state(node) for node in made] == [True, True, True, False]
+    for node in made:
+        operator, arguments, named = operators.unwrapped(node)
+        assert (operator, tuple(arguments), dict(named)) == (bernoulli, (x, 0.5), {})
+    graph.output(tuple(made))
+    assert cut.can_cut(graph) is None
+
+
+# -- which forward stages may run again, and why others may not
+
+
+class Between(nn.Module):
+    """Features [rows, 32] to the same: something between two products."""
+
+    def __init__(self, inside: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.inside = nn.Linear(32, 32), nn.Linear(32, 32), inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.inside(self.up(x)))
+
+
+def attending(probability: float) -> Callable[[Tensor], Tensor]:
+    """Attention that drops with a probability."""
+
+    def attend(x: Tensor) -> Tensor:
+        heads = x.view(1, 2, -1, 16)
+        return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=probability).reshape(-1, 32)
+
+    return attend
+
+
+class Counting(nn.Module):
+    """Features [rows, 32] to the same, by weights that depend on a buffer that the graph changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.register_buffer("scale", torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + self.scale
+        self.scale += 1
+        return x
+
+
+def reasons(graph: GraphModule, *, keeps_seeds: bool = False) -> list[str]:
+    return repeatable.reasons_against(pieces_of(graph), visible=(), written=(), keeps_seeds=keeps_seeds)
+
+
+def reasons_of(model: nn.Module, **settings: bool) -> list[str]:
+    return reasons(capture(model, images() if isinstance(model, ConvNet) else features())[0].fresh(), **settings)
+
+
+def test_stages_that_only_compute_may_run_again() -> None:
+    found = reasons(transformer(3)[0].fresh())
+    assert len(found) > 6 and not any(found), "attention is tagged as random, but drops nothing"
+
+
+def test_what_a_graph_writes_in_place_and_what_reads_it() -> None:
+    *others, last = reasons_of(ConvNet())
+    assert last.endswith("in place") and others and not any(others), "the counters of batch norm, in the last stage"
+    _, *others, last = reasons_of(Counting())
+    assert last.endswith("in place") and others and all("which the graph changes" in reason for reason in others)
+
+
+def test_random_numbers_are_exact_only_where_their_seeds_are_kept() -> None:
+    """The seeds have a stage of their own."""
+    forward = capture(Dropping(), features())[0]
+    eager, inductor = (reasons(forward.fresh(), keeps_seeds=kept) for kept in (False, True))
+    assert [r for r in inductor if r] == ["it draws the seeds of random numbers"]
+    assert sum("keeps no seeds" in reason for reason in eager) == 3
+    pieces = pieces_of(forward.fresh())
+    first, *others = [operators_of(piece.module.graph) for piece in pieces]
+    assert len(first) == 1 and operators.draws_seeds(first[0])
+    assert sum(node.target is torch.ops.prims.inductor_random.default for nodes in others[:2] for node in nodes) < 3
+
+
+@torch.library.custom_op("recompute_test::double", mutates_args=())
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+double.register_fake(torch.empty_like)
+double.register_autograd(lambda context, gradient: gradient * 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Between(attending(0.0)), None),
+        (Between(attending(0.5)), "random"),
+        (Checkpointed(), "it has an operator that carries random state"),
+        (Between(double), "the custom operator recompute_test.double"),
+    ],
+)
+def test_operators_that_may_not_run_again(model: nn.Module, reason: str | None) -> None:
+    found = "\n".join(reasons_of(model, keeps_seeds=True)).strip()
+    assert found == "" if reason is None else reason in found
+
+
+def test_inputs_are_named_as_the_user_knows_them() -> None:
+    forward = capture(ConvNet(), images())[0]
+    inputs = [(f"input {number}", "buffer") for number in range(12)]
+    program = StageCompiler(codegen="eager", policy=FINE).compile(forward.fresh(), phase="forward", options={}, inputs=inputs)
+    assert any(stage.never_again.startswith("it writes input ") for stage in program.stages)
+
+
+def test_what_reads_what_others_change_may_not() -> None:
+    pieces = pieces_of(transformer(3)[0].fresh())
+    shown, changed = pieces[2].inputs[-1], pieces[3].inputs[0]
+    found = repeatable.reasons_against(pieces, visible=[shown], written=[changed], keeps_seeds=True)
+    assert found[2] == f"it reads {shown.name}, a result that user code can change"
+    assert found[3] == f"it reads {changed.name}, which the graph changes"
+
+
+def test_only_stages_of_forward_graphs_are_judged() -> None:
+    for program in programs(capture(Dropping(), features())):
+        assert any(stage.never_again for stage in program.stages) == (program.phase == "forward")
+
+
+# -- collectives: their order does not depend on sizes, and each is waited for in the stage that launches it
+
+collective = torch.ops._c10d_functional
+FINEST = CutPolicy(shortest_seconds=1e-9, far_above=1e-6)
+Combine = Callable[["Weights", Tensor], Tensor]
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """Two ranks, of which the other one does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+class Weights(nn.Module):
+    """[rows, 512] to the same, by `combine` and three weights."""
+
+    def __init__(self, combine: Combine) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(512, 512, bias=False).requires_grad_(False) for _ in range(3))
+        self.combine = combine
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.combine(self, x)
+
+
+def reduced(x: Tensor, how: str) -> Tensor:
+    return collective.all_reduce(x, how, dist.group.WORLD.group_name)
+
+
+def two(model: Weights, x: Tensor) -> Tensor:
+    """The second collective could begin long before the first one."""
+    early = model.first(x)
+    total = collective.wait_tensor(reduced(model.second(early), "sum"))
+    largest = collective.wait_tensor(reduced(early.relu(), "max"))
+    return model.third(total) + largest
+
+
+def overlapped(model: Weights, x: Tensor) -> Tensor:
+    """A collective runs while other work is done."""
+    begun = reduced(model.first(x), "sum")
+    other = torch.tanh(model.second(x).exp() + x.sin())
+    return model.third(other) + collective.wait_tensor(begun)
+
+
+def never_waited_for(model: Weights, x: Tensor) -> Tensor:
+    return model.second(reduced(model.first(x), "sum") + 1)
+
+
+def graph_of(combine: Combine, rows: int) -> GraphModule:
+    (captured,) = capture(Weights(combine), torch.randn(rows, 512), loss=False)
+    return captured.fresh()
+
+
+def waits(graph: GraphModule) -> Sequence[Node]:
+    return [node for node in graph.graph.nodes if operators.is_wait(node)]
+
+
+@pytest.mark.parametrize("policy", [FINE, FINEST])
+def test_ranks_with_other_sizes_launch_collectives_in_the_same_order(policy: CutPolicy, group: None) -> None:
+    orders = []
+    for rows in (600, 500):  # results of more than 1 MiB, and of less
+        pieces = pieces_of(graph_of(two, rows), policy)
+        assert len(pieces) >= 3
+        orders.append([str(n.args[1]) for p in pieces for n in p.module.graph.nodes if operators.is_launch(n)])
+    assert orders == [["sum", "max"]] * 2
+
+
+@pytest.mark.parametrize("policy", [FINE, FINEST])
+def test_a_collective_is_waited_for_in_the_stage_that_launches_it(policy: CutPolicy, group: None) -> None:
+    graph = graph_of(overlapped, 600)
+    stage_of = cut.assign(graph.graph, speed=cost.CPU, policy=policy)
+    (wait,) = waits(graph)
+    assert len(set(stage_of.values())) >= 3 and operators.is_view(wait), "its result is no memory of its own"
+    assert stage_of[wait] == stage_of[operators.launch_of(wait)] < max(stage_of.values())
+
+
+def test_what_is_not_waited_for_gets_a_wait(group: None) -> None:
+    graph = graph_of(never_waited_for, 16)
+    assert not waits(graph)
+    for _ in range(2):  # the second time changes nothing
+        prepare.wait_for_all(graph.graph)
+        (wait,) = waits(graph)
+        assert operators.is_launch(operators.launch_of(wait))

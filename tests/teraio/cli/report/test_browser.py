@@ -16,7 +16,9 @@ from planner.problem import SolverSettings
 from teraio.cli.comparison import compare_policies, sweep_budgets
 from teraio.cli.report.content import report_of
 from teraio.cli.report.page import html_page
-from tests.teraio.cli.report.pages import HAND, planned
+
+from ....planner.traces import hand
+from ...traces import CHAIN, planned
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser installs it")
 
@@ -36,14 +38,12 @@ def browser() -> Iterator[Any]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small page with sweep and policies, one with copies, and one with about a thousand stages and thousands of copies."""
     folder = tmp_path_factory.mktemp("pages")
-    trace_path, plan_path = planned(folder, "recompute", 50)
-    trace, plan = Trace.load(trace_path), Plan.load(plan_path)
+    trace, plan = hand("recompute"), Plan.load(planned(folder, "recompute", 50))
     settings: dict[str, Any] = {"settings": SolverSettings(), "progress": lambda text: None}
     sweep = sweep_budgets(trace, [30, 40, 50, 60, 70], plan.budgets, "ilp", **settings)
     comparison = compare_policies(trace, plan.budgets, ["ilp", "teraio", "zero-infinity"], **settings)
     (folder / "small.html").write_text(html_page(report_of(plan, trace, sweep=sweep, comparison=comparison)))
-    trace_path, plan_path = planned(folder, "chain", 10)
-    (folder / "copies.html").write_text(html_page(report_of(Plan.load(plan_path), Trace.load(trace_path))))
+    (folder / "copies.html").write_text(html_page(report_of(Plan.load(planned(folder, "chain", 10)), CHAIN)))
     large = WORKLOADS["Llama-3-70B"].trace()
     made = planner.plan(large, Budgets(device_bytes=94_000_000_000), policy="zero-infinity", lower_bound=False)
     report = report_of(made, large)
@@ -130,4 +130,4 @@ def test_pointing_tells_what_is_there(opened: Any, pages: dict[str, Path]) -> No
 
 
 def _trace_and_plan(pages: dict[str, Path]) -> tuple[Trace, Plan]:
-    return Trace.load(HAND / "recompute.json"), Plan.load(pages["small"].parent / "recompute.plan.json")
+    return hand("recompute"), Plan.load(pages["small"].parent / "recompute.plan.json")

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import planner
-import teraio
-from planner import Budgets, Plan, Trace
+from planner import Budgets, Plan
 from planner.problem import live_bytes
 from planner.simulator import critical_path
-from teraio.cli.commands import app
 from teraio.watching import CsvWriter, IterationStats, RunPhase
-from tests.teraio.cli.report.pages import HAND, PLANNED, planned
+
+from ....planner.traces import hand
+from ...conftest import RunCommand
+from ...traces import CHAIN, CHAIN_FILE, file_of, planned
 
 
 class Page(HTMLParser):
@@ -48,34 +49,48 @@ class Page(HTMLParser):
         return json.loads(self.texts["script"][0])
 
 
-def report(*arguments: object) -> str:
-    """What `teraio report` prints."""
-    done = CliRunner().invoke(app, ["report", *map(str, arguments)])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.stdout
+Report = Callable[..., str]
 
 
 @pytest.fixture
-def chain(tmp_path: Path) -> tuple[Path, Path]:
-    """A trace and a plan for it."""
+def report(run: RunCommand) -> Report:
+    """What `teraio report` prints."""
+
+    def printed(*arguments: object) -> str:
+        done = run("report", *arguments)
+        assert done.code == 0, done.err
+        return done.out
+
+    return printed
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    """A plan for 'chain' with 10 bytes."""
     return planned(tmp_path, "chain", 10)
 
 
 @pytest.fixture
-def page(chain: tuple[Path, Path], tmp_path: Path) -> Page:
-    trace, plan = chain
-    report(plan, "--trace", trace, "-o", tmp_path / "report.html", "--points", 3)
+def page(chain: Path, report: Report, tmp_path: Path) -> Page:
+    report(chain, "--trace", CHAIN_FILE, "-o", tmp_path / "report.html", "--points", 3)
     return Page((tmp_path / "report.html").read_text())
 
 
+PLANNED = [
+    ("chain", 10),
+    ("wrap", 20),
+    ("recompute", 50),
+    ("host_update", 40),
+    ("user_code", 15),
+    ("gradient_outlives_update", 15),
+]
+"""Traces with budgets at which something moves, runs again, or updates on the host."""
+
+
 @pytest.mark.parametrize(("name", "device_bytes"), PLANNED)
-def test_the_timeline_is_that_of_the_simulator(name: str, device_bytes: int, tmp_path: Path) -> None:
-    trace = Trace.load(HAND / f"{name}.json")
-    plan = planner.plan(trace, Budgets(device_bytes=device_bytes))
-    plan.save(tmp_path / "plan.json")
-    rows, replayed = timeline(HAND / f"{name}.json", tmp_path / "plan.json"), planner.simulate(trace, plan)
+def test_the_timeline_is_that_of_the_simulator(name: str, device_bytes: int, report: Report, tmp_path: Path) -> None:
+    trace, path = hand(name), planned(tmp_path, name, device_bytes)
+    rows, replayed = timeline(report, path, file_of(name)), planner.simulate(trace, Plan.load(path))
     assert rows["seconds"] == replayed.iteration_seconds
     assert [(s["reached"], s["start"], s["end"]) for s in rows["stages"]] == list(replayed.stages)
     copies = [(c["link"], c["block"], c["queued"], c["start"], c["end"]) for c in rows["copies"]]
@@ -88,47 +103,36 @@ def test_the_timeline_is_that_of_the_simulator(name: str, device_bytes: int, tmp
     assert max(sum(point[1:]) for point in rows["unplanned"]["points"]) == max(live_bytes(trace))
 
 
-def timeline(trace: Path, plan: Path) -> Any:
+def timeline(report: Report, plan: Path, trace: Path) -> Any:
     """The timeline that a report has."""
     return json.loads(report(plan, "--trace", trace, "--json", "--points", 0, "--no-compare"))["facts"]["timeline"]
 
 
-def test_each_copy_says_why(chain: tuple[Path, Path]) -> None:
-    rows = timeline(*chain)
+def test_each_copy_says_why(chain: Path, report: Report) -> None:
+    rows = timeline(report, chain, CHAIN_FILE)
     told = {copy["why"] for copy in rows["copies"] if copy["name"] == "activation.0"}
     assert told == {"away after forward/0, until backward/0; if nothing left, forward/2 would exceed the budget by 20 B"}
     waiting = [stage for stage in rows["stages"] if stage["start"] > stage["reached"]]
     assert waiting and all(stage["waits_for"] for stage in waiting)
 
 
-def test_the_page_has_the_data_that_json_prints(page: Page, chain: tuple[Path, Path]) -> None:
-    trace, plan = chain
-    printed = json.loads(report(plan, "--trace", trace, "--json", "--points", 3))
+def test_the_page_has_the_data_that_json_prints(page: Page, chain: Path, report: Report) -> None:
+    printed = json.loads(report(chain, "--trace", CHAIN_FILE, "--json", "--points", 3))
     for content in (printed, page.data):  # how long solvers took differs
         assert content["facts"]["timeline"]["seconds"] == 10.0
     assert printed["facts"] == page.data["facts"] and printed["sweep"] == page.data["sweep"]
-    loaded, made = Trace.load(trace), Plan.load(plan)
-    path = critical_path(loaded, made, planner.simulate(loaded, made))
+    made = Plan.load(chain)
+    path = critical_path(CHAIN, made, planner.simulate(CHAIN, made))
     assert printed["facts"]["critical"] == path.seconds()
 
-
-def test_the_sweep_has_gaps_where_no_plan_is(page: Page) -> None:
     points = page.data["sweep"]["points"]
-    assert [(point["device_bytes"], point["predicted"] is None) for point in points] == [
-        (8, True),
-        (10, False),
-        (19, False),
-        (30, False),
-    ]
+    assert {point["device_bytes"]: point["predicted"] is None for point in points} == {8: True, 10: False, 19: False, 30: False}
     assert points[1]["predicted"]["iteration_seconds"] == 10.0
-    assert "no plan" in page.texts["td"]
-
-
-def test_policies_are_compared_under_the_budget_of_the_plan(page: Page) -> None:
+    assert "no plan" in page.texts["td"], "the sweep has gaps where no plan is"
     comparison = page.data["comparison"]
     assert comparison["budgets"]["device_bytes"] == 10
     assert {"ilp", "teraio", "zero-infinity"} <= {verdict["policy"] for verdict in comparison["verdicts"]}
-    assert "zero-infinity" in page.texts["td"]
+    assert "zero-infinity" in page.texts["td"], "policies are compared under the budget of the plan"
 
 
 def test_the_page_loads_nothing(page: Page) -> None:
@@ -141,7 +145,7 @@ def test_the_page_loads_nothing(page: Page) -> None:
     assert policies and str(policies[0]).startswith("default-src 'none'")
 
 
-def test_the_page_tells_the_figures_of_the_plan(page: Page, chain: tuple[Path, Path]) -> None:
+def test_the_page_tells_the_figures_of_the_plan(page: Page) -> None:
     assert page.texts["h1"] == ["Plan for chain"]
     told = dict(zip(page.texts["dt"], page.texts["dd"], strict=True))
     assert told["iteration (predicted)"] == "10.0 s" and told["without waiting"] == "6.00 s"
@@ -149,11 +153,10 @@ def test_the_page_tells_the_figures_of_the_plan(page: Page, chain: tuple[Path, P
     assert {"activation.0", "forward/1"} <= set(page.texts["td"])
 
 
-def test_names_from_files_are_text(tmp_path: Path) -> None:
-    trace = Trace.load(HAND / "chain.json")
+def test_names_from_files_are_text(report: Report, tmp_path: Path) -> None:
     name = '</script><img src=x onerror="alert(1)">'
-    blocks = tuple(block.model_copy(update={"name": name}) for block in trace.blocks)
-    hostile = trace.rebuilt(name=name, blocks=blocks)
+    blocks = tuple(block.model_copy(update={"name": name}) for block in CHAIN.blocks)
+    hostile = CHAIN.rebuilt(name=name, blocks=blocks)
     hostile.save(tmp_path / "trace.json")
     planner.plan(hostile, Budgets(device_bytes=10)).save(tmp_path / "plan.json")
     report(tmp_path / "plan.json", "--trace", tmp_path / "trace.json", "-o", tmp_path / "a.html", "--points", 0, "--no-compare")
@@ -162,8 +165,8 @@ def test_names_from_files_are_text(tmp_path: Path) -> None:
     assert page.data["facts"]["name"] == name and name in page.texts["td"]
 
 
-def test_a_plan_alone(chain: tuple[Path, Path], tmp_path: Path) -> None:
-    report(chain[1], "-o", tmp_path / "a.html")
+def test_a_plan_alone(chain: Path, report: Report, tmp_path: Path) -> None:
+    report(chain, "-o", tmp_path / "a.html")
     page = Page((tmp_path / "a.html").read_text())
     assert page.data["facts"] is None and page.data["sweep"] is None
     assert any("--trace" in text for text in page.texts["p"])
@@ -191,35 +194,29 @@ def run_file(folder: Path, *, phase: RunPhase = "planned", predicted: float = 10
     return folder / "run.csv"
 
 
-def measured_page(plan: Path, trace: Path, folder: Path, **run: Any) -> Page:
-    measured = run_file(folder, **run)
-    report(plan, "--trace", trace, "--measured", measured, "-o", folder / "a.html", "--points", 0, "--no-compare")
-    return Page((folder / "a.html").read_text())
+def measured_page(report: Report, plan: Path, **run: Any) -> Page:
+    measured, page = run_file(plan.parent, **run), plan.with_name("a.html")
+    report(plan, "--trace", CHAIN_FILE, "--measured", measured, "-o", page, "--points", 0, "--no-compare")
+    return Page(page.read_text())
 
 
-def test_predicted_beside_measured(chain: tuple[Path, Path], tmp_path: Path) -> None:
-    page = measured_page(chain[1], chain[0], tmp_path)
+def test_predicted_beside_measured(chain: Path, report: Report) -> None:
+    page = measured_page(report, chain)
     cells = page.texts["td"][page.texts["td"].index("iteration") :]
     assert cells[:6] == ["iteration", "10.0 s", "11.5 s", "waits", "4.00 s", "5.50 s"]
     assert cells[9:15] == ["device → storage, bytes", "20 B", "20 B", "device → storage, busy", "2.00 s", "2.50 s"]
     assert any("medians over 3 planned iterations of 5" in text for text in page.texts["p"])
 
 
-def test_a_run_that_follows_no_plan_or_another_one(chain: tuple[Path, Path], tmp_path: Path) -> None:
-    none = measured_page(chain[1], chain[0], tmp_path, phase="demand")
+def test_a_run_that_follows_no_plan_or_another_one(chain: Path, report: Report) -> None:
+    none = measured_page(report, chain, phase="demand")
     assert any("None of the 5 iterations of the run followed a plan" in text for text in none.texts["p"])
-    other = measured_page(chain[1], chain[0], tmp_path, predicted=8.0)
+    other = measured_page(report, chain, predicted=8.0)
     assert any("follows another plan by now: that one predicts 8.00 s" in text for text in other.texts["p"])
 
 
-def test_a_file_without_iterations(chain: tuple[Path, Path], tmp_path: Path) -> None:
-    CsvWriter(tmp_path / "empty.csv").close()
-    with pytest.raises(teraio.TeraioError, match="no iteration is in it"):
-        report(chain[1], "--measured", tmp_path / "empty.csv", "-o", tmp_path / "a.html")
-
-
-def test_the_timeline_for_perfetto(chain: tuple[Path, Path], tmp_path: Path) -> None:
-    report(chain[1], "--trace", chain[0], "--perfetto", tmp_path / "timeline.json")
+def test_the_timeline_for_perfetto(chain: Path, report: Report, tmp_path: Path) -> None:
+    report(chain, "--trace", CHAIN_FILE, "--perfetto", tmp_path / "timeline.json")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert set(lanes.values()) >= {"compute", "recompute", "device->storage", "storage->device", "updates on the host"}
@@ -231,31 +228,28 @@ def test_the_timeline_for_perfetto(chain: tuple[Path, Path], tmp_path: Path) -> 
     assert max(counters) == 10
 
 
-def test_a_picture_needs_matplotlib(chain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(teraio.OptionsError, match=r"--png needs matplotlib .*pip install 'teraio\[plot\]'"):
-        report(chain[1], "--trace", chain[0], "--png", tmp_path / "a.png")
-
-
-def test_a_picture(chain: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_picture(chain: Path, report: Report, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
-    report(chain[1], "--trace", chain[0], "--png", tmp_path / "a.png")
+    report(chain, "--trace", CHAIN_FILE, "--png", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "found no place to write to"),
-        (("-o", "nowhere/a.html"), "there is no directory nowhere"),
-        (("--perfetto", "a.json"), "a timeline needs the trace"),
+        ([], "found no place to write to"),
+        (["-o", "nowhere/a.html"], "there is no directory nowhere"),
+        (["--perfetto", "a.json"], "a timeline needs the trace"),
+        (["--measured", "{folder}/empty.csv", "-o", "{folder}/a.html"], "no iteration is in it"),
+        (["--trace", str(file_of("wrap")), "-o", "{folder}/a.html", "--points", 0, "--no-compare"], "fingerprint"),
+        (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "--png needs matplotlib"),
+        (["--trace", str(CHAIN_FILE), "--png", "{folder}/a.png"], "pip install 'teraio[plot]'"),
     ],
 )
-def test_wrong_options(arguments: tuple[str, ...], message: str, chain: tuple[Path, Path]) -> None:
-    with pytest.raises(teraio.OptionsError, match=message):
-        report(chain[1], *arguments)
-
-
-def test_a_plan_for_another_trace(chain: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(teraio.PlanError, match="fingerprint"):
-        report(chain[1], "--trace", HAND / "wrap.json", "-o", tmp_path / "a.html", "--points", 0, "--no-compare")
+def test_what_cannot_be_reported(
+    arguments: list[object], message: str, chain: Path, run: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    CsvWriter(chain.with_name("empty.csv")).close()
+    refused = run("report", chain, *(str(argument).format(folder=chain.parent) for argument in arguments))
+    assert refused.code != 0 and message in refused.err

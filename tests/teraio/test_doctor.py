@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from planner.errors import UnsupportedError
 from runtime.system import storage_swap
 from teraio.capturing import MachineDescription
-from teraio.cli.commands import app
 from teraio.doctor import Examination, Finding, examine
+
+from .conftest import RunCommand
 
 CPU = torch.device("cpu")
 
@@ -33,11 +33,12 @@ def test_this_machine_has_what_training_needs(tmp_path: Path) -> None:
     assert all(finding.effect and finding.remedy for finding in found.findings if finding.verdict == "slow")
 
 
-def test_a_missing_directory(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["doctor", "--device", "cpu", "--storage", str(tmp_path / "none"), "--json"])
-    assert done.exit_code == 1
-    (finding,) = (each for each in json.loads(done.stdout)["findings"] if each["what"].startswith("storage"))
+def test_a_missing_directory_and_an_unknown_device(run: RunCommand, tmp_path: Path) -> None:
+    done = run("doctor", "--device", "cpu", "--storage", tmp_path / "none", "--json")
+    assert done.code == 1
+    (finding,) = (each for each in json.loads(done.out)["findings"] if each["what"].startswith("storage"))
     assert finding["verdict"] == "missing" and finding["remedy"] == f"mkdir -p {tmp_path / 'none'}"
+    assert "wanted cpu or cuda" in run("doctor", "--device", "abacus").err
 
 
 def test_memory_that_looks_like_a_drive() -> None:
@@ -47,32 +48,23 @@ def test_memory_that_looks_like_a_drive() -> None:
     assert any("memory, not a drive" in finding.found for finding in examine([shared], CPU).findings)
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_or_the_gpu_of_its_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     def address(storage: torch.UntypedStorage) -> int:
         raise UnsupportedError("giving tensors other memory needs Linux and a C++ compiler")
 
     monkeypatch.setattr(storage_swap, "address", address)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = examine([], CPU)
     assert not found.healthy
-    assert "g++" in named(found, "C++ compiler")[0].remedy
+    (compiler,), (gpu,) = named(found, "C++ compiler"), named(found, "GPU")
+    assert "g++" in compiler.remedy and gpu.verdict == "missing" and "nvidia-smi" in gpu.remedy
 
 
-def test_a_pytorch_for_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    (gpu,) = named(examine([], CPU), "GPU")
-    assert gpu.verdict == "missing" and "nvidia-smi" in gpu.remedy
-
-
-def test_this_machine_is_described_for_captures(tmp_path: Path) -> None:
+def test_this_machine_is_described_for_captures(run: RunCommand, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    done = CliRunner().invoke(app, ["doctor", "--device", "cpu", "--storage", str(tmp_path), "--hardware-out", str(path)])
-    assert done.exit_code == 0, done.output
+    done = run("doctor", "--device", "cpu", "--storage", tmp_path, "--hardware-out", path)
+    assert done.code == 0, done.err
     described = MachineDescription.load(path)
     assert {"float32", "bfloat16"} <= described.flops_per_second.keys()
     assert {link.name for link in described.hardware.links} >= {"device->host", "storage->device"}
     assert described.hardware.host_update_elements_per_second
-
-
-def test_an_unknown_device() -> None:
-    done = CliRunner().invoke(app, ["doctor", "--device", "abacus"])
-    assert "wanted cpu or cuda" in str(done.exception)

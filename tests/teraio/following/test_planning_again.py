@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from planner import SolverError
+from planner import Plan, SolverError
 from runtime.device import device as device_module
 from teraio.following import PlanFollower
 from teraio.options import parse_options
 from teraio.planning import BackgroundPlanner
 from teraio.ranks import RankGroup, RankPlace
 
-from ..instant_jobs import InstantJob, InstantJobs
+from ..in_process import InstantJob, InstantJobs
 from ..virtual import IN, STAGES, VirtualTraining, plan_for
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
@@ -43,24 +44,12 @@ class Rank:
         self.training = VirtualTraining(monkeypatch)
         self.jobs = InstantJobs()
         place = RankPlace(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
-        given, machine = parse_options({}), self.training.mover
+        ranks, given = RankGroup(store, place, timeout_seconds=1.0), parse_options({})
+        machine: Any = self.training.mover
         profile = self.training.profile()
-        self.background = BackgroundPlanner(
-            given,
-            machine,  # type: ignore[arg-type]
-            self.training.pager,
-            start_job=self.jobs,
-            ranks=RankGroup(store, place, timeout_seconds=1.0),
-        )
+        self.background = BackgroundPlanner(given, machine, self.training.pager, start_job=self.jobs, ranks=ranks)
         plan = plan_for(profile.trace, (2, 2), (3, 3))
-        self.follower = PlanFollower(
-            given,
-            machine,  # type: ignore[arg-type]
-            self.training.observer,
-            self.background,
-            profile,
-            plan,
-        )
+        self.follower = PlanFollower(given, machine, self.training.observer, self.background, profile, plan)
         self.followed: list[int] = []
 
     def run(self) -> None:
@@ -75,42 +64,40 @@ class Rank:
         return self.follower._now.plan.moves
 
 
-@pytest.fixture
-def store() -> dist.Store:
-    return dist.HashStore()
+def run(ranks: Sequence[Rank], times: int) -> None:
+    """In turns."""
+    for _ in range(times):
+        for rank in ranks:
+            rank.run()
+
+
+def slowest(rank: Rank, answer: Plan | SolverError | None = None) -> None:
+    """Make it the one that plans, with this answer of its solver."""
+    rank.jobs.answers = [answer]
+    rank.training.stage_seconds = [1.001] * STAGES
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> list[Rank]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
     """Two ranks. The copies of rank 1 get slow, those of rank 0 stay as they are."""
+    store = dist.HashStore()
     both = [Rank(monkeypatch, store, rank) for rank in range(2)]
     both[1].training.mover.seconds[IN] = SLOW
     return both
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_all_follow_the_new_plan_from_one_iteration_on(pair: list[Rank], order: tuple[int, int]) -> None:
-    """Rank 0 alone would plan as before: nothing of it has drifted."""
-    pair[1].jobs.answers = [None]
-    pair[1].training.stage_seconds = [1.001] * STAGES  # so that this rank is the slowest
-    for _ in range(20):
-        for rank in order:
-            pair[rank].run()
+@pytest.mark.parametrize(("order", "ahead"), [((0, 1), 0), ((1, 0), 0), ((0, 1), 1)])
+def test_all_follow_the_new_plan_from_one_iteration_on(pair: list[Rank], order: tuple[int, int], ahead: int) -> None:
+    """Rank 0 alone would plan as before: nothing of it has drifted. ahead: by so many iterations rank 1 is ahead of it.
+
+    With collectives, it is one at the most.
+    """
+    slowest(pair[1])
+    run(pair[1:], ahead)
+    run([pair[rank] for rank in order], 20)
     assert [len(rank.jobs.asked) for rank in pair] == [0, 1]
     assert pair[0].followed == pair[1].followed and len(pair[0].followed) == 1
     assert pair[0].moves == pair[1].moves == ()
-
-
-def test_a_rank_that_is_behind_follows_it_from_the_same_iteration_on(pair: list[Rank]) -> None:
-    """Rank 0 is an iteration behind, as far as ranks with collectives can be apart."""
-    pair[1].jobs.answers = [None]
-    pair[1].training.stage_seconds = [1.001] * STAGES
-    pair[1].run()
-    for _ in range(20):
-        pair[0].run()
-        pair[1].run()
-    assert [len(rank.jobs.asked) for rank in pair] == [0, 1]
-    assert pair[0].followed == pair[1].followed and len(pair[0].followed) == 1
 
 
 def test_a_plan_that_takes_long_is_waited_for_by_all(pair: list[Rank]) -> None:
@@ -121,20 +108,16 @@ def test_a_plan_that_takes_long_is_waited_for_by_all(pair: list[Rank]) -> None:
     for number in range(40):
         for job in jobs.started:
             job.done = number == 30
-        for rank in pair:
-            rank.run()
+        run(pair, 1)
         assert not pair[0].followed or number > 30
     assert len(jobs.asked) == 1 and not pair[1].jobs.asked
     assert pair[0].followed == pair[1].followed
 
 
 def test_the_old_plan_stays_everywhere_if_the_new_one_is_not_better(pair: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
-    pair[1].jobs.answers = [pair[1].follower._now.plan]
-    pair[1].training.stage_seconds = [1.001] * STAGES
+    slowest(pair[1], pair[1].follower._now.plan)
     with caplog.at_level(logging.INFO, logger="teraio"):
-        for _ in range(18):
-            for rank in pair:
-                rank.run()
+        run(pair, 18)
     assert [rank.followed for rank in pair] == [[], []]
     assert pair[0].moves == pair[1].moves != ()
     assert [rank.follower._wait for rank in pair] == [20, 20]
@@ -148,15 +131,13 @@ def test_a_rank_that_is_killed_while_it_plans_holds_nobody_up(pair: list[Rank], 
     jobs.answers = [None]
     pair[1].training.stage_seconds = [1.001] * STAGES
     while not jobs.started:
-        for rank in pair:
-            rank.run()
+        run(pair, 1)
     pair[0].jobs.answers = [None]
     pair[0].run()
     shared = pair[0].background._shared
     assert shared is not None and not pair[0].jobs.asked
     shared._ends = 0.0  # the time is over
-    for _ in range(3):
-        pair[0].run()
+    run(pair[:1], 3)
     assert len(pair[0].jobs.asked) == 1 and not pair[0].background.busy
     assert any("no other rank has made the plan in time" in record.message for record in caplog.records)
 
@@ -164,33 +145,26 @@ def test_a_rank_that_is_killed_while_it_plans_holds_nobody_up(pair: list[Rank], 
 def test_a_rank_that_is_killed_before_it_answers_is_not_waited_for(pair: list[Rank]) -> None:
     """Only rank 1 still runs."""
     pair[1].jobs.answers = [None]
-    for _ in range(20):
-        pair[1].run()
+    run(pair[1:], 20)
     assert len(pair[1].jobs.asked) == 1 and len(pair[1].followed) == 1
 
 
 def test_a_plan_that_cannot_be_made_leaves_the_old_one_everywhere(pair: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
-    pair[1].jobs.answers = [SolverError("out of luck")]
-    pair[1].training.stage_seconds = [1.001] * STAGES
-    for _ in range(18):
-        for rank in pair:
-            rank.run()
+    slowest(pair[1], SolverError("out of luck"))
+    run(pair, 18)
     assert [rank.followed for rank in pair] == [[], []] and not any(rank.background.busy for rank in pair)
     told = [record.message for record in caplog.records]
     assert any(text.endswith("old one stays in force: out of luck") for text in told)
     assert any(text.endswith("rank 1 planned for all: out of luck") for text in told)
 
 
-def test_a_rank_that_runs_other_iterations_is_left_alone(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> None:
-    one, two = (Rank(monkeypatch, store, rank) for rank in range(2))
+def test_a_rank_that_runs_other_iterations_is_left_alone(pair: list[Rank]) -> None:
+    one, two = pair
     plan = two.follower._now.plan
     changed = plan.budgets.model_copy(update={"device_bytes": plan.budgets.device_bytes * 2})
     two.follower._now = replace(two.follower._now, plan=plan.model_copy(update={"budgets": changed}))
-    two.training.mover.seconds[IN] = SLOW
     two.jobs.answers = [None]
-    for _ in range(20):
-        one.run()
-        two.run()
+    run(pair, 20)
     assert not one.jobs.asked and not one.followed and len(two.followed) == 1
 
 
@@ -202,7 +176,6 @@ def test_without_the_store_a_rank_plans_for_itself(
 
     monkeypatch.setattr(pair[1].background._ranks, "_store", SimpleNamespace(check=gone, set=gone, get=gone, add=gone))
     pair[1].jobs.answers = [None]
-    for _ in range(20):
-        pair[1].run()
+    run(pair[1:], 20)
     assert len(pair[1].followed) == 1
     assert len([r for r in caplog.records if "this rank plans for itself from now on" in r.message]) == 1

@@ -6,59 +6,41 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import planner
 from planner.problem import SolverSettings, live_bytes
-from planner.schema import Budgets, Link
+from planner.schema import Budgets
 from teraio.advice import Advice, Answer, advise, with_accumulation, with_batch, with_state_bytes, with_storage_rate
-from teraio.cli.commands import app
+
+from ..planner.traces import block, group, links, staged, subgroup, trace
+from ..thoroughness import by_profile
+from .conftest import RunCommand
 
 MIB = 1 << 20
 
 
 def training(*, storage_rate: float = 1e8, host: bool = True) -> planner.Trace:
     """Two layers, each with a parameter, an activation, a gradient and a state; one update at the end."""
-    stages = [
-        planner.Stage(id=number, name=name, phase=phase, duration_seconds=1.0, workspace_bytes=MIB)
-        for number, (name, phase) in enumerate(
-            [("f0", "forward"), ("f1", "forward"), ("b1", "backward"), ("b0", "backward"), ("o", "optimizer")]
-        )
-    ]
-
-    def block(number: int, kind: str, size: int, reads: tuple[int, ...], writes: tuple[int, ...], persistent: bool = False):
-        return planner.Block(
-            id=number, name=f"{kind}{number}", kind=kind, size_bytes=size * MIB, persistent=persistent, reads=reads, writes=writes
-        )
-
+    rates = {"device->storage": storage_rate, "storage->device": storage_rate}
+    rates |= {"device->host": 1e9, "host->device": 1e9} if host else {}
+    machine = {**links(rates), "host_memory_bytes": 1 << 30 if host else 0, "storage_bytes": 1 << 34}
+    stages = [{**stage, "name": name} for stage, name in zip(staged("ffbbo"), ("f0", "f1", "b1", "b0", "o"), strict=True)]
     blocks = [
-        block(0, "parameter", 8, (0, 3, 4), (4,), True),
-        block(1, "parameter", 8, (1, 2, 4), (4,), True),
-        block(2, "activation", 20, (3,), (0,)),
-        block(3, "activation", 20, (2,), (1,)),
-        block(4, "gradient", 8, (4,), (2,)),
-        block(5, "gradient", 8, (4,), (3,)),
-        block(6, "optimizer_state", 32, (4,), (4,), True),
+        block(8 * MIB, [4], [0, 3, 4], "parameter"),
+        block(8 * MIB, [4], [1, 2, 4], "parameter"),
+        block(20 * MIB, [0], [3]),
+        block(20 * MIB, [1], [2]),
+        block(8 * MIB, [2], [4], "gradient"),
+        block(8 * MIB, [3], [4], "gradient"),
+        block(32 * MIB, [4], [4], "optimizer_state"),
     ]
-    links = [("device", "storage", storage_rate), ("storage", "device", storage_rate)]
-    if host:
-        links += [("device", "host", 1e9), ("host", "device", 1e9)]
-    return planner.Trace.build(
+    return trace(
+        [{**stage, "workspace_bytes": MIB} for stage in stages],
+        [{**each, "name": f"{each['kind']}{number}"} for number, each in enumerate(blocks)],
+        machine,
+        subgroups=[subgroup(4, [0, 1, 4, 5, 6], host=None, elements=4 * MIB)],
+        recompute=[group(0, [2], [0], workspace=MIB), group(1, [3], [1], workspace=MIB)],
         name="training",
-        hardware=planner.Hardware(
-            name="machine",
-            device_memory_bytes=1 << 30,
-            host_memory_bytes=1 << 30 if host else 0,
-            storage_bytes=1 << 34,
-            links=tuple(Link.model_validate({"from": a, "to": b, "bytes_per_second": rate}) for a, b, rate in links),
-        ),
-        stages=tuple(stages),
-        blocks=tuple(blocks),
-        subgroups=(planner.Subgroup(id=0, stage=4, blocks=(0, 1, 4, 5, 6), elements=4 * MIB, device_seconds=1.0),),
-        recompute=(
-            planner.RecomputeGroup(id=0, stage=0, blocks=(2,), reads=(0,), duration_seconds=1.0, workspace_bytes=MIB),
-            planner.RecomputeGroup(id=1, stage=1, blocks=(3,), reads=(1,), duration_seconds=1.0, workspace_bytes=MIB),
-        ),
     )
 
 
@@ -90,7 +72,7 @@ def test_each_case_is_answered() -> None:
 
 
 def test_more_is_never_slower() -> None:
-    for size in range(FLOOR, FLOOR + 60 * MIB, 7 * MIB):
+    for size in range(FLOOR, FLOOR + 60 * MIB, by_profile(ci=20, long=7) * MIB):
         answers = by_case(advise(training(), TIGHT.model_copy(update={"device_bytes": size}), settings=SETTINGS))
         for more in ("25% more device memory", "twice the host memory"):
             speed = answers[more].speed
@@ -110,18 +92,14 @@ def test_no_plan_exists_is_told_apart_from_none_was_found() -> None:
     below = advise(training(), Budgets(device_bytes=FLOOR - 1), settings=SETTINGS).answers[0]
     assert below.fit == "no plan exists" and "too small" in below.reason
     nowhere = Budgets(device_bytes=FLOOR, host_bytes=MIB, storage_bytes=MIB)
-    full = by_case(advise(rebuilt_without_groups(training()), nowhere, settings=SETTINGS))["as asked"]
+    without_groups = training().model_copy(update={"recompute": ()})
+    full = by_case(advise(without_groups, nowhere, settings=SETTINGS))["as asked"]
     assert full.fit == "none was found" and full.reason
 
 
-def rebuilt_without_groups(trace: planner.Trace) -> planner.Trace:
-    return trace.model_copy(update={"recompute": ()})
-
-
 def test_how_long_drives_last() -> None:
-    trace = training(host=False)
     once, twice = (
-        advise(trace, Budgets(device_bytes=FLOOR), settings=SETTINGS, drives=drives, rated_bytes=10**12).answers[0]
+        advise(training(host=False), Budgets(device_bytes=FLOOR), settings=SETTINGS, drives=drives, rated_bytes=10**12).answers[0]
         for drives in (1, 2)
     )
     assert once.predicted is not None and once.lifetime_days is not None and twice.lifetime_days is not None
@@ -139,16 +117,16 @@ def test_a_larger_batch_grows_what_depends_on_it() -> None:
 
 
 def test_accumulation_runs_the_passes_twice() -> None:
-    trace = with_accumulation(training())
-    assert [stage.name for stage in trace.stages] == ["f0", "f1", "b1", "b0", "f0", "f1", "b1", "b0", "o"]
-    assert [group.stage for group in trace.recompute] == [0, 1, 4, 5]
-    gradient = next(block for block in trace.blocks if block.name == "gradient4")
+    traced = with_accumulation(training())
+    assert [stage.name for stage in traced.stages] == ["f0", "f1", "b1", "b0", "f0", "f1", "b1", "b0", "o"]
+    assert [group.stage for group in traced.recompute] == [0, 1, 4, 5]
+    gradient = next(block for block in traced.blocks if block.name == "gradient4")
     assert gradient.writes == (2, 6) and gradient.reads == (6, 8)
-    assert sum(block.name == "activation2" for block in trace.blocks) == 2
-    assert trace.subgroups[0].stage == 8
-    budgets = Budgets(device_bytes=planner.floor(trace)[0])
-    made = planner.plan(trace, budgets, policy="belady")
-    assert planner.simulate(trace, made).iteration_seconds >= trace.ideal_seconds
+    assert sum(block.name == "activation2" for block in traced.blocks) == 2
+    assert traced.subgroups[0].stage == 8
+    budgets = Budgets(device_bytes=planner.floor(traced)[0])
+    made = planner.plan(traced, budgets, policy="belady")
+    assert planner.simulate(traced, made).iteration_seconds >= traced.ideal_seconds
 
 
 def test_smaller_states_and_faster_drives() -> None:
@@ -157,26 +135,24 @@ def test_smaller_states_and_faster_drives() -> None:
     assert [link.bytes_per_second for link in faster.links] == [2e8, 2e8, 1e9, 1e9]
 
 
-def test_the_command_keeps_the_plan_behind_each_line(tmp_path: Path) -> None:
+def test_the_command_keeps_the_plan_behind_each_line(run: RunCommand, tmp_path: Path) -> None:
     training().save(tmp_path / "trace.json")
     plans = tmp_path / "plans"
     plans.mkdir()
-    budgets = ["--device", str(TIGHT.device_bytes), "--host", str(TIGHT.host_bytes)]
-    command = ["advise", str(tmp_path / "trace.json"), *budgets, "--plans", str(plans), "--tbw", "600TB", "--json"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    answers = json.loads(done.stdout)["answers"]
-    found = sorted(path.name for path in plans.iterdir())
-    assert len(found) == 2 * len(answers)
-    trace = planner.Trace.load(plans / "twice-the-batch.trace.json")
+    budgets = ["--device", TIGHT.device_bytes, "--host", TIGHT.host_bytes]
+    done = run("advise", tmp_path / "trace.json", *budgets, "--plans", plans, "--tbw", "600TB", "--json")
+    assert done.code == 0, done.err
+    answers = json.loads(done.out)["answers"]
+    assert len(list(plans.iterdir())) == 2 * len(answers)
+    traced = planner.Trace.load(plans / "twice-the-batch.trace.json")
     plan = planner.Plan.load(plans / "twice-the-batch.plan.json")
     (batch,) = (answer for answer in answers if answer["what"] == "twice the batch")
-    assert planner.simulate(trace, plan).iteration_seconds == pytest.approx(batch["predicted"]["iteration_seconds"])
+    assert planner.simulate(traced, plan).iteration_seconds == pytest.approx(batch["predicted"]["iteration_seconds"])
 
 
-def test_the_table_and_the_exit_code(tmp_path: Path) -> None:
+def test_the_table_and_the_exit_code(run: RunCommand, tmp_path: Path) -> None:
     training().save(tmp_path / "trace.json")
-    fits = CliRunner().invoke(app, ["advise", str(tmp_path / "trace.json"), "--device", "1GiB"])
-    assert fits.exit_code == 0 and "what holds it up" in fits.stdout and "one more drive" in fits.stdout
-    too_small = CliRunner().invoke(app, ["advise", str(tmp_path / "trace.json"), "--device", "1MiB"])
-    assert too_small.exit_code == 1 and "no plan exists" in too_small.stdout
+    fits = run("advise", tmp_path / "trace.json", "--device", "1GiB")
+    assert fits.code == 0 and "what holds it up" in fits.out and "one more drive" in fits.out
+    too_small = run("advise", tmp_path / "trace.json", "--device", "1MiB")
+    assert too_small.code == 1 and "no plan exists" in too_small.out

@@ -1,0 +1,172 @@
+"""Pages of the documentation: code runs as it stands, links lead somewhere, messages and tables are what the code has."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from teraio.options import ExpertOptions, Options, kinds, variable_of
+from tools import models_page, options_page
+
+from .pages import DOCS, NOT_RUN, PAGES, README, ROOT, Page, by_name, each_page
+
+# -- code: all of it compiles, and runs as it stands unless it says that it does not
+
+EXAMPLES = [
+    pytest.param(code, id=f"{page.name}-{number}") for page in PAGES for number, code in enumerate(page.code("python"), start=1)
+]
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_examples_run_as_they_stand(code: str, tmp_path: Path) -> None:
+    compile(code, "example", "exec")
+    if code.startswith(NOT_RUN):
+        return
+    (tmp_path / "traces").symlink_to(ROOT / "traces")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    for line in code.splitlines():
+        statement, _, printed = line.partition("  # ")
+        if statement.startswith("print(") and printed:
+            assert printed in ran.stdout.splitlines()
+
+
+def test_the_readme_has_one_example_and_it_runs() -> None:
+    (code,) = README.code("python")
+    assert not code.startswith(NOT_RUN) and "assert" in code
+
+
+# -- links lead somewhere, on GitHub as well as in what MkDocs builds
+
+
+@each_page
+def test_every_link_resolves(page: Page) -> None:
+    for link in page.links:
+        path, _, anchor = link.partition("#")
+        target = (page.path.parent / path).resolve() if path else page.path
+        assert target.exists(), f"{page.name} links to {link}"
+        if anchor:
+            assert anchor in Page(str(target.relative_to(ROOT))).anchors, f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", DOCS.values(), ids=by_name)
+def test_the_site_links_to_its_own_pages_only(page: Page) -> None:
+    assert all(not link.startswith("..") for link in page.links)
+
+
+def test_the_readme_leads_to_every_page_of_the_docs() -> None:
+    linked = {Path(link.partition("#")[0]).stem for page in (README, DOCS["index"]) for link in page.links}
+    assert DOCS.keys() - {"index"} <= linked
+
+
+# -- messages that the troubleshooting page quotes are messages that the code has
+
+GAP = "…"
+
+
+def _text_of(node: ast.expr) -> str:
+    """The text of a literal, with a gap for each value that is put into it."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text_of(part) for part in node.values)
+    return str(node.value) if isinstance(node, ast.Constant) else GAP
+
+
+@cache
+def texts() -> tuple[str, ...]:
+    """All literal texts in the three packages."""
+    found = []
+    for package in ("planner", "runtime", "teraio"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(re.sub(r"%[.,\d]*[a-z]", GAP, _text_of(node)))
+    return tuple(found)
+
+
+def quoted() -> Iterator[str]:
+    """Messages in the first column of the tables."""
+    for line in DOCS["troubleshooting"].text.splitlines():
+        first = line.strip("|").split("|")[0]
+        if line.startswith("| `"):
+            yield from re.findall(r"`([^`]+)`", first)
+        if 'the log says "' in first:
+            yield from re.findall(r'the log says "([^"]+)"', first)
+
+
+def has(text: str, message: str) -> bool:
+    """Whether the pieces of the message between its gaps are in the text, in this order."""
+    position = 0
+    for piece in filter(None, (piece.strip() for piece in message.split(GAP))):
+        position = text.find(piece, position)
+        if position < 0:
+            return False
+        position += len(piece)
+    return True
+
+
+def test_quoted_messages_exist() -> None:
+    messages = [message for message in quoted() if " " in message]
+    assert len(messages) > 40, "most rows quote a message"
+    for message in messages:
+        assert any(has(text, message) for text in texts()), f"docs/troubleshooting.md quotes {message!r}, which no text has"
+
+
+# -- options
+
+REMEDY = "run: python -m tools.options_page"
+
+
+def test_pages_and_types_are_what_the_options_say() -> None:
+    assert DOCS["options"].text == options_page.page(), REMEDY
+    assert README.text == options_page.with_table(README.text), REMEDY
+    assert options_page.GIVEN.read_text() == options_page.given(), REMEDY
+
+
+def test_every_option_is_listed_and_the_readme_shows_the_six_that_matter() -> None:
+    names = {*kinds()}
+    front, expert = ([option.name for option in options_page.options(kind)] for kind in (Options, ExpertOptions))
+    assert len(front) == 13 and sorted([*front, *expert]) == sorted(names)
+    assert names <= DOCS["options"].anchors
+    assert {variable_of(name) for name in names} <= set(DOCS["options"].words)
+    assert len(README.table("option")) == len(options_page.IMPORTANT) == 6
+
+
+def test_values_and_defaults_are_shown_for_people() -> None:
+    known = {option.name: option for kind in (Options, ExpertOptions) for option in options_page.options(kind)}
+    assert known["memory_budget"].values == 'bytes, or text such as `"24GiB"` or `"50%"`'
+    assert known["host_budget"].values == 'bytes, or text such as `"24GiB"`'
+    assert known["codegen"].values == '`"inductor"`, `"eager"`' and known["codegen"].default == '`"inductor"`'
+    assert known["solver_time_limit"].default == "`30`"
+    assert known["trace_out"].default == "not written"
+    assert all("Default:" not in option.description for option in known.values())
+
+
+# -- real models: what was found, of all that `make test-models` tries
+
+FOUND = json.loads(models_page.RESULTS.read_text())
+
+
+def test_the_page_of_models_is_what_was_found() -> None:
+    assert DOCS["models"].text == models_page.page(FOUND), "run: python -m tools.models_page"
+
+
+def test_every_trial_has_a_row() -> None:
+    pytest.importorskip("transformers", reason="in the extra dev")
+    from ..models.test_models import ROWS
+
+    found = [(result["kind"], result["model"], result["codegen"]) for result in FOUND["results"]]
+    assert sorted(found) == sorted(ROWS), "run: make test-models"
+    shown = [tuple(row[:3:2]) for heading in ("model", "what the script does") for row in DOCS["models"].table(heading)]
+    assert sorted(shown) == sorted(row[1:] for row in ROWS)

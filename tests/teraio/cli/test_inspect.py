@@ -1,0 +1,303 @@
+"""What `inspect` and `simulate` tell of traces and plans, on the hand-made ones and some more."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import Budgets, NotRecomputed, Plan, plan
+from planner.schema import SolverReport
+
+from ...planner.traces import block, by_hand, hand, hardware, layers, links, move, staged, subgroup, trace
+from ..conftest import RunCommand
+from ..traces import CHAIN, CHAIN_FILE, file_of, planned, saved
+from .facts import edited, fact, has_line
+
+# -- traces
+
+
+@pytest.mark.parametrize(
+    ("name", "floor_bytes", "peak_bytes"),
+    [
+        ("chain", 10, 30),
+        ("clean_and_dirty", 20, 35),
+        ("copy_stays_valid", 10, 20),
+        ("diamond", 20, 30),
+        ("swap", 30, 60),
+        ("wrap", 15, 25),
+        ("one_drive", 20, 30),
+        ("two_tiers", 20, 40),
+        ("host_update", 40, 60),
+        ("no_way_back", 20, 20),
+    ],
+)
+def test_floor_and_peak(run: RunCommand, name: str, floor_bytes: int, peak_bytes: int) -> None:
+    summary = run("inspect", file_of(name), "--json").json
+    assert (summary["floor_bytes"], summary["peak_bytes"]) == (floor_bytes, peak_bytes)
+    too_little = run("plan", file_of(name), "--device", floor_bytes - 1)
+    assert too_little.code == 1 and f"{summary['floor_stage']!r} needs {floor_bytes} bytes" in too_little.err
+    assert run("plan", file_of(name), "--device", floor_bytes).code == 0
+
+
+def test_a_trace(run: RunCommand) -> None:
+    text = run("inspect", file_of("clean_and_dirty")).out
+    assert fact(text, "trace") == "clean_and_dirty" and fact(text, "iteration without waiting") == "4.00 s"
+    assert fact(text, "floor (smallest budget)") == "20 B, set by use"
+    assert fact(text, "active on average") == "25.0% of the bytes that may move"
+    for line in (
+        r"backward +1 +1\.00 s",
+        r"parameter +2 +20 B +20 B",
+        r"device->storage +10 B/s +0 s",
+        r" +2 +peak +1\.00 s +15 B +35 B",
+        r" +1 +clean +parameter +10 B +25\.0% +clean +0",
+    ):
+        assert has_line(text, line), line
+
+
+def test_blocks_and_memory_over_time(run: RunCommand) -> None:
+    """In 'chain' 10, 20, 30, 30, 20, 10 bytes; a bar of eight steps is full at 30.
+
+    The first activation waits for 4 s of 6, the second for 2 s, the third not at all.
+    """
+    text, summary = run("inspect", CHAIN_FILE).out, run("inspect", CHAIN_FILE, "--json").json
+    assert (
+        has_line(text, r"phase +fffbbb")
+        and has_line(text, r"activation +30 B +▃▆██▆▃")
+        and has_line(text, "workspace +0 B +······")
+    )
+    assert [stage["bytes_by_kind"] for stage in summary["stages"]] == [{"activation": size} for size in (10, 20, 30, 30, 20, 10)]
+    rows = [line.split() for line in text.split("idlest blocks")[1].splitlines()[2:]]
+    assert [(row[1], row[5], row[-1]) for row in rows] == [("activation.0", "4.00", "dirty"), ("activation.1", "2.00", "dirty")]
+    assert [block["longest_idle_seconds"] for block in summary["blocks"]] == [4.0, 2.0, 0.0]
+    assert [block["active_fraction"] for block in summary["blocks"]] == pytest.approx([1 / 3] * 3)
+    assert "can update on" not in text and summary["updates"] == []
+    text = run("inspect", CHAIN_FILE, "--rows", "2").out
+    assert "longest stages: 2 of 6 (--rows shows more)" in text and "activation.1" in text and "activation.2" not in text
+    assert len(run("inspect", CHAIN_FILE, "--rows", "2", "--json").json["stages"]) == 6
+
+
+def test_memory_over_time_shows_the_peak_of_many_stages(run: RunCommand, tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, trace(staged("u" * 600, workspaces={n: 8 if n == 301 else 1 for n in range(600)})))
+    line = next(line for line in run("inspect", path).out.splitlines() if line.startswith("workspace"))
+    assert line.split()[-1] == "▁" * 30 + "█" + "▁" * 29
+
+
+def test_links(run: RunCommand, tmp_path: Path) -> None:
+    """Their paths if they have some, what they share, and that without a tier that can be used the floor is the peak."""
+    to, back = CHAIN.hardware.links
+    path = tmp_path / "trace.json"
+
+    def inspected(*links: Any) -> tuple[str, Any]:
+        CHAIN.model_copy(update={"hardware": CHAIN.hardware.model_copy(update={"links": links})}).save(path)
+        return run("inspect", path).out, run("inspect", path, "--json").json
+
+    text, summary = inspected(to.model_copy(update={"path": "[posix]"}), back)
+    assert re.search(rf"^link +rate +latency +path\n{to.name} .* \[posix\]\n{back.name} .*[^\]]$", text, re.M)
+    assert summary["hardware"]["links"][0]["path"] == "[posix]"
+    text, summary = inspected(to)
+    assert not re.search(r"latency +path", text) and "shared rate" not in text
+    assert summary["floor_bytes"] == summary["peak_bytes"] == 30 and run("plan", path, "--device", 29).code == 1
+    text = run("inspect", file_of("one_drive")).out
+    assert re.search(r"^shared rate +at the most +by\ndrive +10 B/s +device->storage, storage->device$", text, re.M)
+    shared = run("inspect", file_of("one_drive"), "--json").json["hardware"]["shared"]
+    assert shared == [dict(name="drive", links=["device->storage", "storage->device"], bytes_per_second=10.0)]
+
+
+def test_what_can_update_on_the_host(run: RunCommand, tmp_path: Path) -> None:
+    """Of three subgroups one has no time on the host."""
+    blocks = [block(10, [n + 1], range(4), "parameter") for n in range(3)]
+    seconds = enumerate(((1.0, 5.0), (2.0, 7.0), (4.0, None)))
+    subgroups = [subgroup(n + 1, [n], device, host, elements=1000 * 10**n) for n, (device, host) in seconds]
+    path, _ = saved(tmp_path, trace(staged("oooo", 4.0), blocks, hardware(host=True), subgroups=subgroups))
+    assert run("inspect", path, "--json").json["updates"] == [
+        dict(where="device", subgroups=3, elements=111_000, seconds=7.0),
+        dict(where="host", subgroups=2, elements=11_000, seconds=12.0),
+    ]
+    text = run("inspect", path).out
+    assert has_line(text, r"device +3 +111,000 +7\.00 s") and has_line(text, r"host +2 +11,000 +12\.0 s")
+
+
+# -- plans
+
+
+def test_a_plan_with_and_without_its_trace(run: RunCommand, tmp_path: Path) -> None:
+    path = planned(tmp_path, "wrap", 20)
+    named, alone = run("inspect", path, "--trace", file_of("wrap")).out, run("inspect", path).out
+    assert fact(named, "plan for") == "wrap" and fact(alone, "plan for") == hand("wrap").fingerprint
+    assert has_line(named, r"0 weight +10 B +storage +2 update +6 update \(next iteration\) +2 +5 +5 B +0 .*")
+    assert has_line(alone, r"0 +storage +2 +6 +2 +5")
+    summary = run("inspect", path, "--json").json
+    assert summary["moves"][0]["block_name"] is None and summary["predicted"]["iteration_seconds"] == 4.0
+    compressed = tmp_path / "made.json.gz"
+    Plan.load(path).save(compressed)
+    assert run("inspect", compressed, "--json").json == summary
+
+
+def test_a_dropped_block_is_called_so_and_what_the_solver_did_not_tell_is_not_shown(run: RunCommand, tmp_path: Path) -> None:
+    path = planned(tmp_path, "clean_and_dirty", 25)
+    text = run("inspect", path, "--trace", file_of("clean_and_dirty")).out
+    assert fact(text, "moves").startswith("1 of 1 blocks, 1 without a copy out")
+    assert has_line(text, r"1 clean .* dropped +\d+ +10 B +2 peak")
+    failed = SolverReport(name="CBC", status="failed").model_dump(mode="json")
+    text = run("inspect", edited(path, solver=failed, predicted=None)).out
+    assert fact(text, "solver") == "CBC: failed, 0 s" and "predicted" not in text
+
+
+def test_why_a_block_moves_and_what_the_iteration_waits_for(run: RunCommand, tmp_path: Path) -> None:
+    """10 s: 6 s of stages and four copies with nothing to overlap."""
+    path = planned(tmp_path, "chain", 10)
+    summary = run("inspect", path, "--trace", CHAIN_FILE, "--json").json
+    assert {(move["relieved_name"], move["excess_bytes"]) for move in summary["moves"]} == {("forward/2", 20)}
+    assert summary["critical"]["seconds"] == {"stages": 6.0, "device->storage": 2.0, "storage->device": 2.0}
+    assert [link["busy_seconds"] for link in summary["links"]] == [2.0, 2.0]
+    pieces = summary["critical"]["pieces"]
+    assert [piece["name"] for piece in pieces[:4]] == ["forward/0", "activation.0", "forward/1", "activation.1"]
+    assert sum(stall["stall_seconds"] for stall in summary["stalls"]) == pytest.approx(summary["predicted"]["stall_seconds"])
+
+    replay = run("simulate", CHAIN_FILE, path, "--json").json
+    assert (replay["iteration_seconds"], replay["planned_seconds"]) == (10.0, 10.0)
+    assert (replay["ideal_seconds"], replay["stall_seconds"]) == (6.0, 4.0)
+    assert replay["moved_bytes"] == {"device->storage": 20, "storage->device": 20}
+    assert [(link["transfers"], link["busy_seconds"]) for link in replay["links"]] == [(2, 2.0), (2, 2.0)]
+    assert sum(stall["stall_seconds"] for stall in replay["stalls"]) == 4.0
+    assert replay["critical"] == summary["critical"] and replay["host_processor"] == {"updates": 0, "busy_seconds": 0.0}
+
+    inspected, simulated = run("inspect", path, "--trace", CHAIN_FILE).out, run("simulate", CHAIN_FILE, path).out
+    for text in (inspected, simulated):
+        assert fact(text, "critical path") == "stages 60.0%, device->storage 20.0%, storage->device 20.0%"
+        assert has_line(text, r"storage->device +activation\.1 +6\.00 s +1\.00 s") and "stages that wait\n" in text
+        assert "host's processor" not in text
+    assert fact(simulated, "iteration") == "10.0 s" and fact(simulated, "stall") == "4.00 s, 40.0%"
+    assert has_line(simulated, r"device->storage +2 +20 B +2\.00 s +20\.0%")
+    alone = run("inspect", path, "--json").json
+    assert alone["critical"] is alone["stalls"] is alone["moves"][0]["excess_bytes"] is None
+
+
+def test_a_plan_that_is_not_needed(run: RunCommand, tmp_path: Path) -> None:
+    """No stage needs its move, none waits, and it predicts nothing."""
+    path = edited(planned(tmp_path, "chain", 20), budgets={"device_bytes": 30}, predicted=None)
+    summary = run("inspect", path, "--trace", CHAIN_FILE, "--json").json
+    assert [(move["relieved_stage"], move["excess_bytes"]) for move in summary["moves"]] == [(None, None)]
+    assert has_line(run("inspect", path, "--trace", CHAIN_FILE).out, ".* no stage")
+    text = run("simulate", CHAIN_FILE, path).out
+    assert "no stage waits" in text and fact(text, "in the plan's file") == "not given"
+
+
+def test_the_reason_is_a_stage_that_the_block_is_away_in(run: RunCommand, tmp_path: Path) -> None:
+    """Two clean blocks of 10 bytes; the budget is 60. If nothing left, 70 bytes in s0, 65 in s1, 20 in s2."""
+    blocks = [block(10, (), [0], "parameter", name="early"), block(10, (), [2], "parameter", name="late")]
+    traced = trace(staged("fff", workspaces={0: 50, 1: 45}), blocks)
+    moves = [move(0, 0, 3, 3, out=False), move(1, 2, 5, 5, out=False)]
+    trace_file, path = saved(tmp_path, traced, by_hand(traced, 60, moves, away={0: "storage", 1: "storage"}))
+    summary = run("inspect", path, "--trace", trace_file, "--json").json
+    reasons = {move["block_name"]: (move["relieved_name"], move["excess_bytes"]) for move in summary["moves"]}
+    assert reasons == {"early": ("s1", 5), "late": ("s0", 10)}
+
+
+def test_how_long_the_drives_last(run: RunCommand, tmp_path: Path) -> None:
+    """10 bytes are written in each iteration of 6 s: 864 kB are written after six days."""
+    path = planned(tmp_path, "chain", 20)
+    assert fact(run("inspect", path, "--tbw", "864kB").out, "drives last") == "6.0 days of training without a break"
+    assert run("inspect", path, "--tbw", "864kB", "--json").json["drive_lifetime_seconds"] == pytest.approx(6 * 86400)
+    assert "years of training" in run("inspect", path, "--tbw", "600MB").out
+    assert "drives last" not in run("inspect", path).out
+    assert "drives last" not in run("inspect", planned(tmp_path, "chain", 30), "--tbw", "600TB").out, "nothing is written"
+    wrong = run("inspect", CHAIN_FILE, "--tbw", "600TB")
+    assert wrong.code == 2 and "only a plan tells what is written" in wrong.err
+
+
+# -- updates on the host
+
+ON_HOST = {"updates": [dict(subgroup=0, where="host")], "away": {0: "host"}}
+
+
+def test_a_plan_with_updates_on_the_host(run: RunCommand, tmp_path: Path) -> None:
+    """Gradient out for 1 s, update for 1 s, weight in for 1 s, and 2 s of stages."""
+    trace_file, path = file_of("host_update"), planned(tmp_path, "host_update", 40)
+    named = run("inspect", path, "--trace", trace_file, "--json").json
+    assert named["subgroups"] == 1 and named["host_processor"] == {"updates": 1, "busy_seconds": 1.0}
+    assert named["host_updates"] == [dict(subgroup=0, stage=2, stage_name="update", elements=2, seconds=1.0)]
+    moves = {move["block_name"]: (move["prefetch_start"], move["host_update"]) for move in named["moves"]}
+    assert moves == {"gradient": (None, 0), "weight": (3, 0)}
+    text = run("inspect", path, "--trace", trace_file).out
+    assert fact(text, "updates on the host") == "1 of 1 subgroups"
+    assert has_line(text, r"0 weight .* dropped +3 +for its update")
+    assert fact(run("plan", trace_file, "--device", 40).out, "updates on the host") == "1 of 1 subgroups"
+    replay = run("simulate", trace_file, path, "--json").json
+    assert (replay["iteration_seconds"], replay["host_processor"]) == (5.0, {"updates": 1, "busy_seconds": 1.0})
+    for told in (text, run("simulate", trace_file, path).out):
+        assert fact(told, "host's processor") == "1 update, busy 1.00 s, 20.0%"
+
+    alone, text = run("inspect", path, "--json").json, run("inspect", path).out
+    assert (alone["subgroups"], alone["host_processor"]) == (None, None)
+    assert alone["host_updates"] == [dict(subgroup=0, stage=None, stage_name=None, elements=None, seconds=None)]
+    assert fact(text, "updates on the host") == "1" and "host's processor" not in text
+    assert has_line(text, r"1 +host +1 +2 +1 +does not come back")
+
+
+def test_what_stays_away_for_an_update_relieves_the_stage_that_would_have_updated(run: RunCommand, tmp_path: Path) -> None:
+    """1 s out, 3 s update, 1 s in, 2 s of stages."""
+    blocks = [block(40, [2], [0, 2], "parameter", name="weight"), block(40, [1], [2], "gradient", name="slope")]
+    machine = links({"device->host": 40.0, "host->device": 40.0})
+    traced = trace(staged(["forward", "backward", "optimizer"]), blocks, machine, subgroups=[subgroup(2, [0, 1], host=3.0)])
+    moves = [move(1, 1, 2, tier="host"), move(0, 0, 3, 3, out=False, tier="host")]
+    trace_file, path = saved(tmp_path, traced, by_hand(traced, 70, moves, **ON_HOST))
+    text = run("inspect", path, "--trace", trace_file).out
+    assert fact(text, "critical path") == "host updates 42.9%, stages 28.6%, device->host 14.3%, host->device 14.3%"
+    assert has_line(text, r"1 slope +40 B +host +1 backward +2 optimizer +1 +does not come back +10 B +2 optimizer")
+    assert has_line(text, r"host updates +optimizer +1\.00 s +3\.00 s")
+
+
+def test_updates_that_stay_on_the_device(run: RunCommand, tmp_path: Path) -> None:
+    """Said where there are subgroups, even if the plan's file lists the update; not mentioned where there are none."""
+    path = edited(planned(tmp_path, "host_update", 60), updates=[dict(subgroup=0, where="device")])
+    text = run("inspect", path, "--trace", file_of("host_update")).out
+    assert fact(text, "updates on the host") == "0 of 1 subgroups" and "host's processor" not in text
+    summary = run("inspect", path, "--trace", file_of("host_update"), "--json").json
+    assert (summary["subgroups"], summary["host_updates"]) == (1, [])
+    for arguments in (["inspect", path], ["plan", CHAIN_FILE, "--device", 20]):
+        assert "updates on the host" not in run(*arguments).out
+
+
+def test_a_move_beside_the_update_on_the_host_is_not_for_it(run: RunCommand, tmp_path: Path) -> None:
+    """The weight also leaves between forward and backward; only the move around its update serves that."""
+    weight = block(10, [3], [0, 2, 3], "parameter", name="weight")
+    traced = trace(staged("fubo"), [weight], hardware(host=True), subgroups=[subgroup(3, [0], 0.5, 2.0)])
+    moves = [move(0, after, back, back, out=False, tier="host") for after, back in ((0, 2), (2, 4))]
+    trace_file, path = saved(tmp_path, traced, by_hand(traced, 10, moves, **ON_HOST))
+    summary = run("inspect", path, "--trace", trace_file, "--json").json
+    assert {each["after"]: each["host_update"] for each in summary["moves"]} == {0: None, 2: 0}
+
+
+# -- recomputation
+
+
+def test_what_runs_again_what_could_and_why_not(run: RunCommand, tmp_path: Path) -> None:
+    """Three layers over a link of 1 byte per second: the first one runs again."""
+    reasons = (NotRecomputed(stage=1, reason="it draws random numbers"), NotRecomputed(stage=2, reason="it draws random numbers"))
+    traced = layers(rate=1.0).model_copy(update={"not_recomputed": reasons})
+    trace_file, plan_file = saved(tmp_path, traced, plan(traced, Budgets(device_bytes=31)))
+    text = run("inspect", plan_file, "--trace", trace_file).out
+    assert has_line(text, r"recomputed +1 forward stages, 10 B: 1\.00 s in place of 20\.0 s of copies")
+    assert has_line(text, r" +0 +0 forward/0 +5 backward/0 +10 B +1\.00 s +20\.0 s") and has_line(text, r"recomputation +1\.00 s")
+    assert run("inspect", plan_file, "--trace", trace_file, "--json").json["reruns"][0]["copy_seconds"] == 20.0
+    alone = run("inspect", plan_file).out
+    assert has_line(alone, r"recomputed +1 forward stages") and has_line(alone, r" +0 +5")
+
+    text = run("inspect", trace_file).out
+    assert has_line(text, r"can be recomputed +30 B by 3 stages, in 3\.00 s \(to copy out and in: 60\.0 s\)")
+    assert has_line(text, r"it draws random numbers +2 +forward/1")
+    traced.rebuilt(recompute=(), not_recomputed=()).save(trace_file)
+    assert "recomputed" not in run("inspect", trace_file).out
+
+
+def test_moves_and_stalls_are_numbered_with_the_stages_that_run_again(run: RunCommand, tmp_path: Path) -> None:
+    trace_file, plan_file = saved(tmp_path, layers(), plan(layers(), Budgets(device_bytes=31), policy="checkpoint"))
+    text = run("inspect", plan_file, "--trace", trace_file).out
+    assert re.search(r"^ +2 +2 forward/2 +3 backward/2 ", text, re.M), "in the numbers of the trace"
+    assert re.search(r"^[01] a[01] .* [56] backward/[01] ", text, re.M), "later stages are one further"
+    assert run("simulate", trace_file, plan_file, "--json").json["recompute_seconds"] == 1.0
+    assert has_line(run("simulate", trace_file, plan_file).out, r"recomputation +1\.00 s")

@@ -1,0 +1,286 @@
+"""Where iterations end, what they take undisturbed and of the budget, and that a batch larger than all that fitted is noticed."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import teraio
+from teraio.profiling import Iteration, IterationBorder, PeakWatch, Region, StageRecord, profiler, times_agree
+
+from ...training import MIB, Training, begin, mean_square_step
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(2))
+
+
+@pytest.fixture
+def border() -> IterationBorder:
+    return IterationBorder()
+
+
+def ends(border: IterationBorder, *steps: torch.optim.Optimizer) -> list[bool]:
+    return [border.ends_with(optimizer) for optimizer in steps]
+
+
+def test_the_first_optimizer_ends_iterations(border: IterationBorder) -> None:
+    """Not the critic of a generator, nor, of one for each parameter, another, in hooks of the backward pass or in a loop."""
+    generator, critic = SGD([weight()]), SGD([weight()])
+    assert ends(border, generator, *[critic] * 5, generator) == [True, *[False] * 5, True]
+    border, optimizers = IterationBorder(), [SGD([weight()]) for _ in range(12)]
+    assert ends(border, *optimizers * 7) == [True, *[False] * 11] * 7
+
+
+def test_an_optimizer_that_is_no_longer_used(border: IterationBorder) -> None:
+    first, other = SGD([weight()]), SGD([weight()])
+    assert ends(border, first, *[other] * 7) == [True, *[False] * 5, True, True]
+
+
+def test_optimizers_over_the_same_parameters(border: IterationBorder) -> None:
+    """The one that replaces another ends iterations from its first step on, whatever its address is; later if that is held.
+
+    Two that alternate stay apart.
+    """
+    parameter = weight()
+    assert ends(border, SGD([parameter])) == [True]
+    second = SGD([parameter])
+    assert ends(border, second, second) == [True, True]
+    border, first, second = IterationBorder(), SGD([parameter]), SGD([parameter, weight()])
+    assert ends(border, first, first, second, second, second) == [True, True, False, True, True]
+    border, first, second = IterationBorder(), SGD([parameter]), SGD([parameter])
+    assert ends(border, *[first, second] * 4) == [True, False] * 4
+
+
+# -- without steps
+
+
+def passes(border: IterationBorder, count: int, *, left: bool = False, graphs: tuple[str, ...] = ("model",)) -> list[bool]:
+    """For each pass of forward graphs, and backward graphs after them, whether an iteration ended before its first graph."""
+    found = []
+    for _ in range(count):
+        ended = [border.ends_before(graph, gradients_left=lambda: left) for graph in graphs]
+        assert not any(ended[1:])
+        found.append(ended[0])
+        border.backward_begins()
+    return found
+
+
+def infer(border: IterationBorder, count: int) -> list[bool]:
+    """For each inference pass of two graphs, whether an iteration ended before it."""
+    found = []
+    for _ in range(count):
+        ended, never = [border.ends_before(graph, inference=True, gradients_left=lambda: False) for graph in ("first", "second")]
+        assert not never
+        found.append(ended)
+    return found
+
+
+def test_passes_end_iterations_where_nothing_steps(border: IterationBorder) -> None:
+    assert border.waiting_for is not None and border.waiting_for.endswith("(0 passes so far)")
+    assert passes(border, 7, graphs=("first", "second")) == [False] * 4 + [True] * 3
+    assert border.waiting_for is None
+
+
+def test_passes_that_leave_gradients_may_have_one_update(border: IterationBorder) -> None:
+    assert passes(border, 40, left=True) == [False] * 32 + [True] * 8
+
+
+def test_a_first_graph_that_never_runs_again(border: IterationBorder) -> None:
+    """It was compiled for one batch size, say."""
+    assert passes(border, 1, graphs=("first shape",)) == [False]
+    assert passes(border, 12) == [False] * 8 + [True] * 4, "five others, and four to be sure"
+
+
+def test_evaluation_ends_nothing_where_the_model_trains(border: IterationBorder) -> None:
+    assert not any(border.ends_before("model", gradients_left=lambda: False) for _ in range(9))
+    assert not any(infer(border, 40))
+
+
+def test_passes_of_inference_end_iterations_where_nothing_trains(border: IterationBorder) -> None:
+    optimizer = SGD([weight()])
+    assert infer(border, 35) == [False] * 32 + [True] * 3 and border.waiting_for is None
+    assert passes(border, 7) == [False] * 4 + [True] * 3, "it was an evaluation"
+    assert not any(infer(border, 40))
+    assert ends(border, optimizer) == [True] and not any(infer(border, 40))
+
+
+def test_several_ends_make_one(border: IterationBorder) -> None:
+    optimizer = SGD([weight()])
+    assert ends(border, optimizer) == [True]
+    border.period = 3
+    assert ends(border, *[optimizer] * 6) == [False, False, True] * 2
+    assert [border.tell() for _ in range(4)] == [False, False, True, False]
+    border.period = 1
+    assert border.tell()
+
+
+def test_steps_take_over_from_passes_and_the_user_from_both(border: IterationBorder) -> None:
+    optimizer = SGD([weight()])
+    assert passes(border, 5)[-1]
+    assert ends(border, optimizer) == [True] and not any(passes(border, 9))
+    border.tell()
+    assert ends(border, optimizer) == [False] and not any(passes(border, 9)) and border.waiting_for is None
+
+
+# -- what a stage takes while nothing disturbs it, and whether enough measurements say so
+
+
+def iterations(*seconds: tuple[float, ...], phase: str = "forward") -> list[Iteration]:
+    """One iteration for each tuple, which has the seconds of its stages."""
+    return [
+        Iteration(
+            number=number,
+            regions=[Region(identity=0, first=0, stages=[StageRecord(name="s", phase=phase, seconds=each) for each in times])],
+        )
+        for number, times in enumerate(seconds)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("measured", "found"),
+    [
+        (iterations((1.0, 4.0), (1.2, 5.0), (1.1, 4.1)), [1.1, 4.1]),  # like ones give their median
+        (iterations((1.0, 9.0), (7.0, 4.0), (1.2, 4.4)), [1.1, 4.2]),  # a disturbance may begin and end within an iteration
+        (iterations((8.0,), (1.0,), (7.0,)), [1.0]),
+        (iterations((0.1,), (7.0,), (8.0,), phase="user"), [7.0]),  # user code does not do the same each time
+        (iterations((0.0, -1e-9), (0.0, 0.0), (1.0, 1e-9)), [0.0, -1e-9]),  # clocks of little precision
+    ],
+)
+def test_disturbed_measurements_do_not_count(measured: list[Iteration], found: list[float]) -> None:
+    assert profiler._stage_seconds(measured) == pytest.approx(found)
+
+
+@given(st.lists(st.floats(0.9, 1.1), min_size=2, max_size=9), st.lists(st.floats(2.0, 1e6), max_size=9), st.randoms())
+def test_any_number_of_disturbed_measurements(alike: list[float], disturbed: list[float], random: object) -> None:
+    """However many: the result lies between the undisturbed ones. Two of these are enough to be sure."""
+    times = [*alike, *disturbed]
+    random.shuffle(times)  # type: ignore[attr-defined]
+    measured = iterations(*[(seconds,) for seconds in times])
+    (found,) = profiler._stage_seconds(measured)
+    assert min(alike) <= found <= max(alike)
+    assert times_agree(measured)
+
+
+@pytest.mark.parametrize(
+    ("measured", "agree"),
+    [
+        (iterations((10.0, 1.0), (10.0, 9.0), (10.0, 0.1)), True),  # 1 s of 11 may be in doubt, not 2 of 12
+        (iterations((10.0, 2.0), (10.0, 9.0), (10.0, 0.1)), False),
+        (iterations((1.0,), (2.0,), (4.0,)), False),
+        (iterations((1.0,), (2.0,), (4.0,), (1.1,)), True),
+        (iterations((1.0,), (2.0,), (4.0,), phase="user"), True),  # user code is not asked to agree
+        (iterations((1.0,), (9.0,)), True),  # who asks for two gets two
+    ],
+)
+def test_whether_times_agree(measured: list[Iteration], agree: bool) -> None:
+    assert times_agree(measured) is agree
+
+
+# -- an iteration that takes more than the budget is noticed, whatever else the process has allocated and frees
+
+MANAGED_BYTES = 20
+
+
+@dataclass
+class Memory:
+    """peaks: those of a budget of 100 bytes."""
+
+    allocated_bytes: int
+    peak_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.peaks = PeakWatch(self, 100)
+        self.peaks.begin(MANAGED_BYTES)
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.allocated_bytes
+
+    def outgrown(self, needed_bytes: int, *, freed_bytes: int = 0) -> bool:
+        """First something else goes, then an iteration needs so much beside what it had before."""
+        self.allocated_bytes -= freed_bytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes + needed_bytes)
+        return self.peaks.outgrown(MANAGED_BYTES)
+
+
+@pytest.mark.parametrize("beside", [0, 500, -15, -500], ids=["alone", "others", "some of it lent", "others' memory freed here"])
+@pytest.mark.parametrize(("needed", "outgrown"), [(80, False), (81, True)])
+def test_only_what_the_iteration_takes_counts(beside: int, needed: int, outgrown: bool) -> None:
+    assert Memory(allocated_bytes=MANAGED_BYTES + beside).outgrown(needed) is outgrown
+
+
+def test_what_others_free_hides_nothing_and_a_known_peak_is_no_news() -> None:
+    memory = Memory(allocated_bytes=MANAGED_BYTES + 500)
+    assert not memory.outgrown(10) and memory.outgrown(81, freed_bytes=500)
+    memory = Memory(allocated_bytes=MANAGED_BYTES)
+    assert [memory.outgrown(needed) for needed in (90, 90, 100, 102)] == [True, False, False, True]
+
+
+# -- graphs with symbolic sizes: that small ones fit does not mean that larger ones do
+
+BUDGET_BYTES = 28 * MIB
+
+
+def begin_small(options: dict[str, Any], **further: Any) -> Training:
+    """Weights of 1 MiB each; the activations of 1024 rows take 2 MiB each."""
+    return begin(
+        lambda: nn.Sequential(*[nn.Sequential(nn.Linear(512, 512, bias=False), nn.Tanh()) for _ in range(8)]),
+        lambda module: [torch.optim.SGD(module.parameters(), lr=0.1)],
+        {"memory_budget": BUDGET_BYTES, **options},
+        **further,
+    )
+
+
+def rows_of(count: int) -> Tensor:
+    return torch.full((count, 512), 0.5)
+
+
+def test_a_batch_that_is_larger_than_all_that_fitted_keeps_the_budget(tmp_path: Path) -> None:
+    """After a reset it runs without one."""
+    training = begin_small({"storage": tmp_path, "profile_iterations": 1}, dynamic=True)
+    training.run(map(rows_of, (64, 64, 64, 64, 32, 1024, 1024)), functools.partial(mean_square_step, training))
+    statuses = [status for (status,) in training.progress]
+    assert all(0 < status.device_peak_bytes <= BUDGET_BYTES for status in statuses)
+    phases = [status.phase for status in statuses]
+    moved = [status.moved_bytes["device->storage"] for status in statuses]
+    assert phases[3:5] == ["fits", "fits"], "nothing larger ran"
+    assert phases[5] != "fits" and moved[4] == 0 < moved[5]
+    teraio.reset()
+    loss = training.model(rows_of(2048)).square().mean()
+    loss.backward()
+    assert torch.isfinite(loss) and teraio.status() == ()
+
+
+@pytest.mark.parametrize("held", [0, 80 * MIB])
+def test_more_passes_at_once_than_all_that_fitted_are_noticed(tmp_path: Path, held: int) -> None:
+    """Also where something else was there when the first ones fitted, and went away meanwhile."""
+    training = begin_small({"storage": tmp_path, "profile_iterations": 1})
+    model, (sgd,) = training.model, training.optimizers
+    garbage: list[Tensor] = []
+
+    def iteration(passes: int) -> str:
+        inputs = rows_of(512)
+        sum(model(inputs).square().mean() for _ in range(passes)).backward()  # type: ignore[union-attr]
+        sgd.step()
+        sgd.zero_grad()
+        return teraio.status()[0].phase
+
+    iteration(1)
+    garbage.append(torch.empty(held, dtype=torch.uint8))
+    assert [iteration(1) for _ in range(4)][-1] == "fits"
+    garbage.clear()
+    assert iteration(4) == "profile"
+    for _ in range(3):
+        iteration(4)
+    status = teraio.status()[0]
+    assert status.phase != "fits" and BUDGET_BYTES // 2 < status.device_peak_bytes <= BUDGET_BYTES
+    assert status.moved_bytes["device->storage"] > 0

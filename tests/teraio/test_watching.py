@@ -1,0 +1,247 @@
+"""What a real training under a budget tells: teraio's data and files, and what torch.profiler shows of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+import teraio
+from planner import UnsupportedError
+from planner.errors import FileFormatError
+from teraio.watching import CsvWriter, read_csv, waited_for_ranks
+
+from ..training import MIB, Training, mean_square_step, random_rows, weights_of_1_mib
+
+STEPS = 4
+
+
+def stepping(training: Training) -> Callable[..., None]:
+    return lambda batch=None, index=0: mean_square_step(training, torch.randn(16, 512) if batch is None else batch)
+
+
+def test_what_is_watched_agrees(tmp_path: Path, quick_links: None) -> None:
+    """With teraio's status and with the file."""
+    told: list[teraio.IterationStats] = []
+    writer = teraio.CsvWriter(tmp_path / "run.csv")
+    ends = [teraio.on_iteration(told.append), teraio.on_iteration(writer)]
+    try:
+        options = {"memory_budget": 11 * MIB, "storage": tmp_path, "profile_iterations": 9}
+        training = weights_of_1_mib(options, count=8, momentum=0.9)
+        with pytest.raises(UnsupportedError, match="stats: no run of teraio manages a parameter of this model"):
+            teraio.stats(training.model)
+        training.run(random_rows(STEPS), stepping(training))
+        stats = teraio.stats(training.model)
+        assert stats.iterations == tuple(told) and [each.iteration for each in told] == list(range(STEPS))
+        (status,) = training.progress[-1]
+        assert stats.status.iterations == STEPS and {each.phase for each in told} == {"profile"}
+        for link, moved in status.moved_bytes.items():
+            assert sum(each.moved_bytes[link] for each in told) <= moved, "copies may go on between two iterations"
+        last = told[-1]
+        assert last.seconds > last.waited_seconds >= 0.0 and last.predicted_seconds is None
+        assert 0 < last.tier_bytes["device"] <= 11 * MIB and last.tier_bytes["storage"] > 0
+        assert sum(last.tier_bytes.values()) >= 8 * MIB
+        assert last.moved_bytes["device->storage"] > 0 and last.bytes_per_second("storage->device")
+        training.finish()
+    finally:
+        for end in ends:
+            end()
+            end()  # not twice
+        writer.close()
+    assert read_csv(tmp_path / "run.csv") == tuple(told)
+    with pytest.raises(UnsupportedError, match="compile the model with teraio and train for a step first"):
+        teraio.stats(nn.Linear(2, 2))
+
+
+def test_what_a_watcher_raises_the_loop_raises() -> None:
+    def fail(stats: teraio.IterationStats) -> None:
+        raise KeyError("mine")
+
+    end = teraio.on_iteration(fail)
+    try:
+        training = weights_of_1_mib({}, count=1)
+        with pytest.raises(KeyError, match="mine"):
+            stepping(training)()
+    finally:
+        end()
+    training.finish()
+
+
+def test_a_watcher_is_interrupted_at_once_and_may_replace_handlers(tmp_path: Path) -> None:
+    training = weights_of_1_mib({"memory_budget": 11 * MIB, "storage": tmp_path}, count=8, momentum=0.9)
+    done = []
+
+    def watch(stats: teraio.IterationStats) -> None:
+        if stats.iteration == 1:
+            signal.signal(signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if stats.iteration == 2:
+            signal.raise_signal(signal.SIGINT)
+        done.append(stats.iteration)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    end = teraio.on_iteration(watch)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            training.run(random_rows(4), stepping(training))
+        assert done == [0, 1] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        training.run(random_rows(2), stepping(training))
+    finally:
+        end()
+        signal.signal(signal.SIGINT, before)
+    assert done == [0, 1, 3, 4]
+    training.finish()
+
+
+# -- files of iterations that are made up
+
+FIRST = teraio.IterationStats(
+    run=0,
+    iteration=0,
+    phase="profile",
+    seconds=2.5,
+    waited_seconds=0.125,
+    recompute_seconds=0.0,
+    predicted_seconds=None,
+    tier_bytes={"device": 512 << 20, "storage": 3 << 30},
+    moved_bytes={"device->storage": 10**9, "storage->device": 0},
+    busy_seconds={"device->storage": 0.5, "storage->device": 0.0},
+)
+SECOND = dataclasses.replace(FIRST, iteration=1, phase="planned", predicted_seconds=0.1 + 0.2, recompute_seconds=0.25)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    writer = CsvWriter(path)
+    writer(FIRST)
+    assert read_csv(path) == (FIRST,), "each line is there at once"
+    writer(SECOND)
+    writer.close()
+    assert read_csv(path) == (FIRST, SECOND)
+    path.write_text(path.read_text()[:-40])
+    assert read_csv(path) == (FIRST,), "the last line was cut short"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("waited_seconds", "idle_seconds", "line 1 has not the columns of measured iterations"),
+        ("0,0,profile", "0,zero,profile", "line 2 is no measured iteration: invalid literal"),
+        ("profile", "asleep", "line 2 is no measured iteration: no such phase"),
+        ("2.5", "2.5,7", "line 2 is no measured iteration"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "run.csv"
+    with pytest.raises(FileFormatError, match="cannot be read: No such file"):
+        read_csv(path)
+    writer = CsvWriter(path)
+    writer(FIRST)
+    writer.close()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(FileFormatError, match=message):
+        read_csv(path)
+
+
+LATE_ONE, LATE_TWO = {"a": 1.0, "b": 5.0}, {"a": 4.0, "b": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "waited"),
+    [
+        # the shortest time of each collective is work and the rest is waiting; ranks take turns in being late
+        ([LATE_ONE, LATE_TWO], (3.0, 3.0)),
+        ([LATE_ONE, LATE_ONE, LATE_TWO], (3.0, 3.0, 3.0)),
+        ([{"a": 1.0}, {"a": 1.5}], (0.0, 0.5)),
+        # without the same collectives nothing can be told
+        *(
+            (others, None)
+            for others in ([], [{"a": 1.0}], [{}, {}], [{"a": 1.0}, {"b": 1.0}], [{"a": 1.0}, {"a": 1.0, "b": 1.0}])
+        ),
+    ],
+)
+def test_what_of_the_time_in_collectives_is_waiting(seconds: list[dict[str, float]], waited: tuple[float, ...] | None) -> None:
+    assert waited_for_ranks(seconds) == waited
+
+
+# -- torch.profiler
+
+
+def profiled(step: Callable[[], None]) -> list[str]:
+    """The names that teraio gives to what runs in one step, in any thread."""
+    every_thread = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as found:
+        step()
+    return [event.name for event in found.events() if event.name.startswith("teraio::")]
+
+
+def training_under_16_mib(folder: Path, **options: Any) -> Callable[[], None]:
+    """One step of a training of 24 weights of 1 MiB, and as many momenta."""
+    return stepping(weights_of_1_mib({"memory_budget": 16 * MIB, "storage": folder, **options}, momentum=0.9))
+
+
+def test_stages_updates_waits_and_copies_have_names_while_a_profiler_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    class Noted(torch.profiler.record_function):
+        def __init__(self, name: str, args: str | None = None) -> None:
+            made.append(name)
+            super().__init__(name, args)
+
+    monkeypatch.setattr(torch.profiler, "record_function", Noted)
+    step = training_under_16_mib(tmp_path)
+    for _ in range(2):
+        step()
+    assert made == []
+    names = profiled(step)
+    for pattern in (
+        r"teraio::stage forward/\S+",
+        r"teraio::stage backward/\S+",
+        r"teraio::update optimizer/subgroup\.\d+",
+        r"teraio::wait \S+ (and \d+ more )?from storage",
+        r"teraio::copy \d+\.weight device->storage",
+        r"teraio::copy \d+\.weight storage->device",
+    ):
+        assert any(re.fullmatch(pattern, name) for name in names), (pattern, sorted(set(names)))
+    assert sum(name.startswith("teraio::stage") for name in names) == teraio.status()[0].stages
+    assert any(name.startswith("teraio::wait") for name in made)
+
+
+def test_updates_inside_the_backward_pass_have_names(tmp_path: Path) -> None:
+    step = training_under_16_mib(tmp_path, overlap_step=True)
+    for _ in range(5):
+        step()
+    assert any(re.fullmatch(r"teraio::update backward\S*/update\.\d+", name) for name in profiled(step))
+
+
+def test_a_step_that_is_not_cut_has_a_name(tmp_path: Path) -> None:
+    training = weights_of_1_mib({"memory_budget": 64 * MIB, "storage": tmp_path}, count=1)
+    training.optimizers[0].register_step_post_hook(lambda *_: None)  # it has to see all parameters
+    step = stepping(training)
+    step()
+    assert "teraio::update optimizer/whole" in profiled(step)
+
+
+def test_where_everything_fits_stages_have_names_and_iterations_are_told() -> None:
+    """Also where all parameters get other memory, as by `PostLocalSGDOptimizer`: graphs make no blocks of it then."""
+    training = weights_of_1_mib({"profile_iterations": 1}, count=2)
+    training.run(random_rows(4), stepping(training))
+    assert training.progress[-1][0].phase == "fits"
+    names = profiled(stepping(training))
+    assert {name.partition("/")[0] for name in names} == {"teraio::stage forward", "teraio::stage backward"}
+    for parameter in training.module.parameters():
+        parameter.data = parameter.data.clone()
+    training.run(random_rows(3), stepping(training))
+    assert training.progress[-1][0].iterations == 8
+    training.finish()
