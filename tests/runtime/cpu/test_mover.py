@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.errors import ChecksumError, StorageIOError
+from planner.errors import ChecksumError, StorageError, StorageIOError
 from runtime.paging import State
 
 from ..cpu_machine import MIB, SECONDS, CpuMachine, Drive, slot_of, within
@@ -41,6 +42,17 @@ def test_the_storage_lives_until_its_copies_have_ended(rig: CpuMachine, monkeypa
     go_on.set()
     writer.wait(SECONDS)
     assert alive, "otherwise pages are moved over memory that others may have by now"
+
+
+def test_a_copy_that_can_not_begin_keeps_nothing(rig: CpuMachine) -> None:
+    tensor, block = rig.make(2 * MIB, 1)
+    rig.leave(block)
+    rig.engine.close()
+    with pytest.raises(StorageError, match="closed"):
+        rig.pager.acquire([block], 0, "read")
+    del tensor
+    gc.collect()
+    assert block.dead and not rig.plain._arrived
 
 
 def test_a_failed_write_under_the_pager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +137,26 @@ def test_what_user_code_has_read_is_compared_when_it_ends(checked: CpuMachine) -
     assert tensor[3 * MIB] == 0
     with pytest.raises(ChecksumError):
         checked.pager.enter_region()
+
+
+def test_ranges_are_compared_however_the_slot_was_written(checked: CpuMachine) -> None:
+    """Written as a whole, or in other ranges; the ranges of an update by slices, say."""
+    _tensor, block = checked.make(4 * MIB, 1)
+    checked.pager.lending.lend([block])
+    buffer = torch.full((2 * MIB,), 2, dtype=torch.uint8)
+    checked.pager.lending.copy_range(block, MIB, buffer, to_slot=True).wait()
+    for place in (0, MIB + 4096, 4 * MIB - 1):
+        flip_a_bit(slot_of(block).extents[0], place)
+        for begin in (0, 2 * MIB):
+            copy = checked.pager.lending.copy_range(block, begin, buffer, to_slot=False)
+            if begin <= place < begin + 2 * MIB:
+                with pytest.raises(ChecksumError):
+                    copy.wait()
+            else:
+                copy.wait()
+        flip_a_bit(slot_of(block).extents[0], place)
+    checked.pager.lending.give_back([block])
+    within(SECONDS, lambda: checked.pager.acquire([block], 0, "read"))
 
 
 # -- several movers in one process
