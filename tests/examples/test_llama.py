@@ -1,15 +1,23 @@
-"""The Llama: published sizes, attention and positions as defined, one copy of the weights, training as any other model."""
+"""The Llama: sizes, attention and positions as published, one copy of the weights; and the command that trains it."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner, Result
 
+from examples import train_llama
 from examples.llama import SIZES, Attention, Llama, LlamaConfig, llama, rotate, rotations
 from examples.memory import give_free_memory_back, reset_peak, resident_bytes
-from examples.training import Setting, Training, computing_seconds
+from examples.training import Report, Setting, Training
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = LlamaConfig(layers=2, width=64, heads=4, key_value_heads=2, feed_forward=96, vocabulary=256, tied=True, context=32)
 
 PARAMETERS = {
@@ -90,27 +98,20 @@ def test_a_tied_head_trains_the_embedding() -> None:
     assert parameters(apart) == parameters(model) + SMALL.vocabulary * SMALL.width
 
 
-def test_a_loss_in_pieces_is_the_same_loss() -> None:
-    results = []
-    for loss_tokens in (1024, 20):
-        torch.manual_seed(0)
-        model = llama(replace(SMALL, loss_tokens=loss_tokens), dtype=torch.float64)
-        loss = model(*rows())
-        loss.backward()
-        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-    for one, other in zip(*results, strict=True):
+def loss_and_gradients(dtype: torch.dtype, **changes: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = llama(replace(SMALL, **changes), dtype=dtype)
+    loss = model(*rows())
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def test_a_loss_in_pieces_and_checkpointed_layers_give_the_same_loss_and_gradients() -> None:
+    whole, pieces = (loss_and_gradients(torch.float64, loss_tokens=count) for count in (1024, 20))
+    for one, other in zip(whole, pieces, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_checkpointed_layers_give_the_same_loss_and_gradients() -> None:
-    results = []
-    for checkpointed in (0, 2):
-        torch.manual_seed(0)
-        model = llama(replace(SMALL, checkpointed_layers=checkpointed))
-        loss = model(*rows())
-        loss.backward()
-        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    plain, checkpointed = (loss_and_gradients(torch.float32, checkpointed_layers=count) for count in (0, 2))
+    assert all(torch.equal(one, other) for one, other in zip(plain, checkpointed, strict=True))
 
 
 def test_bf16_gives_a_loss_in_fp32_near_that_of_fp32_weights() -> None:
@@ -154,25 +155,89 @@ def test_saving_on_the_processor_changes_no_loss(dtype: str) -> None:
     assert losses[0][-1] < losses[0][0] - 0.5
 
 
-def test_the_profiler_sees_the_device_at_work() -> None:
-    training = Training(Setting(backend="eager", model=SIZES["tiny"], batch=2, text_bytes=100_000))
-    assert 1e-3 < training.busy_seconds() < 60
-    training.finish()
+# -- the command
+
+SHALLOW = replace(SIZES["tiny"], layers=2, context=64)
 
 
-def test_computing_is_what_ran_on_the_device_but_copies() -> None:
-    def event(name: str, start: float, end: float, device: str = "CUDA", annotation: bool = False) -> SimpleNamespace:
-        span, kind = SimpleNamespace(start=start, end=end), SimpleNamespace(name=device)
-        return SimpleNamespace(name=name, device_type=kind, time_range=span, is_user_annotation=annotation)
+@pytest.fixture
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(train_llama, "SIZES", {"tiny": SHALLOW})
+    yield
+    torch._dynamo.reset()
 
-    events = [
-        event("kernel", 0, 10),
-        event("kernel", 5, 20),
-        event("Memcpy DtoD (Device -> Device)", 30, 40),
-        event("Memcpy HtoD (Pinned -> Device)", 50, 90),
-        event("Memcpy DtoH (Device -> Pinned)", 50, 90),
-        event("Optimizer.step#AdamW.step", 0, 100, annotation=True),
-        event("aten::mm", 0, 100, device="CPU"),
-    ]
-    assert computing_seconds(events, "CUDA") == pytest.approx(30e-6)
-    assert computing_seconds(events, "CPU") == pytest.approx(100e-6)
+
+Call = Callable[..., Result]
+
+
+@pytest.fixture
+def call(small_sizes: None) -> Call:
+    app = typer.Typer()
+    app.command()(train_llama.main)
+    return lambda *arguments: CliRunner().invoke(app, [*arguments], env={"COLUMNS": "300"})
+
+
+def test_a_plain_run_prints_losses_speed_and_peak(call: Call) -> None:
+    outcome = call("--backend", "eager", "--steps", "3", "--batch", "2", "--context", "32")
+    assert outcome.exit_code == 0, outcome.output
+    lines = outcome.output.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["1", "2", "3"]
+    assert all("loss" in line and "tokens/s" in line for line in lines[:3])
+    assert "million parameters" in outcome.output and "peak resident set" in outcome.output
+    assert "teraio" not in outcome.output
+
+
+def test_a_budget_moves_tensors(call: Call, tmp_path: Path) -> None:
+    tiers = ("--memory-budget", "84MiB", "--storage", str(tmp_path), "--codegen", "eager")
+    outcome = call("--steps", "6", "--batch", "4", *tiers)
+    assert outcome.exit_code == 0, outcome.output
+    assert "profile" in outcome.output and "budget 84 MiB" in outcome.output
+    for link in ("device->storage", "storage->device"):
+        moved = next(line for line in outcome.output.splitlines() if link in line)
+        assert not moved.endswith(" 0 MiB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--memory-budget", "1MiB", "--storage", "/no/such/folder"), 1, "/no/such/folder is not a directory"),
+        (("--size", "huge"), 2, "no size 'huge'; there are tiny"),
+        (("--dtype", "int4"), 2, "dtype: Input should be 'float32' or 'bfloat16'"),
+        (("--backend", "eager", "--memory-budget", "1GiB"), 2, "memory_budget: only the backend teraio"),
+        (("--fsdp",), 2, "torchrun --nproc-per-node 2 -m examples.train_llama --fsdp"),
+    ],
+)
+def test_what_is_refused(
+    arguments: tuple[str, ...], code: int, message: str, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What teraio refuses is one line."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    outcome = call(*arguments)
+    assert outcome.exit_code == code and message in " ".join(outcome.output.split())
+    assert code == 2 or outcome.output.startswith("OptionsError: ") and len(outcome.output.splitlines()) == 1
+
+
+def test_the_summary_of_a_gpu_tells_allocated_from_reserved() -> None:
+    report = Report(peak_bytes=3 << 20, peak_reserved_bytes=5 << 20, rest_bytes=0, parameters=10**6, status=None)
+    assert "allocated device memory 3 MiB, of reserved 5 MiB" in train_llama.summary(report)
+
+
+@pytest.mark.long
+def test_two_ranks_share_a_llama_and_move_tensors(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    tiers = ["--memory-budget", "88MiB", "--storage", str(tmp_path), "--codegen", "eager"]
+    trained = subprocess.run(
+        [*launcher, "-m", "examples.train_llama", "--fsdp", "--steps", "9", "--batch", "2", "--context", "64", *tiers],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "300"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    lines = trained.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:9]] == [str(number) for number in range(1, 10)], "ranks other than 0 print nothing"
+    assert "budget 88 MiB" in trained.stdout
+    moved = next(line for line in lines if "storage->device" in line)
+    assert not moved.endswith(" 0 MiB")
+    assert not list(tmp_path.iterdir())

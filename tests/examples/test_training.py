@@ -1,15 +1,20 @@
-"""The demo's parts: real and repeatable text, a model that learns it, memory as the system sees it."""
+"""The demo's parts: repeatable text, a model that learns it, memory as the system sees it, and its verdict."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from examples.gpt import GPT, GPTConfig
+from examples.llama import SIZES
 from examples.memory import give_free_memory_back, resident_bytes
+from examples.report import Run, faults, losses_table, summary_table
 from examples.text import batches, standard_library_text
-from examples.training import Setting, Training
+from examples.training import Report, Setting, Step, Training, computing_seconds, covered
 from examples.worker import Worker, WorkerFailed
 
 TINY = GPTConfig(layers=2, width=32, heads=2, context=64)
@@ -30,13 +35,11 @@ def test_targets_are_the_next_bytes() -> None:
 
 
 def test_checkpointed_layers_give_the_same_loss_and_gradients() -> None:
-    text = standard_library_text(10_000)
-    tokens, targets = next(batches(text, batch=2, context=64, seed=1))
+    tokens, targets = next(batches(standard_library_text(10_000), batch=2, context=64, seed=1))
     results = []
     for checkpointed in (0, 2):
         torch.manual_seed(0)
-        config = GPTConfig(layers=2, width=32, heads=2, context=64, checkpointed_layers=checkpointed)
-        model = GPT(config)
+        model = GPT(replace(TINY, checkpointed_layers=checkpointed))
         loss = model(tokens, targets)
         loss.backward()
         results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
@@ -65,14 +68,13 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
     assert "no_such_option" in caught.value.reason
 
 
-def test_a_worker_that_hangs_is_ended(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match="no answer for 0.01 s"):
-        Worker(Setting(backend="eager", model=TINY), tmp_path / "log", patience_seconds=0.01)
-
-
-def test_a_training_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match="stopped at its limit of 0.01 s"):
-        Worker(Setting(backend="eager", model=TINY), tmp_path / "log", limit_seconds=0.01)
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [({"patience_seconds": 0.01}, "no answer for 0.01 s"), ({"limit_seconds": 0.01}, "stopped at its limit of 0.01 s")],
+)
+def test_a_worker_that_hangs_or_takes_too_long_is_ended(limit: dict[str, float], message: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=message):
+        Worker(Setting(backend="eager", model=TINY), tmp_path / "log", **limit)
 
 
 def test_steps_in_a_group_are_the_same_steps() -> None:
@@ -90,3 +92,82 @@ def test_resident_bytes_see_an_allocation() -> None:
     before = resident_bytes()["RssAnon"]
     kept = torch.ones(32 << 20, dtype=torch.uint8)
     assert resident_bytes()["RssAnon"] - before > 0.9 * len(kept)
+
+
+def test_the_profiler_sees_the_device_at_work() -> None:
+    training = Training(Setting(backend="eager", model=SIZES["tiny"], batch=2, text_bytes=100_000))
+    assert 1e-3 < training.busy_seconds() < 60
+    training.finish()
+
+
+def test_computing_is_what_ran_on_the_device_but_copies() -> None:
+    def event(name: str, start: float, end: float, device: str = "CUDA", annotation: bool = False) -> SimpleNamespace:
+        span, kind = SimpleNamespace(start=start, end=end), SimpleNamespace(name=device)
+        return SimpleNamespace(name=name, device_type=kind, time_range=span, is_user_annotation=annotation)
+
+    events = [
+        event("kernel", 0, 10),
+        event("kernel", 5, 20),
+        event("Memcpy DtoD (Device -> Device)", 30, 40),
+        event("Memcpy HtoD (Pinned -> Device)", 50, 90),
+        event("Memcpy DtoH (Device -> Pinned)", 50, 90),
+        event("Optimizer.step#AdamW.step", 0, 100, annotation=True),
+        event("aten::mm", 0, 100, device="CPU"),
+    ]
+    assert computing_seconds(events, "CUDA") == pytest.approx(30e-6)
+    assert computing_seconds(events, "CPU") == pytest.approx(100e-6)
+
+
+def test_spans_that_overlap_count_once() -> None:
+    assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.7)]) == 4.0
+    assert covered([]) == 0.0
+
+
+# -- the verdict: every way to fail is noticed, and a good run passes
+
+MIB = 2**20
+
+
+def run(losses: list[float], *, peak_bytes: int, status: dict[str, Any] | None, phase: str = "") -> Run:
+    resident = {"VmHWM": peak_bytes, "VmRSS": peak_bytes, "RssAnon": peak_bytes, "RssFile": 0, "RssShmem": 0}
+    steps = tuple(Step(loss=loss, seconds=1.0, tokens=64, phase=phase, resident_bytes=resident) for loss in losses)
+    report = Report(peak_bytes=peak_bytes, rest_bytes=0, parameters=1_000_000, status=status)
+    return Run(name="a run", steps=steps, report=report)
+
+
+def status(**changes: Any) -> dict[str, Any]:
+    moved = {"device->storage": 5 * MIB, "storage->device": 5 * MIB}
+    return {"moved_bytes": moved, "device_peak_bytes": 30 * MIB, "device_budget_bytes": 30 * MIB, **changes}
+
+
+FIRST = run([3.0, 2.5], peak_bytes=100 * MIB, status=None)
+
+
+def second(losses: tuple[float, ...] = (3.0, 2.5), peak_bytes: int = 50 * MIB, phase: str = "planned", **changes: Any) -> Run:
+    return run(list(losses), peak_bytes=peak_bytes, status=status(**changes), phase=phase)
+
+
+def test_equal_losses_in_half_the_memory_pass() -> None:
+    assert faults(FIRST, second()) == []
+    assert losses_table(FIRST, second()).row_count == 2 and summary_table(FIRST, second()).row_count == 12
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (second((3.0, 2.50001)), "losses of iteration 2 disagree: 2.5 and 2.50001"),
+        (second((3.0, float("nan"))), "losses of iteration 2 disagree: 2.5 and nan"),
+        (second(peak_bytes=51 * MIB), "peaked at 51 MiB, over half of the first run's, 50 MiB"),
+        (second(device_peak_bytes=31 * MIB), "took 31 MiB, over their budget of 30 MiB"),
+        (second(moved_bytes={"device->storage": 0}), "nothing was moved"),
+        (second(phase="profile"), "use more iterations"),
+        (run([3.0, 2.5], peak_bytes=1, status=None), "nothing was moved"),
+    ],
+)
+def test_each_fault_is_named(other: Run, message: str) -> None:
+    assert any(message in fault for fault in faults(FIRST, other))
+
+
+def test_a_run_that_lacks_iterations_is_not_compared() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        faults(FIRST, second((3.0,)))
