@@ -15,7 +15,7 @@
     ├── SolverError              the solver failed
     └── StorageError             the storage tier failed
         ├── StorageFullError     not enough free space, or the storage budget is used up
-        ├── StorageIOError       a read or write of a spill file failed
+        ├── StorageIOError       a read or write of a spill file, or a read of a checkpoint, failed
         └── ChecksumError        the bytes that were read differ from those that were written
 
 A message says what was found, what was allowed and what to do.
@@ -171,24 +171,31 @@ class StorageFullError(StorageError):
 
 
 class StorageIOError(StorageError):
-    """A read or write of a spill file failed. Nothing of a failed read is used.
+    """A read or write of a spill file, or a read of a checkpoint, failed. Nothing of a failed read is used.
 
     Attributes:
         path: the file.
         block: name of the block.
         errno: the operating system's error number.
         action: "read", "write" or "access".
+        remedy: what to do; by default, to look after the drive.
     """
 
-    def __init__(self, *, path: str, block: str, errno: int, action: str = "access") -> None:
+    def __init__(
+        self,
+        *,
+        path: str,
+        block: str,
+        errno: int,
+        action: str = "access",
+        remedy: str = "check the drive and its free space, then restart from the last checkpoint",
+    ) -> None:
         self.path = path
         self.block = block
         self.errno = errno
         self.action = action
-        super().__init__(
-            f"cannot {action} block {block!r} in {path}: [errno {errno}] {os.strerror(errno)}; "
-            "check the drive and its free space, then restart from the last checkpoint"
-        )
+        self.remedy = remedy
+        super().__init__(f"cannot {action} block {block!r} in {path}: [errno {errno}] {os.strerror(errno)}; {remedy}")
 
 
 class ChecksumError(StorageError):

@@ -11,12 +11,18 @@ gives up are used for the next block. The kernel then neither clears nor maps ne
 training without a budget faster. One kind of block is different: if another thread of the user may be reading the block (a
 parameter), its pages go back to the system, because only then the exchange is atomic.
 
+A block that lies in a file of the user keeps its address, too: its data begins as far behind the border of a page as in the file.
+The file is mapped privately, so that nothing that user code writes ever gets there, see [Note: Blocks in files].
+
 [Note: What user code has touched]
 With `checksums` or `debug`, the slot that stands in for a block is mapped privately. User code still reads the slot, but what it
 writes goes to new pages of its own, and the file stays as teraio wrote it: any other change of it is damage. The kernel tells
 which pages of the mapping were touched, and which of them are such new ones (/proc/self/pagemap, for a process of its own without
 any privilege). When user code has run, `CpuMover` reads the touched pages of the slot again and compares them; then it brings the
 written ones to the slot. So a page that user code has changed in part is one that was whole before.
+
+In the same way `CpuMover` finds out whether user code has written to a block that lies in a file of the user. Such a block gets a
+slot of its own, with what the private mapping holds then.
 """
 
 from __future__ import annotations
@@ -81,9 +87,19 @@ class CpuMemory:
         """Return the pages of `storage`. None: they are not from the pool, or only lent to the storage (by NumPy, say)."""
         if storage.nbytes() < MIN_MOVED_BYTES:
             return None
-        serial = ctypes.c_long()
-        length = self._pool.teraio_allocation(storage._cdata, ctypes.byref(serial))
-        return Span(storage.data_ptr(), length, serial.value) if length else None
+        serial, lead = ctypes.c_long(), ctypes.c_size_t()
+        length = self._pool.teraio_allocation(storage._cdata, ctypes.byref(serial), ctypes.byref(lead))
+        return Span(storage.data_ptr() - lead.value, length, serial.value, lead.value) if length else None
+
+    def in_file(self, extent: Extent, lead_bytes: int, size_bytes: int) -> torch.UntypedStorage:
+        """Return a new storage over the file of an extent, mapped privately. Takes no memory.
+
+        lead_bytes: where its data begins in the extent.
+        """
+        storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+        file, offset = extent.file_descriptor, extent.offset_bytes
+        _check(self._pool.teraio_map_new(storage._cdata, size_bytes, lead_bytes, file, offset), "mmap", size_bytes)
+        return storage
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
         """Move the data of a large storage into the pool, if it belongs to PyTorch. Aliases of the storage follow.
@@ -164,7 +180,8 @@ def _load_pool() -> ctypes.CDLL:
     functions: dict[str, native.Signature] = {
         "teraio_install": (error_code, [size]),
         "teraio_stand_back": (None, []),
-        "teraio_allocation": (size, [pointer, ctypes.POINTER(ctypes.c_long)]),
+        "teraio_allocation": (size, [pointer, ctypes.POINTER(ctypes.c_long), sizes]),
+        "teraio_map_new": (error_code, [pointer, size, size, error_code, size]),
         "teraio_adopt": (error_code, [pointer]),
         "teraio_map_files": (error_code, [pointer, size, ctypes.POINTER(error_code), sizes, sizes, *[error_code] * 3]),
         "teraio_take": (pointer, [size]),
@@ -214,6 +231,7 @@ def touched(address: int, length_bytes: int) -> Iterator[Touched]:
         yield Touched(begin * page, (end - begin) * page, kind)
 
 
+@functools.cache
 def system_tells() -> bool:
     """Whether this system tells what was touched. Some containers do not."""
     page = mmap.PAGESIZE

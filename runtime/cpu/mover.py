@@ -14,12 +14,12 @@ from copy import copy
 
 import torch
 
-from planner.errors import ChecksumError, StorageError
+from planner.errors import ChecksumError, StorageError, UnsupportedError
 from planner.schema import WaitingTier
-from runtime.cpu.memory import CpuMemory, Touched, touched
+from runtime.cpu.memory import CpuMemory, Touched, system_tells, touched
 from runtime.device import Span
 from runtime.paging import DROPPED, POISON, Block, CheckedMover, Done, Tiers, dropped_message, slot_of, span_of, storage_of
-from runtime.storage import RangeCopy, cut_slot, slot_range
+from runtime.storage import RangeCopy, Slot, cut_slot, slot_range
 from runtime.system import storage_swap
 
 
@@ -54,6 +54,16 @@ class CpuMover:
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def begin_in_file(self, slot: Slot, kind: str) -> tuple[Block, torch.UntypedStorage]:
+        if not system_tells():
+            raise UnsupportedError(
+                f"{slot.name} cannot stay in {slot.extents[0].path}: /proc/self/pagemap of this system does not tell whether "
+                "your code writes to it; load the checkpoint as trained weights, or run where it tells (some containers do not)"
+            )
+        storage = self._memory.in_file(slot.extents[0], slot.lead_bytes, slot.content_bytes)
+        block = Block(storage=storage, name=slot.name, kind=kind, user_visible=True, span=self.span(storage))
+        return block, storage
+
     def copy_out(self, block: Block, tier: WaitingTier | None, done: Done) -> bool:
         self.tiers.place(block, tier)
         self.tiers.write(block, span_of(block).address, done)
@@ -74,7 +84,7 @@ class CpuMover:
             span_of(block),
             slot_of(block).extents,
             keep_pages=not block.user_visible,
-            shared=self.tiers.mapped,
+            shared=self.tiers.mapped and slot_of(block).file is None,
             poison=POISON if self._poison else None,
         )
 
@@ -86,6 +96,7 @@ class CpuMover:
             finally:
                 done(error)
 
+        self.keep_changes(block)  # user code may have written to it even before `invalidate`
         self._arrived[block] = area = self._memory.take_pages(span_of(block).length_bytes)
         try:
             if self._poison:
@@ -115,7 +126,22 @@ class CpuMover:
 
     def invalidate(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
+            self.keep_changes(block)
             self._memory.forget_cached(span_of(block))
+
+    def keep_changes(self, block: Block) -> bool:
+        """If user code has written to what stands in for a block in its file, give the block a slot with what is there now.
+
+        Returns whether it has. Waits until the slot is written. Raises StorageFullError, StorageIOError; what was written stays
+        in memory then.
+        """
+        slot, span = slot_of(block), span_of(block)
+        if slot.file is None or not any(each.written for each in touched(span.address, span.length_bytes)):
+            return False
+        slot.file.check(slot.name)  # where it is mapped beyond its end, a read would end the process
+        self.tiers.leave_file(block, span.address)
+        self._memory.map_files(span, slot_of(block).extents, keep_pages=False, shared=self.tiers.mapped)
+        return True
 
     def forget(self, block: Block) -> None:
         self.tiers.forget(block)
@@ -135,6 +161,7 @@ class CheckedCpuMover(CheckedMover):
 
     def __init__(self, mover: CpuMover, memory: CpuMemory, *, debug: bool) -> None:
         super().__init__(mover, bytes_at, debug=debug)
+        self._plain = mover
         self._memory = memory
         self._damaged: set[Block] = set()
         self._lost: dict[Block, ChecksumError] = {}  # user code has written to a page that had come back different
@@ -209,6 +236,10 @@ class CheckedCpuMover(CheckedMover):
         """
         if block.slot is None:
             return
+        if block.slot.file is not None:
+            if self._plain.keep_changes(block):
+                self.written(block, 0, block.address, block.size_bytes)
+            return
         if self.tiers.mapped:
             self.distrust(block)
             return
@@ -216,6 +247,8 @@ class CheckedCpuMover(CheckedMover):
             raise copy(self._lost[block])
         self._distrust_host_update(block)
         span = span_of(block)
+        if span.lead_bytes:  # its sums are of pages that begin with its data, and the touched ones do not
+            super().distrust(block)
         for each in touched(span.address, span.length_bytes):
             self._check_touched(block, each)
             if each.written:

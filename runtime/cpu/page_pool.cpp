@@ -55,7 +55,7 @@ void* new_pooled(size_t bytes) {
   Range pages = pool().take(length);
   void* address = pages.address;
   if (address) {
-    pool().allocations.emplace(address, Pool::Allocation{length, std::move(pages), ++pool().serial});
+    pool().allocations.emplace(address, Pool::Allocation{length, std::move(pages), ++pool().serial, 0});
     pool().mapped_bytes += length;
     count(static_cast<long>(length));
   }
@@ -133,15 +133,40 @@ void teraio_stand_back() {
   pool().trim(0);
 }
 
-// Returns the length of the pooled allocation that a storage owns, and its serial number. Returns 0 if it owns none.
-size_t teraio_allocation(void* storage_impl, long* serial) {
+// Returns the length of the pooled allocation that a storage owns, its serial number, and where the data begins in it. Returns
+// 0 if it owns none.
+size_t teraio_allocation(void* storage_impl, long* serial, size_t* lead) {
   const c10::DataPtr& data = static_cast<c10::StorageImpl*>(storage_impl)->_mutable_data_ptr_no_checks();
-  if (data.get_deleter() != &free_any || data.get_context() != data.get()) return 0;  // the storage does not own its data
+  if (data.get_deleter() != &free_any) return 0;  // the storage does not own its data
   std::lock_guard lock(pool().mutex);
   Pool::Allocation* allocation = pool().find(data.get_context());
-  if (!allocation) return 0;
+  if (!allocation || data.get() != static_cast<char*>(data.get_context()) + allocation->lead) return 0;
   *serial = allocation->serial;
+  *lead = allocation->lead;
   return allocation->length;
+}
+
+// Gives an empty storage `bytes` that lie in a file: pages from `offset` on are mapped privately, and the data begins `lead`
+// bytes after. Takes address space and no memory.
+int teraio_map_new(void* storage_impl, size_t bytes, size_t lead, int file, size_t offset) {
+  auto* storage = static_cast<c10::StorageImpl*>(storage_impl);
+  size_t length = whole_pages(lead + bytes);
+  {
+    std::lock_guard lock(pool().mutex);
+    char* address = reserve(length);
+    if (!address) return ENOMEM;
+    if (mmap(address, length, kReadWrite, kPrivate | MAP_FIXED, file, offset) == MAP_FAILED) {
+      int error = errno;
+      munmap(address, length);
+      return error;
+    }
+    pool().allocations.emplace(address, Pool::Allocation{length, {}, ++pool().serial, lead});
+    pool().mapped_bytes += length;
+    count(static_cast<long>(length));
+    storage->set_data_ptr_noswap({address + lead, address, &free_any, c10::Device(c10::DeviceType::CPU)});
+  }
+  storage->set_nbytes(bytes);
+  return 0;
 }
 
 // Moves a storage's data to the pool. All tensors that share the storage follow. Nobody may be using the data.
@@ -181,7 +206,7 @@ int teraio_map_files(void* address, size_t count, const int* files, const size_t
   }
   char* at = target;
   for (size_t i = 0; i < count; ++i) {
-    if (mmap(at, lengths[i], kReadWrite, (shared ? MAP_SHARED : MAP_PRIVATE) | MAP_FIXED, files[i], offsets[i]) == MAP_FAILED) {
+    if (mmap(at, lengths[i], kReadWrite, (shared ? MAP_SHARED : kPrivate) | MAP_FIXED, files[i], offsets[i]) == MAP_FAILED) {
       int error = errno;
       size_t back = saved.address ? move_pages(saved, target, 0) : 0;
       Range stuck = saved.split(back);

@@ -85,6 +85,7 @@ class Pool {
     size_t length;  // of its address range
     Range pages;    // empty while files are mapped over the address range
     long serial;    // tells it apart from a later allocation at the same address
+    size_t lead;    // where the storage's data begins in it
   };
 
   Allocation* find(void* address) {

@@ -20,6 +20,7 @@ constexpr int MREMAP_DONTUNMAP = 4;
 constexpr size_t kHugePage = 2 << 20;
 constexpr int kReadWrite = PROT_READ | PROT_WRITE;
 constexpr int kAnonymous = MAP_PRIVATE | MAP_ANONYMOUS;
+constexpr int kPrivate = MAP_PRIVATE | MAP_NORESERVE;  // of files: most of its pages are never written
 
 // Rounds up to whole pages.
 size_t whole_pages(size_t bytes) {

@@ -16,7 +16,7 @@ from planner.schema import WaitingTier
 from runtime.cuda.host_copies import HostCopies, LastPoint, QueuedRange
 from runtime.device import COMPUTE, INWARD, OUTWARD, USER, Event, Lane, Span, Streams
 from runtime.paging import DROPPED, POISON, Block, Done, Tiers, dropped_message, slot_of, storage_of
-from runtime.storage import Extent, RangeCopy, slot_range
+from runtime.storage import Extent, RangeCopy, Slot, slot_range
 from runtime.system import storage_swap
 
 # The end of a copy out or in that the device may not have ended yet; the storage, which it keeps alive (rule 5); and the
@@ -79,6 +79,15 @@ class StreamMover:
         keys, addresses, sizes = [b.key for b in blocks], [b.address for b in blocks], [b.size_bytes for b in blocks]
         return [blocks[position] for position in storage_swap.changed(keys, addresses, sizes)]
 
+    def begin_in_file(self, slot: Slot, kind: str) -> tuple[Block, torch.UntypedStorage]:
+        storage = storage_swap.without_memory(slot.content_bytes, self._streams.device)
+        self.tiers.ownership.claim(storage, self.tiers)
+        span = _span(slot.content_bytes)
+        block = Block(storage=storage, name=slot.name, kind=kind, user_visible=True, span=span)
+        block.tier = "storage"
+        storage_swap.discard(storage, _not_here(block))
+        return block, storage
+
     def together(self) -> LastPoint:
         return self._computed
 
@@ -89,7 +98,7 @@ class StreamMover:
         if block.kind == "gradient":
             tier = None  # user code clips gradients or adds to them before the step: prefer the tier where it can touch them
         if self.tiers.place(block, tier).engine is not None:
-            self.tiers.write(block, block.address, done, ready=self._computed.event().wait)
+            self.tiers.write(block, block.address - slot_of(block).lead_bytes, done, ready=self._computed.event().wait)
             return False
         follows = not self._computed.hold(OUTWARD)  # rule 1
         copied = self._copies.queue(OUTWARD, slot_of(block), block.size_bytes, block.address, follows=follows)
@@ -199,7 +208,7 @@ class StreamMover:
                 done(error)
 
         try:
-            self.tiers.read(block, address, landed, ready)
+            self.tiers.read(block, address - slot_of(block).lead_bytes, landed, ready)
         except StorageError:
             drop()
             raise

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from planner.errors import StorageError, UnsupportedError
 from runtime.cuda.streams import device_bytes, host_bytes
 from runtime.storage import ALIGNMENT_BYTES, KvikioStore, StagedStore, Store, align_up
-from runtime.transfer import PathCandidate
+from runtime.transfer import PathCandidate, TorchMemory
 
 
 def cuda_candidates(
@@ -81,6 +82,23 @@ class CudaCopier:
         return tensor
 
 
+class CudaMemory(TorchMemory):
+    """The memory of a GPU. load: see `TorchMemory`."""
+
+    def __init__(self, device: torch.device, *, load: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__(device, load=load)
+        self._copier = CudaCopier(device)
+        self._own = threading.local()
+
+    def bytes_at(self, address: int, size_bytes: int) -> bytes:
+        """Return a copy of memory that is ready, by a stream and a pinned buffer of the calling thread. Waits for it."""
+        buffer: PinnedBuffer | None = getattr(self._own, "buffer", None)
+        if buffer is None or buffer.size_bytes < size_bytes:
+            self._own.buffer = buffer = self._copier.buffer(size_bytes)
+        self._copier.to_host(buffer.address, address, size_bytes).wait()
+        return super().bytes_at(buffer.address, size_bytes)
+
+
 class PinnedBuffer:
     """A `HostBuffer` of pinned memory. Raises StorageError if the memory cannot be pinned.
 
@@ -88,6 +106,7 @@ class PinnedBuffer:
     """
 
     def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
         self._bytes = _pinned(size_bytes)
         if self._bytes.data_ptr() % ALIGNMENT_BYTES:
             self._bytes = _pinned(size_bytes + ALIGNMENT_BYTES)

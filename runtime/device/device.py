@@ -145,11 +145,15 @@ class CpuDevice:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Whole pages of memory. address, length_bytes: multiples of the page size. serial: of the allocation; never used twice."""
+    """Whole pages of memory. address, length_bytes: multiples of the page size. serial: of the allocation; never used twice.
+
+    lead_bytes: where the storage's data begins in it: as in its file, see [Note: Blocks in files].
+    """
 
     address: int
     length_bytes: int
     serial: int = 0
+    lead_bytes: int = 0
 
 
 class DeviceBytes:

@@ -22,6 +22,7 @@ import torch
 from planner.errors import ChecksumError, StorageError
 from runtime.device import DeviceMemoryError
 from runtime.paging.block import DROPPED, OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, UPDATING, Block
+from runtime.paging.mover import in_file
 from runtime.paging.room import PrefetchQueue, RoomMaker, out_of_memory
 from runtime.paging.state import PagerState, awaited
 from runtime.paging.transitions import BlockTransitions
@@ -196,10 +197,13 @@ class Stages:
     # -- around compiled regions, see [Note: User code]
 
     def enter_region(self) -> None:
-        """A compiled region begins. Never waits. Raises StorageError if a copy has failed meanwhile."""
+        """A compiled region begins. Waits only where user code has written to blocks in its files: until they have slots of their
+        own. Raises StorageError if a copy has failed meanwhile, StorageIOError if such a file has changed.
+        """
         with self._lock:
             account = self.account
             self._signal.raise_failure()
+            self._tiers.check_files()
             self._transitions.sweep()
             self._transitions.forget_replaced()
             account.external_bytes = self.device.external_bytes(account.used_bytes + account.fixed_bytes)
@@ -384,7 +388,7 @@ class Lending:
             return self._mover.copy_range(block, begin_bytes, memory, to_slot=to_slot)
 
     def _send_away(self, block: Block) -> None:
-        if block.span is None or block.pins or block.dead:
+        if block.span is None or block.pins or block.dead or in_file(block):
             raise StorageError(f"{block} cannot leave, so that it cannot be lent; this is a bug in teraio, please report it")
         queued = self._account.queued_offloads
         while block.state is ON_DEVICE or block in queued:

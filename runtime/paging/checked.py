@@ -17,6 +17,7 @@ A block that is dropped is hashed, and compared with what its stage makes when i
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
@@ -27,8 +28,8 @@ from planner.errors import ChecksumError, StorageError, UnsupportedError
 from planner.schema import WaitingTier
 from runtime.device import Span
 from runtime.paging.block import DROPPED, Block
-from runtime.paging.mover import Done, Mover
-from runtime.storage import PageSums, RangeCopy
+from runtime.paging.mover import Done, Mover, in_file
+from runtime.storage import PageSums, RangeCopy, Slot
 from runtime.system import storage_swap
 
 # The byte that memory is filled with. Floats made of it are far from all values in training: -6.5e4 in 16 bits, -2.6e36 in
@@ -39,6 +40,8 @@ _REMEDY = (
     "teraio has lost it on the way, or memory or a drive is damaged: run again with the option checksums, which finds what "
     "drives do; if it finds nothing, please report this"
 )
+
+_log = logging.getLogger("teraio")
 
 
 class CheckedMover:
@@ -54,6 +57,7 @@ class CheckedMover:
         self._mover = mover
         self._read = read
         self._debug = debug
+        self._told = False
         self._sums: dict[Block, PageSums] = {}
         self._dropped: dict[Block, int] = {}
         self._unseen: set[Block] = set()  # blocks that have come back, and that nobody may use before they were compared
@@ -63,6 +67,15 @@ class CheckedMover:
 
     def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
         return self._mover.replaced(blocks)
+
+    def begin_in_file(self, slot: Slot, kind: str) -> tuple[Block, torch.UntypedStorage]:
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "option checksums or debug: weights that stay in %s and other files are checked against their first read",
+                slot.extents[0].path,
+            )
+        return self._mover.begin_in_file(slot, kind)
 
     def together(self) -> AbstractContextManager[object]:
         return self._mover.together()
@@ -101,9 +114,12 @@ class CheckedMover:
         self._mover.wait_resident(blocks)
         for block in [block for block in blocks if block in self._unseen]:
             held = block.storage()  # its memory must stay while it is read
-            if held is not None and block in self._sums:
+            if held is not None and (block in self._sums or in_file(block)):
                 content = self._content(block)
                 self.compare(block, 0, _address(content), len(content))
+                if block not in self._sums:  # a file of the user, read for the first time
+                    self._sums[block] = sums = PageSums(block.size_bytes)
+                    sums.note(0, _address(content), len(content))
             self._unseen.discard(block)
 
     def copy_range(self, block: Block, begin_bytes: int, memory: torch.Tensor, *, to_slot: bool) -> RangeCopy:
@@ -174,7 +190,9 @@ def _address(content: memoryview) -> int:
 
 
 def _in_file(block: Block, offset_bytes: int) -> tuple[str, int]:
-    """Return the file and the place in it of a byte of the block's slot."""
+    """Return the file and the place in it of a byte of the block."""
+    if block.slot is not None and block.span is not None:
+        offset_bytes += max(block.slot.lead_bytes, block.span.lead_bytes)
     for extent in () if block.slot is None else block.slot.extents:
         if offset_bytes < extent.length_bytes:
             return str(extent.path), extent.offset_bytes + offset_bytes

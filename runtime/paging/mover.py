@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 from typing import NoReturn, Protocol
 
 import torch
 
-from planner.errors import StorageError, StorageFullError
+from planner.errors import StorageError, StorageFullError, UnsupportedError
 from planner.schema import WaitingTier
 from runtime.device import Span
 from runtime.paging.block import Block, StorageOwnership
-from runtime.storage import RangeCopy, Slot, Store, slot_range
+from runtime.storage import FileSpace, RangeCopy, Slot, Store, cut_slot, slot_range
 from runtime.transfer import Engine, Ready, Transfer
+
+_WRITTEN_BYTES = 8 << 20  # a block that leaves its file is written in pieces of this size
 
 # Called once, in any thread, when a copy that threads make has ended; with its error if it failed.
 Done = Callable[[StorageError | None], None]
@@ -44,6 +48,11 @@ class Mover(Protocol):
 
     def replaced(self, blocks: Sequence[Block]) -> Sequence[Block]:
         """Return those of `blocks` whose storages have other memory or size than the block was last seen with, or moved to."""
+
+    def begin_in_file(self, slot: Slot, kind: str) -> tuple[Block, torch.UntypedStorage]:
+        """Return a new block with the name and the size of `slot`, which is in a file of the user and stands in for it, and its
+        storage, which takes no memory. The caller gives the block its slot. Raises UnsupportedError, StorageError.
+        """
 
     def together(self) -> AbstractContextManager[object]:
         """Return a context for copies that the training thread lets begin together: the device computes nothing new meanwhile."""
@@ -123,6 +132,9 @@ class NullMover:
         known = [(block, held) for block in blocks if (held := block.storage()) is not None]
         return [b for b, held in known if held.nbytes() != b.size_bytes or held.data_ptr() != b.address]
 
+    def begin_in_file(self, slot: Slot, kind: str) -> NoReturn:
+        raise nowhere()
+
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -201,37 +213,94 @@ class Tiers:
 
     def place(self, block: Block, wanted: WaitingTier | None) -> Tier:
         """Give the block a slot in the tier `wanted`, else in the first tier with room. A slot that the block has, it keeps
-        unless another tier is wanted that has room. Returns the tier.
+        unless another tier is wanted that has room; one in a file of the user, as long as only user code may have written the
+        block. Returns the tier.
 
         Raises StorageFullError if no tier has room.
         """
-        if block.tier is not None and wanted in (None, block.tier):
+        keeps, before = wanted in (None, block.tier), block.tier
+        if in_file(block):
+            keeps, before = block.assumed_written, None
+        if block.tier is not None and keeps:
             return self._tiers[block.tier]
-        before = block.tier
+        order = sorted(self._tiers.values(), key=lambda tier: tier.name != wanted)
+        better = list(takewhile(lambda tier: tier.name != before, order))
+        try:
+            tier, slot = self._allocate(block, better)
+        except StorageFullError:
+            if before is None:
+                raise
+            return self._tiers[before]
+        self._exchange(block, tier, slot)
+        return tier
+
+    def _allocate(self, block: Block, tiers: Sequence[Tier]) -> tuple[Tier, Slot]:
+        """Return a slot in the first of `tiers` with room. Raises StorageFullError if none has."""
         full: StorageFullError | None = None
         try:
-            for tier in sorted(self._tiers.values(), key=lambda tier: tier.name != wanted):
-                if tier.name == before:
-                    return tier
+            for tier in tiers:
                 try:
-                    slot = tier.store.allocate(span_of(block).length_bytes, block.name)
+                    return tier, tier.store.allocate(span_of(block).length_bytes, block.name)
                 except StorageFullError as error:
                     full = full or error
-                    continue
-                try:
-                    self.free(block)
-                except BaseException:
-                    tier.store.release(slot)
-                    raise
-                block.slot, block.tier = slot, tier.name
-                return tier
-            raise full or StorageError(f"{block} has nowhere to go; this is a bug in teraio, please report it")
+            raise full or StorageFullError(
+                f"there is no tier for block {block.name!r}; this is a bug in teraio, please report it"
+            )
         finally:
             full = None  # its traceback holds this frame, and that all callers' frames with the tensors in them
 
+    def _exchange(self, block: Block, tier: Tier, slot: Slot) -> None:
+        """Give a block another slot, and free the one that it has."""
+        try:
+            self.free(block)
+        except BaseException:
+            tier.store.release(slot)
+            raise
+        block.slot, block.tier = slot, tier.name
+
+    # -- slots in files of the user, see [Note: Blocks in files]
+
+    def slot_in_file(self, name: str, path: Path, offset_bytes: int, size_bytes: int) -> Slot:
+        """Return a slot in the storage tier that is a range of a file of the user. Reads none of it.
+
+        Raises UnsupportedError without a storage tier, StorageIOError if the file cannot be used.
+        """
+        tier = self._tiers.get("storage")
+        if tier is None or not isinstance(tier.store, FileSpace):
+            raise UnsupportedError(
+                f"{name} cannot stay in {path}: there is no storage tier, whose threads would read it; give the option storage"
+            )
+        slot = tier.store.slot_in_file(name, path, offset_bytes, size_bytes)
+        tier.threads().serve(slot)
+        return slot
+
+    def release_in_file(self, slot: Slot) -> None:
+        """End a slot of `slot_in_file` that no block has got."""
+        self._tiers["storage"].store.release(slot)
+
+    def leave_file(self, block: Block, address: int) -> None:
+        """Give a block in a file of the user a slot of its own with the bytes at `address`. Waits until they are written.
+
+        Raises StorageFullError, StorageIOError; then the block is as it was.
+        """
+        tier, slot = self._allocate(block, list(self))
+        try:
+            for chunk in cut_slot(slot, _WRITTEN_BYTES):
+                tier.threads().chunk_io.write_chunk(slot, chunk, address)
+        except BaseException:
+            tier.store.release(slot)
+            raise
+        self._exchange(block, tier, slot)
+
+    def check_files(self) -> None:
+        """Raise StorageIOError if a file of the user has changed whose bytes blocks have as theirs. Reads none of them."""
+        for tier in self:
+            if isinstance(tier.store, FileSpace):
+                tier.store.user_files.check()
+
     def has_room(self, block: Block, wanted: WaitingTier) -> bool:
         """Whether the block has a slot in the tier, or could get one."""
-        if block.tier == wanted or wanted not in self._tiers:
+        if wanted not in self._tiers or block.tier == wanted and not in_file(block):
             return block.tier == wanted
         store = self._tiers[wanted].store
         return store.limit_bytes - store.used_bytes >= span_of(block).length_bytes
@@ -243,7 +312,9 @@ class Tiers:
         """
         if block.tier != "host" or block.slot is None:
             return None
-        return block.slot.address or (block.address if self.mapped else None)
+        if block.slot.address is not None:
+            return block.slot.address + span_of(block).lead_bytes
+        return block.address if self.mapped else None
 
     def free(self, block: Block) -> None:
         """Free the block's slot, if it has one. A copy in of it has ended, or the device will wait for it before others write."""
@@ -322,6 +393,11 @@ def span_of(block: Block) -> Span:
     if block.span is None:
         raise StorageError(f"{block} cannot move; this is a bug in teraio, please report it")
     return block.span
+
+
+def in_file(block: Block) -> bool:
+    """Whether the block's slot is in a file of the user, so that nobody may write it."""
+    return block.slot is not None and block.slot.file is not None
 
 
 def slot_of(block: Block) -> Slot:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
-from planner.errors import StorageFullError
+from planner.errors import StorageFullError, UnsupportedError
 from planner.schema import WaitingTier
-from runtime.device import CpuDevice, Device
+from runtime.device import MIN_MOVED_BYTES, CpuDevice, Device
 from runtime.paging.around import Lending, Stages
 from runtime.paging.block import ON_DEVICE, PLAIN, UNNAMED, Block, Source, holder_of
 from runtime.paging.mover import Mover, NullMover
@@ -102,6 +103,29 @@ class Pager(Stages):
         if user_visible and not block.user_visible:
             self.show_to_user([block])
         return block
+
+    def block_in_file(self, name: str, kind: str, *, path: Path, offset_bytes: int, size_bytes: int) -> torch.UntypedStorage:
+        """Return a new storage on the device that is a block, away, whose content is so many bytes of a file from an offset on.
+
+        Reads none of them, takes no memory, and writes none to the lower tiers: the file is the block's copy, see
+        [Note: Blocks in files]. The block lives as long as the storage; tied weights share it. Files are opened once, whatever
+        path leads to them. For any thread. Raises UnsupportedError where that cannot be, StorageIOError if the file is missing,
+        too short or changed.
+        """
+        if size_bytes < MIN_MOVED_BYTES:
+            raise UnsupportedError(
+                f"{name} has {size_bytes:,} bytes in {path}; blocks of less than {MIN_MOVED_BYTES:,} do not move: read it instead"
+            )
+        with self._lock:
+            slot = self._tiers.slot_in_file(name, path, offset_bytes, size_bytes)
+            try:
+                block, storage = self._mover.begin_in_file(slot, kind)
+                block.born = self.iteration
+                self._transitions.begin_away(block, storage, slot)
+            except BaseException:
+                self._tiers.release_in_file(slot)
+                raise
+            return storage
 
     def known_block(self, tensor: torch.Tensor) -> Block | None:
         """Return the block of `tensor`'s storage, if it has one; a sparse tensor never has."""

@@ -27,7 +27,8 @@ prefetching  PREFETCHING  reserved  valid    thread of a copy  copy has ended   
 updating     UPDATING     none      in use   who borrows it    end_update: now a new version            offloaded
 dropped      DROPPED      none      none     training thread   renew: its stage has run again           dirty
 
-A block begins as dirty. One whose storage is dead is forgotten as soon as it is dirty, clean, queued, offloaded or dropped
+A block begins as dirty; one in a file of the user as offloaded.
+One whose storage is dead is forgotten as soon as it is dirty, clean, queued, offloaded or dropped
 (`forget`). Only a block with a `source` is dropped: a stage that can run again and recompute its content.
 Two sets of the account say more of a block than its state: `queued_offloads` holds those in the case "queued";
 `reserved_for_host` holds blocks that are offloading, queued or offloaded and that the host's processor will update: no prefetch
@@ -50,7 +51,9 @@ import torch
 from planner.errors import StorageError, StorageFullError
 from planner.schema import WaitingTier
 from runtime.paging.block import DROPPED, OFFLOADED, OFFLOADING, ON_DEVICE, PREFETCHING, UPDATING, Block, State
+from runtime.paging.mover import in_file
 from runtime.paging.state import PagerState
+from runtime.storage import FileDiffers, Slot
 
 _SETTLED = (ON_DEVICE, OFFLOADED, DROPPED)
 
@@ -122,6 +125,12 @@ class BlockTransitions:
             raise
         if block.user_visible:  # it was there when the region began, and so was counted as external
             self._account.external_bytes = max(self._account.external_bytes - block.size_bytes, 0)
+
+    def begin_away(self, block: Block, storage: torch.UntypedStorage, slot: Slot) -> None:
+        """A new block is OFFLOADED in a file of the user, whose range `slot` is."""
+        block.slot, block.tier, block.state, block.copy_is_valid = slot, "storage", OFFLOADED, True
+        block.users_memory = False
+        self._table.add(block, storage)
 
     def _add(self, block: Block) -> None:
         """A block is ON_DEVICE: it has become known, got memory, or keeps what was removed."""
@@ -201,6 +210,9 @@ class BlockTransitions:
 
     def _copied_out(self, version: int, block: Block, error: StorageError | None) -> None:
         self._end_offload(block)
+        if isinstance(error, FileDiffers):  # user code has written it: the next copy out goes to a slot of its own
+            block.copy_is_valid = block.assumed_written = False
+            return
         if error is not None:
             raise error
         block.copy_is_valid = block.version == version
@@ -262,7 +274,7 @@ class BlockTransitions:
         self._drop_copies([b for b in self._with_copies() if b.tier == tier and not b.copy_is_valid])
 
     def _with_copies(self) -> list[Block]:
-        return [b for b in self._table if b.state is ON_DEVICE and b.slot is not None]
+        return [b for b in self._table if b.state is ON_DEVICE and b.slot is not None and not in_file(b)]  # those take no room
 
     def _drop_copies(self, spare: Sequence[Block]) -> None:
         # Nothing on the device may read from a slot that others get. Computation waits for those reads, and later copies out

@@ -1,6 +1,7 @@
 """The tiers below the device: slots for blocks in host memory and in preallocated spill files, and copies of their bytes."""
 
 from runtime.storage.contents import Checksums, PageSums, UnchangedChunks
+from runtime.storage.file_space import FileSpace
 from runtime.storage.host import HostStore
 from runtime.storage.kvikio import KvikioStore, load_kvikio
 from runtime.storage.posix import PosixStore, StagedStore
@@ -18,3 +19,4 @@ from runtime.storage.store import (
     in_turns,
     slot_range,
 )
+from runtime.storage.user_files import FileDiffers

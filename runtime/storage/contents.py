@@ -83,7 +83,7 @@ class PageSums:
 class Checksums:
     """Copies chunks by `write` and `read` and checks them, see [Note: What a checksum covers]. Safe from several threads.
 
-    The processor must be able to read the memory at the addresses.
+    The processor must be able to read the memory at the addresses. Of the user's files, the first read makes the sums.
     """
 
     def __init__(self, write: MoveChunk, read: MoveChunk) -> None:
@@ -102,8 +102,10 @@ class Checksums:
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         """Read a chunk, then compare its sums. Waits until both are done. Raises ChecksumError, StorageIOError."""
         self._read(slot, chunk, address)
-        place = slot.begin_bytes + chunk.slot_offset_bytes
-        difference = self._sums_of(slot).compare(place, address + chunk.slot_offset_bytes, chunk.length_bytes)
+        place, sums = slot.begin_bytes + chunk.slot_offset_bytes, self._sums_of(slot)
+        difference = sums.compare(place, address + chunk.slot_offset_bytes, chunk.length_bytes)
+        if difference is None and slot.file is not None:
+            sums.note(place, address + chunk.slot_offset_bytes, chunk.length_bytes)
         if difference is not None:
             raise ChecksumError(
                 path=str(chunk.extent.path),

@@ -12,7 +12,8 @@ from pathlib import Path
 from planner.errors import StorageError, StorageFullError, StorageIOError
 from runtime.storage.run_directory import SPILL_NAME, RunDirectory, close_descriptor, keep_from_children
 from runtime.storage.slot_store import FreeSpace, SlotStore
-from runtime.storage.store import ALIGNMENT_BYTES, Extent, align_up
+from runtime.storage.store import ALIGNMENT_BYTES, Extent, Slot, align_up
+from runtime.storage.user_files import UserFiles
 
 # A file grows by at least so many bytes at a time, if they fit: each time costs a wait for the file system.
 _GROWTH_BYTES = 64 << 20
@@ -27,6 +28,7 @@ class FileSpace(SlotStore):
     budget_bytes: limit of `capacity_bytes` over all directories. None: only the drives limit it.
     direct: use direct I/O if the file system allows it, else the page cache. False: always use the page cache. The attribute
     tells whether all reads and writes bypass the page cache.
+    user_files: what is known of the user's files that hold blocks, see `slot_in_file`.
     Raises StorageError if a directory is missing, is given twice or cannot be used.
     """
 
@@ -42,6 +44,8 @@ class FileSpace(SlotStore):
         self._files = {file.descriptor: file for file in files}
         self._spaces = {file.descriptor: file.free for file in files}
         self.direct = all(file.direct for file in files)
+        self.user_files = UserFiles(direct=direct)
+        self._open.callback(self.user_files.close)
         self._named = True
 
     @property
@@ -72,6 +76,20 @@ class FileSpace(SlotStore):
                 more[index] -= less
                 excess -= less
             self._grow(more, "all blocks")
+
+    def slot_in_file(self, name: str, path: Path, offset_bytes: int, size_bytes: int) -> Slot:
+        """Return the slot of a block that lies in a file of the user, see [Note: Blocks in files]. Takes no space.
+
+        `release` ends it. Raises StorageIOError if the file cannot be opened, is too short or has changed since it was opened.
+        """
+        self._check_open()
+        return self.user_files.slot(name, path, offset_bytes, size_bytes)
+
+    def release(self, slot: Slot) -> None:
+        if slot.file is None:
+            super().release(slot)
+        elif not self._closed:
+            self.user_files.release(slot)
 
     def unlink(self) -> None:
         self._named = False

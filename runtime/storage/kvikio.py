@@ -13,12 +13,13 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from planner.errors import UnsupportedError
+from planner.errors import StorageError, UnsupportedError
 from runtime.device import DeviceBytes
 from runtime.storage.file_space import FileSpace
-from runtime.storage.store import Chunk, Slot, content_bytes_of, io_error
+from runtime.storage.store import Chunk, Slot, content_of, io_error
 
 _log = logging.getLogger(__name__)
 
@@ -63,20 +64,55 @@ class KvikioStore(FileSpace):
         how = "GPUDirect Storage" if self.bypasses_host else "compatibility mode (POSIX + bounce buffer)"
         self.description = f"kvikio {self._kvikio.__version__}, {how}"
 
+    def slot_in_file(self, name: str, path: Path, offset_bytes: int, size_bytes: int) -> Slot:
+        slot = super().slot_in_file(name, path, offset_bytes, size_bytes)
+        try:
+            self._open_user_file(slot)
+        except BaseException:
+            self.release(slot)
+            raise
+        return slot
+
+    def _open_user_file(self, slot: Slot) -> None:
+        """Open a handle for a file of the user, which lives as long as its descriptor; by the host where cuFile cannot."""
+        file = slot.file
+        if file is None or file.descriptor in self._handles:
+            return
+        mode = self._kvikio.CompatMode
+        for compatible in (False, True) if self.bypasses_host else (True,):
+            try:
+                with self._kvikio.defaults.set({"compat_mode": mode.ON if compatible else mode.OFF}):
+                    # Not by its name: somebody may have removed or replaced it since it was opened.
+                    handle = self._kvikio.CuFile(f"/proc/self/fd/{file.descriptor}", "r")
+            except RuntimeError as error:
+                if compatible:
+                    raise StorageError(f"KvikIO cannot open {file.path}: {error}; choose another storage_path") from error
+                _log.warning("cuFile cannot open %s, which KvikIO reads through the host: %s", file.path, error)
+                continue
+            self._handles[file.descriptor] = handle
+            file.closing.callback(self._handles.pop, file.descriptor)
+            file.closing.callback(handle.close)
+            return
+
     def write_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         self._check_open()
         self._copy("write", self._handles[chunk.extent.file_descriptor].pwrite, slot, chunk, address)
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
         self._check_open()
-        self._copy("read", self._handles[chunk.extent.file_descriptor].pread, slot, chunk, address)
+        try:
+            self._copy("read", self._handles[chunk.extent.file_descriptor].pread, slot, chunk, address)
+        finally:
+            if slot.file is not None:  # where it has changed, this is what went wrong
+                slot.file.check(slot.name)
 
     def _copy(self, action: str, call: Any, slot: Slot, chunk: Chunk, address: int) -> None:
-        where = f"at offset {chunk.file_offset_bytes:,}"
-        size = content_bytes_of(slot, chunk)
-        memory = DeviceBytes(address + chunk.slot_offset_bytes, size)
+        begin, size = content_of(slot, chunk)
+        offset = chunk.file_offset_bytes + begin
+        where = f"at offset {offset:,}"
+        memory = DeviceBytes(address + chunk.slot_offset_bytes + begin, size)
         try:
-            moved = call(memory, size, chunk.file_offset_bytes, self._task_bytes).get()
+            moved = call(memory, size, offset, self._task_bytes).get()
         except (RuntimeError, OSError) as error:
             raise io_error(f"{action} {where} ({error})", slot, chunk, getattr(error, "errno", None)) from error
         if moved != size:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from runtime.storage.contents import Checksums
 from runtime.storage.file_space import FileSpace
-from runtime.storage.store import Chunk, Slot, align_up, content_bytes_of, cut_chunk, io_error
+from runtime.storage.store import Chunk, Slot, align_up, content_of, cut_chunk, io_error
 
 _SHORT_TURN_SECONDS = 0.0005
 
@@ -30,6 +30,10 @@ class PosixStore(FileSpace):
         _copy("write", os.pwritev, slot, chunk, address)
 
     def read_chunk(self, slot: Slot, chunk: Chunk, address: int) -> None:
+        if slot.file is not None:
+            self._check_open()
+            slot.file.read_chunk(slot, chunk, address)
+            return
         self._check_whole("read", slot, chunk)
         _copy("read", os.preadv, slot, chunk, address)
 
@@ -126,8 +130,9 @@ class StagedStore(PosixStore):
         with self._two_buffers() as buffers, ExitStack() as copies:
 
             def fetch(number: int) -> PendingCopy:
-                source = address + parts[number].slot_offset_bytes
-                copy = self._copier.to_host(buffers[number % 2].address, source, content_bytes_of(slot, parts[number]))
+                begin, size = content_of(slot, parts[number])
+                source = address + parts[number].slot_offset_bytes + begin
+                copy = self._copier.to_host(buffers[number % 2].address + begin, source, size)
                 copies.callback(copy.wait)  # after an error too: the next call uses the buffers again
                 return copy
 
@@ -146,7 +151,8 @@ class StagedStore(PosixStore):
                     begun[number - 2].wait()
                 buffer = buffers[number % 2]
                 self._read_part(slot, part, _slot_at(buffer, part))
-                copy = self._copier.to_device(address + part.slot_offset_bytes, buffer.address, content_bytes_of(slot, part))
+                begin, size = content_of(slot, part)
+                copy = self._copier.to_device(address + part.slot_offset_bytes + begin, buffer.address + begin, size)
                 copies.callback(copy.wait)
                 begun.append(copy)
 

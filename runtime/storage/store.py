@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, zip_longest
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from planner.errors import StorageError, StorageIOError
+
+if TYPE_CHECKING:
+    from runtime.storage.user_files import UserFile
 
 # Offsets and sizes in spill files, and addresses in memory, are multiples of this. Direct I/O and mmap need it.
 ALIGNMENT_BYTES = max(4096, mmap.PAGESIZE)
@@ -26,7 +29,8 @@ def align_up(size_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """A contiguous, aligned range of a spill file. The store owns the file descriptor, which is open for reading and writing.
+    """A contiguous, aligned range of a file. The store owns the file descriptor, which is open for reading and writing; that of
+    a user's file only for reading.
 
     drive: the drive that holds the extent. Extents with the same number share a drive. One of `Store.drives`.
     """
@@ -48,6 +52,8 @@ class Slot:
     extents: in the order of the block's bytes; their lengths add up to `size_bytes`.
     of, begin_bytes: the slot that this one is a range of, see `slot_range`, and where it begins there. A range is never released.
     address: where it begins in this process's memory until its store is closed; None if it is not there, or not in one piece.
+    file: the user's file that the slot is a range of, which is read only, see [Note: Blocks in files]; None for all others.
+    lead_bytes: where the block begins in the slot. The bytes before and after it only fill whole pages.
     """
 
     name: str
@@ -57,6 +63,8 @@ class Slot:
     of: Slot | None = None
     begin_bytes: int = 0
     address: int | None = None
+    file: UserFile | None = None
+    lead_bytes: int = 0
 
 
 FilePlace = tuple[int, int, int]  # where a chunk lies: file descriptor, offset in bytes, length in bytes
@@ -81,9 +89,11 @@ class Chunk:
         return (ctypes.c_char * self.length_bytes).from_address(address + self.slot_offset_bytes)
 
 
-def content_bytes_of(slot: Slot, chunk: Chunk) -> int:
-    """Return how many bytes of the chunk belong to the block. The bytes after them only fill up the slot."""
-    return max(0, min(chunk.length_bytes, slot.content_bytes - chunk.slot_offset_bytes))
+def content_of(slot: Slot, chunk: Chunk) -> tuple[int, int]:
+    """Return where the block's bytes begin in the chunk, and how many they are. The other bytes only fill up the slot."""
+    begin = min(max(slot.lead_bytes - chunk.slot_offset_bytes, 0), chunk.length_bytes)
+    end = min(slot.lead_bytes + slot.content_bytes - chunk.slot_offset_bytes, chunk.length_bytes)
+    return begin, max(end - begin, 0)
 
 
 def cut_slot(slot: Slot, chunk_bytes: int) -> tuple[Chunk, ...]:
@@ -115,10 +125,11 @@ def cut_chunk(chunk: Chunk, chunk_bytes: int) -> list[Chunk]:
 def slot_range(slot: Slot, begin_bytes: int, size_bytes: int) -> Slot:
     """Return `size_bytes` of `slot` from `begin_bytes` on, or fewer if the slot ends before. The result is for copies only.
 
-    Raises StorageError unless both are multiples of ALIGNMENT_BYTES and the range begins within the slot.
+    Raises StorageError unless both are multiples of ALIGNMENT_BYTES and the range begins within the slot; always for a slot in a
+    file of the user, which nobody may write.
     """
     end = min(begin_bytes + size_bytes, slot.size_bytes)
-    if begin_bytes % ALIGNMENT_BYTES or size_bytes % ALIGNMENT_BYTES or not 0 <= begin_bytes < end:
+    if slot.file is not None or begin_bytes % ALIGNMENT_BYTES or size_bytes % ALIGNMENT_BYTES or not 0 <= begin_bytes < end:
         raise StorageError(
             f"bytes {begin_bytes:,} to {begin_bytes + size_bytes:,} are no range of the slot of block {slot.name!r}, which has "
             f"{slot.size_bytes:,} in pages of {ALIGNMENT_BYTES:,}; this is a bug in teraio, please report it"

@@ -34,6 +34,9 @@ void teraio_lend(void* impl, void* address) {
   storage(impl)->set_data_ptr_noswap(c10::DataPtr(address, nullptr, &keep, device));
 }
 
+// Gives an empty storage, which has no memory, a size.
+void teraio_size(void* impl, size_t bytes) { storage(impl)->set_nbytes(bytes); }
+
 // Lets every access to the storage's data raise an error with this message.
 void teraio_close(void* impl, const char* message) {
   storage(impl)->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));

@@ -19,6 +19,13 @@ def lend(storage: torch.UntypedStorage, address: int) -> None:
     _library().teraio_lend(storage._cdata, address)
 
 
+def without_memory(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Return a new storage of this size that has no memory. Nobody may access its data before it gets some."""
+    storage = torch.UntypedStorage(0, device=device)  # type: ignore[no-untyped-call]
+    _library().teraio_size(storage._cdata, size_bytes)
+    return storage
+
+
 def close(storage: torch.UntypedStorage, message: str) -> None:
     """Let every access to the storage's data raise a RuntimeError with this message."""
     _library().teraio_close(storage._cdata, message.encode())
@@ -62,6 +69,7 @@ def _library() -> SimpleNamespace:
     pointer = ctypes.c_void_p
     functions: dict[str, native.Signature] = {
         "teraio_lend": (None, [pointer, pointer]),
+        "teraio_size": (None, [pointer, ctypes.c_size_t]),
         "teraio_close": (None, [pointer, ctypes.c_char_p]),
         "teraio_open": (None, [pointer]),
         "teraio_install": (pointer, [pointer, pointer]),

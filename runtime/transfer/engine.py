@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from planner.errors import UnsupportedError
-from runtime.storage import Checksums, ChunkIO, Slot, Store, UnchangedChunks, align_up
+from runtime.storage import Checksums, Chunk, ChunkIO, FileDiffers, Slot, Store, UnchangedChunks, align_up
 from runtime.transfer import measurement
 from runtime.transfer.link import Link
 from runtime.transfer.measurement import LinkRates, TorchMemory
@@ -68,7 +68,10 @@ class Engine:
         atexit.register(self._abandon)
 
     def write(self, slot: Slot, address: int, on_done: OnDone, ready: Ready | None = None) -> Transfer:
-        """Queue a copy from memory to the slot, see `Link.submit`. Never waits."""
+        """Queue a copy from memory to the slot, see `Link.submit`. Never waits.
+
+        A slot in a file of the user is only compared with the memory. The transfer fails with FileDiffers if they differ.
+        """
         return self.write_link.submit(slot, address, on_done, ready)
 
     def read(self, slot: Slot, address: int, on_done: OnDone, ready: Ready | None = None) -> Transfer:
@@ -88,6 +91,13 @@ class Engine:
             self._unchanged.watch(slot)
         else:
             self._unchanged.forget(slot)
+
+    def serve(self, slot: Slot) -> None:
+        """Call once for a slot in a file of the user, before it is read: its drive may be another one than those of the store."""
+        self.watch(slot, unchanged=True)
+        for link in self.links.values():
+            for extent in slot.extents:
+                link.add_drive(extent.drive)
 
     def measure(self, size_bytes: int = 64 << 20) -> LinkRates:
         """Measure both links by real transfers of up to `size_bytes` each way, which no counter counts.
@@ -125,20 +135,31 @@ class Engine:
 
     def _open_links(self) -> tuple[Link, Link]:
         read_chunk = self.chunk_io.read_chunk if self._unchanged is None else self._unchanged.read_chunk
-        is_there = None if self._unchanged is None else self._unchanged.holds
         write, read = (
             Link(
                 name,
                 move,
-                is_there=check,
+                is_there=is_there,
                 drives=self._store.drives,
                 threads=self._threads,
                 chunk_bytes=self._chunk_bytes,
                 stuck_after_seconds=self._stuck_after_seconds,
             )
-            for name, move, check in zip(self._names, (self.chunk_io.write_chunk, read_chunk), (is_there, None), strict=True)
+            for name, move, is_there in zip(
+                self._names, (self.chunk_io.write_chunk, read_chunk), (self._is_there, None), strict=True
+            )
         )
         return write, read
+
+    def _is_there(self, slot: Slot, chunk: Chunk, address: int) -> bool:
+        """Whether a slot holds the bytes of a chunk already. Raises FileDiffers where it must, since it is in the user's file."""
+        if self._unchanged is not None and self._unchanged.holds(slot, chunk, address):
+            return True
+        if slot.file is None:
+            return False
+        if slot.file.holds(slot, chunk, address, self._memory.bytes_at):
+            return True
+        raise FileDiffers(f"block {slot.name!r} differs from its file")
 
     @contextmanager
     def _trial(self, size_bytes: int) -> Iterator[tuple[tuple[Link, Link], list[Slot]]]:

@@ -79,14 +79,24 @@ class Link:
         self._failed: Transfer | None = None
         self._stuck_after_seconds = stuck_after_seconds
         self._meter = _Meter()
-        threads = max(1, min(threads, _MAX_THREADS // len(self._queues)))
-        self._threads = [
-            threading.Thread(target=self._serve, args=[drive], name=f"teraio {name} {index}.{number}", daemon=True)
-            for index, drive in enumerate(self._queues)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads_per_drive = max(1, min(threads, _MAX_THREADS // len(self._queues)))
+        self._threads: list[threading.Thread] = []
+        for drive in self._queues:
+            self._start_threads(drive)
+
+    def add_drive(self, number: int) -> None:
+        """Serve this drive as well from now on, if it does not yet."""
+        with self._lock:
+            drive = self._queues.add(number)
+            if drive is not None and not self._closed:
+                self._start_threads(drive)
+
+    def _start_threads(self, drive: DriveQueue) -> None:
+        index = len(self._threads) // self._threads_per_drive
+        for number in range(self._threads_per_drive):
+            name = f"teraio {self.name} {index}.{number}"
+            self._threads.append(threading.Thread(target=self._serve, args=[drive], name=name, daemon=True))
+            self._threads[-1].start()
 
     @property
     def thread_count(self) -> int:

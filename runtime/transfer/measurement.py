@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -166,6 +167,10 @@ class TorchMemory:
         self._device = device
         self.load = load
         self.on_host = device.type == "cpu"
+
+    def bytes_at(self, address: int, size_bytes: int) -> bytes:
+        """Return a copy of memory that is ready. For any thread. This one is of main memory only."""
+        return ctypes.string_at(address, size_bytes)
 
     @contextmanager
     def allocate(self, size_bytes: int) -> Iterator[TorchBuffer]:

@@ -142,6 +142,7 @@ class DriveQueues:
     """The queues of all drives of a link. Not thread-safe: `lock`, the link's, guards them."""
 
     def __init__(self, drives: Sequence[int], lock: threading.Lock) -> None:
+        self._lock = lock
         self._drives = {number: DriveQueue(number, lock) for number in drives}
 
     def __iter__(self) -> Iterator[DriveQueue]:
@@ -149,6 +150,14 @@ class DriveQueues:
 
     def __len__(self) -> int:
         return len(self._drives)
+
+    def add(self, number: int) -> DriveQueue | None:
+        """Add the queue of a drive, and return it; None if there is one."""
+        if number in self._drives:
+            return None
+        drive = DriveQueue(number, self._lock)
+        self._drives = {**self._drives, number: drive}
+        return drive
 
     def put(self, transfer: Transfer) -> None:
         """Add a transfer at the end of the queues of all drives that it has chunks on."""

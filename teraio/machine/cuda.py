@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 import planner
-from runtime.cuda import CudaStreams, StreamMover, computing, cuda_candidates, measure_host_links
+from runtime.cuda import CudaMemory, CudaStreams, StreamMover, computing, cuda_candidates, measure_host_links
 from runtime.paging import CheckedMover, StorageOwnership, Tier, Tiers
 from runtime.storage import Extent, HostStore, Store
 from runtime.system import CudaPinner, pci_address, processors_near
-from runtime.transfer import Engine, LinkRates, TorchMemory
+from runtime.transfer import Engine, LinkRates
 from teraio.machine.budgets import ResolvedBudgets
 from teraio.machine.machine import Machine, OpenTier, Reserve, Shared, io_threads, open_storage
 from teraio.options import Options
@@ -171,7 +171,7 @@ def _open_storage(options: Options, budgets: ResolvedBudgets, device: torch.devi
     )
 
     def open_engine(store: Store) -> Engine:
-        memory = TorchMemory(device, load=lambda: computing(device))
+        memory = CudaMemory(device, load=lambda: computing(device))
         return Engine(store, memory=memory, threads=io_threads(options), stuck_after_seconds=options.storage_timeout)
 
     return open_storage(options, candidates, open_engine, str(device), shared, undo)

@@ -47,6 +47,7 @@ class CpuMachine:
         budget_bytes: int | None = None,
         checksums: bool = False,
         debug: bool = False,
+        unchanged: bool = False,
         ownership: StorageOwnership | None = None,
     ) -> None:
         self.memory = CpuMemory()
@@ -55,8 +56,9 @@ class CpuMachine:
         if folders:
             stores["storage"] = Drive(folders)
         self.store = stores["storage" if folders else "host"]
+        known = {"threads": 2, "chunk_bytes": 256 << 10, "checksums": checksums, "unchanged": unchanged}
         opened = [
-            Tier(name=name, store=each, engine=Engine(each, tier=name, threads=2, chunk_bytes=256 << 10, checksums=checksums))  # type: ignore[arg-type]
+            Tier(name=name, store=each, engine=Engine(each, tier=name, **known))  # type: ignore[arg-type]
             for name, each in stores.items()
         ]
         self.engine = opened[-1].threads()
