@@ -104,7 +104,17 @@ class Block:
         "_weak",
     )
 
-    def __init__(self, *, storage: torch.UntypedStorage, name: str, kind: str, user_visible: bool, span: Span | None) -> None:
+    def __init__(
+        self,
+        *,
+        storage: torch.UntypedStorage,
+        name: str,
+        kind: str,
+        user_visible: bool,
+        span: Span | None,
+        address: int | None = None,
+    ) -> None:
+        """address: of a storage without memory, which PyTorch does not tell; default: the storage's."""
         self._weak: StorageWeakRef | None = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.key = int(self._weak.cdata)
         # PyTorch keeps the object that stands for a storage in Python as long as the storage.
@@ -112,7 +122,9 @@ class Block:
         self.name = name
         self.kind = kind
         self.size_bytes = storage.nbytes()
-        self.address = 0 if storage.device.type == "meta" else storage.data_ptr()  # fake tensors have no memory
+        if address is None:
+            address = 0 if storage.device.type == "meta" else storage.data_ptr()  # fake tensors have no memory
+        self.address = address
         self.span = span
         self.user_visible = user_visible
         self.state = ON_DEVICE

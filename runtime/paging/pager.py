@@ -108,8 +108,9 @@ class Pager(Stages):
         """Return a new storage on the device that is a block, away, whose content is so many bytes of a file from an offset on.
 
         Reads none of them, takes no memory, and writes none to the lower tiers: the file is the block's copy, see
-        [Note: Blocks in files]. The block lives as long as the storage; tied weights share it. Files are opened once, whatever
-        path leads to them. For any thread. Raises UnsupportedError where that cannot be, StorageIOError if the file is missing,
+        [Note: Blocks in files]. The block lives as long as the storage; tied weights share it. On a GPU nobody can access
+        it before a stage does: make tensors of it by `storage_swap.tensor_over`. Files are opened once, whatever path leads to
+        them. For any thread. Raises UnsupportedError where that cannot be, StorageIOError if the file is missing,
         too short or changed.
         """
         if size_bytes < MIN_MOVED_BYTES:

@@ -42,10 +42,12 @@ void teraio_close(void* impl, const char* message) {
   storage(impl)->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
 }
 
-// Lets the storage's data be accessed again.
-void teraio_open(void* impl) {
-  closed(storage(impl)) = false;
+// Lets the storage's data be accessed again, or not, with the message of before. Returns whether it could not.
+int teraio_set_closed(void* impl, int value) {
+  bool before = closed(storage(impl));
+  closed(storage(impl)) = value;
   storage(impl)->set_data_ptr_noswap(std::move(storage(impl)->_mutable_data_ptr_no_checks()));  // it reads its flags again here
+  return before;
 }
 
 // Opens a storage, and exchanges its memory with another one's. Each memory takes its own deleter along. Returns where its data

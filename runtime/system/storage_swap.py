@@ -33,7 +33,17 @@ def close(storage: torch.UntypedStorage, message: str) -> None:
 
 def reopen(storage: torch.UntypedStorage) -> None:
     """End `close`."""
-    _library().teraio_open(storage._cdata)
+    _library().teraio_set_closed(storage._cdata, False)
+
+
+def tensor_over(storage: torch.UntypedStorage, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor over a storage, in row-major order. The storage may be closed, which PyTorch's `set_` refuses."""
+    was_closed = _library().teraio_set_closed(storage._cdata, False)
+    try:
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        return tensor.set_(storage, 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
+    finally:
+        _library().teraio_set_closed(storage._cdata, was_closed)
 
 
 def address(storage: torch.UntypedStorage) -> int:
@@ -71,7 +81,7 @@ def _library() -> SimpleNamespace:
         "teraio_lend": (None, [pointer, pointer]),
         "teraio_size": (None, [pointer, ctypes.c_size_t]),
         "teraio_close": (None, [pointer, ctypes.c_char_p]),
-        "teraio_open": (None, [pointer]),
+        "teraio_set_closed": (ctypes.c_int, [pointer, ctypes.c_int]),
         "teraio_install": (pointer, [pointer, pointer]),
         "teraio_address": (pointer, [pointer]),
         "teraio_changed": (ctypes.c_size_t, [ctypes.c_size_t, *[pointer] * 4]),

@@ -46,12 +46,12 @@ class _Future:
 
 class _CuFile:
     def __init__(self, module: FakeKvikio, path: Path, flags: str) -> None:
-        assert flags == "r+"
+        assert flags in ("r+", "r")
         module.opened.append((path, module.values["compat_mode"]))
         if module.values["compat_mode"] is not CompatMode.ON and module.refuses:
             raise RuntimeError("cuFile error: not supported by the file system")
         self._module = module
-        self._descriptor = os.open(path, os.O_RDWR)
+        self._descriptor = os.open(path, os.O_RDWR if flags == "r+" else os.O_RDONLY)
         module.live.append(self)
 
     def close(self) -> None:
