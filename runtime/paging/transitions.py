@@ -129,7 +129,6 @@ class BlockTransitions:
     def begin_away(self, block: Block, storage: torch.UntypedStorage, slot: Slot) -> None:
         """A new block is OFFLOADED in a file of the user, whose range `slot` is."""
         block.slot, block.tier, block.state, block.copy_is_valid = slot, "storage", OFFLOADED, True
-        block.users_memory = False
         self._table.add(block, storage)
 
     def _add(self, block: Block) -> None:

@@ -87,7 +87,7 @@ class KvikioStore(FileSpace):
             except RuntimeError as error:
                 if compatible:
                     raise StorageError(f"KvikIO cannot open {file.path}: {error}; choose another storage_path") from error
-                _log.warning("cuFile cannot open %s, which KvikIO reads through the host: %s", file.path, error)
+                _log.warning("cuFile cannot open %s, which KvikIO reads through the host: %s", file.path, str(error))
                 continue
             self._handles[file.descriptor] = handle
             file.closing.callback(self._handles.pop, file.descriptor)
